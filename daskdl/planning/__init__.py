@@ -1,1 +1,1 @@
-"""What a cluster would be worth: costs measured here, predictions from them."""
+"""Predicts what the workers of a cluster would be worth, from costs measured here."""

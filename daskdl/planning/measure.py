@@ -1,144 +1,70 @@
-"""What a request over Dask's comms costs, measured between two ends in one thread.
+"""Measures on this machine what a step, an exchange and a request cost one replica.
 
-Steps and exchanges of one replica without others, each part timed.
-
-They are those of a replica: the same stepper, the same compressor, the same codec. In
-the place of another replica's update the replica's own last one comes back to it.
-
-What a Dask worker does beside a replica, whatever that computes.
-
-Costs of a replica on this machine, as means over rehearsed steps.
-
-Processes that rehearse at the same time, so that what they share is shared.
-
-A process that measures at the same time as others.
-
-It is started by :mod:`daskdl.planning.measure`, reads what to rehearse from its
-standard input, says when it is ready, measures when it is told to, and goes on
-rehearsing until the input ends, so that others are not measured alone.
+Hides that a replica's exchange runs against a channel that returns its own updates, and
+that Dask workers measure, several at once where workers would share the machine.
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import json
+import functools
 import logging
 import math
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import IO, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import dask
 import numpy as np
 import torch
-from distributed import LocalCluster
+from distributed import Client, Future, KilledWorker, LocalCluster, as_completed
 from distributed.core import Server, rpc
 from numpy.typing import NDArray
-from torch import nn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.protocol import unwrap, wrap
-from daskdl.compression.compressor import Compressor
-from daskdl.compression.flat import FlatParameters
-from daskdl.config import Bound, Timeouts
+from daskdl.channel.leasing import RunSpec
+from daskdl.channel.local import LocalChannel, LocalRun
+from daskdl.channel.protocol import ChannelSpec, Message, PeerProgress, unwrap, wrap
+from daskdl.compression.flat import FlatParameters, grid_for
+from daskdl.config import Timeouts
 from daskdl.data.checks import random_state_left_alone, trainable
 from daskdl.errors import DivergedError, RunError, WaitTimeoutError
 from daskdl.objective import Objective
 from daskdl.planning.cost_model import Costs
 from daskdl.serialization import Packed
-from daskdl.thresholds import Sent
+from daskdl.thresholds import Residual, Sent, ThresholdAlgorithm
+from daskdl.training.base import CompressionState, KeptResidual, ReplicaContext
 from daskdl.training.checkpointing import run_in_thread
+from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepper, Stepping
 from daskdl.training.replica import process_environment
 
-WARM, TIMED = 10, 40  # requests
-MANY = 9  # items in a larger one
-PAUSE_S = 0.003  # between requests, so that each finds what a replica's finds: cold
-
-
-class RequestCosts(NamedTuple):
-    """CPU time at either end, seconds."""
-
-    request_s: float  # with one item
-    item_s: float  # for each further one
-
-
-def request_costs(
-    frame: NDArray[np.uint8], meanwhile: Callable[[], object]
-) -> RequestCosts:
-    """Send a frame to and fro, over TCP on this machine.
-
-    It has an event loop of its own, in a thread: the caller may be in one.
-
-    Args:
-        frame: Of an update.
-        meanwhile: What the caller does again and again until it is done, as a replica
-            trains beside its worker's event loop.
-    """
-    measured = run_in_thread(lambda: asyncio.run(_measure(frame)), "daskdl-plan")
-    while not measured.done():
-        meanwhile()
-    return measured.result()
-
-
-async def _measure(frame: NDArray[np.uint8]) -> RequestCosts:
-    async def take(items: Any) -> dict[str, int]:
-        return {"accepted": sum(unwrap(item).nbytes > 0 for item in items)}
-
-    server = Server({"take": take})
-    await server.listen("tcp://127.0.0.1:0")
-    peer = rpc(server.address)
-    try:
-        await _cpu_s(peer, frame, 1, WARM)
-        one_s = await _cpu_s(peer, frame, 1, TIMED)
-        many_s = await _cpu_s(peer, frame, MANY, TIMED)
-    finally:
-        await peer.close_rpc()
-        await server.close()
-    # The thread is both ends.
-    return RequestCosts(one_s / 2, max(0.0, many_s - one_s) / (MANY - 1) / 2)
-
-
-async def _cpu_s(peer: Any, frame: NDArray[np.uint8], items: int, count: int) -> float:
-    """CPU time of this thread for a request, the median."""
-    taken = []
-    for _ in range(count):
-        await asyncio.sleep(PAUSE_S)
-        started = time.thread_time()
-        await peer.take(items=[wrap(frame) for _ in range(items)])
-        taken.append(time.thread_time() - started)
-    return float(np.median(taken))
-
-
-Frames = Sequence[NDArray[np.uint8]]
-
-SETTLING = 100  # exchanges, at most, in which a threshold may settle
-SETTLING_S = 1.0  # and how long, seconds, with steps; as long again without
-LEAP = 3  # how often more a threshold's last change is made while it settles
+SETTLING = 100  # exchanges, at most, in which thresholds settle
+SETTLING_S = 1.0  # and seconds, with gradients; as long again without
+POWER = 4  # of a threshold's change, while it settles
+WARM_STEPS = 2  # the first compile and allocate
+LEAST_STEPS, MOST_STEPS = 3, 200
+TIMED_S = 2.5  # seconds of timed steps, unless those are too few
+WARM_REQUESTS, REQUESTS = 10, 40
+MANY = 9  # updates in a larger request
+PAUSE_S = 0.003  # between requests: without it caches would stay warm
 
 
 @dataclass(frozen=True)
-class Script:
-    """What is rehearsed; packed, so that it works on copies only.
+class BenchmarkSpec:
+    """A step to measure.
 
     Attributes:
-        model: The user's.
-        objective: What to make small.
-        optimizer: Makes one from parameters.
+        model: Model of the user.
+        objective: The loss.
+        optimizer: Makes an optimizer from parameters.
         rows: X and y of a step.
         master: How updates are shared.
-        threads: That torch computes with.
-        device: As of a trainer.
+        threads: Threads of torch.
+        device: Device, as of a trainer.
     """
 
     model: nn.Module
@@ -150,444 +76,339 @@ class Script:
     device: str = "auto"
 
 
-class Times(NamedTuple):
-    """Of one step, seconds; and what its exchange made."""
-
-    gradients_s: float
-    optimizer_s: float
-    encode_s: float
-    apply_s: float
-    decode_s: float
-    update_bytes: float
-    density: float
-
-
-class Scene:
-    """A replica on its own.
+class LoopbackChannel(LocalChannel):
+    """A channel of two replicas that returns each update as the other replica's.
 
     Args:
-        script: The caller's own copy; its model is trained.
-        device: Where to compute.
-
-    Attributes:
-        rows: Of a step.
-        threads: That torch computes with.
-        parameters: Trainable ones.
-        frames: The last update.
+        parameters: Parameters of the replica.
+        in_step: Whether replicas run in lockstep.
     """
 
-    rows: int
-    threads: int
-    parameters: int
-    frames: Frames
-
-    def __init__(self, script: Script, device: torch.device) -> None:
-        master, module = script.master, script.model.to(device).train()
-        parameters = FlatParameters(module)
-        self._flats = [group.flat for group in parameters.groups]
-        self._compressor = Compressor(
-            parameters, master.threshold, master.residual, master.apply
+    def __init__(self, parameters: FlatParameters, in_step: bool) -> None:
+        timeouts = Timeouts.from_config()
+        run = RunSpec(0, {0: "", 1: ""}, {}, None, 0, in_step, 0, 1, vars(timeouts))
+        size = sum(group.flat.numel() for group in parameters.groups)
+        limits = OUTBOX_BYTES, INBOX_BYTES
+        spec = ChannelSpec(
+            0, 0, size, grid_for(parameters), *limits, timeouts, in_step=in_step
         )
-        self._vector = self._compressor.vector
-        optimizer: Optimizer = script.optimizer(trainable(module))
-        self._stepper = Stepper(module, script.objective, optimizer, Stepping(), device)
-        # As of one of two; with more, each sends less, and its threshold follows.
-        self._scale = self._vector.set_scale_(master.scale(2))
-        self._every = master.exchange_every
-        self._data, self._device = script.rows, device
+        super().__init__(LocalRun(run), spec)
+        self._sent: list[tuple[Message, NDArray[np.uint8]]] = []
+        self._inbox.announce(1, PeerProgress())
+
+    @override
+    def progress(self, step: int, interval: int = -1) -> None:
+        self._inbox.announce(1, PeerProgress(step))
+
+    @override
+    def _queue(self, message: Message, frame: NDArray[np.uint8], force: bool) -> bool:
+        self._sent.append((message, frame))
+        self._inbox.own = self._inbox.own._replace(sequence=message.sequence)
+        return True
+
+    def receive(self) -> int:
+        """Receive what was sent; return its bytes."""
+        sent, self._sent = self._sent, []
+        for message, frame in sent:
+            self._inbox.put(message._replace(origin=1), codec.decode(frame.data))
+        return sum(frame.nbytes for _, frame in sent)
+
+
+@dataclass(frozen=True)
+class _Hastened(ThresholdAlgorithm):
+    """A rule each of whose changes is made several times over."""
+
+    rule: ThresholdAlgorithm
+    changes: list[float] = field(default_factory=list)
+
+    @override
+    def next_threshold(self, residual: Residual, last: Sent | None) -> float:
+        threshold = self.rule.next_threshold(residual, last)
+        if last is None:
+            return threshold
+        self.changes.append(threshold / last.threshold)
+        return last.threshold * self.changes[-1] ** POWER
+
+    @property
+    def moving(self) -> bool:
+        """Whether the threshold moves on: it changes, and not back again."""
+        if not self.changes:
+            return True
+        former, change = self.changes[-2:][0], self.changes[-1]
+        return change != 1 and (former > 1) == (change > 1)
+
+
+class StepBenchmark:
+    """Steps and exchanges of a replica, whose thresholds have settled.
+
+    Args:
+        spec: This benchmark's own copy; its model is trained.
+        device: Device to compute on.
+
+    Raises:
+        DivergedError: If the loss is not finite.
+    """
+
+    def __init__(self, spec: BenchmarkSpec, device: torch.device) -> None:
+        self.spec = spec
+        self._device = device
+        self._module = spec.model.to(device).train()
+        optimizer = spec.optimizer(trainable(self._module))
+        self._stepper = Stepper(
+            self._module, spec.objective, optimizer, Stepping(), device
+        )
         self._random = np.random.default_rng(0)
-        self._exchanges = 0
-        self.rows, self.threads = len(script.rows[0]), script.threads
-        self.parameters = self._vector.size
-        self.frames = ()
+        # Dense updates of the first steps would hide those of all others.
+        self._master = dataclasses.replace(spec.master, warmup_steps=0)
+        self._settle()
 
-    def step(self) -> Times:
-        """Make the steps up to an exchange, the last one timed, and the exchange.
-
-        Before that last one the former update is taken in.
-
-        Raises:
-            DivergedError: If the loss is not finite.
-        """
-        for _ in range(self._every - 1):
-            self._move()
-            self._vector.sync_from_parameters_()
-        marks = [self._now()]
-        updates = [codec.decode(frame.data) for frame in self.frames]
-        marks.append(self._now())
-        for update in updates:
-            self._vector.apply_(update)
-        marks.append(self._now())
-        marks += self._move()
-        entries = self._exchange()
-        marks.append(self._now())
-        decode_s, apply_s, gradients_s, optimizer_s, encode_s = np.diff(marks).tolist()
-        return Times(
-            gradients_s,
-            optimizer_s,
-            encode_s,
-            apply_s,
-            decode_s,
-            sum(frame.nbytes for frame in self.frames),
-            entries / self.parameters,
+    def _attach(
+        self,
+        master: GradientSharing,
+        compression: CompressionState | None = None,
+        residual: KeptResidual | None = None,
+    ) -> None:
+        parameters = FlatParameters(self._module)
+        self._channel = LoopbackChannel(parameters, master.synchronous)
+        self._exchange = master.attach(
+            ReplicaContext(
+                self._module,
+                self._channel,
+                replica=0,
+                members=[0],  # it takes the residual; the other one comes at once
+                compression=compression,
+                residual=residual,
+            )
         )
 
-    def _move(self) -> tuple[float, float]:
-        """Make a step; when its gradients were there, and when it was made."""
-        value = self._stepper.backward([self._batch()])
-        if not math.isfinite(value):
-            raise DivergedError(
-                f"the loss became {value} in a rehearsal of some steps; lower the "
-                "learning rate of optimizer, or look for NaN in batch"
-            )
-        computed = self._now()
-        self._stepper.update(self._scale)
-        return computed, self._now()
+    def _settle(self) -> None:
+        """Bring thresholds to where they are after some hundred exchanges.
 
-    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of the batch, drawn anew: one and the same would be learned by heart."""
-        x, y = self._data
-        drawn = self._random.integers(0, len(x), len(x))
-        return torch.from_numpy(x[drawn]), torch.from_numpy(y[drawn])
+        First with steps. Where these take too long, the last one's movement is made
+        again and again, and taken back in the end; what it left in the residual stays.
+        """
+        rules = {p: _Hastened(rule) for p, rule in self._master.thresholds.items()}
+        self._attach(dataclasses.replace(self._master, threshold=rules))
+        parameters = trainable(self._module)
+        if not self._settles(rules, self.step):
+            before = [p.detach().clone() for p in parameters]
+            self._move()
+            moved = [p.detach() - b for p, b in zip(parameters, before, strict=True)]
+            self._settles(rules, lambda: self._repeat(moved))
+            for parameter, values in zip(parameters, before, strict=True):
+                parameter.detach().copy_(values)
+        result, grid = self._exchange.result(), self._exchange.agreed().grid
+        assert result.residual_N is not None
+        residual = KeptResidual(result.residual_N, grid, {}, 0)
+        self._attach(self._master, result.compression, residual)
+
+    def _settles(
+        self, rules: Mapping[str, _Hastened], exchange: Callable[[], object]
+    ) -> bool:
+        deadline = time.perf_counter() + SETTLING_S
+        for _ in range(SETTLING):
+            exchange()
+            if not any(rule.moving for rule in rules.values()):
+                return True
+            if time.perf_counter() > deadline:
+                break
+        return False
+
+    def _repeat(self, moved: Sequence[Tensor]) -> None:
+        for _ in range(self._master.exchange_every):
+            self._exchange.before_step(0)
+            for parameter, movement in zip(trainable(self._module), moved, strict=True):
+                parameter.detach().add_(movement)
+            self._exchange.after_step(0, len(self.spec.rows[0]))
 
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _exchange(self) -> int:
-        """Make an update of what moved and take it out; how many entries it has."""
-        self._exchanges += 1
-        compressor = self._compressor
-        self._vector.sync_from_parameters_()
-        updates = compressor.propose()
-        stamp = codec.Stamp(0, 0, self._exchanges, self._exchanges)
-        self.frames = [u.encode(stamp) for u in updates if u.entries]
-        for update in updates:
-            compressor.commit_(update)
-        return sum(update.entries for update in updates)
+    def _move(self) -> list[float]:
+        """Make an optimizer step; return when gradients and parameters were there."""
+        x, y = self.spec.rows
+        # The same batch again would be learned by heart.
+        drawn = self._random.integers(0, len(x), len(x))
+        loss = self._stepper.backward(
+            [(torch.from_numpy(x[drawn]), torch.from_numpy(y[drawn]))]
+        )
+        if not math.isfinite(loss):
+            raise DivergedError(
+                f"the loss became {loss} within some steps; lower the learning rate "
+                "of optimizer, or look for NaN in batch"
+            )
+        computed = self._now()
+        self._stepper.update(self._exchange.learning_rate_scale)
+        return [computed, self._now()]
 
-    def settle(self) -> None:
-        """Let the thresholds come to where they are after some hundred steps.
+    def step(self) -> list[float]:
+        """Receive an update, and make the steps up to the next exchange.
 
-        A threshold moves by a few per cent in each exchange. So each of its changes is
-        made several times over, until no threshold moves on, first while steps are
-        made. Where these take too long, what the last one moved is then made again and
-        again, without computing it anew; where the parameters were brought by that,
-        they are brought back from, and what is in the residual stays.
+        Returns:
+            Bytes of the update, seconds of its decoding; seconds of applying it, of
+            gradients and optimizer for each step, and of the exchange.
         """
-        if self._settles(self.step):
-            return
-        before = [flat.clone() for flat in self._flats]
-        self._move()
-        pairs = zip(self._flats, before, strict=True)
-        movement = [self._every * (flat - former) for flat, former in pairs]
-        self._settles(lambda: self._repeat(movement))
-        self._vector.apply_counts_(self._way_to(before))
+        every, started = self._master.exchange_every, self._now()
+        nbytes = self._channel.receive()
+        decode_s = self._now() - started
+        parts = np.zeros(4)
+        for _ in range(every):
+            marks = [self._now()]
+            self._exchange.before_step(0)
+            marks += [self._now(), *self._move()]
+            self._exchange.after_step(0, len(self.spec.rows[0]))
+            parts += np.diff([*marks, self._now()])
+        apply_s, gradients_s, optimizer_s, encode_s = parts.tolist()
+        steps = [gradients_s / every, optimizer_s / every]
+        return [nbytes, decode_s, apply_s, *steps, encode_s]
 
-    def _settles(self, exchange: Callable[[], object]) -> bool:
-        """Whether the thresholds moved no further in the end."""
-        deadline = time.perf_counter() + SETTLING_S
-        changes: Mapping[str, float] = {}
-        for _ in range(SETTLING):
-            former_changes, sent = changes, self._compressor.sent
-            exchange()
-            changes = _changes(sent, self._compressor.sent)
-            if not _moving(former_changes, changes):
-                return True
-            if time.perf_counter() > deadline:
-                break
-            self._leap(changes)
-        return False
+    def measure(self) -> Costs:
+        """Time steps for some seconds, then requests while steps go on.
 
-    def _repeat(self, movement: Sequence[torch.Tensor]) -> None:
-        for flat, moved in zip(self._flats, movement, strict=True):
-            flat.add_(moved)
-        self._exchange()
-
-    def _way_to(self, values: Sequence[torch.Tensor]) -> NDArray[np.int32]:
-        """From the parameters as they are to these, in steps of the grid."""
-        grid, pairs = self._vector.grid, zip(values, self._flats, strict=True)
-        ways = [((to.double() - flat.double()) / grid).round() for to, flat in pairs]
-        return torch.cat([way.int().cpu() for way in ways]).numpy()
-
-    def _leap(self, changes: Mapping[str, float]) -> None:
-        for pattern, change in changes.items():
-            group = self._compressor.groups[pattern]
-            if group.sent is not None:
-                threshold = group.sent.threshold * change**LEAP
-                group.sent = group.sent._replace(threshold=threshold)
-
-
-def _changes(before: Mapping[str, Sent], now: Mapping[str, Sent]) -> dict[str, float]:
-    """By what factor each threshold has changed."""
-    return {p: s.threshold / before[p].threshold for p, s in now.items() if p in before}
-
-
-def _moving(former: Mapping[str, float], changes: Mapping[str, float]) -> bool:
-    """Whether a threshold moves on: it changes, and not back again."""
-    return any(
-        change != 1 and (former.get(pattern, change) > 1) == (change > 1)
-        for pattern, change in changes.items()
-    )
-
-
-@contextmanager
-def idle_worker() -> Iterator[None]:
-    """Keep a worker without a task in this process meanwhile.
-
-    It sends heartbeats, takes samples for its profile, looks at its memory, in a
-    thread of its own, with Python's lock.
-    """
-    with LocalCluster(
-        n_workers=1,
-        threads_per_worker=1,
-        processes=False,
-        protocol="tcp",
-        host="127.0.0.1",
-        dashboard_address=":0",
-        silence_logs=logging.CRITICAL,  # a heartbeat may be cut off in the end
-    ):
-        yield
-
-
-WARM_STEPS = 2  # the first compile, and allocate
-LEAST_STEPS, MOST_STEPS = 3, 200
-TIMED_S = 2.5  # how long steps are timed, unless too few were
-
-
-@contextmanager
-def prepared(script: Packed[Script]) -> Iterator[Scene]:
-    """Set the scene, with the first steps made and thresholds settled.
-
-    Beside it is an idle Dask worker, as beside a replica.
-
-    The process is as it was afterwards: torch's threads, all generators.
-
-    Args:
-        script: A copy of it is rehearsed.
-    """
-    own = script.unpack()
-    with (
-        random_state_left_alone(),
-        process_environment(own.device, own.threads) as device,
-        idle_worker(),
-    ):
-        scene = Scene(own, device)
+        Raises:
+            DivergedError: If the loss is not finite.
+        """
         for _ in range(WARM_STEPS):
-            scene.step()
-        scene.settle()
-        yield scene
+            self.step()
+        self._exchange.stats()
+        times: list[list[float]] = []
+        deadline = time.perf_counter() + TIMED_S
+        while len(times) < LEAST_STEPS or (
+            len(times) < MOST_STEPS and time.perf_counter() < deadline
+        ):
+            times.append(self.step())
+        stats = self._exchange.stats()
+        # Means: medians leave out the pauses that others' work on the same cores makes,
+        # and the few exchanges that send something where most send nothing.
+        nbytes, decode_s, apply_s, gradients_s, optimizer_s, encode_s = np.mean(
+            times, axis=0
+        ).tolist()
+        frame = np.zeros(max(1, round(nbytes)), np.uint8)
+        requests = run_in_thread(
+            lambda: asyncio.run(request_costs(frame)), "daskdl-plan"
+        )
+        while not requests.done():
+            self.step()
+        request_s, item_s = requests.result()
+        return Costs(
+            rows=len(self.spec.rows[0]),
+            parameters=sum(p.numel() for p in trainable(self._module)),
+            threads=self.spec.threads,
+            gradients_s=gradients_s,
+            optimizer_s=optimizer_s,
+            encode_s=encode_s,
+            apply_s=apply_s,
+            decode_s=decode_s,
+            request_s=request_s,
+            item_s=item_s,
+            update_bytes=nbytes,
+            density=stats.density_sum / max(stats.exchanges, 1),
+        )
 
 
-def rehearse(script: Packed[Script]) -> Costs:
-    """Rehearse for about four seconds, or six exchanges, if these take longer.
+async def request_costs(frame: NDArray[np.uint8]) -> tuple[float, float]:
+    """Send a frame over TCP on this machine; return CPU seconds at either end.
 
-    Args:
-        script: A copy of it is rehearsed.
-
-    Raises:
-        DivergedError: If the loss is not finite.
+    Returns:
+        Of a request with one update, and of each further update in a request.
     """
-    with prepared(script) as scene:
-        return measure(scene)
+
+    async def take(items: Any) -> dict[str, int]:
+        return {"accepted": sum(unwrap(item).nbytes > 0 for item in items)}
+
+    async def cpu_s(items: int, count: int) -> float:
+        taken = []
+        for _ in range(count):
+            await asyncio.sleep(PAUSE_S)
+            started = time.thread_time()
+            await peer.take(items=[wrap(frame) for _ in range(items)])
+            taken.append(time.thread_time() - started)
+        return float(np.median(taken)) / 2  # this thread is both ends
+
+    server = Server({"take": take})
+    await server.listen("tcp://127.0.0.1:0")
+    peer: Any = rpc(server.address)
+    try:
+        await cpu_s(1, WARM_REQUESTS)
+        one_s, many_s = await cpu_s(1, REQUESTS), await cpu_s(MANY, REQUESTS)
+    finally:
+        await peer.close_rpc()
+        await server.close()
+    return one_s, max(0.0, many_s - one_s) / (MANY - 1)
 
 
-def measure(scene: Scene) -> Costs:
-    """The costs of a prepared scene; steps go on while requests are measured.
-
-    Raises:
-        DivergedError: If the loss is not finite.
-    """
-    # Means: medians would not see the pauses that others' work on the same cores makes,
-    # and if many exchanges send nothing, they would forget those that do.
-    parts = np.mean(_timed(scene), axis=0).tolist()
-    costs = dict(zip(Times._fields, parts, strict=True))
-    frame = np.zeros(max(1, round(costs["update_bytes"])), np.uint8)
-    return Costs(
-        rows=scene.rows,
-        parameters=scene.parameters,
-        threads=scene.threads,
-        **costs,
-        **request_costs(frame, scene.step)._asdict(),
-    )
+def _prepared(packed: Packed[BenchmarkSpec]) -> StepBenchmark:
+    spec = packed.unpack()
+    with process_environment(spec.device, spec.threads) as device:
+        return StepBenchmark(spec, device)
 
 
-def _timed(scene: Scene) -> list[Times]:
-    times: list[Times] = []
-    deadline = time.perf_counter() + TIMED_S
-    while len(times) < LEAST_STEPS or (
-        len(times) < MOST_STEPS and time.perf_counter() < deadline
-    ):
-        times.append(scene.step())
-    return times
+def _measured(benchmark: StepBenchmark) -> Costs:
+    with process_environment(benchmark.spec.device, benchmark.spec.threads):
+        return benchmark.measure()
 
 
-T = TypeVar("T")
+def _wait(client: Client, futures: Sequence[Future], timeout_s: float | None) -> None:
+    """Wait for all, or for the first error, which is raised."""
+    for future in as_completed(futures, loop=client.loop, timeout=timeout_s):
+        if future.status == "error":
+            future.result()
 
-READY = b"ready\n"
-GO = b"!"
-SHOWN = 2000  # characters of what a process said before it failed
 
-
-def rehearse_together(
-    script: Packed[Script], processes: int, patience_s: float
+def measure(
+    packed: Packed[BenchmarkSpec], processes: int = 1, patience_s: float | None = None
 ) -> list[Costs]:
-    """Rehearse in so many processes at once; each one's costs.
+    """Measure on Dask workers; each one's costs.
 
-    They end when their standard input does: with this process at the latest.
+    One worker is a thread of this process, and several are processes that measure at
+    the same time.
 
     Args:
-        script: What to rehearse.
-        processes: How many.
-        patience_s: How long a rehearsal may take, seconds, not counting what a process
-            needs to start, for which there is the time-out `join`.
+        packed: What to measure; every worker measures a copy.
+        processes: Number of workers.
+        patience_s: Longest time to prepare, and to measure, seconds, beyond the
+            time-out `join` for the start of a process; None: no bound.
 
     Raises:
-        RunError: If one of them failed.
-        WaitTimeoutError: If one of them took too long.
+        DivergedError: If the loss is not finite.
+        RunError: If a process ended.
+        WaitTimeoutError: If a process took too long.
     """
     bound = Timeouts.from_config().bound("join")
-    bound = bound._replace(seconds=bound.seconds + patience_s)
-    with contextlib.ExitStack() as stack:
-        members = [stack.enter_context(_member(bound)) for _ in range(processes)]
-        for member in members:
-            member.send(script.payload)
-        for member in members:
-            if member.line() != READY:
-                raise member.failed()
-        for member in members:
-            member.go()
-        return [Costs(**json.loads(member.line())) for member in members]
-
-
-class _Member:
-    """One of the processes, and how long to wait for it."""
-
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        said: IO[bytes],
-        bound: Bound,
-        stop: Bound,
-    ) -> None:
-        self._process, self._said = process, said
-        self._bound, self._stop = bound, stop
-
-    def send(self, payload: NDArray[np.uint8]) -> None:
-        """Tell it what to rehearse."""
-        self._write(payload.nbytes.to_bytes(8, "little"), payload.data)
-
-    def go(self) -> None:
-        """Tell it to measure."""
-        self._write(GO)
-
-    def line(self) -> bytes:
-        """What it says next."""
-        stream = self._process.stdout
-        assert stream is not None
-        line = self._waited(stream.readline)
-        if not line:
-            raise self.failed()
-        return line
-
-    def failed(self) -> RunError:
-        """Why it says no more; it is given the time to end by itself."""
-        return RunError(f"a process that rehearses {self._end()}: {self._last()}")
-
-    def _write(self, *parts: bytes | memoryview) -> None:
-        stream = self._process.stdin
-        assert stream is not None
-        # One that has ended says why when it is listened to.
-        with contextlib.suppress(BrokenPipeError):
-            self._waited(lambda: (stream.writelines(parts), stream.flush()))
-
-    def _waited(self, talk: Callable[[], T]) -> T:
-        """Talk to it, with a bound: it may hang."""
-        talking: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                talking.set_result(talk())
-            except OSError as error:
-                talking.set_exception(error)
-
-        threading.Thread(target=run, name="daskdl-plan", daemon=True).start()
+    bound = bound._replace(seconds=bound.seconds + (patience_s or 0.0))
+    seconds = None if patience_s is None else bound.seconds
+    with (
+        random_state_left_alone(),  # Dask draws too
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        LocalCluster(
+            n_workers=processes,
+            threads_per_worker=1,
+            processes=processes > 1,
+            protocol="tcp",
+            host="127.0.0.1",
+            dashboard_address=":0",
+            memory_limit=None,
+            silence_logs=logging.CRITICAL,  # errors are raised here
+        ) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        workers = list(client.scheduler_info(n_workers=-1)["workers"])
+        submit = functools.partial(client.submit, pure=False)
         try:
-            return talking.result(self._bound.seconds)
+            spec = client.scatter(packed, broadcast=True, hash=False)
+            benchmarks = [submit(_prepared, spec, workers=[w]) for w in workers]
+            _wait(client, benchmarks, seconds)  # none measures before all are ready
+            pairs = zip(benchmarks, workers, strict=True)
+            costs = [submit(_measured, own, workers=[w]) for own, w in pairs]
+            _wait(client, costs, seconds)
+            return list(client.gather(costs))
+        except KilledWorker as error:
+            raise RunError(
+                f"a process that measures costs has ended: {error}"
+            ) from error
         except TimeoutError as error:
             raise WaitTimeoutError(
-                "a process that rehearses has not answered within "
-                f"{self._bound}: {self._last()}"
+                f"a process has not measured its costs within {bound}"
             ) from error
-
-    def _end(self) -> str:
-        try:
-            status = self._process.wait(self._stop.seconds)
-        except subprocess.TimeoutExpired:
-            return f"says no more, and did not end within {self._stop}"
-        if status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
-        return f"ended with status {status}"
-
-    def _last(self) -> str:
-        self._said.seek(0)
-        text = self._said.read().decode(errors="replace").strip()
-        return text[-SHOWN:] or "it said nothing"
-
-
-@contextlib.contextmanager
-def _member(bound: Bound) -> Iterator[_Member]:
-    stop = Timeouts.from_config().bound("stop")
-    # It finds modules where this process does.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "daskdl.planning.measure"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            env=environment,
-        )
-        try:
-            yield _Member(process, said, bound, stop)
-        finally:
-            process.kill()  # it has nothing to put away
-            process.wait(stop.seconds)
-            for stream in (process.stdin, process.stdout):
-                assert stream is not None
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-
-
-def main() -> None:
-    """Rehearse until the input ends."""
-    heard, told = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    # What the user's code prints, or a library of C's, is not meant for the other.
-    os.dup2(2, 1)
-    nbytes = int.from_bytes(heard.read(8), "little")
-    payload = np.frombuffer(heard.read(nbytes), np.uint8)
-    going = threading.Event()
-
-    def listen() -> None:
-        # Not the buffered reader: its lock would be in the way of an end by an error.
-        while os.read(heard.fileno(), len(GO)):
-            going.set()
-        os._exit(0)  # at once, also in the middle of a long step: nobody waits for it
-
-    threading.Thread(target=listen, daemon=True).start()
-    script: Packed[Script] = Packed.of(payload, "model")
-    with prepared(script) as scene:
-        told.write(READY)
-        told.flush()
-        while not going.is_set():
-            scene.step()
-        costs = dataclasses.asdict(measure(scene))
-        told.write(json.dumps(costs).encode() + b"\n")
-        told.flush()
-        while True:
-            scene.step()
-
-
-if __name__ == "__main__":
-    main()

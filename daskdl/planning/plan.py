@@ -1,13 +1,11 @@
-"""What a plan looks like: a table, and a sentence.
+"""`daskdl.plan`: what workers would be worth, from a measurement on this machine.
 
-One sentence about whether it pays, and what would help. Pure.
-
-The user's function: measure here, predict for there.
+Hides what is measured for which numbers of workers, and how the advice is found.
 """
 
 import dataclasses
+import functools
 import html
-import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,15 +23,8 @@ from daskdl.data.checks import LabelCheck, check_arrays, check_step
 from daskdl.data.tables import first_rows, is_dask_array
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
-from daskdl.planning.cost_model import (
-    Costs,
-    Measured,
-    Network,
-    Prediction,
-    mean,
-    predict,
-)
-from daskdl.planning.measure import Script, rehearse, rehearse_together
+from daskdl.planning.cost_model import Costs, Measured, Network, Prediction, predict
+from daskdl.planning.measure import BenchmarkSpec, measure
 from daskdl.serialization import Packed
 from daskdl.thresholds import LinkAlgorithm
 from daskdl.training.fit_state import starting_model
@@ -41,6 +32,13 @@ from daskdl.training.gradient_sharing import GradientSharing
 
 SHOWN = 16  # rows; of more, those whose number is a power of two, and the last
 HEADINGS = ("workers", "efficiency", "samples/s", "step ms", "limit", "carried")
+MOST_PROCESSES = 8  # that measure at once; each imports torch
+SLOWER = 4  # times as long as in turn, at most, if they measure at once
+
+PAYS = 0.5  # an efficiency from which on workers pay: half of each is used
+CARRIED = 0.5  # with fewer of the exchanges, replicas hardly learn from each other
+LONGER = (4, 16)  # steps between exchanges, or batches in a step, that are considered
+SPARSER = 10  # factor of fewer entries that is considered
 
 
 @dataclass(frozen=True)
@@ -130,132 +128,6 @@ class Plan:
         )
 
 
-PAYS = 0.5  # an efficiency from which on workers pay: half of each is used
-CARRIED = 0.5  # with fewer of the exchanges, replicas hardly learn from each other
-LONGER = (4, 16)  # steps between exchanges, or batches in a step, that are looked at
-SPARSER = 10  # so many times fewer entries are looked at
-
-
-@dataclass(frozen=True)
-class Question:
-    """For whom advice is wanted.
-
-    Attributes:
-        measured: What a step and an exchange cost.
-        master: How updates are shared.
-        link: Between the machines; None: all on one.
-        workers: Numbers of workers, ascending.
-    """
-
-    measured: Measured
-    master: GradientSharing
-    link: Network | None
-    workers: tuple[int, ...]
-
-    def answers(self) -> tuple[Prediction, ...]:
-        """What is to be expected, one for each number of workers."""
-        return tuple(
-            predict(self.measured, self.master, self.link, count)
-            for count in self.workers
-        )
-
-    def costing(self, change: Callable[[Costs], Costs]) -> "Question":
-        """The same with other costs."""
-        return dataclasses.replace(self, measured=self.measured.changed(change))
-
-
-def advise(question: Question) -> str:
-    """Say up to how many workers it pays, and what would make more of them pay."""
-    rows = question.answers()
-    several = [row for row in rows if row.workers > 1]
-    if not several:
-        return "One worker sends nothing: ask for more to see whether they pay."
-    paying = _paying(rows)
-    if paying == several[-1]:
-        return f"Pays up to {_as_fast(paying)}; nothing was asked about more."
-    after = 1 if paying is None else paying.workers
-    refused = next(row for row in several if row.workers > after)
-    cause = f"{_limit(refused)} at {refused.workers} workers"
-    if paying is None:
-        best = max(several, key=lambda row: row.samples_per_s)
-        verdict = "Does not pay" if best.speed <= 1 else "Hardly pays"
-        said = f"{verdict}: {_as_fast(best)} at best; {cause}."
-    else:
-        said = f"Pays up to {_as_fast(paying)}; then {cause}."
-    remedies = list(_remedies(question, paying))
-    if not remedies:
-        return f"{said} {_nothing_helps(question)}"
-    return f"{said} It would pay up to {', '.join(remedies)}."
-
-
-def _pays(row: Prediction) -> bool:
-    return row.efficiency >= PAYS and row.carried >= CARRIED and row.speed > 1
-
-
-def _paying(rows: Sequence[Prediction]) -> Prediction | None:
-    """The most workers that pay; None if no second one does."""
-    pays = [row for row in rows if row.workers > 1 and _pays(row)]
-    return pays[-1] if pays else None
-
-
-def _as_fast(row: Prediction) -> str:
-    return f"{row.workers} workers, {row.speed:.2g} times as fast as one"
-
-
-def _limit(row: Prediction) -> str:
-    if row.carried < CARRIED:
-        return f"the {row.limit} carries {row.carried:.0%} of the exchanges"
-    return f"the limit is {row.limit!r}, and the efficiency {row.efficiency:.1%}"
-
-
-def _remedies(question: Question, paying: Prediction | None) -> Iterator[str]:
-    """What would make more workers pay, and how many: the mildest of each kind."""
-    now = 1 if paying is None else paying.workers
-    for kind in _changes(question):
-        for how, changed in kind:
-            better = _paying(changed.answers())
-            if better is not None and better.workers > now:
-                yield f"{better.workers} with {how}"
-                break
-
-
-def _changes(question: Question) -> Iterator[list[tuple[str, Question]]]:
-    yield [_exchanging_less(question, factor) for factor in LONGER]
-    yield [
-        (
-            f"{n} times the batch (accumulate={n})",
-            question.costing(operator.methodcaller("accumulated", n)),
-        )
-        for n in LONGER
-    ]
-    density = question.measured.alone.density
-    yield [
-        (
-            f"a density of {density / SPARSER:.0e} instead of {density:.0e}",
-            question.costing(operator.methodcaller("thinned", SPARSER)),
-        )
-    ]
-
-
-def _exchanging_less(question: Question, factor: int) -> tuple[str, Question]:
-    every = factor * question.master.exchange_every
-    master = dataclasses.replace(question.master, exchange_every=every)
-    changed = question.costing(operator.methodcaller("gathered", factor))
-    return f"exchange_every={every}", dataclasses.replace(changed, master=master)
-
-
-def _nothing_helps(question: Question) -> str:
-    every = question.master.exchange_every * LONGER[-1]
-    return (
-        f"Neither exchange_every={every} nor {LONGER[-1]} times the batch nor a tenth "
-        "of the density would change that."
-    )
-
-
-MOST_PROCESSES = 8  # that measure at once; each imports torch
-SLOWER = 4  # times as long as in turn, at most, if they measure at once
-
-
 def plan(
     model: nn.Module | Callable[[], nn.Module],
     batch: tuple[Any, Any],
@@ -272,12 +144,13 @@ def plan(
     A copy of the model makes steps and exchanges on the batch, here, for some seconds;
     each part is timed, and requests over Dask's connections too. The efficiency for
     each number of workers follows from that and from the link. Left out are the start
-    and end of a run and of its epochs, loading data, and workers of unequal speed.
-    Each worker is taken to be a process like this one, with one replica.
+    and end of runs and epochs, loading data, and workers of unequal speed. Each worker
+    is taken to be a process like this one, with one replica.
 
-    Without a `link` all workers, and the scheduler, are taken to be processes of this
+    Without a `link` all workers and the scheduler are taken to be processes of this
     machine, as in a `LocalCluster`. Up to eight processes then measure at once, since
-    they share its memory; that takes some seconds more.
+    they share its memory; that takes some seconds more. A script that plans so needs
+    ``if __name__ == "__main__":``, as one that starts a `LocalCluster` does.
 
     Args:
         model: As of a :class:`daskdl.Trainer`; a copy is used.
@@ -299,7 +172,8 @@ def plan(
         ModelError: If model, loss or optimizer cannot be used.
         OptionError: If another argument is outside what is allowed.
         DivergedError: If the loss became NaN or infinite within some steps.
-        RunError: If a process that measures beside this one failed.
+        RunError: If a process that measured has ended.
+        WaitTimeoutError: If such a process took too long.
 
     Example:
         >>> model, X = nn.Linear(8, 3), torch.randn(32, 8)
@@ -319,10 +193,10 @@ def plan(
             "link must be a daskdl.Network where workers compute on CUDA, got None: on "
             "one machine they would share its devices"
         )
-    script = _script(model, batch, loss, optimizer, master, threads)
-    measured = _measure(script, counts[-1] if link is None else 1)
-    question = Question(measured, master, link, counts)
-    return Plan(question.answers(), advise(question), measured, link)
+    spec = _spec(model, batch, loss, optimizer, master, threads)
+    measured = _measure(spec, counts[-1] if link is None else 1)
+    rows = tuple(predict(measured, master, link, count) for count in counts)
+    return Plan(rows, advise(measured, master, link, counts), measured, link)
 
 
 def _counts(workers: Any) -> tuple[int, ...]:
@@ -357,18 +231,23 @@ def _check_master(master: Any) -> None:
     )
 
 
-def _script(
+def _spec(
     model: Any, batch: Any, loss: Any, optimizer: Any, master: Any, threads: int | None
-) -> Packed[Script]:
+) -> Packed[BenchmarkSpec]:
     X, y = _rows(batch)
     own = starting_model(model, seed=0)
     if loss is None:
-        loss = functional.mse_loss if _is_floating(y) else functional.cross_entropy
-    optimizer = _plain if optimizer is None else optimizer
+        floating = torch.from_numpy(first_rows(y, 1)).is_floating_point()
+        loss = functional.mse_loss if floating else functional.cross_entropy
+    optimizer = _sgd if optimizer is None else optimizer
     check_step(own, loss, optimizer, X, y)
     rows = first_rows(X, len(X)), first_rows(y, len(y))
     threads = torch.get_num_threads() if threads is None else threads
-    return Packed(Script(own, loss, optimizer, rows, master, threads), "model")
+    return Packed(BenchmarkSpec(own, loss, optimizer, rows, master, threads), "model")
+
+
+def _sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01)
 
 
 def _rows(batch: Any) -> tuple[Any, Any]:
@@ -384,22 +263,124 @@ def _rows(batch: Any) -> tuple[Any, Any]:
     return batch
 
 
-def _is_floating(y: Any) -> bool:
-    return bool(torch.from_numpy(first_rows(y, 1)).is_floating_point())
-
-
-def _plain(parameters: Any) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01)
-
-
-def _measure(script: Packed[Script], workers_here: int) -> Measured:
-    """Measure alone, and beside others where so many workers share this machine."""
+def _measure(spec: Packed[BenchmarkSpec], workers_here: int) -> Measured:
+    """Measure alone, and with others if several workers share this machine."""
     began = time.perf_counter()
-    alone, cores = rehearse(script), CPU_COUNT
+    [alone] = measure(spec)
     took_s = time.perf_counter() - began
-    measured = Measured(alone, cores)
+    measured = Measured(alone, CPU_COUNT)
     processes = min(workers_here, measured.most_at_once, MOST_PROCESSES)
     if processes < 2:
         return measured
-    costs = rehearse_together(script, processes, SLOWER * processes * took_s)
-    return Measured(alone, cores, mean(costs), processes)
+    costs = measure(spec, processes, SLOWER * processes * took_s)
+    means = {
+        name: sum(getattr(own, name) for own in costs) / processes
+        for name, value in vars(alone).items()
+        if isinstance(value, float)
+    }
+    together = dataclasses.replace(alone, **means)
+    return dataclasses.replace(measured, together=together, processes=processes)
+
+
+def advise(
+    measured: Measured,
+    master: GradientSharing,
+    link: Network | None,
+    workers: Sequence[int],
+) -> str:
+    """Say up to how many workers it pays, and what would make more of them pay."""
+    rows = [predict(measured, master, link, count) for count in workers]
+    several = [row for row in rows if row.workers > 1]
+    if not several:
+        return "One worker sends nothing: ask for more to see whether they pay."
+    paying = _paying(rows)
+    if paying == several[-1]:
+        return f"Pays up to {_as_fast(paying)}; nothing was asked about more."
+    now = 1 if paying is None else paying.workers
+    refused = next(row for row in several if row.workers > now)
+    if refused.carried < CARRIED:
+        cause = f"the {refused.limit} carries {refused.carried:.0%} of the exchanges"
+    else:
+        cause = (
+            f"the limit is {refused.limit!r}, and the efficiency "
+            f"{refused.efficiency:.1%}"
+        )
+    cause = f"{cause} at {refused.workers} workers"
+    if paying is None:
+        best = max(several, key=lambda row: row.samples_per_s)
+        verdict = "Does not pay" if best.speed <= 1 else "Hardly pays"
+        said = f"{verdict}: {_as_fast(best)} at best; {cause}."
+    else:
+        said = f"Pays up to {_as_fast(paying)}; then {cause}."
+    remedies = []
+    for kind in _changes(measured, master):
+        for how, changed, other in kind:  # the mildest that helps is enough
+            better = _paying([predict(changed, other, link, n) for n in workers])
+            if better is not None and better.workers > now:
+                remedies.append(f"{better.workers} with {how}")
+                break
+    if remedies:
+        return f"{said} It would pay up to {', '.join(remedies)}."
+    every, batches = master.exchange_every * LONGER[-1], LONGER[-1]
+    return (
+        f"{said} Neither exchange_every={every} nor {batches} times the batch nor a "
+        "tenth of the density would change that."
+    )
+
+
+def _paying(rows: Sequence[Prediction]) -> Prediction | None:
+    """Return the prediction for the most workers that pay; None if no second does."""
+    pays = [
+        row
+        for row in rows
+        if row.workers > 1
+        and row.efficiency >= PAYS
+        and row.carried >= CARRIED
+        and row.speed > 1
+    ]
+    return pays[-1] if pays else None
+
+
+def _as_fast(row: Prediction) -> str:
+    return f"{row.workers} workers, {row.speed:.2g} times as fast as one"
+
+
+Change = tuple[str, Measured, GradientSharing]  # how, and what it comes to
+
+
+def _changes(measured: Measured, master: GradientSharing) -> Iterator[list[Change]]:
+    """Yield changes that may help, by kind, the mildest first."""
+    gathering, batches = [], []
+    for factor in LONGER:
+        every = factor * master.exchange_every
+        rarer = dataclasses.replace(master, exchange_every=every)
+        costs = measured.changed(functools.partial(_gathered, factor))
+        gathering.append((f"exchange_every={every}", costs, rarer))
+        larger = measured.changed(functools.partial(_accumulated, factor))
+        how = f"{factor} times the batch (accumulate={factor})"
+        batches.append((how, larger, master))
+    density = measured.alone.density
+    how = f"a density of {density / SPARSER:.0e} instead of {density:.0e}"
+    yield from (gathering, batches, [(how, measured.changed(_thinned), master)])
+
+
+def _accumulated(batches: int, costs: Costs) -> Costs:
+    rows, gradients_s = batches * costs.rows, batches * costs.gradients_s
+    return dataclasses.replace(costs, rows=rows, gradients_s=gradients_s)
+
+
+def _thinned(costs: Costs) -> Costs:
+    """Return the costs of updates with fewer entries, which save bytes and no time."""
+    nbytes, density = costs.update_bytes / SPARSER, costs.density / SPARSER
+    return dataclasses.replace(costs, update_bytes=nbytes, density=density)
+
+
+def _gathered(updates: int, costs: Costs) -> Costs:
+    """Return the costs of several updates in one, with all entries of each."""
+    return dataclasses.replace(
+        costs,
+        apply_s=updates * costs.apply_s,
+        decode_s=updates * costs.decode_s,
+        update_bytes=updates * costs.update_bytes,
+        density=min(1.0, updates * costs.density),
+    )

@@ -2,9 +2,7 @@
 
 import os
 import signal
-import sys
 import threading
-import time
 
 import dask
 import pytest
@@ -13,135 +11,57 @@ from torch import nn
 
 import daskdl
 from daskdl.planning import measure
-from daskdl.planning.measure import Script, rehearse_together
+from daskdl.planning.measure import BenchmarkSpec
 from daskdl.serialization import Packed
 
+pytestmark = pytest.mark.slow
+
 X, Y = torch.randn(16, 6), torch.arange(16) % 3
-PATIENCE_S = 60.0
 
 
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.01)
-
-
-def script(model=None, loss=nn.functional.cross_entropy):
-    model = nn.Linear(6, 3) if model is None else model
+def spec(loss=nn.functional.cross_entropy):
     rows = (X.numpy(), Y.numpy())
-    sharing = daskdl.GradientSharing()
-    return Packed(Script(model, loss, sgd, rows, sharing, 1), "model")
+    return Packed(
+        BenchmarkSpec(
+            nn.Linear(6, 3),
+            loss,
+            lambda params: torch.optim.SGD(params, lr=0.01),
+            rows,
+            daskdl.GradientSharing(),
+            1,
+        ),
+        "model",
+    )
 
 
-@pytest.fixture
-def started(monkeypatch):
-    """Processes that were started to rehearse; Dask starts others, to know the CPU."""
-    processes = []
-    popen = measure.subprocess.Popen
-
-    def start(command, **options):
-        process = popen(command, **options)
-        if "daskdl.planning.measure" in command:
-            processes.append(process)
-        return process
-
-    monkeypatch.setattr(measure.subprocess, "Popen", start)
-    return processes
-
-
-@pytest.mark.slow
-def test_each_has_costs_of_its_own_and_is_gone_afterwards(started):
-    one, other = rehearse_together(script(), 2, PATIENCE_S)
+def test_each_process_has_costs_of_its_own():
+    one, other = measure.measure(spec(), 2, 60.0)
 
     assert (one.rows, one.threads, one.parameters) == (16, 1, 21)
     assert one.gradients_s > 0
     assert one.gradients_s != other.gradients_s
-    assert len(started) == 2
-    assert None not in [process.returncode for process in started]
 
 
-@pytest.mark.slow
-def test_what_users_code_prints_there_does_no_harm():
-    class Loud(nn.Linear):
-        def forward(self, x):
-            sys.stdout.write("forward\n")
-            os.write(1, b"as a library of C's would\n")
-            return super().forward(x)
-
-    assert rehearse_together(script(Loud(6, 3)), 1, PATIENCE_S)[0].rows == 16
-
-
-@pytest.mark.slow
-def test_none_measures_before_all_are_ready(tmp_path):
-    first, ready, early = (tmp_path / name for name in ("first", "ready", "early"))
-    steps = tmp_path / "steps"
-
-    def loss(output, y):
-        measuring = any(t.name == "daskdl-plan" for t in threading.enumerate())
-        if measuring and not ready.exists():
-            early.touch()
-        try:
-            first.mkdir()
-        except FileExistsError:
-            with steps.open("ab") as file:
-                file.write(b".")
-        else:  # until the other one could have settled, and measured
-            deadline = time.monotonic() + PATIENCE_S
-            while not steps.exists() or steps.stat().st_size < 450:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            ready.touch()
-        return nn.functional.cross_entropy(output, y)
-
-    rehearse_together(script(loss=loss), 2, PATIENCE_S)
-
-    assert ready.exists()
-    assert not early.exists()
-
-
-@pytest.mark.slow
-def test_one_that_fails_says_why(started):
+def test_an_error_of_the_loss_is_raised():
     def loss(output, y):
         raise RuntimeError("not on a Saturday")
 
-    with pytest.raises(
-        daskdl.RunError, match=r"(?s)ended with status 1: .*not on a Saturday"
-    ):
-        rehearse_together(script(loss=loss), 1, PATIENCE_S)
-    assert started[0].returncode == 1  # by itself: it had not to be killed
+    with pytest.raises(RuntimeError, match="not on a Saturday"):
+        measure.measure(spec(loss), 2, 60.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "how"),
-    [
-        (lambda: os._exit(3), "ended with status 3"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was ended by SIGKILL"),
-    ],
-    ids=["exit", "killed"],
-)
-def test_one_that_ends_meanwhile_is_noticed(end, how):
+def test_a_process_that_ends_is_noticed():
+    parent = os.getpid()
+
     def loss(output, y):
-        end()
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(daskdl.RunError, match=rf"{how}: it said nothing"):
-        rehearse_together(script(loss=loss), 2, PATIENCE_S)
-
-
-@pytest.mark.slow
-def test_one_that_says_no_more_but_lives_is_ended(started):
-    def loss(output, y):
-        os.closerange(3, 256)
-        threading.Event().wait()
-
-    with (
-        dask.config.set({"daskdl.timeouts.stop": "1s"}),
-        pytest.raises(daskdl.RunError, match=r"did not end within 1 s \(daskdl.timeo"),
-    ):
-        rehearse_together(script(loss=loss), 1, PATIENCE_S)
-    assert started[0].returncode == -signal.SIGKILL
+    with pytest.raises(daskdl.RunError, match="a process that measures costs has end"):
+        measure.measure(spec(loss), 2, 60.0)
 
 
-@pytest.mark.slow
-def test_one_that_hangs_is_not_waited_for_without_an_end(started):
+def test_a_process_that_hangs_is_not_waited_for_without_an_end():
     def loss(output, y):
         threading.Event().wait()
 
@@ -149,18 +69,33 @@ def test_one_that_hangs_is_not_waited_for_without_an_end(started):
         dask.config.set({"daskdl.timeouts.join": "5s"}),
         pytest.raises(daskdl.WaitTimeoutError, match=r"within 5\.5 s \(daskdl.timeo"),
     ):
-        rehearse_together(script(loss=loss), 1, 0.5)
-    assert started[0].returncode is not None
+        measure.measure(spec(loss), 2, 0.5)
 
 
-@pytest.mark.slow
-def test_two_workers_here_share_its_cores(monkeypatch, started):
+def test_workers_of_this_machine_share_its_cores(monkeypatch):
     monkeypatch.setattr("daskdl.planning.plan.CPU_COUNT", 2)
 
     plan = daskdl.plan(nn.Linear(6, 3), (X, Y), 4, threads=1)
 
-    assert len(started) == 2
     assert plan.measured.processes == 2
     assert plan.measured.together.rows == 16
     assert plan.rows[3].samples_per_s < 4 * plan.rows[0].samples_per_s
     assert "processes of this machine" in str(plan)
+
+
+def test_as_many_measure_at_once_as_have_cores(monkeypatch):
+    asked = []
+    module = "daskdl.planning.plan"
+    [costs] = measure.measure(spec())
+    monkeypatch.setattr(f"{module}.CPU_COUNT", 4)
+
+    def measured(packed, processes=1, patience_s=None):
+        asked.append(processes)
+        return [costs] * processes
+
+    monkeypatch.setattr(f"{module}.measure", measured)
+    for workers in (1, 2, 9):
+        daskdl.plan(nn.Linear(6, 3), (X, Y), workers, threads=1)
+    daskdl.plan(nn.Linear(6, 3), (X, Y), 9, daskdl.Network(1e9, 0.0), threads=1)
+
+    assert asked == [1, 1, 2, 1, 4, 1]

@@ -1,18 +1,39 @@
-"""From costs to speeds: each number here is worked out by hand."""
+"""Predictions and advice from costs by hand: each number is worked out here."""
 
 import dataclasses
 import math
+import pickle
+import re
 
 import pytest
 
 from daskdl.channel.protocol import WIRE_BYTES
-from daskdl.planning.cost_model import Measured, Network, predict
+from daskdl.planning.cost_model import Costs, Measured, Network, predict
+from daskdl.planning.plan import Plan, advise
 from daskdl.training.gradient_sharing import GradientSharing
-from tests.support.planned import COSTS, FAST, measured
 
+COSTS = Costs(
+    rows=64,
+    parameters=1_000_000,
+    threads=1,
+    gradients_s=0.09,
+    optimizer_s=0.01,
+    encode_s=0.01,
+    apply_s=0.002,
+    decode_s=0.001,
+    request_s=0.001,
+    item_s=0.0001,
+    update_bytes=12_500 - WIRE_BYTES,  # 0.1 Mbit with it
+    density=1e-3,
+)
+FAST = Network(bandwidth_bits_per_s=1e9, latency_s=0.0)
 SHARING = GradientSharing()
 IN_STEP = GradientSharing(max_staleness=0)
 UNBOUNDED = GradientSharing(max_staleness=None)
+
+
+def measured(cores=2, **changes):
+    return Measured(dataclasses.replace(COSTS, **changes), cores)
 
 
 def plain(workers=2, master=SHARING, link=FAST, **changes):
@@ -239,3 +260,210 @@ class TestHere:
         slower = dataclasses.replace(COSTS, gradients_s=0.14)
 
         assert predict(Measured(COSTS, 4, slower, 2), SHARING, FAST, 2) == plain()
+
+
+class TestSharedMemory:
+    slower = dataclasses.replace(
+        COSTS, gradients_s=0.15, encode_s=0.03, request_s=0.0005
+    )
+
+    def costs(self, workers, processes=2, cores=2):
+        return Measured(COSTS, cores, self.slower, processes).here(workers)
+
+    def test_costs_are_those_measured_for_as_many_processes_as_have_cores(self):
+        assert self.costs(1) == COSTS
+        assert self.costs(2) == self.costs(9) == self.slower
+        assert Measured(COSTS, cores=8).here(8) == COSTS
+
+    def test_costs_grow_linearly_and_never_below_those_measured(self):
+        assert self.costs(2, 4, 4).gradients_s == pytest.approx(0.11)
+        assert self.costs(4, 3, 4).gradients_s == pytest.approx(0.18)
+        assert self.costs(4, 3, 4).request_s == 0.0005
+
+    def test_processes_with_several_threads_need_a_core_for_each(self):
+        assert measured(8, threads=3).most_at_once == 2
+
+
+UP_TO_64 = tuple(range(1, 65))
+
+
+def advice(workers=UP_TO_64, link=FAST, master=None, **changes):
+    master = GradientSharing() if master is None else master
+    return advise(measured(**changes), master, link, workers)
+
+
+def number_of(text, before):
+    return int(re.search(rf"(\d+){before}", text)[1])
+
+
+def test_one_worker_is_no_question():
+    assert advice((1,)) == (
+        "One worker sends nothing: ask for more to see whether they pay."
+    )
+
+
+def test_where_all_pay_nothing_is_to_be_changed():
+    assert advice((1, 2, 4)) == (
+        "Pays up to 4 workers, 3.2 times as fast as one; nothing was asked about more."
+    )
+
+
+def test_one_that_is_asked_about_alone_pays_too():
+    assert advice((4,)).startswith("Pays up to 4 workers, ")
+
+
+def test_where_it_ends_the_first_that_does_not_pay_is_named_with_its_limit():
+    said = advice()
+
+    last = number_of(said, " workers, ")
+    assert 8 < last < 64
+    assert f"at {last + 1} workers" in said
+    assert "the limit is 'messages', and the efficiency 4" in said
+
+
+def test_a_step_that_is_short_does_not_pay():
+    said = advice(gradients_s=0.0005, optimizer_s=0.0001)
+
+    assert said.startswith("Does not pay: ")
+    assert "64 times" not in said
+
+
+def test_what_helps_is_named_with_how_far():
+    said = advice(gradients_s=0.001, optimizer_s=0.0, apply_s=0.0, decode_s=0.0)
+
+    assert said.startswith("Does not pay: 64 workers, 0.43 times as fast as one at ")
+    assert re.search(
+        r"It would pay up to \d+ with 16 times the batch \(accumulate=16\)\.$", said
+    )
+
+
+def test_faster_than_one_is_not_yet_paid_for():
+    said = advice(encode_s=0.5)
+
+    assert said.startswith("Hardly pays: 64 workers, ")
+    assert "with 16 times the batch (accumulate=16)." in said
+
+
+def test_the_mildest_change_that_helps_is_named():
+    said = advice(encode_s=0.15)
+
+    assert "with exchange_every=4," in said
+    assert "with 4 times the batch (accumulate=4)." in said
+    assert "=16" not in said
+
+
+def test_applying_is_not_saved_by_exchanging_less():
+    said = advice(apply_s=0.06, encode_s=0.0, request_s=0.0)
+
+    assert "exchange_every" not in said
+    assert "times the batch" in said
+
+
+def test_a_slow_link_is_helped_by_sending_less():
+    mesh, slow = GradientSharing(routing="mesh"), Network(3e6, 0.0)
+    said = advice(link=slow, master=mesh, encode_s=0.0, request_s=0.0)
+
+    paying = number_of(said, " workers, ")
+    assert "the limit is 'link'" in said
+    assert number_of(said, " with a density of 1e-04 instead of 1e-03") > 2 * paying
+
+
+def test_where_nobody_waits_too_few_exchanges_do_not_pay():
+    unbounded = GradientSharing(max_staleness=None)
+    said = advice((1, 2, 3), Network(1e5, 0.0), unbounded)
+
+    assert said.startswith("Hardly pays: 3 workers, ")
+    assert "the link carries 6% of the exchanges at 2 workers" in said
+
+
+def test_where_nothing_helps_it_says_so():
+    said = advice((1, 2), gradients_s=1e-5, optimizer_s=0.0, encode_s=0.9)
+
+    assert said.endswith(
+        "Neither exchange_every=16 nor 16 times the batch nor a tenth of the density "
+        "would change that."
+    )
+
+
+def test_an_interval_of_the_masters_own_is_made_longer():
+    said = advice(encode_s=0.5, master=GradientSharing(exchange_every=2))
+
+    assert "with exchange_every=8," in said
+
+
+@pytest.mark.parametrize("encode_s", [0.099, 0.11], ids=["below", "above"])
+def test_it_pays_from_half_of_each_worker_on(encode_s):
+    costs = {"apply_s": 0.0, "decode_s": 0.0, "item_s": 0.0, "request_s": 0.0}
+
+    said = advice((1, 2), encode_s=encode_s, **costs)
+
+    assert said.startswith("Pays" if encode_s < 0.1 else "Does not pay: 2 workers, 0.9")
+
+
+def planned(workers=(1, 2, 4), link=FAST, **changes):
+    costs = measured(**changes)
+    rows = tuple(predict(costs, SHARING, link, count) for count in workers)
+    return Plan(rows, "Advice <of 1>.", costs, link)
+
+
+def test_it_prints_a_table_under_what_it_is_about():
+    heading, names, one, two, four, advice = str(planned()).splitlines()
+
+    assert heading == (
+        "1,000,000 parameters, 64 rows a step, 1 thread; 12.5 KB an update; "
+        "1 Gbit/s, 0 ms one way"
+    )
+    assert names == "workers  efficiency  samples/s  step ms    limit  carried"
+    assert one.split() == ["1", "1.00", "640", "100.0", "compute", "100%"]
+    assert two.split() == ["2", "0.87", "1,111", "115.2", "encode", "100%"]
+    assert len({len(line) for line in (names, one, two, four)}) == 1
+    assert advice == "Advice <of 1>."
+
+
+def test_it_says_where_workers_are_on_one_machine():
+    heading = str(planned(link=None, threads=2)).splitlines()[0]
+
+    assert heading.endswith("2 threads; 12.5 KB an update; processes of this machine")
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (16, [*range(1, 17)]),
+        (17, [1, 2, 4, 8, 16, 17]),
+        (64, [1, 2, 4, 8, 16, 32, 64]),
+    ],
+)
+def test_of_many_rows_some_are_shown(last, expected):
+    _, _, *rows, _ = str(planned(tuple(range(1, last + 1)))).splitlines()
+
+    assert [int(row.split()[0]) for row in rows] == expected
+
+
+def test_all_rows_are_there():
+    assert [row.workers for row in planned(tuple(range(1, 65))).rows] == [*range(1, 65)]
+
+
+def test_as_a_frame_it_has_all_rows_and_all_parts():
+    frame = planned().to_pandas()
+
+    assert frame.index.tolist() == [1, 2, 4]
+    assert frame.loc[2, "encode_s"] == 0.01
+    parts = ["compute_s", "encode_s", "apply_s", "messages_s", "wait_s"]
+    assert frame[parts].sum(axis=1).tolist() == pytest.approx(frame["step_s"].tolist())
+
+
+def test_in_a_notebook_it_is_a_table_of_the_same():
+    shown = planned()._repr_html_()
+
+    assert shown.count("<tr>") == 4
+    assert "<td>1,111</td>" in shown
+    assert "<p>Advice &lt;of 1&gt;.</p>" in shown
+
+
+def test_it_is_frozen_and_can_be_kept():
+    plan = planned()
+
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    with pytest.raises(AttributeError):
+        plan.advice = ""

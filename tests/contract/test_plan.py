@@ -1,0 +1,112 @@
+"""What `daskdl.plan` and `daskdl.Network` refuse."""
+
+import math
+import re
+
+import dask.array as da
+import pytest
+import torch
+from torch import nn
+
+import daskdl
+
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(16) % 3
+WORKERS = "workers must be a whole number >= 1, or several of them, got "
+BANDWIDTH = "bandwidth_bits_per_s must be a number > 0, got "
+LATENCY = "latency_s must be seconds >= 0, got "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((0,), {}, f"{WORKERS}0"),
+        (([],), {}, f"{WORKERS}[]"),
+        (([2, 0],), {}, WORKERS),
+        (([2, 1.5],), {}, WORKERS),
+        ((True,), {}, WORKERS),
+        (("2",), {}, WORKERS),
+        ((2, 1e9), {}, "link must be a daskdl.planning.cost_model.Network, got 1000"),
+        ((2, None), {"threads": 0}, "threads must be a whole number >= 1 or None"),
+        (
+            (2, None),
+            {"master": "mesh"},
+            "master must be a daskdl.training.gradient_sharing.",
+        ),
+        (
+            (2, None),
+            {"master": daskdl.GradientSharing(replicas_per_worker=2)},
+            "replicas_per_worker must be 1 in the master of a plan, got 2; plan ",
+        ),
+        (
+            (2, None),
+            {"master": daskdl.GradientSharing(daskdl.LinkThreshold())},
+            "threshold must not follow the link in the master of a plan, which ",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_are_not_allowed(arguments, options, message):
+    with pytest.raises(daskdl.OptionError, match=f"^{re.escape(message)}"):
+        daskdl.plan(nn.Linear(6, 3), (X, Y), *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "message"),
+    [
+        ([X, Y], daskdl.OptionError, "batch must be a tuple (X, y), got a list"),
+        ((X,), daskdl.OptionError, "batch must be a tuple (X, y), got a tuple"),
+        ((X, Y[:3]), daskdl.DataError, "batch: X and y must have the same length"),
+        (
+            (da.from_array(X.numpy()), Y),
+            daskdl.DataError,
+            "batch must be in memory, got a dask.array; use compute()",
+        ),
+        ((X[:, :2], Y), daskdl.ModelError, "model failed on 2 rows of X"),
+    ],
+    ids=["list", "one", "lengths", "dask", "shape"],
+)
+def test_batches_that_cannot_be_trained_on(batch, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        daskdl.plan(nn.Linear(6, 3), batch, 2)
+
+
+def test_workers_that_would_share_a_cuda_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    with pytest.raises(daskdl.OptionError, match=r"^link must be a daskdl\.Network"):
+        daskdl.plan(nn.Linear(6, 3), (X, Y), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 0.0), f"{BANDWIDTH}0"),
+        ((-1.0, 0.0), f"{BANDWIDTH}-1.0"),
+        ((math.nan, 0.0), f"{BANDWIDTH}nan"),
+        (("1 Gbit/s", 0.0), f"{BANDWIDTH}'1 Gbit/s'"),
+        ((True, 0.0), f"{BANDWIDTH}True"),
+        ((1e9, -0.1), f"{LATENCY}-0.1"),
+        ((1e9, math.inf), f"{LATENCY}inf"),
+        ((1e9, None), f"{LATENCY}None"),
+    ],
+    ids=str,
+)
+def test_networks_that_do_not_exist(arguments, message):
+    with pytest.raises(daskdl.OptionError, match=f"^{re.escape(message)}$"):
+        daskdl.Network(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("rate", "latency_s", "text"),
+    [
+        (10e9, 5e-5, "10 Gbit/s, 0.05 ms one way"),
+        (50e6, 0.02, "50 Mbit/s, 20 ms one way"),
+        (9600, 0, "9.6 kbit/s, 0 ms one way"),
+        (300, 1, "300 bit/s, 1000 ms one way"),
+    ],
+)
+def test_a_network_prints_its_units(rate, latency_s, text):
+    assert str(daskdl.Network(rate, latency_s)) == text
+    assert daskdl.Network(1e9, 0.0).seconds(125e6) == 1.0
+    assert daskdl.Network(math.inf, 0.0).seconds(1e12) == 0.0

@@ -1,0 +1,193 @@
+"""Measuring for a plan in this process: what is measured, and what stays as it was."""
+
+import asyncio
+import copy
+import random
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import daskdl
+from daskdl.planning import measure
+
+pytestmark = pytest.mark.slow
+
+NETWORK = daskdl.Network(1e9, 1e-3)
+X = torch.randn(16, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(16) % 3
+
+
+class Net(nn.Module):
+    """With buffers, and draws of all generators."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+        )
+
+    def forward(self, x):
+        random.random()
+        np.random.random()
+        return self.layers(x)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Few steps: nothing here is about how long they take."""
+    monkeypatch.setattr(measure, "TIMED_S", 0.0)
+    monkeypatch.setattr(measure, "REQUESTS", 3)
+    monkeypatch.setattr(measure, "WARM_REQUESTS", 1)
+    monkeypatch.setattr(measure, "PAUSE_S", 0.0)
+
+
+def costs(model=Net, batch=(X, Y), workers=2, **options):
+    return daskdl.plan(model, batch, workers, NETWORK, **options).measured.alone
+
+
+def test_the_model_all_generators_the_batch_and_torchs_threads_are_as_they_were():
+    def state():
+        generators = torch.get_rng_state().tolist(), random.getstate()
+        numpy_state = [str(part) for part in np.random.get_state()]
+        return generators, numpy_state, torch.get_num_threads()
+
+    model = nn.Sequential(nn.ReLU(inplace=True), Net())
+    weights, before = copy.deepcopy(model.state_dict()), state()
+    x, y = X.clone(), Y.clone()
+
+    costs(model, (x, y), threads=torch.get_num_threads() + 1)
+
+    assert state() == before
+    assert model.training
+    after = model.state_dict()
+    assert all(torch.equal(weights[name], after[name]) for name in weights)
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(x, X)
+    assert torch.equal(y, Y)
+
+
+def test_it_works_where_an_event_loop_runs():
+    async def cell():
+        return costs()
+
+    assert asyncio.run(cell()).rows == 16
+
+
+def test_costs_are_those_of_the_batch_and_the_model():
+    plan = daskdl.plan(Net, (X.numpy(), Y.numpy()), 4, NETWORK, threads=3)
+
+    own = plan.measured.alone
+    assert [row.workers for row in plan.rows] == [1, 2, 3, 4]
+    assert plan.measured.together is None
+    assert (own.rows, own.threads) == (16, 3)
+    assert own.parameters == sum(p.numel() for p in Net().parameters())
+    times = {n: v for n, v in vars(own).items() if n.endswith("_s") and n != "item_s"}
+    assert {n: v for n, v in times.items() if not 0 < v < 1} == {}
+    assert costs().threads == torch.get_num_threads()
+
+
+def test_loss_optimizer_and_threads_are_used():
+    def loss(output, y):
+        if torch.get_num_threads() != 3:
+            raise ValueError(f"{torch.get_num_threads()} threads")
+        return output.square().mean()
+
+    class Refusing(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ValueError("the optimizer was called")
+
+    # Before any process is measured, a step is tried with the threads of this one.
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        costs(loss=loss, threads=3)
+    finally:
+        torch.set_num_threads(before)
+    with pytest.raises(ValueError, match="the optimizer was called"):
+        costs(optimizer=lambda params: Refusing(params, lr=0.1))
+    assert costs(batch=(X, torch.rand(16, 3))).rows == 16  # a loss for values
+
+
+now = [0.0]
+
+
+def slow_loss(output, y):
+    now[0] += 1.01 * measure.SETTLING_S
+    return nn.functional.cross_entropy(output, y)
+
+
+@pytest.mark.parametrize("loss", [None, slow_loss], ids=["steps", "last one repeated"])
+@pytest.mark.parametrize("apply", ["eager", "strict"])
+def test_a_threshold_settles_inside_its_band(apply, loss, monkeypatch):
+    clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=time.thread_time)
+    monkeypatch.setattr(measure, "time", clock if loss else time)
+    monkeypatch.setattr(measure, "LEAST_STEPS", 20)
+    rule = daskdl.AdaptiveThreshold(initial=1e-9, min_density=0.2, max_density=0.5)
+    master = daskdl.GradientSharing(rule, apply=apply)
+
+    own = costs(nn.Linear(6, 3), master=master, loss=loss)
+
+    assert 0.1 < own.density < 0.6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exchange_every": 3},
+        {"max_staleness": 0},
+        {"max_staleness": None, "update_scale": "sum"},
+        {"warmup_steps": 1000, "apply": "strict"},
+        {
+            "threshold": {
+                "*.bias": daskdl.FixedThreshold(1e-6),
+                "*": daskdl.FixedThreshold(1e-5),
+            }
+        },
+    ],
+    ids=str,
+)
+def test_every_way_of_sharing_is_measured(options):
+    fine = {"threshold": daskdl.FixedThreshold(1e-6)}
+
+    own = costs(master=daskdl.GradientSharing(**fine | options))
+
+    assert 0.5 < own.density <= 1
+    assert own.update_bytes >= 64 * len(options.get("threshold", "1"))  # headers
+    assert own.apply_s > 0
+
+
+def test_other_thresholds_make_other_updates():
+    dense, sparse = (
+        costs(
+            master=daskdl.GradientSharing(
+                daskdl.FixedThreshold(threshold), warmup_steps=1000
+            )
+        )
+        for threshold in (1e-6, 0.2)
+    )
+
+    assert dense.density > 0.5
+    assert dense.density > 10 * sparse.density
+    assert dense.update_bytes > sparse.update_bytes
+
+
+def test_a_loss_that_diverges_is_an_error():
+    with pytest.raises(daskdl.DivergedError, match="within some steps; lower the"):
+        costs(
+            batch=(X, X[:, :3]),
+            optimizer=lambda params: torch.optim.SGD(params, lr=1e30),
+        )
+
+
+def test_larger_requests_cost_more():
+    (small, _), (large, item) = (
+        asyncio.run(measure.request_costs(np.zeros(nbytes, np.uint8)))
+        for nbytes in (100, 2_000_000)
+    )
+
+    assert large > small > 0
+    assert item > 0

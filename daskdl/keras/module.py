@@ -392,10 +392,8 @@ class CrossEntropyOfProbabilities(nn.NLLLoss):
     """The cross-entropy of class indices, for outputs that went through a softmax.
 
     Torch's `CrossEntropyLoss` takes the softmax itself; after that of the model it
-    would be the second one, with which training is slow and ends early.
-
-    Args:
-        As of `torch.nn.NLLLoss`.
+    would be the second one, with which training is slow and ends early. The arguments
+    are those of `torch.nn.NLLLoss`.
 
     Example:
         >>> import torch

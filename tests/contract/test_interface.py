@@ -242,6 +242,6 @@ def test_without_validation_data_there_are_no_scores():
 
 def test_every_cause_of_waiting_is_explained():
     page = (HERE.parents[1] / "docs" / "tuning.md").read_text()
-    section = page.split("\n## Replicas wait\n")[1].split("\n## ")[0]
+    section = page.split("\n## Waiting\n")[1].split("\n## ")[0]
 
     assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == CAUSES

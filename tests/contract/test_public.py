@@ -131,8 +131,8 @@ def defaults_of(fields):
 @pytest.mark.parametrize(
     ("heading", "master"),
     [
-        ("Ways of training", daskdl.GradientSharing),
-        ("Averaging", daskdl.ParameterAveraging),
+        ("GradientSharing", daskdl.GradientSharing),
+        ("ParameterAveraging", daskdl.ParameterAveraging),
     ],
 )
 def test_the_page_of_options_lists_those_of_a_master_with_their_defaults(
@@ -148,7 +148,7 @@ def test_the_page_of_options_lists_those_of_a_master_with_their_defaults(
 def test_the_page_of_options_lists_those_of_a_trainer_with_their_defaults():
     fields = [f for f in dataclasses.fields(daskdl.Trainer) if f.init and f.kw_only]
 
-    rows = table("options.md", "The trainer")
+    rows = table("options.md", "Trainer")
 
     defaults = defaults_of(fields)
     assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
@@ -160,17 +160,17 @@ def arguments_of(function):
 
 
 def test_the_page_of_options_lists_those_of_a_fit_with_their_defaults():
-    rows = table("options.md", "Fitting, evaluating, predicting")
+    rows = table("options.md", "Fit")
 
     defaults = arguments_of(daskdl.Trainer.fit)
     assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
 
 
 @pytest.mark.parametrize(
-    ("method", "heading"), [("evaluate", "Evaluating"), ("predict", "Predicting")]
+    ("method", "heading"), [("evaluate", "Evaluate"), ("predict", "Predict")]
 )
 def test_the_page_of_options_says_which_of_them_others_have_too(method, heading):
-    rows = table("options.md", "Fitting, evaluating, predicting")
+    rows = table("options.md", "Fit")
 
     also = {name for name, cells in rows.items() if f"`{method}`" in cells[-1]}
     own = table("options.md", heading)
@@ -200,7 +200,7 @@ def test_the_page_of_options_lists_the_time_outs_with_their_defaults():
         for name, value in file["daskdl"]["timeouts"].items()
     }
 
-    rows = table("options.md", "Time-outs")
+    rows = table("options.md", "Timeouts")
 
     assert {name: cells[0] for name, cells in rows.items()} == defaults
 
@@ -218,7 +218,7 @@ def test_the_page_of_options_lists_where_batch_files_go():
 
 
 def test_the_page_on_tuning_lists_every_cause_of_waiting():
-    assert set(table("tuning.md", "Replicas wait")) == set(protocol.WaitCause)
+    assert set(table("tuning.md", "Waiting")) == set(protocol.WaitCause)
 
 
 IMPORT = """

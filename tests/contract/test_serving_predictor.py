@@ -439,7 +439,7 @@ def test_closing_waits_for_so_long_only(gate):
 
 
 def test_the_page_lists_the_options_with_their_defaults():
-    page = Path(__file__).parents[2] / "docs" / "serving.md"
+    page = Path(__file__).parents[2] / "docs" / "inference.md"
     rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page.read_text(), re.M))
 
     parameters = inspect.signature(Predictor).parameters.values()

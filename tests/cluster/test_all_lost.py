@@ -11,10 +11,8 @@ import sys
 import time
 
 import pytest
-import torch
-from distributed import Client, get_worker
+from distributed import Client
 from distributed.utils_test import poll_for
-from torch import nn
 
 from daskdl import (
     Callback,
@@ -25,7 +23,7 @@ from daskdl import (
     WaitTimeoutError,
 )
 from tests.support.clusters import cluster_of
-from tests.support.problems import kept, mlp, normalised, rows, trainer
+from tests.support.problems import kept, normalised, rows, trainer
 
 X, Y = rows()
 MANY = 10**4  # epochs: the fit ends otherwise
@@ -108,16 +106,6 @@ class Slow(Callback):
             time.sleep(0.2)
 
 
-def wide():
-    """More bytes than pass in one request."""
-    return nn.Sequential(nn.Linear(20, 60_000), nn.ReLU(), nn.Linear(60_000, 4))
-
-
-def slow_sgd(parameters):
-    """Leaves a loss that falls for many epochs."""
-    return torch.optim.SGD(parameters, lr=5e-3)
-
-
 def kept_epoch(error):
     """The epoch whose state is in `model_`, as the note says."""
     (note,) = [note for note in error.__notes__ if note.startswith("model_ is")]
@@ -146,50 +134,6 @@ class TestModelOfLostReplicas:
 
         own.client = False
         check_kept(own, caught.value)
-
-    @pytest.mark.slow
-    def test_a_model_that_is_brought_in_several_parts(self, two):
-        own = trainer(two, model=wide, optimizer=slow_sgd, callbacks=[Slow()])
-        own.callbacks.append(AfterEpoch(6, lambda: retire(two)))
-
-        with pytest.raises(RunError) as caught:
-            own.fit(X, Y, epochs=MANY, batch_size=48, validation=(X, Y))
-
-        own.client = False
-        check_kept(own, caught.value)
-
-    @pytest.mark.slow
-    def test_a_later_fit_does_not_leave_that_of_the_one_before(self, two):
-        own = trainer(two, callbacks=[Slow()])
-        own.fit(X, Y, epochs=2, batch_size=16)
-        own.callbacks = [Slow(), AfterEpoch(6, lambda: retire(two))]
-
-        with pytest.raises(RunError) as caught:
-            own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
-
-        own.client = False
-        check_kept(own, caught.value)
-
-    def test_before_an_epoch_has_ended_that_is_the_start(self, two):
-        given = mlp()
-        own = trainer(two, model=given, callbacks=[RetireAtOnce()])
-
-        with pytest.raises(RunError) as caught:
-            own.fit(X, Y, epochs=MANY, batch_size=16)
-
-        for name, value in given.state_dict().items():
-            assert torch.equal(own.model_.state_dict()[name], value)
-        assert "at the start of this fit" in "".join(caught.value.__notes__)
-
-
-class RetireAtOnce(Callback):
-    """On workers: each closes after its first step."""
-
-    def on_step_end(self, step):
-        worker = get_worker()
-        if step.number == 1:
-            worker.loop.add_callback(worker.close, executor_wait=False)
-            time.sleep(0.2)
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ import functools
 import os
 import signal
 
-import dask.config
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,6 @@ from daskdl import ParameterAveraging
 from tests.support.clusters import Script, TookPart, enough
 from tests.support.problems import (
     adam,
-    kept,
     normalised,
     parameters_of,
     rows,
@@ -38,10 +36,6 @@ def with_buffers():
     return nn.Sequential(
         nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
     )
-
-
-def wide():
-    return nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 4))
 
 
 def slow(value):
@@ -70,31 +64,6 @@ def test_workers_average_as_threads_do_bit_for_bit(three, optimizer, outer):
     for column in ("loss", "examples", "val_loss", "density"):
         assert remote.history_.column(column) == local.history_.column(column)
     assert remote.history_[0]["sent_bytes"] > 0
-
-
-@pytest.mark.parametrize("outer", [None, slow(nesterov)], ids=["mean", "outer"])
-def test_they_do_with_compression_in_a_quarter_of_the_bytes(three, outer):
-    options = {"outer": outer, "frequency": 1}
-    remote, whole = (
-        trainer(three, master=averaging(compression=compression, **options), model=wide)
-        for compression in ("dense8", None)
-    )
-    local = trainer(
-        False,
-        master=averaging(compression="dense8", replicas_per_worker=3, **options),
-        model=wide,
-    )
-
-    for own in (remote, whole, local):
-        own.fit(X, Y, epochs=1, batch_size=8)
-
-    expected = parameters_of(local.model_)
-    for name, value in parameters_of(remote.model_).items():
-        np.testing.assert_array_equal(value, expected[name])
-    # 40 averagings, and what is left over once as it is
-    for name in ("sent_bytes", "received_bytes"):
-        most = (0.27 + 1 / 40) * whole.history_[0][name]
-        assert 0 < remote.history_[0][name] < most
 
 
 @pytest.mark.slow
@@ -131,21 +100,6 @@ class TestLosses:
         for trained in watched.by_epoch()[: len(script.rows)]:
             assert set(trained) == set(range(len(X)))
 
-    def test_a_frozen_worker_is_given_up_and_begins_again(self, three, worker):
-        script = Script(
-            (3, lambda: os.kill(worker, signal.SIGSTOP)),
-            (2, lambda: os.kill(worker, signal.SIGCONT)),
-            (3, enough),
-        )
-        own = trainer(three, master=averaging(), model=normalised)
-        try:
-            with dask.config.set({"daskdl.timeouts.silence": "4s"}):
-                script.run(own, X, Y)
-        finally:
-            os.kill(worker, signal.SIGCONT)
-
-        assert own.evaluate(X, Y)["accuracy"] > 0.8
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -161,14 +115,3 @@ def test_one_replica_becomes_several(growing, options):
     )
 
     assert own.evaluate(X, Y)["accuracy"] > 0.8
-
-
-@pytest.mark.slow
-def test_it_ends_at_the_accuracy_of_sharing(three):
-    scores = []
-    for master in (averaging(), kept()):
-        own = trainer(three, master=master)
-        own.fit(X, Y, epochs=6, batch_size=16)
-        scores.append(own.evaluate(X, Y)["accuracy"])
-
-    assert min(scores) > 0.9

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from distributed.utils_test import poll_for
 
-from daskdl import FailureInjection, OptionError, ReplicaError
+from daskdl import FailureInjection, OptionError
 from tests.support.clusters import Script, TookPart, enough, nothing
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, records
@@ -16,16 +16,6 @@ pytestmark = pytest.mark.slow
 
 X, Y = rows()
 ROUTINGS = pytest.mark.parametrize("routing", ["plain", "mesh"])
-
-
-def test_one_that_raises_ends_the_run_as_the_users_own_code_would(client):
-    rule = FailureInjection("raise", replicas=[1], steps=[3])
-
-    with pytest.raises(ReplicaError) as caught:
-        trainer(client, callbacks=[rule]).fit(X, Y, epochs=100)
-
-    assert "RuntimeError: replica 1 fails at step 3, as Fail" in str(caught.value)
-    assert type(caught.value.__cause__) is RuntimeError
 
 
 def test_one_that_exits_is_a_killed_process_and_comes_back_as_another(three, tmp_path):
@@ -45,15 +35,6 @@ def test_one_that_exits_is_a_killed_process_and_comes_back_as_another(three, tmp
     assert {pids[w] for w in pids if w != worker} <= set(after.values())
 
 
-def test_one_that_sleeps_is_there_and_takes_its_time(client):
-    rule = FailureInjection("sleep", replicas=[1], times=1, seconds=1.0)
-
-    history = trainer(client, callbacks=[rule]).fit(X, Y, epochs=2)
-
-    assert history.column("replicas") == [2, 2]
-    assert history[0]["seconds"] > 1.0  # nobody can be faster than the sleep
-
-
 def test_one_that_freezes_too_long_is_given_up_and_begins_again(three, tmp_path):
     rule = FailureInjection("freeze", replicas=[1], steps=[12], seconds=10)
     own = trainer(three, master=Recorded(str(tmp_path), kept()), callbacks=[rule])
@@ -65,15 +46,6 @@ def test_one_that_freezes_too_long_is_given_up_and_begins_again(three, tmp_path)
     ends = records(tmp_path, last)
     assert sorted(ends) == [0, 2, 3]
     np.testing.assert_array_equal(ends[0]["shared"], ends[3]["shared"])
-
-
-def test_a_short_freeze_is_survived(three):
-    rule = FailureInjection("freeze", replicas=[1], times=1, seconds=1)
-
-    history = trainer(three, callbacks=[rule]).fit(X, Y, epochs=2, batch_size=16)
-
-    assert history.column("replicas") == [3, 3]
-    assert history[0]["seconds"] > 1.0
 
 
 @ROUTINGS
@@ -94,24 +66,6 @@ def test_what_is_dropped_is_asked_for_and_nothing_is_missing(client, tmp_path, r
     for end in ends.values():
         np.testing.assert_array_equal(end["shared"], ends[0]["shared"])
         np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=6e-6)
-
-
-@ROUTINGS
-def test_in_step_what_is_dropped_is_waited_for(client, routing):
-    """Bit for bit the same, whatever got lost on the way."""
-    results = []
-    for callbacks in ([], [FailureInjection("drop", steps=[3, 4])]):
-        own = trainer(
-            client,
-            master=kept(max_staleness=0, routing=routing),
-            callbacks=callbacks,
-        )
-        history = own.fit(X, Y, batch_size=16)
-        results.append([p.detach().numpy() for p in own.model_.parameters()])
-
-    assert history[0]["repaired_updates"] >= 2 * 2
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_workers_that_are_threads_of_the_client_are_spared(threads):

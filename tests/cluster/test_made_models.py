@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import daskdl
 from daskdl import ModelError
 from tests.support.clusters import Script, enough
 from tests.support.problems import MODELS, hooked, locked, mlp, rows, trainer
@@ -74,32 +73,3 @@ def test_a_function_that_cannot_be_pickled_is_refused_before_a_worker_is_touched
     )
     with pytest.raises(ModelError, match=message):
         trainer(untouched, model=beyond_reach()).fit(X, Y)
-
-
-@pytest.mark.parametrize(
-    ("act", "what"),
-    [
-        (lambda client: trainer(client, model=locked()).fit(X, Y), "copied"),
-        (lambda client: trainer(client, model=hooked()).fit(X, Y), "sent to the"),
-        (lambda client: daskdl.predict(locked(), X, client=client), "sent to the"),
-        (lambda client: daskdl.Predictor(locked(), client=client), "sent to the"),
-        (
-            lambda client: daskdl.evaluate(
-                locked(), X, Y, loss=nn.CrossEntropyLoss(), client=client
-            ),
-            "sent to the",
-        ),
-    ],
-    ids=["fit", "fit a copy", "predict", "serve", "evaluate"],
-)
-def test_a_module_that_was_given_is_refused_with_what_to_do(untouched, act, what):
-    with pytest.raises(ModelError) as caught:
-        act(untouched)
-
-    message = str(caught.value)
-    assert message.startswith(f"model cannot be {what}")
-    assert "lock" in message
-    assert message.endswith(
-        "; or give a Trainer a function that makes the model, which is then called "
-        "where a copy is needed"
-    )

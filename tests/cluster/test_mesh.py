@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from daskdl import Callback, FailureInjection
-from daskdl.channel import routing
-from daskdl.channel.sender import RetransmitBuffer
+from daskdl import Callback
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, delivered, records
 
@@ -48,47 +46,6 @@ class Killing(Callback):
     def on_step_end(self, step):
         if step.replica == self.replica and step.number == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Forgetful(RetransmitBuffer):
-    """Has nothing of others for those who ask for it."""
-
-    def find(self, origin, sequences):
-        return [] if self._evicts else super().find(origin, sequences)
-
-
-@pytest.fixture
-def forgetful(three):
-    """A client of three workers, which keep nothing of what others have sent."""
-    three.run(setattr, routing, "RetransmitBuffer", Forgetful)
-    yield three
-    three.run(setattr, routing, "RetransmitBuffer", RetransmitBuffer)
-
-
-@pytest.mark.slow
-def test_who_cannot_get_what_a_lost_one_sent_goes_on_with_anothers_state(
-    forgetful, tmp_path
-):
-    lost = 1
-    own = trainer(
-        forgetful,
-        master=recorded(tmp_path),
-        callbacks=[
-            # So that what it sends has left it when it is killed.
-            FailureInjection("sleep", replicas=[lost], seconds=0.05),
-            FailureInjection("drop", replicas=[lost], probability=0.5),
-            Killing(replica=lost, step=8),
-        ],
-    )
-
-    history = own.fit(X, Y, epochs=3, batch_size=16)
-
-    assert len(history) == 3
-    ends = [end for r, end in records(tmp_path, epoch=2).items() if r in (0, 2)]
-    assert sum(end["states"] for end in ends) == 1
-    for end in ends:
-        np.testing.assert_array_equal(end["shared"], ends[0]["shared"])
-        np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=6e-6)
 
 
 @pytest.mark.slow

@@ -57,11 +57,6 @@ def falling(optimizer):
     return lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count))
 
 
-def rate_of(epoch):
-    """By `falling`, from 0.05, to the last bit."""
-    return 0.05 * (1 / (1 + epoch))
-
-
 def never_better(optimizer):
     """Reduces the rate after every epoch, and has a state of its own to agree on."""
     return lr_scheduler.ReduceLROnPlateau(
@@ -83,14 +78,6 @@ def grow(growing, folder, **options):
 
 @pytest.mark.slow
 class TestNewcomers:
-    def test_each_epoch_has_one_rate_for_all(self, growing, tmp_path):
-        rates, history = grow(growing, tmp_path, scheduler=falling)
-
-        for replica, epoch in ((r, e) for r in rates for e in rates[r]):
-            assert set(rates[replica][epoch]) == {rate_of(epoch)}
-        expected = [rate_of(epoch) for epoch in range(len(history))]
-        assert [row["learning_rate"] for row in history] == expected
-
     @pytest.mark.parametrize(
         "options",
         [
@@ -135,19 +122,6 @@ class Steps(Callback):
 
 
 class TestTwo:
-    def test_a_second_fit_goes_on_where_the_schedule_stood(self, client):
-        own = trainer(client, scheduler=falling, master=kept(max_staleness=0))
-
-        rates = [
-            rate
-            for _ in range(2)
-            for rate in own.fit(X, Y, epochs=2).column("learning_rate")
-        ]
-
-        assert rates == [rate_of(epoch) for epoch in range(4)]
-        assert own.scheduler_.last_epoch == 4
-        assert own.optimizer_.param_groups[0]["lr"] == rate_of(4)
-
     def test_every_option_of_a_step_is_taken_along(self, client, tmp_path):
         steps = Steps(tmp_path)
         own = trainer(

@@ -12,7 +12,6 @@ import dask.config
 import pytest
 from distributed.utils_test import poll_for
 
-from daskdl import RunError
 from daskdl.channel.protocol import NAME
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from tests.support.clusters import Script, cluster_of, enough
@@ -74,20 +73,6 @@ def test_a_worker_that_is_lost_before_the_run_is_open_is_left_out(three, monkeyp
     assert acted
     assert history[0]["replicas"] >= 2
     assert history[0]["examples"] == len(X)
-
-
-@pytest.mark.slow
-def test_that_all_are_lost_before_the_run_is_open_is_said(growing, monkeypatch):
-    (lost,) = growing.nthreads()
-
-    def kill_all():
-        kill(growing, [lost])
-        poll_for(lambda: lost not in growing.nthreads(), timeout=60)
-
-    before_a_plugin(monkeypatch, growing, kill_all)
-
-    with pytest.raises(RunError, match=f"all workers .* have gone: {lost}"):
-        trainer(growing).fit(X, Y, batch_size=16)
 
 
 @pytest.mark.slow

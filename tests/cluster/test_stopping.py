@@ -2,18 +2,16 @@
 
 import os
 
-import dask.array as da
 import numpy as np
 import pytest
 from torch.nn import functional
 
-from daskdl import Callback, EarlyStopping, OptionError, ReplicaError
+from daskdl import Callback, EarlyStopping, OptionError
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, records, vector
 from tests.support.watched import KillAt, note, notes
 
 X, Y = rows(count=960)
-OTHER = rows(seed=5)  # other classes: the better on X, the worse on these
 
 
 class Epochs(Callback):
@@ -80,27 +78,6 @@ def assert_best(own, folder):
 
 
 class TestTwo:
-    @pytest.mark.slow
-    def test_with_uneven_data_all_stop_at_the_same_epoch(self, client, tmp_path):
-        chunks = (700, 20, 100, 140)
-        x, y = da.from_array(X, (chunks, 20)), da.from_array(Y, (chunks,))
-        epochs = Epochs(tmp_path)
-        master = Recorded(str(tmp_path), kept())
-        rule = EarlyStopping(patience=3, every=2)
-        own = trainer(client, master=master, callbacks=[rule, epochs])
-
-        history = own.fit(x, y, epochs=100, batch_size=7, validation=OTHER)
-
-        stopping = history.stopping
-        assert stopping.reason == "patience"
-        assert sorted(stopping.scores) == list(range(1, len(history), 2))
-        begun = list(range(len(history)))
-        assert epochs.begun() == {0: begun, 1: begun}
-        assert history.column("examples") == [960] * len(history)
-        assert_best(own, tmp_path)
-        score = own.evaluate(*OTHER)["loss"]
-        assert score == pytest.approx(stopping.best_score, rel=1e-6)
-
     def test_a_callback_is_pickled_once_and_unpickled_by_each_replica(
         self, client, tmp_path
     ):
@@ -111,37 +88,6 @@ class TestTwo:
         assert epochs.packed == 1
         pids = [line["pid"] for line in notes(tmp_path, "unpacked")]
         assert sorted(pids) == sorted(client.run(os.getpid).values())
-
-    def test_what_the_beginning_of_an_epoch_raises_comes_with_its_traceback(
-        self, client
-    ):
-        told = Told()
-        own = trainer(client, callbacks=[told, FailInTheThird()])
-
-        with pytest.raises(ReplicaError) as caught:
-            own.fit(X, Y, epochs=100)
-
-        assert "KeyError: 'wanted'" in str(caught.value)
-        assert 'raise KeyError("wanted")' in str(caught.value)
-        assert type(caught.value.__cause__) is KeyError
-        assert told.errors == [caught.value]
-        assert len(own.history_) == 2
-
-
-class FailInTheThird(Callback):
-    def on_epoch_begin(self, epoch):
-        if epoch.replica == 1 and epoch.epoch == 2:
-            raise KeyError("wanted")
-
-
-class Told(Callback):
-    """On the client: how the fits ended."""
-
-    def __init__(self):
-        self.errors = []
-
-    def on_fit_end(self, end):
-        self.errors.append(end.error)
 
 
 class More(Callback):

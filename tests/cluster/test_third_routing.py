@@ -9,11 +9,6 @@ from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, delivered, records
 
 
-def test_without_an_entry_it_is_no_option():
-    with pytest.raises(OptionError, match="routing must be 'auto', 'plain' or 'mesh'"):
-        GradientSharing(routing="direct")
-
-
 @pytest.mark.usefixtures("direct")
 def test_with_an_entry_it_is_named_among_the_options():
     with pytest.raises(OptionError, match="'plain', 'mesh' or 'direct', got 'tree'"):

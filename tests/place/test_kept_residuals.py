@@ -208,16 +208,6 @@ class TestConservation:
         np.testing.assert_allclose(self.delivered(own, book), expected, **CLOSE)
         assert np.abs(shown - expected).max() > 1e-3  # there was something left
 
-    def test_what_is_left_is_in_a_save(self, tmp_path, book):
-        own = booked()
-        fit(own)
-        own.save(tmp_path)
-
-        again = load(tmp_path)
-
-        expected = self.START + book.moved
-        np.testing.assert_allclose(self.delivered(again, book), expected, **CLOSE)
-
     def test_a_fit_that_fails_before_its_replicas_have_met_keeps_it(self, book):
         class Fail(Callback):
             def on_step_end(self, step):
@@ -278,13 +268,3 @@ class TestConservation:
         np.testing.assert_allclose(got, expected, **CLOSE)
         assert "what its replicas had not sent yet is dropped" in caplog.text
         np.testing.assert_allclose(self.delivered(again, book), expected, **CLOSE)
-
-    def test_what_is_no_weight_of_the_user_may_change(self, book):
-        own = booked()
-        fit(own)
-        expected = self.START + book.moved
-
-        own.model_.eval().double().float()
-        own.evaluate(*HELD)
-
-        np.testing.assert_allclose(self.delivered(own, book), expected, **CLOSE)

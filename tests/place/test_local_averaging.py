@@ -122,16 +122,6 @@ def test_uneven_replicas_average_as_written_down(model, optimizer, options):
         np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_a_run_is_repeatable_bit_for_bit():
-    first, second = (
-        fitted(averaging(3, frequency=2), model=with_buffers, shuffle=True)
-        for _ in range(2)
-    )
-
-    for name, value in parameters_of(first.model_).items():
-        np.testing.assert_array_equal(parameters_of(second.model_)[name], value)
-
-
 def test_the_optimizer_of_the_trainer_is_the_averaged_one():
     own = fitted(averaging(2, frequency=2), optimizer=adam)
 
@@ -139,17 +129,6 @@ def test_the_optimizer_of_the_trainer_is_the_averaged_one():
 
     steps = {state["step"].item() for state in states.values()}
     assert steps == {2 * 11}  # the most that one replica has made, of 21 in an epoch
-
-
-def test_a_second_fit_goes_on_from_the_first():
-    once = fitted(averaging(2, frequency=2), optimizer=adam, epochs=4)
-    twice = fitted(averaging(2, frequency=2), optimizer=adam, epochs=2)
-    twice.fit(X, Y, epochs=2, batch_size=16, shuffle=False)
-
-    for name, value in parameters_of(once.model_).items():
-        np.testing.assert_allclose(
-            parameters_of(twice.model_)[name], value, rtol=1e-5, atol=1e-6
-        )
 
 
 def test_the_history_tells_of_averagings():

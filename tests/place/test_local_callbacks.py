@@ -12,7 +12,6 @@ from torch.optim import lr_scheduler
 
 from daskdl import (
     Callback,
-    Checkpoint,
     FixedThreshold,
     LearningRateMonitor,
     PrintProgress,
@@ -103,16 +102,6 @@ class TestHooks:
         assert len(copies) == 4  # two replicas in each of two fits
         assert id(told) not in copies
 
-    def test_a_copy_is_made_once_for_each_fit_and_replica(self, monkeypatch):
-        monkeypatch.setattr(ToldThere, "seen", ())
-        there, here = ToldThere(), Told()
-        own = trainer(False, master=TWO, callbacks=[there, here])
-
-        own.fit(X, Y, epochs=3)
-
-        assert (there.packed, here.packed) == (1, 0)
-        assert {known for _, _, known in ToldThere.seen} == {0}  # packed before
-
     def test_an_epoch_begins_before_its_steps(self, monkeypatch):
         monkeypatch.setattr(ToldThere, "seen", ())
         own = trainer(
@@ -138,18 +127,6 @@ class TestHooks:
         assert ToldThere.seen[0][1]._asdict() == {
             "replica": 0, "epoch": 0, "replicas": 1, "learning_rate": 0.05
         }  # fmt: skip
-
-    def test_the_model_is_there_when_the_fit_has_ended(self):
-        class Look(Callback):
-            def on_fit_end(self, end):
-                self.score = own.evaluate(X, Y)["loss"]
-
-        look = Look()
-        own = trainer(False, master=TWO, callbacks=[look])
-
-        own.fit(X, Y, epochs=2)
-
-        assert look.score == own.evaluate(X, Y)["loss"]
 
     def test_what_the_beginning_of_a_fit_raises_comes_out_and_nothing_is_trained(
         self, monkeypatch
@@ -190,16 +167,6 @@ class TestHooks:
 
         assert seen == ["b", "a", "b", "a"]
 
-    def test_what_an_end_raises_comes_out_if_it_is_the_first(self):
-        seen = []
-
-        with pytest.raises(ZeroDivisionError, match="b ends"):
-            trainer(False, callbacks=[Ends("a", seen), Ends("b", seen, end=True)]).fit(
-                X, Y
-            )
-
-        assert seen == ["b", "a"]
-
     def test_what_an_end_raises_does_not_hide_the_first_error(self):
         own = [Ends("a", [], end=True), Ends("b", [], begin=True)]
 
@@ -225,17 +192,6 @@ class TestHooks:
 
         assert min(history.column("seconds")) > 0
         assert sum(history.column("seconds")) <= clock.seconds
-
-    def test_the_rate_of_a_strict_step_is_what_it_was_made_with(self, monkeypatch):
-        monkeypatch.setattr(ToldThere, "seen", ())
-        master = kept(replicas_per_worker=2, apply="strict")
-        own = trainer(False, master=master, callbacks=[ToldThere()], telemetry_every=1)
-
-        steps = own.fit(X, Y).steps
-
-        rates = {t.learning_rate for _, t, _ in ToldThere.seen if hasattr(t, "loss")}
-        assert rates == {0.025}
-        assert set(steps.column("learning_rate")) == {0.025}
 
 
 HERE = threading.local()  # the module that a replica trains
@@ -347,22 +303,3 @@ def test_a_bar_counts_the_examples(capsys, shown):
     text = capsys.readouterr().err
     assert (f"{2 * len(X)}/{2 * len(X)}" in text) is shown
     assert ("epoch=1, loss=" in text) is shown
-
-
-def test_the_bar_of_a_fit_that_is_resumed_begins_where_it_ended(capsys, tmp_path):
-    options = {"master": TWO, "progress": True, "callbacks": [Checkpoint(tmp_path)]}
-    trainer(False, **options).fit(X, Y, epochs=1)
-    capsys.readouterr()
-
-    trainer(False, **options).fit(X, Y, epochs=2, resume=True)
-
-    assert "960/960" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_without_a_choice_a_terminal_gets_a_bar(monkeypatch, capsys, terminal):
-    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
-
-    trainer(False, progress=None).fit(X, Y)
-
-    assert ("loss=" in capsys.readouterr().err) is terminal

@@ -98,58 +98,6 @@ def test_at_the_end_of_an_epoch_the_mean_is_exact(model, optimizer, frequency):
         np.testing.assert_allclose(got[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_a_mean_of_all_of_an_epoch_takes_no_more_bytes_than_without():
-    own, other = (
-        fitted(averaging(3, compression, frequency=1000), epochs=1)
-        for compression in ("dense8", None)
-    )
-
-    assert differ(own, other) == 0
-    assert own.history_[0]["sent_bytes"] == other.history_[0]["sent_bytes"]
-
-
-def test_the_outer_optimizer_makes_no_step_of_what_completes_a_mean():
-    own, other = (
-        fitted(averaging(3, compression, frequency=20, outer=nesterov), epochs=1)
-        for compression in ("dense8", None)
-    )
-
-    assert 0 < differ(own, other) < 0.002
-
-
-OPTIONS = {
-    "as it is": {},
-    "each its own optimizer": {"average_optimizer": False},
-    "outer": {"outer": nesterov},
-    "along a chain": {"fan_out": 1},
-}
-
-
-@pytest.mark.parametrize("optimizer", [sgd, adam])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_it_learns_what_is_learnt_without(optimizer, options):
-    own, other = (
-        fitted(
-            averaging(3, compression, frequency=2, **options),
-            model=with_buffers,
-            optimizer=optimizer,
-            validation=(X, Y),
-        )
-        for compression in ("dense8", None)
-    )
-
-    assert 0 < differ(own, other) < 0.05
-    for column, tolerance in (("loss", 0.01), ("val_accuracy", 0.01)):
-        got, expected = own.history_.column(column), other.history_.column(column)
-        np.testing.assert_allclose(got, expected, atol=tolerance)
-
-
-def test_a_run_is_repeatable_bit_for_bit():
-    first, second = (fitted(averaging(3, frequency=2), shuffle=True) for _ in range(2))
-
-    assert differ(first, second) == 0
-
-
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [(plain, {}), (sgd, {}), (adam, {"average_optimizer": False})],
@@ -191,15 +139,3 @@ def test_a_fit_that_is_resumed_goes_on_bit_for_bit(tmp_path, options):
     second.fit(X, Y, epochs=3, batch_size=16, resume=str(tmp_path))
 
     assert differ(whole, second) == 0
-
-
-def test_a_trainer_that_is_saved_keeps_the_option(tmp_path):
-    master = averaging(2, frequency=2)
-    own = fitted(master, epochs=1)
-
-    own.save(str(tmp_path / "saved"))
-
-    loaded = type(own).load(
-        str(tmp_path / "saved"), client=False, model=mlp, optimizer=sgd
-    )
-    assert loaded.master == master

@@ -60,16 +60,6 @@ def test_a_rate_whose_steps_no_update_can_say_ends_the_run(master, outputs, prob
         np.testing.assert_allclose(value, start[name], rtol=0, atol=2**-24)
 
 
-@pytest.mark.parametrize("rate", [1.0, 1e3])
-def test_a_high_rate_that_updates_follow_does_not(rate):
-    y, loss = ONE
-    steep = own(rate, loss, 1, kept(replicas_per_worker=2))
-
-    history = steep.fit(X, y, epochs=2, batch_size=16)
-
-    assert len(history) == 2
-
-
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("way", [GradientSharing, ParameterAveraging])
 def test_parameters_that_are_not_finite_after_the_last_step_end_the_run(way, replicas):
@@ -89,12 +79,3 @@ def test_parameters_that_are_not_finite_after_the_last_step_end_the_run(way, rep
 
     with pytest.raises(DivergedError, match=r"parameters became (inf|nan) at step 1"):
         endless.fit(X, epochs=1, batch_size=len(X))  # one step of one replica
-
-
-def test_one_replica_goes_as_far_as_torch_does():
-    y, loss = ONE
-    alone = own(1e30, loss, 1, GradientSharing())
-
-    alone.fit(X, y, epochs=1, batch_size=16)
-
-    assert alone.model_.weight.abs().max() > 1e20

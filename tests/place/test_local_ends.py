@@ -2,9 +2,7 @@
 
 import dataclasses
 import gc
-import os
 import re
-import signal
 import threading
 import weakref
 
@@ -14,12 +12,12 @@ import pytest
 import torch
 from distributed.utils_test import poll_for
 
-from daskdl import Callback, ModelError, ReplicaError, RunError, WaitTimeoutError
+from daskdl import Callback, ReplicaError, RunError, WaitTimeoutError
 from daskdl.history import StepRow, pack_rows
 from daskdl.training.backend import AgreedState, arrays_of
 from daskdl.training.base import Parameters
 from daskdl.training.local_backend import LocalBackend
-from tests.support.problems import kept, mlp, rows, start_of, trainer
+from tests.support.problems import kept, rows, trainer
 from tests.support.promises import EarlyEnds, FailAt, Interrupt, Place
 from tests.support.recording import Recorded, records, vector
 
@@ -98,18 +96,6 @@ class TestFailures(EarlyEnds):
         assert "raise self.make()" in message  # the very line
         assert type(caught.value.__cause__) is KeyError
 
-    def test_what_ends_the_thread_itself_is_an_error_too(self):
-        own = trainer(False, master=TWO, callbacks=[FailAt(lambda: SystemExit(3))])
-
-        with pytest.raises(ReplicaError, match="replica 1 on this machine failed: Sys"):
-            own.fit(X, Y, epochs=100, batch_size=16)
-
-    def test_a_replica_that_cannot_be_made_keeps_nobody_waiting(self):
-        own = trainer(False, master=TWO, callbacks=[Rare()])
-
-        with pytest.raises(ModelError, match=r"replica \d on this machine: .*cannot"):
-            own.fit(X, Y)
-
     def test_what_a_callback_raises_here_stops_the_run(self):
         class Stop(Callback):
             def on_epoch_end(self, row):
@@ -121,20 +107,6 @@ class TestFailures(EarlyEnds):
             own.fit(X, Y, epochs=100)
 
         assert len(own.history_) == 1
-
-
-class Rare(Callback):
-    """Cannot be unpacked by anybody."""
-
-    def on_step_end(self, step):
-        pass
-
-    def __reduce__(self):
-        return missing, ()
-
-
-def missing():
-    raise ImportError("no such module")
 
 
 class TestCtrlC:
@@ -153,23 +125,6 @@ class TestCtrlC:
         ]
         model = vector(own.model_).numpy()
         assert any(np.array_equal(model, shared) for shared in agreed)
-
-    def test_in_the_middle_of_an_epoch_the_start_is_what_was_agreed(self, ctrl_c):
-        own = trainer(False, master=TWO, callbacks=[Midway()])
-
-        with pytest.raises(KeyboardInterrupt):
-            own.fit(X, Y, epochs=10_000, batch_size=1)
-
-        start = vector(start_of(mlp))
-        torch.testing.assert_close(vector(own.model_), start, rtol=0, atol=2.0**-25)
-
-
-class Midway(Callback):
-    """Presses Ctrl-C from the thread of a replica."""
-
-    def on_step_end(self, step):
-        if step.replica == 1 and step.number == 10:
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 class Hang(Callback):

@@ -2,12 +2,10 @@
 
 import contextlib
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import dask
 import dask.array as da
 import distributed
-import numpy as np
 import pytest
 import torch
 from distributed.utils_test import poll_for
@@ -112,15 +110,6 @@ class TestData:
 
         assert torch.equal(*models)
 
-    def test_tensors_are_trained_on_as_arrays_are(self):
-        models = []
-        for data in ((X, Y), (torch.from_numpy(X), torch.from_numpy(Y))):
-            own = trainer(False, master=kept(replicas_per_worker=2, max_staleness=0))
-            own.fit(*data, batch_size=50)
-            models.append(vector(own.model_))
-
-        assert torch.equal(*models)
-
     @pytest.mark.parametrize("prefetch", [0, 2])
     def test_each_block_is_computed_once_in_each_epoch(self, prefetch):
         computed = []
@@ -171,13 +160,6 @@ class TestData:
         assert history.column("examples") == [480]
         assert history[0]["waits"]["staleness"] > 0.5
 
-    def test_a_label_of_a_block_that_the_model_does_not_have_is_named(self):
-        wrong = Y.copy()
-        wrong[300] = 4
-
-        with pytest.raises(OptionError, match=r"y of part 6 of the train data\[0\]"):
-            trainer(False).fit(BLOCKS[0], da.from_array(wrong, chunks=50))
-
 
 @pytest.fixture(scope="module")
 def fitted():
@@ -186,44 +168,10 @@ def fitted():
     return own
 
 
-class TestAfterwards:
-    @pytest.mark.parametrize("data", [(X, Y), BLOCKS], ids=["numpy", "dask"])
-    def test_evaluate(self, fitted, data):
-        scores = fitted.evaluate(*data)
-
-        output = fitted.model_(torch.from_numpy(X))
-        loss = torch.nn.functional.cross_entropy(output, torch.from_numpy(Y))
-        right = (output.argmax(1).numpy() == Y).mean()
-        assert scores["loss"] == pytest.approx(loss.item(), rel=1e-5)
-        assert scores["accuracy"] == pytest.approx(right)
-
-    def test_predict_returns_what_came_in(self, fitted):
-        expected = fitted.model_(torch.from_numpy(X)).detach()
-
-        outputs = fitted.predict(X)
-        tensor = fitted.predict(torch.from_numpy(X))
-        lazy = fitted.predict(BLOCKS[0])
-
-        np.testing.assert_allclose(outputs, expected.numpy(), rtol=0, atol=1e-5)
-        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-5)
-        assert lazy.chunks == (*BLOCKS[0].chunks[:1], (4,))
-        with (
-            ThreadPoolExecutor(2) as pool,
-            dask.config.set(scheduler="threads", pool=pool),
-        ):
-            computed = lazy.compute()
-        np.testing.assert_allclose(computed, outputs, rtol=0, atol=1e-5)
-
-
 class TestOptions:
     @pytest.mark.parametrize("routing", ["auto", "plain", "mesh"])
     def test_any_routing_will_do(self, routing):
         master = kept(replicas_per_worker=2, routing=routing)
-
-        assert trainer(False, master=master).fit(X, Y).column("replicas") == [2]
-
-    def test_a_time_to_wait_for_more_replicas_changes_nothing(self):
-        master = kept(replicas_per_worker=2, min_replicas=2, rejoin_timeout=0.001)
 
         assert trainer(False, master=master).fit(X, Y).column("replicas") == [2]
 
@@ -255,21 +203,7 @@ class TestOptions:
         with pytest.raises(expected) if expected else contextlib.nullcontext():
             own.fit(X, Y, batch_size=16)
 
-    def test_more_replicas_than_there_can_be_are_refused(self):
-        master = kept(replicas_per_worker=2, min_replicas=3)
-
-        with pytest.raises(OptionError, match=r"min_replicas must be at most 2, .* 3"):
-            trainer(False, master=master).fit(X, Y)
-
     @pytest.mark.parametrize("client", [True, 0, "local"])
     def test_only_false_means_no_cluster(self, client):
         with pytest.raises(OptionError, match=r"a distributed.Client, None or False"):
             trainer(client).fit(X, Y)
-
-    def test_a_replica_for_each_device(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        master = kept(replicas_per_worker="auto")
-
-        history = trainer(False, master=master, device="cpu").fit(X, Y)
-
-        assert history.column("replicas") == [2]

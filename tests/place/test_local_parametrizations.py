@@ -6,9 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-import daskdl
 from daskdl import Checkpoint, GradientSharing, ParameterAveraging, Trainer
-from daskdl.serialization import PackedModel
 from tests.support.problems import kept, parameters_of, plain_loop, rows, sgd, trainer
 
 X, Y = rows(160)
@@ -85,31 +83,3 @@ class TestEveryKind:
 
         for name, value in parameters_of(own.model_).items():
             np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-6)
-
-    def test_a_module_that_was_given_is_used_and_left_alone(self, kind):
-        module = made(kind)()
-        before = parameters_of(module)
-
-        own = trainer(False, model=module)
-        own.fit(X, Y)
-
-        assert parameters_of(module).keys() == before.keys()
-        for name, value in parameters_of(module).items():
-            np.testing.assert_array_equal(value, before[name])
-        with torch.no_grad():
-            expected = module.eval()(torch.from_numpy(X)).numpy()
-        got = daskdl.predict(module, X, client=False)
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
-
-    def test_what_arrives_is_parametrized_as_what_was_sent(self, kind):
-        module = made(kind)()
-
-        copy = PackedModel(module).unpack()
-
-        assert repr(copy) == repr(module)
-        assert copy.state_dict().keys() == module.state_dict().keys()
-        for name, value in module.state_dict().items():
-            assert torch.equal(copy.state_dict()[name], value)
-        assert torch.equal(copy.eval()[0].weight, module.eval()[0].weight)
-        parametrize.remove_parametrizations(copy[2], "weight")
-        assert type(copy[2]) is nn.Linear

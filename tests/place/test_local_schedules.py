@@ -19,7 +19,6 @@ from tests.support.problems import (
     sgd,
     trainer,
 )
-from tests.support.recording import vector
 
 X, Y = rows()
 
@@ -231,21 +230,3 @@ class TestFitAgain:
         for number, state in before.items():
             momentum = after[number]["momentum_buffer"]
             assert torch.equal(momentum, state["momentum_buffer"])
-
-    def test_another_scheduler_begins_at_its_start(self):
-        own = trainer(False, scheduler=halved)
-        own.fit(X, Y, epochs=2)
-
-        own.scheduler = lambda o: lr_scheduler.StepLR(o, 1, gamma=0.1)
-        own.fit(X, Y)
-
-        assert own.scheduler_.last_epoch == 1
-
-    def test_without_a_scheduler_there_is_none(self):
-        own = trainer(False)
-
-        history = own.fit(X, Y, epochs=2)
-
-        assert own.scheduler_ is None
-        assert history.column("learning_rate") == [0.05, 0.05]
-        assert vector(own.model_).isfinite().all()

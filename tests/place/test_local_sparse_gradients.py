@@ -12,7 +12,6 @@ from daskdl import (
     Checkpoint,
     GradientSharing,
     ParameterAveraging,
-    ReplicaError,
     Trainer,
 )
 
@@ -71,22 +70,6 @@ class TestEveryOptimizer:
             assert tensor.layout is torch.strided
             assert tensor.abs().sum() > 0
 
-    def test_a_save_has_the_state(self, optimizer, master, tmp_path):
-        own = trainer(optimizer, master)
-        own.fit(X, Y, batch_size=BATCH)
-        own.save(tmp_path)
-
-        loaded = Trainer.load(
-            tmp_path,
-            client=False,
-            model=embedding,
-            loss=nn.MSELoss(),
-            optimizer=OPTIMIZERS[optimizer],
-        )
-
-        torch.testing.assert_close(state(loaded.optimizer_), state(own.optimizer_))
-        loaded.fit(X, Y, batch_size=BATCH)
-
     def test_a_checkpoint_is_gone_on_from(self, optimizer, master, tmp_path):
         options = {"callbacks": [Checkpoint(str(tmp_path))]}
         trainer(optimizer, master, **options).fit(X, Y, epochs=1, batch_size=BATCH)
@@ -127,10 +110,3 @@ def test_one_replica_is_a_plain_loop(optimizer, norm):
             plain.step()
 
     torch.testing.assert_close(own.model_.weight, module.weight, rtol=1e-4, atol=1e-6)
-
-
-def test_an_optimizer_that_takes_no_sparse_gradients_is_named():
-    own = Trainer(embedding, nn.MSELoss(), torch.optim.Adam, client=False)
-
-    with pytest.raises(ReplicaError, match="consider SparseAdam instead"):
-        own.fit(X, Y, batch_size=BATCH)

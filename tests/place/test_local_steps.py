@@ -1,8 +1,5 @@
 """What an optimizer step is made of, among threads: the options of a trainer."""
 
-import itertools
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -23,10 +20,9 @@ from tests.support.problems import (
     start_of,
     trainer,
 )
-from tests.support.recording import Notes, Recorded, delivered, records, vector
+from tests.support.recording import Notes, vector
 
 X, Y = rows()
-LOSS = nn.CrossEntropyLoss()
 
 
 STEPS = {
@@ -55,16 +51,6 @@ class TestOneReplica:
 
         for name, value in parameters_of(own.model_).items():
             np.testing.assert_array_equal(value, plain[name], err_msg=name)
-
-    @pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
-    def test_the_options_change_something(self, one_thread, options):
-        models = []
-        for more in ({}, options):
-            own = trainer(False, **more)
-            own.fit(X, Y, batch_size=28, shuffle=False)
-            models.append(vector(own.model_))
-
-        assert not torch.equal(*models)
 
 
 class TestAccumulation:
@@ -96,44 +82,6 @@ class TestAccumulation:
         assert [line["examples"] for line in lines] == [48] * 20
         numbers = {line["number"] for line in lines}
         assert numbers == set(range(1, 20 // replicas + 1))
-
-    def test_an_epoch_shorter_than_a_group_is_trained_on(self):
-        history = trainer(False, accumulate=100).fit(X, Y, epochs=2, batch_size=32)
-
-        assert history.column("examples") == [480, 480]
-        assert history[1]["loss"] < history[0]["loss"]
-
-    def test_there_are_no_more_replicas_than_groups(self):
-        master = kept(replicas_per_worker=4)
-
-        history = trainer(False, master=master, accumulate=10).fit(X, Y, batch_size=16)
-
-        assert history.column("replicas") == [3]
-
-    def test_nothing_is_lost_among_several(self, tmp_path):
-        inner = kept(replicas_per_worker=3, exchange_every=2)
-        master = Recorded(str(tmp_path), inner)
-        own = trainer(False, master=master, accumulate=2, clip_grad_norm=1.0)
-
-        own.fit(X, Y, epochs=3, batch_size=8)
-
-        ends = records(tmp_path, epoch=2)
-        expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
-        got = delivered(own).numpy()
-        np.testing.assert_allclose(got, expected, rtol=0, atol=6e-6)
-        for one, other in itertools.pairwise(ends):
-            np.testing.assert_array_equal(ends[one]["shared"], ends[other]["shared"])
-
-    def test_runs_in_step_repeat_bit_for_bit(self):
-        runs = []
-        for _ in range(2):
-            master = kept(replicas_per_worker=2, max_staleness=0)
-            own = trainer(False, master=master, accumulate=3, autocast=torch.bfloat16)
-            history = own.fit(X, Y, epochs=2, batch_size=16)
-            runs.append((vector(own.model_), history.column("loss")))
-
-        assert torch.equal(runs[0][0], runs[1][0])
-        assert runs[0][1] == runs[1][1]
 
 
 class Held(nn.Linear, Penalised):
@@ -212,14 +160,6 @@ class TestAutocast:
         # The dry run has no autocast.
         assert {dtype for dtype, _ in SEEN} == {torch.float32, torch.bfloat16}
         assert not any(inside for _, inside in SEEN)
-
-    def test_the_loss_that_is_reported_is_not_scaled(self):
-        losses = [
-            trainer(False, **options).fit(X, Y, batch_size=len(X))[0]["loss"]
-            for options in ({}, {"autocast": torch.float16})
-        ]
-
-        assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
     def test_a_model_in_float16_has_no_gradients_to_scale(self):
         own = trainer(False, model=lambda: mlp().half(), autocast=torch.float16)
@@ -317,18 +257,6 @@ class TestOwnStep:
         assert history[-1]["val_loss"] < history[0]["val_loss"] / 2
         assert history[-1]["loss"] < history[0]["loss"] / 2
 
-    def test_it_equals_the_loss_it_stands_for(self):
-        def step(model, batch):
-            return functional.cross_entropy(model(batch[0]), batch[1])
-
-        models = []
-        for options in ({}, {"loss": None, "step": step}):
-            own = trainer(False, optimizer=adam, accumulate=2, **options)
-            own.fit(X, Y, batch_size=16)
-            models.append(vector(own.model_))
-
-        assert torch.equal(*models)
-
     def test_what_is_scored_is_not_trained_on(self):
         MODES.clear()
         own = trainer(False, loss=None, step=noting_step)
@@ -357,7 +285,3 @@ class TestOwnStep:
     def test_one_that_does_not_fit_is_refused(self, step, message):
         with pytest.raises(ModelError, match=message):
             trainer(False, loss=None, step=step).fit(X, Y)
-
-    def test_the_optimizer_has_to_be_given(self):
-        with pytest.raises(OptionError, match=re.escape("lr=0.1), got None")):
-            trainer(False, optimizer=None)

@@ -15,7 +15,6 @@ from daskdl import (
     EarlyStopping,
     Evaluate,
     OptionError,
-    ParameterAveraging,
 )
 from tests.support.problems import kept, mlp, parameters_of, rows, trainer
 from tests.support.promises import Interrupt
@@ -23,7 +22,6 @@ from tests.support.promises import Interrupt
 X, Y = rows()
 OTHER = rows(seed=5)  # other classes: the better on X, the worse on these
 TWO = kept(replicas_per_worker=2)
-AVERAGED = ParameterAveraging(replicas_per_worker=2)
 
 
 class Epochs(Callback):
@@ -66,16 +64,6 @@ class TestEarlyStopping:
         assert stopping.scores == dict(enumerate(losses))
         assert stopping.best_score == min(losses) == losses[stopping.best_epoch]
 
-    @pytest.mark.parametrize("master", [TWO, AVERAGED], ids=["shared", "averaged"])
-    def test_the_best_model_comes_back(self, master):
-        own = trainer(False, master=master, callbacks=[EarlyStopping(patience=2)])
-
-        stopping = own.fit(X, Y, epochs=50, validation=OTHER).stopping
-
-        assert stopping.restored
-        score = own.evaluate(*OTHER)["loss"]
-        assert score == pytest.approx(stopping.best_score, rel=1e-6)
-
     def test_with_one_replica_it_is_that_of_a_shorter_fit_bit_for_bit(self, one_thread):
         stopped = trainer(False, callbacks=[EarlyStopping(patience=2)])
         history = stopped.fit(X, Y, epochs=50, validation=OTHER)
@@ -85,17 +73,6 @@ class TestEarlyStopping:
         expected = parameters_of(shorter.model_)
         for name, value in parameters_of(stopped.model_).items():
             np.testing.assert_array_equal(value, expected[name], err_msg=name)
-
-    def test_without_it_the_last_model_stays(self):
-        rule = EarlyStopping(patience=2, restore_best=False)
-        own = trainer(False, callbacks=[rule])
-
-        stopping = own.fit(X, Y, epochs=50, validation=OTHER).stopping
-
-        *_, last = stopping.scores.values()
-        assert not stopping.restored
-        assert own.evaluate(*OTHER)["loss"] == pytest.approx(last, rel=1e-6)
-        assert last > stopping.best_score
 
     @pytest.mark.parametrize("every", [2, 3])
     def test_it_ends_when_only_some_epochs_are_looked_at(self, epochs, every):
@@ -143,25 +120,6 @@ class TestEarlyStopping:
         assert history.stopping.restored
         assert math.isfinite(own.evaluate(*OTHER)["loss"])
 
-    def test_without_a_finite_score_there_is_no_best_epoch(self):
-        own = trainer(False, callbacks=[EarlyStopping(patience=9)])
-
-        wrong = OTHER[0] * math.nan, OTHER[1]
-        stopping = own.fit(X, Y, epochs=2, validation=wrong).stopping
-
-        assert (stopping.reason, stopping.best_epoch) == ("not_finite", None)
-        assert math.isnan(stopping.best_score)
-        assert not stopping.restored
-
-    def test_one_that_never_stops_comes_to_its_end_with_the_best_model(self):
-        own = trainer(False, master=TWO, callbacks=[EarlyStopping(patience=99)])
-
-        stopping = own.fit(X, Y, epochs=4, validation=OTHER).stopping
-
-        assert (stopping.reason, stopping.details) == (None, "")
-        assert stopping.restored
-        assert own.evaluate(*OTHER)["loss"] == pytest.approx(stopping.best_score)
-
     def test_a_best_model_that_was_lost_is_missed_with_a_warning(
         self, monkeypatch, caplog
     ):
@@ -174,17 +132,6 @@ class TestEarlyStopping:
 
         assert (stopping.best_epoch, stopping.restored) == (1, False)
         assert "all replicas that had the model of epoch 1, the best" in caplog.text
-
-    def test_a_second_fit_begins_anew(self):
-        rule = EarlyStopping("loss", patience=2, min_delta=100.0)
-        own = trainer(False, master=TWO, callbacks=[rule])
-
-        fits = [own.fit(X, Y, epochs=50) for _ in range(2)]
-
-        assert [len(history) for history in fits] == [3, 3]
-
-    def test_without_it_nothing_is_said(self):
-        assert trainer(False).fit(X, Y).stopping is None
 
     def test_after_ctrl_c_what_it_saw_is_there_and_nothing_was_restored(self, ctrl_c):
         callbacks = [EarlyStopping("loss", patience=10**6), Interrupt()]
@@ -240,31 +187,6 @@ class TestEvaluate:
         assert [a != b for a, b in itertools.pairwise(rates)] == [
             False, False, True, False, False, True, False
         ]  # fmt: skip
-
-    def test_other_schedulers_do_not(self):
-        own = trainer(
-            False,
-            callbacks=[Evaluate(every=3)],
-            scheduler=lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-        )
-
-        rates = own.fit(X, Y, epochs=4, validation=OTHER).column("learning_rate")
-
-        assert rates == [0.05, 0.025, 0.0125, 0.00625]
-
-    def test_a_regression_has_no_column_for_the_accuracy(self):
-        own = trainer(
-            False,
-            model=lambda: nn.Linear(20, 1),
-            loss=nn.MSELoss(),
-            callbacks=[Evaluate(every=2)],
-        )
-        y = X[:, :1].copy()
-
-        history = own.fit(X, y, epochs=3, validation=(X, y))
-
-        assert all("val_accuracy" not in row for row in history)
-        assert [row["val_loss"] >= 0 for row in history] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -52,17 +52,6 @@ class TestRows:
         assert len(history.steps) == len(wanted)
         assert all(row.keys() == STEP_COLUMNS.keys() for row in history.steps)
 
-    def test_they_are_in_order_of_epoch_replica_and_step(self):
-        own = trainer(False, master=two(), telemetry_every=2)
-
-        frame = own.fit(X, Y, epochs=3, batch_size=8).steps.to_pandas()
-
-        order = list(frame[["epoch", "replica", "step"]].itertuples(index=False))
-        assert order == sorted(order)
-        assert {(row.epoch, row.replica) for row in order} == set(
-            itertools.product(range(3), range(2))
-        )
-
     def test_they_say_what_was_sent_and_what_was_left(self):
         own = trainer(False, master=two(), telemetry_every=1)
 
@@ -110,22 +99,6 @@ class TestRows:
         assert set(history.steps.column("threshold")) == {mean}
         assert sum(history.steps.column("sent_bytes")) == history[0]["sent_bytes"]
 
-    def test_of_one_alone_there_is_the_loss_and_nothing_was_sent(self):
-        own = trainer(False, master=kept(), telemetry_every=1)
-
-        history = own.fit(X, Y, epochs=2, batch_size=48)
-
-        steps = history.steps
-        assert steps.column("step") == list(range(1, 21))
-        losses = steps.column("loss")
-        assert history.column("loss") == pytest.approx(
-            [sum(losses[:10]) / 10, sum(losses[10:]) / 10]
-        )
-        assert set(steps.column("kind")) == {None}
-        assert set(steps.column("sent_bytes")) == {0}
-        for name in ("threshold", "density", "residual_norm", "residual_p99"):
-            assert all(map(math.isnan, steps.column(name)))
-
     def test_by_default_the_first_has_one_and_then_at_most_one_in_ten(self):
         own = trainer(False, master=two())
 
@@ -135,21 +108,6 @@ class TestRows:
             numbers = [row["step"] for row in steps if row["replica"] == replica]
             assert numbers[0] == 1
             assert all(b - a >= 10 for a, b in itertools.pairwise(numbers))
-
-    def test_none_are_made_if_none_are_wanted(self):
-        history = trainer(False, master=two(), telemetry_every=None).fit(X, Y)
-
-        assert len(history.steps) == 0
-
-    def test_each_fit_has_its_own(self):
-        own = trainer(False, master=two(), telemetry_every=5)
-        first = own.fit(X, Y, batch_size=8).steps
-        count = len(first)
-
-        second = own.fit(X, Y, batch_size=8).steps
-
-        assert len(first) == count
-        assert min(second.column("step")) == 5
 
     @pytest.mark.parametrize("replicas", [1, 2])
     def test_looking_changes_nothing(self, replicas):
@@ -213,15 +171,6 @@ class TestDivergence:
         history = own.fit(X, Y, epochs=8, batch_size=8)
 
         assert len(history) == 8
-
-    def test_a_rate_far_too_high_is_seen_before_it_is_nan_or_then(self):
-        def steep(parameters):
-            return torch.optim.SGD(parameters, lr=50.0, momentum=0.9)
-
-        own = trainer(False, optimizer=steep, master=two())
-
-        with pytest.raises(DivergedError, match="lower the learning rate, 50; "):
-            own.fit(X, Y, epochs=100, batch_size=8)
 
 
 @pytest.mark.parametrize(

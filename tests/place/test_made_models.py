@@ -11,7 +11,6 @@ import daskdl
 from daskdl import Checkpoint, GradientSharing, ModelError, ParameterAveraging, Trainer
 from tests.support.problems import (
     MODELS,
-    hooked,
     kept,
     locked,
     mlp,
@@ -75,23 +74,6 @@ class TestEveryKind:
         for name, value in parameters_of(own.model_).items():
             np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-6)
 
-    def test_it_answers_and_scores_each_example(self, model):
-        own = trainer(False, model=model)
-        own.fit(X, Y)
-        with torch.no_grad():
-            output = own.model_.eval()(torch.from_numpy(X[:8]))
-        losses = nn.functional.cross_entropy(
-            output, torch.from_numpy(Y[:8]), reduction="none"
-        )
-
-        with own.predictor(replicas=2) as ask:
-            np.testing.assert_allclose(ask(X[:8]), output, rtol=1e-4, atol=1e-5)
-            ask.swap(own.model_)
-            np.testing.assert_allclose(ask(X[:8]), output, rtol=1e-4, atol=1e-5)
-
-        scores = own.score_examples(X[:8], Y[:8])
-        np.testing.assert_allclose(scores, losses, rtol=1e-4, atol=1e-5)
-
     def test_a_checkpoint_and_a_save_are_gone_on_from(self, model, tmp_path):
         point = {"callbacks": [Checkpoint(str(tmp_path / "checkpoints"))]}
         trainer(False, model=model, **point).fit(X, Y, epochs=1)
@@ -138,30 +120,6 @@ def test_replicas_begin_with_the_state_of_the_first_module_that_was_made():
     np.testing.assert_allclose(own.predict(X), expected.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_what_was_changed_of_the_trained_model_goes_on():
-    own = trainer(False, model=Own)
-    own.fit(X, Y)
-    own.model_.last.requires_grad_(False)
-    before = own.model_.last.weight.clone()
-    own.fit(X, Y)
-
-    assert own.model_.first.weight is own.model_.second.weight
-    assert torch.equal(own.model_.last.weight, before)
-    assert not own.model_.last.weight.requires_grad
-    own.model_.factor = 0.0
-    assert not own.predict(X).any()
-
-
-def test_the_random_states_are_those_of_a_model_that_is_pickled():
-    states = []
-    for model in (mlp, locked):
-        torch.manual_seed(5)
-        trainer(False, model=model).fit(X, Y)
-        states.append(torch.get_rng_state())
-
-    assert torch.equal(*states)
-
-
 def test_a_function_that_cannot_be_pickled_is_called_in_this_process():
     lock = threading.Lock()
 
@@ -176,17 +134,6 @@ def test_a_function_that_cannot_be_pickled_is_called_in_this_process():
     assert history[-1]["loss"] < history[0]["loss"]
     assert own.model_.lock is lock
     assert len(own.predict(X)) == len(X)
-
-
-def test_a_module_that_can_be_copied_need_not_be_pickled_in_this_process():
-    given = hooked()
-    own = trainer(False, model=given, master=kept(replicas_per_worker=2))
-
-    history = own.fit(X, Y, epochs=3)
-
-    assert history[-1]["loss"] < history[0]["loss"]
-    assert own.model_ is not given
-    assert len(daskdl.predict(given, X, client=False)) == len(X)
 
 
 def test_a_module_that_cannot_be_copied_is_refused_with_what_to_do():
@@ -238,15 +185,3 @@ def test_a_function_that_returns_the_same_module_again_is_refused(part):
 
     with pytest.raises(ModelError, match=r"model must make a new module at each call"):
         trainer(False, model=model).fit(X, Y)
-
-
-def test_predictions_are_known_to_be_of_a_module_whoever_made_it(tmp_path):
-    own = trainer(False)
-    own.fit(X, Y)
-    same = mlp()
-    same.load_state_dict(own.model_.state_dict())
-
-    first = own.predict(X, output=tmp_path)
-    again = daskdl.predict(same, X, output=tmp_path, client=False)
-
-    assert len(first.load()) == len(again.load()) == len(X)

@@ -61,24 +61,6 @@ def test_a_new_learning_rate_is_used_and_the_moments_stay(replicas):
     assert own.optimizer_.param_groups[0]["weight_decay"] == 0.01
 
 
-def test_without_a_change_the_schedule_goes_on(replicas):
-    schedule = {"scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5)}
-    own = fitted(replicas, optimizer=sgd(), **schedule)
-
-    own.optimizer = sgd()
-
-    assert fit(own, epochs=2).column("learning_rate") == [0.025, 0.0125]
-
-
-def test_other_hyperparameters_leave_the_schedule_where_it_is(replicas):
-    schedule = {"scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5)}
-    own = fitted(replicas, optimizer=sgd(), **schedule)
-
-    own.optimizer = sgd(weight_decay=1e-3)
-
-    assert fit(own, epochs=2).column("learning_rate") == [0.025, 0.0125]
-
-
 def test_a_new_learning_rate_begins_its_schedule_anew(replicas, caplog):
     schedule = {"scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5)}
     own = fitted(replicas, optimizer=sgd(), **schedule)
@@ -147,18 +129,6 @@ def test_another_implementation_goes_on_with_the_state(replicas, flag, caplog):
     assert caplog.text.count("goes on with its state") == 2
 
 
-@pytest.mark.parametrize("change", [{"momentum": 0.95}, {"nesterov": True}], ids=str)
-def test_the_momentum_stays_where_there_goes_on_being_one(change):
-    own = fitted(1, optimizer=sgd(momentum=0.9))
-    before = own.model_[0].weight.clone()
-
-    own.optimizer = sgd(**{"momentum": 0.9, **change})
-    own.loss = lambda outputs, labels: outputs.sum() * 0.0
-    fit(own)
-
-    assert (own.model_[0].weight - before).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize(
     ("former", "now"),
     [
@@ -214,15 +184,3 @@ def test_other_parameters_begin_anew_and_what_was_not_sent_is_dropped(
     assert all(p.equal(before[n]) != p.requires_grad for n, p in trained.items())
     loss = own.history_[-1]["val_loss"]
     assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-5)
-
-
-def test_a_save_knows_what_the_optimizer_was_made_with(replicas, tmp_path):
-    own = fitted(replicas, optimizer=adam())
-    own.save(tmp_path)
-
-    again = type(own).load(
-        tmp_path, client=False, optimizer=adam(lr=1e-3), model=own.model, loss=own.loss
-    )
-
-    assert fit(again).column("learning_rate") == [1e-3]
-    assert min(steps(again)) > max(steps(own))

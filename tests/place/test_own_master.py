@@ -1,17 +1,12 @@
 """A training master of a user's own: the one of `docs/extending.md`, among threads."""
 
 import importlib.util
-import itertools
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-import numpy as np
-import pytest
 import torch
 
-from daskdl import Checkpoint, OptionError, ParameterAveraging
+from daskdl import Checkpoint
 from tests.support.problems import rows, trainer
 
 PATH = Path(__file__).parents[2] / "examples" / "own_master.py"
@@ -31,35 +26,6 @@ def gossip(**options):
     return example().Gossip(**options)
 
 
-class Found:
-    """Weights of replicas before they agreed; pickle finds it by name."""
-
-    weights: ClassVar[list] = []
-
-
-def watched(**options):
-    """A master whose replicas write down their weights before they agree."""
-    own = example()
-
-    class Watching(own.GossipExchange):
-        def sync(self, interval, examples, *, ended):
-            if ended:
-                Found.weights.append(self.arrays()["0.weight"])
-            super().sync(interval, examples, ended=ended)
-
-    @dataclass(frozen=True)
-    class Watched(own.Gossip):
-        def attach(self, context):
-            return Watching(context, self.every)
-
-    return Watched(replicas_per_worker=3, **options)
-
-
-def spread(weights):
-    """The longest way between two replicas."""
-    return max(np.linalg.norm(a - b) for a, b in itertools.combinations(weights, 2))
-
-
 def weights_of(own):
     return torch.cat([p.detach().flatten() for p in own.model_.parameters()])
 
@@ -76,19 +42,6 @@ def test_it_trains():
     assert [row["replicas"] for row in history] == [3] * 4
     assert [row["examples"] for row in history] == [480] * 4
     assert history[-1]["val_loss"] < 0.8 * history[0]["val_loss"]
-
-
-def test_replicas_stay_closer_than_without_their_peers():
-    found = []
-    for every in (1, 10**9):
-        Found.weights.clear()
-        own = trainer(False, model=model, master=watched(every=every))
-        own.fit(X, Y, batch_size=8)
-        found.append(list(Found.weights))
-
-    close, apart = found
-    assert len(close) == len(apart) == 3
-    assert spread(close) < spread(apart) / 2
 
 
 def test_one_replica_is_a_plain_loop():
@@ -114,14 +67,3 @@ def test_it_goes_on_from_a_checkpoint(tmp_path):
 
     assert [row["epoch"] for row in history] == [0, 1, 2]
     assert not torch.equal(weights_of(first), weights_of(second))
-
-
-def test_it_is_another_way_of_training_than_that_of_the_library(tmp_path):
-    master = ParameterAveraging(replicas_per_worker=2)
-    own = trainer(False, master=master, callbacks=[Checkpoint(str(tmp_path))])
-    own.fit(X, Y, batch_size=8)
-
-    with pytest.raises(OptionError, match="resume with the same master"):
-        trainer(False, master=gossip(replicas_per_worker=2)).fit(
-            X, Y, epochs=2, batch_size=8, resume=str(tmp_path)
-        )

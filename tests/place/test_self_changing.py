@@ -3,13 +3,11 @@
 import copy
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from daskdl import Checkpoint, EarlyStopping, GradientSharing, ParameterAveraging
+from daskdl import Checkpoint, GradientSharing, ParameterAveraging
 from daskdl.errors import ModelError
 from tests.support.problems import rows, trainer
 
@@ -79,15 +77,6 @@ def test_a_frozen_mean_comes_back_as_it_was_validated(kind, replicas):
     assert most / replicas - 1 <= own.model_.steps <= most
 
 
-def test_the_best_epoch_has_its_own(tmp_path):
-    own = of("sharing", 2, callbacks=[EarlyStopping(patience=2, min_delta=10.0)])
-
-    history = own.fit(X, Y, epochs=4, batch_size=8, validation=HELD)
-
-    best = history[history.stopping.best_epoch]
-    assert own.evaluate(*HELD)["loss"] == pytest.approx(best["val_loss"], rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["sharing", "averaging"])
 def test_a_checkpoint_and_the_fit_that_resumes_it_have_it(kind, tmp_path):
     of(kind, 2, callbacks=[Checkpoint(tmp_path)]).fit(X, Y, epochs=2, batch_size=8)
@@ -134,14 +123,6 @@ def test_a_buffer_that_changes_its_shape_is_refused_by_name(kind):
         ModelError, match=r"last of the model was .* \(1,\) before .* is .* \(3,\) now"
     ):
         own.fit(X, Y, epochs=2, batch_size=8)
-
-
-def test_one_replica_comes_back_with_its_new_shape():
-    own = of("sharing", 1, model=lambda: Remembering(grows=True))
-
-    for _ in range(2):
-        own.fit(X, Y, epochs=1, batch_size=8)
-        assert np.shape(own.model_.last) == (3,)
 
 
 class Lazy(nn.Module):
@@ -209,29 +190,6 @@ def test_a_teacher_that_first_changes_later_is_averaged_in_that_epoch(kind, sinc
     own.fit(X, Y, epochs=1, batch_size=4, validation=HELD)
 
     shows_what_was_validated(own)
-
-
-@pytest.mark.parametrize("kind", MASTERS)
-def test_torchs_own_averages_come_back_as_they_were_validated(kind):
-    own = of(kind, 2, model=Averages)
-
-    own.fit(X, Y, epochs=1, batch_size=8, validation=HELD)
-
-    shows_what_was_validated(own)
-
-
-class Averages(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.student = nn.Linear(20, 4)
-        mean = AveragedModel(self.student, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-        self.mean = mean.requires_grad_(False)
-
-    def forward(self, x):
-        if not self.training:
-            return self.mean(x)
-        self.mean.update_parameters(self.student)
-        return self.student(x)
 
 
 class Positive(nn.Module):

@@ -1,0 +1,293 @@
+"""Gradient sharing among threads: nothing is lost, all agree; its options."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl import (
+    AdaptiveThreshold,
+    FixedThreshold,
+    GradientSharing,
+    LinkThreshold,
+    OptionError,
+)
+from daskdl.codec import Kind
+from tests.support import promises
+from tests.support.problems import (
+    SIZE,
+    kept,
+    mlp,
+    parameters_of,
+    plain,
+    rows,
+    start_of,
+    trainer,
+)
+from tests.support.promises import Place
+from tests.support.recording import (
+    ATOL,
+    Recorded,
+    check_barrier,
+    delivered,
+    records,
+    vector,
+)
+
+X, Y = rows()
+
+
+@pytest.fixture(params=[2, 3])
+def place(request):
+    """Where several replicas train: among threads of this process."""
+    return Place(False, replicas=request.param, per_worker=request.param)
+
+
+@pytest.fixture
+def lone(one_thread):
+    """Where one replica trains, with one thread of torch's."""
+    return Place(False, replicas=1)
+
+
+class TestConservation(promises.Conservation):
+    pass
+
+
+class TestAgreement(promises.Agreement):
+    def test_nobody_is_further_ahead_than_allowed(self, place, tmp_path):
+        master = Recorded(str(tmp_path), place.sharing(max_staleness=2))
+
+        place.trainer(master=master).fit(X, Y, epochs=2, batch_size=8)
+
+        leads = np.concatenate([e["leads"] for e in records(tmp_path, 1).values()])
+        assert len(leads) > 50
+        assert leads.max() <= 2
+
+
+class TestInStep(promises.InStep):
+    @pytest.fixture
+    def model(self):
+        """Without dropout: torch's generator is that of all replicas."""
+        return mlp
+
+
+class TestOneReplica(promises.OneReplica):
+    pass
+
+
+class TestFitAgain(promises.FitAgain):
+    @pytest.fixture
+    def place(self):
+        return Place(False, replicas=2, per_worker=2)
+
+
+LAYERS = {"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold(initial=1e-3)}
+OPTIONS = [
+    {"warmup_steps": 6},
+    {"warmup_steps": 6, "exchange_every": 4},
+    {"warmup_steps": 6, "max_staleness": 0},
+    {"threshold": LAYERS},
+    {"threshold": LAYERS, "max_staleness": 0},
+    {"threshold": LAYERS, "warmup_steps": 6, "max_staleness": None},
+    {"threshold": LinkThreshold()},
+    {"threshold": LinkThreshold(), "max_staleness": 0},
+]
+
+
+def shared_out(replicas=3, **options):
+    """Sharing among so many threads."""
+    return kept(replicas_per_worker=replicas, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_nothing_is_lost_and_all_agree(tmp_path, options):
+    own = trainer(
+        False, master=Recorded(str(tmp_path), shared_out(**options), atol=ATOL)
+    )
+
+    own.fit(X, Y, epochs=3, batch_size=8)
+
+    ends = records(tmp_path, epoch=2)
+    expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
+    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
+    for epoch in range(3):
+        check_barrier(records(tmp_path, epoch))
+
+
+@pytest.mark.parametrize("options", [OPTIONS[2], OPTIONS[4], OPTIONS[7]], ids=str)
+def test_runs_in_step_repeat_bit_for_bit(options):
+    runs = []
+    for _ in range(2):
+        own = trainer(False, master=shared_out(**options), seed=7)
+        history = own.fit(X, Y, epochs=2, batch_size=16)
+        runs.append((parameters_of(own.model_), history.column("loss")))
+
+    for name, value in runs[0][0].items():
+        np.testing.assert_array_equal(value, runs[1][0][name])
+    assert runs[0][1] == runs[1][1]
+
+
+def test_the_first_steps_of_a_trainer_are_sent_in_eight_bits(tmp_path):
+    master = shared_out(2, max_staleness=0, warmup_steps=20)
+    own = trainer(False, master=Recorded(str(tmp_path), master))
+
+    kinds = []
+    for _ in range(2):
+        own.fit(X, Y, batch_size=16)  # 15 steps of each replica
+        kinds.append([records(tmp_path, 0)[r]["kinds"].tolist() for r in (0, 1)])
+
+    assert kinds[0] == [[Kind.DENSE8] * 15] * 2
+    for second in kinds[1]:
+        assert second[:5] == [Kind.DENSE8] * 5
+        assert Kind.DENSE8 not in second[5:]
+        assert len(second) > 10
+
+
+def test_a_warm_up_is_dense_in_the_history():
+    own = trainer(False, master=shared_out(2, warmup_steps=1000))
+
+    [row] = own.fit(X, Y, batch_size=16)
+
+    assert (row["density"], row["clipped"]) == (1.0, 0.0)
+    assert row["sent_bytes"] < row["dense_bytes"] / 3
+
+
+def test_each_layer_keeps_a_threshold_from_fit_to_fit():
+    mapping = {
+        "0.*": AdaptiveThreshold(initial=1e-3, min_density=1, max_density=1, decay=0.9),
+        "*": FixedThreshold(1e-2),
+    }
+    own = trainer(False, master=shared_out(2, threshold=mapping, max_staleness=0))
+
+    own.fit(X, Y, batch_size=16)
+    first = own._state.compression
+    own.fit(X, Y, batch_size=16)
+
+    assert list(first.sent) == ["0.*", "*"]
+    assert first.sent["*"].threshold == pytest.approx(1e-2)
+    assert (
+        own._state.compression.sent["0.*"].threshold
+        < first.sent["0.*"].threshold
+        < 1e-3
+    )
+    assert (first.steps, own._state.compression.steps) == (15, 30)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"*.bias": FixedThreshold()}, "no pattern that parameter '0.weight' matches"),
+        ({"3.*": FixedThreshold(), **LAYERS}, "pattern '3.*' matches no trainable"),
+    ],
+    ids=["parameter", "pattern"],
+)
+def test_a_mapping_that_does_not_fit_is_told_before_anything_starts(mapping, message):
+    own = trainer(False, model=mlp, master=shared_out(threshold=mapping))
+
+    with pytest.raises(OptionError, match=message):
+        own.fit(X, Y)
+
+    assert not hasattr(own, "model_")
+
+
+def test_without_a_link_all_is_sent_dense_from_the_second_exchange_of_each_fit(
+    tmp_path,
+):
+    master = shared_out(threshold=LinkThreshold(), max_staleness=0)
+    own = trainer(False, master=Recorded(str(tmp_path), master))
+
+    for _ in range(2):
+        own.fit(X, Y, batch_size=8)
+
+        for end in records(tmp_path, 0).values():
+            first, *others = end["kinds"].tolist()
+            assert first != Kind.DENSE8
+            assert set(others) == {Kind.DENSE8}
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("mean", 0.5), ("sum", 1), (0.25, 0.25)])
+@pytest.mark.parametrize("apply", ["eager", "strict"])
+def test_update_scale_multiplies_updates(apply, scale, factor):
+    # One step of each replica, from the same start, on half of the rows each.
+    options = {"apply": apply, "update_scale": scale, "max_staleness": 0}
+    own = trainer(False, optimizer=plain, master=shared_out(2, **options))
+    own.fit(X, Y, batch_size=240)
+
+    start = start_of(mlp)
+    outputs = start(torch.from_numpy(X))
+    nn.functional.cross_entropy(outputs, torch.from_numpy(Y)).backward()
+    gradient = torch.cat([p.grad.double().reshape(-1) for p in start.parameters()])
+    # The two halves' means add up to twice the mean of all.
+    expected = vector(start) - 0.02 * factor * 2 * gradient
+    torch.testing.assert_close(delivered(own), expected, rtol=0, atol=4 * 2.0**-24)
+
+
+def test_a_number_scales_one_replica_too():
+    moved = []
+    for scale in ("mean", 0.5):
+        own = trainer(False, optimizer=plain, master=kept(update_scale=scale))
+        own.fit(X, Y, batch_size=480)
+        moved.append(vector(own.model_) - vector(start_of(mlp)))
+
+    torch.testing.assert_close(moved[1], moved[0] / 2, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(("every", "exchanges"), [(1, 15), (4, 4), (5, 3), (99, 1)])
+def test_exchange_every_so_many_steps(every, exchanges):
+    # 30 batches, 15 for each of two: and what is left over at the end.
+    master = shared_out(2, exchange_every=every, max_staleness=0)
+
+    history = trainer(False, master=master).fit(X, Y, batch_size=16)
+
+    assert history[0]["dense_bytes"] == 2 * exchanges * 4 * SIZE
+
+
+def test_clipping_is_counted_and_keeping_is_not():
+    small = AdaptiveThreshold(initial=1e-5)
+    masters = (
+        GradientSharing(small, replicas_per_worker=2),
+        shared_out(2, threshold=small),
+    )
+
+    clipped, nothing = (
+        sum(trainer(False, master=m).fit(X, Y, batch_size=16).column("clipped"))
+        for m in masters
+    )
+
+    assert clipped > 0.01
+    assert nothing == 0
+
+
+def test_a_full_outbox_leaves_the_update_in_the_residual(tmp_path, monkeypatch):
+    monkeypatch.setattr("daskdl.training.fit.OUTBOX_BYTES", 1)
+    own = trainer(False, master=Recorded(str(tmp_path), shared_out(max_staleness=None)))
+
+    own.fit(X, Y, epochs=3, batch_size=4)
+
+    ends = records(tmp_path, epoch=2)
+    expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
+    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
+
+
+def test_there_are_no_more_replicas_than_batches():
+    history = trainer(False, master=shared_out(2)).fit(X[:20], Y[:20], batch_size=32)
+
+    assert history.column("replicas") == [1]
+    assert history.column("examples") == [20]
+
+
+def test_the_grid_grows_with_the_parameters_at_meetings():
+    """Its steps are counted in 32 bits."""
+    x = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
+    weights = np.array([[300.0], [-1000.0], [2000.0], [500.0]], np.float32)
+    own = trainer(
+        False,
+        model=lambda: nn.Linear(4, 1, bias=False),  # weights below 1/2
+        loss=nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        master=shared_out(2, warmup_steps=1000),  # sends what it has
+    )
+
+    own.fit(x, x @ weights, epochs=6, batch_size=8)
+
+    np.testing.assert_allclose(own.model_.weight.detach().T, weights, rtol=1e-2)

@@ -521,7 +521,7 @@ class TestErrors:
 
         assert [one.row for one in worst] == self.order(own)[:3].tolist()
         assert [one.number for one in worst] == [None, None, None]
-        assert [one.part for one in worst] == ["shard 0 of 1"] * 3
+        assert [one.part for one in worst] == ["part 0 of 1"] * 3
 
     def test_they_may_be_the_wrong_ones_only(self, own):
         with torch.no_grad():

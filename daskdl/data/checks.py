@@ -1,24 +1,7 @@
-"""What labels are held to, wherever they are loaded.
+"""Whether data, model, loss and optimizer fit together, before a worker is touched.
 
-One step rehearsed on two rows: whether a model and a loss fit the data.
-
-No Dask, and nothing of the user's is changed: it works on copies, on the CPU.
-
-Whether a model, a loss and an optimizer can be used at all; no data are needed.
-
-No Dask. Whether they go with the data is seen in :mod:`daskdl.data.checks`.
-
-Whether data, model, loss and optimizer go together, before a worker is touched.
-
-No Dask. One array by itself is checked in :mod:`daskdl.data.tables`; model, loss and
-optimizer by themselves in :mod:`daskdl.data.checks`; what they make of two rows, in
-:mod:`daskdl.data.checks`.
-
-Whether there is an accuracy: class indices, and one score for each class.
-
-Parts that cannot be read: which errors say so, and what is done about such a part.
-
-Whoever loads parts asks here, so that all leave out the same ones.
+The dry run on two rows, the checks of labels, and the errors that mean that a part
+cannot be read. No Dask; the user's objects are not changed.
 """
 
 import contextlib
@@ -45,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from daskdl.data import batching, tables
+from daskdl.data import batching
 from daskdl.data.batching import (
     Batch,
     Kinds,
@@ -53,17 +36,11 @@ from daskdl.data.batching import (
     Transform,
     Tree,
     floating_dtype,
+    inputs_to_device,
     to_device,
 )
-from daskdl.data.source import Source
-from daskdl.data.tables import (
-    InMemory,
-    as_numpy,
-    check_array,
-    check_structure,
-    few,
-    first_rows,
-)
+from daskdl.data.source import Source, shown_rows
+from daskdl.data.tables import InMemory, as_numpy, few
 from daskdl.errors import (
     DaskDLError,
     DataError,
@@ -72,94 +49,13 @@ from daskdl.errors import (
     OptionError,
 )
 from daskdl.objective import Objective, OwnStep
-from daskdl.serialization import Packed, copied
+from daskdl.serialization import Packed
 
 logger = logging.getLogger(__name__)
 
-
-class ClassRange(NamedTuple):
-    """The labels that a classification loss accepts."""
-
-    classes: int  # labels are in [0, classes)
-    ignore_index: int  # the one label outside that is accepted
-
-
-@dataclass(frozen=True)
-class LabelCheck:
-    """Refuses labels that a loss cannot use.
-
-    Attributes:
-        accepted: Of class indices; None: anything but NaN.
-    """
-
-    accepted: ClassRange | None = None
-
-    def check(self, y: Tree, of: str = "") -> None:
-        """Look at all labels of some rows.
-
-        Args:
-            y: Tree of arrays, or None: then there is nothing to look at.
-            of: What they are of, for the message; "": all of them.
-
-        Raises:
-            DataError: With the first wrong one, and where it is.
-
-        Example:
-            >>> import numpy as np
-            >>> LabelCheck().check({"a": np.array([0.5, np.nan])}, "part 3")
-            Traceback (most recent call last):
-            daskdl.errors.DataError: y['a'] of part 3[1] is nan; remove such \
-examples, or fill them in
-        """
-        classes, ignored = self.accepted or (None, None)
-        for name, leaf in () if y is None else batching.named(y, "y"):
-            check_labels(leaf, classes, f"{name} of {of}" if of else name, ignored)
-
-
-def check_labels(
-    y: np.ndarray | Tensor,
-    classes: int | None,
-    where: str,
-    ignore_index: int | None = None,
-) -> None:
-    """Refuse labels that no loss can use: NaN, or a class the model does not have.
-
-    Args:
-        y: Labels of a data set or of one piece of it.
-        classes: Integer labels must be in [0, classes); None if they need not.
-        where: What ``y`` is, for the message: an argument or a piece.
-        ignore_index: A label that is accepted although it is outside.
-
-    Raises:
-        DataError: With the first such label and its index.
-
-    Example:
-        >>> check_labels(np.array([0, 1, 2]), 2, "y")
-        Traceback (most recent call last):
-        daskdl.errors.DataError: y[2] is 2, but the model gives 2 outputs: labels \
-must be in [0, 2)
-    """
-    labels = as_numpy(y)
-    if labels.dtype.kind == "f":
-        wrong = np.isnan(labels)
-        remedy = "; remove such examples, or fill them in"
-    elif labels.dtype.kind in "iu" and classes is not None:
-        wrong = (labels < 0) | (labels >= classes)
-        if ignore_index is not None:
-            wrong &= labels != ignore_index
-        remedy = f", but the model gives {classes} outputs: labels must be in "
-        remedy += f"[0, {classes})"
-    else:
-        return
-    if wrong.any():
-        index = np.unravel_index(np.argmax(wrong), wrong.shape)
-        shown = ", ".join(str(i) for i in index)
-        raise DataError(f"{where}[{shown}] is {labels[index]}{remedy}")
-
-
-# What user code raises when it does not fit the data. Not Exception: what is none of
-# these is no misfit, and should be seen under its own name with its own traceback.
-MISFITS = (
+# What user code raises when it does not fit the data. Not Exception: other errors say
+# nothing about the fit, and keep their own name and traceback.
+USER_ERRORS = (
     RuntimeError,
     TypeError,
     ValueError,
@@ -172,224 +68,96 @@ MISFITS = (
 
 _CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _CLASS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-# They belong to the whole process: two fits in two threads go one after the other.
-_random_states = threading.RLock()
-
+_BCE_LOSSES = (nn.BCELoss, nn.BCEWithLogitsLoss)
+_BCE_FUNCTIONS = (
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+)
 _IGNORED_BY_DEFAULT = -100  # torch's own default for ignore_index
 
 
-def rehearse(
-    module: nn.Module,
-    loss: Objective,
-    X: Any,
-    y: Any,
-    transform: Transform | None = None,
-) -> ClassRange | None:
-    """Run model and loss on two rows; raise if they do not fit them.
-
-    Args:
-        module: A copy on the CPU in evaluation mode.
-        loss: ``loss(output, labels)``, a mean over the examples; or a step of the
-            user's own, which runs the model itself.
-        X: Tree of arrays, of which two rows are taken, repeated if there are fewer.
-        y: Their labels, likewise; None if there are none.
-        transform: What is made of each batch before, or None.
-
-    Returns:
-        The labels the loss accepts if it takes class indices, else None.
-
-    Raises:
-        ModelError: If the transform, the model, the loss or the step fails, or the
-            loss is not one number.
-        DataError: If there are no labels for a loss, or one of these is a class that
-            the model does not have.
-    """
-    x, labels = rehearsed_batch(module, X, y, transform)
-    if isinstance(loss, OwnStep):
-        _rehearse_step(Packed(loss, "step").unpack(), module, x, labels)
-        return None
-    if labels is None:
-        raise DataError(
-            "y must be given, or data of pairs (x, y): the loss needs labels; to train "
-            "without, give a step instead of a loss"
-        )
-    output = forward(module, x)
-    accepted = _class_range(loss, output, labels)
-    if accepted is not None and transform is None:
-        check_labels(y, accepted.classes, "y", accepted.ignore_index)
-    takes_classes = ignored_label(loss) is not None
-    loss = Packed(loss, "loss").unpack()
-    try:
-        with _strictly():
-            value = loss(output, labels)
-    except MISFITS as error:
-        raise ModelError(
-            f"loss failed on two rows, the output being {_shown(output)} and the "
-            f"labels {_shown(labels)}: {error}"
-            f"{_then(tables.of_labels(loss, takes_classes, output, labels))}"
-        ) from error
-    _check_loss_value("loss", value)
-    return accepted
+# ---- labels
 
 
-def rehearsed_batch(
-    module: nn.Module, X: Tree, y: Tree, transform: Transform | None = None
-) -> Batch:
-    """Two rows as the model will get them, on the CPU.
+@dataclass(frozen=True)
+class LabelCheck:
+    """Refuses labels that a loss cannot use.
 
-    Raises:
-        ModelError: If the transform fails.
-    """
-    rows = batching.of_both(lambda tree: batching.mapped(_two, tree), (X, y))
-    return to_device(*transformed(rows, transform), "cpu", floating_dtype(module))
-
-
-def _two(leaf: Any) -> Tensor:
-    return torch.from_numpy(first_rows(leaf, 2).copy())
-
-
-def transformed(batch: Batch, transform: Transform | None) -> Batch:
-    """What a transform of the user's makes of two rows.
-
-    Raises:
-        ModelError: If it fails, or makes no pair.
-    """
-    if transform is None:
-        return batch
-    shown = f"x being {_shown(batch[0])} and y {_shown(batch[1])}"
-    try:
-        made = transform(batch)
-    except MISFITS as error:
-        raise ModelError(f"transform failed on two rows, {shown}: {error}") from error
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise ModelError(
-            f"transform must return a pair (x, y), got a {type(made).__name__}; y is "
-            "None where there are no labels"
-        )
-    return made
-
-
-def _rehearse_step(step: OwnStep, module: nn.Module, x: Tree, y: Tree) -> None:
-    shapes = f"x being {_shown(x)} and y {_shown(y)}"
-    try:
-        with _strictly():
-            value = step.function(module, (x, y))
-    except MISFITS as error:
-        raise ModelError(f"step failed on two rows, {shapes}: {error}") from error
-    _check_loss_value("step", value)
-
-
-@contextlib.contextmanager
-def _strictly() -> Iterator[None]:
-    with torch.no_grad(), warnings.catch_warnings():
-        # torch only warns when (n,) meets (n, 1), and then trains on n * n pairs.
-        warnings.filterwarnings("error", "Using a target size")
-        yield
-
-
-def forward(module: nn.Module, x: Tree) -> Any:
-    """Run the model on rows of X, with an error that names their shape and dtype.
-
-    Raises:
-        ModelError: If the model raises what a wrong shape or dtype raises.
-    """
-    try:
-        with torch.no_grad():
-            # Clones, because the first layer may work in place.
-            return module(batching.mapped(torch.clone, x))
-    except MISFITS as error:
-        raise ModelError(
-            f"model failed on {batching.length(x)} rows of X, {_shown(x)}: {error}"
-            f"{_then(tables.of_inputs(x, error))}"
-        ) from error
-
-
-def _then(remedy: str) -> str:
-    return f"; {remedy}" if remedy else ""
-
-
-class ShapeCheck:
-    """Refuses rows with which the model fails, though it did not with the first ones.
-
-    Rows of shapes that are new are tried once; of the others nothing is computed.
-
-    Args:
-        first: Of rows with which a step was rehearsed; None: none was.
-        transform: What is made of each batch before, or None.
+    Attributes:
+        classes: Integer labels must be in [0, classes); None: only NaN is refused.
+        ignore_index: The one label outside that range that the loss accepts.
     """
 
-    def __init__(self, first: Kinds | None, transform: Transform | None) -> None:
-        self._first = first
-        self._fit = {self._first}
-        self._transform = transform
+    classes: int | None = None
+    ignore_index: int | None = None
 
-    def check(
-        self, module: nn.Module, device: torch.device, rows: Rows, name: str
-    ) -> None:
-        """Look at the rows of a part.
+    def check(self, y: Tree, of: str = "") -> None:
+        """Check all labels of some rows.
 
         Args:
-            module: On its device; its buffers, its mode and the random states are put
-                back.
-            device: That is.
-            rows: All of one shape.
-            name: Of the part, for the message.
+            y: Tree of arrays, or None.
+            of: Name of the part, for the message; "": the whole data.
 
         Raises:
-            DataError: Naming it.
+            DataError: With the first wrong label, and its index.
+
+        Example:
+            >>> LabelCheck().check({"a": np.array([0.5, np.nan])}, "part 3")
+            Traceback (most recent call last):
+            daskdl.errors.DataError: y['a'] of part 3[1] is nan; remove such \
+examples, or fill them in
         """
-        kinds = batching.kinds(rows)
-        if kinds in self._fit or not batching.length(rows[0]):
-            return
-        try:
-            with random_state_left_alone(), _left_alone(module):
-                x, _ = rehearsed_batch(module, *rows, self._transform)
-                forward(module, batching.mapped(lambda leaf: leaf.to(device), x))
-        except ModelError as error:
-            first = ""
-            if self._first is not None:
-                first = f", and others {_shown_kinds(self._first)}"
-            raise DataError(
-                f"{name} has rows of {_shown_kinds(kinds)}{first}: {error}"
-            ) from error
-        self._fit.add(kinds)
+        for name, leaf in () if y is None else batching.named(y, "y"):
+            labels = as_numpy(leaf)
+            if labels.dtype.kind == "f":
+                wrong = np.isnan(labels)
+                remedy = "; remove such examples, or fill them in"
+            elif labels.dtype.kind in "iu" and self.classes is not None:
+                wrong = (labels < 0) | (labels >= self.classes)
+                if self.ignore_index is not None:
+                    wrong &= labels != self.ignore_index
+                remedy = (
+                    f", but the model gives {self.classes} outputs: labels must be in "
+                    f"[0, {self.classes})"
+                )
+            else:
+                continue
+            if wrong.any():
+                index = np.unravel_index(np.argmax(wrong), wrong.shape)
+                where = f"{name} of {of}" if of else name
+                shown = ", ".join(map(str, index))
+                raise DataError(f"{where}[{shown}] is {labels[index]}{remedy}")
+
+    def check_source(self, source: Source) -> None:
+        """Check labels in memory; other labels are checked when they are loaded."""
+        if isinstance(source, InMemory):
+            self.check(source.whole[1])
 
 
-def _shown_kinds(kinds: Kinds) -> str:
-    return ", ".join(f"{name} of shape {shape}" for name, shape, _ in kinds)
+def check_same_classes(source: Source, classes: Sequence[str] | None) -> None:
+    """Refuse labels that are numbered differently from those of the training data.
 
-
-@contextlib.contextmanager
-def _left_alone(module: nn.Module) -> Iterator[None]:
-    """A module in evaluation mode; whatever that changes is put back."""
-    training = {part: part.training for part in module.modules()}
-    buffers = {buffer: buffer.clone() for buffer in module.buffers()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in training.items():
-            part.training = mode
-        with torch.no_grad():
-            for buffer, former in buffers.items():
-                buffer.copy_(former)
-
-
-@contextlib.contextmanager
-def random_state_left_alone() -> Iterator[None]:
-    """Put the random states of Python, numpy and torch's CPU back on the way out."""
-    with _random_states:
-        python, legacy = random.getstate(), np.random.get_state()
-        try:
-            with torch.random.fork_rng(devices=[]):
-                yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(legacy)
+    Example:
+        >>> source = InMemory(np.zeros((1, 1)), np.zeros(1), 1)
+        >>> source.classes = ["dog", "cat"]
+        >>> check_same_classes(source, ["cat", "dog"])
+        Traceback (most recent call last):
+        daskdl.errors.DataError: labels must be numbered as those that the model was \
+trained with, 'cat', 'dog', got the names 'dog', 'cat': give them these categories, \
+with pandas' cat.set_categories for one
+    """
+    own = source.classes
+    if own is None or classes is None or list(own) == list(classes)[: len(own)]:
+        return
+    raise DataError(
+        "labels must be numbered as those that the model was trained with, "
+        f"{few(classes)}, got the names {few(own)}: give them these categories, with "
+        "pandas' cat.set_categories for one"
+    )
 
 
 def ignored_label(loss: Any) -> int | None:
-    """The label that a loss passes over; None if it does not take class indices.
+    """The label that a loss ignores; None if it does not take class indices.
 
     Example:
         >>> ignored_label(nn.CrossEntropyLoss(ignore_index=7))
@@ -407,119 +175,92 @@ def ignored_label(loss: Any) -> int | None:
     return None
 
 
-def _class_range(loss: Any, output: Any, labels: Tree) -> ClassRange | None:
-    ignored = ignored_label(loss)
-    if not isinstance(output, Tensor) or not isinstance(labels, Tensor):
-        return None
-    if ignored is None or labels.is_floating_point():
-        return None
-    if output.ndim != labels.ndim + 1:
-        return None  # the loss itself will say what it thinks of these shapes
-    return ClassRange(output.shape[1], ignored)
+def is_classification(output: Any, y: Tree) -> bool:
+    """Whether y holds class indices, and dimension 1 of the output a score per class.
 
-
-def _check_loss_value(argument: str, value: Any) -> None:
-    if not isinstance(value, Tensor):
-        raise ModelError(f"{argument} must return a tensor, got {value!r}")
-    if value.numel() != 1 or not value.is_floating_point():
-        raise ModelError(
-            f"{argument} must return one floating number for a batch, got "
-            f'{_shown(value)} for two rows; use reduction="mean", or take the mean()'
-        )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, tuple | dict):
-        named = batching.named(value, "")
-        return ", ".join(f"{name}: {_shown(leaf)}" for name, leaf in named)
-    if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)} and dtype {value.dtype}"
-    return f"a {type(value).__name__}"
-
-
-def check_model(model: Any, loss: Any, optimizer: Any) -> None:
-    """Refuse a model, a loss or an optimizer of the wrong kind; nothing is run.
-
-    Raises:
-        ModelError: Naming the argument, what was given and what is expected.
-
-    Example:
-        >>> check_model(nn.ReLU(), nn.MSELoss(), torch.optim.SGD)
-        Traceback (most recent call last):
-        daskdl.errors.ModelError: model has no trainable parameters: ReLU has none \
-with requires_grad=True
+    Args:
+        output: Of a model.
+        y: The labels, as `to_device` makes them.
     """
-    check_module(model)
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(
-            f"model has no trainable parameters: {type(model).__name__} has none "
-            "with requires_grad=True"
-        )
-    check_loss(loss)
-    _check_callable(
-        optimizer,
-        "optimizer",
-        "a function that makes one from parameters, such as "
-        "lambda params: torch.optim.SGD(params, lr=0.1)",
+    return (
+        isinstance(y, Tensor)
+        and y.dtype == torch.int64  # as `to_device` makes every integer label
+        and isinstance(output, Tensor)
+        and output.ndim == y.ndim + 1
+        and (output.shape[0], *output.shape[2:]) == y.shape
     )
 
 
-def check_module(model: Any) -> None:
-    """Refuse what is not a module with its shapes known.
+# ---- model, loss and optimizer
 
-    Raises:
-        ModelError: If it is not an ``nn.Module``, or a lazy one that never ran.
-    """
+
+def check_module(model: Any) -> None:
+    """Refuse everything but modules whose parameters have shapes."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             "model must be a torch.nn.Module or a function that returns one, got "
             f"{model!r}"
         )
-    lazy = [
-        name
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if nn.parameter.is_lazy(tensor)
-    ]
-    if lazy:
-        raise ModelError(
-            f"the shape of model.{lazy[0]} is not known yet; run the model on one "
-            "batch before handing it over"
-        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ModelError(
+                f"the shape of model.{name} is not known yet; run the model on one "
+                "batch before handing it over"
+            )
 
 
 def check_loss(loss: Any) -> None:
     """Refuse a loss that cannot be called; it is not run.
-
-    Raises:
-        ModelError: If it is no function of outputs and labels.
 
     Example:
         >>> check_loss(nn.MSELoss)
         Traceback (most recent call last):
         daskdl.errors.ModelError: loss is the class MSELoss; create one, MSELoss()
     """
-    if isinstance(loss, OwnStep):
-        return  # it was looked at when it was made
     if isinstance(loss, type):
         name = loss.__name__
         raise ModelError(f"loss is the class {name}; create one, {name}()")
-    _check_callable(loss, "loss", "a function of (output, labels), such as MSELoss()")
+    if not isinstance(loss, OwnStep) and not callable(loss):
+        raise ModelError(
+            "loss must be a function of (output, labels), such as MSELoss(); got "
+            f"{loss!r}"
+        )
 
 
-def check_optimizer(optimizer: Callable[..., Any], module: nn.Module) -> None:
-    """Make one for the trainable parameters of a module, and look at what comes.
+def check_training(model: Any, loss: Any, optimizer: Any) -> None:
+    """Refuse a model, loss or optimizer that cannot be trained with, whatever the data.
 
     Args:
-        optimizer: The user's function; it gets the module's own parameters.
-        module: A copy.
+        model: A copy; the optimizer is made from its parameters.
+        loss: A function, or the user's own step; not run.
+        optimizer: Makes one from a list of parameters; run once.
 
     Raises:
-        ModelError: If the function fails, or makes what cannot be used.
+        ModelError: With the argument, what was given and what is expected.
+
+    Example:
+        >>> check_training(nn.ReLU(), nn.MSELoss(), torch.optim.SGD)
+        Traceback (most recent call last):
+        daskdl.errors.ModelError: model has no trainable parameters: ReLU has none \
+with requires_grad=True
     """
-    parameters = trainable(module)
+    check_module(model)
+    parameters = trainable(model)
+    if not parameters:
+        raise ModelError(
+            f"model has no trainable parameters: {type(model).__name__} has none "
+            "with requires_grad=True"
+        )
+    check_loss(loss)
+    if not callable(optimizer):
+        raise ModelError(
+            "optimizer must be a function that makes one from parameters, such as "
+            f"lambda params: torch.optim.SGD(params, lr=0.1); got {optimizer!r}"
+        )
     try:
-        made = optimizer(list(parameters))
-    except MISFITS as error:
+        with preserved_random_state():
+            made = optimizer(list(parameters))
+    except USER_ERRORS as error:
         raise ModelError(
             f"optimizer failed on a list of {len(parameters)} parameters: {error}"
         ) from error
@@ -549,9 +290,7 @@ def check_optimizer(optimizer: Callable[..., Any], module: nn.Module) -> None:
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """What an optimizer is made from: rehearsed, on replicas and on the client alike.
-
-    A list, because the user's function may go over it more than once.
+    """The parameters that an optimizer is made from, as a list to iterate repeatedly.
 
     Example:
         >>> [tuple(p.shape) for p in trainable(nn.Linear(2, 1))]
@@ -560,230 +299,293 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def _check_callable(value: Any, argument: str, expected: str) -> None:
-    if not callable(value):
-        raise ModelError(f"{argument} must be {expected}; got {value!r}")
+# ---- the dry run
 
 
-def check_arrays(X: Tree, y: Tree) -> int:
-    """Refuse arrays in memory that do not make a data set.
+class DryRun(NamedTuple):
+    """What a model made of two rows."""
 
-    Args:
-        X: Tree of arrays and tensors, examples along the first axis.
-        y: Their labels, in the same order, or None.
-
-    Returns:
-        Number of examples, > 0.
-
-    Raises:
-        DataError: If one cannot be used (see `check_array`), if they differ in
-            length.
-
-    Example:
-        >>> import numpy as np
-        >>> check_arrays(np.zeros((3, 2)), np.zeros(4))
-        Traceback (most recent call last):
-        daskdl.errors.DataError: X and y must have the same length, got 3 and 4
-    """
-    check_structure(X, y)
-    named = batching.named_both((X, y))
-    lengths = {name: int(check_array(leaf, name)) for name, leaf in named.items()}
-    if len(set(lengths.values())) > 1:
-        shown = " and ".join(map(str, lengths.values()))
-        raise DataError(
-            f"{' and '.join(lengths)} must have the same length, got {shown}"
-        )
-    return next(iter(lengths.values()))
+    rows: Rows  # arrays, before the transform
+    batch: Batch  # as the model gets it, on the CPU
+    output: Any  # of the model; None: a step of the user's own runs the model
+    classes: int | None  # that the loss accepts as labels; None: any numbers
+    labels: LabelCheck | None  # for labels loaded later; None: a transform changes them
 
 
-def check_step(
-    model: nn.Module,
-    loss: Objective,
-    optimizer: Any,
-    X: Tree,
-    y: Tree,
+def dry_run(
+    module: nn.Module,
+    rows: Rows | None,
     transform: Transform | None = None,
-) -> ClassRange | None:
-    """Rehearse one step on two rows, so that what does not fit is found here.
+    loss: Objective | None = None,
+) -> DryRun:
+    """Run transform, model and loss on two rows, before any worker does.
 
-    It runs on a copy that has been through the same packing as on the way to the
-    workers, in evaluation mode, without gradients; the random state of Python, numpy
-    and torch is left as it was.
-
-    Args:
-        model: The module to train; not changed.
-        loss: ``loss(output, labels)``, a mean over the examples; or a step of the
-            user's own.
-        optimizer: Makes a ``torch.optim.Optimizer`` from a list of parameters.
-        X: Examples, of which two are looked at.
-        y: Labels, likewise, or None.
-        transform: What is made of each batch before, or None.
-
-    Returns:
-        The labels the loss accepts, if it takes class indices: what
-        `LabelCheck` should hold parts to that are loaded later. Else None.
-
-    Raises:
-        ModelError: If model, loss and optimizer cannot do a step on these data.
-        DataError: If a label in memory is a class that the model does not have.
-    """
-    check_model(model, loss, optimizer)
-    with random_state_left_alone():
-        copy = copied(model).eval()
-        check_optimizer(optimizer, copy)
-        return rehearse(copy, loss, X, y, transform)
-
-
-def check_rows(
-    model: nn.Module,
-    loss: Objective,
-    X: Tree,
-    y: Tree,
-    transform: Transform | None = None,
-) -> ClassRange | None:
-    """Refuse data that model and loss cannot be scored on; as `check_step`."""
-    with random_state_left_alone():
-        return rehearse(copied(model).eval(), loss, X, y, transform)
-
-
-def output_rows(
-    model: nn.Module, X: Tree, y: Tree, transform: Transform | None = None
-) -> Batch:
-    """The output of a model for two rows, and their labels, on the CPU.
+    The random states of Python, numpy and torch's CPU are preserved.
 
     Args:
-        model: Not changed, like the random states.
-        X: Examples, of which two are looked at.
-        y: Labels, likewise, or None.
-        transform: What is made of each batch before, or None.
+        module: A copy on the CPU; set to evaluation mode.
+        rows: Arrays x and y, repeated if there are fewer than two; None: the data
+            have no rows. y is None without labels.
+        transform: Applied to the batch, or None.
+        loss: ``loss(output, labels)``, a mean over the examples, or the user's own
+            step, which runs the model itself; None: only the model is run.
 
     Raises:
-        ModelError: If the transform or the model fails on them.
+        ModelError: If transform, model, loss or step fails, or the loss is not one
+            number.
+        DataError: If there are no rows, no labels for a loss, or a label of these rows
+            is a class that the model does not have.
     """
-    with random_state_left_alone():
-        module = copied(model).eval()
-        x, labels = rehearsed_batch(module, X, y, transform)
-        return forward(module, x), labels
-
-
-def rows_like(source: Source) -> Rows:
-    """Rows like all those of a source, to rehearse with.
-
-    Raises:
-        DataError: If it has none.
-    """
-    if source.first is None:
+    if rows is None:
         raise DataError("X must not be empty, got no rows in any part")
-    return source.first
+    shown = shown_rows(rows)
+    with preserved_random_state():
+        module.eval()
+        own = transformed_batch(shown, transform)
+        x, y = batch = to_device(*own, "cpu", floating_dtype(module))
+        unchanged = LabelCheck() if transform is None else None
+        if isinstance(loss, OwnStep):
+            step = Packed(loss, "step").unpack()
+            shapes = f"x being {described(x)} and y {described(y)}"
+            _run_loss("step", lambda: step.function(module, (x, y)), shapes)
+            return DryRun(shown, batch, None, None, unchanged)
+        output = _forward(module, x)
+        if loss is None:
+            return DryRun(shown, batch, output, None, unchanged)
+        if y is None:
+            raise DataError(
+                "y must be given, or data of pairs (x, y): the loss needs labels; to "
+                "train without, give a step instead of a loss"
+            )
+        accepted = _accepted_labels(loss, output, y)
+        if accepted.classes is not None and transform is None:
+            accepted.check(shown[1])
+        copy = Packed(loss, "loss").unpack()
+        shapes = f"the output being {described(output)} and the labels {described(y)}"
+        remedy = functools.partial(_label_remedy, loss, output, y)
+        _run_loss("loss", lambda: copy(output, y), shapes, remedy)
+        labels = accepted if transform is None else None
+        return DryRun(shown, batch, output, accepted.classes, labels)
 
 
-def check_whole(source: Source, labels: LabelCheck) -> None:
-    """Refuse labels in memory that a loss does not accept.
+def transformed_batch(rows: Rows, transform: Transform | None) -> Batch:
+    """Two rows as tensors, transformed; a failure of the transform is a ModelError."""
+    batch = batching.tensors(rows)
+    if transform is None:
+        return batch
+    shown = f"x being {described(batch[0])} and y {described(batch[1])}"
+    try:
+        made = transform(batch)
+    except USER_ERRORS as error:
+        raise ModelError(f"transform failed on two rows, {shown}: {error}") from error
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise ModelError(
+            f"transform must return a pair (x, y), got a {type(made).__name__}; y is "
+            "None where there are no labels"
+        )
+    return made
+
+
+def _forward(module: nn.Module, x: Tree) -> Any:
+    try:
+        with torch.no_grad():
+            # Clones, because the first layer may work in place.
+            return module(batching.mapped(torch.clone, x))
+    except USER_ERRORS as error:
+        remedy = _input_remedy(x, error)
+        raise ModelError(
+            f"model failed on {batching.length(x)} rows of X, {described(x)}: {error}"
+            f"{'; ' if remedy else ''}{remedy}"
+        ) from error
+
+
+def _run_loss(
+    argument: str,
+    run: Callable[[], Any],
+    shapes: str,
+    remedy_of: Callable[[], str] = str,
+) -> None:
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            # torch only warns when (n,) meets (n, 1), and then trains on n * n pairs.
+            warnings.filterwarnings("error", "Using a target size")
+            value = run()
+    except USER_ERRORS as error:
+        remedy = remedy_of()
+        raise ModelError(
+            f"{argument} failed on two rows, {shapes}: {error}"
+            f"{'; ' if remedy else ''}{remedy}"
+        ) from error
+    if not isinstance(value, Tensor):
+        raise ModelError(f"{argument} must return a tensor, got {value!r}")
+    if value.numel() != 1 or not value.is_floating_point():
+        raise ModelError(
+            f"{argument} must return one floating number for a batch, got "
+            f'{described(value)} for two rows; use reduction="mean", or take the mean()'
+        )
+
+
+def _accepted_labels(loss: Any, output: Any, labels: Tree) -> LabelCheck:
+    ignored = ignored_label(loss)
+    if (
+        ignored is None
+        or not isinstance(output, Tensor)
+        or not isinstance(labels, Tensor)
+        or labels.is_floating_point()
+        or output.ndim != labels.ndim + 1  # the loss itself refuses these shapes
+    ):
+        return LabelCheck()
+    return LabelCheck(output.shape[1], ignored)
+
+
+def described(value: Any) -> str:
+    """Shapes and dtypes, for messages."""
+    if isinstance(value, tuple | dict):
+        named = batching.named(value, "")
+        return ", ".join(f"{name}: {described(leaf)}" for name, leaf in named)
+    if isinstance(value, Tensor):
+        return f"shape {tuple(value.shape)} and dtype {value.dtype}"
+    return f"a {type(value).__name__}"
+
+
+def _label_remedy(loss: Any, output: Any, labels: Tree) -> str:
+    """How to make labels fit one of torch's losses; "" if unknown."""
+    if not isinstance(output, Tensor) or not isinstance(labels, Tensor):
+        return ""
+    floating, calls = labels.is_floating_point(), ""
+    if ignored_label(loss) is not None:
+        if labels.ndim == 2 and labels.shape[1] == 1:
+            calls = ".ravel()"
+        elif labels.shape == output.shape and not floating:
+            return "take class indices, y.argmax(1)"
+        elif labels.ndim != output.ndim - 1:
+            return ""
+        if floating or labels.dtype == torch.bool:
+            calls += ".astype('int64')"
+        return f"use y{calls}" if calls else ""
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    named = function if hasattr(function, "__name__") else type(function)
+    if not str(named.__module__).startswith("torch.nn."):
+        return ""
+    binary = isinstance(function, _BCE_LOSSES) or function in _BCE_FUNCTIONS
+    if binary and not floating:
+        calls = ".astype('float32')"
+    if output.shape == (*labels.shape, 1):
+        calls += ".reshape(-1, 1)"
+    elif labels.shape == (*output.shape, 1):
+        calls += ".ravel()"
+    elif output.shape != labels.shape:
+        one_each = binary and labels.ndim == 1 and not floating
+        return "for class indices use CrossEntropyLoss" if one_each else ""
+    return f"use y{calls}" if calls else ""
+
+
+def _input_remedy(x: Tree, error: BaseException) -> str:
+    """How to make inputs fit a model; "" if unknown."""
+    if isinstance(x, dict | tuple) and isinstance(error, TypeError | AttributeError):
+        return (
+            f"the model gets the {'dict' if isinstance(x, dict) else 'tuple'} of X as "
+            "one argument: take it apart in forward(self, batch), wrap the model in a "
+            "module that does, or give step= instead of loss="
+        )
+    if any(leaf.is_floating_point() for leaf in batching.leaves(x)):
+        return ""
+    names = [f"{name}.astype('float32')" for name, _ in batching.named(x, "X")]
+    return f"if these are quantities, not indices, use {', '.join(names)}"
+
+
+class ShapeCheck:
+    """Refuses rows whose shapes make the model fail; each new shape is tried once.
 
     Args:
-        source: Any; what is not in memory is looked at when it is loaded.
-        labels: What they are held to.
+        first: Kinds of the rows of the dry run; None: there was none.
+        transform: Applied to each batch, or None.
     """
-    if isinstance(source, InMemory):
-        labels.check(source.whole[1])
+
+    def __init__(self, first: Kinds | None, transform: Transform | None) -> None:
+        self._first = first
+        self._fit = {first}
+        self._transform = transform
+
+    def check(
+        self, module: nn.Module, device: torch.device, rows: Rows, name: str
+    ) -> None:
+        """Check the rows of a part.
+
+        Args:
+            module: On its device; its buffers and mode are restored.
+            device: That device.
+            rows: All of one shape.
+            name: Of the part, for the message.
+        """
+        kinds = batching.kinds(rows)
+        if kinds in self._fit or not batching.length(rows[0]):
+            return
+        try:
+            with preserved_random_state(), _unchanged(module):
+                x, _ = transformed_batch(shown_rows(rows), self._transform)
+                _forward(module, inputs_to_device(x, device, floating_dtype(module)))
+        except ModelError as error:
+            first = ""
+            if self._first is not None:
+                first = f", and others {_shown_kinds(self._first)}"
+            raise DataError(
+                f"{name} has rows of {_shown_kinds(kinds)}{first}: {error}"
+            ) from error
+        self._fit.add(kinds)
 
 
-def check_same_classes(source: Source, classes: Sequence[str] | None) -> None:
-    """Refuse labels whose names have other numbers than a model was trained with.
+def _shown_kinds(kinds: Kinds) -> str:
+    return ", ".join(f"{name} of shape {shape}" for name, shape, _ in kinds)
 
-    Args:
-        source: With names of its labels, or without.
-        classes: Names of those that the model knows, or None.
 
-    Raises:
-        DataError: With both.
+@contextlib.contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """A module in evaluation mode; modes and buffers are restored."""
+    training = {part: part.training for part in module.modules()}
+    buffers = {buffer: buffer.clone() for buffer in module.buffers()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in training.items():
+            part.training = mode
+        with torch.no_grad():
+            for buffer, former in buffers.items():
+                buffer.copy_(former)
 
-    Example:
-        >>> import numpy as np
-        >>> source = InMemory(np.zeros((1, 1)), np.zeros(1), 1)
-        >>> source.classes = ["dog", "cat"]
-        >>> check_same_classes(source, ["cat", "dog"])
-        Traceback (most recent call last):
-        daskdl.errors.DataError: labels must be numbered as those that the model was \
-trained with, 'cat', 'dog', got the names 'dog', 'cat': give them these categories, \
-with pandas' cat.set_categories for one
-    """
-    own = source.classes
-    if own is None or classes is None or list(own) == list(classes)[: len(own)]:
-        return
-    raise DataError(
-        "labels must be numbered as those that the model was trained with, "
-        f"{few(classes)}, got the names {few(own)}: give them these categories, with "
-        "pandas' cat.set_categories for one"
-    )
+
+# They belong to the whole process: two fits in two threads take turns.
+_random_states = threading.RLock()
+
+
+@contextlib.contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Restore the random states of Python, numpy and torch's CPU on exit."""
+    with _random_states:
+        python, legacy = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(legacy)
 
 
 @contextlib.contextmanager
 def of_validation() -> Iterator[None]:
-    """Errors from here, which speak of X and y, are about the validation data.
-
-    Example:
-        >>> import numpy as np
-        >>> with of_validation():
-        ...     check_arrays(np.zeros((3, 2)), np.zeros(4))
-        Traceback (most recent call last):
-        daskdl.errors.DataError: validation: X and y must have the same length, got \
-3 and 4
-    """
+    """Mark errors that speak of X and y as errors of the validation data."""
     try:
         yield
     except OptionError as error:
         raise type(error)(f"validation: {error}") from error
 
 
-def is_classification(output: Any, y: Tree) -> bool:
-    """Class indices, and one score per class along dimension 1 of the output.
+# ---- parts that cannot be read
 
-    Args:
-        output: Of a model.
-        y: The labels, as `to_device` makes them.
-    """
-    return (
-        isinstance(y, Tensor)
-        and y.dtype == torch.int64  # as `to_device` makes every integer label
-        and isinstance(output, Tensor)
-        and output.ndim == y.ndim + 1
-        and (output.shape[0], *output.shape[2:]) == y.shape
-    )
-
-
-def has_accuracy(
-    model: nn.Module,
-    objective: Objective | None,
-    X: Tree,
-    y: Tree,
-    transform: Transform | None = None,
-) -> bool:
-    """Whether a model is scored by accuracy on data like these.
-
-    Args:
-        model: Not changed.
-        objective: With the model it has been rehearsed on these data; or None.
-        X: Examples, of which two are looked at.
-        y: Labels, likewise, or None.
-        transform: What is made of each batch before, or None.
-
-    Example:
-        >>> X = torch.zeros(3, 2)
-        >>> has_accuracy(nn.Linear(2, 4), nn.CrossEntropyLoss(), X, torch.arange(3))
-        True
-        >>> has_accuracy(nn.Linear(2, 4), nn.MSELoss(), X, torch.zeros(3, 4))
-        False
-    """
-    if isinstance(objective, OwnStep):
-        return False  # it shows no outputs
-    return is_classification(*output_rows(model, X, y, transform))
-
-
-# What reading raises, whoever does it. Not Exception: what is none of these says
-# nothing about the data, and should be seen under its own name.
+# What reading raises. Not Exception: other errors say nothing about the data.
 UNREADABLE = (
-    *MISFITS,
+    *USER_ERRORS,
     OSError,
     EOFError,
     SyntaxError,  # Pillow's, of a damaged PNG
@@ -798,14 +600,11 @@ UNREADABLE = (
 
 
 def blames_data(error: BaseException) -> bool:
-    """Whether it says that the data are bad, rather than what else is to be changed.
+    """Whether an error means bad data, rather than something else to be changed.
 
     Example:
-        >>> blames_data(ValueError("torn")), blames_data(DataError("torn"))
-        (True, True)
-        >>> from daskdl.errors import OptionError
-        >>> blames_data(OptionError("images are decoded with Pillow; install it"))
-        False
+        >>> blames_data(ValueError("torn")), blames_data(OptionError("no Pillow"))
+        (True, False)
     """
     if isinstance(error, DaskDLError):
         return isinstance(error, DataError) and not isinstance(error, LostPieceError)
@@ -813,15 +612,15 @@ def blames_data(error: BaseException) -> bool:
 
 
 def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
-    """Whether a part is done without; the log says so, else the error names it.
+    """Whether a part is left out, which is logged; otherwise name it in the error.
 
     Args:
-        error: One of `UNREADABLE`; gets a note if it is to be raised again.
+        error: One of `UNREADABLE`; gets a note unless the part is left out.
         name: Of the part.
         skips: Whether parts that cannot be read are left out.
     """
     if not skips or not blames_data(error):
-        if not getattr(error, "__notes__", None):  # else it is in a part of this part
+        if not getattr(error, "__notes__", None):  # a part of this part has noted it
             error.add_note(f"in {name}")
         return False
     logger.warning("%s is left out: %s", name, error)
@@ -831,11 +630,11 @@ def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
 def separated(
     separate: Sequence[tuple[str, Callable[[], Rows]]], skips: bool
 ) -> Iterator[tuple[str, Rows]]:
-    """Yield name and rows of each of the things that a part is made of.
+    """Load what a part consists of, one by one; yield names and rows.
 
     Args:
         separate: See `Source.separate`.
-        skips: Whether those that cannot be read are left out; else the error names it.
+        skips: Whether what cannot be read is left out, instead of raised.
     """
     for name, load in separate:
         try:
@@ -848,17 +647,16 @@ def separated(
 
 
 def joined_files(
-    files: Iterator[tuple[str, Rows]], check: Callable[[Rows, str], None] | None = None
+    files: Iterable[tuple[str, Rows]], check: Callable[[Rows, str], None] | None = None
 ) -> tuple[Rows | None, int]:
-    """Put what is left of a part together.
+    """Join the rows that pass a check and have the shapes that most of them have.
 
     Args:
-        files: Name and rows of each thing in it that can be read.
+        files: Names and rows of what can be read.
         check: Raises one of `UNREADABLE` if rows cannot be used.
 
     Returns:
-        The rows, None if there are none, and of how many things. All have the shapes
-        that most of them have; the log has the others, too.
+        The rows, or None; and of how many files they are. The log has the others.
     """
     good: list[tuple[str, Rows]] = []
     for url, rows in files:

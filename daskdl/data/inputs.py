@@ -24,7 +24,6 @@ from daskdl.data.batch_files import BatchFiles, is_export
 from daskdl.data.batching import Batch, Kinds, Transform, Tree
 from daskdl.data.checks import (
     UNREADABLE,
-    check_arrays,
     is_left_out,
     joined_files,
     separated,
@@ -45,6 +44,7 @@ from daskdl.data.storage import are_paths, is_glob, is_path
 from daskdl.data.tables import (
     TEXT,
     InMemory,
+    check_arrays,
     check_columns,
     columns_of,
     is_dask_array,

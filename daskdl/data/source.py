@@ -345,14 +345,13 @@ def facts_of(rows: Rows) -> Facts:
     return Facts(batching.length(rows[0]), batching.of_both(few, rows))
 
 
-def shown_rows(rows: Any, count: int) -> Any:
-    """So many rows of a tree, repeated if there are fewer; copied.
+def shown_rows(rows: Rows) -> Rows:
+    """A copy of the first `SHOWN_ROWS` rows, repeated if there are fewer.
 
     Example:
         >>> import numpy as np
-        >>> shown_rows({"a": np.array([7])}, 2)
-        {'a': array([7, 7])}
+        >>> shown_rows(({"a": np.array([7])}, None))
+        ({'a': array([7, 7])}, None)
     """
-    return batching.mapped(
-        lambda leaf: leaf[[i % len(leaf) for i in range(count)]], rows
-    )
+    which = [i % batching.length(rows[0]) for i in range(SHOWN_ROWS)]
+    return batching.of_both(lambda tree: batching.rows(tree, which), rows)

@@ -24,7 +24,6 @@ computed. What one column may be is decided in :mod:`daskdl.data.tables`.
 """
 
 import copy
-import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
@@ -33,8 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
@@ -64,12 +62,6 @@ _ITERATED = (
 _NAMES = "number the classes, numpy.unique({X}, return_inverse=True)[1]"
 _CONVERTED = "convert it with numpy.asarray({X})"
 _ROW_EACH = "give an array with one row for each example"
-
-_BCE_LOSSES = (nn.BCELoss, nn.BCEWithLogitsLoss)
-_BCE_FUNCTIONS = (
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-)
 
 
 def _has(name: str) -> Callable[[Any], bool]:
@@ -190,79 +182,6 @@ def _variable(argument: str) -> str:
     return argument.partition(" of ")[0]
 
 
-def of_labels(loss: Any, takes_classes: bool, output: Any, labels: Tree) -> str:
-    """What makes labels fit one of torch's own losses; "" if nothing is known to.
-
-    Args:
-        loss: Which has failed.
-        takes_classes: Whether it takes class indices.
-        output: Of the model.
-        labels: As the loss got them.
-
-    Example:
-        >>> of_labels(nn.BCELoss(), False, torch.ones(2, 1), torch.tensor([True] * 2))
-        "use y.astype('float32').reshape(-1, 1)"
-    """
-    if not isinstance(output, Tensor) or not isinstance(labels, Tensor):
-        return ""
-    if takes_classes:
-        return _of_classes(output, labels)
-    function = loss.func if isinstance(loss, functools.partial) else loss
-    binary = isinstance(function, _BCE_LOSSES) or function in _BCE_FUNCTIONS
-    own = function if hasattr(function, "__name__") else type(function)
-    if not str(own.__module__).startswith("torch.nn."):
-        return ""
-    calls = ""
-    if binary and not labels.is_floating_point():
-        calls = ".astype('float32')"
-    if output.shape == (*labels.shape, 1):
-        calls += ".reshape(-1, 1)"
-    elif labels.shape == (*output.shape, 1):
-        calls += ".ravel()"
-    elif output.shape != labels.shape:
-        one_each = binary and labels.ndim == 1 and not labels.is_floating_point()
-        return "for class indices use CrossEntropyLoss" if one_each else ""
-    return f"use y{calls}" if calls else ""
-
-
-def _of_classes(output: Tensor, labels: Tensor) -> str:
-    whole = not labels.is_floating_point()
-    calls = ""
-    if labels.ndim == 2 and labels.shape[1] == 1:
-        calls = ".ravel()"
-    elif labels.shape == output.shape and whole:
-        return "take class indices, y.argmax(1)"
-    elif labels.ndim != output.ndim - 1:
-        return ""
-    if not whole or labels.dtype == torch.bool:
-        calls += ".astype('int64')"
-    return f"use y{calls}" if calls else ""
-
-
-def of_inputs(x: Tree, error: BaseException) -> str:
-    """What makes inputs fit a model that has failed on them; "" if nothing is known to.
-
-    Args:
-        x: What the model was given.
-        error: What it has raised.
-
-    Example:
-        >>> of_inputs(torch.tensor([[1]]), RuntimeError())
-        "if these are quantities, not indices, use X.astype('float32')"
-    """
-    several = isinstance(x, dict | tuple)
-    if several and isinstance(error, TypeError | AttributeError):
-        return (
-            f"the model gets the {'dict' if isinstance(x, dict) else 'tuple'} of X as "
-            "one argument: take it apart in forward(self, batch), wrap the model in a "
-            "module that does, or give step= instead of loss="
-        )
-    if any(leaf.is_floating_point() for leaf in batching.leaves(x)):
-        return ""
-    names = [f"{name}.astype('float32')" for name, _ in batching.named(x, "X")]
-    return f"if these are quantities, not indices, use {', '.join(names)}"
-
-
 # What torch.from_numpy can take over as it is; longdouble is the one it cannot.
 _NUMBER_KINDS = "biuf"
 _LARGEST_ITEM_BYTES = 8
@@ -332,6 +251,25 @@ def check_structure(X: Tree, y: Tree) -> None:
     for name, tree in (("X", X), ("y", y)):
         if not batching.leaves(tree):
             raise DataError(f"{name} must not be empty, got no array at all")
+
+
+def check_arrays(X: Tree, y: Tree) -> int:
+    """Refuse arrays in memory that are no data set; return the number of examples, > 0.
+
+    Example:
+        >>> check_arrays(np.zeros((3, 2)), np.zeros(4))
+        Traceback (most recent call last):
+        daskdl.errors.DataError: X and y must have the same length, got 3 and 4
+    """
+    check_structure(X, y)
+    named = batching.named_both((X, y))
+    lengths = {name: int(check_array(leaf, name)) for name, leaf in named.items()}
+    if len(set(lengths.values())) > 1:
+        shown = " and ".join(map(str, lengths.values()))
+        raise DataError(
+            f"{' and '.join(lengths)} must have the same length, got {shown}"
+        )
+    return next(iter(lengths.values()))
 
 
 def as_numpy(value: np.ndarray | Tensor) -> np.ndarray:

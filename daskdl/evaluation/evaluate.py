@@ -41,15 +41,11 @@ from daskdl.data.checks import (
     ShapeCheck,
     check_loss,
     check_module,
-    check_rows,
-    check_whole,
-    has_accuracy,
+    dry_run,
     ignored_label,
     is_classification,
     is_left_out,
     joined_files,
-    output_rows,
-    rows_like,
     separated,
 )
 from daskdl.data.distribute import each_part, workers_of
@@ -483,23 +479,20 @@ def _prepared(
     wanted: Wanted | None,
 ) -> "tuple[Scoring, tuple[Measure, ...]]":
     """Look at everything on a few rows, and pack what is needed for the others."""
-    rows = rows_like(source)
-    accepted = None
-    if loss is not None:
-        accepted = check_rows(model, loss, *rows, read.transform)
+    run = dry_run(packed.unpack(), source.first, read.transform, loss)
+    seen = run.output, run.batch[1]
     measures: tuple[Measure, ...] = ()
     if wanted is not None:
-        seen = output_rows(model, *rows, read.transform)
         measures = wanted.measures(loss, *seen, source.classes)
-    elif loss is None and not has_accuracy(model, loss, *rows, read.transform):
+    elif loss is None and not is_classification(*seen):
         raise OptionError(
             "there is nothing to measure without loss and metrics where labels are not "
             "class indices; give loss=, metrics=, or both"
         )
-    masked = accepted is None and any(one.metrics.masks_nan for one in measures)
-    labels = None if read.transform or masked else LabelCheck(accepted)
+    masked = run.classes is None and any(one.metrics.masks_nan for one in measures)
+    labels = None if masked else run.labels
     if labels is not None:
-        check_whole(source, labels)
+        labels.check_source(source)
     named = "step" if isinstance(loss, OwnStep) else "loss"
     scoring = Scoring(
         packed,
@@ -509,7 +502,7 @@ def _prepared(
         labels,
         read.skips,
         None if wanted is None else Packed(measures, "metrics"),
-        batching.kinds(rows_like(source)),
+        batching.kinds(run.rows),
     )
     return scoring, measures
 

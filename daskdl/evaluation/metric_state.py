@@ -38,7 +38,7 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from daskdl.data import batching
 from daskdl.data.batching import Tree
-from daskdl.data.checks import MISFITS
+from daskdl.data.checks import USER_ERRORS
 from daskdl.errors import DaskDLError, DataError, ModelError
 from daskdl.evaluation.base import MetricSet, Shown
 from daskdl.evaluation.metric_sets import groups
@@ -406,7 +406,7 @@ def measure_of(metrics: MetricSet, shown: Shown) -> Measure:
             measure = Measure(metrics, shown, metrics.collection(shown))
             rehearsal = copy.deepcopy(measure.collection)
             update_(rehearsal, *metrics.prepared(shown, shown.output, shown.y))
-        except MISFITS as error:
+        except USER_ERRORS as error:
             if isinstance(error, DaskDLError):
                 raise
             raise ModelError(
@@ -474,7 +474,7 @@ class Meter:
             for measure, live in zip(self._measures, self._live, strict=True):
                 prepared = measure.metrics.prepared(measure.shown, output, y)
                 update_(live, *prepared)
-        except MISFITS as error:
+        except USER_ERRORS as error:
             where = f"rows {self._told} to {last} of {self._name}"
             if isinstance(error, DaskDLError):
                 error.add_note(f"in {where}")
@@ -496,7 +496,7 @@ def computed(measure: Measure, states: States) -> dict[str, Any]:
     with _told_to_the_log():
         try:
             told: Mapping[str, Any] = restored(measure.collection, states).compute()
-        except MISFITS as error:
+        except USER_ERRORS as error:
             raise DataError(
                 f"metrics could not be computed of the rows there are: {error}"
             ) from error

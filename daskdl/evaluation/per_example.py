@@ -70,20 +70,17 @@ from daskdl.data.batching import (
     whole,
 )
 from daskdl.data.checks import (
-    MISFITS,
     UNREADABLE,
+    USER_ERRORS,
     LabelCheck,
     check_loss,
     check_module,
-    check_rows,
     check_same_classes,
-    check_whole,
+    dry_run,
     ignored_label,
     is_classification,
     is_left_out,
-    random_state_left_alone,
-    rehearsed_batch,
-    rows_like,
+    preserved_random_state,
 )
 from daskdl.data.dask_collections import (
     Collections,
@@ -94,7 +91,7 @@ from daskdl.data.dask_collections import (
 )
 from daskdl.data.distribute import each_part, workers_of
 from daskdl.data.inputs import ReadOptions, looked_at, source_of
-from daskdl.data.source import Source, rows_of_part
+from daskdl.data.source import SHOWN_ROWS, Source, rows_of_part
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, ModelError, OptionError
@@ -1122,9 +1119,6 @@ class WorstOfPart:
         return PartWorst(count, found)
 
 
-REHEARSED = 2  # rows of `rehearsed_batch`
-
-
 class Given(NamedTuple):
     """Data to be scored, as the user gave them."""
 
@@ -1168,23 +1162,21 @@ def prepared(
         here: It is all done in this process.
         wrong_only: Whether it has to be known what is wrong.
     """
-    transform, rows = how.read.transform, rows_like(source)
-    accepted = check_rows(how.model, how.objective, *rows, transform)
-    labels = None if transform else LabelCheck(accepted)
-    if labels is not None:
-        check_whole(source, labels)
+    transform = how.read.transform
     own = isinstance(how.objective, OwnStep)
     packed = PackedModel(how.model, here=here)
     loss = Packed(how.objective, "step" if own else "loss")
-    with random_state_left_alone():
-        module = packed.unpack().eval()
-        batch = rehearsed_batch(module, *rows, transform)
-        check_rows_kept(batch, REHEARSED)
-        by_rows = _rehearse(module, loss.unpack(), batch, wrong_only)
+    with preserved_random_state():
+        module = packed.unpack()
+        run = dry_run(module, source.first, transform, how.objective)
+        if run.labels is not None:
+            run.labels.check_source(source)
+        check_rows_kept(run.batch, SHOWN_ROWS)
+        by_rows = _rehearse(module, loss.unpack(), run.batch, wrong_only)
     scorer = ExampleScorer(
         packed, loss, how.read.batch_size, transform, by_rows, how.penalty
     )
-    return scorer, Reading(labels, how.read.skips)
+    return scorer, Reading(run.labels, how.read.skips)
 
 
 def _rehearse(
@@ -1201,7 +1193,7 @@ def _rehearse(
         with torch.no_grad():
             by_rows = not own and has_rows(module, batch[0])
             output = example_losses(module, loss, batch, by_rows=by_rows).output
-    except MISFITS as error:
+    except USER_ERRORS as error:
         raise ModelError(
             f"{'step' if own else 'loss'} failed on a batch of one row, which is how "
             f"each example gets a score: {error}"

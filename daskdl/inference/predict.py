@@ -27,12 +27,10 @@ from daskdl.data.batching import (
     whole,
 )
 from daskdl.data.checks import (
-    MISFITS,
+    USER_ERRORS,
     check_module,
-    forward,
-    random_state_left_alone,
-    rehearsed_batch,
-    rows_like,
+    dry_run,
+    preserved_random_state,
 )
 from daskdl.data.dask_collections import Collections, is_bag, is_lazy, is_lazy_list
 from daskdl.data.distribute import each_part, workers_of
@@ -180,20 +178,20 @@ def output_spec(
         ModelError: If transform, model or postprocess fails, or there is not one row of
             outputs per example.
     """
-    with random_state_left_alone():
-        x, _ = rows_like(source)
-        batch = rehearsed_batch(module.eval(), x, None, transform)
-        output = forward(module, batch[0])
+    with preserved_random_state():
+        rows = None if source.first is None else (source.first[0], None)
+        run = dry_run(module, rows, transform)
+        output = run.output
         if postprocess is not None:
             shown = _shown(output)
             try:
                 with torch.no_grad():
                     output = postprocess(output)
-            except MISFITS as error:
+            except USER_ERRORS as error:
                 raise ModelError(
                     f"postprocess failed on the outputs of two rows, {shown}: {error}"
                 ) from error
-    rows = rows_in(batch)
+    count = rows_in(run.batch)
 
     def refusal(got: Any) -> ModelError:
         blamed, remedy = "postprocess", ""
@@ -207,7 +205,7 @@ def output_spec(
     def spec(leaf: Any) -> list[OutputSpec]:
         if not isinstance(leaf, Tensor):
             raise refusal(type(leaf))
-        if leaf.ndim == 0 or len(leaf) != rows:
+        if leaf.ndim == 0 or len(leaf) != count:
             raise refusal(tuple(leaf.shape))
         return [OutputSpec(tuple(leaf.shape[1:]), leaf.dtype)]  # a tuple is a tree
 

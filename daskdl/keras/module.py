@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from daskdl.data.checks import MISFITS
+from daskdl.data.checks import USER_ERRORS
 from daskdl.errors import ModelError, OptionError
 from daskdl.keras.convert import JSON
 from daskdl.objective import Penalised
@@ -293,7 +293,7 @@ def _refuse(where: str, what: object) -> NoReturn:
 
 
 # What Keras raises when a description is wrong somewhere.
-WRONG = (*MISFITS, ImportError)
+WRONG = (*USER_ERRORS, ImportError)
 
 
 def built(config: JSON, *, seeded: bool) -> Any:

@@ -29,7 +29,7 @@ from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import ChannelSpec, Message, PeerProgress, unwrap, wrap
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import Timeouts
-from daskdl.data.checks import random_state_left_alone, trainable
+from daskdl.data.checks import preserved_random_state, trainable
 from daskdl.errors import DivergedError, RunError, WaitTimeoutError
 from daskdl.objective import Objective
 from daskdl.planning.cost_model import Costs
@@ -380,7 +380,7 @@ def measure(
     bound = bound._replace(seconds=bound.seconds + (patience_s or 0.0))
     seconds = None if patience_s is None else bound.seconds
     with (
-        random_state_left_alone(),  # Dask draws too
+        preserved_random_state(),  # Dask draws too
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         LocalCluster(
             n_workers=processes,

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from daskdl.config import check_type, check_whole, is_whole
-from daskdl.data.checks import LabelCheck, check_arrays, check_step
-from daskdl.data.tables import first_rows, is_dask_array
+from daskdl.data.checks import LabelCheck, check_training, dry_run
+from daskdl.data.tables import check_arrays, first_rows, is_dask_array
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
 from daskdl.planning.cost_model import Costs, Measured, Network, Prediction, predict
 from daskdl.planning.measure import BenchmarkSpec, measure
-from daskdl.serialization import Packed
+from daskdl.serialization import Packed, copied
 from daskdl.thresholds import LinkAlgorithm
 from daskdl.training.fit_state import starting_model
 from daskdl.training.gradient_sharing import GradientSharing
@@ -240,8 +240,12 @@ def _spec(
         floating = torch.from_numpy(first_rows(y, 1)).is_floating_point()
         loss = functional.mse_loss if floating else functional.cross_entropy
     optimizer = _sgd if optimizer is None else optimizer
-    check_step(own, loss, optimizer, X, y)
     rows = first_rows(X, len(X)), first_rows(y, len(y))
+    module = copied(own)
+    check_training(module, loss, optimizer)
+    run = dry_run(module, rows, None, loss)
+    if run.labels is not None:
+        run.labels.check(rows[1])
     threads = torch.get_num_threads() if threads is None else threads
     return Packed(BenchmarkSpec(own, loss, optimizer, rows, master, threads), "model")
 

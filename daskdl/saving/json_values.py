@@ -64,7 +64,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from daskdl.data.checks import MISFITS
+from daskdl.data.checks import USER_ERRORS
 from daskdl.errors import OptionError, SaveError
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -113,7 +113,7 @@ _FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*
 LONGEST = 500  # characters
 
 # What a module that is imported, or a class that is called, raises at most.
-FAILURES = (*MISFITS, ImportError, NameError, OSError, SyntaxError)
+FAILURES = (*USER_ERRORS, ImportError, NameError, OSError, SyntaxError)
 
 
 def reference_to(value: Any) -> str:

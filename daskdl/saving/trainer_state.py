@@ -42,7 +42,7 @@ from daskdl.callbacks import (
     FailureInjection,
 )
 from daskdl.config import VERSION, check_flag
-from daskdl.data.checks import MISFITS, trainable
+from daskdl.data.checks import USER_ERRORS, trainable
 from daskdl.data.inputs import Both
 from daskdl.data.normalize import Normalization
 from daskdl.errors import DaskDLError, OptionError, SaveError
@@ -171,7 +171,7 @@ def new_optimizer(arguments: Mapping[str, Any], model: nn.Module) -> Optimizer:
     parameters = trainable(model)
     try:
         made: Any = arguments["optimizer"](list(parameters))
-    except MISFITS as error:
+    except USER_ERRORS as error:
         raise OptionError(
             f"optimizer failed on a list of {len(parameters)} parameters: {error}"
         ) from error
@@ -240,7 +240,7 @@ def decode_moved(
     _check_class("optimizer", optimizer, content["optimizer"])
     try:
         optimizer.load_state_dict(plain.decode(content["state"]))
-    except MISFITS as error:
+    except USER_ERRORS as error:
         raise SaveError(f"the optimizer refuses its state: {error}") from error
     position = plain.decode(content["position"])
     if position is not None:
@@ -337,7 +337,7 @@ def _go_on_(rate: LearningRate, position: Any) -> None:
         if wrong or type(count) is not int:
             raise SaveError(f"the state of the scheduler has {count!r:.80}, {wrong}")
         rate.go_on_(count, own)
-    except MISFITS as error:
+    except USER_ERRORS as error:
         raise SaveError(f"the scheduler refuses its state: {error}") from error
 
 
@@ -570,7 +570,7 @@ def _own_scheduler(fitted: TrainerState) -> Any:
         made = fitted.arguments["scheduler"](
             new_optimizer(fitted.arguments, fitted.model)
         )
-    except MISFITS as error:
+    except USER_ERRORS as error:
         raise OptionError(f"scheduler failed on a new optimizer: {error}") from error
     return scheduler_maker(made, lambda: new_optimizer(fitted.arguments, fitted.model))
 

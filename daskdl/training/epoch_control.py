@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from daskdl.callbacks import Callback, Checkpoint, EarlyStopping, Evaluate
-from daskdl.data.checks import MISFITS, trainable
+from daskdl.data.checks import USER_ERRORS, trainable
 from daskdl.errors import OptionError
 from daskdl.history import Reason
 from daskdl.serialization import Packed, copied
@@ -68,7 +68,7 @@ class Scheduling:
             return None
         try:
             made = self.make(optimizer)
-        except MISFITS as error:
+        except USER_ERRORS as error:
             kind = type(optimizer).__name__
             raise OptionError(f"scheduler failed on a {kind}: {error}") from error
         if not isinstance(made, LRScheduler):

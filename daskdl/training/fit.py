@@ -31,17 +31,15 @@ from daskdl.cluster import check_installed
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.data import batching
 from daskdl.data.checks import (
-    LabelCheck,
-    check_rows,
-    check_step,
-    has_accuracy,
+    DryRun,
+    check_training,
+    dry_run,
+    is_classification,
     of_validation,
-    rows_like,
 )
-from daskdl.data.checks import check_whole as check_all_labels
 from daskdl.data.export import ExportOptions, temporary_batches
 from daskdl.data.inputs import looked_at, small_together
-from daskdl.data.source import Source, is_known, rows_in, shown_rows
+from daskdl.data.source import Source, is_known, rows_in
 from daskdl.errors import DaskDLError, DataError, ReplicaError, RunError, SaveError
 from daskdl.history import History, Row, Stopping, unpack_rows
 from daskdl.saving.json_values import Plain
@@ -128,7 +126,7 @@ class FitRun:
         if client is not False:
             check_installed(client)
         with _ready(sources, spec, client) as ready, contextlib.ExitStack() as stack:
-            labels, evaluation = accepted or self._dry_run(ready)
+            run, evaluation = accepted or self._dry_run(ready)
             train, size = ready["train"], spec.read.batch_size
             self.classes, self._rows = train.classes, rows_in(train)
             if spec.drop_last and self._rows is not None and self._rows < size:
@@ -141,7 +139,7 @@ class FitRun:
                 self._class_count = len(train.classes)
             optimizer = spec.optimizer_for(model)
             self._state = self._state.continued(model, optimizer, spec.scheduling)
-            self._sent = self._replica_spec(train, labels, evaluation)
+            self._sent = self._replica_spec(train, run, evaluation)
             if client is False:
                 self._backend: Backend = LocalBackend(self._sent, ready)
             else:
@@ -158,7 +156,7 @@ class FitRun:
             stack.enter_context(callback_scope(spec.callbacks, begin, self.history))
             yield
 
-    def _dry_run(self, sources: Sources) -> tuple[LabelCheck | None, EvaluationPlan]:
+    def _dry_run(self, sources: Sources) -> tuple[DryRun, EvaluationPlan]:
         """Try model, optimizer and loss on a few rows, without any worker.
 
         Returns:
@@ -166,24 +164,22 @@ class FitRun:
         """
         spec, model, train = self._spec, self._model, sources["train"]
         objective, transform = spec.objective, spec.read.transform
-        accepted = check_step(
-            model, objective, spec.optimizer, *rows_like(train), transform
-        )
-        labels = None if transform else LabelCheck(accepted)
-        if labels is not None:
-            check_all_labels(train, labels)
+        module = copied(model)
+        check_training(module, objective, spec.optimizer)
+        run = dry_run(module, train.first, transform, objective)
+        if run.labels is not None:
+            run.labels.check_source(train)
         spec.stepping.check_model(model)
         spec.scheduling.check(spec.optimizer, model)
         validation, accuracy = sources.get("validation"), False
         if validation is not None:
             with of_validation():
-                rows = rows_like(validation)
-                check_rows(model, objective, *rows, transform)
-                if labels is not None:
-                    check_all_labels(validation, labels)
-            accuracy = has_accuracy(model, objective, *rows, transform)
-        self._class_count = None if accepted is None else accepted.classes
-        return labels, EvaluationPlan.of(
+                own = dry_run(module, validation.first, transform, objective)
+                if own.labels is not None:
+                    own.labels.check_source(validation)
+            accuracy = is_classification(own.output, own.batch[1])
+        self._class_count = run.classes
+        return run, EvaluationPlan.of(
             spec.callbacks,
             spec.epochs,
             validates=validation is not None,
@@ -191,7 +187,7 @@ class FitRun:
         )
 
     def _replica_spec(
-        self, train: Source, labels: LabelCheck | None, evaluation: EvaluationPlan
+        self, train: Source, run: DryRun, evaluation: EvaluationPlan
     ) -> ReplicaSpec:
         """Make the specification for the replicas."""
         spec, state, resume = self._spec, self._state, self._resume
@@ -219,9 +215,9 @@ class FitRun:
             compression=state.compression,
             residual=state.residual,
             epochs_before=state.epochs,
-            rows=batching.of_both(lambda tree: shown_rows(tree, 2), rows_like(train)),
+            rows=run.rows,
             evaluation=evaluation,
-            labels=labels,
+            labels=run.labels,
             left_out=train.left_out,
             size=flat.size,
             grid=grid_for(flat),
@@ -438,7 +434,8 @@ def _ready(
     with contextlib.ExitStack() as stack:
         if spec.approach == "export":
             train, size = ready["train"], spec.read.batch_size
-            rows = rows_like(train)
+            rows = train.first
+            assert rows is not None, "empty data have been refused"
             row_bytes = max(batching.nbytes(rows) // batching.length(rows[0]), 1)
             batches = max(FILE_BYTES // (row_bytes * size), 1)
             seed = spec.seed if spec.shuffle else None

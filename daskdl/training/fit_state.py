@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.data.checks import check_module, random_state_left_alone
+from daskdl.data.checks import check_module, preserved_random_state
 from daskdl.keras.module import as_module
 from daskdl.serialization import copied, made
 from daskdl.training.base import CompressionState, KeptResidual, described
@@ -206,7 +206,7 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
     function = model
 
     def seeded() -> Any:
-        with random_state_left_alone():
+        with preserved_random_state():
             torch.manual_seed(seed)
             random.seed(seed)  # Keras draws the seeds of initialisers from it
             return as_module(function())

@@ -28,12 +28,12 @@ from daskdl.channel.leasing import SyncPoint, done_of
 from daskdl.channel.protocol import BarrierKind
 from daskdl.compression.flat import Untrained
 from daskdl.data import batching
-from daskdl.data.batching import Rows, floating_dtype, tensors
+from daskdl.data.batching import Rows, floating_dtype
 from daskdl.data.checks import (
     ShapeCheck,
-    random_state_left_alone,
+    preserved_random_state,
     trainable,
-    transformed,
+    transformed_batch,
 )
 from daskdl.errors import ChannelError, DivergedError, OptionError
 from daskdl.evaluation.evaluate import Score, score_batches
@@ -583,8 +583,8 @@ def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
     Exceptions of the user's code propagate unchanged: the real step would raise them.
     """
     module = copied(spec.model).to(device)
-    with random_state_left_alone():
-        batch = transformed(tensors(spec.rows), spec.read.transform)
+    with preserved_random_state():
+        batch = transformed_batch(spec.rows, spec.read.transform)
         optimizer = spec.optimizer(trainable(module))
         stepper = Stepper(module, spec.objective, optimizer, spec.stepping, device)
         stepper.backward([batch])

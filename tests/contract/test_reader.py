@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from daskdl.channel.leasing import TO_ITS_END, Lease, Range
-from daskdl.data.checks import ClassRange, LabelCheck
+from daskdl.data.checks import LabelCheck
 from daskdl.errors import (
     ChannelError,
     DataError,
@@ -176,7 +176,7 @@ class TestOrder:
 
 
 class TestLabels:
-    TWO = LabelCheck(ClassRange(classes=2, ignore_index=-100))
+    TWO = LabelCheck(2, -100)
 
     def test_those_of_a_stream_are_looked_at_too(self):
         own = reader(Noting(), labels=self.TWO)

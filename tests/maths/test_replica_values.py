@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from daskdl.callbacks import EarlyStopping
-from daskdl.data.checks import random_state_left_alone
+from daskdl.data.checks import preserved_random_state
 from daskdl.objective import objective_of
 from daskdl.saving.json_values import Plain
 from daskdl.training.base import Parameters
@@ -172,7 +172,7 @@ class TestStepper:
 
 class TestGenerators:
     def test_a_device_that_is_not_there_is_passed_over(self):
-        with random_state_left_alone():
+        with preserved_random_state():
             state = torch.get_rng_state()
 
             restore_generators({"cuda": state.flip(0)}, CPU)

@@ -14,7 +14,7 @@ from daskdl.channel.base import ActivateResult, JoinResult
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import Timeouts
-from daskdl.data.checks import random_state_left_alone
+from daskdl.data.checks import preserved_random_state
 from daskdl.data.inputs import ReadOptions
 from daskdl.data.tables import InMemory
 from daskdl.training.backend import run_spec_of
@@ -95,7 +95,7 @@ def a_replica(make, begun, epoch=0):
     run = LocalRun(dataclasses.replace(plan, first_epoch=epoch))
     channel = make(run, options.spec(0))
     store = LocalStore(sources, channel, options.timeouts, options.load_threads)
-    with random_state_left_alone(), contextlib.closing(store):
+    with preserved_random_state(), contextlib.closing(store):
         yield 0, options, channel, torch.device("cpu"), store
 
 

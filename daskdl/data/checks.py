@@ -627,7 +627,7 @@ def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
     return True
 
 
-def separated(
+def load_each(
     separate: Sequence[tuple[str, Callable[[], Rows]]], skips: bool
 ) -> Iterator[tuple[str, Rows]]:
     """Load what a part consists of, one by one; yield names and rows.
@@ -646,7 +646,7 @@ def separated(
         yield name, rows
 
 
-def joined_files(
+def join_readable(
     files: Iterable[tuple[str, Rows]], check: Callable[[Rows, str], None] | None = None
 ) -> tuple[Rows | None, int]:
     """Join the rows that pass a check and have the shapes that most of them have.

@@ -353,7 +353,7 @@ def _let_go(sending: asyncio.Task[Mapping[str, Any]]) -> None:
 SENT_BYTES = 4 * 2**20
 
 
-class Supply(ABC):
+class DataPlacement(ABC):
     """Has to be released. A context manager, too.
 
     Attributes:
@@ -402,7 +402,7 @@ class Supply(ABC):
         self.release()
 
 
-class Carried(Supply):
+class Broadcast(DataPlacement):
     """A source that every worker gets as a whole, and loads parts of by itself.
 
     Args:
@@ -423,7 +423,7 @@ class Carried(Supply):
         raise AssertionError("no worker holds a part")
 
 
-class Scattered(Supply):
+class Scattered(DataPlacement):
     """Each part is sent to one worker, and kept there.
 
     Args:
@@ -517,13 +517,13 @@ class Scattered(Supply):
         self._futures |= {part: futures[key] for part, key in keys.items()}
 
 
-def supply_of(
+def place_data(
     source: Source, client: Client, workers: Sequence[str], bound: Bound
-) -> Supply:
+) -> DataPlacement:
     """Choose how parts come to the workers; arguments as of `Scattered`."""
     if source.apart:
         return Scattered(source, client, workers, bound)
-    return Carried(source)
+    return Broadcast(source)
 
 
 def content_of(source: Source, part: int) -> Any:
@@ -573,7 +573,7 @@ LISTED_S = 0.5  # until Dask has noticed, at most, that a worker has gone
 MOST_LOSSES = 3  # of a part, as Dask's `allowed-failures`: it may be what ends them
 
 
-def each_part(
+def map_parts(
     source: Source,
     function: Callable[[Source, int], T],
     client: Client | Literal[False] | None = None,

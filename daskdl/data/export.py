@@ -73,7 +73,7 @@ from daskdl.data.batch_files import (
     named_arrays,
 )
 from daskdl.data.batching import Rows
-from daskdl.data.distribute import answers_of, each_part, workers_of
+from daskdl.data.distribute import answers_of, map_parts, workers_of
 from daskdl.data.inputs import SourceOptions, source_of
 from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.storage import Store, store_of
@@ -589,7 +589,7 @@ def export_source(
         source: What to export.
         store: Where to; the client and all workers must see the same files in it.
         options: Sizes, order and contents.
-        client: As of `each_part`.
+        client: As of `map_parts`.
         made_from: What tells this export from others; None: there are no others.
 
     Returns:
@@ -627,7 +627,7 @@ def _write_pieces(
     left = [part for part in range(source.parts) if part not in done]
     logger.info("export to %s: %d parts to read", progress.store.url, len(left))
     write = partial(write_pieces, progress=progress, seed=options.seed)
-    records = each_part(source, write, client, parts=left) if left else ()
+    records = map_parts(source, write, client, parts=left) if left else ()
     return pieces_of(chain(done.items(), records), source)
 
 
@@ -638,7 +638,7 @@ def _write_buckets(
     write = partial(write_bucket, options=options, done=done)
     schema: Schema | None = None
     files: dict[int, list[BatchFile]] = {}
-    for bucket, record in each_part(dealt, write, client):
+    for bucket, record in map_parts(dealt, write, client):
         found = Schema.from_json(record["schema"])
         schema = schema or found
         schema.check(found, f"bucket {bucket}")

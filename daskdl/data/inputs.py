@@ -25,8 +25,8 @@ from daskdl.data.batching import Batch, Kinds, Transform, Tree
 from daskdl.data.checks import (
     UNREADABLE,
     is_left_out,
-    joined_files,
-    separated,
+    join_readable,
+    load_each,
 )
 from daskdl.data.dask_collections import (
     columns,
@@ -35,7 +35,7 @@ from daskdl.data.dask_collections import (
     is_lazy_list,
     pairs,
 )
-from daskdl.data.distribute import each_part
+from daskdl.data.distribute import map_parts
 from daskdl.data.files import Files
 from daskdl.data.formats import Loader, loader_of
 from daskdl.data.shards import Shards, is_shards
@@ -291,7 +291,7 @@ TOGETHER_ROWS = 1024
 TOGETHER_BYTES = 2**20
 
 
-def looked_at(
+def infer_metadata(
     source: Source, client: Client | Literal[False], *, skips: bool = False
 ) -> Source:
     """The same source, with the rows of each part known; once, and the log says so.
@@ -308,7 +308,7 @@ def looked_at(
         return source
     logger.info("the rows of %s parts are counted, once", source.parts)
     look = _Skipping(skips)
-    seen: dict[int, _Seen] = dict(each_part(source, look, client))
+    seen: dict[int, _Seen] = dict(map_parts(source, look, client))
     bad = sorted(part for part, one in seen.items() if one.facts.first[0] is None)
     if bad:
         logger.warning("%s parts cannot be read and are left out: %s", len(bad), bad)
@@ -345,7 +345,7 @@ class _Seen(NamedTuple):
     left_out: int  # examples
 
 
-def small_together(source: Source) -> Source:
+def merge_small_parts(source: Source) -> Source:
     """The same rows, with small parts put together with those that come after them.
 
     To lease a part, to ask for it and to compute it takes a millisecond or so, whatever
@@ -389,7 +389,7 @@ class _Skipping:
             if not is_left_out(error, source.name(part), self.skips):
                 raise
             separate = source.separate(part)
-            rows, files = joined_files(separated(separate, skips=True))
+            rows, files = join_readable(load_each(separate, skips=True))
             nothing: Any = None
             facts = Facts(0, (nothing, nothing)) if rows is None else facts_of(rows)
             return _Seen(facts, max(len(separate), 1) - files)

@@ -33,7 +33,7 @@ from typing_extensions import override
 
 from daskdl.data import batching
 from daskdl.data.batching import Tree
-from daskdl.data.distribute import each_part
+from daskdl.data.distribute import map_parts
 from daskdl.data.inputs import SourceOptions, source_of
 from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.tables import as_numpy
@@ -427,7 +427,7 @@ def statistics_of_all(
         source: What x is taken of.
         per: As of `statistics_of`.
         only: Keys of the outermost dict or tuple of x; None: all of it.
-        client: As of `each_part`.
+        client: As of `map_parts`.
 
     Returns:
         A tree like x: statistics of each array, None where it is left out.
@@ -439,7 +439,7 @@ def statistics_of_all(
     """
     function = functools.partial(_of_part, per=per, only=only)
     results = cast(
-        "Generator[tuple[int, Tree | None]]", each_part(source, function, client)
+        "Generator[tuple[int, Tree | None]]", map_parts(source, function, client)
     )
     total = None
     # Closed at once, not when the traceback of an error is forgotten.

@@ -62,7 +62,7 @@ from typing_extensions import override
 from daskdl.config import check_count
 from daskdl.data import batching
 from daskdl.data.batching import Rows
-from daskdl.data.distribute import each_part
+from daskdl.data.distribute import map_parts
 from daskdl.data.files import loader_for
 from daskdl.data.formats import FromBytes, FromPath, Loader, OneExample, loader_of
 from daskdl.data.source import Facts, FileSource, Source
@@ -703,7 +703,7 @@ def file_batches(
     if done is not None:
         logger.info("%d files are in %s already", done.files, target.url)
         return done
-    shards = dict(each_part(originals, partial(_pack, target), client))
+    shards = dict(map_parts(originals, partial(_pack, target), client))
     ordered = tuple(shards[part] for part in range(originals.parts))
     index = Index(format, originals.plan, ordered)
     index.write(target)

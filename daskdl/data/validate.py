@@ -31,7 +31,7 @@ from typing_extensions import override
 from daskdl.data import batching
 from daskdl.data.batching import Rows
 from daskdl.data.checks import UNREADABLE, blames_data
-from daskdl.data.distribute import each_part
+from daskdl.data.distribute import map_parts
 from daskdl.data.inputs import SourceOptions, source_of
 from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.storage import Store, common_folder, parted, store_of
@@ -757,7 +757,7 @@ def validate(
     away = None if quarantine is None else Quarantine.of(quarantine, chosen, options)
     function = functools.partial(findings_of, expectations=expectations)
     totals = _Totals()
-    for part, found in each_part(chosen, function, client):
+    for part, found in map_parts(chosen, function, client):
         totals.add(part, found)
     moved = [] if away is None else _moved(away, chosen, totals.wrong_files, client)
     return totals.report(chosen, moved)
@@ -813,5 +813,5 @@ def _moved(
     if not files:
         return []
     function = functools.partial(quarantine.take, files=files)
-    results = dict(each_part(source, function, client, parts=sorted(files)))
+    results = dict(map_parts(source, function, client, parts=sorted(files)))
     return [move for part in sorted(results) for move in results[part]]

@@ -45,11 +45,11 @@ from daskdl.data.checks import (
     ignored_label,
     is_classification,
     is_left_out,
-    joined_files,
-    separated,
+    join_readable,
+    load_each,
 )
-from daskdl.data.distribute import each_part, workers_of
-from daskdl.data.inputs import ReadOptions, looked_at
+from daskdl.data.distribute import map_parts, workers_of
+from daskdl.data.inputs import ReadOptions, infer_metadata
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, ModelError, OptionError
@@ -400,7 +400,7 @@ class Scoring:
         except UNREADABLE as error:
             if not is_left_out(error, name, self.skips):
                 raise
-            left, _ = joined_files(separated(source.separate(part), skips=True), check)
+            left, _ = join_readable(load_each(source.separate(part), skips=True), check)
             if left is not None:
                 yield whole(left)
 
@@ -447,7 +447,7 @@ def evaluate(
     if loss is not None:
         check_loss(loss)
     if source.first is None:
-        source = looked_at(source, client, skips=read.skips)
+        source = infer_metadata(source, client, skips=read.skips)
     packed = PackedModel(model, here=client is False)
     scoring, measures = _prepared(model, packed, loss, source, read, wanted)
     if client is not False:
@@ -519,7 +519,7 @@ def _totals(
     """Of all parts; states of metrics are added up as they come."""
     scores: dict[int, Score] = {}
     states: tuple[States, ...] = ()
-    for part, scored in each_part(source, scoring, client, send=True):
+    for part, scored in map_parts(source, scoring, client, send=True):
         scores[part] = scored.score
         states = _added(states, scored.states) if states else scored.states
     unscored = [part for part in sorted(scores) if not scores[part].examples]

@@ -89,8 +89,8 @@ from daskdl.data.dask_collections import (
     is_lazy,
     is_lazy_list,
 )
-from daskdl.data.distribute import each_part, workers_of
-from daskdl.data.inputs import ReadOptions, looked_at, source_of
+from daskdl.data.distribute import map_parts, workers_of
+from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
 from daskdl.data.source import SHOWN_ROWS, Source, rows_of_part
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
 from daskdl.data.torch_datasets import split_stream
@@ -1145,7 +1145,7 @@ def known_source(given: Given, how: Scores, client: Client | Literal[False]) -> 
     source = source_of(given.X, given.y, how.read.source(None, labelled))
     check_same_classes(source, how.classes)
     if how.read.skips:
-        return looked_at(source, client, skips=True)
+        return infer_metadata(source, client, skips=True)
     if is_bag(given.X) or is_lazy_list(given.X):
         source = Examples(given.X, given.key)
     return with_first_rows(source, client)
@@ -1283,7 +1283,7 @@ def worst_examples(
     finding = WorstOfPart(*known, top, wrong_only)
     rows: dict[int, int] = {}
     worst: list[Found] = []
-    for part, left in each_part(_spread(source, client), finding, client, send=True):
+    for part, left in map_parts(_spread(source, client), finding, client, send=True):
         rows[part] = left.rows
         worst = worst_of([*worst, *left.found], top)
     if keys is not None:
@@ -1310,7 +1310,7 @@ def _all_scores(
 ) -> np.ndarray:
     """In order; where rows of a known number could not be read, NaN."""
     spread = _spread(source, client)
-    scores = dict(each_part(spread, own, client, send=True))
+    scores = dict(map_parts(spread, own, client, send=True))
     unscored = [part for part in sorted(scores) if not len(scores[part])]
     if own.reading.skips and unscored:  # why, is in the logs of the workers
         logger.warning("%s parts gave nothing to score: %s", len(unscored), unscored)

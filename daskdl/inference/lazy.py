@@ -33,7 +33,7 @@ from daskdl.data.dask_collections import (
     stacked,
     tasks_of,
 )
-from daskdl.data.distribute import each_part, new_key, workers_of
+from daskdl.data.distribute import map_parts, new_key, workers_of
 from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.tables import is_dask_array
 from daskdl.errors import DataError, ModelError
@@ -206,7 +206,7 @@ def with_first_rows(source: S, client: Client | Literal[False]) -> S:
     if source.first is not None and reader is None:
         return source
     for part in range(source.parts):
-        look = each_part(source, _FirstRows(reader), client, parts=[part])
+        look = map_parts(source, _FirstRows(reader), client, parts=[part])
         for _, (first, keyed) in look:
             if first is not None:
                 known = copy.copy(source)

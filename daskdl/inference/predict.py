@@ -33,7 +33,7 @@ from daskdl.data.checks import (
     preserved_random_state,
 )
 from daskdl.data.dask_collections import Collections, is_bag, is_lazy, is_lazy_list
-from daskdl.data.distribute import each_part, workers_of
+from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.storage import is_url, store_of
@@ -121,7 +121,7 @@ def predict(
         if found is not False and isinstance(source, InMemory):
             threads = sum(found.nthreads().values())
             source = source.in_parts(PARTS_PER_THREAD * threads)
-        parts = dict(each_part(source, predictor, found, send=True))
+        parts = dict(map_parts(source, predictor, found, send=True))
     outputs = batching.joined([parts[part] for part in sorted(parts)])
     leaves = batching.leaves(X) if isinstance(X, tuple | dict) else [X]
     if not all(isinstance(leaf, Tensor) for leaf in leaves):

@@ -29,7 +29,7 @@ from daskdl.data import batching
 from daskdl.data.batch_files import is_export, outline_of, restored
 from daskdl.data.batching import Tree
 from daskdl.data.dask_collections import Collections, is_bag
-from daskdl.data.distribute import each_part, new_key, release
+from daskdl.data.distribute import map_parts, new_key, release
 from daskdl.data.manifest import File, Kind, Manifest
 from daskdl.data.source import Source
 from daskdl.data.storage import Store, store_of
@@ -487,7 +487,7 @@ def write_source(
     """
     form = ArrayFormat.of(empty)
     write = _Writer(ask, store, form)
-    return _finished(store, form, each_part(source, write, client, send=True))
+    return _finished(store, form, map_parts(source, write, client, send=True))
 
 
 def write_collection(

@@ -35,11 +35,11 @@ from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.cluster import OWN, REMEDY, arrival_plugin, mismatch
 from daskdl.config import VERSION, Bound
 from daskdl.data.distribute import (
-    Supply,
+    DataPlacement,
     answers_of,
     new_key,
+    place_data,
     scatter,
-    supply_of,
     workers_of,
 )
 from daskdl.data.source import Source
@@ -324,7 +324,7 @@ class DaskBackend(Backend):
         spec: ReplicaSpec,
         packed: Packed[ReplicaSpec],
         workers: Mapping[int, str],
-        supplies: Mapping[str, Supply],
+        supplies: Mapping[str, DataPlacement],
         most_replicas: int,
     ) -> None:
         self.workers = dict(workers)
@@ -678,7 +678,7 @@ def dask_backend(
     with contextlib.ExitStack() as stack:
         supplies = {
             phase: stack.enter_context(
-                supply_of(split_stream(own, len(assigned)), client, workers, bound)
+                place_data(split_stream(own, len(assigned)), client, workers, bound)
             )
             for phase, own in sources.items()
         }

@@ -32,8 +32,8 @@ from daskdl.data.checks import (
     LabelCheck,
     blames_data,
     is_left_out,
-    joined_files,
-    separated,
+    join_readable,
+    load_each,
 )
 from daskdl.data.distribute import ASK_S, Fetcher
 from daskdl.data.source import Source
@@ -167,7 +167,7 @@ class Store(ABC):
             Names and rows; empty if the part can only be read as a whole.
         """
         job = self._loader.submit(
-            lambda: list(separated(self._separate(phase, part, key), skips))
+            lambda: list(load_each(self._separate(phase, part, key), skips))
         )
         return self._wait(phase, part, "", job)
 
@@ -459,7 +459,7 @@ class Reader:
             for name, one in files:
                 self._check_rows(one, name)
             return None
-        rows, _ = joined_files(iter(files), self._check_rows)
+        rows, _ = join_readable(iter(files), self._check_rows)
         if rows is not None:
             self.totals.reason = self.totals.reason or str(error)
             self._partial.add(part)

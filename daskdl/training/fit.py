@@ -38,7 +38,7 @@ from daskdl.data.checks import (
     of_validation,
 )
 from daskdl.data.export import ExportOptions, temporary_batches
-from daskdl.data.inputs import looked_at, small_together
+from daskdl.data.inputs import infer_metadata, merge_small_parts
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.errors import DaskDLError, DataError, ReplicaError, RunError, SaveError
 from daskdl.history import History, Row, Stopping, unpack_rows
@@ -430,7 +430,7 @@ def _ready(
     ready = dict(sources)
     for phase, source in sources.items():
         with of_validation() if phase == "validation" else nullcontext():
-            ready[phase] = looked_at(source, client, skips=spec.read.skips)
+            ready[phase] = infer_metadata(source, client, skips=spec.read.skips)
     with contextlib.ExitStack() as stack:
         if spec.approach == "export":
             train, size = ready["train"], spec.read.batch_size
@@ -442,7 +442,7 @@ def _ready(
             options = ExportOptions(size, batches, seed)
             exported = temporary_batches(train, options, client)
             ready["train"] = stack.enter_context(exported)
-        yield {phase: small_together(source) for phase, source in ready.items()}
+        yield {phase: merge_small_parts(source) for phase, source in ready.items()}
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 from distributed import KilledWorker
 
 from daskdl.data import distribute
-from daskdl.data.distribute import each_part
+from daskdl.data.distribute import map_parts
 from daskdl.data.inputs import source_of
 from daskdl.data.normalize import Standardize
 from daskdl.data.source import Source
@@ -181,7 +181,7 @@ def mortal():
 def test_a_part_whose_worker_is_lost_is_done_on_another(mortal, tmp_path, kind):
     function = Dying(tmp_path / "died")
 
-    results = dict(each_part(KINDS[kind](), function, mortal, send=True))
+    results = dict(map_parts(KINDS[kind](), function, mortal, send=True))
 
     assert (tmp_path / "died").exists()
     assert results == {
@@ -196,7 +196,7 @@ def test_a_part_that_ends_every_worker_ends_the_pass(mortal, tmp_path, kind):
 
     # Where nobody is left to send a part to, that is what is said.
     with pytest.raises((OptionError, KilledWorker, OSError)):
-        dict(each_part(KINDS[kind](), function, mortal, send=True))
+        dict(map_parts(KINDS[kind](), function, mortal, send=True))
 
 
 @pytest.mark.slow
@@ -206,4 +206,4 @@ def test_it_ends_before_all_workers_are_gone(mortal, tmp_path, kind, monkeypatch
     function = Dying(tmp_path, poison=10.0)
 
     with pytest.raises(DataError, match=r"^part \d+ was lost with its worker 2 times"):
-        dict(each_part(KINDS[kind](), function, mortal, send=True))
+        dict(map_parts(KINDS[kind](), function, mortal, send=True))

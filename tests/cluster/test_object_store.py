@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 
-from daskdl.data.distribute import each_part
+from daskdl.data.distribute import map_parts
 from daskdl.data.files import Files
 from daskdl.data.formats import FromBytes, Npz, OneExample
 from daskdl.data.storage import Store
@@ -37,7 +37,7 @@ def test_workers_read_files_from_the_server(client, store):
     write_arrays(store, 4)
     files = Files(store.url, Npz(), storage_options=store.options)
 
-    found = dict(each_part(files, total, client))
+    found = dict(map_parts(files, total, client))
 
     assert found == {i: (i + 1, i * (i + 1)) for i in range(4)}
 
@@ -50,8 +50,8 @@ def test_workers_look_at_files_and_read_groups_of_them(client, store):
     )
     files = Files(store.url, load, storage_options=store.options, files_per_part=4)
 
-    rows = dict(each_part(files, lambda source, part: source.look(part).rows, client))
-    found = dict(each_part(files, total, client))
+    rows = dict(map_parts(files, lambda source, part: source.look(part).rows, client))
+    found = dict(map_parts(files, total, client))
 
     assert rows == {0: 4, 1: 4, 2: 2}
     assert found == {0: (4, 6), 1: (4, 22), 2: (2, 17)}
@@ -65,7 +65,7 @@ def test_connections_dropped_before_a_worker_are_tried_again(client, store):
             [f"{store.url}/{i}.npz" for i in range(3)],
             storage_options=s3.options(door.endpoint),
         )
-        found = dict(each_part(files, total, client))
+        found = dict(map_parts(files, total, client))
 
     assert found == {0: (1, 0), 1: (2, 2), 2: (3, 6)}
     assert door.visits > 2
@@ -79,4 +79,4 @@ def test_a_file_that_went_is_named_by_the_worker(client, store):
     with pytest.raises(
         DataError, match=rf"cannot read {store.url}/1\.npz: there is no"
     ):
-        dict(each_part(files, total, client))
+        dict(map_parts(files, total, client))

@@ -11,7 +11,7 @@ import pytest
 from distributed import get_worker
 
 from daskdl.data import shards as module
-from daskdl.data.distribute import each_part
+from daskdl.data.distribute import map_parts
 from daskdl.data.formats import FromBytes
 from daskdl.data.images import image_folder
 from daskdl.data.shards import INDEX, Index, ShardedFiles, Shards, file_batches
@@ -74,7 +74,7 @@ def _die_once(notes, part):
 
 def loaded_on_workers(source, client):
     """Each part's number and rows, in order."""
-    return sorted(each_part(source, lambda source, part: source.load(part), client))
+    return sorted(map_parts(source, lambda source, part: source.load(part), client))
 
 
 def named(notes, target, source, part):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from daskdl.data import distribute
-from daskdl.data.distribute import each_part
+from daskdl.data.distribute import map_parts
 from daskdl.data.inputs import source_of
 from daskdl.errors import DataError, WaitTimeoutError
 from tests.support.clusters import cluster_of
@@ -31,7 +31,7 @@ def test_parts_go_to_the_workers_that_are_still_there():
     found = {}
 
     with cluster_of(2) as client:
-        for part, number in each_part(source, first_of, client, send=True):
+        for part, number in map_parts(source, first_of, client, send=True):
             found[part] = number
             if len(found) == 1:
                 client.retire_workers([min(client.nthreads())])
@@ -69,7 +69,7 @@ def test_a_part_that_no_worker_is_left_for_waits_for_one(monkeypatch):
 
     refused = refused_once(monkeypatch, OSError("it has gone"), leave_nobody)
     with cluster_of(2) as client:
-        found = dict(each_part(source, first_of, client, send=True))
+        found = dict(map_parts(source, first_of, client, send=True))
 
     assert refused
     assert found == {part: first_of(source, part) for part in range(source.parts)}
@@ -81,7 +81,7 @@ def test_the_only_worker_may_be_listed_for_a_moment_when_it_has_gone(monkeypatch
     refused = refused_once(monkeypatch, OSError("it has gone"))
 
     with cluster_of(1) as client:
-        found = dict(each_part(source, first_of, client, send=True))
+        found = dict(map_parts(source, first_of, client, send=True))
 
     assert refused
     assert found == {part: first_of(source, part) for part in range(source.parts)}
@@ -92,7 +92,7 @@ def test_the_only_worker_is_not_asked_again_when_it_hangs(monkeypatch):
     refused_once(monkeypatch, WaitTimeoutError("it hangs"))
 
     with cluster_of(1) as client, pytest.raises(WaitTimeoutError, match="it hangs"):
-        dict(each_part(source_of(X), first_of, client, send=True))
+        dict(map_parts(source_of(X), first_of, client, send=True))
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_a_part_that_ends_its_workers_is_an_error(send):
             (DataError, RuntimeError), match=r"was lost with its worker|attempts"
         ),
     ):
-        dict(each_part(source, end_worker, client, send=send))
+        dict(map_parts(source, end_worker, client, send=send))
 
 
 class Numbers:

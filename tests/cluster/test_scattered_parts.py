@@ -11,7 +11,7 @@ from distributed import Future, wait
 from distributed.utils_test import poll_for
 
 from daskdl.config import Bound
-from daskdl.data.distribute import supply_of, workers_of
+from daskdl.data.distribute import place_data, workers_of
 from daskdl.data.inputs import SourceOptions, source_of
 from daskdl.errors import OptionError
 from tests.support.sources import Parts
@@ -32,7 +32,7 @@ def source(X=X, y=Y, seed=None):
 
 
 def put(client, workers, X=X, y=Y, seed=None):
-    return supply_of(source(X, y, seed), client, workers, BOUND)
+    return place_data(source(X, y, seed), client, workers, BOUND)
 
 
 def sent(client, supply):
@@ -105,7 +105,7 @@ def test_what_was_released_leaves_nothing_behind(client, workers):
 
 def test_an_error_while_sending_leaves_nothing_behind(client, workers):
     with pytest.raises(TimeoutError) as kept:  # with its frames, as a notebook does
-        supply_of(source(), _FailingAtTheSecond(client), workers, BOUND)
+        place_data(source(), _FailingAtTheSecond(client), workers, BOUND)
 
     poll_for(lambda: not part_keys(client), timeout=20)
     assert kept.traceback
@@ -139,7 +139,7 @@ def test_what_every_worker_reads_by_itself_is_packed_and_nobody_holds_it(
     client, workers
 ):
     own = Parts((X, Y), (X, Y))
-    with supply_of(own, client, workers, BOUND) as supply:
+    with place_data(own, client, workers, BOUND) as supply:
         assert supply.keys == ("", "")
         assert supply.packed.unpack().parts == 2
         assert supply.lost() == []
@@ -227,7 +227,7 @@ def test_threads_of_one_process_do_as_well(threads):
 
 def test_no_workers_are_refused(client, no_workers):
     with pytest.raises(OptionError, match="workers must name at least one worker"):
-        supply_of(source(), client, [], BOUND)
+        place_data(source(), client, [], BOUND)
     with pytest.raises(OptionError, match="has no workers; wait for some with"):
         workers_of(no_workers)
 

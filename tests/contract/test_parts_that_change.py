@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from daskdl import Trainer
-from daskdl.data.inputs import looked_at, source_of
+from daskdl.data.inputs import infer_metadata, source_of
 from daskdl.data.source import facts_of
 from daskdl.errors import DataError, RunError
 
@@ -33,14 +33,14 @@ def parts_of(*lengths):
 
 @pytest.mark.parametrize("now", [13, 27], ids=["fewer", "more"])
 def test_rows_that_were_counted_have_to_be_there_again(now):
-    source = looked_at(source_of(parts_of(20, now)), False)
+    source = infer_metadata(source_of(parts_of(20, now)), False)
 
     with pytest.raises(DataError, match=f"part 0 has {now} rows, and had 20"):
         source.load(0)
 
 
 def test_a_part_that_stays_the_same_is_loaded():
-    source = looked_at(source_of(parts_of(20)), False)
+    source = infer_metadata(source_of(parts_of(20)), False)
 
     x, _ = source.load(0)
 
@@ -51,7 +51,7 @@ def test_a_part_that_was_used_before_it_was_counted_is_held_to_the_count():
     source = source_of(parts_of(20, 20, 13))
     source.load(0)
 
-    known = looked_at(source, False)
+    known = infer_metadata(source, False)
 
     with pytest.raises(DataError, match="had 20"):
         known.load(0)

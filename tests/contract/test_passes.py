@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from daskdl.data.distribute import each_part
+from daskdl.data.distribute import map_parts
 from daskdl.data.tables import InMemory
 from tests.support.sources import Parts
 
@@ -20,12 +20,12 @@ def parts():
 
 @pytest.mark.parametrize("client", [False, None], ids=["here", "no client"])
 def test_each_part_is_passed_with_the_source_once_and_in_order(client):
-    assert list(each_part(parts(), total, client)) == [(0, 6), (1, 22), (2, 38)]
+    assert list(map_parts(parts(), total, client)) == [(0, 6), (1, 22), (2, 38)]
 
 
 @pytest.mark.parametrize("which", [[2, 0], iter([2, 0])], ids=["list", "iterator"])
 def test_only_those_that_are_asked_for_are_looked_at(which):
-    assert list(each_part(parts(), total, False, parts=which)) == [(2, 38), (0, 6)]
+    assert list(map_parts(parts(), total, False, parts=which)) == [(2, 38), (0, 6)]
 
 
 def test_no_part_is_begun_before_its_result_is_asked_for():
@@ -35,7 +35,7 @@ def test_no_part_is_begun_before_its_result_is_asked_for():
         begun.append(part)
         return part
 
-    results = each_part(parts(), note, False)
+    results = map_parts(parts(), note, False)
 
     assert begun == []
     assert next(results) == (0, 0)
@@ -47,7 +47,7 @@ def test_what_the_function_raises_comes_out_as_it_is():
         if part == 1:
             raise KeyError("mine")
 
-    results = each_part(parts(), fail, False)
+    results = map_parts(parts(), fail, False)
 
     assert next(results) == (0, None)
     with pytest.raises(KeyError, match="mine"):
@@ -58,11 +58,11 @@ def test_what_is_in_this_process_stays_here_whatever_the_client():
     nobody = object()  # anything that is asked of it would be an error
     source = InMemory(X, None, batch_size=2)
 
-    assert list(each_part(source, total, nobody)) == [(0, 6), (1, 22), (2, 38)]
+    assert list(map_parts(source, total, nobody)) == [(0, 6), (1, 22), (2, 38)]
 
 
 def test_it_is_sent_if_that_is_asked_for():
     nobody = object()
 
     with pytest.raises(AttributeError):
-        next(each_part(InMemory(X, None, batch_size=2), total, nobody, send=True))
+        next(map_parts(InMemory(X, None, batch_size=2), total, nobody, send=True))

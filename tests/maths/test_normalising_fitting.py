@@ -52,7 +52,7 @@ def test_the_order_in_which_parts_come_makes_no_difference(monkeypatch):
             for part in order:
                 yield part, function(source, part)
 
-        monkeypatch.setattr(normalize, "each_part", each)
+        monkeypatch.setattr(normalize, "map_parts", each)
         results.append(numbers(found(source)))
 
     assert all(result == results[0] for result in results)

@@ -85,14 +85,14 @@ class TestEarlyStopping:
         assert history.stopping.reason == "patience"
         assert len(history) < 50
         assert len(history) % every == 0
-        looked_at = list(range(every - 1, len(history), every))
-        assert sorted(history.stopping.scores) == looked_at
+        infer_metadata = list(range(every - 1, len(history), every))
+        assert sorted(history.stopping.scores) == infer_metadata
         scored = [e for e, row in enumerate(history) if not math.isnan(row["val_loss"])]
-        assert scored == looked_at
+        assert scored == infer_metadata
         assert [r["val_accuracy"] >= 0 for r in history] == [
-            epoch in looked_at for epoch in range(len(history))
+            epoch in infer_metadata for epoch in range(len(history))
         ]
-        assert history.to_pandas()["val_loss"].count() == len(looked_at)
+        assert history.to_pandas()["val_loss"].count() == len(infer_metadata)
 
     @pytest.mark.parametrize(
         ("options", "reason", "epochs"),

@@ -72,7 +72,7 @@ def test_the_order_in_which_parts_come_makes_no_difference(monkeypatch):
             for part in order:
                 yield part, function(source, part)
 
-        monkeypatch.setattr(sys.modules["daskdl.data.validate"], "each_part", each)
+        monkeypatch.setattr(sys.modules["daskdl.data.validate"], "map_parts", each)
         monkeypatch.setattr(sys.modules["daskdl.data.validate"], "SHOWN", 3)
         reports.append(validate(source, client=False))
 

@@ -10,7 +10,7 @@ import pytest
 from dask.threaded import get
 
 from daskdl.data.dask_collections import columns
-from daskdl.data.inputs import looked_at
+from daskdl.data.inputs import infer_metadata
 from daskdl.data.source import is_known
 from daskdl.errors import DataError
 
@@ -131,7 +131,7 @@ class TestUnknownLengths:
         y = unknown(Y, keep=lambda block: block[: len(block) - 5 * (block[0] == 0)])
         source = columns(x, None)
 
-        whole = looked_at(source, False)
+        whole = infer_metadata(source, False)
 
         assert source.lengths is None
         assert whole.lengths == [5, 10, 3]
@@ -221,7 +221,7 @@ class TestLabels:
         source = columns(frame(), labels)
 
         assert np.flatnonzero(np.isnan(source.load(0)[1])).tolist() == [5]
-        known = looked_at(source, False)
+        known = infer_metadata(source, False)
         assert known.first[1].dtype == whole.first[1].dtype
 
 

@@ -95,8 +95,8 @@ class TestPatience:
         decisions = trained(rule, [1.0] * 20)
 
         assert len(decisions) == ended + 1
-        looked_at = [e for e, v in enumerate(decisions) if v.score is not None]
-        assert looked_at == list(range(every - 1, ended + 1, every))
+        infer_metadata = [e for e, v in enumerate(decisions) if v.score is not None]
+        assert infer_metadata == list(range(every - 1, ended + 1, every))
 
 
 class TestOtherReasons:

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from daskdl.data.inputs import looked_at
+from daskdl.data.inputs import infer_metadata
 from daskdl.data.source import Facts
 from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, OptionError
@@ -30,7 +30,7 @@ class Known(Parts):
 def test_lengths_and_the_first_rows_are_found():
     source = Known((X[:0], None), (X[:4], None), (X[4:], None))
 
-    whole = looked_at(source, False)
+    whole = infer_metadata(source, False)
 
     assert whole.lengths == [0, 4, 2]
     assert whole.first[0].tolist() == X[:2].tolist()
@@ -45,14 +45,14 @@ def test_what_is_known_is_not_looked_at(kind, caplog):
         source.first = X[:1], None
 
     with caplog.at_level(logging.INFO, logger="daskdl.data.inputs"):
-        assert looked_at(source, False) is source
+        assert infer_metadata(source, False) is source
 
     assert caplog.messages == []
 
 
 def test_the_log_says_that_it_takes_a_pass_and_what_came_out(caplog):
     with caplog.at_level(logging.INFO, logger="daskdl.data.inputs"):
-        looked_at(Known((X, None), (X[:1], None)), False)
+        infer_metadata(Known((X, None), (X[:1], None)), False)
 
     assert caplog.messages == [
         "the rows of 2 parts are counted, once",
@@ -65,7 +65,7 @@ def test_the_log_says_that_it_takes_a_pass_and_what_came_out(caplog):
 )
 def test_a_part_that_cannot_be_read_is_an_error(error):
     with pytest.raises(type(error)) as caught:
-        looked_at(Known((X, None), error), False)
+        infer_metadata(Known((X, None), error), False)
 
     assert caught.value is error
 
@@ -76,7 +76,7 @@ def test_a_part_that_cannot_be_read_is_an_error(error):
 def test_it_is_left_out_if_it_may_be_and_the_log_says_which(error, caplog):
     source = Known(error, (X, None), error)
 
-    whole = looked_at(source, False, skips=True)
+    whole = infer_metadata(source, False, skips=True)
 
     assert whole.lengths == [0, 6, 0]
     assert whole.first[0].tolist() == X[:2].tolist()
@@ -91,7 +91,7 @@ def test_what_else_is_to_be_changed_is_said_and_not_left_out():
     source = Known((X, None), OptionError("pillow is missing"))
 
     with pytest.raises(OptionError, match="pillow is missing"):
-        looked_at(source, False, skips=True)
+        infer_metadata(source, False, skips=True)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_data_without_any_row_are_refused(pairs, why):
     message = f"^X must not be empty, got no rows in 2 parts{why}$"
 
     with pytest.raises(DataError, match=message):
-        looked_at(Known(*pairs), False, skips=True)
+        infer_metadata(Known(*pairs), False, skips=True)
 
 
 def test_what_a_source_finds_more_cheaply_is_used():
@@ -117,4 +117,4 @@ def test_what_a_source_finds_more_cheaply_is_used():
         def load(self, part):
             raise AssertionError
 
-    assert looked_at(Cheap(1, 2), False).lengths == [5, 5]
+    assert infer_metadata(Cheap(1, 2), False).lengths == [5, 5]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from daskdl.data.dask_collections import pair, pairs, stacked
-from daskdl.data.inputs import looked_at
+from daskdl.data.inputs import infer_metadata
 from daskdl.errors import DataError
 from tests.support.sources import future_of
 
@@ -78,7 +78,7 @@ class TestBag:
     def test_a_partition_without_examples_has_no_rows(self):
         examples = bag(list(zip(X, Y, strict=True))).filter(lambda one: one[1] > 3)
 
-        whole = looked_at(pairs(examples), False)
+        whole = infer_metadata(pairs(examples), False)
 
         assert whole.lengths == [0, 0, 2]
         assert [leaf.tolist() for leaf in whole.first] == [X[4:].tolist(), [4, 5]]
@@ -153,7 +153,7 @@ class TestLists:
     def test_a_part_without_rows_has_none(self):
         source = pairs(parts((X[:0], Y[:0]), (X, Y)))
 
-        assert looked_at(source, False).lengths == [0, 6]
+        assert infer_metadata(source, False).lengths == [0, 6]
 
     @pytest.mark.parametrize(
         ("value", "message"),

@@ -10,7 +10,7 @@ import pytest
 from daskdl.config import Bound
 from daskdl.data import distribute as module
 from daskdl.data.dask_collections import pairs
-from daskdl.data.distribute import Carried, Scattered, supply_of
+from daskdl.data.distribute import Broadcast, Scattered, place_data
 from daskdl.data.tables import InMemory
 from daskdl.errors import OptionError, WaitTimeoutError
 from tests.support.sources import Parts, future_of
@@ -273,21 +273,21 @@ class TestRelease:
 
 class TestCarried:
     def test_a_source_goes_as_a_whole_and_no_worker_holds_a_part(self):
-        supply = supply_of(Parts((X, Y), (X, Y)), Cluster(), ["a"], BOUND)
+        supply = place_data(Parts((X, Y), (X, Y)), Cluster(), ["a"], BOUND)
 
-        assert type(supply) is Carried
+        assert type(supply) is Broadcast
         assert supply.keys == ("", "")
         assert supply.lost() == []
         x, _ = supply.packed.unpack().load(1)
         assert x.tolist() == X.tolist()
 
     def test_there_is_nothing_to_let_go_of(self):
-        with Carried(Parts((X, Y))) as supply:
+        with Broadcast(Parts((X, Y))) as supply:
             supply.release()
 
 
 def test_parts_that_are_sent_apart_are_scattered():
-    assert type(supply_of(in_memory(), Cluster(), ["a"], BOUND)) is Scattered
+    assert type(place_data(in_memory(), Cluster(), ["a"], BOUND)) is Scattered
 
 
 def test_of_tasks_the_packed_graph_is_sent():

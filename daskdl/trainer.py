@@ -21,7 +21,7 @@ from daskdl.data.batching import Transform
 from daskdl.data.checks import check_same_classes
 from daskdl.data.dask_collections import is_lazy
 from daskdl.data.formats import Loader
-from daskdl.data.inputs import Approach, OnBad, ReadOptions, one_of, source_of
+from daskdl.data.inputs import Approach, OnBad, ReadOptions, compose, source_of
 from daskdl.errors import OptionError
 from daskdl.evaluation.evaluate import Wanted
 from daskdl.evaluation.evaluate import evaluate as evaluate_source
@@ -117,7 +117,7 @@ def _evaluate(
 ) -> Evaluation:
     wanted = Wanted.of(metrics, objective, classes)
     labelled = not isinstance(objective, OwnStep)
-    source = source_of(X, y, read.source(None, labelled))
+    source = source_of(X, y, read, labelled=labelled)
     check_same_classes(source, classes)
     with client_or_process(client) as found:
         return evaluate_source(model, objective, source, read, found, wanted)
@@ -641,7 +641,7 @@ class Trainer:
             batch_limit=batch_limit,
             wait_ms=wait_ms,
             queue_limit=queue_limit,
-            transform=one_of(transform, self.transform),
+            transform=compose(transform, self.transform),
             client=self.client,
         )
 
@@ -730,7 +730,7 @@ class Trainer:
     def _read(
         self, batch_size: int, transform: Transform | None, *how: Any
     ) -> ReadOptions:
-        return ReadOptions(batch_size, one_of(transform, self.transform), *how)
+        return ReadOptions(batch_size, compose(transform, self.transform), *how)
 
     def _spec(self, **fit: Any) -> FitSpec:
         """Check the options of this trainer, and those of one fit."""

@@ -98,6 +98,12 @@ def filled(tree: Tree, values: Iterable[Any]) -> Tree:
     return mapped(lambda _: next(following), tree)
 
 
+def filled_both(both: Rows, values: Iterable[Any]) -> Rows:
+    """The same for x and, if there is one, y."""
+    following = iter(values)
+    return of_both(lambda tree: filled(tree, following), both)
+
+
 def of_both(function: Callable[[Tree], Tree], rows: Rows) -> Rows:
     """Apply a function to x and, if there is one, to y.
 

@@ -425,21 +425,18 @@ def columns(x: Tree, y: Tree) -> Collections:
     lengths = _lengths(aligned)
     places = [[_Place(i, n, classes[n], n in labels)] for i, (n, _) in enumerate(named)]
     zeros = [_zeros(value, name, classes[name]) for name, value in named]
+    first = None
+    if all(row is not None for row in zeros):
+        first = batching.filled_both((x, y), zeros)
     source = Collections(
         reduce(or_, (tasks for tasks, _ in taken)),
         list(zip(*(keys for _, keys in taken), strict=True)),
-        _Columns(*_filled((x, y), places), lengths),
+        _Columns(*batching.filled_both((x, y), places), lengths),
         lengths,
-        None if any(row is None for row in zeros) else _filled((x, y), zeros),
+        first,
     )
     source.classes = classes.get("y")
     return source
-
-
-def _filled(rows: Rows, values: Sequence[Any]) -> Rows:
-    """Trees of the same structure with these values in their places."""
-    following = iter(values)
-    return batching.of_both(lambda tree: batching.filled(tree, following), rows)
 
 
 def _check(value: Any, name: str, label: bool) -> tuple[str, ...] | None:

@@ -74,7 +74,7 @@ from daskdl.data.batch_files import (
 )
 from daskdl.data.batching import Rows
 from daskdl.data.distribute import answers_of, map_parts, workers_of
-from daskdl.data.inputs import SourceOptions, source_of
+from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.storage import Store, store_of
 from daskdl.data.tables import as_numpy
@@ -704,7 +704,7 @@ def export(
     options = ExportOptions(
         batch_size, batches_per_file, seed if shuffle else None, transform, classes
     )
-    source = source_of(X, y, SourceOptions(batch_size, labelled=False))
+    source = source_of(X, y, ReadOptions(batch_size), labelled=False)
     store = store_of(url, storage_options)
     made_from = origin_of(source, (X, y), options.to_json())
     if overwrite:

@@ -34,7 +34,7 @@ from typing_extensions import override
 from daskdl.data import batching
 from daskdl.data.batching import Tree
 from daskdl.data.distribute import map_parts
-from daskdl.data.inputs import SourceOptions, source_of
+from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DataError, OptionError
@@ -590,13 +590,8 @@ class Normalizer(ABC):
                 parts do not fit together, or if the data cannot be used.
             OptionError: If x has no such keys as `only`.
         """
-        source = source_of(
-            X,
-            y,
-            SourceOptions(
-                loader=loader, labelled=False, storage_options=storage_options
-            ),
-        )
+        read = ReadOptions(loader=loader, storage_options=storage_options)
+        source = source_of(X, y, read, labelled=False)
         found = statistics_of_all(source, self.per, self.only, client)
         return Normalization(
             batching.mapped(

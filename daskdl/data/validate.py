@@ -32,7 +32,7 @@ from daskdl.data import batching
 from daskdl.data.batching import Rows
 from daskdl.data.checks import UNREADABLE, blames_data
 from daskdl.data.distribute import map_parts
-from daskdl.data.inputs import SourceOptions, source_of
+from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.storage import Store, common_folder, parted, store_of
 from daskdl.data.tables import InMemory
@@ -748,12 +748,9 @@ def validate(
     """
     expectations = expectations_of(shapes, dtypes, labels)
     options = dict(storage_options or {})
-    given = SourceOptions(
-        loader=loader,
-        labelled=False,  # missing labels are counted
-        storage_options=storage_options,
-    )
-    chosen = _whole(source_of(source, y, given))
+    read = ReadOptions(loader=loader, storage_options=storage_options)
+    # Not labelled: missing labels are counted.
+    chosen = _whole(source_of(source, y, read, labelled=False))
     away = None if quarantine is None else Quarantine.of(quarantine, chosen, options)
     function = functools.partial(findings_of, expectations=expectations)
     totals = _Totals()

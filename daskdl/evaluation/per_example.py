@@ -1142,7 +1142,7 @@ def known_source(given: Given, how: Scores, client: Client | Literal[False]) -> 
     check_module(how.model)
     check_loss(how.objective)
     labelled = not isinstance(how.objective, OwnStep)
-    source = source_of(given.X, given.y, how.read.source(None, labelled))
+    source = source_of(given.X, given.y, how.read, labelled=labelled)
     check_same_classes(source, how.classes)
     if how.read.skips:
         return infer_metadata(source, client, skips=True)
@@ -1274,7 +1274,7 @@ def worst_examples(
     X, keys = _with_keys_apart(given, how, client)
     source = known_source(Given(X, given.y, False), how, client)
     if isinstance(source, Examples):  # all have one shape, and are rows of a part
-        rows_of = source_of(X, None, how.read.source(None, labelled=False))
+        rows_of = source_of(X, None, how.read, labelled=False)
         rows_of.first = source.first
         source = rows_of
     if keys is not None:

@@ -96,7 +96,7 @@ def predict(
         if found is not False:
             check_installed(found)
             workers = len(workers_of(found))
-        source = source_of(X, None, read.source(None, labelled=False))
+        source = source_of(X, None, read, labelled=False)
         if is_bag(X) or is_lazy_list(X):
             source = Examples(X, keyed)
         source = with_first_rows(source, found)

@@ -43,7 +43,7 @@ from daskdl.callbacks import (
 )
 from daskdl.config import VERSION, check_flag
 from daskdl.data.checks import USER_ERRORS, trainable
-from daskdl.data.inputs import Both
+from daskdl.data.inputs import Compose
 from daskdl.data.normalize import Normalization
 from daskdl.errors import DaskDLError, OptionError, SaveError
 from daskdl.history import LAYOUT, History, Stopping, unpack_rows
@@ -466,7 +466,7 @@ def _decoded_transform(content: Json, plain: Plain) -> Any:
             raise SaveError(f"the normaliser is damaged: {error}") from error
     if set(content) == {"both"}:
         first, then = (_decoded_transform(one, plain) for one in content["both"])
-        return Both(first, then)
+        return Compose(first, then)
     return decode_maker(content, tuple, plain)
 
 
@@ -546,7 +546,7 @@ def _maker(name: str, value: Any, plain: Plain) -> Json:
 def _encoded_transform(value: Any, plain: Plain) -> Json:
     if isinstance(value, Normalization):
         return {"normaliser": value.to_dict()}
-    if isinstance(value, Both):
+    if isinstance(value, Compose):
         return {
             "both": [_encoded_transform(t, plain) for t in (value.first, value.then)]
         }

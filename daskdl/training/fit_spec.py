@@ -129,13 +129,20 @@ class FitSpec:
         EvaluationPlan.of(self.callbacks, self.epochs, validates=validation is not None)
         labelled = not isinstance(self.objective, OwnStep)
         seed = self.seed if self.shuffle else None
-        options = self.read.source(seed, labelled, self.stepping.accumulate)
-        sources = {"train": source_of(X, y, options)}
+        train = source_of(
+            X,
+            y,
+            self.read,
+            shuffle_seed=seed,
+            labelled=labelled,
+            accumulate=self.stepping.accumulate,
+        )
+        sources = {"train": train}
         if validation is not None:
             with of_validation():
-                own = self.read.source(None, labelled)
-                sources["validation"] = source_of(*pair(validation), own)
-                check_same_classes(sources["validation"], sources["train"].classes)
+                own = source_of(*pair(validation), self.read, labelled=labelled)
+                check_same_classes(own, train.classes)
+                sources["validation"] = own
         return sources
 
 

@@ -34,7 +34,7 @@ Y = np.sort(np.random.default_rng(1).integers(0, 3, ROWS))
 def evaluate(model, loss, X, y, client, batch_size=64):
     """As a trainer does it."""
     read = ReadOptions(batch_size)
-    source = source_of(X, y, read.source(None, labelled=True))
+    source = source_of(X, y, read)
     return evaluate_source(model, loss, source, read, client)
 
 

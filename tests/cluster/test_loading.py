@@ -8,7 +8,7 @@ from distributed.utils_test import poll_for
 
 from daskdl.config import Bound
 from daskdl.data.distribute import Fetcher, place_data, workers_of
-from daskdl.data.inputs import SourceOptions, source_of
+from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.errors import LostPieceError, WaitTimeoutError
 
 X = np.arange(200.0, dtype=np.float32).reshape(100, 2)
@@ -21,7 +21,7 @@ def workers(client):
 
 
 def put(client, workers, X=X, y=Y):
-    source = source_of(X, y, SourceOptions(batch_size=10))
+    source = source_of(X, y, ReadOptions(batch_size=10))
     return place_data(source, client, workers, Bound(30, ("request",)))
 
 

@@ -12,7 +12,7 @@ from distributed.utils_test import poll_for
 
 from daskdl.config import Bound
 from daskdl.data.distribute import place_data, workers_of
-from daskdl.data.inputs import SourceOptions, source_of
+from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.errors import OptionError
 from tests.support.sources import Parts
 
@@ -28,7 +28,7 @@ def workers(client):
 
 
 def source(X=X, y=Y, seed=None):
-    return source_of(X, y, SourceOptions(batch_size=7, shuffle_seed=seed))
+    return source_of(X, y, ReadOptions(batch_size=7), shuffle_seed=seed)
 
 
 def put(client, workers, X=X, y=Y, seed=None):

@@ -27,7 +27,7 @@ from daskdl import (
     Trainer,
 )
 from daskdl.data import MinMax, Standardize
-from daskdl.data.inputs import Both
+from daskdl.data.inputs import Compose
 from daskdl.history import Stopping
 from daskdl.saving.trainer_state import BASES, KNOWN, NAMES, load, save
 from tests.support.saves import fitted, layers, signed
@@ -163,7 +163,7 @@ class TestWhatComesBack:
             ("step", own_step),
             ("scheduler", own_scheduler),
             ("transform", doubled),
-            ("transform", Both(doubled, doubled)),
+            ("transform", Compose(doubled, doubled)),
         ],
     )
     def test_an_argument_comes_back_equal(self, tmp_path, name, value):
@@ -440,7 +440,7 @@ class TestTrust:
             ("optimizer", own_optimizer, "has no return annotation of a Optimizer"),
             ("scheduler", own_scheduler, "has no return annotation of a LRScheduler"),
             ("transform", doubled, "has no return annotation of a tuple"),
-            ("transform", Both(doubled, doubled), "has no return annotation of a"),
+            ("transform", Compose(doubled, doubled), "has no return annotation of a"),
         ],
     )
     def test_what_a_save_could_call_for_ill_is_asked_for(

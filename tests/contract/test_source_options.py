@@ -12,7 +12,7 @@ from torch import nn
 
 import daskdl
 from daskdl.config import check_choice, check_count
-from daskdl.data.inputs import ReadOptions, SourceOptions, one_of
+from daskdl.data.inputs import ReadOptions, compose
 from daskdl.data.normalize import Standardize
 from daskdl.data.storage import Store
 from daskdl.errors import OptionError
@@ -41,14 +41,6 @@ def test_an_option_is_refused_by_name(option, value, message):
 @pytest.mark.parametrize(("word", "skips"), [("raise", False), ("skip", True)])
 def test_only_one_word_leaves_parts_out(word, skips):
     assert ReadOptions(1, on_bad_batch=word).skips is skips
-
-
-def test_how_parts_are_made_follows_from_them():
-    read = ReadOptions(8, loader=len, collate_fn=list)
-
-    made = read.source(5, labelled=False, accumulate=3)
-
-    assert made == SourceOptions(8, 5, len, list, labelled=False, accumulate=3)
 
 
 def test_storage_options_open_the_store_in_each_call(bucket, s3_endpoint, tmp_path):
@@ -108,7 +100,7 @@ def raised(batch):
 def test_transforms_are_made_one_after_the_other_wherever_they_are(
     transforms, expected
 ):
-    transform = cloudpickle.loads(cloudpickle.dumps(one_of(*transforms)))
+    transform = cloudpickle.loads(cloudpickle.dumps(compose(*transforms)))
 
     x, y = transform((torch.tensor(5.0), "labels"))
 
@@ -116,8 +108,8 @@ def test_transforms_are_made_one_after_the_other_wherever_they_are(
 
 
 def test_of_no_transforms_there_is_none():
-    assert one_of(None, None) is None
-    assert one_of() is None
+    assert compose(None, None) is None
+    assert compose() is None
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.0, True, "8", None], ids=repr)

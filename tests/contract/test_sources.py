@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from daskdl.data.dask_collections import Collections
 from daskdl.data.files import Files
-from daskdl.data.inputs import SourceOptions, source_of
+from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.tables import InMemory
 from daskdl.data.torch_datasets import IterableStyle, MapStyle
 from daskdl.errors import DataError, OptionError
@@ -114,7 +114,7 @@ def test_a_source_is_taken_as_it_is():
 )  # fmt: skip
 def test_an_option_of_other_data_is_refused(name, data):
     with pytest.raises(OptionError, match=f"^{name} is for .*, got other data$"):
-        source_of(data, None, SourceOptions(**{name: list}))
+        source_of(data, None, ReadOptions(**{name: list}))
 
 
 def test_the_names_of_labels_are_kept():
@@ -149,13 +149,13 @@ def test_data_that_do_not_fit_are_refused():
 
 
 def test_parts_of_data_in_memory_are_whole_numbers_of_the_batch_size():
-    source = source_of(X, Y, SourceOptions(batch_size=3, shuffle_seed=None))
+    source = source_of(X, Y, ReadOptions(batch_size=3))
 
     assert source.lengths == [3, 1]
 
 
 def test_the_seed_reaches_data_in_memory():
-    source = source_of(X, Y, SourceOptions(batch_size=4, shuffle_seed=1))
+    source = source_of(X, Y, ReadOptions(batch_size=4), shuffle_seed=1)
 
     assert (
         source.load(0)[1].tolist() == np.random.default_rng(1).permutation(4).tolist()

@@ -32,6 +32,7 @@ from daskdl.errors import (
     SaveError,
     WaitTimeoutError,
 )
+from daskdl.evaluation.evaluate import evaluate
 from daskdl.evaluation.per_example import WorstExample, WorstExamples
 from daskdl.evaluation.report import Evaluation
 from daskdl.history import History, StepTable, Stopping
@@ -47,7 +48,7 @@ from daskdl.thresholds import (
     TargetSparsityThreshold,
     ThresholdAlgorithm,
 )
-from daskdl.trainer import Trainer, evaluate, predict
+from daskdl.trainer import Trainer, predict
 from daskdl.training.base import Exchange, ReplicaContext, TrainingMaster
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.parameter_averaging import ParameterAveraging

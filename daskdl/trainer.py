@@ -1,7 +1,7 @@
-"""The main interface: :class:`Trainer`, :func:`evaluate` and :func:`predict`.
+"""The main interface: :class:`Trainer` and :func:`predict`.
 
 This module collects the user's options and delegates to training, evaluation,
-inference and saving; the functions work without a trainer, for any model.
+inference and saving; the function works without a trainer, for any model.
 """
 
 import os
@@ -18,13 +18,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from daskdl.callbacks import Callback
 from daskdl.cluster import check_outlives, client_or_process
 from daskdl.data.batching import Transform
-from daskdl.data.checks import check_same_classes
 from daskdl.data.dask_collections import is_lazy
 from daskdl.data.formats import Loader
-from daskdl.data.inputs import Approach, OnBad, ReadOptions, compose, source_of
+from daskdl.data.inputs import Approach, OnBad, ReadOptions, compose
 from daskdl.errors import OptionError
-from daskdl.evaluation.evaluate import Wanted
-from daskdl.evaluation.evaluate import evaluate as evaluate_source
+from daskdl.evaluation.evaluate import evaluate_model
 from daskdl.evaluation.per_example import Given as GivenRows
 from daskdl.evaluation.per_example import (
     Scores,
@@ -38,7 +36,7 @@ from daskdl.history import History
 from daskdl.inference.predict import Postprocess
 from daskdl.inference.predict import predict as predict_with
 from daskdl.inference.predictor import Predictor
-from daskdl.objective import Loss, Objective, OwnStep, objective_of
+from daskdl.objective import Loss, Objective, objective_of
 from daskdl.saving import trainer_state
 from daskdl.saving.trainer_state import NAMES, TrainerState
 from daskdl.training.base import TrainingMaster
@@ -49,78 +47,6 @@ from daskdl.training.fit_spec import FitSpec
 from daskdl.training.fit_state import FitState, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
-
-
-def evaluate(
-    model: nn.Module,
-    X: Any,
-    y: Any = None,
-    *,
-    loss: Loss | None = None,
-    metrics: Any = None,
-    client: Client | Literal[False] | None = None,
-    batch_size: int = 64,
-    transform: Transform | None = None,
-    loader: Loader | Callable[..., Any] | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    on_bad_batch: OnBad = "raise",
-    storage_options: Mapping[str, Any] | None = None,
-) -> Evaluation:
-    """Evaluate any model in one pass, as :meth:`Trainer.evaluate` does.
-
-    Args:
-        model: Any module, in training or evaluation mode; not changed.
-        X: Inputs, or inputs and labels, of any type that :meth:`Trainer.fit` takes.
-        y: Labels, or None if `X` includes them.
-        loss: ``loss(model(x), labels)``; also determines the meaning of the outputs.
-            None: no loss is measured, and the first outputs determine their meaning.
-        metrics: See :meth:`Trainer.evaluate`.
-        client: A synchronous `distributed.Client`; None: the default client, else a
-            temporary `LocalCluster`; False: this process.
-        batch_size: Rows per forward pass.
-        transform: Applied to each batch, see :class:`Trainer`.
-        loader: For files, see :meth:`Trainer.fit`.
-        collate_fn: For datasets, see :meth:`Trainer.fit`.
-        on_bad_batch: Treatment of unreadable parts, see :meth:`Trainer.fit`.
-        storage_options: fsspec options for paths and URLs, see :meth:`Trainer.fit`.
-
-    Returns:
-        A dict of all metrics over all rows, which prints as a report.
-
-    Raises:
-        DataError: If the data cannot be used.
-        ModelError: If the model does not fit the data.
-        OptionError: If another argument cannot be used, or there is nothing to
-            measure.
-
-    Example:
-        >>> import torch
-        >>> rows, labels = torch.eye(2), torch.tensor([0, 1])
-        >>> evaluate(nn.Identity(), rows, labels, client=False)
-        {'accuracy': 1.0}
-    """
-    read = ReadOptions(
-        batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
-    )
-    return _evaluate(model, X, y, loss, metrics, client, read)
-
-
-def _evaluate(
-    model: nn.Module,
-    X: Any,
-    y: Any,
-    objective: Objective | None,
-    metrics: Any,
-    client: Client | Literal[False] | None,
-    read: ReadOptions,
-    classes: Sequence[str] | None = None,
-) -> Evaluation:
-    wanted = Wanted.of(metrics, objective, classes)
-    labelled = not isinstance(objective, OwnStep)
-    source = source_of(X, y, read, labelled=labelled)
-    check_same_classes(source, classes)
-    with client_or_process(client) as found:
-        return evaluate_source(model, objective, source, read, found, wanted)
 
 
 def predict(
@@ -435,15 +361,15 @@ class Trainer:
         read = self._read(
             batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
         )
-        return _evaluate(
+        return evaluate_model(
             self._trained_model(),
             X,
             y,
             self._objective,
             metrics,
-            self.client,
-            read,
-            self.classes_,
+            read=read,
+            client=self.client,
+            classes=self.classes_,
         )
 
     def score_examples(

@@ -1,25 +1,22 @@
-"""What a model does on batches, as numbers that can be added up. No Dask.
+"""Loss, accuracy and metrics of a model on data, on a cluster or in this process.
 
-What is merged are sums and counts, never means, so that unequal parts weigh what
-they should and any way of cutting the data gives the same answer.
-
-Loss and accuracy of a model on data: in one process, and over all workers.
-
-What one process makes of batches is in :mod:`daskdl.evaluation.evaluate`.
+Parts are scored apart and only sums, counts and metric states are merged, never means,
+so that every way of cutting the data gives the same result.
 """
 
 import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from distributed import Client
 from torch import Tensor, nn
 
+from daskdl.cluster import client_or_process
 from daskdl.data import batching
 from daskdl.data.batching import (
     Batch,
@@ -41,6 +38,7 @@ from daskdl.data.checks import (
     ShapeCheck,
     check_loss,
     check_module,
+    check_same_classes,
     dry_run,
     ignored_label,
     is_classification,
@@ -49,19 +47,283 @@ from daskdl.data.checks import (
     load_each,
 )
 from daskdl.data.distribute import map_parts, workers_of
-from daskdl.data.inputs import ReadOptions, infer_metadata
+from daskdl.data.formats import Loader
+from daskdl.data.inputs import OnBad, ReadOptions, infer_metadata, source_of
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.evaluation.base import MetricSet, Shown, scale_of
-from daskdl.evaluation.report import Evaluation, Section
+from daskdl.evaluation.report import Evaluation
 from daskdl.objective import Loss, Objective, OwnStep, batch_loss, is_sum, on_device
 from daskdl.serialization import Packed, PackedModel
 from daskdl.util import freed_memory_kept
 
+if TYPE_CHECKING:  # torchmetrics brings SciPy and matplotlib, some 90 MB
+    from daskdl.evaluation.metric_sets import MetricSet
+    from daskdl.evaluation.metric_state import MetricSpec, PartStates
+
 logger = logging.getLogger(__name__)
 
-Tell = Callable[[Tree, Tree], None]  # of a model's output, and the labels
+
+def evaluate(
+    model: nn.Module,
+    X: Any,
+    y: Any = None,
+    *,
+    loss: Loss | None = None,
+    metrics: Any = None,
+    client: Client | Literal[False] | None = None,
+    batch_size: int = 64,
+    transform: Transform | None = None,
+    loader: Loader | Callable[..., Any] | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    on_bad_batch: OnBad = "raise",
+    storage_options: Mapping[str, Any] | None = None,
+) -> Evaluation:
+    """Evaluate any model in one pass, as :meth:`Trainer.evaluate` does.
+
+    Args:
+        model: Any module, in training or evaluation mode; not changed.
+        X: Inputs, or inputs and labels, of any type that :meth:`Trainer.fit` takes.
+        y: Labels, or None if `X` includes them.
+        loss: ``loss(model(x), labels)``; also determines the meaning of the outputs.
+            None: no loss is measured, and the first outputs determine their meaning.
+        metrics: See :meth:`Trainer.evaluate`.
+        client: A synchronous `distributed.Client`; None: the default client, else a
+            temporary `LocalCluster`; False: this process.
+        batch_size: Rows per forward pass.
+        transform: Applied to each batch, see :class:`Trainer`.
+        loader: For files, see :meth:`Trainer.fit`.
+        collate_fn: For datasets, see :meth:`Trainer.fit`.
+        on_bad_batch: Treatment of unreadable parts, see :meth:`Trainer.fit`.
+        storage_options: fsspec options for paths and URLs, see :meth:`Trainer.fit`.
+
+    Returns:
+        A dict of all metrics over all rows, which prints as a report.
+
+    Raises:
+        DataError: If the data cannot be used.
+        ModelError: If the model does not fit the data.
+        OptionError: If another argument cannot be used, or there is nothing to
+            measure.
+
+    Example:
+        >>> import torch
+        >>> rows, labels = torch.eye(2), torch.tensor([0, 1])
+        >>> evaluate(nn.Identity(), rows, labels, client=False)
+        {'accuracy': 1.0}
+    """
+    read = ReadOptions(
+        batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
+    )
+    return evaluate_model(model, X, y, loss, metrics, read=read, client=client)
+
+
+def evaluate_model(
+    model: nn.Module,
+    X: Any,
+    y: Any,
+    objective: Objective | None,
+    metrics: Any = None,
+    *,
+    read: ReadOptions,
+    client: Client | Literal[False] | None,
+    classes: Sequence[str] | None = None,
+) -> Evaluation:
+    """Evaluate a model by a loss or a step; the other arguments are the user's.
+
+    Args:
+        model: Not changed, whatever its mode.
+        X: See `evaluate`, as `y`, `metrics` and `client`.
+        y: Labels, or None.
+        objective: Loss or step, or None. Batches weigh by their rows; with class
+            indices by what the loss divides by. A step shows no outputs: of it there
+            is only the loss.
+        metrics: None: accuracy, if labels are class indices.
+        read: How the data are read.
+        client: See `evaluate`.
+        classes: Names of the labels that the model was trained with, or None.
+    """
+    sets = _metric_sets(metrics, objective)
+    check_module(model)
+    if objective is not None:
+        check_loss(objective)
+    labelled = not isinstance(objective, OwnStep)
+    source = source_of(X, y, read, labelled=labelled)
+    check_same_classes(source, classes)
+    with client_or_process(client) as found:
+        if source.first is None:
+            source = infer_metadata(source, found, skips=read.skips)
+        packed = PackedModel(model, here=found is False)
+        run = dry_run(packed.unpack(), source.first, read.transform, objective)
+        seen = run.output, run.batch[1]
+        specs: tuple[MetricSpec, ...] = ()
+        if sets:
+            specs = _metric_specs(sets, objective, *seen, source.classes or classes)
+        elif objective is None and not is_classification(*seen):
+            raise OptionError(
+                "there is nothing to measure without loss and metrics where labels are "
+                "not class indices; give loss=, metrics=, or both"
+            )
+        masked = run.classes is None and any(one.metrics.masks_nan for one in specs)
+        labels = None if masked else run.labels
+        if labels is not None:
+            labels.check_source(source)
+        named = "loss" if labelled else "step"
+        scorer = PartScorer(
+            packed,
+            None if objective is None else Packed(objective, named),
+            read.batch_size,
+            read.transform,
+            labels,
+            read.skips,
+            batching.kinds(run.rows),
+            Packed(specs, "metrics") if specs else None,
+        )
+        if found is not False:
+            source = split_stream(source, len(workers_of(found)))
+        return _merged(source, scorer, found, specs)
+
+
+def _metric_sets(metrics: Any, objective: Objective | None) -> "tuple[MetricSet, ...]":
+    if metrics is None:
+        return ()
+    if isinstance(objective, OwnStep):
+        raise OptionError(
+            "metrics need the outputs of the model, which a step does not show; use "
+            "daskdl.evaluate(trainer.model_, ..., metrics=...) if model(x) is what is "
+            "to be measured"
+        )
+    from daskdl.evaluation.metric_sets import metric_sets
+
+    return metric_sets(metrics)
+
+
+def _metric_specs(
+    sets: "Sequence[MetricSet]",
+    objective: Objective | None,
+    output: Tree,
+    y: Tree,
+    classes: Sequence[str] | None,
+) -> "tuple[MetricSpec, ...]":
+    """Make all sets ready for outputs and labels like these."""
+    if y is None:
+        raise DataError("labels must be given, or data that have them, for metrics")
+    for name, leaf in batching.named(output, "output"):
+        if not isinstance(leaf, Tensor):
+            raise ModelError(
+                "metrics need a model that returns tensors, or tuples and dicts of "
+                f"them; {name} is a {type(leaf).__name__}"
+            )
+    from daskdl.evaluation.metric_sets import SampleBatch, scale_of
+    from daskdl.evaluation.metric_state import metric_spec, on_cpu
+
+    scale, ignored = scale_of(objective, output), ignored_label(objective)
+    sample = SampleBatch(on_cpu([output]), on_cpu([y]), scale, classes, ignored)
+    with torch.no_grad():
+        return tuple(metric_spec(one, sample) for one in sets)
+
+
+def _merged(
+    source: Source,
+    scorer: "PartScorer",
+    client: Client | Literal[False],
+    specs: "Sequence[MetricSpec]",
+) -> Evaluation:
+    """Score all parts, and merge what they are as they come."""
+    mergers: list[Any] = []
+    if specs:
+        from daskdl.evaluation.metric_state import StateMerger, metric_values
+
+        mergers = [StateMerger(spec.collection) for spec in specs]
+    scores: dict[int, Score] = {}
+    for part, (score, states) in map_parts(source, scorer, client, send=True):
+        scores[part] = score
+        for merger, own in zip(mergers, states, strict=True):
+            merger.add_(part, own)
+    unscored = [part for part in sorted(scores) if not scores[part].examples]
+    if scorer.skips and unscored:  # the workers' logs say why
+        logger.warning("%s parts gave nothing to score: %s", len(unscored), unscored)
+    # In order, so that the sum does not depend on which part was first.
+    values = sum((scores[part] for part in sorted(scores)), Score()).metrics()
+    if scorer.loss is None:
+        del values["loss"]
+    sections = []
+    for spec, merger in zip(specs, mergers, strict=True):
+        measured = metric_values(spec, merger)
+        sections.append(spec.metrics.section(spec.sample, measured))
+    return Evaluation(values, sections)
+
+
+@dataclass(frozen=True)
+class PartScorer:
+    """Scores one part at a time, wherever it is; picklable.
+
+    Attributes:
+        model: Not changed.
+        loss: Loss or step; None: the loss counts as 0.
+        batch_size: Rows per forward pass.
+        transform: Applied to each batch, or None.
+        labels: Which labels are accepted; None: they are not checked.
+        skips: Whether what cannot be read is left out.
+        first: Kinds of the rows that the model was tried with.
+        specs: Metrics beside the loss; None: accuracy, where there is one.
+    """
+
+    model: PackedModel
+    loss: Packed[Objective] | None
+    batch_size: int
+    transform: Transform | None
+    labels: LabelCheck | None
+    skips: bool
+    first: Kinds
+    specs: "Packed[tuple[MetricSpec, ...]] | None"
+
+    def __call__(
+        self, source: Source, part: int
+    ) -> "tuple[Score, tuple[PartStates, ...]]":
+        """Score a part; errors of the user's code and of reading come out."""
+        device = auto_device()
+        module = self.model.module(lambda copy: copy.eval().to(device))
+        loss: Objective | None = None
+        if self.loss is not None:
+            loss = self.loss.shared(lambda copy: on_device(copy, device))
+        # A step may compute gradients with respect to x.
+        own = isinstance(loss, OwnStep)
+        shapes = ShapeCheck(self.first, self.transform)
+
+        def check(rows: Rows, name: str) -> None:
+            if self.labels is not None:
+                self.labels.check(rows[1], name)
+            if not own:
+                shapes.check(module, device, rows, name)
+
+        made = batches(self._chunks(source, part, check), self.batch_size)
+        if self.transform is not None:
+            made = map(self.transform, made)
+        without_gradients = torch.no_grad() if own else torch.inference_mode()
+        with freed_memory_kept(), without_gradients:
+            if self.specs is None:
+                return score_batches(module, loss, made, device), ()
+            from daskdl.evaluation.metric_state import MetricAccumulator
+
+            accumulator = MetricAccumulator(self.specs.shared(), source.name(part))
+            score = score_batches(module, loss, made, device, accumulator.add_)
+            return score, accumulator.states()
+
+    def _chunks(
+        self, source: Source, part: int, check: Callable[[Rows, str], None]
+    ) -> Iterator[Chunk]:
+        name = source.name(part)
+        try:
+            for rows in rows_of_part(source, part, self.batch_size):
+                check(rows, name)
+                yield whole(rows)
+        except UNREADABLE as error:
+            if not is_left_out(error, name, self.skips):
+                raise
+            left, _ = join_readable(load_each(source.separate(part), skips=True), check)
+            if left is not None:
+                yield whole(left)
 
 
 @dataclass(frozen=True)
@@ -93,22 +355,17 @@ class Score:
         return self.labels > 0
 
     def __iter__(self) -> Iterator[float]:
-        """The numbers, so that ``Score(*list(score))`` is the score again."""
+        """Iterate over the numbers, so that ``Score(*score)`` is the score again."""
         return iter(
             (self.loss_sum, self.correct, self.labels, self.examples, self.more)
         )
 
     def __add__(self, other: "Score") -> "Score":
-        return Score(
-            self.loss_sum + other.loss_sum,
-            self.correct + other.correct,
-            self.labels + other.labels,
-            self.examples + other.examples,
-            self.more + other.more,
-        )
+        sums: Any = (one + two for one, two in zip(self, other, strict=True))
+        return Score(*sums)
 
     def metrics(self) -> dict[str, float]:
-        """The mean loss per example, and the share of right labels if there is one.
+        """Return the mean loss per example, and the share of right labels if any.
 
         The loss is NaN if there are examples, but none that counts for it.
 
@@ -129,20 +386,20 @@ def score_batches(
     loss: Objective | None,
     batches: Iterable[Batch],
     device: torch.device | str,
-    tell: Tell | None = None,
+    observe: Callable[[Tree, Tree], None] | None = None,
 ) -> Score:
     """Score a module on batches, in evaluation mode, which is undone afterwards.
 
     Gradients are off, but not by inference mode: what a live module caches at its
-    first forward pass would then be of no use to training.
+    first forward pass could then not be used in training.
 
     Args:
-        module: On ``device``; its parameters and modes are left as they were.
-        loss: On ``device``, as in `evaluate`; None: it counts as 0.
+        module: On `device`; its parameters and modes are left as they were.
+        loss: On `device`, as in `evaluate_model`; None: it counts as 0.
         batches: Pairs (x, y) on any device.
         device: Where to compute.
-        tell: Is told the output and the labels of each batch, which it may keep; no
-            labels are counted then. None: nobody is.
+        observe: Called with the outputs and the labels of each batch, which it may
+            keep; labels are not counted then.
 
     Example:
         >>> rows = [(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))]
@@ -154,70 +411,54 @@ def score_batches(
     with _evaluating(module), torch.no_grad():
         for x, y in batches:
             batch = to_device(x, y, device, dtype)
+            rows = rows_in(batch)
             if isinstance(loss, OwnStep):
-                total += _of_step(module, loss, batch)
-            else:
-                total += _score_batch(module, loss, batch, tell)
+                mean = batch_loss(loss, module, batch).item()
+                total += Score(mean * rows, examples=rows)
+                continue
+            x, y = batch
+            output = module(x)
+            loss_sum, more = _loss_sum(loss, output, y, rows)
+            correct, labels = 0, 0
+            if observe is not None:
+                observe(output, y)
+            elif is_classification(output, y):
+                correct, labels = _right(output, y, ignored_label(loss))
+            total += Score(loss_sum, correct, labels, rows, more)
     return total
-
-
-def _of_step(module: nn.Module, step: OwnStep, batch: Batch) -> Score:
-    rows = rows_in(batch)
-    return Score(batch_loss(step, module, batch).item() * rows, examples=rows)
-
-
-def _score_batch(
-    module: nn.Module, loss: Loss | None, batch: Batch, tell: Tell | None
-) -> Score:
-    rows = rows_in(batch)
-    x, y = batch
-    output = module(x)
-    loss_sum, more = _loss_sum(loss, output, y, rows)
-    if tell is not None:
-        tell(output, y)
-    elif is_classification(output, y):
-        return Score(loss_sum, *_right(output, y, ignored_label(loss)), rows, more)
-    return Score(loss_sum, examples=rows, more=more)
 
 
 def _loss_sum(
     loss: Loss | None, output: Tree, y: Tree, rows: int
 ) -> tuple[float, float]:
-    """Of a batch, and by how many rows it weighs more than it has."""
+    """Return the loss of a batch, and by how many rows it weighs more than it has.
+
+    A mean over class indices divides by the labels that are not ignored, weighted by
+    class. If each batch weighed by its rows, one in which all are ignored would make
+    NaN of everything, and the mean would depend on the batch size.
+    """
     if loss is None:
         return 0.0, 0.0
-    weight = _weight(loss, output, y, rows)
+    weight: float = rows
+    ignored = ignored_label(loss)
+    if ignored is not None and not is_sum(loss) and is_classification(output, y):
+        counted = y != ignored
+        if isinstance(loss, functools.partial):
+            weights_C = loss.keywords.get("weight")
+        else:
+            weights_C = getattr(loss, "weight", None)
+        labels: Tensor = counted
+        if weights_C is not None:
+            labels = weights_C.to(y.device).double()[y.where(counted, 0)] * counted
+        weight = labels.sum().item() * rows / max(y.numel(), 1)
     if not weight:  # the loss would be 0/0
         return 0.0, -rows
     value = loss(output, y).item()
     return value * (1 if is_sum(loss) else weight), weight - rows
 
 
-def _weight(loss: Loss, output: Tree, y: Tree, rows: int) -> float:
-    """Rows that a batch weighs as: by what the loss has divided the sum of it.
-
-    That of class indices divides by the labels that it does not ignore, and by the
-    weights of their classes. If each batch weighed by its rows, one of which all is
-    ignored would make NaN of everything, and the others would give another mean for
-    another batch size.
-    """
-    ignored = ignored_label(loss)
-    if ignored is None or is_sum(loss) or not is_classification(output, y):
-        return rows
-    counted = y != ignored
-    if isinstance(loss, functools.partial):
-        weights_C = loss.keywords.get("weight")
-    else:
-        weights_C = getattr(loss, "weight", None)
-    labels: Tensor = counted
-    if weights_C is not None:
-        labels = weights_C.to(y.device).double()[y.where(counted, 0)] * counted
-    weight: float = labels.sum().item() * rows / max(y.numel(), 1)
-    return weight
-
-
 def _right(output: Tensor, y: Tensor, ignored: int | None) -> tuple[int, int]:
-    """Labels predicted right, and all that count; of NaN scores none is the best."""
+    """Count the labels predicted right, and all; of NaN scores none is the best."""
     counted = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
     best = output.max(dim=1)
     right = (best.indices == y) & counted & ~best.values.isnan()
@@ -226,7 +467,7 @@ def _right(output: Tensor, y: Tensor, ignored: int | None) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode; each submodule gets its own mode back, frozen ones too."""
+    """Set evaluation mode; each submodule gets its own mode back, frozen ones too."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -234,296 +475,3 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, training in modes:
             part.training = training
-
-
-if TYPE_CHECKING:  # they need torchmetrics, and most evaluations do not
-    from daskdl.evaluation.metric_state import Measure, States
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Sets of metrics.
-
-    Attributes:
-        sets: In the order in which they are told.
-        classes: Names of the labels 0, 1, ... where the data have none; or None.
-    """
-
-    sets: tuple[MetricSet, ...]
-    classes: Sequence[str] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        metrics: Any,
-        objective: Objective | None,
-        classes: Sequence[str] | None = None,
-    ) -> Self | None:
-        """What the user asks for; None: nothing.
-
-        Args:
-            metrics: See :meth:`daskdl.Trainer.evaluate`.
-            objective: Of the model, or None.
-            classes: Names of the labels, or None.
-
-        Raises:
-            OptionError: If it is none of what is allowed, or there is a step.
-        """
-        if metrics is None:
-            return None
-        if isinstance(objective, OwnStep):
-            raise OptionError(
-                "metrics need the outputs of the model, which a step does not show; "
-                "use daskdl.evaluate(trainer.model_, ..., metrics=...) if model(x) is "
-                "what is to be measured"
-            )
-        from daskdl.evaluation.metric_sets import metric_sets
-
-        return cls(metric_sets(metrics), classes)
-
-    def measures(
-        self,
-        objective: Objective | None,
-        output: Tree,
-        y: Tree,
-        classes: Sequence[str] | None,
-    ) -> tuple["Measure", ...]:
-        """Make all sets ready for a model and data.
-
-        Args:
-            objective: Of the model, or None.
-            output: Of a few rows.
-            y: Their labels, or None.
-            classes: Names of the labels that the data have, or None.
-
-        Raises:
-            DataError: If the labels are not such as they need, or missing.
-            ModelError: If the outputs are not.
-        """
-        if y is None:
-            raise DataError("labels must be given, or data that have them, for metrics")
-        for name, leaf in batching.named(output, "output"):
-            if not isinstance(leaf, Tensor):
-                raise ModelError(
-                    "metrics need a model that returns tensors, or tuples and dicts of "
-                    f"them; {name} is a {type(leaf).__name__}"
-                )
-        from daskdl.evaluation.metric_state import joined, measure_of
-
-        shown = Shown(
-            joined([output]),
-            joined([y]),
-            scale_of(objective, output),
-            classes or self.classes,
-            ignored_label(objective),
-        )
-        with torch.no_grad():
-            return tuple(measure_of(one, shown) for one in self.sets)
-
-
-class Scored(NamedTuple):
-    """What one part comes to."""
-
-    score: Score
-    states: "tuple[States, ...]" = ()  # of each set of metrics
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """Scores one part at a time, wherever it is; picklable.
-
-    Attributes:
-        model: Not changed.
-        loss: What is made of its outputs.
-        batch_size: Rows per forward pass.
-        transform: What is made of each batch before, or None.
-        labels: What labels are held to; None: they are not looked at.
-        skips: Whether a part that cannot be read is left out; one that is gone through
-            bit by bit, from there on.
-        first: Kinds of the rows that the model was tried with; None: it was not.
-        measures: Metrics beside the loss; None: accuracy, where there is one.
-    """
-
-    model: PackedModel
-    loss: Packed[Objective] | None
-    batch_size: int
-    transform: Transform | None
-    labels: LabelCheck | None
-    skips: bool = False
-    measures: "Packed[tuple[Measure, ...]] | None" = None
-    first: Kinds | None = None
-
-    def __call__(self, source: Source, part: int) -> Scored:
-        """Score a part.
-
-        Raises:
-            DataError: If it has a label that the loss does not accept, or that metrics
-                do not. What loading it raises comes out.
-            ModelError: If metrics cannot be measured on the outputs.
-        """
-        device = auto_device()
-        module = self.model.module(lambda copy: copy.eval().to(device))
-        loss: Objective | None = None
-        if self.loss is not None:
-            loss = self.loss.shared(lambda copy: on_device(copy, device))
-        # What a step of the user's own computes may need gradients with respect to x.
-        own = isinstance(loss, OwnStep)
-        shapes = ShapeCheck(self.first, self.transform)
-
-        def check(rows: Rows, name: str) -> None:
-            if self.labels is not None:
-                self.labels.check(rows[1], name)
-            if not own and self.first is not None:
-                shapes.check(module, device, rows, name)
-
-        made = batches(self._chunks(source, part, check), self.batch_size)
-        if self.transform is not None:
-            made = map(self.transform, made)
-        without_gradients = torch.no_grad() if own else torch.inference_mode()
-        with freed_memory_kept(), without_gradients:
-            if self.measures is None:
-                return Scored(score_batches(module, loss, made, device))
-            from daskdl.evaluation.metric_state import Meter
-
-            meter = Meter(self.measures.shared(), source.name(part))
-            score = score_batches(module, loss, made, device, meter.add)
-            return Scored(score, meter.states(part))
-
-    def _chunks(
-        self, source: Source, part: int, check: Callable[[Rows, str], None]
-    ) -> Iterator[Chunk]:
-        name = source.name(part)
-        try:
-            for rows in rows_of_part(source, part, self.batch_size):
-                check(rows, name)
-                yield whole(rows)
-        except UNREADABLE as error:
-            if not is_left_out(error, name, self.skips):
-                raise
-            left, _ = join_readable(load_each(source.separate(part), skips=True), check)
-            if left is not None:
-                yield whole(left)
-
-
-def evaluate(
-    model: nn.Module,
-    loss: Objective | None,
-    source: Source,
-    read: ReadOptions,
-    client: Client | Literal[False],
-    wanted: Wanted | None = None,
-) -> Evaluation:
-    """Measure a model on data, with every worker doing a part.
-
-    Args:
-        model: Not changed, whatever mode it is in.
-        loss: ``loss(output, labels)``, a mean over a batch, or a sum if it has
-            ``reduction="sum"``; or a step of the user's own. Batches weigh by their
-            examples; for class indices by what it divides by. None: there is none.
-        source: Examples and their labels; parts are loaded and dropped one after the
-            other.
-        read: How they are read.
-        client: A synchronous client; False: in this process.
-        wanted: Metrics; None: accuracy.
-
-    Returns:
-        ``"loss"``, the mean over the examples, and what `wanted` comes to; or
-        ``"accuracy"``, the share of right labels, if the labels are class indices and
-        the outputs one score per class. A step of the user's own shows no outputs: of
-        it there is only the loss.
-
-    Raises:
-        DataError: If the data cannot be used.
-        ModelError: If model and loss do not fit the data.
-        OptionError: If the client cannot be used, or there is nothing to measure.
-
-    Example:
-        >>> from daskdl.data.tables import InMemory
-        >>> source = InMemory(torch.tensor([[0.0, 1.0]]), torch.tensor([1]), 1)
-        >>> evaluate(nn.Identity(), nn.NLLLoss(), source, ReadOptions(1), False)
-        {'loss': -1.0, 'accuracy': 1.0}
-    """
-    check_module(model)
-    if loss is not None:
-        check_loss(loss)
-    if source.first is None:
-        source = infer_metadata(source, client, skips=read.skips)
-    packed = PackedModel(model, here=client is False)
-    scoring, measures = _prepared(model, packed, loss, source, read, wanted)
-    if client is not False:
-        source = split_stream(source, len(workers_of(client)))
-    score, states = _totals(source, scoring, client)
-    values = score.metrics()
-    if loss is None:
-        del values["loss"]
-    return Evaluation(values, _sections(measures, states))
-
-
-def _sections(
-    measures: "Sequence[Measure]", states: "Sequence[States]"
-) -> list[Section]:
-    if not measures:
-        return []
-    from daskdl.evaluation.metric_state import computed
-
-    each = [(one, computed(one, of)) for one, of in zip(measures, states, strict=True)]
-    return [one.metrics.section(one.shown, values) for one, values in each]
-
-
-def _prepared(
-    model: nn.Module,
-    packed: PackedModel,
-    loss: Objective | None,
-    source: Source,
-    read: ReadOptions,
-    wanted: Wanted | None,
-) -> "tuple[Scoring, tuple[Measure, ...]]":
-    """Look at everything on a few rows, and pack what is needed for the others."""
-    run = dry_run(packed.unpack(), source.first, read.transform, loss)
-    seen = run.output, run.batch[1]
-    measures: tuple[Measure, ...] = ()
-    if wanted is not None:
-        measures = wanted.measures(loss, *seen, source.classes)
-    elif loss is None and not is_classification(*seen):
-        raise OptionError(
-            "there is nothing to measure without loss and metrics where labels are not "
-            "class indices; give loss=, metrics=, or both"
-        )
-    masked = run.classes is None and any(one.metrics.masks_nan for one in measures)
-    labels = None if masked else run.labels
-    if labels is not None:
-        labels.check_source(source)
-    named = "step" if isinstance(loss, OwnStep) else "loss"
-    scoring = Scoring(
-        packed,
-        None if loss is None else Packed(loss, named),
-        read.batch_size,
-        read.transform,
-        labels,
-        read.skips,
-        None if wanted is None else Packed(measures, "metrics"),
-        batching.kinds(run.rows),
-    )
-    return scoring, measures
-
-
-def _added(
-    states: "tuple[States, ...]", others: "tuple[States, ...]"
-) -> "tuple[States, ...]":
-    return tuple(one + more for one, more in zip(states, others, strict=True))
-
-
-def _totals(
-    source: Source, scoring: Scoring, client: Client | Literal[False]
-) -> Scored:
-    """Of all parts; states of metrics are added up as they come."""
-    scores: dict[int, Score] = {}
-    states: tuple[States, ...] = ()
-    for part, scored in map_parts(source, scoring, client, send=True):
-        scores[part] = scored.score
-        states = _added(states, scored.states) if states else scored.states
-    unscored = [part for part in sorted(scores) if not scores[part].examples]
-    if scoring.skips and unscored:  # why, is in the logs of the workers
-        logger.warning("%s parts gave nothing to score: %s", len(unscored), unscored)
-    # In order, so that the sum does not depend on who came first.
-    return Scored(sum((scores[part] for part in sorted(scores)), Score()), states)

@@ -1,27 +1,17 @@
-"""States of torchmetrics as values that can be added up, in any order.
+"""Live torchmetrics on a part of the data, and the exact merge of all parts' states.
 
-A state of a metric says how its parts become one: as a sum, a mean, the largest, the
-smallest, or all of them, one after the other, for a function or the metric itself.
-Sums are kept with what their rounding lost, so that it makes no difference in which
-order parts come; what is kept whole knows its part, and is put in order in the end.
-Arrays are numpy's, which Dask sends without a copy.
-
-States of metrics: taken from those of one part, added up, and put into new ones.
-
-Nothing is computed before all parts are there. What was never updated has nothing to
-say: its defaults are not those of data. Nested metrics are found by their place in the
-collection.
-
-Metrics at work: live ones on a part, and what all parts come to. No Dask.
+Torchmetrics weighs processes equally in a "mean" and counts the defaults of those that
+saw nothing; here a mean weighs rows, float sums keep what rounding lost, and kept rows
+stay in the order of the parts, so that the order in which parts arrive is irrelevant.
 """
 
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,474 +30,349 @@ from daskdl.data import batching
 from daskdl.data.batching import Tree
 from daskdl.data.checks import USER_ERRORS
 from daskdl.errors import DaskDLError, DataError, ModelError
-from daskdl.evaluation.base import MetricSet, Shown
-from daskdl.evaluation.metric_sets import groups
+from daskdl.evaluation.metric_sets import MetricSet, SampleBatch, groups
 
 logger = logging.getLogger(__name__)
 
-Array = np.ndarray[Any, Any]
-Reduction = Callable[..., Any]
-T = TypeVar("T")
+# An update costs as much as hundreds of rows: batches are collected until there are so
+# many rows, or bytes.
+GATHERED_ROWS = 4096
+GATHERED_BYTES = 16 * 2**20
 
 
-@dataclass(frozen=True)
-class Total:
-    """A sum: of integers exact, of floats to about twice their digits.
+class PackedTensor(NamedTuple):
+    """A tensor as a numpy array, which Dask sends without a copy."""
 
-    Attributes:
-        sum: Rounded, float64 if it is of floats.
-        lost: What rounding took from it (Knuth's two-sum); 0 for integers.
-        dtype: Of the state.
-    """
-
-    sum: Array
-    lost: Array
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, state: Tensor, weight: int = 1) -> Self:
-        """One part's term, weighted."""
-        wide = _wide(state.dtype)
-        product = array_of(state.to(wide) * weight)
-        return cls(product, np.zeros_like(product), state.dtype)
-
-    def __add__(self, other: "Total") -> "Total":
-        _check_alike(self.sum, other.sum)
-        with np.errstate(invalid="ignore"):  # of inf nothing is lost
-            total = self.sum + other.sum
-            ours = total - other.sum
-            lost = (self.sum - ours) + (other.sum - (total - ours))
-            lost = self.lost + other.lost + np.where(np.isfinite(total), lost, 0)
-        return Total(np.asarray(total), lost, self.dtype)
-
-    def value(self, divisor: int = 1) -> Tensor:
-        """The state again."""
-        total = np.asarray(self.sum + self.lost)
-        return tensor_of(total if divisor == 1 else total / divisor, self.dtype)
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean over rows: parts weigh by theirs, not each the same.
-
-    Attributes:
-        total: Of means times rows.
-        rows: Of all parts.
-    """
-
-    total: Total
-    rows: int
-
-    def __add__(self, other: "Mean") -> "Mean":
-        return Mean(self.total + other.total, self.rows + other.rows)
-
-    def value(self) -> Tensor:
-        """The state again."""
-        return self.total.value(self.rows)
-
-
-@dataclass(frozen=True)
-class Extreme:
-    """The largest, or the smallest.
-
-    Attributes:
-        array: Of the parts so far.
-        largest: Which of both.
-        dtype: Of the state.
-    """
-
-    array: Array
-    largest: bool
-    dtype: torch.dtype
-
-    def __add__(self, other: "Extreme") -> "Extreme":
-        _check_alike(self.array, other.array)
-        chosen = np.maximum if self.largest else np.minimum  # both keep NaN, as torch
-        return Extreme(chosen(self.array, other.array), self.largest, self.dtype)
-
-    def value(self) -> Tensor:
-        """The state again."""
-        return tensor_of(self.array, self.dtype)
-
-
-@dataclass(frozen=True)
-class Whole(Generic[T]):
-    """What is kept whole, in the order of the parts.
-
-    Attributes:
-        parts: What each has, by its number.
-        listed: Whether the state is a list, else it is a tensor.
-    """
-
-    parts: Mapping[int, list[T]]
-    listed: bool
-
-    def __add__(self, other: "Whole[T]") -> "Whole[T]":
-        return Whole({**self.parts, **other.parts}, self.listed)
-
-    def value(self, reduction: Reduction | None) -> Any:
-        """The state again; of one part as it was, for there is nothing to reduce."""
-        flat = [_unpacked(one) for n in sorted(self.parts) for one in self.parts[n]]
-        if reduction is dim_zero_cat:
-            return dim_zero_cat(flat) if flat else []
-        if len(self.parts) == 1:
-            return flat if self.listed else flat[0]
-        both = flat if self.listed else torch.stack(flat)
-        return both if reduction is None else reduction(both)
-
-
-Value = Total | Mean | Extreme | Whole[Any]
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """A tensor on its way."""
-
-    array: Array
+    array: np.ndarray
     dtype: torch.dtype
 
 
-def value_of(
-    state: Tensor | list[Any],
-    reduction: Reduction | None,
-    rows: int,
-    part: int,
-) -> Value:
-    """What a state of one part adds.
-
-    Args:
-        state: Of a metric that has been updated with that part.
-        reduction: What torchmetrics has for it.
-        rows: Of the part, > 0.
-        part: Its number.
-    """
-    if isinstance(state, list):
-        whole = state
-        if reduction is dim_zero_cat and state:
-            whole = [dim_zero_cat(state)]
-        return Whole({part: [_packed(one) for one in whole]}, listed=True)
-    if reduction is dim_zero_sum:
-        return Total.of(state)
-    if reduction is dim_zero_mean:
-        return Mean(Total.of(state, rows), rows)
-    if reduction in (dim_zero_max, dim_zero_min):
-        return Extreme(array_of(state), reduction is dim_zero_max, state.dtype)
-    return Whole({part: [_packed(state)]}, listed=False)
-
-
-def state_of(value: Value, reduction: Reduction | None) -> Any:
-    """What a state is after all parts, as `value_of` was given it for one."""
-    return value.value(reduction) if isinstance(value, Whole) else value.value()
-
-
-def array_of(tensor: Tensor) -> Array:
-    """The numbers of a tensor, wherever it is; bfloat16, which numpy lacks, wider."""
-    tensor = tensor.detach().cpu()
-    array: Array = (
-        tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    ).numpy()
-    return array
-
-
-def tensor_of(array: Array, dtype: torch.dtype) -> Tensor:
-    """A tensor of its own."""
-    return torch.from_numpy(np.array(array)).to(dtype)
-
-
-def _packed(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return _Packed(array_of(value), value.dtype)
-    return value
-
-
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, _Packed):
-        return tensor_of(value.array, value.dtype)
-    return value
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else torch.int64
-
-
-def _check_alike(one: Array, two: Array) -> None:
-    if one.shape != two.shape:
-        raise DataError(
-            f"a metric has a state of shape {one.shape} in one part of the data and "
-            f"{two.shape} in another, and they cannot be added up"
-        )
-
-
-@dataclass(frozen=True)
-class MetricState:
-    """Of one metric, without those in it.
+class PartState(NamedTuple):
+    """The state of one metric after one part.
 
     Attributes:
-        updates: How often it was updated, > 0.
-        values: By the names of its states.
+        updates: Number of updates, > 0.
+        rows: Rows of the part, the weight of its means.
+        values: By the names of the metric's states, tensors packed.
     """
 
     updates: int
-    values: Mapping[str, Value]
-
-    def __add__(self, other: "MetricState") -> "MetricState":
-        both: dict[str, Any] = dict(self.values)
-        values = {name: both[name] + value for name, value in other.values.items()}
-        return MetricState(self.updates + other.updates, values)
+    rows: int
+    values: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class States:
-    """Of a collection, on some parts; they are added up in any order.
-
-    Attributes:
-        metrics: By place in the collection: ``"name"``, or ``"name.inner"``.
-
-    Example:
-        >>> import torch
-        >>> from torchmetrics import MaxMetric
-        >>> def part(number, rows):
-        ...     live = MetricCollection([MaxMetric()])
-        ...     update_(live, rows)
-        ...     return states_of(live, len(rows), number)
-        >>> both = part(0, torch.tensor([1.0])) + part(1, torch.tensor([-2.0, -1.0]))
-        >>> restored(MetricCollection([MaxMetric()]), both).compute()
-        {'MaxMetric': tensor(1.)}
-    """
-
-    metrics: Mapping[str, MetricState] = field(default_factory=dict)
-
-    def __add__(self, other: "States") -> "States":
-        both = dict(self.metrics)
-        for place, state in other.metrics.items():
-            both[place] = both[place] + state if place in both else state
-        return States(both)
+# By place in the collection: "name", or "name.inner" for a metric within a metric.
+PartStates = Mapping[str, PartState]
 
 
 def update_(collection: MetricCollection, *given: Any) -> None:
-    """Update metrics; of those that have the same state, the first.
-
-    Args:
-        collection: Its states change.
-        given: What the metrics take, of at least one row.
-    """
-    top = _top(collection)
+    """Update metrics with some rows, once for those that share a state."""
+    if not batching.length(given[-1]):  # nothing counts, which some metrics refuse
+        return
+    metrics = _metrics(collection)
     for head, *_ in groups(collection):
-        top[head].update(*given)
+        metrics[head].update(*given)
 
 
-def states_of(collection: MetricCollection, rows: int, part: int = 0) -> States:
-    """What live metrics have seen of one part.
-
-    Args:
-        collection: Not changed, and of no more use: tensors may be shared with it.
-        rows: That it was updated with.
-        part: Number of the part: each only once.
-    """
-    top = _top(collection)
-    return States(
-        {
-            place: MetricState(metric.update_count, _values(metric, rows, part))
-            for head, *_ in groups(collection)
-            for place, metric in _metrics_in(head, top[head])
-            if metric.update_count
-        }
-    )
-
-
-def _values(metric: Metric, rows: int, part: int) -> dict[str, Value]:
+def states_of(collection: MetricCollection, rows: int) -> PartStates:
+    """Return what live metrics know of `rows` rows; they are of no further use."""
     return {
-        name: value_of(getattr(metric, name), reduction, rows, part)
-        for name, reduction in _reductions(metric).items()
+        place: PartState(
+            metric.update_count,
+            rows,
+            {
+                name: _packed_state(getattr(metric, name), reduction)
+                for name, reduction in metric._reductions.items()
+            },
+        )
+        for place, metric in _heads(collection)
+        if metric.update_count
     }
 
 
-def _reductions(metric: Metric) -> dict[str, Any]:
-    # What was a name when the state was declared is a function by now.
-    return metric._reductions
-
-
-def restored(collection: MetricCollection, states: States) -> MetricCollection:
-    """Metrics that have seen all parts.
+class StateMerger:
+    """Merges the states of parts, in whatever order they come.
 
     Args:
-        collection: Live ones as the parts had them, in their beginning; not changed.
-        states: Of all parts.
+        collection: The metrics before any update; not changed.
 
-    Returns:
-        A collection of copies, by the same names.
+    Example:
+        >>> from torchmetrics import MaxMetric
+        >>> merger = StateMerger(MetricCollection([MaxMetric()]))
+        >>> for part, rows in enumerate(([1.0], [-2.0, -1.0])):
+        ...     live = MetricCollection([MaxMetric()])
+        ...     update_(live, torch.tensor(rows))
+        ...     merger.add_(part, states_of(live, len(rows)))
+        >>> merger.merged().compute()
+        {'MaxMetric': tensor(1.)}
     """
-    top: dict[str, Any] = copy.deepcopy(_top(collection))
-    for head, *others in groups(collection):
-        for place, metric in _metrics_in(head, top[head]):
-            if place not in states.metrics:
-                continue
-            state = states.metrics[place]
-            values = {
-                name: state_of(value, _reductions(metric)[name])
-                for name, value in state.values.items()
+
+    def __init__(self, collection: MetricCollection) -> None:
+        self._collection = collection
+        self._updates: Counter[str] = Counter()
+        self._states: dict[str, dict[str, _MergedState]] = {
+            place: {
+                name: _MergedState(reduction)
+                for name, reduction in metric._reductions.items()
             }
-            inner = place.removeprefix(head)
-            for name in (head, *others):
-                _put_(dict(_metrics_in("", top[name]))[inner], state.updates, values)
-    prefix, postfix = collection.prefix, collection.postfix
-    return MetricCollection(top, prefix=prefix, postfix=postfix, compute_groups=False)
+            for place, metric in _heads(collection)
+        }
+
+    def add_(self, part: int, states: PartStates) -> None:
+        """Add the states of a part; each part comes once.
+
+        Raises:
+            DataError: If a state that is summed has another shape than before.
+        """
+        for place, (updates, rows, values) in states.items():
+            self._updates[place] += updates
+            for name, value in values.items():
+                self._states[place][name].add_(value, rows, part)
+
+    def merged(self) -> MetricCollection:
+        """Return metrics, by the same names, that have seen all parts."""
+        metrics = copy.deepcopy(_metrics(self._collection))
+        for head, *others in groups(self._collection):
+            for place, _ in _within(head, metrics[head]):
+                if not self._updates[place]:
+                    continue
+                inner = place.removeprefix(head)
+                values = {n: s.value() for n, s in self._states[place].items()}
+                for name in (head, *others):
+                    metric = dict(_within("", metrics[name]))[inner]
+                    for n, value in values.items():
+                        setattr(metric, n, value)
+                    metric._update_count = self._updates[place]
+                    metric._computed = None
+        prefix, postfix = self._collection.prefix, self._collection.postfix
+        return MetricCollection(
+            dict(metrics), prefix=prefix, postfix=postfix, compute_groups=False
+        )
 
 
-def _put_(metric: Metric, updates: int, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(metric, name, value)
-    metric._update_count = updates
-    metric._computed = None
+class _MergedState:
+    """One state of a metric over all parts so far, by torchmetrics' reduction."""
+
+    def __init__(self, reduction: Any) -> None:
+        self._reduction = reduction
+        self._rows = 0
+        self._total: Any = None  # the sum, or the extreme
+        self._lost: Any = 0  # by rounding the sum: Knuth's two-sum
+        self._dtype: torch.dtype | None = None
+        self._parts: dict[int, Any] = {}  # what is kept whole
+
+    def add_(self, state: Any, rows: int, part: int) -> None:
+        merges = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min)
+        if not isinstance(state, PackedTensor) or self._reduction not in merges:
+            self._parts[part] = state
+            return
+        array, self._dtype = state
+        if self._reduction in (dim_zero_sum, dim_zero_mean):
+            wide = {"f": np.float64, "c": np.complex128}.get(array.dtype.kind, np.int64)
+            array = array.astype(wide)
+            if self._reduction is dim_zero_mean:
+                array, self._rows = array * rows, self._rows + rows
+        if self._total is None:
+            self._total = array
+            return
+        if self._total.shape != array.shape:
+            raise DataError(
+                f"a metric has a state of shape {self._total.shape} in one part of the "
+                f"data and {array.shape} in another, and they cannot be added up"
+            )
+        if self._reduction in (dim_zero_max, dim_zero_min):
+            extreme = np.maximum if self._reduction is dim_zero_max else np.minimum
+            self._total = extreme(self._total, array)  # both keep NaN, as torch does
+            return
+        with np.errstate(invalid="ignore"):  # nothing is lost of inf
+            total = self._total + array
+            ours = total - array
+            lost = (self._total - ours) + (array - (total - ours))
+        self._lost = self._lost + np.where(np.isfinite(total), lost, 0)
+        self._total = np.asarray(total)
+
+    def value(self) -> Any:
+        if self._dtype is not None:
+            total = np.asarray(self._total + self._lost)
+            array = total / self._rows if self._rows else total
+            return _unpacked(PackedTensor(array, self._dtype))
+        states = [self._parts[part] for part in sorted(self._parts)]
+        listed = isinstance(states[0], list)
+        flat = [_unpacked(one) for s in states for one in (s if listed else [s])]
+        if self._reduction is dim_zero_cat:
+            return dim_zero_cat(flat) if flat else []
+        if len(states) == 1:  # there is nothing to reduce
+            return flat if listed else flat[0]
+        stacked = flat if listed else torch.stack(flat)
+        return stacked if self._reduction is None else self._reduction(stacked)
 
 
-def _top(collection: MetricCollection) -> dict[str, Metric]:
+def _packed_state(state: Tensor | list[Any], reduction: Any) -> Any:
+    if not isinstance(state, list):
+        return _packed(state)
+    if reduction is dim_zero_cat and state:
+        state = [dim_zero_cat(state)]
+    return [_packed(one) for one in state]
+
+
+def _packed(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    tensor = value.detach().cpu()
+    wider = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # numpy's lack
+    return PackedTensor(wider.numpy(), value.dtype)
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, PackedTensor):
+        return value
+    return torch.from_numpy(np.array(value.array)).to(value.dtype)
+
+
+def _metrics(collection: MetricCollection) -> dict[str, Metric]:
     return dict(collection.items(keep_base=True, copy_state=False))
 
 
-def _metrics_in(name: str, metric: Metric) -> Iterable[tuple[str, Metric]]:
-    """Itself and those in it, by place, but those that only pass on to them."""
+def _heads(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
+    """Yield place and metric of every state that is not shared from another."""
+    metrics = _metrics(collection)
+    for head, *_ in groups(collection):
+        yield from _within(head, metrics[head])
+
+
+def _within(name: str, metric: Metric) -> Iterable[tuple[str, Metric]]:
+    """Yield a metric and those in it, without wrappers, which only pass on."""
     for inner, module in metric.named_modules():
         if isinstance(module, Metric) and not isinstance(module, WrapperMetric):
             yield f"{name}.{inner}" if inner else name, module
 
 
-# An update costs as much as hundreds of rows, so batches wait for each other: rows, or
-# bytes where rows are large, until their metrics are told.
-GATHERED_ROWS = 4096
-GATHERED_BYTES = 16 * 2**20
-
-
-class Measure(NamedTuple):
-    """A set of metrics, ready to be measured; picklable.
+class MetricSpec(NamedTuple):
+    """A set of metrics ready to be measured; picklable.
 
     Attributes:
         metrics: The set.
-        shown: What it is measured on.
-        collection: Its metrics in their beginning; copied, never changed.
+        sample: The rows that it was tried on.
+        collection: Its metrics before any update; copied, never changed.
     """
 
     metrics: MetricSet
-    shown: Shown
+    sample: SampleBatch
     collection: MetricCollection
 
 
-def measure_of(metrics: MetricSet, shown: Shown) -> Measure:
-    """Make a set ready, and try it on the rows that are shown.
+def metric_spec(metrics: MetricSet, sample: SampleBatch) -> MetricSpec:
+    """Make a set ready, and try it on the sample.
 
     Raises:
-        DataError: If the labels are not such as it needs.
+        DataError: If the labels are not what the metrics need.
         ModelError: If the outputs are not, or a metric fails on them.
     """
-    with _told_to_the_log():
+    with _warnings_logged():
         try:
-            measure = Measure(metrics, shown, metrics.collection(shown))
-            rehearsal = copy.deepcopy(measure.collection)
-            update_(rehearsal, *metrics.prepared(shown, shown.output, shown.y))
+            spec = MetricSpec(metrics, sample, metrics.collection(sample))
+            trial = copy.deepcopy(spec.collection)
+            update_(trial, *metrics.prepared(sample, sample.output, sample.y))
         except USER_ERRORS as error:
             if isinstance(error, DaskDLError):
                 raise
+            shown = [
+                ", ".join(
+                    f"{name} {tuple(leaf.shape)} {leaf.dtype}"
+                    for name, leaf in batching.named(tree, "")
+                )
+                for tree in (sample.output, sample.y)
+            ]
             raise ModelError(
-                f"metrics failed on {batching.length(shown.y)} rows, the output being "
-                f"{_outline(shown.output)} and the labels {_outline(shown.y)}: {error}"
+                f"metrics failed on {batching.length(sample.y)} rows, the output being "
+                f"{shown[0]} and the labels {shown[1]}: {error}"
             ) from error
-    return measure
+    return spec
 
 
-class Meter:
+class MetricAccumulator:
     """Live metrics of one part, on the CPU.
 
     Args:
-        measures: What is measured.
+        specs: What is measured.
         name: Of the part, for messages.
     """
 
-    def __init__(self, measures: Sequence[Measure], name: str) -> None:
-        self._measures = measures
+    def __init__(self, specs: Sequence[MetricSpec], name: str) -> None:
+        self._specs = specs
         self._name = name
-        self._live = [copy.deepcopy(measure.collection) for measure in measures]
+        self._live = [copy.deepcopy(spec.collection) for spec in specs]
         self._waiting: list[tuple[Tree, Tree]] = []
         self._shapes: Any = None  # of a row of those waiting
-        self._rows = self._most = 0  # that wait, and may
-        self._told = 0  # rows that the metrics have been told
+        self._waiting_rows = self._most = 0
+        self._measured = 0  # rows
 
-    def add(self, output: Tree, y: Tree) -> None:
-        """Measure some rows, now or when there are more.
+    def add_(self, output: Tree, y: Tree) -> None:
+        """Measure some rows, now or together with later ones.
 
         Args:
-            output: Of the model, on any device; kept until then.
+            output: Outputs of the model, on any device; kept until then.
             y: Their labels, likewise.
 
         Raises:
             DataError: If the metrics cannot be measured on these rows.
-            ModelError: If outputs are no numbers.
+            ModelError: If outputs are NaN.
         """
-        shapes = _shapes(output, y)
+        shapes = [leaf.shape[1:] for leaf in batching.named_both((output, y)).values()]
         if shapes != self._shapes:
-            if self._waiting:
-                self._tell()
+            self._measure()
             self._shapes = shapes
             row_bytes = batching.nbytes((output, y)) // max(batching.length(y), 1)
             self._most = min(GATHERED_ROWS, GATHERED_BYTES // max(row_bytes, 1))
         self._waiting.append((output, y))
-        self._rows += batching.length(y)
-        if self._rows >= self._most:
-            self._tell()
+        self._waiting_rows += batching.length(y)
+        if self._waiting_rows >= self._most:
+            self._measure()
 
-    def states(self, part: int) -> tuple[States, ...]:
-        """What each set of metrics has seen; the meter is of no more use.
+    def states(self) -> tuple[PartStates, ...]:
+        """Return what each set has measured; the accumulator is of no further use."""
+        self._measure()
+        return tuple(states_of(live, self._measured) for live in self._live)
 
-        Args:
-            part: Number of the part.
-        """
-        if self._waiting:
-            self._tell()
-        return tuple(states_of(live, max(self._told, 1), part) for live in self._live)
-
-    def _tell(self) -> None:
-        output, y = (joined(each) for each in zip(*self._waiting, strict=True))
-        rows, self._rows, self._waiting = self._rows, 0, []
-        last = self._told + rows - 1
+    def _measure(self) -> None:
+        if not self._waiting:
+            return
+        output, y = (on_cpu(each) for each in zip(*self._waiting, strict=True))
+        rows, self._waiting_rows, self._waiting = self._waiting_rows, 0, []
         try:
-            for measure, live in zip(self._measures, self._live, strict=True):
-                prepared = measure.metrics.prepared(measure.shown, output, y)
-                update_(live, *prepared)
+            for spec, live in zip(self._specs, self._live, strict=True):
+                update_(live, *spec.metrics.prepared(spec.sample, output, y))
         except USER_ERRORS as error:
-            where = f"rows {self._told} to {last} of {self._name}"
+            last = self._measured + rows - 1
+            where = f"rows {self._measured} to {last} of {self._name}"
             if isinstance(error, DaskDLError):
                 error.add_note(f"in {where}")
                 raise
             raise DataError(f"metrics failed on {where}: {error}") from error
-        self._told += rows
+        self._measured += rows
 
 
-def computed(measure: Measure, states: States) -> dict[str, Any]:
-    """What a set comes to; of warnings about it the log tells.
-
-    Args:
-        measure: The set.
-        states: Of all parts.
+def metric_values(spec: MetricSpec, merger: StateMerger) -> dict[str, Any]:
+    """Compute the values of a set from the states of all parts.
 
     Raises:
-        DataError: If nothing can be computed of these rows.
+        DataError: If a metric cannot be computed of these rows.
     """
-    with _told_to_the_log():
+    with _warnings_logged():
         try:
-            told: Mapping[str, Any] = restored(measure.collection, states).compute()
+            computed: Mapping[str, Any] = merger.merged().compute()
         except USER_ERRORS as error:
             raise DataError(
                 f"metrics could not be computed of the rows there are: {error}"
             ) from error
-    return measure.metrics.values(measure.shown, told)
+    return spec.metrics.values(spec.sample, computed)
 
 
 @contextmanager
-def _told_to_the_log() -> Iterator[None]:
-    """Warnings, of classes that are missing for one: reports show it, people need not.
+def _warnings_logged() -> Iterator[None]:
+    """Log warnings, such as of a class without rows, which the report shows as well.
 
-    On the client only: filters belong to the whole process.
+    On the client only: warning filters belong to the whole process.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -516,31 +381,13 @@ def _told_to_the_log() -> Iterator[None]:
         logger.info("%s", warning.message)
 
 
-def joined(parts: Sequence[Tree]) -> Tree:
-    """Rows of batches together, as metrics take them: on the CPU, in long floats.
+def on_cpu(parts: Sequence[Tree]) -> Tree:
+    """Join rows as metrics take them: contiguous on the CPU, in float32 or more."""
 
-    Many metrics have no code for short ones on a CPU, and none for other orders of
-    memory.
+    def joined(*leaves: Tensor) -> Tensor:
+        rows = torch.cat(leaves) if len(leaves) > 1 else leaves[0]
+        rows = rows.cpu().contiguous()
+        short = rows.dtype in (torch.bfloat16, torch.float16)
+        return rows.float() if short else rows
 
-    Args:
-        parts: Trees of tensors, at least one.
-    """
-    return batching.mapped(_together, *parts)
-
-
-def _together(*leaves: Tensor) -> Tensor:
-    rows = torch.cat(leaves) if len(leaves) > 1 else leaves[0]
-    rows = rows.cpu().contiguous()
-    short = rows.dtype in (torch.bfloat16, torch.float16)
-    return rows.float() if short else rows
-
-
-def _shapes(output: Tree, y: Tree) -> Any:
-    if isinstance(output, Tensor) and isinstance(y, Tensor):  # nearly always
-        return output.shape[1:], y.shape[1:]
-    return [leaf.shape[1:] for leaf in batching.named_both((output, y)).values()]
-
-
-def _outline(tree: Tree) -> str:
-    named = batching.named(tree, "")
-    return ", ".join(f"{name} {tuple(leaf.shape)} {leaf.dtype}" for name, leaf in named)
+    return batching.mapped(joined, *parts)

@@ -1,111 +1,101 @@
-"""Colours that differ for every kind of eye: Okabe and Ito, without yellow.
+"""Pictures of an evaluation: confusion matrix, curves, reliability diagram.
 
-A confusion matrix drawn. No torch; matplotlib is given, not imported.
-
-ROC and precision-recall curves drawn. Matplotlib is given, not imported.
-
-A reliability diagram drawn. No torch; matplotlib is given, not imported.
+Matplotlib is imported when something is drawn, and its global state is not touched.
+C classes, M bins, P points of a curve.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-DASHES = ("-", "--", ":")
-PALE = "#BBBBBB"
-DARK = "#555555"
-
+from daskdl.errors import OptionError
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import SubFigure
+    from matplotlib.figure import Figure, SubFigure
 
-COUNTED = 20  # classes up to which each cell has its number
+Numbers = NDArray[np.float64]
+
+# Okabe and Ito's colors, which differ for every kind of eye, without yellow.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("-", "--")  # with the colors, enough for the curves that are named
+PALE, DARK = "#BBBBBB", "#555555"
+
+_WIDTH, _HEIGHT = 6.0, 4.5  # of one picture, inches
+_COUNTED = 20  # classes up to which each cell of a matrix has its number
 _TICKS = 10  # class names along one side, of more classes than that
-_CROWDED = 12  # names are small, and long ones upright
-_LETTERS = 12  # of a class name
-
-
-def drawn_confusion(
-    confusion_CC: NDArray[np.int64], names: Sequence[str], figure: "SubFigure"
-) -> None:
-    """Draw a confusion matrix: colours are shares of the row, numbers are counts.
-
-    Args:
-        confusion_CC: Rows are the labels, columns the predictions.
-        names: Of the classes.
-        figure: Is drawn on.
-    """
-    axes = figure.add_subplot()
-    whole = np.maximum(confusion_CC.sum(axis=1, keepdims=True), 1)
-    share_CC = confusion_CC / whole
-    image = axes.imshow(share_CC, cmap="Blues", vmin=0, vmax=1)
-    figure.colorbar(image, ax=axes, label="share of the row", fraction=0.046)
-    _name(axes, names)
-    axes.set(title="Confusion matrix", xlabel="predicted", ylabel="actual")
-    if len(names) <= COUNTED:
-        _number(axes, confusion_CC, share_CC)
-
-
-def _name(axes: "Axes", names: Sequence[str]) -> None:
-    step = 1 if len(names) <= COUNTED else -(-len(names) // _TICKS)
-    places = range(0, len(names), step)
-    shown = [_short(names[k]) for k in places]
-    crowded = len(shown) > _CROWDED
-    size = "small" if crowded else "medium"
-    axes.set_yticks(places, shown, fontsize=size)
-    if max(map(len, shown)) <= 2 or len(shown) <= 4:
-        axes.set_xticks(places, shown, fontsize=size)
-    elif crowded:
-        axes.set_xticks(places, shown, fontsize=size, rotation=90)
-    else:
-        axes.set_xticks(places, shown, fontsize=size, rotation=45, ha="right")
-
-
-def _short(name: str) -> str:
-    # Matplotlib reads what is between dollars as mathematics.
-    name = name if len(name) <= _LETTERS else f"{name[: _LETTERS - 1]}…"
-    return name.replace("$", r"\$")
-
-
-def _number(
-    axes: "Axes", confusion_CC: NDArray[np.int64], share_CC: NDArray[np.float64]
-) -> None:
-    digits = len(str(confusion_CC.max()))
-    size = min(10.0, 300 / (len(confusion_CC) * max(digits, 2)))
-    for (row, column), count in np.ndenumerate(confusion_CC):
-        if count:
-            axes.text(
-                column,
-                row,
-                str(count),
-                ha="center",
-                va="center",
-                fontsize=size,
-                color="white" if share_CC[row, column] > 0.5 else "black",
-            )
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import SubFigure
-
-NAMED = 10  # curves with a colour of their own; of more, those with the least area
-_LETTERS_curve_picture = 14  # of a class name
-
-_TEXTS = {
-    "roc": ("ROC", "false positive rate", "true positive rate", "AUC"),
-    "precision_recall": ("Precision and recall", "recall", "precision", "AP"),
+_NAMED = 10  # curves with a color of their own; of more, those with the least area
+_BESIDE: dict[str, Any] = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1.02, 1),
+    "fontsize": "small",
+    "frameon": False,
 }
 
 
-def drawn_curves(
+def figure_of(pictures: "Sequence[Callable[[SubFigure], None]]") -> "Figure":
+    """Draw pictures beside and below each other.
+
+    Raises:
+        OptionError: If matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise OptionError("plot needs matplotlib: pip install daskdl[plots]") from None
+    columns = min(len(pictures), 2)
+    rows = -(-len(pictures) // columns)
+    size = (_WIDTH * columns, _HEIGHT * rows)
+    figure = Figure(figsize=size, layout="constrained", dpi=100)
+    FigureCanvasAgg(figure)
+    parts = figure.subfigures(rows, columns, squeeze=False).flatten()
+    for picture, part in zip(pictures, parts, strict=False):
+        picture(part)
+    return figure
+
+
+def short(name: str, letters: int) -> str:
+    """Cut a name to so many letters."""
+    return name if len(name) <= letters else f"{name[: letters - 1]}…"
+
+
+def draw_confusion(
+    confusion_CC: NDArray[np.int64], names: Sequence[str], figure: "SubFigure"
+) -> None:
+    """Draw a confusion matrix: colors are shares of the row, numbers are counts."""
+    axes = figure.add_subplot()
+    share_CC = confusion_CC / np.maximum(confusion_CC.sum(axis=1, keepdims=True), 1)
+    image = axes.imshow(share_CC, cmap="Blues", vmin=0, vmax=1)
+    figure.colorbar(image, ax=axes, label="share of the row", fraction=0.046)
+    axes.set(title="Confusion matrix", xlabel="predicted", ylabel="actual")
+    places = range(
+        0, len(names), 1 if len(names) <= _COUNTED else -(-len(names) // _TICKS)
+    )
+    # Matplotlib reads what is between dollars as mathematics.
+    shown = [short(names[k], 12).replace("$", r"\$") for k in places]
+    crowded = len(shown) > 12
+    upright: dict[str, Any] = {"fontsize": "small" if crowded else "medium"}
+    axes.set_yticks(places, shown, **upright)
+    if len(shown) > 4 and max(map(len, shown)) > 2:
+        upright |= {"rotation": 90} if crowded else {"rotation": 45, "ha": "right"}
+    axes.set_xticks(places, shown, **upright)
+    if len(names) > _COUNTED:
+        return
+    digits = max(len(str(confusion_CC.max())), 2)
+    size = min(10.0, 300 / (len(names) * digits))
+    centered: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size}
+    for (row, column), count in np.ndenumerate(confusion_CC):
+        if count:
+            color = "white" if share_CC[row, column] > 0.5 else "black"
+            axes.text(column, row, str(count), color=color, **centered)
+
+
+def draw_curves(
     kind: str,
-    curves_C2P: NDArray[np.float64],
-    areas_C: NDArray[np.float64],
+    curves_C2P: Numbers,
+    areas_C: Numbers,
     names: Sequence[str],
     figure: "SubFigure",
 ) -> None:
@@ -118,61 +108,42 @@ def drawn_curves(
         names: Of the classes.
         figure: Is drawn on.
     """
-    title, x, y, area = _TEXTS[kind]
+    roc = kind == "roc"
+    title, x, y, area = (
+        ("ROC", "false positive rate", "true positive rate", "AUC")
+        if roc
+        else ("Precision and recall", "recall", "precision", "AP")
+    )
     axes = figure.add_subplot()
     axes.set(title=title, xlabel=x, ylabel=y, xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
-    if kind == "roc":
+    # Precision holds from one threshold to the next.
+    drawstyle = "default" if roc else "steps-pre"
+    if roc:
         axes.plot([0, 1], [0, 1], color=PALE, linestyle=":", zorder=1)
     there = np.flatnonzero(~np.isnan(areas_C))
-    named = there if len(there) <= NAMED else there[np.argsort(areas_C[there])[:NAMED]]
+    lowest = there[np.argsort(areas_C[there])[:_NAMED]]
+    named = there if len(there) <= _NAMED else lowest
+    pale: dict[str, Any] = {"color": PALE, "linewidth": 0.6, "zorder": 2}
     for k in np.setdiff1d(there, named):
-        _draw(axes, kind, curves_C2P[k], {"color": PALE, "linewidth": 0.6, "zorder": 2})
+        axes.plot(*curves_C2P[k], drawstyle=drawstyle, **pale)
     for place, k in enumerate(named):
-        label = f"{_short_curve_picture(names[k])} ({area} {areas_C[k]:.3f})"
-        _draw(axes, kind, curves_C2P[k], {"label": label, **_style(place)})
-    if len(named):
-        heading = None if len(named) == len(there) else f"the {NAMED} lowest"
-        axes.legend(
-            loc="upper left",
-            bbox_to_anchor=(1.02, 1),
-            fontsize="small",
-            title=heading,
-            frameon=False,
+        # Matplotlib hides labels that begin with "_".
+        name = short(names[k], 14).replace("$", r"\$").replace("_", "\u200b_", 1)
+        axes.plot(
+            *curves_C2P[k],
+            drawstyle=drawstyle,
+            label=f"{name} ({area} {areas_C[k]:.3f})",
+            color=COLORS[place % len(COLORS)],
+            linestyle=DASHES[place // len(COLORS)],
+            linewidth=1.3,
+            zorder=3,
         )
+    if len(named):
+        heading = None if len(named) == len(there) else f"the {_NAMED} lowest"
+        axes.legend(title=heading, **_BESIDE)
 
 
-def _style(place: int) -> dict[str, Any]:
-    dashes = DASHES[place // len(COLOURS) % len(DASHES)]
-    color = COLOURS[place % len(COLOURS)]
-    return {"color": color, "linestyle": dashes, "linewidth": 1.3, "zorder": 3}
-
-
-def _draw(
-    axes: "Axes", kind: str, curve_2P: NDArray[np.float64], style: dict[str, Any]
-) -> None:
-    if kind == "roc":
-        axes.plot(*curve_2P, **style)
-    else:  # precision holds from one threshold to the next
-        axes.step(*curve_2P, where="pre", **style)
-
-
-def _short_curve_picture(name: str) -> str:
-    # Matplotlib reads what is between dollars as mathematics, and hides "_" labels.
-    name = (
-        name
-        if len(name) <= _LETTERS_curve_picture
-        else f"{name[: _LETTERS_curve_picture - 1]}…"
-    )
-    return name.replace("$", r"\$").replace("_", "\u200b_", 1)
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import SubFigure
-
-Numbers = NDArray[np.float64]
-
-
-def drawn_reliability(
+def draw_reliability(
     edges: Numbers,
     count_M: NDArray[np.int64],
     confidence_M: Numbers,
@@ -191,20 +162,20 @@ def drawn_reliability(
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     there = count_M > 0
     width = np.diff(edges)
+    bars: dict[str, Any] = {"align": "edge", "edgecolor": "white"}
     above.bar(
         edges[:-1][there],
         accuracy_M[there],
         width[there],
-        align="edge",
-        color=COLOURS[4],
-        edgecolor="white",
+        color=COLORS[4],
         label="accuracy of the bin",
+        **bars,
     )
     above.plot([0, 1], [0, 1], color=DARK, linestyle=":", label="perfectly calibrated")
     above.plot(
         confidence_M[there],
         accuracy_M[there],
-        color=COLOURS[1],
+        color=COLORS[1],
         marker="o",
         markersize=4,
         label="at mean confidence",
@@ -212,8 +183,6 @@ def drawn_reliability(
     above.set(
         title="Reliability", ylabel="accuracy of the bin", xlim=(0, 1), ylim=(0, 1.02)
     )
-    above.legend(
-        loc="upper left", bbox_to_anchor=(1.02, 1), fontsize="small", frameon=False
-    )
-    below.bar(edges[:-1], count_M, width, align="edge", color=PALE, edgecolor="white")
+    above.legend(**_BESIDE)
+    below.bar(edges[:-1], count_M, width, color=PALE, **bars)
     below.set(xlabel="confidence", ylabel="predictions")

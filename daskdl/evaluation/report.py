@@ -1,75 +1,69 @@
-"""What a report is made of, and how that is written as text and as HTML. No torch.
+"""What an evaluation returns: a dict that prints as a report, saves, and draws.
 
-What one set of metrics measured, as a part of an evaluation. No torch, no Dask.
-
-Pictures put together to a figure, without matplotlib's global state. No torch.
-
-Tables and notes on classes, and on labels that are there or not. No torch.
-
-The report on classes, and on labels that are there or not. No torch, no Dask.
-
-The reports on regression and on calibration. No torch, no Dask.
-
-What an evaluation gives back: a dict that can be read, saved and drawn. No Dask.
+A section is data: blocks of text and tables, per-class columns, pictures. Text and HTML
+are written from the same blocks. No torch, no Dask; pandas and matplotlib are optional.
 """
 
-import functools
 import html
 import itertools
 import json
 import math
 import numbers
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from daskdl.errors import OptionError
-from daskdl.evaluation.plots import (
-    drawn_confusion,
-    drawn_curves,
-    drawn_reliability,
-)
+from daskdl.evaluation import plots
 
-_STYLE = "text-align: right"
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure, SubFigure
+
+Values = Mapping[str, Any]
 
 
-class Heading(NamedTuple):
-    """The title of a section."""
+class Text(NamedTuple):
+    """A sentence, or a title (``"h4"``)."""
 
     text: str
-
-
-class Facts(NamedTuple):
-    """Single numbers, each with its name."""
-
-    rows: Sequence[tuple[str, str]]
+    tag: str = "p"
 
 
 class Table(NamedTuple):
-    """Columns of numbers, right-aligned; the first cell of a row is its name."""
+    """Right-aligned cells; the first cell of a row is its name."""
 
-    columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    columns: Sequence[str] = ()
 
 
-class Note(NamedTuple):
-    """A sentence."""
+@dataclass(frozen=True, eq=False)
+class Section:
+    """The values of one set of metrics, and how they are shown.
 
-    text: str
+    Attributes:
+        kind: One word, which tells sections with the same values apart.
+        values: Numbers and arrays, by the names that the user sees.
+        blocks: Its part of the report.
+        names: What rows of arrays are: classes, labels or columns.
+        columns: What there is of each of `names`, by the names of values.
+        pictures: What can be drawn, by kind; each draws on the figure it is given.
+    """
 
-
-Block = Heading | Facts | Table | Note
+    kind: str
+    values: Values
+    blocks: Sequence[Text | Table]
+    names: tuple[str, ...] = ()
+    columns: Values = field(default_factory=dict)
+    pictures: "Mapping[str, Callable[[SubFigure], None]]" = field(default_factory=dict)
 
 
 def decimals(value: float) -> str:
-    """A number with 4 decimals; "-" for one that is not defined.
-
-    Large and tiny ones have 4 digits after the first instead.
+    """Write a number with 4 decimals; "-" for one that is not defined.
 
     Example:
         >>> decimals(0.5), decimals(float("nan")), decimals(1e-7), decimals(123456.0)
@@ -81,38 +75,23 @@ def decimals(value: float) -> str:
     return f"{value:.4f}" if size == 0 or 1e-3 <= size < 1e6 else f"{value:.4e}"
 
 
-def as_text(blocks: Iterable[Block]) -> str:
+def as_text(blocks: Iterable[Text | Table]) -> str:
     """Write a report for a terminal.
 
     Example:
-        >>> print(as_text([Heading("Errors"), Facts([("MSE", "0.5000")])]))
+        >>> print(as_text([Text("Errors", "h4"), Table([("MSE", "0.5000")])]))
         Errors
         <BLANKLINE>
         MSE  0.5000
     """
-    return "\n\n".join(_text_of(block) for block in blocks)
+    return "\n\n".join(
+        _one_line(block.text) if isinstance(block, Text) else _aligned(block)
+        for block in blocks
+    )
 
 
-def as_html(blocks: Iterable[Block]) -> str:
-    """Write a report for a notebook; every name is escaped.
-
-    Example:
-        >>> as_html([Note("<b>")])
-        '<div><p>&lt;b&gt;</p></div>'
-    """
-    return f"<div>{''.join(_html_of(block) for block in blocks)}</div>"
-
-
-def _text_of(block: Block) -> str:
-    if isinstance(block, Heading | Note):
-        return _one_line(block.text)
-    if isinstance(block, Facts):
-        return _aligned(block.rows)
-    return _aligned([block.columns, *block.rows])
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Cells below each other: the first of a row to the left, others to the right."""
+def _aligned(table: Table) -> str:
+    rows = [table.columns, *table.rows] if table.columns else table.rows
     lines = [[_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = (
@@ -123,125 +102,38 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Without line breaks, tabs and what a terminal would obey."""
+    """Remove line breaks, tabs and what a terminal would obey."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def _html_of(block: Block) -> str:
-    if isinstance(block, Heading):
-        return f"<h4>{html.escape(block.text)}</h4>"
-    if isinstance(block, Note):
-        return f"<p>{html.escape(block.text)}</p>"
-    if isinstance(block, Facts):
-        return f"<table>{_html_rows(block.rows)}</table>"
-    head = "".join(f'<th style="{_STYLE}">{html.escape(c)}</th>' for c in block.columns)
-    return f"<table><tr>{head}</tr>{_html_rows(block.rows)}</table>"
+def as_html(blocks: Iterable[Text | Table]) -> str:
+    """Write a report for a notebook; every name is escaped.
 
-
-def _html_rows(rows: Sequence[Sequence[str]]) -> str:
-    return "".join(
-        f"<tr><th>{html.escape(name)}</th>"
-        + "".join(f'<td style="{_STYLE}">{html.escape(cell)}</td>' for cell in cells)
-        + "</tr>"
-        for name, *cells in rows
-    )
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import SubFigure
-
-Picture = Callable[["SubFigure"], None]  # draws on it
-
-
-@dataclass(frozen=True, eq=False)
-class Section(ABC):
-    """Values of one set of metrics, and how they are shown.
-
-    Attributes:
-        values: Numbers and arrays, by the names that the user sees.
-        names: What rows of arrays are: classes, labels or columns; () if nothing is.
+    Example:
+        >>> as_html([Text("<b>")])
+        '<div><p>&lt;b&gt;</p></div>'
     """
 
-    values: Mapping[str, Any]
-    names: tuple[str, ...] = ()
+    def row(cells: Sequence[str], tag: str) -> str:
+        style = ' style="text-align: right"'
+        first, *others = map(html.escape, cells)
+        written = "".join(f"<{tag}{style}>{cell}</{tag}>" for cell in others)
+        return f"<tr><th>{first}</th>{written}</tr>"
 
-    @property
-    @abstractmethod
-    def kind(self) -> str:
-        """One word, which sets this section apart from others."""
+    def written(block: Text | Table) -> str:
+        if isinstance(block, Text):
+            return f"<{block.tag}>{html.escape(block.text)}</{block.tag}>"
+        head = row(block.columns, "th") if block.columns else ""
+        return f"<table>{head}{''.join(row(r, 'td') for r in block.rows)}</table>"
 
-    @abstractmethod
-    def blocks(self) -> Iterator[Block]:
-        """Make the report of this section."""
-
-    def columns(self) -> dict[str, Any]:
-        """What there is of each of `names`, by the names of values."""
-        return {}
-
-    def pictures(self) -> dict[str, Picture]:
-        """What can be drawn, by kind."""
-        return {}
-
-
-class PlainSection(Section):
-    """Numbers by name, of metrics that only the user knows."""
-
-    @property
-    @override
-    def kind(self) -> str:
-        return "own"
-
-    @override
-    def blocks(self) -> Iterator[Block]:
-        yield Heading("Metrics")
-        yield Facts([(name, _shown(value)) for name, value in self.values.items()])
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, numbers.Integral) or not isinstance(value, numbers.Real):
-        return str(value)
-    return decimals(float(value))
-
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-_WIDTH, _HEIGHT = 6.0, 4.5  # of one picture, inches
-_COLUMNS = 2
-
-
-def figure_of(pictures: Sequence[Picture]) -> "Figure":
-    """Draw pictures beside and below each other.
-
-    Args:
-        pictures: One or more.
-
-    Raises:
-        OptionError: If matplotlib is missing.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise OptionError("plot needs matplotlib: pip install daskdl[plots]") from None
-    columns = min(len(pictures), _COLUMNS)
-    rows = -(-len(pictures) // columns)
-    figure = Figure(
-        figsize=(_WIDTH * columns, _HEIGHT * rows), layout="constrained", dpi=100
-    )
-    FigureCanvasAgg(figure)
-    parts = figure.subfigures(rows, columns, squeeze=False).flatten()
-    for picture, part in zip(pictures, parts, strict=False):
-        picture(part)
-    return figure
+    return f"<div>{''.join(map(written, blocks))}</div>"
 
 
 LIMIT = 20  # classes in a table or matrix; beyond, nobody reads them
 WORST = 10  # of more classes, these are shown
-_LETTERS = 10  # of a class name above a column of the confusion matrix
 
-SCALARS = {
-    "accuracy": "accuracy",
+_AVERAGED = ("precision", "recall", "f1", "roc_auc", "average_precision")
+_SCALARS = {
     "exact_match": "exact match",
     "precision": "precision",
     "recall": "recall",
@@ -251,8 +143,7 @@ SCALARS = {
     "roc_auc": "ROC AUC",
     "average_precision": "average precision",
 }
-AVERAGED = ("precision", "recall", "f1", "roc_auc", "average_precision")
-PER_CLASS = {
+_PER_CLASS = {
     "accuracy_per_class": "accuracy",
     "precision_per_class": "precision",
     "recall_per_class": "recall",
@@ -262,209 +153,140 @@ PER_CLASS = {
     "support": "support",
     "predicted": "predicted",
 }
+_ERRORS = {"mse": "MSE", "mae": "MAE", "rmse": "RMSE", "r2": "R2", "pearson": "Pearson"}
 
-Values = Mapping[str, Any]
+
+def user_metrics(values: Values) -> Section:
+    """Report numbers by name, of metrics that only the user knows."""
+
+    def shown(value: Any) -> str:
+        real = isinstance(value, numbers.Real)
+        whole = isinstance(value, numbers.Integral)
+        return decimals(float(value)) if real and not whole else str(value)
+
+    rows = [(name, shown(value)) for name, value in values.items()]
+    return Section("own", values, [Text("Metrics", "h4"), Table(rows)])
 
 
-def facts(values: Values, averaged: bool) -> Facts:
-    """Single numbers that there are, in the order of a report.
+def classification(values: Values, names: tuple[str, ...]) -> Section:
+    """Report rates, confusion matrix and curves of classes; each row has one."""
+    title = f"Classification: {len(names)} classes, {values['support'].sum()} labels"
+    blocks = _class_blocks(title, values, names, "class", "with labels")
+    if len(names) <= LIMIT:
+        blocks += _confusion(values, names)
+    pictures = {**_confusion_picture(values, names), **_curve_pictures(values, names)}
+    columns = {name: values[name] for name in _PER_CLASS if name in values}
+    return Section("classification", values, blocks, names, columns, pictures)
 
-    Args:
-        values: Of a section.
-        averaged: Whether some of them are means over classes.
-    """
-    shown = dict(SCALARS)
+
+def binary(values: Values, names: tuple[str, ...]) -> Section:
+    """Report rates at a threshold and curves of something that is there or not."""
+    matrix = values["confusion_matrix"]
+    no, yes = matrix.sum(axis=1)
+    blocks: list[Text | Table] = [
+        Text(f"Binary: {no + yes} labels, {yes} of them {names[1]}", "h4"),
+        _facts(values, averaged=False),
+        *(
+            Text(f"No label is {name}: ROC AUC is not defined")
+            for name, count in zip(names, (no, yes), strict=True)
+            if not count
+        ),
+        *_confusion(values, names),
+    ]
+    pictures = {
+        **_confusion_picture(values, names),
+        **_curve_pictures(values, names[1:]),
+    }
+    return Section("binary", values, blocks, names, pictures=pictures)
+
+
+def multilabel(values: Values, names: tuple[str, ...]) -> Section:
+    """Report rates and curves of labels, of which a row may have any number."""
+    title = f"Multilabel: {len(names)} labels, {values['rows']} rows"
+    blocks = _class_blocks(title, values, names, "label", "that occur")
+    columns = {name: values[name] for name in _PER_CLASS}
+    pictures = _curve_pictures(values, names)
+    return Section("multilabel", values, blocks, names, columns, pictures)
+
+
+def _facts(values: Values, *, averaged: bool) -> Table:
+    # The number in "top_5_accuracy" is that of the classes it allows.
+    shown = {"accuracy": "accuracy"}
+    shown |= {
+        n: n.replace("_", "-", 1).replace("_", " ") for n in values if "top_" in n
+    }
+    shown |= _SCALARS
     if averaged:
-        shown |= {name: f"{SCALARS[name]} (macro)" for name in AVERAGED}
-    top = [n for n in values if n.startswith("top_")]
-    names = ["accuracy", *top, *(n for n in shown if n != "accuracy")]
+        shown |= {name: f"{_SCALARS[name]} (macro)" for name in _AVERAGED}
+    return Table([(shown[n], decimals(values[n])) for n in shown if n in values])
+
+
+def _class_blocks(
+    title: str, values: Values, names: Sequence[str], corner: str, those: str
+) -> list[Text | Table]:
+    blocks: list[Text | Table] = [Text(title, "h4"), _facts(values, averaged=True)]
+    support, predicted = values["support"] > 0, values["predicted"] > 0
+    chosen = np.arange(len(names))
+    if len(names) > LIMIT:
+        chosen = np.flatnonzero(support)
+        order = np.argsort(values["f1_per_class"][chosen], kind="stable")
+        chosen = chosen[order][:WORST]
+        plural = "classes" if corner == "class" else "labels"
+        blocks.append(
+            Text(f"The {WORST} {plural} with the lowest F1, of those {those}:")
+        )
+    columns = {_PER_CLASS[n]: values[n] for n in _PER_CLASS if n in values}
     rows = [
-        (shown.get(name, _top(name)), decimals(values[name]))
-        for name in names
-        if name in values
+        (
+            names[k],
+            *(
+                str(v[k]) if v.dtype.kind == "i" else decimals(v[k])
+                for v in columns.values()
+            ),
+        )
+        for k in chosen.tolist()
     ]
-    return Facts(rows)
-
-
-def per_class(values: Values, names: Sequence[str], corner: str) -> Table:
-    """One row for each class; of very many, for those with the lowest F1.
-
-    Args:
-        values: Of a section.
-        names: Of its classes.
-        corner: What they are.
-    """
-    columns = {PER_CLASS[n]: values[n] for n in PER_CLASS if n in values}
-    chosen = range(len(names)) if len(names) <= LIMIT else worst(values)
-    rows = [(names[k], *(_cell(v[k]) for v in columns.values())) for k in chosen]
-    return Table([corner, *columns], rows)
-
-
-def worst(values: Values) -> list[int]:
-    """Classes with the lowest F1 of those that have labels."""
-    labelled = np.flatnonzero(values["support"])
-    order = np.argsort(values["f1_per_class"][labelled], kind="stable")
-    return [int(k) for k in labelled[order][:WORST]]
-
-
-def confusion(confusion_CC: NDArray[np.int64], names: Sequence[str]) -> Table:
-    """Rows are the labels, columns what was predicted."""
-    short = [n if len(n) <= _LETTERS else f"{n[: _LETTERS - 1]}…" for n in names]
-    rows = [
-        (name, *(str(n) for n in row))
-        for name, row in zip(names, confusion_CC, strict=True)
-    ]
-    return Table(["", *short], rows)
-
-
-def notes(values: Values, names: Sequence[str]) -> Iterator[Note]:
-    """Classes whose numbers mean less than they look like."""
-    labelled, predicted = values["support"] > 0, values["predicted"] > 0
-    unseen = ~labelled & ~predicted
-    groups = {
-        "Never predicted": labelled & ~predicted,
-        "Without a label, so that recall is 0": ~labelled & predicted,
+    blocks.append(Table(rows, [corner, *columns]))
+    unseen = ~support & ~predicted
+    remarks = {
+        "Never predicted": support & ~predicted,
+        "Without a label, so that recall is 0": ~support & predicted,
         "Without a label and never predicted, left out of every mean": unseen,
         "ROC AUC is not defined, for there is one class only": (
             np.isnan(values["roc_auc_per_class"]) & ~unseen
         ),
     }
-    for text, chosen in groups.items():
-        if chosen.any():
-            yield Note(
-                f"{text}: {listed([names[k] for k in np.flatnonzero(chosen).tolist()])}"
-            )
+    return [*blocks, *_remarks(remarks, names)]
 
 
-def listed(names: Sequence[str]) -> str:
-    """Names after each other, not too many.
-
-    Example:
-        >>> listed(["a", "b"])
-        'a, b'
-    """
-    shown = ", ".join(names[:LIMIT])
-    return shown if len(names) <= LIMIT else f"{shown} and {len(names) - LIMIT} more"
+def _remarks(remarks: Mapping[str, Any], names: Sequence[str]) -> Iterator[Text]:
+    """Yield a sentence for each remark that applies to any of the names."""
+    for remark, applies in remarks.items():
+        which = [names[k] for k in np.flatnonzero(applies).tolist()]
+        more = f" and {len(which) - LIMIT} more" if len(which) > LIMIT else ""
+        if which:
+            yield Text(f"{remark}: {', '.join(which[:LIMIT])}{more}")
 
 
-def _top(name: str) -> str:
-    """The number in "top_5_accuracy" is that of the classes it allows."""
-    return name.replace("_", "-", 1).replace("_", " ")
+def _confusion(values: Values, names: Sequence[str]) -> list[Text | Table]:
+    rows = [
+        (name, *map(str, counts))
+        for name, counts in zip(names, values["confusion_matrix"], strict=True)
+    ]
+    note = Text("Confusion matrix (row: actual, column: predicted):")
+    return [note, Table(rows, ["", *(plots.short(name, 10) for name in names)])]
 
 
-def _cell(value: Any) -> str:
-    return str(value) if isinstance(value, np.integer) else decimals(float(value))
+def _confusion_picture(values: Values, names: tuple[str, ...]) -> dict[str, Any]:
+    matrix = values["confusion_matrix"]
+    return {"confusion_matrix": partial(plots.draw_confusion, matrix, names)}
 
 
-class ClassSection(Section):
-    """Rates, confusion matrix and curves of classes, of which each row has one."""
-
-    @property
-    @override
-    def kind(self) -> str:
-        return "classification"
-
-    @override
-    def blocks(self) -> Iterator[Block]:
-        labels = self.values["support"].sum()
-        yield Heading(f"Classification: {len(self.names)} classes, {labels} labels")
-        yield facts(self.values, averaged=True)
-        if len(self.names) > LIMIT:
-            yield Note(f"The {WORST} classes with the lowest F1, of those with labels:")
-        yield per_class(self.values, self.names, "class")
-        yield from notes(self.values, self.names)
-        if len(self.names) <= LIMIT:
-            yield Note("Confusion matrix (row: actual, column: predicted):")
-            yield confusion(self.values["confusion_matrix"], self.names)
-
-    @override
-    def columns(self) -> dict[str, Any]:
-        return {name: self.values[name] for name in PER_CLASS if name in self.values}
-
-    @override
-    def pictures(self) -> dict[str, Picture]:
-        return {**confusion_picture(self), **curve_pictures(self)}
-
-
-class BinarySection(ClassSection):
-    """Rates at a threshold and curves, of something that is there or not."""
-
-    @property
-    @override
-    def kind(self) -> str:
-        return "binary"
-
-    @override
-    def blocks(self) -> Iterator[Block]:
-        (tn, fp), (fn, tp) = self.values["confusion_matrix"]
-        labels, positive = tn + fp + fn + tp, self.names[1]
-        yield Heading(f"Binary: {labels} labels, {fn + tp} of them {positive}")
-        yield facts(self.values, averaged=False)
-        yield from self._undefined()
-        yield Note("Confusion matrix (row: actual, column: predicted):")
-        yield confusion(self.values["confusion_matrix"], self.names)
-
-    def _undefined(self) -> Iterator[Note]:
-        actual = self.values["confusion_matrix"].sum(axis=1)
-        for name, count in zip(self.names, actual, strict=True):
-            if not count:
-                yield Note(f"No label is {name}: ROC AUC is not defined")
-
-    @override
-    def columns(self) -> dict[str, Any]:
-        return {}
-
-    @override
-    def pictures(self) -> dict[str, Picture]:
-        return {**confusion_picture(self), **curve_pictures(self, self.names[1:])}
-
-
-class LabelSection(ClassSection):
-    """Rates and curves of labels, of which a row may have any number."""
-
-    @property
-    @override
-    def kind(self) -> str:
-        return "multilabel"
-
-    @override
-    def blocks(self) -> Iterator[Block]:
-        yield Heading(
-            f"Multilabel: {len(self.names)} labels, {self.values['rows']} rows"
-        )
-        yield facts(self.values, averaged=True)
-        if len(self.names) > LIMIT:
-            yield Note(f"The {WORST} labels with the lowest F1, of those that occur:")
-        yield per_class(self.values, self.names, "label")
-        yield from notes(self.values, self.names)
-
-    @override
-    def pictures(self) -> dict[str, Picture]:
-        return curve_pictures(self)
-
-
-def confusion_picture(section: Section) -> dict[str, Picture]:
-    """The picture of a section's confusion matrix."""
-    matrix = section.values["confusion_matrix"]
-    drawn = functools.partial(drawn_confusion, matrix, section.names)
-    return {"confusion_matrix": drawn}
-
-
-def curve_pictures(
-    section: Section, names: tuple[str, ...] | None = None
-) -> dict[str, Picture]:
-    """The pictures of a section's curves.
-
-    Args:
-        section: Whose values.
-        names: Of the curves; None: those of the section.
-    """
-    names = section.names if names is None else names
-    values = section.values
+def _curve_pictures(values: Values, names: tuple[str, ...]) -> dict[str, Any]:
     areas = {"roc": "roc_auc", "precision_recall": "average_precision"}
-    drawn = {
-        kind: functools.partial(
-            drawn_curves,
+    return {
+        kind: partial(
+            plots.draw_curves,
             kind,
             values[f"{kind}_curves"],
             np.atleast_1d(values.get(f"{area}_per_class", values[area])),
@@ -472,114 +294,65 @@ def curve_pictures(
         )
         for kind, area in areas.items()
     }
-    return dict(drawn)
 
 
-ERRORS = {"mse": "MSE", "mae": "MAE", "rmse": "RMSE", "r2": "R2", "pearson": "Pearson"}
+def regression(values: Values, names: tuple[str, ...]) -> Section:
+    """Report the errors of each column, and their means."""
+    count = values["count"]
+    each = [values[f"{error}_per_column"] for error in _ERRORS]
+    rows = [
+        (name, *(decimals(column[k]) for column in each), str(count[k]))
+        for k, name in enumerate(names[:LIMIT])
+    ]
+    if len(names) > 1:
+        means = (decimals(values[error]) for error in _ERRORS)
+        rows.append(("mean", *means, str(count.sum())))
+    columns = f"{len(names)} column" + ("s" if len(names) > 1 else "")
+    blocks: list[Text | Table] = [
+        Text(f"Regression: {columns}, {count.sum()} values", "h4"),
+        Table(rows, ["column", *_ERRORS.values(), "values"]),
+    ]
+    if len(names) > LIMIT:
+        blocks.append(Text(f"{len(names) - LIMIT} more columns are in to_pandas()"))
+    remarks = {
+        "Without a value that counts": "mse",
+        "R2 is not defined with fewer than 2 values": "r2",
+        "Pearson is not defined where labels or predictions do not vary": "pearson",
+    }
+    undefined = {
+        remark: np.isnan(values[f"{name}_per_column"])
+        for remark, name in remarks.items()
+    }
+    blocks += _remarks(undefined, names)
+    per_column = {
+        f"{error}_per_column": values[f"{error}_per_column"] for error in _ERRORS
+    }
+    return Section("regression", values, blocks, names, per_column | {"count": count})
 
 
-class RegressionSection(Section):
-    """Errors of each column, and their means."""
-
-    @property
-    @override
-    def kind(self) -> str:
-        return "regression"
-
-    @override
-    def blocks(self) -> Iterator[Block]:
-        columns, count = self.values["count"], len(self.names)
-        yield Heading(f"Regression: {_plural(count, 'column')}, {columns.sum()} values")
-        yield Table(["column", *ERRORS.values(), "values"], list(self._rows()))
-        if count > LIMIT:
-            yield Note(f"{count - LIMIT} more columns are in to_pandas()")
-        for name, text in _UNDEFINED.items():
-            missing = [
-                column
-                for column, value in zip(
-                    self.names, self.values[f"{name}_per_column"], strict=True
-                )
-                if value != value  # NaN
-            ]
-            if missing:
-                yield Note(f"{text}: {listed(missing)}")
-
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        count = self.values["count"]
-        for k, name in enumerate(self.names[:LIMIT]):
-            each = (decimals(self.values[f"{e}_per_column"][k]) for e in ERRORS)
-            yield (name, *each, str(count[k]))
-        if len(self.names) > 1:
-            mean = (decimals(self.values[error]) for error in ERRORS)
-            yield ("mean", *mean, str(count.sum()))
-
-    @override
-    def columns(self) -> dict[str, Any]:
-        names = [*(f"{error}_per_column" for error in ERRORS), "count"]
-        return {name: self.values[name] for name in names}
-
-
-_UNDEFINED = {
-    "mse": "Without a value that counts",
-    "r2": "R2 is not defined with fewer than 2 values",
-    "pearson": "Pearson is not defined where labels or predictions do not vary",
-}
-
-
-class CalibrationSection(Section):
-    """How often what is said with a confidence is right."""
-
-    @property
-    @override
-    def kind(self) -> str:
-        return "calibration"
-
-    @override
-    def blocks(self) -> Iterator[Block]:
-        rows = self.values["bin_count"].sum()
-        yield Heading(f"Calibration: {rows} predictions")
-        yield Facts(
+def calibration(values: Values, names: tuple[str, ...]) -> Section:
+    """Report how often predictions of each confidence are right."""
+    bins = [values[f"bin_{name}"] for name in ("count", "confidence", "accuracy")]
+    edges = values["bin_edges"]
+    rows = [
+        (f"{low:.3f} to {high:.3f}", str(count), decimals(sure), decimals(right))
+        for (low, high), count, sure, right in zip(
+            itertools.pairwise(edges), *bins, strict=True
+        )
+    ]
+    blocks: list[Text | Table] = [
+        Text(f"Calibration: {values['bin_count'].sum()} predictions", "h4"),
+        Table(
             [
-                ("expected calibration error", decimals(self.values["ece"])),
-                ("largest calibration error", decimals(self.values["mce"])),
+                ("expected calibration error", decimals(values["ece"])),
+                ("largest calibration error", decimals(values["mce"])),
             ]
-        )
-        yield Table(
-            ["confidence", "count", "mean confidence", "accuracy"], list(self._bins())
-        )
-
-    def _bins(self) -> Iterator[tuple[str, ...]]:
-        edges = self.values["bin_edges"]
-        for k, count in enumerate(self.values["bin_count"]):
-            confidence = decimals(self.values["bin_confidence"][k])
-            accuracy = decimals(self.values["bin_accuracy"][k])
-            span = f"{edges[k]:.3f} to {edges[k + 1]:.3f}"
-            yield (span, str(count), confidence, accuracy)
-
-    @override
-    def columns(self) -> dict[str, Any]:
-        each = self.values.get("ece_per_class")
-        return {} if each is None else {"ece_per_class": each}
-
-    @override
-    def pictures(self) -> dict[str, Picture]:
-        drawn = functools.partial(
-            drawn_reliability,
-            self.values["bin_edges"],
-            self.values["bin_count"],
-            self.values["bin_confidence"],
-            self.values["bin_accuracy"],
-        )
-        return {"reliability": drawn}
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
+        ),
+        Table(rows, ["confidence", "count", "mean confidence", "accuracy"]),
+    ]
+    each = {name: values[name] for name in ("ece_per_class",) if name in values}
+    pictures = {"reliability": partial(plots.draw_reliability, edges, *bins)}
+    return Section("calibration", values, blocks, names, each, pictures)
 
 
 class Evaluation(dict[str, Any]):
@@ -603,7 +376,6 @@ class Evaluation(dict[str, Any]):
     """
 
     sections: tuple[Section, ...]
-    _measured: frozenset[str]  # names of what they have
 
     def __init__(
         self,
@@ -612,12 +384,9 @@ class Evaluation(dict[str, Any]):
     ) -> None:
         super().__init__(values)
         self.sections = tuple(sections)
-        measured: dict[str, Any] = {}
+        self._alone = tuple(self)  # values of no section
         for section in self.sections:
-            for name, value in section.values.items():
-                measured[_free(name, section, {*self, *measured})] = value
-        self._measured = frozenset(measured)
-        self.update(measured)
+            _add_free(self, section, section.values)
 
     def to_dict(self) -> dict[str, Any]:
         """The values as Python's numbers and lists.
@@ -658,24 +427,16 @@ class Evaluation(dict[str, Any]):
             ) from None
         if rows not in (None, "classes", "all"):
             raise OptionError(f'rows must be "classes", "all" or None, got {rows!r}')
-        columns = self._columns()
-        if rows == "classes" and not columns:
+        with_some = [section for section in self.sections if section.columns]
+        if rows == "classes" and not with_some:
             raise OptionError('there are no classes in this evaluation: rows="all"')
-        if rows == "all" or not columns:
-            numbers = {k: v for k, v in self.items() if np.ndim(v) == 0}
-            return pd.DataFrame([numbers])
-        names = next(s.names for s in self.sections if s.columns())
-        return pd.DataFrame(columns, index=pd.Index(names))
-
-    def _columns(self) -> dict[str, Any]:
-        """Of the first section that has any, and of those with the same names."""
-        with_some = [s for s in self.sections if s.columns()]
+        if rows == "all" or not with_some:
+            return pd.DataFrame([{k: v for k, v in self.items() if np.ndim(v) == 0}])
         columns: dict[str, Any] = {}
         for section in with_some:
             if section.names == with_some[0].names:
-                for name, values in section.columns().items():
-                    columns[_free(name, section, columns)] = values
-        return columns
+                _add_free(columns, section, section.columns)
+        return pd.DataFrame(columns, index=pd.Index(with_some[0].names))
 
     def plot(self, kind: str | None = None) -> "Figure":
         """Draw what there is.
@@ -690,10 +451,9 @@ class Evaluation(dict[str, Any]):
         Raises:
             OptionError: If there is no such picture, or matplotlib is missing.
         """
-        pictures: dict[str, Picture] = {}
+        pictures: dict[str, Any] = {}
         for section in self.sections:
-            for name, picture in section.pictures().items():
-                pictures[_free(name, section, pictures)] = picture
+            _add_free(pictures, section, section.pictures)
         if not pictures:
             raise OptionError(
                 "there is nothing to draw in this evaluation: evaluate with "
@@ -704,7 +464,9 @@ class Evaluation(dict[str, Any]):
                 f"kind must be one of {', '.join(map(repr, pictures))}, which this "
                 f"evaluation has, or None for all, got {kind!r}"
             )
-        return figure_of([*pictures.values()] if kind is None else [pictures[kind]])
+        return plots.figure_of(
+            [*pictures.values()] if kind is None else [pictures[kind]]
+        )
 
     @override
     def __repr__(self) -> str:
@@ -713,23 +475,25 @@ class Evaluation(dict[str, Any]):
     def _repr_html_(self) -> str | None:
         return as_html(self._blocks()) if self.sections else None
 
-    def _blocks(self) -> Iterable[Block]:
+    def _blocks(self) -> Iterator[Text | Table]:
         alone = [
-            (name, decimals(value))
-            for name, value in self.items()
-            if name not in self._measured and isinstance(value, float | int)
+            (name, decimals(self[name]))
+            for name in self._alone
+            if isinstance(self[name], float | int)
         ]
         if alone:
-            yield Facts(alone)
+            yield Table(alone)
         for section in self.sections:
-            yield from section.blocks()
+            yield from section.blocks
 
 
-def _free(name: str, section: Section, taken: Container[str]) -> str:
-    """The name; where it is taken, after the section, of which there may be several."""
-    after = (f"{section.kind}_{n}_{name}" for n in itertools.count(2))
-    names = itertools.chain([name, f"{section.kind}_{name}"], after)
-    return next(one for one in names if one not in taken)
+def _add_free(into: dict[str, Any], section: Section, values: Values) -> None:
+    """Add values; where a name is taken, it begins with the kind of the section."""
+    taken: Container[str] = set(into)
+    for name, value in values.items():
+        numbered = (f"{section.kind}_{n}_{name}" for n in itertools.count(2))
+        free = itertools.chain([name, f"{section.kind}_{name}"], numbered)
+        into[next(one for one in free if one not in taken)] = value
 
 
 def _plain(value: Any) -> Any:

@@ -20,7 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import daskdl
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.evaluation.report import PlainSection
+from daskdl.evaluation.report import user_metrics
 from daskdl.metrics import (
     BinaryMetrics,
     ClassificationMetrics,
@@ -172,7 +172,7 @@ class Kept(ClassificationMetrics):
         return {"probabilities": computed["probabilities"].numpy()}
 
     def section(self, shown, values):
-        return PlainSection(values)
+        return user_metrics(values)
 
 
 class TestTrouble:

@@ -4,10 +4,12 @@ import re
 
 import pytest
 import torch
+from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
+from torchmetrics.wrappers import MinMaxMetric, Running
 
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.evaluation.base import Shown
-from daskdl.evaluation.metric_sets import metric_set_of
+from daskdl.evaluation.metric_sets import SampleBatch, metric_sets
 from daskdl.metrics import (
     BinaryMetrics,
     CalibrationMetrics,
@@ -15,7 +17,7 @@ from daskdl.metrics import (
     MultilabelMetrics,
     RegressionMetrics,
 )
-from tests.support.metric_parts import measured, shown_of
+from tests.support.metric_parts import measured, sample_of
 
 NAN = float("nan")
 PRESETS = (
@@ -88,7 +90,7 @@ def test_outputs_and_labels_that_do_not_go_together_are_refused(case):
     kind, output, y, message = SHAPES[case]
 
     with pytest.raises((DataError, ModelError), match=re.escape(message)):
-        kind().collection(Shown(output, y, "logits", None, None))
+        kind().collection(SampleBatch(output, y, "logits", None, None))
 
 
 @pytest.mark.parametrize("kind", PRESETS)
@@ -97,13 +99,13 @@ def test_outputs_of_several_tensors_are_refused(kind):
     output, y = {"a": of(4, 2)}, INDICES
 
     with pytest.raises(ModelError, match=re.escape(message)):
-        kind().collection(shown_of(of(4, 2), y)._replace(output=output))
+        kind().collection(sample_of(of(4, 2), y)._replace(output=output))
 
 
 @pytest.mark.parametrize("kind", PRESETS)
 def test_missing_labels_are_refused(kind):
     with pytest.raises(DataError, match="need labels of one tensor, got NoneType"):
-        kind().collection(shown_of(of(4, 2), INDICES)._replace(y=None))
+        kind().collection(sample_of(of(4, 2), INDICES)._replace(y=None))
 
 
 LABELS = {
@@ -123,7 +125,7 @@ def test_labels_that_are_none_are_refused(case):
     y = torch.tensor(y)
 
     with pytest.raises(DataError, match=re.escape(message)):
-        measured(kind(), shown_of(output, y), output, y)
+        measured(kind(), sample_of(output, y), output, y)
 
 
 @pytest.mark.parametrize("value", [NAN, float("inf")])
@@ -140,7 +142,7 @@ def test_outputs_that_are_no_numbers_are_refused(kind, shape, labels, value):
     output[2] = value
 
     with pytest.raises(ModelError, match="1 of 4 outputs are NaN or infinite"):
-        measured(kind(), shown_of(output, labels), output, labels)
+        measured(kind(), sample_of(output, labels), output, labels)
 
 
 @pytest.mark.parametrize("kind", [BinaryMetrics, CalibrationMetrics])
@@ -148,13 +150,13 @@ def test_scores_of_one_label_that_are_no_numbers_are_refused(kind):
     output = torch.tensor([0.0, NAN])
 
     with pytest.raises(ModelError, match="1 of 2 outputs are NaN or infinite"):
-        measured(kind(), shown_of(output, INDICES[:2]), output, INDICES[:2])
+        measured(kind(), sample_of(output, INDICES[:2]), output, INDICES[:2])
 
 
 def test_a_row_that_does_not_count_may_be_no_number():
     output, y = torch.tensor([[1.0, 0.0], [NAN, NAN]]), torch.tensor([0, -100])
 
-    shown = shown_of(output, y, ignored=-100)
+    shown = sample_of(output, y, ignored=-100)
     values = measured(ClassificationMetrics(), shown, output, y)
 
     assert (values["accuracy"], values["support"].tolist()) == (1.0, [1, 0])
@@ -166,7 +168,7 @@ def test_scores_that_are_no_probabilities_where_the_loss_takes_such_are_refused(
     with pytest.raises(ModelError, match=r"must be probabilities.* got -3.25 where"):
         measured(
             BinaryMetrics(),
-            shown_of(output, INDICES[:2], scale="probabilities"),
+            sample_of(output, INDICES[:2], scale="probabilities"),
             output,
             INDICES[:2],
         )
@@ -175,7 +177,7 @@ def test_scores_that_are_no_probabilities_where_the_loss_takes_such_are_refused(
 def test_a_probability_that_rounding_took_above_1_is_1():
     output = torch.tensor([1.0000001, 0.2])
 
-    shown = shown_of(output, INDICES[:2], scale="probabilities")
+    shown = sample_of(output, INDICES[:2], scale="probabilities")
     values = measured(CalibrationMetrics(bins=2), shown, output, INDICES[:2])
 
     assert values["bin_confidence"].tolist() == pytest.approx([0.2, 1.0])
@@ -194,21 +196,76 @@ def test_a_probability_that_rounding_took_above_1_is_1():
 )
 def test_names_for_other_than_there_are_is_refused(metrics, output, y, count):
     with pytest.raises(OptionError, match=rf"must be {count} names, got 1: \['a'\]"):
-        metrics.collection(shown_of(output, y))
+        metrics.collection(sample_of(output, y))
 
 
-def test_a_name_that_is_none_is_refused():
-    message = (
-        "metrics by name are 'classification', 'binary', 'multilabel', 'regression', "
-        "'calibration', got 'accuracy': give one of these, an object of daskdl.metrics"
-    )
-
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (
+            "accuracy",
+            "metrics by name are 'classification', 'binary', 'multilabel', "
+            "'regression', 'calibration', got 'accuracy': give one of these, an object "
+            "of daskdl.metrics",
+        ),
+        (7, "metrics must be the name of a preset, .* got 7"),
+        ([], r"metrics must be the name of a preset, .* got \[\]"),
+        ({}, r"metrics must be .* got \{\}"),
+        (MeanSquaredError, "got the class MeanSquaredError; create one"),
+        ({"a": "binary"}, r"metrics\['a'\] must be a Metric .* got 'binary'"),
+        ({3: MeanMetric()}, r"metrics\[3\] must be .* by a name"),
+        ([MeanMetric(), MeanMetric()], "two named 'MeanMetric'; name them"),
+        ({"loss": MeanMetric()}, "must not have one named 'loss'"),
+        (Running(MeanMetric(), 3), r"metrics\['Running'\] is of the last updates"),
+        (lambda output, y: 0, "metrics must be .* got <function"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metrics, message):
     with pytest.raises(OptionError, match=message):
-        metric_set_of("accuracy")
+        metric_sets(metrics)
 
 
 @pytest.mark.parametrize("kind", PRESETS)
 def test_a_name_is_the_preset_as_it_comes(kind):
     name = kind.__name__.removesuffix("Metrics").lower()
 
-    assert metric_set_of(name) == kind()
+    assert metric_sets(name) == (kind(),)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "names"),
+    [
+        (MeanSquaredError(), ["MeanSquaredError"]),
+        (MetricCollection([MeanSquaredError()], prefix="a/"), ["a/MeanSquaredError"]),
+        ({"error": MeanSquaredError()}, ["error"]),
+        ({"a": MetricCollection([MeanSquaredError()])}, ["a_MeanSquaredError"]),
+        ([MeanSquaredError(), {"b": MeanMetric()}], ["MeanSquaredError", "b"]),
+    ],
+    ids=["metric", "collection", "mapping", "collection by name", "sequence"],
+)
+def test_metrics_of_torchmetrics_have_names(metrics, names):
+    (own,) = metric_sets(metrics)
+
+    assert (list(own.metrics), own.scored) == (names, False)
+
+
+def test_those_for_classification_are_a_set_of_their_own():
+    given = ["classification", {"m": MeanMetric(), "auc": MinMaxMetric(BinaryAUROC())}]
+
+    first, *own = metric_sets(given)
+
+    assert first == ClassificationMetrics()
+    sets = [(list(one.metrics), one.scored) for one in own]
+    assert sets == [(["auc"], True), (["m"], False)]
+
+
+def test_what_is_given_is_never_changed():
+    metric = MulticlassAccuracy(3)
+    metric.update(torch.tensor([0, 1]), torch.tensor([0, 2]))
+    (own,) = metric_sets(metric)
+
+    live = own.collection(None)["MulticlassAccuracy"]
+    live.update(torch.tensor([0]), torch.tensor([0]))
+
+    assert (live.update_count, metric.update_count) == (1, 1)
+    assert (int(live.tp.sum()), int(metric.tp.sum())) == (1, 1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError
-from daskdl.evaluation.report import Evaluation, PlainSection
+from daskdl.evaluation.report import Evaluation, user_metrics
 from daskdl.metrics import (
     BinaryMetrics,
     CalibrationMetrics,
@@ -193,7 +193,7 @@ def test_names_that_the_user_gives_come_before_those_of_the_data(metrics, y):
 
 
 def test_metrics_of_the_users_own_are_told_by_name():
-    section = PlainSection({"MeanAbsoluteError": 0.5, "rows": 3, "of": np.arange(2)})
+    section = user_metrics({"MeanAbsoluteError": 0.5, "rows": 3, "of": np.arange(2)})
 
     report = str(Evaluation({"loss": 0.25}, [section]))
 

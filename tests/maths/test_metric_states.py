@@ -1,8 +1,9 @@
 """States of metrics: parts, in whatever order, give what the whole is."""
 
-import itertools
+import logging
 import pickle
 import warnings
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,17 +20,31 @@ from torchmetrics import (
     MetricCollection,
     MinMaxMetric,
     PearsonCorrCoef,
+    R2Score,
 )
 from torchmetrics.classification import (
+    BinaryAccuracy,
     MulticlassAccuracy,
     MulticlassAUROC,
     MulticlassF1Score,
     MulticlassPrecision,
+    MulticlassROC,
 )
 from torchmetrics.wrappers import ClasswiseWrapper, MultioutputWrapper
 
-from daskdl.errors import DataError
-from daskdl.evaluation.metric_state import States, restored, states_of, update_
+from daskdl.errors import DataError, ModelError
+from daskdl.evaluation import metric_state
+from daskdl.evaluation.metric_sets import metric_sets
+from daskdl.evaluation.metric_state import (
+    MetricAccumulator,
+    StateMerger,
+    metric_spec,
+    metric_values,
+    states_of,
+    update_,
+)
+from daskdl.metrics import ClassificationMetrics
+from tests.support.metric_parts import merged, sample_of
 
 ROWS = 101  # a prime
 generator = np.random.default_rng(0)
@@ -83,27 +98,6 @@ def live():
     return MetricCollection({"own": Own()})
 
 
-def part_of(make, number, *given):
-    collection = make()
-    if len(given[0]):
-        update_(collection, *given)
-    return states_of(collection, len(given[0]), number)
-
-
-def cut(values, at):
-    edges = [0, *at, len(values)]
-    return [values[a:b] for a, b in itertools.pairwise(edges)]
-
-
-def merged(make, at, *given, order=None):
-    """What metrics that were updated apart give together."""
-    parts = list(zip(*(cut(values, at) for values in given), strict=True))
-    total = States()
-    for number in order or range(len(parts)):
-        total += part_of(make, number, *parts[number])
-    return restored(make(), total)
-
-
 cuts = st.lists(st.integers(0, ROWS), max_size=6).map(sorted)
 
 
@@ -146,7 +140,7 @@ class TestEachKindOfState:
         assert len(alone.spans) == 1
 
     def test_of_nothing_all_is_as_it_began(self):
-        nothing = restored(live(), States())["own"]
+        nothing = StateMerger(live()).merged()["own"]
 
         assert (nothing.count, nothing.max, nothing.rows) == (0, -7, [])
         assert not nothing.update_called
@@ -242,7 +236,9 @@ class TestMetricsInMetrics:
 
         right = (SCORES.argmax(1) == LABELS).double()
         places = {"each.metric", "range._base_metric"}  # nothing is there twice
-        assert part_of(make, 0, SCORES, LABELS).metrics.keys() == places
+        live = make()
+        update_(live, SCORES, LABELS)
+        assert states_of(live, ROWS).keys() == places
         for i in range(3):
             expected = right[torch.eq(LABELS, i)].mean().item()
             assert computed[f"multiclassaccuracy_{i}"] == pytest.approx(expected)
@@ -267,11 +263,9 @@ class TestSharedStates:
                 {f"{k}": MulticlassAccuracy(3, top_k=k) for k in (1, 2)}
             )
 
-        live = make()
-        update_(live, right, torch.tensor([0, 1]))  # here both are 1
-        update_(live, wrong, torch.zeros(9, dtype=torch.int64))
-
-        computed = restored(make(), states_of(live, 11)).compute()
+        # In the first part both are 1.
+        rows = torch.cat([right, wrong]), torch.tensor([0, 1] + [0] * 9)
+        computed = merged(make, [2], *rows, order=[0, 1]).compute()
         assert computed["1"] < computed["2"] == 1
 
     def test_groups_that_are_given_are_updated_once_and_all_get_the_states(self):
@@ -291,16 +285,8 @@ class TestSharedStates:
 
         computed = merged(make, [50], SCORES, LABELS).compute()
 
-        assert updates == [50, 51]
+        assert updates == [51, 50]
         assert computed["test/mean"] == pytest.approx(computed["test/each"].mean())
-
-    def test_a_collection_that_was_updated_by_its_own_way_is_read_too(self):
-        live = classification()
-        live.update(SCORES, LABELS)
-
-        computed = restored(classification(), states_of(live, ROWS)).compute()
-
-        assert computed == live.compute()
 
 
 class TestOnTheWay:
@@ -310,21 +296,28 @@ class TestOnTheWay:
             metrics = {"all": CatMetric(), "max": MaxMetric()}
             return MetricCollection(metrics).set_dtype(dtype)
 
-        total = part_of(make, 0, WANTED[:60]) + part_of(make, 1, WANTED[60:])
-        computed = restored(make(), pickle.loads(pickle.dumps(total))).compute()
+        merger = StateMerger(make())
+        for part, rows in enumerate(WANTED.split(60)):
+            own = make()
+            update_(own, rows)
+            merger.add_(part, pickle.loads(pickle.dumps(states_of(own, len(rows)))))
+        computed = merger.merged().compute()
 
         assert torch.equal(computed["all"], WANTED.to(dtype))
         assert torch.equal(computed["max"], WANTED.to(dtype).max())
 
     def test_what_dask_sent_can_be_computed_with(self):
         buffers = []
-        total = part_of(live, 0, WANTED)
-        sent = pickle.dumps(total, protocol=5, buffer_callback=buffers.append)
+        metrics, merger = live(), StateMerger(live())
+        update_(metrics, WANTED)
+        states = states_of(metrics, ROWS)
+        sent = pickle.dumps(states, protocol=5, buffer_callback=buffers.append)
         read_only = [memoryview(bytes(buffer.raw())) for buffer in buffers]
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of torch, about arrays that are read-only
-            own = restored(live(), pickle.loads(sent, buffers=read_only))["own"]
+            merger.add_(0, pickle.loads(sent, buffers=read_only))
+            own = merger.merged()["own"]
 
         assert len(sent) < 5000  # the arrays are not in it
         assert torch.equal(own.rows, WANTED)
@@ -369,5 +362,176 @@ class TestTotals:
                 super().update(rows)
                 self.sum = rows
 
-        with pytest.raises(DataError, match=r"shape \(40,\) in one part .* \(61,\)"):
+        with pytest.raises(DataError, match=r"shape \(61,\) in one part .* \(40,\)"):
             merged(lambda: MetricCollection([Shaped()]), [40], WANTED)
+
+
+def spec_of(metrics, output=SCORES, y=LABELS, **facts):
+    (own,) = metric_sets(metrics)
+    return metric_spec(own, sample_of(output, y, **facts))
+
+
+def told(spec, output, y, batch_size=10, cuts=()):
+    """What parts come to, each of which is told batch by batch."""
+    merger = StateMerger(spec.collection)
+    bounds = [0, *cuts, len(y)]
+    for part in range(len(cuts) + 1):
+        accumulator = MetricAccumulator([spec], f"part {part}")
+        for rows in torch.arange(*bounds[part : part + 2]).split(batch_size):
+            accumulator.add_(output[rows], y[rows])
+        (states,) = accumulator.states()
+        merger.add_(part, states)
+    return metric_values(spec, merger)
+
+
+class Watched(MeanSquaredError):
+    """Keeps what each update was called with."""
+
+    updates: ClassVar = []
+
+    def update(self, preds, target):
+        self.updates.append(preds)
+        super().update(preds, target)
+
+
+@pytest.fixture
+def updates(monkeypatch):
+    monkeypatch.setattr(Watched, "updates", [])
+    return Watched.updates
+
+
+class TestUpdates:
+    @pytest.mark.parametrize(
+        ("limit", "value", "rows"),
+        [
+            ("GATHERED_ROWS", 32, [40, 40, 21]),
+            ("GATHERED_BYTES", 20 * 2 * 3 * 8, [20] * 5 + [1]),  # both, of 20 rows
+        ],
+    )
+    def test_batches_wait_for_each_other(
+        self, updates, monkeypatch, limit, value, rows
+    ):
+        monkeypatch.setattr(metric_state, limit, value)
+        spec = spec_of(Watched(), SCORES, SCORES)
+        updates.clear()  # of the trial
+
+        told(spec, SCORES, SCORES)
+
+        assert [len(preds) for preds in updates] == rows
+
+    def test_rows_of_another_shape_do_not_come_together(self, updates):
+        spec = spec_of(Watched(), SCORES, SCORES)
+        updates.clear()
+        accumulator = MetricAccumulator([spec], "part 0")
+
+        for length in (2, 2, 3, 2):
+            rows = SCORES[:5, :length]
+            accumulator.add_(rows, rows + 1)
+        accumulator.states()
+
+        assert [preds.shape for preds in updates] == [(10, 2), (5, 3), (5, 2)]
+
+    def test_short_floats_are_told_as_long_ones(self, updates):
+        spec = spec_of(Watched(), SCORES.float(), SCORES.float())
+        updates.clear()
+
+        told(spec, SCORES.bfloat16(), SCORES.float())
+
+        assert [preds.dtype for preds in updates] == [torch.float32]
+
+    @pytest.mark.parametrize("batch_size", [1, 2, 8])
+    @pytest.mark.parametrize("gathered", [1, 4096])
+    def test_logits_are_logits_however_rows_are_cut(
+        self, batch_size, gathered, monkeypatch
+    ):
+        """Torchmetrics takes scores for logits if one at hand is not in [0, 1]."""
+        monkeypatch.setattr(metric_state, "GATHERED_ROWS", gathered)
+        scores = torch.tensor([0.1, 0.2, 0.4, 0.6, 3.0, 0.3, 0.2, 0.1])
+        labels = torch.tensor([0, 1, 0, 1, 1, 0, 1, 1])
+
+        values = told(
+            spec_of(BinaryAccuracy(), scores, labels), scores, labels, batch_size
+        )
+
+        assert values == {"BinaryAccuracy": 5 / 8}  # every logit is above 0
+
+    def test_metrics_of_ones_own_are_scikit_learns(self):
+        spec = spec_of(
+            {
+                "roc": MulticlassROC(3, thresholds=4),
+                "top": MulticlassAccuracy(3, average="micro"),
+            }
+        )
+
+        values = told(spec, SCORES, LABELS, cuts=[30])
+
+        expected = sklearn_metrics.accuracy_score(LABELS, SCORES.argmax(1))
+        assert values["top"] == pytest.approx(expected)
+        assert type(values["top"]) is float
+        assert [type(each).__name__ for each in values["roc"]] == ["ndarray"] * 3
+
+    def test_outputs_that_are_classes_are_left_as_they_are(self):
+        chosen = SCORES.argmax(1)
+        spec = spec_of({"top": MulticlassAccuracy(3, average="micro")}, chosen)
+
+        values = told(spec, chosen, LABELS)
+
+        right = (chosen == LABELS).double().mean().item()
+        assert values["top"] == pytest.approx(right)
+
+
+class TestTrouble:
+    @pytest.mark.parametrize(
+        ("metrics", "output", "message"),
+        [
+            (MeanSquaredError(), SCORES, r"failed on 2 rows, .*\(2, 3\) .*float64"),
+            (ClassificationMetrics(), SCORES[:, 0], "must be one score per class"),
+        ],
+    )
+    def test_what_does_not_fit_is_seen_on_two_rows(self, metrics, output, message):
+        with pytest.raises(ModelError, match=message):
+            spec_of(metrics, output)
+
+    def test_rows_that_a_metric_refuses_are_named(self):
+        wrong = LABELS.clone()
+        wrong[57] = 3
+
+        with pytest.raises(DataError, match=r"on rows 0 to 100 of part 0: .* \[?3\]?"):
+            told(spec_of(MulticlassAccuracy(3)), SCORES, wrong)
+
+    @pytest.mark.parametrize(
+        "metrics", ["classification", MulticlassAccuracy(3)], ids=["preset", "own"]
+    )
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_scores_that_are_no_numbers_are_an_error_that_says_where(
+        self, metrics, bad, monkeypatch
+    ):
+        monkeypatch.setattr(metric_state, "GATHERED_ROWS", 50)
+        scores = SCORES.clone()
+        scores[[60, 61], [0, 2]] = bad
+
+        with pytest.raises(ModelError, match="2 of 50 outputs are NaN") as caught:
+            told(spec_of(metrics, SCORES.log()), scores, LABELS)
+
+        assert caught.value.__notes__ == ["in rows 50 to 99 of part 0"]
+
+    def test_of_numbers_nan_is_what_comes_out(self):
+        wrong = SCORES.clone()
+        wrong[3] = np.nan
+
+        values = told(spec_of(MeanSquaredError(), SCORES, SCORES), wrong, SCORES)
+
+        assert str(values) == "{'MeanSquaredError': nan}"
+
+    def test_what_cannot_be_computed_is_said(self):
+        spec = spec_of(R2Score(), SCORES[:, 0], SCORES[:, 0])
+
+        with pytest.raises(DataError, match=r"could not be computed .* two samples"):
+            told(spec, SCORES[:1, 0], SCORES[:1, 0])
+
+    def test_warnings_go_to_the_log(self, caplog):
+        caplog.set_level(logging.INFO, metric_state.__name__)
+
+        told(spec_of(MulticlassAUROC(3)), SCORES[:5], torch.zeros(5, dtype=torch.int64))
+
+        assert any("positive samples in targets" in m for m in caplog.messages)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from daskdl.evaluation.base import scale_of
+from daskdl.evaluation.metric_sets import scale_of
 from daskdl.keras import CrossEntropyOfProbabilities
 from tests.support.problems import shown
 

@@ -5,35 +5,40 @@ import itertools
 import numpy as np
 import torch
 
-from daskdl.evaluation.base import Shown
-from daskdl.evaluation.metric_state import States, restored, states_of, update_
+from daskdl.evaluation.metric_sets import SampleBatch
+from daskdl.evaluation.metric_state import StateMerger, states_of, update_
 
 ROWS = 101  # a prime
 # Where data are cut, by what that makes of parts; labels of most data are sorted.
 CUTS = {
-    "whole": [],
     "unequal": [1, 7, 60],
     "empty": [0, 0, 50, 50, ROWS, ROWS],
     "rows": [*range(1, 15), *range(ROWS - 15, ROWS)],
 }
 
 
-def measured(metrics, shown, output, y, cuts=()):
-    """Values, from the states of parts; an empty part has none.
-
-    The last part comes first, as it may on a cluster.
-    """
-    edges = [0, *cuts, len(y)]
-    spans = itertools.pairwise(edges)
-    states = States()
-    for part, (start, end) in reversed(list(enumerate(spans))):
-        live = metrics.collection(shown)
+def merged(make, cuts, *given, order=None):
+    """Metrics that have seen parts apart; the last part comes first, if not told."""
+    merger = StateMerger(make())
+    spans = list(enumerate(itertools.pairwise([0, *cuts, len(given[0])])))
+    for part, (start, end) in [spans[i] for i in order or reversed(range(len(spans)))]:
+        live = make()
         if start < end:
-            prepared = metrics.prepared(shown, output[start:end], y[start:end])
-            update_(live, *prepared)
-        states += states_of(live, max(end - start, 1), part)
-    computed = restored(metrics.collection(shown), states).compute()
-    return metrics.values(shown, computed)
+            update_(live, *(values[start:end] for values in given))
+        merger.add_(part, states_of(live, end - start))
+    return merger.merged()
+
+
+def measured(metrics, sample, output, y, cuts=()):
+    """Values, from the states of parts; an empty part has none."""
+    merger = StateMerger(metrics.collection(sample))
+    spans = itertools.pairwise([0, *cuts, len(y)])
+    for part, (start, end) in reversed(list(enumerate(spans))):
+        live = metrics.collection(sample)
+        if start < end:
+            update_(live, *metrics.prepared(sample, output[start:end], y[start:end]))
+        merger.add_(part, states_of(live, end - start))
+    return metrics.values(sample, merger.merged().compute())
 
 
 def check_close(values, expected, atol, rtol=0.0):
@@ -44,15 +49,15 @@ def check_close(values, expected, atol, rtol=0.0):
         )
 
 
-def shown_of(output, y, scale="logits", classes=None, ignored=None):
+def sample_of(output, y, scale="logits", classes=None, ignored=None):
     """The first rows, as an evaluation shows them."""
-    return Shown(output[:2], y[:2], scale, classes, ignored)
+    return SampleBatch(output[:2], y[:2], scale, classes, ignored)
 
 
 def section_of(metrics, output, y, **facts):
     """What is told of rows as one part."""
-    shown = shown_of(output, y, **facts)
-    return metrics.section(shown, measured(metrics, shown, output, y))
+    sample = sample_of(output, y, **facts)
+    return metrics.section(sample, measured(metrics, sample, output, y))
 
 
 def softmax(scores):

@@ -1,4 +1,4 @@
-"""What a model does on batches, as numbers that can be added up."""
+"""What a model does on batches, as numbers that can be added up, part by part."""
 
 import functools
 
@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from daskdl.data import batching as cutting
-from daskdl.errors import DataError
-from daskdl.evaluation.evaluate import Score, score_batches
+from daskdl.errors import DataError, OptionError
+from daskdl.evaluation.evaluate import Score, evaluate, score_batches
 from daskdl.objective import OwnStep
+from tests.support.sources import Parts, Streamed
 
 ROWS = 101  # a prime: no batch size divides it
 X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
@@ -219,3 +220,62 @@ class TestScoreBatches:
 
         assert not score.has_accuracy
         assert score.metrics() == {"loss": 1.0}
+
+
+ONES, TWOS = (
+    (np.full((rows, 1), value, np.float32), np.zeros((rows, 1), np.float32))
+    for rows, value in ((2, 1), (6, 2))
+)
+
+
+def loss_of(*pairs, kind=Parts, model=None, **options):
+    source = kind(*pairs)
+    source.first = TWOS
+    options |= {"loss": nn.MSELoss(), "batch_size": 4, "client": False}
+    return evaluate(model or nn.Identity(), source, **options)["loss"]
+
+
+@pytest.mark.parametrize("kind", [Parts, Streamed])
+def test_parts_weigh_by_their_rows(kind):
+    assert loss_of(ONES, TWOS, kind=kind) == pytest.approx((2 * 1 + 6 * 4) / 8)
+
+
+@pytest.mark.parametrize("error", [DataError("bad"), EOFError("torn")], ids=repr)
+def test_a_part_that_cannot_be_read_is_named_or_left_out(error, caplog):
+    with pytest.raises(type(error)) as caught:
+        loss_of(ONES, error)
+
+    assert caught.value.__notes__[-1] == "in box 1"
+    assert loss_of(ONES, error, TWOS, on_bad_batch="skip") == pytest.approx(3.25)
+    assert caplog.messages == [
+        f"box 1 is left out: {error}",
+        "1 parts gave nothing to score: [1]",
+    ]
+
+
+def test_what_is_not_about_the_data_is_never_left_out():
+    with pytest.raises(OptionError, match="pillow is missing"):
+        loss_of(ONES, OptionError("pillow is missing"), on_bad_batch="skip")
+
+
+def test_a_part_with_a_label_that_is_missing_is_left_out_too():
+    wrong = ONES[0], np.full((2, 1), np.nan, np.float32)
+
+    with pytest.raises(DataError, match=r"y of box 1\[0, 0\] is nan"):
+        loss_of(ONES, wrong)
+    assert loss_of(ONES, wrong, on_bad_batch="skip") == 1.0
+
+
+def test_if_nothing_can_be_read_there_is_no_score():
+    with pytest.raises(DataError, match="no examples were scored"):
+        loss_of(DataError("bad"), on_bad_batch="skip")
+
+
+def test_the_model_is_as_it_was():
+    model = nn.Linear(1, 1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    loss_of(TWOS, model=model.train())
+
+    assert model.training
+    assert all(torch.equal(before[n], own) for n, own in model.state_dict().items())

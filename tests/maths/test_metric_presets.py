@@ -1,0 +1,586 @@
+"""The presets: parts give what the whole gives, and scikit-learn says the same."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import metrics as sk
+from sklearn.calibration import calibration_curve
+from torch.nn.functional import one_hot
+from torchmetrics.functional import classification as tm
+
+from daskdl.errors import OptionError
+from daskdl.metrics import (
+    BinaryMetrics,
+    CalibrationMetrics,
+    ClassificationMetrics,
+    MultilabelMetrics,
+    RegressionMetrics,
+)
+from tests.support.metric_parts import (
+    CUTS,
+    ROWS,
+    check_close,
+    classes,
+    measured,
+    random,
+    sample_of,
+    softmax,
+)
+
+NAN, IGNORED = float("nan"), -100
+LOGITS, CHANCES = {}, {"scale": "probabilities"}
+
+
+def masked(y, value, seed):
+    """Some labels do not count, and of rows 20 to 30 none does."""
+    y = y.clone()
+    y[random(seed, *y.shape) > 0.6] = value
+    y[20:30] = value
+    return y
+
+
+# Of 5 classes 0 and 4 have labels, 4 is never predicted, 2 has none and is, and 1 and 3
+# do not occur.
+ABSENT = random(3, ROWS, 5) - torch.tensor([0.0, 9, 0, 9, 9])
+Y3, Y7, BITS = classes(1, ROWS, 3), classes(8, ROWS, 7), classes(40, ROWS, 2)
+STEPS = classes(11, ROWS * 4, 3).reshape(ROWS, 4)
+BIT_STEPS = classes(42, ROWS * 3, 2).reshape(ROWS, 3).float()
+SCORES = random(41, ROWS) + BITS
+MANY = (random(46, ROWS, 4) > torch.tensor([0.2, 0, 1, -1])).long().sort(0).values
+MANY_SCORES = random(47, ROWS, 4) + MANY
+NUMBERS = random(60, ROWS, 3).sort(dim=0).values
+NUMBER_STEPS = random(61, ROWS, 4, 2)
+
+
+def with_column(column, value):
+    y = MANY.clone()
+    y[:, column] = value
+    return y
+
+
+# Metrics, outputs, labels, and facts of the sample.
+CLASSES = {
+    "balanced": ({}, random(0, ROWS, 3) + one_hot(Y3, 3), Y3, LOGITS),
+    "absent": ({}, ABSENT, (classes(2, ROWS, 2) * 4), LOGITS),
+    "one class": ({}, random(4, ROWS, 3), torch.ones(ROWS, dtype=torch.int64), LOGITS),
+    "ties": ({}, (random(5, ROWS, 3).softmax(1) * 8).round() / 8, Y3, CHANCES),
+    "logs": ({}, random(7, ROWS, 7).log_softmax(1), Y7, {"scale": "log_probabilities"}),
+    "two classes": ({}, random(9, ROWS, 2), BITS, LOGITS),
+    "steps": (
+        {},
+        random(13, ROWS, 3, 4),
+        masked(STEPS, IGNORED, 12),
+        {"ignored": IGNORED},
+    ),
+}
+BINARY = {
+    "flat": ({}, SCORES, BITS, LOGITS),
+    "column": ({}, SCORES[:, None], BITS.float(), LOGITS),
+    "column of labels": ({}, SCORES, BITS[:, None].bool(), LOGITS),
+    "two scores": ({}, torch.stack([-SCORES, SCORES], 1), BITS, LOGITS),
+    "probabilities": ({"threshold": 0.8}, SCORES.sigmoid(), BITS, CHANCES),
+    "no 1": ({}, SCORES, BITS * 0, LOGITS),
+    "no 0": ({}, SCORES, BITS * 0 + 1, LOGITS),
+    "never 1": ({}, SCORES - 99, BITS, LOGITS),
+    "steps": ({"ignore": -1}, random(44, ROWS, 3), masked(BIT_STEPS, -1, 43), LOGITS),
+    "NaN": ({"ignore": NAN}, random(44, ROWS, 3), masked(BIT_STEPS, NAN, 43), LOGITS),
+    "steps of two": (
+        {},
+        random(45, ROWS, 2, 3),
+        masked(BIT_STEPS.long(), IGNORED, 43),
+        {"ignored": IGNORED},
+    ),
+}
+LABELS = {
+    "all": ({}, MANY_SCORES, MANY, LOGITS),
+    "one": ({}, MANY_SCORES[:, :1], MANY[:, :1].bool(), LOGITS),
+    "unlabelled": ({}, MANY_SCORES, with_column(2, 0), LOGITS),
+    "always": ({"threshold": 0.3}, MANY_SCORES, with_column(1, 1).float(), LOGITS),
+    "never": ({}, MANY_SCORES - torch.tensor([0, 0, 0, 99]), with_column(3, 0), LOGITS),
+    "masked": ({"ignore": -1}, MANY_SCORES, masked(MANY.double(), -1, 48), LOGITS),
+    "NaN": ({"ignore": NAN}, MANY_SCORES, masked(MANY.double(), NAN, 48), LOGITS),
+    "steps": ({}, random(49, ROWS, 2, 2), MANY.reshape(ROWS, 2, 2), LOGITS),
+}
+ERRORS = {
+    "one column": ({}, NUMBERS[:, 0] + random(63, ROWS), NUMBERS[:, 0], LOGITS),
+    "column": ({}, random(63, ROWS, 1), NUMBERS[:, 0].double(), LOGITS),
+    "three columns": ({}, NUMBERS + random(64, ROWS, 3), NUMBERS, LOGITS),
+    "steps": (
+        {"ignore": -7.0},
+        random(65, ROWS, 4, 2),
+        masked(NUMBER_STEPS, -7.0, 62),
+        LOGITS,
+    ),
+    "NaN": (
+        {"ignore": NAN},
+        random(65, ROWS, 4, 2),
+        masked(NUMBER_STEPS, NAN, 62),
+        LOGITS,
+    ),
+    "far from 0": (
+        {},
+        1e6 + random(66, ROWS, 2).double(),
+        1e6 + NUMBERS[:, 1:],
+        LOGITS,
+    ),
+    "far from each other": ({}, random(66, ROWS) + 1e4, NUMBERS[:, 0], LOGITS),
+    "tiny": ({}, 1e-6 * random(67, ROWS, 2), 1e-6 * NUMBERS[:, :2], LOGITS),
+    "whole numbers": ({}, random(68, ROWS), torch.arange(ROWS), LOGITS),
+    "one far out": (
+        {},
+        NUMBERS[:, 0] * 1.0,
+        NUMBERS[:, 0] + 1e6 * (NUMBERS[:, 1] > 2.3),
+        LOGITS,
+    ),
+}
+CALIBRATED = {name: CLASSES[name] for name in ("balanced", "two classes", "steps")} | {
+    name: BINARY[name] for name in ("flat", "column", "steps")
+}
+
+
+def chances_of(output, y, ignored=(), scale="logits"):
+    """Probabilities, (N,) or (N, C), and labels of what counts, by numpy."""
+    scores = output.numpy().astype(np.float64)
+    if output.ndim == y.ndim + 1 and output.shape[1] > 1:
+        scores = {
+            "logits": lambda: softmax(output),
+            "probabilities": lambda: scores,
+            "log_probabilities": lambda: np.exp(scores),
+        }[scale]()
+        scores = np.moveaxis(scores, 1, -1).reshape(-1, output.shape[1])
+    else:
+        scores = (
+            scores if scale == "probabilities" else 1 / (1 + np.exp(-scores))
+        ).ravel()
+    labels = y.numpy().astype(np.float64).ravel()
+    counts = ~np.isnan(labels) & ~np.isin(labels, ignored)
+    return scores[counts], labels[counts].astype(int)
+
+
+def ignored_of(options, facts):
+    values = options.get("ignore"), facts.get("ignored")
+    return [value for value in values if value is not None]
+
+
+def class_reference(options, output, y, facts):
+    chances, labels = chances_of(
+        output, y, ignored_of(options, facts), facts.get("scale", "logits")
+    )
+    every, best = np.arange(output.shape[1]), chances.argmax(axis=1)
+    both = [0 < (labels == k).sum() < len(labels) for k in every]
+    expected = {
+        "accuracy": sk.accuracy_score(labels, best),
+        "mcc": sk.matthews_corrcoef(labels, best),
+        "confusion_matrix": sk.confusion_matrix(labels, best, labels=every),
+        "support": np.bincount(labels, minlength=len(every)),
+        "predicted": np.bincount(best, minlength=len(every)),
+    }
+    scorers = [("precision", sk.precision_score), ("recall", sk.recall_score)]
+    for name, scorer in [*scorers, ("f1", sk.f1_score)]:
+        seen = np.union1d(labels, best)
+        expected[name] = scorer(
+            labels, best, labels=seen, average="macro", zero_division=0
+        )
+        expected[f"{name}_per_class"] = scorer(
+            labels, best, labels=every, average=None, zero_division=0
+        )
+    areas = {
+        "roc_auc": (sk.roc_auc_score, both),
+        "average_precision": (
+            sk.average_precision_score,
+            [(labels == k).any() for k in every],
+        ),
+    }
+    for name, (area, there) in areas.items():
+        each = [area(labels == k, chances[:, k]) if there[k] else NAN for k in every]
+        expected[f"{name}_per_class"] = each
+        expected[name] = np.nanmean(each) if any(there) else NAN
+    return expected
+
+
+def binary_values(chances, labels, threshold):
+    best = (chances > threshold).astype(int)
+    both = 0 < labels.sum() < len(labels)
+    none = {"zero_division": 0}
+    return {
+        "accuracy": sk.accuracy_score(labels, best),
+        "precision": sk.precision_score(labels, best, **none),
+        "recall": sk.recall_score(labels, best, **none),
+        "specificity": sk.recall_score(labels, best, pos_label=0, **none),
+        "f1": sk.f1_score(labels, best, **none),
+        "mcc": sk.matthews_corrcoef(labels, best) if labels.any() or best.any() else 0,
+        "confusion_matrix": sk.confusion_matrix(labels, best, labels=[0, 1]),
+        "roc_auc": sk.roc_auc_score(labels, chances) if both else NAN,
+        "average_precision": (
+            sk.average_precision_score(labels, chances) if labels.any() else NAN
+        ),
+    }
+
+
+def binary_reference(options, output, y, facts):
+    if output.ndim == y.ndim + 1 and output.shape[1] == 2:
+        output = output[:, 1] - output[:, 0]
+    chances, labels = chances_of(
+        output, y, ignored_of(options, facts), facts.get("scale", "logits")
+    )
+    return binary_values(chances, labels, options.get("threshold", 0.5))
+
+
+def label_reference(options, output, y, facts):
+    rows = [t.movedim(1, -1).flatten(0, -2) for t in (output, y)]
+    threshold, ignored = options.get("threshold", 0.5), ignored_of(options, facts)
+    each = [
+        chances_of(*(t[:, k] for t in rows), ignored) for k in range(rows[1].shape[1])
+    ]
+    values = [binary_values(*one, threshold) for one in each]
+    seen = [(c > threshold).any() or bool(t.any()) for c, t in each]
+    names = ("accuracy", "precision", "recall", "f1", "roc_auc", "average_precision")
+    expected = {f"{n}_per_class": np.array([one[n] for one in values]) for n in names}
+    expected |= {n: np.nanmean(expected[f"{n}_per_class"][seen]) for n in names}
+    chances, labels = map(np.concatenate, zip(*each, strict=True))
+    expected["accuracy"] = sk.accuracy_score(labels, chances > threshold)
+    expected["support"] = [t.sum() for _, t in each]
+    expected["predicted"] = [(c > threshold).sum() for c, _ in each]
+    if not ignored and threshold == 0.5:
+        expected["exact_match"] = sk.accuracy_score(rows[1], rows[0] > 0)
+    matrices = [one["confusion_matrix"] for one in values]
+    return {**expected, "confusion_matrices": np.stack(matrices)}
+
+
+def error_reference(options, output, y, facts):
+    width = y.shape[-1] if y.ndim > 1 else 1
+    p, t = (each.double().numpy().reshape(-1, width) for each in (output, y))
+    counts = ~np.isnan(t) & (t != options.get("ignore", NAN))
+    columns = [(t[counts[:, k], k], p[counts[:, k], k]) for k in range(width)]
+    scorers = {
+        "mse": sk.mean_squared_error,
+        "mae": sk.mean_absolute_error,
+        "rmse": lambda t, p: math.sqrt(sk.mean_squared_error(t, p)),
+        "r2": sk.r2_score,
+        "pearson": lambda t, p: np.corrcoef(t, p)[0, 1],
+    }
+    each = {name: [f(*column) for column in columns] for name, f in scorers.items()}
+    return {
+        **{name: np.mean(values) for name, values in each.items()},
+        **{f"{name}_per_column": values for name, values in each.items()},
+        "count": counts.sum(axis=0),
+    }
+
+
+def calibration_reference(options, output, y, facts, bins=15):
+    sure, right = chances_of(output, y, ignored_of(options, facts))
+    if sure.ndim == 2:
+        right, sure = sure.argmax(axis=1) == right, sure.max(axis=1)
+    place = np.minimum(np.floor(sure * bins).astype(int), bins - 1)
+    inside = [place == k for k in range(bins)]
+    gaps = [abs(sure[i].mean() - right[i].mean()) if i.any() else 0 for i in inside]
+    count = [i.sum() for i in inside]
+    return {
+        "bin_count": count,
+        "bin_confidence": [sure[i].mean() if i.any() else NAN for i in inside],
+        "bin_accuracy": [right[i].mean() if i.any() else NAN for i in inside],
+        "ece": np.average(gaps, weights=count),
+        "mce": max(gaps),
+    }
+
+
+CASES = [
+    pytest.param(kind, reference, *case, id=f"{kind.__name__}-{name}")
+    for kind, reference, cases in (
+        (ClassificationMetrics, class_reference, CLASSES),
+        (BinaryMetrics, binary_reference, BINARY),
+        (MultilabelMetrics, label_reference, LABELS),
+        (RegressionMetrics, error_reference, ERRORS),
+        (CalibrationMetrics, calibration_reference, CALIBRATED),
+    )
+    for name, case in cases.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reference", "options", "output", "y", "facts"), CASES
+)
+def test_values_are_those_of_scikit_learn_however_data_are_cut(
+    kind, reference, options, output, y, facts
+):
+    metrics, sample = kind(**options), sample_of(output, y, **facts)
+
+    whole = measured(metrics, sample, output, y)
+
+    sums = kind in (RegressionMetrics, CalibrationMetrics)  # of floats, and rounded
+    check_close(
+        whole,
+        reference(options, output, y, facts),
+        rtol=1e-7 if kind is RegressionMetrics else 0,
+        atol=1e-12,
+    )
+    for cuts in CUTS.values():
+        parts = measured(metrics, sample, output, y, cuts)
+        assert parts.keys() == whole.keys()
+        for name, value in whole.items():
+            np.testing.assert_allclose(
+                parts[name], value, rtol=1e-9 * sums, atol=1e-12 * sums, err_msg=name
+            )
+
+
+@given(st.lists(st.integers(0, ROWS), max_size=12).map(sorted))
+@settings(max_examples=20)
+def test_parts_of_any_size_give_what_the_whole_gives(cuts):
+    _, output, y, facts = CLASSES["steps"]
+    metrics, sample = ClassificationMetrics(thresholds=9), sample_of(output, y, **facts)
+
+    parts = measured(metrics, sample, output, y, cuts)
+
+    np.testing.assert_equal(parts, measured(metrics, sample, output, y))
+
+
+class TestCurves:
+    @pytest.mark.parametrize("thresholds", [2, 5, 100])
+    @pytest.mark.parametrize("case", [*CLASSES.items(), *LABELS.items()])
+    def test_areas_at_some_thresholds_are_those_of_torchmetrics(self, case, thresholds):
+        name, (options, output, y, facts) = case
+        of_classes = name in CLASSES and CLASSES[name][1] is output
+        kind = ClassificationMetrics if of_classes else MultilabelMetrics
+        if of_classes:
+            chances, labels = chances_of(
+                output, y, ignored_of(options, facts), facts.get("scale", "logits")
+            )
+            chances = np.minimum(chances, 0.999)  # at 1 theirs lack the first point
+            output, y, facts = *map(torch.from_numpy, (chances, labels)), CHANCES
+            each = [(chances[:, k], labels == k) for k in range(chances.shape[1])]
+        else:
+            rows = [t.movedim(1, -1).flatten(0, -2) for t in (output, y)]
+            ignored = ignored_of(options, facts)
+            columns = range(rows[1].shape[1])
+            each = [chances_of(*(t[:, k] for t in rows), ignored) for k in columns]
+
+        metrics = kind(**options, thresholds=thresholds)
+        values = measured(metrics, sample_of(output, y, **facts), output, y, [1, 7, 60])
+
+        for k, (chances, labels) in enumerate(each):
+            given_ = torch.from_numpy(chances), torch.from_numpy(labels).long()
+            if 0 < given_[1].sum() < len(labels):
+                roc = tm.binary_auroc(*given_, thresholds=thresholds)
+                ap = tm.binary_average_precision(*given_, thresholds=thresholds)
+                ours = [
+                    values[f"{area}_per_class"][k]
+                    for area in ("roc_auc", "average_precision")
+                ]
+                assert ours == pytest.approx([roc.item(), ap.item()], abs=1e-6)
+
+    def test_thresholds_bound_what_is_kept(self):
+        _, output, y, _ = CLASSES["balanced"]
+        metrics, sample = ClassificationMetrics(thresholds=50), sample_of(output, y)
+        live = metrics.collection(sample)
+
+        for _ in range(10):
+            live.update(*metrics.prepared(sample, output, y))
+
+        assert (
+            sum(s.numel() for s in live["curves"].metric_state.values()) == 2 * 3 * 50
+        )
+
+    def test_a_million_rows_agree_with_scikit_learn(self):
+        y = classes(30, 1_000_000, 2)
+        scores = random(31, len(y), 2) + 0.5 * one_hot(y, 2)
+
+        values = measured(
+            ClassificationMetrics(), sample_of(scores, y), scores, y, [9, 999]
+        )
+
+        chances = softmax(scores)[:, 1]
+        assert values["roc_auc"] == pytest.approx(
+            sk.roc_auc_score(y, chances), abs=1e-9
+        )
+        assert values["average_precision_per_class"][1] == pytest.approx(
+            sk.average_precision_score(y, chances), abs=1e-9
+        )
+        mcc = sk.matthews_corrcoef(y, scores.argmax(dim=1))
+        assert values["mcc"] == pytest.approx(mcc, abs=1e-9)
+
+
+class TestClasses:
+    @pytest.mark.parametrize(
+        ("count", "given_top", "top"),
+        [(3, None, 2), (5, None, 2), (6, None, 5), (6, 3, 3)],
+    )
+    def test_the_label_is_among_the_best_scores(self, count, given_top, top):
+        scores, y = random(20, ROWS, count), classes(21, ROWS, count)
+
+        metrics = ClassificationMetrics(top=given_top)
+        values = measured(metrics, sample_of(scores, y), scores, y, CUTS["unequal"])
+
+        expected = sk.top_k_accuracy_score(y, scores, k=top, labels=np.arange(count))
+        assert values[f"top_{top}_accuracy"] == pytest.approx(expected, abs=1e-12)
+
+    def test_of_two_classes_both_are_among_the_best_and_that_is_not_told(self):
+        _, output, y, _ = CLASSES["two classes"]
+
+        values = measured(ClassificationMetrics(), sample_of(output, y), output, y)
+
+        assert not [name for name in values if name.startswith("top_")]
+
+    def test_a_share_is_as_exact_as_it_can_be(self):
+        y = torch.zeros(10, dtype=torch.int64)
+        scores = torch.tensor([[1.0, 0.0]]).repeat(10, 1)
+        scores[0] = torch.tensor([0.0, 1.0])
+
+        values = measured(ClassificationMetrics(), sample_of(scores, y), scores, y)
+
+        assert values["accuracy"] == 0.9  # which float32 is not
+
+    def test_scores_of_batches_far_from_each_other_are_treated_alike(self):
+        """Torchmetrics takes scores for logits if any of them is outside [0, 1]."""
+        scores = torch.tensor([[0.1, 0.6, 0.3], [5.0, -5.0, 0.0]])
+        y, metrics = torch.tensor([1, 0]), ClassificationMetrics()
+
+        parts = measured(metrics, sample_of(scores, y), scores, y, [1])
+
+        np.testing.assert_equal(
+            parts, measured(metrics, sample_of(scores, y), scores, y)
+        )
+
+
+class TestLabels:
+    def test_a_score_on_the_threshold_is_no_1(self):
+        output, y = torch.tensor([0.0, 0.0]), torch.tensor([1, 0])
+
+        values = measured(BinaryMetrics(), sample_of(output, y), output, y)
+
+        assert values["confusion_matrix"].tolist() == [[1, 0], [1, 0]]
+
+    def test_what_is_masked_makes_no_row_wrong_and_a_row_of_nothing_none(self):
+        output = torch.tensor([[9.0, 9.0], [9.0, NAN], [NAN, 9.0]])
+        y = torch.tensor([[1, -1], [0, -1], [-1, -1]])
+
+        metrics = MultilabelMetrics(ignore=-1)
+        values = measured(metrics, sample_of(output, y), output, y)
+
+        assert (values["exact_match"], values["rows"]) == (0.5, 2)
+        assert values["accuracy"] == 0.5
+
+    def test_a_probability_that_rounding_took_above_1_makes_no_logits_of_others(self):
+        output, y = torch.tensor([1.0000001, 0.2]), torch.tensor([1, 0])
+
+        values = measured(BinaryMetrics(), sample_of(output, y, **CHANCES), output, y)
+
+        assert values["confusion_matrix"].tolist() == [[1, 0], [0, 1]]
+
+
+class TestCalibration:
+    @pytest.mark.parametrize(("name", "norm"), [("ece", "l1"), ("mce", "max")])
+    def test_errors_are_those_of_torchmetrics(self, name, norm):
+        _, scores, y, _ = CLASSES["balanced"]
+
+        values = measured(CalibrationMetrics(), sample_of(scores, y), scores, y)
+
+        chances = torch.from_numpy(softmax(scores))
+        theirs = tm.multiclass_calibration_error(chances, y, 3, n_bins=15, norm=norm)
+        assert values[name] == pytest.approx(theirs.item(), abs=1e-6)
+        each = [
+            tm.binary_calibration_error(one, k == y, 15, norm)
+            for k, one in enumerate(chances.T.contiguous())
+        ]
+        np.testing.assert_allclose(values[f"{name}_per_class"], each, atol=1e-6)
+
+    def test_each_class_against_the_others_is_that_of_scikit_learn(self):
+        _, scores, y, _ = CLASSES["balanced"]
+
+        metrics = CalibrationMetrics(10)
+        values = measured(metrics, sample_of(scores, y), scores, y, CUTS["rows"])
+
+        for k, chances in enumerate(softmax(scores).T):
+            accuracy, sure = calibration_curve(k == y, chances, n_bins=10)
+            there = values["bin_count_per_class"][k] > 0
+            ours = [
+                values[f"bin_{n}_per_class"][k][there]
+                for n in ("accuracy", "confidence")
+            ]
+            np.testing.assert_allclose(ours, [accuracy, sure], atol=1e-12)
+
+    def test_a_confidence_on_an_edge_is_in_the_upper_bin_and_1_in_the_last(self):
+        output, y = torch.tensor([0.0, 0.5, 1.0]), torch.tensor([0, 1, 1])
+
+        sample = sample_of(output, y, **CHANCES)
+        values = measured(CalibrationMetrics(bins=2), sample, output, y)
+
+        assert values["bin_count"].tolist() == [1, 2]
+
+
+class TestRegression:
+    @pytest.mark.parametrize(
+        ("predicted", "r2"), [([2.5, 2.5, 2.5], 1.0), ([2.5, 2.5, 3.5], 0.0)]
+    )
+    @pytest.mark.parametrize("cuts", [[], [1]])
+    def test_labels_that_are_all_the_same_are_explained_or_not(
+        self, predicted, r2, cuts
+    ):
+        output, y = torch.tensor(predicted), torch.full((3,), 2.5)
+
+        values = measured(RegressionMetrics(), sample_of(output, y), output, y, cuts)
+
+        assert values["r2"] == sk.r2_score(y, output) == r2
+        assert math.isnan(values["pearson"])
+
+    def test_of_one_row_there_are_errors_only(self):
+        output, y = torch.tensor([1.0]), torch.tensor([3.0])
+
+        values = measured(RegressionMetrics(), sample_of(output, y), output, y)
+
+        expected = {"mse": 4.0, "mae": 2.0, "rmse": 2.0, "r2": NAN, "pearson": NAN}
+        assert {n: values[n] for n in expected} == pytest.approx(expected, nan_ok=True)
+
+    def test_a_column_without_a_value_is_left_out_of_means(self):
+        output, y = (
+            torch.tensor([[1.0, 1.0], [2.0, 2.0]]),
+            torch.tensor([[2.0, NAN]] * 2),
+        )
+
+        metrics = RegressionMetrics(ignore=NAN)
+        values = measured(metrics, sample_of(output, y), output, y)
+
+        assert values["mse"] == values["mse_per_column"][0] == 0.5
+        assert math.isnan(values["mse_per_column"][1])
+
+    def test_labels_that_are_all_the_same_are_so_whatever_rounding_says(self):
+        """The first rows do not count, so that sums are not of small differences."""
+        y = torch.full((50,), 0.1, dtype=torch.float64)
+        y[:2] = NAN
+        output = y.nan_to_num() + 1
+
+        metrics = RegressionMetrics(ignore=NAN)
+        values = measured(metrics, sample_of(output, y), output, y)
+
+        assert values["r2"] == 0.0
+        assert math.isnan(values["pearson"])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: ClassificationMetrics(top=1),
+            "top must be 2 or more, got 1: 1 is acc",
+        ),
+        (
+            lambda: ClassificationMetrics(thresholds=1),
+            "thresholds must be 2 or more, or",
+        ),
+        (lambda: BinaryMetrics(threshold=-0.1), r"in \[0, 1\), got -0.1"),
+        (lambda: MultilabelMetrics(threshold=1.0), r"in \[0, 1\), got 1.0"),
+        (lambda: CalibrationMetrics(bins=0), "bins must be 1 or more, got 0"),
+        (
+            lambda: ClassificationMetrics(top=3).collection(
+                sample_of(*CLASSES["balanced"][1:3])
+            ),
+            "below the number of classes, got 3 of 3",
+        ),
+    ],
+)
+def test_options_outside_their_range_are_refused(make, message):
+    with pytest.raises(OptionError, match=message):
+        make()

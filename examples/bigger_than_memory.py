@@ -1,10 +1,11 @@
-"""Train on a dask.array that is four times as large as what a worker may use.
+"""How do I train on data that do not fit into memory?
 
-The array is lazy: each block is made where it is trained on, while the block before it
-is trained on, and is dropped after its last use. Here blocks are drawn at random; yours
-would be read from files.
+This example trains on a dask.array four times as large as the memory of a worker. The
+array is lazy: each block is computed on the worker that trains on it, while the worker
+trains on the previous block, and is dropped after its last use. Here the blocks are
+random; yours would be read from files.
 
-    python examples/bigger_than_memory.py
+Run:  python examples/bigger_than_memory.py
 """
 
 import dask.array as da
@@ -16,15 +17,15 @@ from torch import nn
 
 import daskdl
 
-MEMORY = "800MB"  # of each of two workers; Python, torch and numba take most of 500 MB
-TIMES = 4  # as much data as one of them may use
+MEMORY = "800MB"  # per worker; Python, torch and numba take most of 500 MB
+TIMES = 4  # size of the data / memory of a worker
 FEATURES = 2_000
-ROWS = 1_024  # of a block: 8 MB
+ROWS = 1_024  # per block, 8 MB
 EPOCHS = 2
 
 
 def block(info):
-    """Rows of one block, the same each time it is asked for."""
+    """Compute the rows of one block, the same ones every time."""
     (start, stop), _ = info[None]["array-location"]
     rng = np.random.default_rng(start)
     rows = rng.random((stop - start, FEATURES), dtype=np.float32)
@@ -33,7 +34,7 @@ def block(info):
 
 
 def peak_bytes():
-    """The most memory that this process has had."""
+    """Return the peak memory of this process."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,7 +1,7 @@
-"""Train on a `dask.array` that is made on the workers, with a client of your own.
+"""How do I train on a `dask.array`, on a cluster that is already running?
 
-The data never come to this process: each block is computed on the worker that
-trains on it, and the predictions are a lazy array again.
+The data never reach this process: each block is computed on the worker that trains on
+it, and predictions are a lazy array.
 
 Run:  python examples/dask_array.py [scheduler address]
 """
@@ -20,7 +20,7 @@ ROWS, BLOCK = 40_000, 5_000
 
 
 def rings(points):
-    """Class of each point: in which of four rings around the origin it lies."""
+    """Return the class of each point, one of four rings around the origin."""
     distance = np.sqrt((points**2).sum(axis=1))
     return np.minimum(distance * 2, 3).astype("int64")
 

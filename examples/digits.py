@@ -1,4 +1,6 @@
-"""Train a small convolutional network on handwritten digits, on two workers.
+"""How do I train a network on two workers, and what do they send each other?
+
+This example trains a small convolutional network on handwritten digits.
 
 Run:  python examples/digits.py [seed]
 """

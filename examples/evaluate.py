@@ -1,7 +1,7 @@
-"""Train on handwritten digits for a moment, and look closely at what was learned.
+"""How good is my model, class by class?
 
-Prints a report of the test digits, scored by two workers in one pass, and writes its
-pictures into a folder.
+This example trains on handwritten digits, evaluates the test digits on two workers in
+one pass, prints the report, and writes its pictures into a folder.
 
 Run:  python examples/evaluate.py [folder]
 """

@@ -1,7 +1,7 @@
-"""Train a Keras model that is given as JSON, and save it for Keras.
+"""How do I train a Keras model, and use it in Keras afterwards?
 
-`keras_model.json` is what `model.to_json()` of Keras 2 wrote; that of Keras 3 is read
-as well. The model ends in a softmax, so the loss is one of probabilities.
+`model.to_json()` of Keras 2 wrote `keras_model.json`; JSON of Keras 3 works too. The
+model ends in a softmax, so the loss takes probabilities.
 
 Run:  python examples/keras_model.py
 """
@@ -24,7 +24,7 @@ JSON = Path(__file__).with_name("keras_model.json")
 def main():
     digits = load_digits()
     X = (digits.images[..., np.newaxis] / 16).astype("float32")  # channels last
-    # Not the first and the last: these were written by other people.
+    # The last digits of the file were written by other people, so split at random.
     X, X_test, y, y_test = train_test_split(
         X, digits.target, test_size=0.2, stratify=digits.target, random_state=0
     )
@@ -49,7 +49,7 @@ def main():
         path = Path(folder) / "digits.keras"
         trainer.model_.save(path)
 
-        import keras  # on the backend that daskdl has chosen
+        import keras  # on the backend that daskdl chose
 
         by_keras = keras.saving.load_model(path).predict(X_test, verbose=0)
     print(f"Keras predicts the same: {np.allclose(predicted, by_keras, atol=1e-5)}")

@@ -1,4 +1,6 @@
-"""A training master of your own: gossip averaging with one random peer.
+"""How do I decide myself what replicas exchange?
+
+This training master is gossip averaging with one random peer.
 
 Run:  python examples/own_master.py
 """
@@ -25,7 +27,7 @@ class Gossip(daskdl.TrainingMaster):
 
 
 class GossipExchange(daskdl.Exchange):
-    """Publishes the replica's parameters, and reads those of others."""
+    """Publish the parameters of this replica, and fetch those of its peers."""
 
     def __init__(self, context, every):
         super().__init__(context)
@@ -35,7 +37,7 @@ class GossipExchange(daskdl.Exchange):
         self.publish()
 
     def tensors(self):
-        """Parameters, and buffers such as the running means of batch norm."""
+        """Return parameters, and buffers such as the running means of batch norm."""
         module = self.context.module
         named = [*module.named_parameters(), *module.named_buffers()]
         return {name: tensor.detach() for name, tensor in named}
@@ -69,7 +71,7 @@ class GossipExchange(daskdl.Exchange):
         note = {**self.arrays(), "examples": examples}
         notes = self.channel.barrier(f"gossip {interval}", note).payloads
         total = sum(note["examples"] for note in notes.values())
-        replicas = sorted(notes)  # in one order: the rounding is the same everywhere
+        replicas = sorted(notes)  # the same order, so the same rounding, everywhere
         mean = {
             name: sum(notes[r][name] * (notes[r]["examples"] / total) for r in replicas)
             for name in self.tensors()

@@ -1,4 +1,4 @@
-"""A threshold, a residual rule and a callback of your own.
+"""How do I write a threshold, a residual rule and a callback of my own?
 
 Run:  python examples/own_strategies.py
 """
@@ -16,7 +16,7 @@ import daskdl
 # --8<-- [start:threshold]
 @dataclass(frozen=True)
 class LargestShare(daskdl.ThresholdAlgorithm):
-    """Send at most the given share of the positions, those that moved furthest."""
+    """Send the given share of the parameters, those that moved farthest."""
 
     share: float = 0.01
 
@@ -24,14 +24,14 @@ class LargestShare(daskdl.ThresholdAlgorithm):
         moved = residual.tensor().abs()
         kept = max(1, round(self.share * len(moved)))
         threshold = moved.topk(kept).values[-1].item()
-        return threshold or 1e-6  # 0 is no threshold: nothing has moved yet
+        return threshold or 1e-6  # 0, if nothing has moved yet, is not allowed
 
 
 # --8<-- [end:threshold]
 # --8<-- [start:residual]
 @dataclass(frozen=True)
 class ClipAfterWarmUp(daskdl.ResidualPostProcessor):
-    """Carry everything over at first, later no more than a few quanta."""
+    """Keep the whole residual at first, and a few quanta of it later."""
 
     exchanges: int = 50
     multiple: float = 3.0
@@ -45,10 +45,10 @@ class ClipAfterWarmUp(daskdl.ResidualPostProcessor):
 # --8<-- [end:residual]
 # --8<-- [start:callback]
 class Budget(daskdl.Callback):
-    """Stop when the replicas have sent more than a number of bytes."""
+    """Stop when the replicas have sent more than a given number of bytes."""
 
     class Over(Exception):
-        """What `fit` raises then; `trainer.model_` is what was agreed on last."""
+        """Raised by `fit`; `trainer.model_` is then the last agreed model."""
 
     def __init__(self, size_bytes):
         self.size_bytes = size_bytes

@@ -1,7 +1,7 @@
-"""Find what does not belong: an autoencoder of digits that has never seen one of them.
+"""Which examples do not belong?
 
-It is trained on all digits but fours. What it has not seen it cannot rebuild, so that
-the loss of an example says how odd it is: fours get the largest ones.
+This autoencoder is trained on all digits except fours. It cannot reconstruct what it
+has not seen, so fours have the largest losses.
 
 Run:  python examples/score_anomalies.py [digit]
 """
@@ -26,7 +26,7 @@ SHADES = " .:-=+*#%@"
 
 
 def autoencoder():
-    """From 64 pixels to 10 numbers, and back."""
+    """Encode 64 pixels as 10 numbers, and decode them."""
     return nn.Sequential(
         nn.Linear(64, 64),
         nn.ReLU(),
@@ -39,7 +39,7 @@ def autoencoder():
 
 
 def picture(pixels):
-    """An image of 8 by 8 pixels, as text."""
+    """Draw an image of 8 by 8 pixels as text."""
     shades = np.round(pixels * (len(SHADES) - 1)).astype(int).reshape(8, 8)
     return "\n".join("".join(2 * SHADES[shade] for shade in row) for row in shades)
 
@@ -65,7 +65,7 @@ def main():
         trainer.fit(known, known, epochs=EPOCHS, batch_size=32)
 
         blocks = da.from_array(X_test, chunks=(90, 64))
-        lazy = trainer.score_examples(blocks, blocks)  # computed where the blocks are
+        lazy = trainer.score_examples(blocks, blocks)  # computes each block where it is
         scores = lazy.compute()
         worst = trainer.errors(X_test, X_test, key=test_digits, top=TOP)
 

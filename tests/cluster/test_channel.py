@@ -11,7 +11,6 @@ from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import NAME
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
-from daskdl.config import VERSION
 from tests.support.channels import (
     EITHER,
     PATIENCE_S,
@@ -28,21 +27,6 @@ from tests.support.channels import (
 from tests.support.run_states import of_one
 
 
-@two_workers()
-async def test_registering_again_changes_nothing(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
-        before = run.plugin
-
-        await register(c)
-
-        assert run.plugin is before
-        assert list(run.plugin.runs) == [RUN]
-        names = [name for name in s.plugins if name == NAME]
-        assert len(names) == 1
-        assert publish(run.channels[0])
-        await in_thread(run.channels[1].wait_for_updates, {0: 1})
-
-
 @EITHER
 @two_workers()
 async def test_a_second_instance_on_either_end_takes_over_what_is_there(
@@ -57,20 +41,6 @@ async def test_a_second_instance_on_either_end_takes_over_what_is_there(
         assert s.extensions[NAME] is run.plugin
         assert publish(run.channels[0])
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
-
-
-@EITHER
-@two_workers()
-async def test_joining_again_changes_nothing(c, s, a, b, routing):
-    async with a_run(c, s, a, b, routing=routing) as run:
-        generation, outboxes = run.record.members.generation, dict(run.record.outboxes)
-
-        answer = await run.ask("daskdl_join", run=RUN, replica=1, version=VERSION)
-
-        members = [[0, 0], [1, 0]]
-        assert (answer["status"], list(map(list, answer["members"]))) == ("ok", members)
-        assert run.record.members.generation == generation
-        assert all(run.record.outboxes[r] is box for r, box in outboxes.items())
 
 
 @EITHER

@@ -1,22 +1,34 @@
-"""What every channel promises, over Dask and among threads: updates and barriers."""
+"""What every channel promises, over Dask and among threads: updates and barriers.
+
+What every channel promises: how much is trained on between two meetings.
+
+What every channel promises: what replicas offer each other, and rounds.
+
+What every channel promises: waits, leases, replicas that fail or leave.
+"""
 
 import asyncio
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from daskdl import codec
+from daskdl.channel import protocol
 from daskdl.channel.base import Stopped
 from daskdl.channel.inbox import UPDATE_BYTES
+from daskdl.channel.leasing import SyncIntervals, SyncPoint
 from daskdl.channel.local import LocalChannel
 from daskdl.channel.protocol import BarrierKind, PeerProgress
 from daskdl.errors import ChannelError
 from daskdl.thresholds import Drained
+from daskdl.training.replica import failure_of
 from tests.support.channels import (
     GRID,
     PATIENCE_S,
     SIZE,
     begin,
+    bounds,
     every_channel,
     frame_of,
     in_thread,
@@ -25,6 +37,7 @@ from tests.support.channels import (
     publish,
     totals,
 )
+from tests.support.run_states import of_one
 
 
 def recorded(run, replica):
@@ -158,19 +171,6 @@ class TestUpdates:
             assert drained.copies == (2 if run.spec.routing == "mesh" else 1)
             assert (drained.busy_s > 0) == remote
             assert channel.link_stats() == Drained(copies=drained.copies)
-
-    @every_channel()
-    async def test_the_next_frame_takes_time_of_its_own(self, a_run):
-        async with a_run() as run:
-            channel, taken = run.channels[0], []
-            for step in range(2):
-                assert publish(channel, step=step)
-                await has_left(channel)
-                taken.append(channel.link_stats())
-
-            assert [drained.frames for drained in taken] == [1, 1]
-            remote = not isinstance(channel, LocalChannel)
-            assert [drained.busy_s > 0 for drained in taken] == [remote, remote]
 
     @every_channel()
     async def test_what_cannot_be_read_is_refused_by_who_gets_it(self, a_run, caplog):
@@ -319,3 +319,381 @@ class TestBarriers:
             ends = [in_thread(end, r, c) for r, c in run.channels.items()]
 
             assert await asyncio.gather(*ends) == [[0, 2, 3], [1, 0, 3], [1, 2, 0]]
+
+
+class Dealing(NamedTuple):
+    """Pieces of one row; of two replicas one is lost with two of them."""
+
+    synchronous: bool
+    pieces: int
+    rows: int  # of each replica in a lap
+    first: int  # pieces that the other gets in this lap
+
+
+DEALINGS = {
+    # Two rows of its own, and one of those that were lost.
+    "fixed shares": Dealing(synchronous=True, pieces=4, rows=3, first=3),
+    # Of four rows for both the lost ones are two.
+    "first come": Dealing(synchronous=False, pieces=3, rows=2, first=2),
+}
+
+
+async def take(channel, finished=()):
+    """Lease and finish until there is no more: what came, and what came at last."""
+    done, pieces = [*finished], []
+    while True:
+        leased = await in_thread(channel.lease, "train", 0, done, wait=True)
+        if leased is None or isinstance(leased, SyncPoint):
+            return pieces, leased
+        pieces.append(leased)
+        done = [{"lease": leased.number, "examples": 1, "loss": 0.0}]
+
+
+class TestLaps:
+    @pytest.mark.parametrize("dealing", DEALINGS.values(), ids=DEALINGS)
+    @every_channel()
+    async def test_what_is_leased_again_counts_in_its_lap(self, a_run, dealing):
+        options = {
+            "pieces": {"train": tuple(f"p{i}" for i in range(dealing.pieces))},
+            "synchronous": dealing.synchronous,
+            "intervals": SyncIntervals(replicas=2, rows=dealing.rows),
+        }
+        async with a_run(**options) as run:
+            for _ in range(2):
+                await in_thread(run.channels[1].lease, "train", 0, [])
+            await in_thread(run.channels.pop(1).leave)
+
+            first, pause = await take(run.channels[0])
+
+            assert len(first) == dealing.first
+            assert isinstance(pause, SyncPoint)
+            await in_thread(run.channels[0].barrier, "pause", None, BarrierKind.SYNC)
+            rest, nothing = await take(run.channels[0])
+            assert nothing is None
+            trained = [one.part for piece in first + rest for one in piece.ranges]
+            assert sorted(trained) == [*range(dealing.pieces)]
+
+
+ARRAYS = {
+    "long": np.arange(100_000, dtype=np.float64),
+    "table": np.array([[1, -2], [3, 2**62]]),
+    "empty": np.zeros(0, np.float32),
+}
+NBYTES = sum(array.nbytes for array in ARRAYS.values())
+
+
+class TestOffers:
+    @every_channel()
+    async def test_what_is_offered_can_be_fetched_in_parts(self, a_run, monkeypatch):
+        monkeypatch.setattr(protocol, "PART_BYTES", 2**16)
+        async with a_run() as run:
+            run.channels[0].publish_blob("mean", ARRAYS)
+
+            fetched = await in_thread(run.channels[1].fetch_blob, 0, "mean")
+
+            assert fetched.keys() == ARRAYS.keys()
+            for name, array in ARRAYS.items():
+                assert fetched[name].dtype == array.dtype
+                np.testing.assert_array_equal(fetched[name], array)
+            assert run.channels[1].stats().received_bytes == NBYTES
+
+    @every_channel(replicas=3)
+    async def test_arrays_in_notes_count_once_as_sent(self, a_run):
+        async with a_run() as run:
+            meeting = [
+                begin(channel.barrier, "meet", {"replica": replica, **ARRAYS})
+                for replica, channel in run.channels.items()
+            ]
+
+            for gathered in await asyncio.gather(*meeting):
+                assert sorted(gathered.payloads) == [0, 1, 2]
+
+            for channel in run.channels.values():
+                traffic = channel.stats()
+                assert traffic.sent_bytes == NBYTES
+                assert traffic.received_bytes == 2 * NBYTES
+
+    @every_channel()
+    async def test_who_comes_first_waits_for_it(self, a_run):
+        async with a_run() as run:
+            fetching = begin(run.channels[1].fetch_blob, 0, "mean")
+
+            run.channels[0].publish_blob("mean", ARRAYS)
+
+            assert (await fetching).keys() == ARRAYS.keys()
+
+    @every_channel(replicas=3)
+    async def test_one_that_has_gone_offers_nothing(self, a_run):
+        async with a_run() as run:
+            fetching = begin(run.channels[0].fetch_blob, 2, "mean")
+
+            await in_thread(run.channels.pop(2).leave)
+
+            assert await fetching is None
+
+    @every_channel()
+    async def test_what_is_withdrawn_is_not_there_but_what_is_kept_is(self, a_run):
+        async with a_run() as run:
+            for name in ("mean", "state"):
+                run.channels[0].publish_blob(name, ARRAYS)
+
+            run.channels[0].drop_blobs(keep="state")
+
+            assert await in_thread(run.channels[1].fetch_blob, 0, "state")
+            waiting = begin(run.channels[1].fetch_blob, 0, "mean")
+            run.channels[0].publish_blob("mean", {})
+            assert await waiting == {}
+
+    @every_channel()
+    async def test_the_word_to_stop_ends_the_wait(self, a_run):
+        async with a_run() as run:
+            waiting = begin(run.channels[0].fetch_blob, 1, "mean")
+
+            await run.stop("enough")
+
+            with pytest.raises(Stopped, match="enough"):
+                await waiting
+
+
+def arrive(channel, kind=BarrierKind.ROUND):
+    return begin(channel.barrier, "round", {"of": channel._replica}, kind)
+
+
+class TestRounds:
+    @every_channel()
+    async def test_nobody_waits_for_one_that_waits_for_a_lease(self, a_run):
+        async with a_run(pieces={"train": ("p",)}) as run:
+            one, other = run.channels[0], run.channels[1]
+            await in_thread(one.lease, "train", 0, [])
+            other.set_idle({"of": "what it said"})
+            waiting = begin(other.lease, "train", 0, [], wait=True)
+
+            gathered = await arrive(one)
+
+            assert gathered.payloads == {0: {"of": 0}, 1: {"of": "what it said"}}
+            finished = [{"lease": 0, "examples": 1, "loss": 0.0}]
+            await in_thread(one.lease, "train", 0, finished)
+            assert await waiting is None
+
+    @every_channel()
+    async def test_it_is_waited_for_once_it_has_its_answer(self, a_run):
+        async with a_run() as run:
+            one, other = run.channels[0], run.channels[1]
+            other.set_idle({"of": "what it said"})
+            assert await in_thread(other.lease, "train", 0, [], wait=True) is None
+
+            first = arrive(one)
+            second = arrive(other)
+
+            assert (await first).payloads == (await second).payloads
+            assert (await first).payloads == {0: {"of": 0}, 1: {"of": 1}}
+
+    @every_channel()
+    async def test_some_may_come_to_agree(self, a_run):
+        async with a_run() as run:
+            first = arrive(run.channels[0])
+            second = arrive(run.channels[1], BarrierKind.AGREE)
+
+            assert (await first).payloads == (await second).payloads
+            assert not run.record.holding
+            both = [arrive(c, BarrierKind.AGREE) for c in run.channels.values()]
+            for one in both:
+                await one
+            assert run.record.holding
+
+
+class TestStaleness:
+    @every_channel()
+    async def test_nobody_runs_further_ahead_than_allowed(self, a_run):
+        async with a_run() as run:
+            fast, slow = run.channels[0], run.channels[1]
+            await in_thread(fast.wait_for_peers, 2, 0, 2)
+            assert fast.wait_for_peers(3, 0, None) == 3
+
+            waiting = begin(fast.wait_for_peers, 3, 0, 2)
+            slow.progress(1)
+            await waiting
+
+            assert fast.wait_for_peers(3, 0, None) == 2
+
+    @every_channel()
+    async def test_who_is_done_with_the_epoch_holds_nobody_up(self, a_run):
+        async with a_run() as run:
+            waiting = begin(run.channels[0].wait_for_peers, 9, 0, 2)
+
+            run.channels[1].progress(1, 0)
+
+            await waiting
+
+    @every_channel(replicas=3)
+    async def test_who_has_left_holds_nobody_up_in_any_epoch(self, a_run):
+        async with a_run() as run:
+            await in_thread(run.channels.pop(2).leave)
+            gathers = [begin(run.channels[r].barrier, "end", None) for r in (0, 1)]
+            for gather in gathers:
+                await gather
+            for channel in run.channels.values():
+                channel.sync(5, GRID)
+
+            run.channels[1].progress(30)
+
+            await in_thread(run.channels[0].wait_for_peers, 30, 1, 8)
+            assert run.channels[0].wait_for_peers(30, 1, None) == 0
+
+    @every_channel()
+    async def test_all_have_come_as_far_where_they_meet(self, a_run):
+        async with a_run() as run:
+            assert run.channels[0].wait_for_peers(5, 0, None) == 5
+
+            run.channels[0].sync(5, GRID)
+
+            assert run.channels[0].wait_for_peers(5, 0, None) == 0
+
+
+BLOCKING = {
+    "gather": lambda channel: channel.barrier("end", None),
+    "updates": lambda channel: channel.wait_for_updates({1: 5}),
+    "staleness": lambda channel: channel.wait_for_peers(9, 0, 2),
+    "lease": lambda channel: channel.lease("train", 0, [], wait=True),
+}
+
+
+class TestStopping:
+    @pytest.mark.parametrize("block", BLOCKING.values(), ids=BLOCKING)
+    @every_channel()
+    async def test_the_word_to_stop_ends_every_wait(self, a_run, block):
+        async with a_run(pieces={"train": ("p",)}) as run:
+            assert of_one(await in_thread(run.channels[1].lease, "train", 0, [])) == (
+                0,
+                "p",
+            )
+            waiting = begin(block, run.channels[0])
+
+            await run.stop("enough")
+
+            with pytest.raises(Stopped, match="enough"):
+                await waiting
+            with pytest.raises(Stopped, match="enough"):
+                run.channels[0].check()
+
+    @every_channel()
+    async def test_closing_a_run_stops_who_is_still_in_it(self, a_run):
+        async with a_run() as run:
+            waiting = begin(run.channels[0].barrier, "end", None)
+            await run.until(lambda: bool(run.record.barriers))
+
+            await run.shut()
+
+            with pytest.raises(Stopped, match="the run was closed"):
+                await waiting
+
+    @every_channel()
+    async def test_events_are_waited_for_and_told_once(self, a_run):
+        async with a_run() as run:
+            waiting = asyncio.ensure_future(run.events())
+
+            await run.stop("enough")
+
+            assert await waiting == [{"kind": "stopped", "summary": "enough"}]
+            assert run.record.take_events() == []
+
+    @every_channel()
+    async def test_a_replica_that_fails_ends_the_run_for_all(self, a_run):
+        async with a_run() as run:
+            waiting = begin(run.channels[0].barrier, "end", None)
+            failure = failure_of(RuntimeError("boom"), step=3)
+
+            await in_thread(run.channels[1].fail, failure)
+
+            with pytest.raises(Stopped, match="replica 1 failed: RuntimeError: boom"):
+                await waiting
+            failed, stopped = await run.events()
+            where = {"replica": 1, "worker": run.where(1)}
+            assert failed == {"kind": "failed", **where, **failure}
+            assert stopped["kind"] == "stopped"
+
+    @every_channel()
+    async def test_one_that_does_not_join_fails_the_run_and_is_named(self, a_run):
+        async with a_run(join=False, timeouts=bounds(join=0.3)) as run:
+            with pytest.raises(Stopped, match="not all replicas started within"):
+                await in_thread(run.channels[0].join)
+
+            failed, _ = await run.events()
+            assert (failed["kind"], failed["type"]) == ("failed", "WaitTimeoutError")
+            assert failed["summary"] == (
+                "not all replicas started within 0.3 s (daskdl.timeouts.join): replica "
+                f"1 on {run.where(1)}, which has not joined; is the worker busy with "
+                "other tasks?"
+            )
+
+
+PIECES = {"train": ("p", "q"), "validation": ("v",)}
+
+
+class TestLeases:
+    @every_channel()
+    async def test_each_piece_is_leased_once_and_progress_is_told(self, a_run):
+        async with a_run(pieces=PIECES) as run:
+            leases = [run.channels[0].lease, run.channels[1].lease]
+            done = {"lease": 0, "examples": 5, "loss": 0.5}
+
+            assert of_one(await in_thread(leases[1], "train", 0, [])) == (0, "p")
+            assert of_one(await in_thread(leases[0], "train", 0, [])) == (1, "q")
+            assert await in_thread(leases[1], "train", 0, [done]) is None
+            assert of_one(await in_thread(leases[0], "validation", 0, [])) == (0, "v")
+            await meet(run, "report", BarrierKind.REPORT)
+            assert of_one(await in_thread(leases[0], "train", 1, [])) == (0, "p")
+
+            progress, _ = await run.events()
+            assert progress == {"kind": "progress", "epoch": 0, **done}
+
+    @every_channel()
+    async def test_who_comes_to_the_end_first_waits_for_the_others(self, a_run):
+        async with a_run(pieces=PIECES) as run:
+            lease = run.channels[0].lease
+            done = [{"lease": i, "examples": 5, "loss": 0.5} for i in (0, 1)]
+            assert of_one(await in_thread(lease, "train", 0, [])) == (0, "p")
+            assert of_one(await in_thread(run.channels[1].lease, "train", 0, [])) == (
+                1,
+                "q",
+            )
+            waiting = begin(lease, "train", 0, done[:1], wait=True)
+            await run.until(lambda: len(run.record.events) == 1)
+            assert not waiting.done()
+
+            assert await in_thread(run.channels[1].lease, "train", 0, done[1:]) is None
+
+            assert await waiting is None
+
+    @every_channel(replicas=3)
+    async def test_what_one_that_leaves_had_is_free_and_ends_nobodys_wait(self, a_run):
+        async with a_run(pieces={"train": ("p",)}) as run:
+            assert publish(run.channels[2], 3)
+            assert of_one(await in_thread(run.channels[2].lease, "train", 0, [])) == (
+                0,
+                "p",
+            )
+            await in_thread(run.channels[0].wait_for_updates, {2: 1})
+            gather = begin(run.channels[0].barrier, "end", {"from": 0})
+            lease = begin(run.channels[1].lease, "train", 0, [], wait=True)
+
+            await in_thread(run.channels.pop(2).leave)
+
+            assert of_one(await lease) == (0, "p")
+            await in_thread(run.channels[1].barrier, "end", {"from": 1})
+            gathered = await gather
+            assert gathered.payloads == {0: {"from": 0}, 1: {"from": 1}}
+            assert gathered.gone.keys() == {2}
+            await in_thread(run.channels[1].wait_for_updates, {2: 1})
+            assert run.record.leases["train"].repeated == 1
+
+    @every_channel()
+    async def test_with_too_few_replicas_nobody_gets_a_piece(self, a_run):
+        async with a_run(pieces=PIECES, min_replicas=2) as run:
+            assert of_one(await in_thread(run.channels[0].lease, "train", 0, [])) == (
+                0,
+                "p",
+            )
+            await in_thread(run.channels.pop(1).leave)
+
+            assert await in_thread(run.channels[0].lease, "train", 0, []) is None

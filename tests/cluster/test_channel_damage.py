@@ -7,7 +7,7 @@ import pytest
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
-from daskdl.channel.protocol import Message, MessageKind
+from daskdl.channel.protocol import Message
 from daskdl.config import VERSION
 from daskdl.errors import ChannelError
 from daskdl.training.replica import failure_of
@@ -69,24 +69,6 @@ async def test_a_malformed_publish_is_refused_and_a_good_one_still_arrives(
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
         assert run.channels[1].drain().updates[0].entries_K.tolist() == [5]
         assert run.record.stopped is None
-
-
-@pytest.mark.parametrize(
-    ("run_id", "status"),
-    [(8, "unknown"), ("7", "refused"), (None, "refused"), ([7], "refused")],
-    ids=repr,
-)
-@two_workers()
-async def test_a_publish_of_another_run_is_unknown_and_one_of_none_is_refused(
-    c, s, a, b, run_id, status
-):
-    async with a_run(c, s, a, b) as run:
-        answer = await run.ask("daskdl_publish", run=run_id, **GOOD)
-
-        assert answer["status"] == status
-        assert run.record.refused == (status == "refused")
-        assert publish(run.channels[0])
-        await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
 
 @two_workers()
@@ -227,36 +209,6 @@ async def test_a_damaged_frame_is_refused_and_a_good_one_still_arrives(
         assert s.workers.keys() == {a.address, b.address}
 
 
-@pytest.mark.parametrize("payload", [None, "text", 5, {"a": 1}, [1, 2]], ids=repr)
-@two_workers()
-async def test_a_payload_that_is_no_frame_is_refused(c, s, a, b, payload):
-    async with a_run(c, s, a, b) as run:
-        item = Message(MessageKind.UPDATE.value, 0, 1, 0, 0, payload)
-
-        answer = await run.deliver(1, tuple(item), item_of(STAMP, frame_of(STAMP, 5)))
-
-        assert answer == {"status": "ok", "accepted": 2}
-        assert run.channels[1].stats().refused == 1
-        assert run.channels[1].drain().updates[0].entries_K.tolist() == [5]
-
-
-@two_workers()
-async def test_a_damaged_frame_that_came_through_the_relay_costs_nobody_his_place(
-    c, s, a, b
-):
-    async with a_run(c, s, a, b) as run:
-        stamp = next_stamp(run.channels[0], 0)
-
-        assert run.channels[0].publish(lambda _: flipped(frame_of(stamp, 1)), 0)
-        assert publish(run.channels[0], 5, step=1)
-        await in_thread(run.channels[1].wait_for_peers, 1, 0, 0)
-
-        (update,) = run.channels[1].drain().updates
-        assert update.stamp.sequence == 2
-        assert run.channels[1].stats().refused == 1
-        assert run.record.members.present == [0, 1]
-
-
 @pytest.mark.parametrize(
     "items", [[5], [("update", 0)], [("progress", 0, 0, 0, 0, None)]], ids=repr
 )
@@ -294,36 +246,6 @@ async def test_a_delivery_for_nobody_here_is_counted(
         assert run.worker_plugin(1).refused + run.channels[1].stats().refused == 1
 
 
-@pytest.mark.parametrize(
-    ("fields", "status"),
-    [
-        ({"replica": 0}, "unknown"),
-        ({"replica": [1]}, "refused"),
-        ({"run": 8}, "unknown"),
-        ({"run": "7"}, "refused"),
-        ({"part": "first"}, "refused"),
-        ({"part": None}, "refused"),
-        ({"part": -1}, "refused"),
-        ({"part": 5}, "refused"),
-        ({"name": ["mean"]}, "refused"),
-    ],
-    ids=repr,
-)
-@two_workers()
-async def test_a_malformed_fetch_is_refused_and_a_good_one_still_answered(
-    c, s, a, b, fields, status
-):
-    async with a_run(c, s, a, b) as run:
-        run.channels[1].publish_blob("mean", {"a": np.arange(3)})
-        good = {"run": RUN, "replica": 1, "name": "mean", "part": 0}
-
-        answer = await s.rpc(b.address).daskdl_fetch(**{**good, **fields})
-
-        assert answer["status"] == status
-        fetched = await in_thread(run.channels[0].fetch_blob, 1, "mean")
-        assert fetched["a"].tolist() == [0, 1, 2]
-
-
 @two_workers()
 async def test_a_replica_learns_that_the_scheduler_has_no_plugin(
     c, s, a, b, monkeypatch
@@ -333,10 +255,3 @@ async def test_a_replica_learns_that_the_scheduler_has_no_plugin(
 
         with pytest.raises(ChannelError, match="is daskdl installed there"):
             await in_thread(run.channels[0].join)
-
-
-@two_workers()
-async def test_what_the_scheduler_refuses_is_an_error_of_the_replica(c, s, a, b):
-    async with a_run(c, s, a, b) as run:
-        with pytest.raises(ChannelError, match="the scheduler refused: handle_lease"):
-            await in_thread(run.channels[0].lease, "nonsense", 0, [])

@@ -1,4 +1,7 @@
-"""Replicas that are lost, leave, fail or say nothing, and the run they were in."""
+"""Replicas that are lost, leave, fail or say nothing, and the run they were in.
+
+Pieces that others take over, or that are lost, over Dask.
+"""
 
 import asyncio
 import re
@@ -17,7 +20,6 @@ from tests.support.channels import (
     begin,
     bounds,
     in_thread,
-    meet,
     next_stamp,
     publish,
     three_workers,
@@ -59,24 +61,6 @@ async def test_a_lost_worker_ends_nobody_elses_wait(c, s, *workers, routing):
         again += [await in_thread(run.channels[0].lease, "train", 0, [])]
         assert [of_one(piece) for piece in again] == [(1, "q"), (0, "p")]
         assert run.record.leases["train"].repeated == 1
-
-
-@EITHER
-@three_workers()
-async def test_a_lost_replica_is_not_waited_for_in_the_next_epoch(
-    c, s, *workers, routing
-):
-    async with a_run(c, s, *workers, routing=routing, fan_out=1) as run:
-        run.vanish(2)
-        await workers[2].close()
-        await meet(run, "end")
-        for channel in run.channels.values():
-            channel.sync(5, GRID)
-
-        run.channels[1].progress(30)
-
-        await in_thread(run.channels[0].wait_for_peers, 30, 1, 8)
-        assert run.channels[0].wait_for_peers(30, 1, None) == 0
 
 
 @EITHER
@@ -144,13 +128,33 @@ async def test_a_silent_replica_is_given_up_and_named(c, s, a, b, routing):
 
 @EITHER
 @two_workers()
-async def test_one_that_was_given_up_leaves_and_its_worker_is_free(c, s, a, b, routing):
-    async with a_run(c, s, a, b, routing=routing) as run:
-        run.live.lose(1, "it was silent")
+async def test_a_piece_that_was_lost_is_asked_for_under_its_new_key(
+    c, s, a, b, routing
+):
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}, routing=routing) as run:
+        await in_thread(run.channels[0].lease, "train", 0, [])
+        waiting = begin(run.channels[0].missing, "train", 0, "p")
 
-        with pytest.raises(Stopped, match="replica 1 is not a member any more"):
-            await in_thread(run.channels[1].barrier, "end", None)
+        (missing,) = await run.events()
+        assert missing.pop("kind") == "missing"
+        assert missing.pop("worker") == a.address
+        assert missing == {"phase": "train", "part": 0, "key": "p", "avoid": ()}
+        await run.ask("daskdl_restore", run=7, phase="train", part=0, key="again")
 
-        await in_thread(run.channels.pop(1).leave)
-        _, free = await run.events()
-        assert free == {"kind": "worker", "worker": b.address}
+        assert await waiting == "again"
+
+
+@two_workers()
+async def test_a_piece_that_only_takes_its_time_stays_as_it_is(c, s, a, b):
+    data = await c.scatter({"daskdl-p": 1}, workers=[b.address])
+    async with a_run(c, s, a, b, pieces={"train": tuple(data)}) as run:
+        asked = (run.channels[0].missing, "train", 0, "daskdl-p")
+
+        assert await in_thread(*asked) == "daskdl-p"
+
+        run.live.hanging.add(b.address)
+        waiting = begin(*asked)
+        (missing,) = await run.events()
+        assert missing["avoid"] == (b.address,)
+        await run.ask("daskdl_restore", run=7, phase="train", part=0, key="again")
+        assert await waiting == "again"

@@ -9,7 +9,6 @@ from daskdl.channel.protocol import BarrierKind, Message
 from daskdl.errors import WaitTimeoutError
 from tests.support.channels import (
     EITHER,
-    PATIENCE_S,
     SIZE,
     a_run,
     applied_by,
@@ -88,17 +87,6 @@ async def test_what_is_not_passed_on_is_asked_for(c, s, *workers):
 
         assert middle.forwards_dropped == 3
         assert totals(run.channels[2].drain())[:4] == [1, 1, 1, 0]
-
-
-@three_workers()
-async def test_a_last_update_that_nobody_passes_on_is_missed_all_the_same(
-    c, s, *workers
-):
-    async with a_run(c, s, *workers, **CHAIN) as run:
-        run.link(1).routing.on_message = lambda message: None  # no progress either
-        assert publish(run.channels[0])
-
-        await in_thread(run.channels[2].wait_for_updates, {0: 1})
 
 
 @EITHER
@@ -300,20 +288,3 @@ async def test_what_is_sent_after_all_have_agreed_is_taken_in_after_the_barrier(
         await meet(run, "report", BarrierKind.REPORT)
         assert await run.deliver(1, item) == {"status": "ok", "accepted": 1}
         assert totals(run.channels[1].drain()) == [0] * 3 + [1] + [0] * (SIZE - 4)
-
-
-@three_workers()
-async def test_how_far_a_replica_is_is_passed_on(c, s, *workers):
-    async with a_run(c, s, *workers, **CHAIN) as run:
-        run.record.progress = list  # the scheduler says nothing of it
-
-        run.channels[0].progress(9)
-
-        await wait_until(lambda: run.link(2).inbox.peers.progress[0].step == 9)
-
-
-@two_workers()
-async def test_who_the_members_are_is_told_at_once(c, s, a, b):
-    rare = bounds(silence=8 * PATIENCE_S)  # signs of life of the relay
-    async with a_run(c, s, a, b, routing="mesh", timeouts=rare) as run:
-        assert all(len(box) == 0 for box in run.record.outboxes.values())

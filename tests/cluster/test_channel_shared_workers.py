@@ -2,8 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
-
 from daskdl import codec
 from daskdl.channel import inbox, protocol, scheduler
 from daskdl.channel.protocol import MESSAGE_BYTES, Answer
@@ -134,17 +132,6 @@ async def test_one_that_vanishes_is_lost_alone(c, s, a, b):
 
 
 @two_workers()
-async def test_replicas_of_one_worker_send_to_each_other_and_to_others(c, s, a, b):
-    async with a_run(c, s, a, b, b) as run:
-        for channel in run.channels.values():
-            assert publish(channel)
-
-        for replica, channel in run.channels.items():
-            others = {other: 1 for other in run.channels if other != replica}
-            await in_thread(channel.wait_for_updates, others)
-
-
-@two_workers()
 async def test_a_frame_that_cannot_be_read_is_refused_by_each(c, s, a, b):
     async with a_run(c, s, a, b, b) as run:
         stamp = next_stamp(run.channels[0], 0)
@@ -159,41 +146,3 @@ async def test_a_frame_that_cannot_be_read_is_refused_by_each(c, s, a, b):
         await wait_until(lambda: run.channels[1].stats().refused == 1)
         assert run.channels[2].stats().refused == 1
         assert (received(run, 1), received(run, 2)) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    "shares",
-    [[(1, [1])], [(1, ["x"])], [(1,)], [1], [("x", [0])]],
-    ids=["no such item", "no number", "no items", "no pair", "no replica"],
-)
-def test_a_request_that_makes_no_sense_is_refused_and_counted(shares):
-    @two_workers()
-    async def check(c, s, a, b):
-        async with a_run(c, s, a, b, b) as run:
-            stamp = next_stamp(run.channels[0], 0)
-
-            answer = await s.rpc(b.address).daskdl_deliver_batches(
-                run=RUN, messages=[item_of(stamp, frame_of(stamp, 1))], shares=shares
-            )
-
-            assert answer["status"] == Answer.REFUSED
-            assert run.channels[1].stats().refused == 1
-            assert publish(run.channels[0])
-            await in_thread(run.channels[1].wait_for_updates, {0: 1})
-
-    check()
-
-
-@two_workers()
-async def test_an_item_that_is_none_is_refused_by_whom_it_is_for(c, s, a, b):
-    async with a_run(c, s, a, b, b) as run:
-        stamp = next_stamp(run.channels[0], 0)
-        good = item_of(stamp, frame_of(stamp, 1))
-
-        answer = await s.rpc(b.address).daskdl_deliver_batches(
-            run=RUN, messages=[good, ("update", -1)], shares=[(1, [0, 1]), (2, [0])]
-        )
-
-        told = [own["status"] for own in answer["answers"]]
-        assert told == [Answer.REFUSED, Answer.OK]
-        assert (received(run, 1), received(run, 2)) == (0, 1)

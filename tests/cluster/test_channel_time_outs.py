@@ -11,7 +11,6 @@ from tests.support.channels import (
     EITHER,
     RUN,
     a_run,
-    begin,
     bounds,
     frame_of,
     held_up,
@@ -52,21 +51,6 @@ async def test_a_request_without_an_answer_is_an_error_that_names_it(
             rf"\(daskdl\.timeouts\.request\); last seen: {HEARD}",
             str(caught.value),
         )
-        released.set()
-
-
-@EITHER
-@two_workers()
-async def test_a_scheduler_that_takes_no_updates_fails_the_link(
-    c, s, a, b, monkeypatch, routing
-):
-    async with a_run(c, s, a, b, timeouts=bounds(request=0.3), routing=routing) as run:
-        released = held_up(s.handlers, "daskdl_publish", monkeypatch)
-        waiting = begin(run.channels[0].wait_for_updates, {1: 1})
-
-        with pytest.raises(WaitTimeoutError, match="the scheduler did not answer"):
-            await waiting
-
         released.set()
 
 
@@ -186,20 +170,3 @@ async def test_who_leaves_with_updates_unsent_says_how_many_and_to_whom(
             caplog.text,
         )
         released.set()
-
-
-@EITHER
-@two_workers()
-async def test_those_that_do_not_leave_a_run_without_a_client_are_named(
-    c, s, a, b, routing, caplog
-):
-    timeouts = bounds(stop=0.2)
-    async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
-        await run.plugin._abandon(RUN, run.live)
-
-        assert re.search(
-            rf"run 7: after 0\.2 s \(daskdl\.timeouts\.stop\) these have not left: "
-            rf"replica 0 on {a.address}, last seen at step 0, update 0, \d\.\d s ago; "
-            rf"replica 1 on {b.address}, last seen at",
-            caplog.text,
-        )

@@ -33,25 +33,6 @@ STAMP = codec.Stamp(RUN, 0, 1, 0)
 
 
 @two_workers()
-async def test_progress_waits_while_the_relay_is_full(c, s, a, b, monkeypatch):
-    async with a_run(c, s, a, b, relay_bytes=200) as run:
-        released = held_up(b.handlers, "daskdl_deliver", monkeypatch)
-        for step in range(5):
-            assert publish(run.channels[0], step=step)
-        run.channels[0].progress(9)
-        waiting = begin(run.channels[1].wait_for_peers, 9, 0, 0)
-        await async_poll_for(
-            lambda: run.record.members.replicas[0].progress.sequence, PATIENCE_S
-        )
-
-        assert run.record.members.replicas[0].progress.step < 9
-        released.set()
-        await waiting
-
-        assert run.channels[1].drain().updates[-1].stamp.sequence == 5
-
-
-@two_workers()
 async def test_progress_goes_with_the_last_update_that_waits(c, s, a, b, monkeypatch):
     async with a_run(c, s, a, b) as run:
         monkeypatch.setattr(pump_end, "BATCH_BYTES", 1)

@@ -71,17 +71,6 @@ def test_a_result_lost_with_its_worker_is_left_out(three):
     assert total(collect(three, by_name(*tasks), options())) == [3, 4]
 
 
-def test_a_result_that_comes_slowly_is_waited_for(client, monkeypatch):
-    monkeypatch.setattr("daskdl.training.dask_backend.LOOK_S", 1e-4)
-    tasks = [left(client, w, r, [r, 3]) for r, w in enumerate(client.nthreads())]
-
-    assert total(collect(client, by_name(*tasks), options(data=20.0))) == [2, 7]
-
-
-def test_without_results_there_is_nothing(client):
-    assert collect(client, {}, options()) is None
-
-
 def test_results_that_are_not_joined_in_time(client):
     worker = next(iter(client.nthreads()))
 

@@ -2,11 +2,10 @@
 
 import logging
 
-import pytest
 import torch
 from torch import nn
 
-from daskdl import GradientSharing, ParameterAveraging
+from daskdl import GradientSharing
 from tests.support.problems import rows, trainer
 
 X, Y = rows(64)
@@ -58,20 +57,3 @@ def test_many_of_them_through_the_scheduler_are_warned_of_once(threads, caplog):
     assert "36.0 MB of each of 2 replicas" in said
     assert "72.0 MB" in said
     assert "ParameterAveraging" in said
-
-
-@pytest.mark.parametrize(
-    ("size", "changes", "master"),
-    [
-        (200_000, True, None),
-        (9_000_000, False, None),
-        pytest.param(9_000_000, True, ParameterAveraging(), marks=pytest.mark.slow),
-    ],
-    ids=["few", "still", "averaging"],
-)
-def test_else_nothing_is_said(threads, caplog, size, changes, master):
-    caplog.set_level(logging.WARNING, logger="daskdl.training")
-
-    fitted(threads, size, changes, master)
-
-    assert said_of_it(caplog) == []

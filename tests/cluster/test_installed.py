@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 
 import dask
 import pytest
@@ -147,13 +146,6 @@ def test_a_worker_that_hangs_is_named(client, do):
     )
 
 
-def test_another_patch_or_build_of_torch_is_as_good(client, changed):
-    own = torch.__version__.split("+")[0].split(".")
-    changed(age, "torch", ".".join([*own[:2], "99"]) + "+cu999")
-
-    assert fit(client).column("replicas") == [2]
-
-
 @pytest.fixture
 def apart(tmp_path):
     """A client of a scheduler that is a process of its own, and of one worker."""
@@ -195,39 +187,6 @@ def test_a_scheduler_that_lacks_something_is_named(apart, change, what):
     where = re.escape(f"the scheduler, {apart.scheduler.address}: {what}")
     assert re.search(where, str(caught.value))
     assert "worker" not in str(caught.value).split("\n")[1]
-
-
-def import_noter():
-    """What lets a process note the imports of its main thread, that of its event loop.
-
-    It is pickled as code: to import this module would import all.
-    """
-
-    def note():
-        class Note:
-            def find_spec(self, name, path=None, target=None):
-                if threading.current_thread() is threading.main_thread():
-                    sys.imported.append(name)
-
-        sys.imported = []
-        sys.meta_path.insert(0, Note())
-
-    return note
-
-
-@pytest.mark.slow
-def test_torch_and_daskdl_are_imported_beside_the_event_loops(apart):
-    apart.run_on_scheduler(import_noter())
-    apart.run(import_noter())
-
-    assert fit(apart).column("replicas") == [1]
-
-    def imported():
-        heavy = ("torch", "daskdl.training")
-        return [name for name in sys.imported if name.startswith(heavy)]
-
-    assert apart.run_on_scheduler(imported) == []
-    assert list(apart.run(imported).values()) == [[]]
 
 
 async def refuse(**fields):

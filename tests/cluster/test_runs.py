@@ -8,25 +8,11 @@ import pytest
 import torch
 from distributed import Client
 
-from daskdl.channel.protocol import NAME
 from tests.support.clusters import at_rest, changed_since, still_left_behind
 from tests.support.problems import kept, normalised, rows, trainer
 from tests.support.recording import vector
 
 X, Y = rows()
-
-
-def counts(client):
-    """How often daskdl is registered, and what Dask holds."""
-
-    def on_scheduler(dask_scheduler):
-        names = [*dask_scheduler.plugins, *dask_scheduler.worker_plugins]
-        return names.count(NAME), len(dask_scheduler.tasks)
-
-    def on_worker(dask_worker):
-        return list(dask_worker.plugins).count(NAME), len(dask_worker.data)
-
-    return [client.run_on_scheduler(on_scheduler), *client.run(on_worker).values()]
 
 
 class TestOneAfterTheOther:
@@ -43,23 +29,6 @@ class TestOneAfterTheOther:
             assert own.fit(X[:64], Y[:64], batch_size=8).column("replicas") == [2]
 
         assert changed_since(client, before) == {}
-
-    def test_what_is_registered_is_so_once(self, client):
-        for _ in range(2):
-            trainer(client).fit(X[:64], Y[:64], batch_size=8)
-
-        assert still_left_behind(client) == {}
-        before = counts(client)
-        # One plugin each for scheduler and workers; and Dask holds nothing.
-        assert before == [(2, 0), (1, 0), (1, 0)]
-
-    def test_two_clients_register_the_plugins_once(self, client):
-        for _ in range(2):
-            with Client(client.scheduler.address, set_as_default=False) as other:
-                history = trainer(other).fit(X, Y)
-                assert history.column("replicas") == [2]
-
-        assert counts(client)[0][0] == 2
 
     def test_the_random_state_of_a_worker_is_put_back(self, client):
         before = client.run(torch.initial_seed)

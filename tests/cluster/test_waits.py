@@ -8,7 +8,7 @@ import signal
 import dask.array as da
 import dask.config
 import pytest
-from distributed import Event, secede
+from distributed import Event
 
 import daskdl
 from daskdl import Callback, GradientSharing
@@ -67,30 +67,6 @@ class TestNoSilentWaits:
             caught.value
         )
         assert worker in str(caught.value)
-
-    @pytest.mark.slow
-    def test_a_model_that_does_not_arrive_is_named_with_its_size(
-        self, client, monkeypatch
-    ):
-        send = client.scatter
-
-        def never_the_model(data, **options):
-            if any("objects" in key for key in data):
-                return asyncio.Event().wait()
-            return send(data, **options)
-
-        monkeypatch.setattr(client, "scatter", never_the_model)
-        with (
-            dask.config.set(soon(join="1s")),
-            pytest.raises(daskdl.WaitTimeoutError) as caught,
-        ):
-            trainer(client).fit(X, Y)
-
-        assert re.match(
-            r"the model \(\d+ bytes\) could not be sent to tcp://\S+, tcp://\S+ "
-            r"within 1 s \(daskdl\.timeouts\.join\); is the way there slow",
-            str(caught.value),
-        )
 
     @pytest.mark.slow
     def test_too_few_replicas_are_named_with_what_was_last_seen(self, client):
@@ -194,35 +170,6 @@ class TestNoSilentWaits:
             r"\(daskdl\.timeouts\.data\); it is waiting for part \d of the train data "
             "to be loaded",
             str(caught.value),
-        )
-
-    @pytest.mark.slow
-    def test_results_that_do_not_come_are_named_with_whom_they_are_waited_from(
-        self, client
-    ):
-        release = Event("release-results", client=client)
-
-        def late(block):
-            secede()  # so that the replicas can start
-            Event("release-results").wait()
-            return block
-
-        x = da.from_array(X, chunks=(240, 20)).map_blocks(late, meta=X)
-        x = client.persist(x)
-        try:
-            with (
-                dask.config.set(soon(data="1s")),
-                pytest.raises(daskdl.WaitTimeoutError) as caught,
-            ):
-                trainer(client).fit(x, da.from_array(Y, chunks=240))
-            message = str(caught.value)
-        finally:
-            release.set()
-            del caught, x  # its frames have the results
-        assert re.match(
-            r"replica (\d) on (tcp://\S+): \('late-\w+', \d, 0\) did not come to \2 "
-            r"within 1 s \(daskdl\.timeouts\.data\); nobody has it; it waits for",
-            message,
         )
 
     @pytest.mark.slow

@@ -47,10 +47,6 @@ def test_every_worker_has_a_replica_in_a_fixed_order():
     assert seats(Cluster(b=0, a=0, c=0)) == {0: "a", 1: "b", 2: "c"}
 
 
-def test_several_replicas_per_worker_go_round():
-    assert seats(Cluster(a=0, b=0), each=2) == {0: "a", 1: "b", 2: "a", 3: "b"}
-
-
 def test_auto_is_one_for_each_device_and_one_without_any():
     assert seats(Cluster(a=0, b=3), each="auto") == {0: "a", 1: "b", 2: "b", 3: "b"}
 
@@ -72,19 +68,11 @@ def test_a_worker_that_does_not_say_how_many_devices_it_has_is_not_waited_for():
     )
 
 
-def test_a_number_does_not_ask_for_devices():
-    assert seats(Cluster(a=8)) == {0: "a"}
-
-
 @pytest.mark.parametrize(
     ("examples", "expected"), [(1, 1), (10, 1), (11, 2), (20, 2), (21, 3), (999, 3)]
 )
 def test_there_are_no_more_replicas_than_batches(examples, expected):
     assert len(seats(Cluster(a=0, b=0, c=0), examples=examples)) == expected
-
-
-def test_of_data_whose_rows_are_not_known_there_is_no_such_limit():
-    assert len(seats(Cluster(a=0, b=0, c=0), each=9, examples=None)) == 27
 
 
 def test_those_left_out_leave_the_workers_evenly_used():
@@ -96,13 +84,6 @@ def test_leaving_replicas_out_is_logged(caplog):
         seats(Cluster(a=0, b=0, c=0), examples=20)
 
     assert caplog.messages == ["2 batches only: 2 of 3 replicas"]
-
-
-def test_a_replica_for_each_batch_is_not_worth_a_word(caplog):
-    with caplog.at_level("INFO", logger="daskdl.training.backend"):
-        assert len(seats(Cluster(a=0, b=0), examples=20)) == 2
-
-    assert caplog.messages == []
 
 
 def test_a_cluster_without_workers_is_refused():
@@ -122,10 +103,6 @@ def test_auto_here_is_one_for_each_device_of_this_process(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
 
     assert here("auto") == expected
-
-
-def test_here_there_are_no_more_replicas_than_batches():
-    assert (here(3), here(3, examples=11)) == (3, 2)
 
 
 def test_more_than_there_can_be_here_are_refused_at_once():

@@ -1,11 +1,33 @@
-"""The hooks of a callback, and what they are told."""
+"""The hooks of a callback, and what they are told.
 
+The rule by which a fit ends early: what it takes for better, and refuses.
+"""
+
+import io
+import os
 import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from daskdl.callbacks import Callback, EpochBegin, FitBegin, FitEnd, Step
-from daskdl.history import History
+from daskdl.callbacks import (
+    Callback,
+    EarlyStopping,
+    EpochBegin,
+    FailureInjection,
+    FitBegin,
+    FitEnd,
+    LearningRateMonitor,
+    PrintProgress,
+    Rate,
+    Step,
+)
+from daskdl.errors import OptionError
+from daskdl.history import History, StepRow, Stopping
 
 
 class Counting(Callback):
@@ -50,10 +72,6 @@ def test_a_callback_does_nothing_by_itself(hook):
     assert vars(callback) == {}
 
 
-def test_there_are_no_other_hooks():
-    assert {name for name in vars(Callback) if name.startswith("on_")} == set(TOLD)
-
-
 def test_a_callback_travels_with_what_it_was_made_of():
     callback = Counting()
     callback.on_step_end(STEP)
@@ -69,12 +87,316 @@ def test_only_a_callback_with_a_hook_of_the_workers_runs_there(kind, travels):
     assert kind().runs_on_workers is travels
 
 
-def test_a_step_names_its_replica_and_its_place():
-    assert STEP._asdict() == {
-        "replica": 1,
-        "epoch": 0,
-        "number": 3,
-        "loss": 0.5,
-        "examples": 32,
-        "learning_rate": 0.1,
-    }
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("options", "largest"),
+    [
+        ({"monitor": "val_loss"}, False),
+        ({"monitor": "loss"}, False),
+        ({"monitor": "val_accuracy"}, True),
+        ({"monitor": "val_accuracy", "mode": "min"}, False),
+        ({"monitor": "loss", "mode": "max"}, True),
+    ],
+    ids=str,
+)
+def test_the_best_is_the_largest_accuracy_and_the_least_loss(options, largest):
+    rule = EarlyStopping(patience=1, **options)
+
+    assert rule.largest_is_best is largest
+    assert rule.is_better(2.0, than=1.0) is largest
+    assert rule.is_better(1.0, than=2.0) is not largest
+    assert not rule.is_better(1.0, than=1.0)
+    assert rule.is_better(1.0, than=NAN)
+
+
+@pytest.mark.parametrize(
+    ("score", "on", "counts"),
+    [(0.75, 1.0, True), (0.875, 1.0, False), (0.5, 1.0, True), (2.0, 1.0, False),
+     (1.0, 1.0, False), (5.0, NAN, True)],
+    ids=str,
+)  # fmt: skip
+def test_an_improvement_counts_from_min_delta_on(score, on, counts):
+    rule = EarlyStopping(patience=1, min_delta=0.25)
+
+    assert rule.improves(score, on) is counts
+
+
+@pytest.mark.parametrize(
+    ("monitor", "score", "enough"),
+    [("loss", 0.5, True), ("loss", 0.4, True), ("loss", 0.6, False),
+     ("val_accuracy", 0.5, True), ("val_accuracy", 0.4, False)],
+)  # fmt: skip
+def test_a_score_that_is_the_target_is_enough(monitor, score, enough):
+    assert EarlyStopping(monitor, target=0.5).is_enough(score) is enough
+
+
+def test_it_stays_on_the_client_and_travels_as_a_value():
+    rule = EarlyStopping("loss", patience=2, target=0.25)
+
+    assert not rule.runs_on_workers
+    assert pickle.loads(pickle.dumps(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"monitor": "val_f1"}, "monitor must be one of 'val_loss', 'val_accuracy', "
+         "'loss', got 'val_f1'"),
+        ({"mode": "least"}, "mode must be one of 'min', 'max', 'auto', got 'least'"),
+        ({"patience": 0}, "patience must be a whole number >= 1 or None, got 0"),
+        ({"patience": 1.5}, "patience must be a whole number >= 1 or None, got 1.5"),
+        ({"patience": True}, "patience must be a whole number >= 1 or None, got True"),
+        ({"min_delta": -1.0}, "min_delta must be a number >= 0, got -1.0"),
+        ({"min_delta": NAN}, "min_delta must be a number >= 0, got nan"),
+        ({"target": NAN}, "target must be a number or None, got nan"),
+        ({"target": "low"}, "target must be a number or None, got 'low'"),
+        ({"max_seconds": 0}, "max_seconds must be > 0 or None, got 0"),
+        ({"max_seconds": float("inf")}, "max_seconds must be > 0 or None, got inf"),
+        ({"every": 0}, "every must be a whole number >= 1, got 0"),
+        ({"check_finite": 1}, "check_finite must be True or False, got 1"),
+        ({"restore_best": None}, "restore_best must be True or False, got None"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nonsense_is_refused(options, message):
+    with pytest.raises(OptionError, match=f"^{re.escape(message)}$"):
+        EarlyStopping(**{"patience": 3, **options})
+
+
+def step(replica=0, number=1):
+    return Step(replica, 0, number, loss=0.5, examples=8, learning_rate=0.1)
+
+
+def struck(rule, replica=0, receiver=None, numbers=range(1, 101)):
+    return [number for number in numbers if rule.strikes(replica, number, receiver)]
+
+
+class TestWhen:
+    def test_only_the_chosen_steps_of_the_chosen_replicas(self):
+        rule = FailureInjection("raise", replicas=[1, 3], steps=range(4, 6))
+
+        assert [struck(rule, replica) for replica in range(4)] == [
+            [],
+            [4, 5],
+            [],
+            [4, 5],
+        ]
+
+    @pytest.mark.parametrize(
+        ("seed", "replica", "receiver"),
+        [(4, 0, 1), (3, 1, 1), (3, 0, 2), (3, 0, None)],
+    )
+    def test_another_seed_replica_or_receiver_has_another_chance(
+        self, seed, replica, receiver
+    ):
+        one = FailureInjection("drop", probability=0.2, seed=3)
+        other = FailureInjection("drop", probability=0.2, seed=seed)
+
+        assert struck(one, 0, 1) != struck(other, replica, receiver)
+
+    @pytest.mark.parametrize("options", [{}, {"probability": 0.2}], ids=str)
+    def test_the_number_of_times_ends_it_for_each_replica(self, options):
+        rule = FailureInjection("raise", times=2, **options)
+        unbounded = FailureInjection("raise", **options)
+
+        for replica in (0, 1):
+            assert struck(rule, replica) == struck(unbounded, replica)[:2]
+
+
+class TestWhat:
+    def test_to_raise_says_where_and_which_rule(self):
+        rule = FailureInjection("raise", replicas=[1], steps=[3])
+
+        rule.on_step_end(step(1, 2))
+        with pytest.raises(RuntimeError) as caught:
+            rule.on_step_end(step(1, 3))
+
+        assert str(caught.value) == (
+            "replica 1 fails at step 3, as FailureInjection(kind='raise', "
+            "replicas=[1], steps=[3], probability=1.0, times=None, seconds=None, "
+            "seed=0) says"
+        )
+
+    def test_to_sleep_is_to_wait_so_long_and_go_on(self, monkeypatch):
+        slept = []
+        monkeypatch.setattr(time, "sleep", slept.append)
+        rule = FailureInjection("sleep", seconds=2.5, steps=[2])
+
+        for number in (1, 2, 3):
+            rule.on_step_end(step(number=number))
+
+        assert slept == [2.5]
+
+    @pytest.mark.parametrize("kind", ["exit", "freeze"])
+    def test_the_process_it_was_made_in_is_spared(self, kind):
+        message = f"kind='{kind}' would hit the client's own process"
+
+        with pytest.raises(OptionError, match=re.escape(message)):
+            FailureInjection(kind).on_step_end(step())
+
+    def test_a_process_stops_until_it_is_told_to_go_on_or_some_time_and_then_ends(self):
+        child = subprocess.Popen(
+            [sys.executable, "-c", STRUCK],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            _, status = os.waitpid(child.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status)
+        finally:
+            os.kill(child.pid, signal.SIGCONT)
+        _, status = os.waitpid(child.pid, os.WUNTRACED)  # it goes on by itself
+        assert os.WIFSTOPPED(status)
+
+        printed, errors = child.communicate(timeout=60)
+
+        assert (printed, errors) == ("goes on\ngoes on\n", "")  # and no "end"
+        assert child.returncode == 1
+
+
+# The rules are those of another process, so that they strike.
+STRUCK = f"""
+import atexit, pickle
+from daskdl.callbacks import Step
+atexit.register(print, "end")
+for kind in ({pickle.dumps(FailureInjection("freeze"))!r},
+             {pickle.dumps(FailureInjection("freeze", seconds=0.2))!r},
+             {pickle.dumps(FailureInjection("exit"))!r}):
+    pickle.loads(kind).on_step_end(Step(0, 0, 1, 0.5, 8, 0.1))
+    print("goes on", flush=True)
+"""
+
+
+WRONG = [
+    ({"kind": "explode"}, "kind must be one of 'raise', 'exit', 'sleep', 'freeze', 'd"),
+    ({"replicas": 1}, "replicas must be a list of whole numbers >= 0 or None, got 1; "),
+    ({"replicas": 1}, "; write [1]"),
+    ({"replicas": "1"}, "replicas must be a list of whole numbers >= 0 or None, got '"),
+    ({"replicas": []}, "replicas must not be empty; for all of them give None"),
+    ({"replicas": [0, -1]}, "replicas must be whole numbers >= 0, got -1 among them"),
+    ({"steps": [0]}, "steps must be whole numbers >= 1, got 0 among them"),
+    ({"steps": [True]}, "steps must be whole numbers >= 1, got True among them"),
+    ({"steps": 0}, "steps must be a list of whole numbers >= 1 or None, got 0"),
+    ({"probability": 0}, "probability must be in (0, 1], got 0; to spare some"),
+    ({"probability": 1.5}, "probability must be in (0, 1], got 1.5"),
+    ({"probability": True}, "probability must be in (0, 1], got True"),
+    ({"probability": float("nan")}, "probability must be in (0, 1], got nan"),
+    ({"times": 0}, "times must be a whole number >= 1 or None, got 0"),
+    ({"times": 1.0}, "times must be a whole number >= 1 or None, got 1.0"),
+    ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
+    ({"seconds": 1}, "seconds is for 'sleep' and 'freeze' only, got 1 with 'raise'; l"),
+    ({"kind": "sleep"}, "seconds must be a number > 0, got None"),
+    ({"kind": "sleep", "seconds": 0}, "seconds must be a number > 0, got 0"),
+    ({"kind": "freeze", "seconds": -1}, "seconds must be a number > 0 or None, got -1"),
+    (
+        {"kind": "freeze", "seconds": float("inf")},
+        "seconds must be a number > 0 or None, got inf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG, ids=[str(o) for o, _ in WRONG])
+def test_what_is_not_allowed_is_refused_by_name(options, message):
+    with pytest.raises(OptionError, match=re.escape(message)):
+        FailureInjection(**{"kind": "raise", **options})
+
+
+@pytest.mark.parametrize("kind", ["raise", "exit", "drop", "freeze"])
+def test_it_is_a_plain_value_that_runs_on_workers(kind):
+    rule = FailureInjection(kind, replicas=[1], steps=[2])
+
+    assert pickle.loads(pickle.dumps(rule)) == rule
+    assert rule.runs_on_workers
+
+
+def watch(monitor, *fits):
+    """Show it fits, each a list of learning rates by epoch."""
+    before = 0
+    for fit in fits:
+        monitor.on_fit_begin(FitBegin(2, len(fit), before, 32, 100, 10))
+        history = History()
+        for epoch, rate in enumerate(fit):
+            monitor.on_epoch_end({"epoch": epoch, "learning_rate": rate})
+            row = StepRow(epoch, 10 * epoch + 1, 1, 0.5, learning_rate=rate / 2)
+            history.steps.extend([(epoch + 1, row)])
+        monitor.on_fit_end(FitEnd(history, None))
+        before += len(fit)
+
+
+def test_the_epochs_of_all_fits_are_kept():
+    monitor = LearningRateMonitor()
+
+    watch(monitor, [0.5, 0.25], [0.125])
+
+    assert monitor.rates == [Rate(0, 0.5), Rate(1, 0.25), Rate(2, 0.125)]
+    assert list(monitor.to_pandas()) == ["epoch", "learning_rate"]
+
+
+def test_so_are_the_steps_of_each_replica():
+    monitor = LearningRateMonitor("step")
+
+    watch(monitor, [0.5, 0.25], [0.125])
+
+    assert monitor.rates == [
+        Rate(0, 0.25, replica=1, step=1),
+        Rate(1, 0.125, replica=1, step=11),
+        Rate(2, 0.0625, replica=1, step=1),
+    ]
+    assert monitor.to_pandas()["step"].tolist() == [1, 11, 1]
+
+
+def test_what_is_neither_is_refused():
+    with pytest.raises(OptionError, match="every must be 'epoch' or 'step', got 10"):
+        LearningRateMonitor(10)
+
+
+BEGIN = FitBegin(2, 9, 0, 32, 1000, 650)
+ROW = {"epoch": 1, "loss": 0.25, "seconds": 61.04, "replicas": 1}
+
+
+@pytest.fixture
+def stream():
+    return io.StringIO()
+
+
+@pytest.fixture
+def progress(stream):
+    progress = PrintProgress(stream)
+    progress.on_fit_begin(BEGIN)
+    return progress
+
+
+def end(progress, stopping=None, error=None):
+    history = History([ROW, ROW])
+    history.stopping = stopping
+    progress.on_fit_end(FitEnd(history, error))
+
+
+def test_an_epoch_has_a_line_with_its_scores(progress, stream):
+    progress.on_epoch_end({**ROW, "val_loss": 0.5, "val_accuracy": 0.875})
+
+    assert stream.getvalue() == (
+        "epoch 2/9: loss 0.2500, val_loss 0.5000, val_accuracy 0.8750, 61.0 s, "
+        "1 replica\n"
+    )
+
+
+def test_a_fit_that_came_to_its_end_needs_no_more_words(progress, stream):
+    end(progress, Stopping("loss"))
+
+    assert stream.getvalue() == ""
+
+
+def test_the_last_line_says_why_a_fit_was_stopped(progress, stream):
+    end(progress, Stopping("loss", "target", "loss is 1, the target 1"))
+
+    assert stream.getvalue() == "stopped after 2 of 9 epochs: loss is 1, the target 1\n"
+
+
+def test_the_last_line_names_an_error(progress, stream):
+    end(progress, Stopping("loss", "target", "loss is 1"), error=KeyboardInterrupt())
+
+    assert stream.getvalue() == "ended after 2 of 9 epochs: KeyboardInterrupt\n"

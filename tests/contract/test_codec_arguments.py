@@ -11,8 +11,6 @@ from daskdl.codec import (
     Stamp,
     encode,
     encode_dense,
-    payload_sizes,
-    quantize,
 )
 from daskdl.errors import CodecError
 
@@ -103,22 +101,3 @@ def test_eight_bits_that_could_not_be_read_back_are_not_written(
 ):
     with pytest.raises(CodecError, match=re.escape(message)):
         encode_dense(STAMP, grid, quantized)
-
-
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        (DENSE.astype(np.int64), "got int64 of shape (4,)"),
-        (DENSE[None], "got int32 of shape (1, 4)"),
-    ],
-    ids=["dtype", "shape"],
-)
-def test_only_counts_are_rounded_to_eight_bits(counts, message):
-    with pytest.raises(CodecError, match=re.escape(message)):
-        quantize(counts)
-
-
-@pytest.mark.parametrize("size", [0, 2**31], ids=str)
-def test_sizes_are_counted_for_possible_models_only(size):
-    with pytest.raises(CodecError, match=f"got {size}"):
-        payload_sizes(size, np.empty(0, np.int32))

@@ -13,7 +13,6 @@ from daskdl.codec import (
     encode,
     encode_dense,
     payload_sizes,
-    read_kind,
 )
 
 SPARSE = [Kind.RAW32, Kind.GAPS, Kind.BITMAP]
@@ -64,19 +63,6 @@ def test_a_dense_frame_is_read_back():
 
     assert update[:3] == (STAMP, 4, 2.0**-24)
     np.testing.assert_array_equal(update.counts_N, DENSE)
-
-
-def test_deeplearning4js_vector_has_its_entries_as_they_are():
-    """``[1.5, 2.5, -3.5]``, t = 0.5: threshold bits 1056964608, then 1, 2, -3."""
-    frame = encode(STAMP, 3, 0.5, np.array([1, 2, -3], np.int32), Kind.RAW32)
-
-    assert frame[64:].view("<i4").tolist() == [1, 2, -3]
-    assert frame[44:48].view("<i4").item() == 1056964608
-
-
-@pytest.mark.parametrize("kind", LITERAL)
-def test_the_kind_is_read_from_the_header_alone(kind):
-    assert read_kind(bytes.fromhex(LITERAL[kind])[:64]) is kind
 
 
 def test_the_stamp_reaches_the_ends_of_its_fields():
@@ -133,14 +119,6 @@ def test_entries_come_back_from_anywhere_in_the_largest_model(kind, data):
     np.testing.assert_array_equal(decoded.entries_K, entries)
 
 
-def test_a_bitmap_reaches_beyond_float32_integers():
-    entries = np.array([-1, 2**24, -(2**24 + 1)], np.int32)
-
-    decoded = decode(encode(STAMP, 2**24 + 1, 2.0**-24, entries, Kind.BITMAP))
-
-    np.testing.assert_array_equal(decoded.entries_K, entries)
-
-
 @settings(max_examples=100, derandomize=True)
 @given(
     counts=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40),
@@ -180,27 +158,6 @@ def test_the_kind_chosen_is_the_smallest(update):
     assert sizes[chosen] == min(sizes.values())
 
 
-@pytest.mark.parametrize(
-    ("size", "entries", "kind"),
-    [
-        (1_000_000, np.array([500_000], np.int32), Kind.RAW32),
-        (100_000, np.arange(1, 100_000, 977, dtype=np.int32), Kind.GAPS),
-        (1_000, np.setdiff1d(np.arange(1, 1_001), [3, 500]), Kind.BITMAP),
-    ],
-    ids=["one entry", "sparse", "dense"],
-)
-def test_every_kind_is_the_smallest_somewhere(size, entries, kind):
-    assert decode(encode(STAMP, size, 0.5, entries.astype(np.int32))).kind is kind
-
-
-@pytest.mark.parametrize("kind", [None, *SPARSE], ids=str)
-def test_an_update_without_entries_is_a_header(kind):
-    frame = encode(STAMP, 1000, 0.5, np.empty(0, np.int32), kind)
-
-    assert len(frame) == 64
-    assert decode(frame).entries_K.tolist() == []
-
-
 @pytest.mark.parametrize("kind", [Kind.GAPS, Kind.BITMAP], ids=lambda kind: kind.name)
 def test_lz4_is_kept_where_it_is_smaller(kind):
     row = np.arange(1, 3_001, dtype=np.int32)
@@ -210,12 +167,6 @@ def test_lz4_is_kept_where_it_is_smaller(kind):
     assert frame[6] == 1
     assert len(frame) < 64 + payload_sizes(100_000, row)[kind] / 3
     np.testing.assert_array_equal(decode(frame).entries_K, row)
-
-
-def test_raw32_is_never_compressed():
-    frame = encode(STAMP, MOST, 0.5, np.arange(1, 3_001, dtype=np.int32), Kind.RAW32)
-
-    assert (frame[6], len(frame)) == (0, 64 + 12_000)
 
 
 def buffers():

@@ -4,8 +4,6 @@ import weakref
 from concurrent.futures import Future
 from pathlib import Path
 
-import pytest
-
 import daskdl
 from daskdl.util import guarded, settle
 
@@ -28,16 +26,6 @@ def test_what_is_returned_or_raised_is_kept():
 
     assert guarded(lambda: 7, repr) == future.result(0) == 7
     assert guarded(failing(OwnError("x")), repr) == "OwnError('x')"
-
-
-def test_what_is_no_error_comes_out_of_a_call_and_not_of_a_thread():
-    future = Future()
-
-    with pytest.raises(KeyboardInterrupt):
-        guarded(failing(KeyboardInterrupt()), repr)
-    settle(future, failing(SystemExit(1)))
-
-    assert isinstance(future.exception(0), SystemExit)
 
 
 class Held:

@@ -1,6 +1,28 @@
-import pytest
+"""Which steps have a row, by a clock of the test's own.
 
-from daskdl.history import COLUMNS, History
+How a residual compares with its thresholds.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from daskdl import history
+from daskdl.compression.compressor import Sample
+from daskdl.history import (
+    COLUMNS,
+    LAYOUT,
+    STEP_COLUMNS,
+    History,
+    StepRow,
+    StepTable,
+    pack_rows,
+    unpack_rows,
+)
+from daskdl.training import telemetry
+from daskdl.training.telemetry import SHARE, StepLog, spread_of
 
 ROWS = [
     dict.fromkeys(COLUMNS, 0) | {"epoch": 0, "loss": 0.5, "waits": {"room": 1.0}},
@@ -20,29 +42,8 @@ def test_a_history_is_a_sequence_of_its_rows():
     assert ROWS[1] in history
 
 
-def test_a_row_is_added_at_the_end():
-    history = History(ROWS[:1])
-
-    history.append(ROWS[1])
-
-    assert list(history) == ROWS[:2]
-
-
-def test_the_rows_it_was_made_of_are_left_alone():
-    rows = ROWS[:1]
-
-    History(rows).append(ROWS[1])
-
-    assert rows == ROWS[:1]
-
-
 def test_a_column_is_read_over_all_epochs():
     assert History(ROWS).column("loss") == [0.5, 0.25, 0.123456]
-
-
-def test_an_unknown_column_is_an_error():
-    with pytest.raises(KeyError, match="accuracy"):
-        History(ROWS).column("accuracy")
 
 
 def test_the_table_has_a_row_for_each_epoch():
@@ -68,3 +69,236 @@ def test_the_table_of_no_epochs_has_the_columns_only():
 )
 def test_its_text_says_how_far_it_came(rows, text):
     assert repr(History(rows)) == text
+
+
+FULL = StepRow(
+    epoch=3,
+    step=70_000_000_000,
+    replica=2,
+    loss=0.1,
+    learning_rate=0.05,
+    threshold=1e-3,
+    density=0.25,
+    sent_bytes=5_000_000_000,
+    kind="DENSE8",
+    residual_norm=1.5,
+    residual_p50=0.5,
+    residual_p90=0.75,
+    residual_p99=2.5,
+    staleness=4,
+    wait_s=0.125,
+    encode_s=0.0625,
+    apply_s=0.03125,
+    step_s=0.3,
+)
+ALONE = StepRow(epoch=0, step=1, replica=0, loss=2.0)
+
+
+def rows(count, replica=0):
+    return [(n, StepRow(0, 10 * n, replica, 1 / n)) for n in range(1, count + 1)]
+
+
+def table(*batches):
+    made = StepTable()
+    for batch in batches:
+        made.extend(batch)
+    return made
+
+
+def test_a_row_has_the_documented_columns():
+    assert StepRow._fields == tuple(STEP_COLUMNS)
+
+
+class TestPacking:
+    @pytest.mark.parametrize("numbered", [[], [(1, FULL)], [(7, FULL), (8, FULL)]])
+    def test_what_was_packed_is_unpacked(self, numbered):
+        assert unpack_rows(pack_rows(numbered)) == numbered
+
+    def test_what_is_not_there_stays_so(self):
+        [(number, row)] = unpack_rows(pack_rows([(5, ALONE)]))
+
+        assert number == 5
+        assert row.kind is None
+        assert math.isnan(row.threshold)
+        assert math.isnan(row.residual_p99)
+        assert row[:4] == ALONE[:4]
+
+    def test_packs_can_be_put_behind_each_other(self):
+        packed = pack_rows([(1, FULL)]) + pack_rows([]) + pack_rows([(2, FULL)])
+
+        assert unpack_rows(packed) == [(1, FULL), (2, FULL)]
+
+    def test_a_row_has_152_bytes(self):
+        assert len(pack_rows([(1, FULL)] * 3)) == 3 * 152
+
+
+class TestStepTable:
+    def test_it_is_a_sequence_of_mappings(self):
+        own = table(rows(3))
+
+        assert len(own) == 3
+        assert own[0].keys() == STEP_COLUMNS.keys()
+        assert table([(1, FULL)])[0] == FULL._asdict()
+        assert own[-1]["step"] == 30
+        assert [row["step"] for row in own] == [10, 20, 30]
+        assert [row["step"] for row in own[1:]] == [20, 30]
+        with pytest.raises(IndexError):
+            own[3]
+
+    def test_of_too_many_rows_every_second_one_of_each_replica_goes(self, monkeypatch):
+        monkeypatch.setattr(history, "MOST_ROWS", 6)
+
+        own = table(rows(4), rows(4, replica=1))
+
+        assert own.column("replica") == [0, 0, 1, 1]
+        assert own.column("step") == [20, 40, 20, 40]
+
+    def test_a_year_of_rows_does_not_grow_beyond_its_bound(self, monkeypatch):
+        monkeypatch.setattr(history, "MOST_ROWS", 100)
+        own = StepTable()
+
+        for epoch in range(200):
+            own.extend([(10 * epoch + n, ALONE) for n in range(1, 11)])
+
+        assert 50 <= len(own) <= 100
+
+    def test_a_data_frame_has_a_row_for_each_step(self):
+        frame = table([(1, FULL), (2, ALONE)]).to_pandas()
+
+        assert list(frame.columns) == list(STEP_COLUMNS)
+        assert frame["step"].tolist() == [70_000_000_000, 1]
+        assert frame["kind"][0] == "DENSE8"
+        assert frame["kind"].isna().tolist() == [False, True]
+
+
+def test_rows_of_another_release_are_read_by_their_names():
+    layout = np.dtype(
+        [(n, t) for n, t in LAYOUT.descr if n != "wait_s"] + [("x", "<f8")]
+    )
+    (written,) = np.frombuffer(pack_rows([(7, StepRow(1, 2, 3, 0.5, 0.1))]), LAYOUT)
+    other = np.zeros(1, layout)
+    for name in set(layout.names) & set(LAYOUT.names):
+        other[name] = written[name]
+
+    ((number, row),) = unpack_rows(other.tobytes(), layout)
+
+    assert (number, row.epoch, row.learning_rate, row.wait_s) == (7, 1, 0.1, 0.0)
+
+
+@pytest.mark.parametrize("missing", ["number", "loss"])
+def test_rows_without_what_each_must_have_are_refused(missing):
+    layout = np.dtype([column for column in LAYOUT.descr if column[0] != missing])
+
+    with pytest.raises(ValueError, match=r"need their numbers|none of steps"):
+        unpack_rows(np.zeros(1, layout).tobytes(), layout)
+
+
+class Clock:
+    """Goes on when it is told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def run(log, clock, steps, step_s, row_s=0.0):
+    """Make steps that take so long; return those that had a row."""
+    had = []
+    for step in steps:
+        clock.now += step_s
+        if log.due(step):
+            clock.now += row_s
+            log.add(StepRow(0, step, 0, 1.0))
+            had.append(step)
+    return had
+
+
+class TestByNumber:
+    def test_the_steps_it_divides_have_one_whatever_they_cost(self):
+        clock = Clock()
+
+        had = run(StepLog(3, clock), clock, range(1, 13), 1e-3, row_s=1.0)
+
+        assert had == [3, 6, 9, 12]
+
+
+class TestByCost:
+    def test_the_first_and_then_one_in_ten_has_one(self):
+        clock = Clock()
+
+        had = run(StepLog("auto", clock), clock, range(1, 45), 1.0)
+
+        assert had == [1, 11, 21, 31, 41]
+
+    @pytest.mark.parametrize(
+        ("step_s", "row_s"), [(1e-3, 1e-4), (1e-3, 3e-3), (1e-2, 0.2)]
+    )
+    def test_rows_take_no_more_than_their_share_of_the_time(self, step_s, row_s):
+        clock = Clock()
+        began = clock.now
+
+        had = run(StepLog("auto", clock), clock, range(1, 20_001), step_s, row_s)
+
+        assert 0.5 * SHARE < len(had) * row_s / (clock.now - began) <= 1.5 * SHARE
+
+    def test_a_row_that_took_long_once_does_not_count_for_ever(self):
+        clock = Clock()
+        log = StepLog("auto", clock)
+        run(log, clock, [1], 1.0, row_s=1.0)
+
+        had = run(log, clock, range(2, 400), 1.0)
+
+        assert had[0] == 201
+        assert had[1] == 211
+
+
+class TestRows:
+    @pytest.mark.parametrize("every", [1, "auto"])
+    def test_too_many_for_one_report_are_thinned_out(self, monkeypatch, every):
+        monkeypatch.setattr(telemetry, "MOST_ROWS", 8)
+        clock = Clock()
+        log = StepLog(every, clock)
+
+        run(log, clock, range(1, 1001), 1.0)
+        first = unpack_rows(log.take())
+        run(log, clock, range(1001, 1101), 1.0)
+        second = unpack_rows(log.take())
+
+        assert 4 <= len(first) <= 8
+        assert [number for number, _ in first + second] == [
+            first[0][0] * n for n in range(1, len(first + second) + 1)
+        ]
+
+
+def sample(values, threshold=1.0, size=None):
+    values = torch.tensor(values)
+    return Sample(len(values) if size is None else size, values, threshold)
+
+
+class TestSpread:
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_of_all_of_it_the_numbers_are_exact(self, sign):
+        values = sign * np.random.default_rng(0).permutation(np.arange(1.0, 1001.0))
+
+        norm, *percentiles = spread_of([sample(values, threshold=0.5)])
+
+        assert norm == pytest.approx(np.linalg.norm(values))
+        assert percentiles == [2 * 500.0, 2 * 900.0, 2 * 990.0]
+
+    def test_each_pattern_counts_by_its_parameters_and_its_own_threshold(self):
+        # 90 parameters at 1 of their thresholds, 10 at 4 of theirs.
+        large = sample([2.0] * 3, threshold=2.0, size=90)
+        small = sample([1.0] * 5, threshold=0.25, size=10)
+
+        norm, *percentiles = spread_of([small, large])
+
+        assert norm == pytest.approx(math.sqrt(90 * 4 + 10))
+        assert percentiles == [1.0, 1.0, 4.0]
+
+    def test_what_is_not_a_number_shows(self):
+        norm, *percentiles = spread_of([sample([math.nan, 1.0])])
+
+        assert math.isnan(norm)
+        assert math.isnan(percentiles[-1])

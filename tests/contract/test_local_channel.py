@@ -16,7 +16,6 @@ from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import ChannelSpec
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
-from daskdl.thresholds import Drained
 from tests.support.run_states import TIMEOUTS, extents, of_one
 
 SPEC = ChannelSpec(7, 0, 50, 2.0**-24, 2**20, 2**20, TIMEOUTS)
@@ -56,29 +55,6 @@ def joined(channel):
 
 def frame_of(stamp):
     return codec.encode(stamp, 50, 2.0**-24, np.array([1], np.int32))
-
-
-def test_what_is_published_has_left_without_a_request():
-    run = run_of()
-    channel, other = channel_of(run), channel_of(run, 1)
-    frames = []
-    with joined(other):
-        channel.join()
-        for _ in range(2):
-            channel.publish(frame_of, 1)
-            frames.append(frame_of(codec.Stamp(1, 0, 1, 1)).nbytes)
-
-    assert channel.link_stats() == Drained(sum(frames), 2)
-    assert channel.link_stats() == Drained()
-    assert other.link_stats() == Drained()
-
-
-def test_one_that_comes_to_a_stopped_run_leaves_at_once():
-    run = run_of()
-    run.stop("enough")
-
-    with pytest.raises(Stopped, match="enough"):
-        channel_of(run).join()
 
 
 def test_a_failure_reaches_those_that_have_not_joined():
@@ -171,13 +147,6 @@ class TestPatience:
         run.channels = channels
         return run
 
-    def test_it_is_what_is_left_to_the_one_heard_longest_ago(self, run):
-        run.clock.now = 103.0
-        run.channels[0].progress(1)
-        run.clock.now = 107.0
-
-        assert run.patience_s(self.BOUND) == 3.0
-
     @pytest.mark.parametrize(
         "speak",
         [
@@ -209,21 +178,6 @@ class TestPatience:
         assert run.patience_s(self.BOUND) == 6.0  # from the end of its wait
         assert run.state.stopped is None
 
-    def test_while_all_wait_it_is_the_bound(self, run):
-        with run.waiting(0), run.waiting(1):
-            run.clock.now = 1000.0
-            assert run.patience_s(self.BOUND) == 10.0
-
-    def test_one_that_left_is_not_silent(self, run):
-        run.channels[1].leave()
-        run.clock.now = 109.0
-        run.channels[0].progress(1)
-        run.clock.now = 111.0
-
-        assert run.patience_s(self.BOUND) == 8.0
-        run.check_heartbeats(self.BOUND)
-        assert run.state.stopped is None
-
     def test_only_beyond_the_bound_somebody_is_silent(self, run):
         run.clock.now = 109.0
         run.channels[0].progress(1)
@@ -248,12 +202,6 @@ def test_what_is_to_be_dropped_on_purpose_is_refused():
         channel_of(run_of(), drops=[rule])
 
 
-def test_nobody_waits_for_news_when_it_is_over():
-    run = run_of()
-
-    assert run.watch(timeout_s=60, over=lambda: True) == []
-
-
 def test_leaving_twice_changes_nothing():
     run = run_of()
     channel = channel_of(run)
@@ -273,12 +221,3 @@ def test_there_are_no_newcomers():
 
     with pytest.raises(ChannelError, match="has no joining replicas"):
         channel.activate(step=3)
-
-
-def test_there_is_always_room_and_it_never_closes():
-    channel = channel_of(run_of(1))
-    channel.join()
-
-    assert channel.has_room(wait=True)
-    assert channel.has_room()
-    assert not channel.closing

@@ -40,16 +40,6 @@ def test_a_packed_model_travels_as_bytes_and_keeps_its_values_and_ties():
     assert len(pickle.dumps(packed)) < packed.payload.nbytes + 500
 
 
-def test_the_bytes_are_an_array_that_dask_need_not_copy():
-    payload = PackedModel(nn.Linear(2, 2)).payload
-
-    assert isinstance(payload, np.ndarray)
-    assert payload.dtype == np.uint8
-    buffers = []
-    pickle.dumps(payload, protocol=5, buffer_callback=buffers.append)
-    assert sum(buffer.raw().nbytes for buffer in buffers) == payload.nbytes
-
-
 def test_views_of_one_flat_vector_are_written_once():
     model = nn.Sequential(*[nn.Linear(50, 50) for _ in range(8)])
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -81,27 +71,6 @@ def test_threads_do_not_see_what_others_put_into_a_model():
         found = list(threads.map(lambda x: packed.module()(x), range(2)))
 
     assert found == [0, 1]
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        nn.LSTM(2, 3),
-        nn.BatchNorm1d(2),
-    ],
-    ids=["recurrent", "buffers"],
-)
-def test_a_model_of_a_thread_says_the_same(model):
-    x = torch.rand(2, 2)
-    packed = PackedModel(model)
-
-    own, shared = packed.module(), packed.shared()
-
-    assert own is not shared
-    for of_own, of_shared in zip(own.buffers(), shared.buffers(), strict=True):
-        assert of_own is of_shared
-    expected, found = shared.eval()(x), own.eval()(x)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_threads_share_tensors_that_were_prepared_once():
@@ -143,15 +112,6 @@ def test_what_cannot_be_pickled_is_named(put, path):
 
     assert f"because {path}" in str(caught.value)
     assert isinstance(caught.value.__cause__, TypeError)
-
-
-def test_things_that_know_each_other_do_not_send_the_search_in_circles():
-    model, lock = nn.Linear(1, 1), threading.Lock()
-    model.one, model.two = Holder(None), Holder(None)
-    model.one.other, model.two.other, model.two.lock = model.two, model.one, lock
-
-    with pytest.raises(ModelError, match=r"lock \(a _thread\.lock\)"):
-        PackedModel(model)
 
 
 @pytest.mark.parametrize(

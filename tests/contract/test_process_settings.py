@@ -1,11 +1,17 @@
 """What replicas of one process share: CUDA devices, torch's threads and generator."""
 
 import contextlib
+import ctypes
+import os
+import threading
 
+import psutil
 import pytest
 import torch
 
+from daskdl import util
 from daskdl.training.replica import device_for, random_state_kept, torch_threads
+from daskdl.util import DEFAULT_BYTES, freed_memory_kept
 
 
 @pytest.fixture
@@ -33,12 +39,6 @@ def test_without_a_cuda_device_it_is_the_cpu(monkeypatch):
         assert device == torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:1"])
-def test_a_device_that_was_asked_for_is_taken(two_devices, name):
-    with device_for(name) as first, device_for(name) as second:
-        assert first == second == torch.device(name)
-
-
 def test_replicas_of_one_process_get_different_devices_whatever_their_numbers(
     two_devices,
 ):
@@ -46,14 +46,6 @@ def test_replicas_of_one_process_get_different_devices_whatever_their_numbers(
         devices = [stack.enter_context(device_for("auto")) for _ in range(4)]
 
     assert [device.index for device in devices] == [0, 1, 0, 1]
-
-
-def test_the_next_one_gets_what_one_that_left_had(two_devices):
-    with device_for("auto"):
-        with contextlib.suppress(ZeroDivisionError), device_for("auto") as left:
-            raise ZeroDivisionError
-        with device_for("auto") as came:
-            assert came == left == torch.device("cuda", 1)
 
 
 def test_when_all_have_left_the_first_is_free_again(two_devices):
@@ -111,10 +103,75 @@ def test_who_leaves_last_restores_the_generator_that_the_first_found():
         assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_later_one_finds_the_settings_of_its_own_time(two_threads):
-    for count in (2, 1):
-        torch.set_num_threads(count)
-        with torch_threads(3):
-            pass
+BLOCK_BYTES = 16 * 2**20
 
-        assert torch.get_num_threads() == count
+glibc = pytest.mark.skipif(
+    getattr(ctypes.CDLL(None), "mallopt", None) is None,
+    reason="the C library has no mallopt: there is nothing to set",
+)
+
+
+def resident():
+    return psutil.Process(os.getpid()).memory_info().rss
+
+
+def used_and_freed():
+    """Resident bytes that stay after a block was written and freed, in a thread."""
+    stayed = []
+
+    def work():
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype = ctypes.c_void_p
+        libc.free.argtypes = [ctypes.c_void_p]
+        before = resident()
+        block = libc.malloc(ctypes.c_size_t(BLOCK_BYTES))
+        ctypes.memset(block, 1, BLOCK_BYTES)
+        libc.free(block)
+        stayed.append(resident() - before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return stayed[0]
+
+
+@glibc
+def test_a_freed_block_stays_while_inside_and_goes_back_afterwards():
+    with freed_memory_kept():
+        inside = used_and_freed()
+    afterwards = used_and_freed()
+
+    assert inside > BLOCK_BYTES / 2
+    assert afterwards < BLOCK_BYTES / 2
+
+
+@glibc
+def test_the_last_one_to_leave_puts_it_back():
+    with freed_memory_kept():
+        with freed_memory_kept():
+            pass
+        inside = used_and_freed()
+
+    assert inside > BLOCK_BYTES / 2
+
+
+@pytest.mark.parametrize(
+    "variable", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"]
+)
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [("65536", 65536), ("", DEFAULT_BYTES), ("-1", DEFAULT_BYTES)],
+    ids=["nanny", "unset", "no size"],
+)
+def test_the_allocator_is_put_back_to_what_the_environment_asks_for(
+    monkeypatch, variable, asked, expected
+):
+    settings = []
+    monkeypatch.setenv(variable, asked)
+    monkeypatch.setattr(util, "_set", settings.append)
+    (number,) = [one.number for one in util.SETTINGS if one.variable == variable]
+
+    with freed_memory_kept():
+        pass
+
+    assert settings[-1][number] == expected

@@ -19,7 +19,6 @@ from tests.support.run_states import (
     TIMEOUTS,
     joined,
     plan_of,
-    queued,
     said,
     update,
     waiting,
@@ -29,16 +28,6 @@ NOBODY_IS_NEAR = {"is_near": lambda key: False}
 
 
 # ---- updates and progress
-
-
-def test_every_join_and_loss_is_a_generation():
-    record = joined()
-    assert record.members.generation == 3
-
-    record.remove(0)
-    record.remove(1)
-
-    assert record.members.generation == 5
 
 
 def test_an_item_for_which_one_receiver_has_no_room_goes_to_nobody():
@@ -86,24 +75,6 @@ def test_progress_that_an_update_tells_already_is_not_told_again():
     assert said(record, 0, "progress") == []
 
 
-def test_the_end_of_an_epoch_is_told_even_at_the_same_step():
-    record = joined()
-    record.publish(1, [], PeerProgress(4, 0, -1))
-
-    record.publish(1, [], PeerProgress(4, 0, 0))
-
-    assert waiting(record, 0)[-1] == Message("progress", 1, 0, 4, 0, 0)
-
-
-def test_progress_is_told_beyond_the_bound():
-    record = joined(relay_bytes=1)
-    record.publish(1, [update(1, 1)], PeerProgress(0))
-
-    record.publish(1, [], PeerProgress(5))
-
-    assert len(said(record, 0, "progress")) == 1
-
-
 # ---- members and barriers
 
 
@@ -133,24 +104,6 @@ def test_a_loss_remembers_the_last_update_that_all_will_get():
     assert record.members.expected == [1, 2]
 
 
-def test_one_lost_before_it_joined_is_expected_no_more():
-    record = RunState(plan_of())
-
-    record.remove(2)
-
-    assert record.members.absent == [0, 1]
-    assert record.members.gone == {2: 0}
-
-
-def test_members_not_heard_of_for_too_long_are_silent():
-    record = joined(now=100.0)
-    record.members.replicas[1].heartbeat_at = 105.0
-
-    assert record.members.timed_out(100) == []
-    assert record.members.timed_out(100.1) == [0, 2]
-    assert record.members.timed_out(105.1) == [0, 1, 2]
-
-
 def test_nobody_is_silent_while_all_wait_for_one_to_join():
     record = RunState(plan_of(2))
     record.join(0, now=100.0)
@@ -169,17 +122,6 @@ def test_a_piece_is_finished_by_its_holder_only():
         finished = [{"lease": number, "examples": 1}]
         record.give_back(replica, "train", 0, finished, now=0.0)
         assert record.leases["train"].unfinished == rows_left
-
-
-def test_repeated_pieces_of_the_validation_are_not_counted():
-    record = joined()
-    record.lease(0, "validation", 0, lambda key: False)
-    record.remove(0)
-
-    for _ in range(4):
-        record.lease(1, "validation", 0, lambda key: False)
-
-    assert record.leases["train"].repeated == 0
 
 
 def arrive(record, key, *replicas, kind="meet"):
@@ -210,25 +152,6 @@ def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
 
     assert barrier.gone == {2: 0}
     assert barrier.payloads == {0: "of 0", 1: "of 1"}
-
-
-def test_arriving_again_changes_nothing():
-    record = joined(2)
-    record.arrive("end", 0, "first", b"first", "meet")
-
-    barrier = record.arrive("end", 0, "second", b"second", "meet")
-
-    assert (barrier.payloads, barrier.client_payloads) == ({0: "first"}, {0: b"first"})
-    assert not barrier.complete
-
-
-def test_a_complete_barrier_waits_for_nobody_who_becomes_active_later():
-    record = joined(1)
-    barrier = arrive(record, "end", 0)
-
-    record.activate(newcomer(record), 3)
-
-    assert barrier.complete
 
 
 def test_no_barrier_is_complete_without_anybody_to_read_it_or_once_all_leave():
@@ -262,15 +185,6 @@ def test_a_round_is_complete_once_the_others_wait_for_a_lease():
     record.give_back(1, "train", 0, [], 0.0, idle_payload="said before")
 
     assert barrier.payloads == {0: "of 0", 1: "said before"}
-
-
-def test_after_they_agree_replicas_know_how_many_there_are_joining_ones_included():
-    record = joined(2)
-    newcomer(record)
-
-    barrier = arrive(record, "end", 0, 1, kind="agree")
-
-    assert barrier.counted == {"present": 3}
 
 
 def test_updates_are_held_between_two_barriers_and_then_passed_on():
@@ -452,16 +366,6 @@ def test_validation_is_not_divided_into_intervals_and_keeps_its_order():
     assert taken == [0, 1, 2, 3]
 
 
-def test_at_the_end_of_an_epoch_there_is_no_pause():
-    record = in_intervals(rows=2)
-
-    for replica in (0, 0, 1, 1):
-        finish(record, replica, take(record, replica))
-
-    assert record.can_lease(0, "train", 0)
-    assert pause_of(record, 0) is None
-
-
 def test_what_is_held_when_a_replica_is_lost_is_left():
     record = in_intervals(seconds=10.0)
     record.give_back(0, "train", 0, [], 0.0)
@@ -514,18 +418,6 @@ def told_routes(record, replica):
     return [item.payload for item in said(record, replica, "members")]
 
 
-def test_nobody_is_told_of_routes_before_all_founders_are_there():
-    record = RunState(joined().spec)
-    record.join(0, 0.0)
-    record.join(1, 0.0)
-    assert queued(record, 0) == []
-
-    record.join(2, 0.0)
-
-    members = [(r, f"tcp://worker-{r}") for r in range(3)]
-    assert all(told_routes(record, r) == [(3, members)] for r in range(3))
-
-
 def test_every_join_and_loss_changes_the_routes_for_all():
     record = joined(2, relayed=False)
 
@@ -538,14 +430,6 @@ def test_every_join_and_loss_changes_the_routes_for_all():
     ]
     assert generations == [(3, [0, 1, 2]), (4, [1, 2])]
     assert told_routes(record, replica) == told_routes(record, 1)
-
-
-def test_the_routes_come_after_the_word_of_the_loss():
-    record = joined(2, relayed=False)
-
-    record.remove(0)
-
-    assert [item.kind for item in queued(record, 1)] == ["failed", "members"]
 
 
 def test_a_newcomer_is_cut_off_where_all_have_heard_of_it():
@@ -576,37 +460,7 @@ def test_nothing_is_forgotten_that_a_newcomer_may_still_need():
     assert record.received_by_all(0) == 8
 
 
-def test_one_that_is_lost_keeps_nothing_from_being_forgotten():
-    record = joined(3, relayed=False)
-    acknowledge(record, 0, (1, 5, -1), 3)
-    acknowledge(record, 1, (1, 0, -1), 3, received={0: 5})
-    assert record.received_by_all(0) == 0
-
-    record.remove(2)
-
-    assert record.received_by_all(0) == 5
-
-
-def test_the_words_are_of_those_that_train():
-    record = joined(2, relayed=False)
-    newcomer(record)
-    acknowledge(record, 0, (6, 5, 1), 2)
-
-    assert record.progress() == [(0, (6, 5, 1)), (1, (0, 0, -1))]
-
-
 # ---- leases
-
-
-def test_with_too_few_replicas_one_that_asks_for_a_lease_waits():
-    state = RunState(dataclasses.replace(plan_of(2), min_replicas=2))
-    for replica in range(2):
-        state.join(replica, 0.0)
-    assert state.can_lease(0, "train", 0)
-
-    state.remove(1)
-
-    assert not state.can_lease(0, "train", 0)
 
 
 def test_a_joining_replica_is_as_far_as_the_state_that_it_has_taken():

@@ -21,10 +21,6 @@ def configured(**values):
     return dask.config.set({f"daskdl.timeouts.{k}": v for k, v in values.items()})
 
 
-def test_without_configuration_the_defaults_hold():
-    assert Timeouts.from_config() == DEFAULT
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_each_one_can_be_configured_and_only_it_changes(name):
     with configured(**{name: 7}):
@@ -43,22 +39,6 @@ def test_text_may_have_a_unit_and_a_plain_number_is_seconds(value, seconds):
     assert type(silence) is float
 
 
-def test_the_configuration_is_read_when_it_is_asked_for():
-    with configured(join="5s"):
-        inside = Timeouts.from_config().join
-    outside = Timeouts.from_config().join
-
-    assert (inside, outside) == (5.0, 60.0)
-
-
-def test_the_environment_variable_of_the_module_docstring_works():
-    (line,) = re.findall(r"DASK_DASKDL\S+", config.__doc__)
-    name, value = line.split("=")
-
-    with dask.config.set(dask.config.collect_env({name: value})):
-        assert Timeouts.from_config().silence == 30.0
-
-
 @pytest.mark.parametrize("value", [0, -1.0, float("nan")])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bound_that_is_not_positive_is_refused(name, value):
@@ -66,11 +46,6 @@ def test_a_bound_that_is_not_positive_is_refused(name, value):
 
     with pytest.raises(OptionError, match=re.escape(message)):
         replace(DEFAULT, **{name: value})
-
-
-def test_setting_the_whole_namespace_leaves_the_others_as_they_are():
-    with dask.config.set({"daskdl": {"timeouts": {"silence": 7}}}):
-        assert Timeouts.from_config() == replace(DEFAULT, silence=7.0)
 
 
 def test_a_name_that_does_not_exist_is_refused_with_those_that_do():

@@ -12,7 +12,6 @@ from daskdl import (
     FixedThreshold,
     GradientSharing,
     LinkThreshold,
-    ParameterAveraging,
     codec,
 )
 from daskdl.config import Timeouts
@@ -86,25 +85,6 @@ def test_the_model_is_called_and_nothing_of_it_is_changed(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_the_users_code_raises_comes_out():
-    def loss(output, labels):
-        raise ValueError("not today")
-
-    with pytest.raises(ValueError, match="not today"):
-        warm_up(spec(objective=loss), CPU)
-
-
-def test_the_transform_is_called_before_the_model():
-    def widened(batch):
-        return torch.cat([batch[0], batch[0]], dim=1), batch[1]
-
-    own = spec(model=nn.Linear(6, 4), transform=widened)
-
-    warm_up(own, CPU)
-
-    assert [leaf.shape for leaf in own.rows] == [(2, 3), (2,)]
-
-
 def test_it_is_the_step_that_will_be_made():
     seen = []
 
@@ -155,28 +135,6 @@ def test_where_the_run_may_send_densely_the_exchange_does_too(monkeypatch):
 
     GradientSharing(LinkThreshold()).warm_up(CPU, torch.float32)
     assert sizes == [64, 64]
-
-
-def test_averages_are_written_and_read_where_they_are_compressed(monkeypatch):
-    calls = []
-
-    def noted(name):
-        function = getattr(codec, name)
-
-        def call(*args):
-            calls.append(name)
-            return function(*args)
-
-        monkeypatch.setattr(codec, name, call)
-
-    for name in ("encode_dense", "decode"):
-        noted(name)
-
-    ParameterAveraging().warm_up(CPU, torch.float32)
-    assert calls == []
-
-    ParameterAveraging(compression="dense8").warm_up(CPU, torch.float32)
-    assert calls == ["encode_dense", "decode"]
 
 
 def test_a_transform_at_random_takes_nothing_from_the_run():

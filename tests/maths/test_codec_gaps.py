@@ -131,13 +131,6 @@ class TestBits:
 
         assert found.length == min(lengths)
 
-    def test_the_length_is_in_the_range_that_readers_allow(self, positions):
-        least, most = golomb.length_range(SIZE, len(positions))
-
-        found = golomb.plan(SIZE, positions.astype(np.int32))
-
-        assert least <= found.length <= most
-
 
 def test_blocks_of_4097_parameters_literally():
     positions = np.array([0, 4096], np.int32)
@@ -159,30 +152,6 @@ def test_the_longest_gap_comes_back(size, block):
     assert read.tolist() == [size - 1]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_rice_parameter_makes_fewer_bits_at_any_density(seed):
-    generator = np.random.default_rng(seed)
-    values = generator.geometric(10.0 ** generator.uniform(-6, 0), 50) - 1
-    values[:3] = generator.integers(0, 2**20, 3)
-    positions = (np.cumsum(values + 1) - 1).astype(np.int32)
-
-    found = golomb.plan_with(golomb.WHOLE, int(positions[-1]) + 1, positions)
-
-    rice = int(found.rices_B[0])
-    assert len(codes(values, rice)) == fewest(values)[0]
-
-
-@pytest.mark.parametrize("shift", [0, 5, 11, 12, 28], ids=str)
-def test_a_rice_parameter_above_the_mean_gap_is_found(shift):
-    """One more bit for each of three gaps, but four zeros less."""
-    values = np.array([3, 1, 1]) << shift
-    positions = (np.cumsum(values + 1) - 1).astype(np.int32)
-
-    found = golomb.plan_with(golomb.WHOLE, int(positions[-1]) + 1, positions)
-
-    assert found.rices_B.tolist() == [shift + 1]
-
-
 @pytest.mark.parametrize("density", [1e-4, 1e-3, 1e-2, 1e-1], ids=str)
 def test_random_positions_cost_within_two_percent_of_their_entropy(density):
     count = 20_000
@@ -194,52 +163,6 @@ def test_random_positions_cost_within_two_percent_of_their_entropy(density):
     found = golomb.plan(size, positions.astype(np.int32))
 
     assert 8 * found.length + count <= 1.02 * (size * entropy + count)
-
-
-def test_a_parameter_per_block_pays_on_clustered_positions():
-    """Every tenth row of 2,048 half full: under two thirds of the other way."""
-    generator = np.random.default_rng(0)
-    present = generator.random((400, 2_048)) < 0.5
-    present[np.arange(400) % 10 != 0] = False
-    positions = np.flatnonzero(present).astype(np.int32)
-
-    one = golomb.plan_with(golomb.WHOLE, present.size, positions)
-    blocks = golomb.plan_with(golomb.BLOCK, present.size, positions)
-
-    assert blocks.length < one.length * 2 / 3
-    assert golomb.plan(present.size, positions).block == golomb.BLOCK
-
-
-def test_a_stream_too_short_for_its_plan_is_not_written_past():
-    positions = random_positions(SIZE, 0.03).astype(np.int32)
-    plan = golomb.plan_with(golomb.WHOLE, SIZE, positions)
-    words = np.zeros(10, np.uint32)
-
-    with pytest.raises(IndexError):
-        golomb.write_stream(words[:8], plan.gaps_K, plan.counts_B, plan.rices_B, False)
-
-    assert words[8:].tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("size", "count", "expected"),
-    [(10, 3, (2, 3)), (10, 9, (3, 7)), (2**31 - 1, 8, (2, 33))],
-    ids=str,
-)
-def test_the_range_of_lengths_is_the_documented_one(size, count, expected):
-    assert golomb.length_range(size, count) == expected
-
-
-def test_of_two_ways_as_long_one_parameter_for_all_is_taken():
-    positions = np.array([0, *range(4096, 8192, 100)], np.int32)
-    lengths = {
-        golomb.plan_with(block, 8192, positions).length
-        for block in (golomb.WHOLE, golomb.BLOCK)
-    }
-
-    found = golomb.plan(8192, positions)
-
-    assert (found.block, lengths) == (golomb.WHOLE, {found.length})
 
 
 @pytest.fixture

@@ -1,6 +1,16 @@
-"""What one compressor proposes and commits; test_conservation.py has several."""
+"""What one compressor proposes and commits; test_conservation.py has several.
 
+What one compressor does when everything is sent, in eight bits.
+
+What a compressor goes on from: of one replica exactly, of several all they had.
+
+Threshold algorithms by the names of parameters, alone and in a compressor.
+"""
+
+import copy
 import math
+import pickle
+import re
 
 import numpy as np
 import pytest
@@ -8,22 +18,21 @@ import torch
 from torch import nn
 
 from daskdl import codec
+from daskdl.codec import Stamp, counts_of, decode
 from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.errors import OptionError
-from daskdl.residuals import ResidualClipping, ResidualPostProcessor
+from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import (
+    DENSE_DENSITY,
     AdaptiveThreshold,
     FixedThreshold,
+    LayerThresholds,
+    LinkThreshold,
     Sent,
     ThresholdAlgorithm,
 )
+from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.updates import GRID, Vector, make, proposed, sparse
-
-
-class TestStart:
-    def test_another_way_to_apply_is_refused(self):
-        with pytest.raises(OptionError, match=r"apply must be .* got 'lazy'"):
-            make(Vector([0.5]), apply="lazy")
 
 
 class TestPropose:
@@ -36,14 +45,6 @@ class TestPropose:
         assert update.threshold == update.count * GRID
         assert update.threshold == np.float32(update.threshold)
         assert update.chosen == 1.2e-3
-
-    @pytest.mark.parametrize(
-        ("value", "count"), [(1e-30, 1), (1e9, MAX_COUNT)], ids=["small", "large"]
-    )
-    def test_a_rule_cannot_leave_the_grid(self, value, count):
-        update = proposed(make(Vector([0.5]), FixedThreshold(value)))
-
-        assert (update.count, update.chosen) == (count, count * GRID)
 
     def test_it_changes_nothing(self):
         module = Vector([0.5, 0.25])
@@ -84,25 +85,6 @@ class TestCommit:
         assert compressor.groups["*"].exchanges == 1
         assert proposed(compressor).chosen == 2e-3
 
-    def test_nothing_to_send_is_an_outcome_too(self):
-        compressor = make(Vector([0.0]), AdaptiveThreshold(initial=1e-3, decay=0.5))
-
-        compressor.commit_(proposed(compressor))
-
-        assert compressor.sent == {"*": Sent(1e-3, 0.0)}
-        assert proposed(compressor).chosen == 5e-4
-
-    def test_what_is_clipped_adds_up(self):
-        module = Vector([0.0])
-        compressor = make(module, residual=ResidualClipping(1.0, frequency=1))
-        compressor.commit_(proposed(compressor))
-
-        for _ in range(2):
-            module.step(0.5)
-            compressor.commit_(proposed(compressor))
-
-        assert compressor.clipped == 0.375 + 0.4375
-
     @pytest.mark.parametrize("factor", [0.5, math.nan], ids=["half", "nan"])
     def test_a_bound_below_the_threshold_is_refused(self, factor):
         class Tight(ResidualPostProcessor):
@@ -122,27 +104,8 @@ class TestCommit:
         assert compressor.vector.shared_counts().tolist() == [0]
         assert compressor.groups["*"].exchanges == 0
 
-    def test_an_update_of_another_grid_is_refused(self):
-        compressor = make(Vector([0.0]))
-        update = proposed(compressor)
-        compressor.vector.replace_shared_(np.zeros(1, np.int32), 2 * GRID)
-
-        with pytest.raises(OptionError, match="propose again"):
-            compressor.commit_(update)
-
 
 class TestRegrid:
-    def test_a_group_without_parameters_does_no_harm(self):
-        module = Vector([], second=[0.0])
-        compressor = make(module)
-        with torch.no_grad():
-            module.second += 0.5
-
-        compressor.commit_(proposed(compressor))
-
-        assert compressor.vector.regrid_() == GRID
-        assert compressor.vector.shared_counts().tolist() == [2**20]
-
     def test_growth_far_beyond_the_start_waits_and_then_goes_on(self):
         module = Vector([0.0])
         compressor = make(module, FixedThreshold(MAX_COUNT * GRID))
@@ -190,20 +153,6 @@ class TestLead:
             compressor.vector.residual_counts() * compressor.vector.grid,
             [0.1875, -0.25],
         )
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-    def test_another_scale_leaves_the_residual(self, dtype):
-        module = Vector([0.0, 0.0], dtype)
-        compressor = make(module)
-        compressor.vector.set_scale_(0.5)
-        module.step(0.5, -0.25)
-        compressor.vector.sync_from_parameters_()
-        before = compressor.vector.residual_counts()
-
-        compressor.vector.set_scale_(0.25)
-
-        np.testing.assert_array_equal(compressor.vector.residual_counts(), before)
-        assert module.first.tolist() == [1.0, -0.5]
 
     def test_a_state_that_is_taken_over_leaves_it_too(self):
         module, compressor = scaled([0.5, -0.25], 0.25)
@@ -298,8 +247,448 @@ class TestSamples:
         assert math.isnan(small.threshold)
         assert large.residuals.tolist() == [0.75] * 5
 
-    @pytest.mark.parametrize("numel", [0, 1])
-    def test_a_group_may_have_no_parameters_or_one(self, numel):
-        own = make(Two(numel, 2), {"large": RULE, "small": RULE})
 
-        assert [len(s.residuals) for s in own.samples(8)] == [numel, 2]
+STAMP = Stamp(1, 0, 1, 1)
+
+
+def taken(compressor):
+    """Propose densely, take it, and return what it moves shared by."""
+    [update] = compressor.propose(dense=True)
+    compressor.commit_(update)
+    return counts_of(update.quantized).tolist()
+
+
+class TestProposeDense:
+    def test_the_frame_is_what_is_taken(self):
+        module = Vector([0.0, 0.0], second=[0.0])
+        compressor = make(module)
+        module.step(0.1, -0.003)
+
+        [pending] = compressor.propose(dense=True)
+        update = decode(pending.encode(STAMP))
+        compressor.commit_(pending)
+
+        assert update.grid == GRID
+        assert update.counts_N.tolist() == compressor.vector.shared_counts().tolist()
+        assert update.counts_N.any()
+
+    def test_shared_does_not_wrap(self):
+        module = Vector([0.0, 0.0])
+        compressor = make(module)
+        compressor.vector.apply_counts_(np.array([2**31 - 1, 1 - 2**31], np.int32))
+        module.step(1e9, -1e9)
+
+        taken(compressor)
+
+        np.testing.assert_allclose(
+            compressor.vector.shared_counts(), [2**30, -(2**30)], rtol=1 / 254
+        )
+
+
+class TestCommitDense:
+    def test_eager_shared_moves_and_local_stays(self):
+        module = Vector([0.5, 0.25])
+        compressor = make(module)
+        module.step(3 * GRID, -2 * GRID)
+        before, shared = module.first.clone(), compressor.vector.shared_counts()
+
+        moved = taken(compressor)
+
+        assert moved == [3, -2]
+        assert (compressor.vector.shared_counts() - shared).tolist() == moved
+        assert torch.equal(module.first, before)
+        assert compressor.vector.farthest() == 0.0
+
+    def test_what_rounding_leaves_stays_in_the_residual(self):
+        module = Vector([0.0, 0.0])
+        compressor = make(module)
+        module.step(127 * 10 * GRID, 14 * GRID)
+
+        assert taken(compressor) == [1270, 10]
+        assert compressor.vector.residual_counts().tolist() == [0, 4]
+        assert taken(compressor) == [0, 4]
+
+
+class TestThresholdAfterDense:
+    RULE = AdaptiveThreshold(initial=1e-3, max_density=0.01, decay=0.5)
+
+    def test_it_counts_as_a_dense_message(self):
+        compressor = make(Vector([0.0]), self.RULE)
+
+        taken(compressor)
+
+        assert compressor.sent == {"*": Sent(1e-3, DENSE_DENSITY)}
+        assert compressor.groups["*"].exchanges == 1
+
+    def test_it_stands_still_from_one_to_the_next_and_rises_once_after(self):
+        compressor = make(Vector([0.0]), self.RULE)
+
+        for _ in range(30):
+            taken(compressor)
+
+        assert compressor.sent["*"].threshold == 1e-3
+        assert proposed(compressor).chosen == 2e-3
+
+    def test_the_first_is_within_what_the_grid_can_express(self):
+        compressor = make(Vector([0.0]), FixedThreshold(1e-30))
+
+        taken(compressor)
+
+        assert compressor.sent["*"].threshold == GRID
+
+
+STEADY = AdaptiveThreshold(initial=0.02, max_density=0.3)
+LAYERS = {"first": FixedThreshold(0.03), "*": STEADY}
+FLOAT32, FLOAT64 = 1e-6, 1e-14  # roundings of numbers about 1
+
+
+class Net(nn.Module):
+    """With parameters of one type, or of two."""
+
+    def __init__(self, dtype=torch.float32, second=None):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        start = torch.randn(40, generator=generator)
+        self.first = nn.Parameter(start[:24].to(dtype))
+        self.second = nn.Parameter(start[24:].to(second or dtype))
+
+    def step(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter += 0.05 * noise.to(parameter.dtype)
+
+
+class Replica:
+    """A module and its compressor."""
+
+    def __init__(self, seed=0, scale=0.5, threshold=STEADY, apply="eager", **types):
+        self.module, self.seed = Net(**types), seed
+        residual = ResidualClipping(1.0, 1)
+        self.own = make(self.module, threshold, residual, apply=apply)
+        self.own.vector.set_scale_(scale)
+
+    def train(self, steps=3, others=()):
+        for step in range(steps):
+            self.module.step(100 * self.seed + step)
+            self.own.vector.sync_from_parameters_()
+            for update in self.own.propose():
+                self.own.commit_(update)
+                for other in others:
+                    other.apply(update)
+        return self
+
+    def apply(self, update):
+        from daskdl import codec
+
+        frame = update.encode(codec.Stamp(0, 0, 1, 1))
+        self.own.vector.apply_(codec.decode(frame.tobytes()))
+
+    def state(self):
+        return copy.deepcopy(self.own.state())
+
+    def residual(self):
+        vector = self.own.vector
+        parts = [vector.residual(group, slice(None)) for group in vector.groups]
+        return torch.cat([part.double() for part in parts]).numpy()
+
+    def vectors(self):
+        self.own.vector.sync_from_parameters_()
+        groups = self.own.vector.groups
+        tensors = [t for g in groups for t in (g.flat, g.local_N, g.shared_N)]
+        return [tensor.clone() for tensor in tensors]
+
+
+TYPES = {
+    "float32": {"dtype": torch.float32},
+    "float64": {"dtype": torch.float64},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float16": {"dtype": torch.float16},
+    "two": {"dtype": torch.bfloat16, "second": torch.float64},
+}
+each_type = pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+each_way = pytest.mark.parametrize("apply", ["eager", "strict"])
+
+
+@each_type
+@each_way
+@pytest.mark.parametrize("threshold", [STEADY, LAYERS], ids=["one rule", "two"])
+def test_one_that_goes_on_is_the_same_bit_for_bit(types, apply, threshold):
+    options = {"apply": apply, "threshold": threshold, **types}
+    one, other = Replica(**options).train(), Replica(scale=1.0, **options)
+    shared, own = one.state()
+
+    other.own.restore_(shared, [own])
+
+    assert other.own.vector.lead == one.own.vector.lead
+    assert other.own.clipped == one.own.clipped > 0
+    assert other.own.vector.digest() == one.own.vector.digest()
+    for step in range(3):  # and they stay so
+        assert all(map(torch.equal, other.vectors(), one.vectors())), step
+        assert other.own.sent == one.own.sent
+        exchanges = ([g.exchanges for g in r.own.groups.values()] for r in (one, other))
+        assert len({tuple(counts) for counts in exchanges}) == 1
+        one.train(1)
+        other.train(1)
+
+
+@each_type
+@each_way
+@pytest.mark.parametrize("scale", [1 / 3, 1.0])
+def test_of_several_the_residuals_add_up(types, apply, scale):
+    options = {"scale": scale, "apply": apply, **types}
+    replicas = [Replica(seed, **options) for seed in range(3)]
+    for replica in replicas:
+        others = [other for other in replicas if other is not replica]
+        replica.train(others=others)
+    replicas[2].own.vector.set_scale_(0.7)  # as if others had left it
+    shared = replicas[0].state()[0]
+    expected = sum(replica.residual() for replica in replicas)
+    assert np.abs(expected).max() > 0.01
+
+    one = Replica(9, **{**options, "scale": 0.5})
+    one.own.restore_(shared, [replica.state()[1] for replica in replicas])
+
+    atol = FLOAT64 if types["dtype"] is torch.float64 else FLOAT32
+    np.testing.assert_allclose(one.residual(), expected, rtol=0, atol=atol)
+    assert one.own.vector.digest() == replicas[0].own.vector.digest()
+    one.own.vector.set_scale_(1.0)  # alone from now on
+    np.testing.assert_allclose(one.residual(), expected, rtol=0, atol=2 * atol)
+    clipped = sum(replica.own.clipped for replica in replicas)
+    assert one.own.clipped == pytest.approx(clipped)
+
+
+def test_a_grid_that_was_coarsened_is_taken_over():
+    one, other = (make(Vector([0.5, 0.25]), residual=KeepResidual()) for _ in "ab")
+    one.vector.replace_shared_(np.array([3, -5], np.int32), 2.0**-10)
+
+    shared, own = one.state()
+    other.restore_(shared, [own])
+
+    assert other.vector.grid == 2.0**-10
+    assert other.vector.digest() == one.vector.digest()
+
+
+def carry(one, other):
+    shared, own = one.own.state()
+    other.own.restore_(shared, [own])
+
+
+class TestThresholds:
+    """Thresholds go on; those of patterns that are new begin."""
+
+    @pytest.fixture
+    def trained(self):
+        return Replica(threshold=LAYERS).train()
+
+    def test_what_was_sent_last_and_how_often(self, trained):
+        other = Replica(threshold=LAYERS)
+
+        carry(trained, other)
+
+        assert other.own.sent == trained.own.sent
+        assert {g.exchanges for g in other.own.groups.values()} == {3}
+
+    def test_a_pattern_that_is_new_begins(self, trained):
+        other = Replica(threshold={"second": STEADY, "*": STEADY})
+
+        carry(trained, other)
+
+        assert other.own.groups["*"].exchanges == 3
+        assert other.own.groups["second"].exchanges == 0
+        assert other.own.groups["second"].sent is None
+
+    def test_what_a_link_was_measured_to_be_is_left_out(self, trained):
+        group = trained.own.groups["*"]
+        group.sent = Sent(0.25, 0.5, link="of this replica")
+        other = Replica(threshold=LAYERS)
+
+        carry(trained, other)
+
+        assert other.own.groups["*"].sent == Sent(0.25, 0.5)
+
+
+SMALL, LARGE = FixedThreshold(2.0**-6), FixedThreshold(2.0**-3)
+NAMES = ["embedding.weight", "0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def assigned(mapping, names=NAMES):
+    return LayerThresholds.of(mapping).assign(names)
+
+
+class TestAssign:
+    def test_the_first_pattern_that_matches_is_taken(self):
+        mapping = {"0.*": SMALL, "*.bias": LARGE, "*": SMALL}
+
+        assert assigned(mapping) == {
+            "embedding.weight": "*",
+            "0.weight": "0.*",
+            "0.bias": "0.*",
+            "1.weight": "*",
+            "1.bias": "*.bias",
+        }
+
+    @pytest.mark.parametrize(
+        ("mapping", "message"),
+        [
+            (
+                {"*.bias": SMALL, "[01].*": LARGE},
+                "threshold has no pattern that parameter 'embedding.weight' matches, "
+                "got ['*.bias', '[01].*']; end it with '*' for all others",
+            ),
+            (
+                {"*.biases": SMALL, "*": LARGE},
+                "threshold pattern '*.biases' matches no trainable parameter of the "
+                "model, which are 'embedding.weight', '0.weight', '0.bias', "
+                "'1.weight', '1.bias'",
+            ),
+            (
+                {"*": SMALL, "0.*": LARGE},
+                "threshold pattern '0.*' gets no parameter: '0.weight' and all others "
+                "that it matches go to '*'",
+            ),
+        ],
+        ids=["no pattern", "no parameter", "too late"],
+    )
+    def test_what_does_not_fit_is_named(self, mapping, message):
+        with pytest.raises(OptionError, match=f"^{re.escape(message)}"):
+            assigned(mapping)
+
+
+class TestValue:
+    def test_it_is_frozen_hashed_and_pickled(self):
+        one = LayerThresholds.of({"a": SMALL, "*": LARGE})
+
+        other = pickle.loads(pickle.dumps(one))
+
+        assert (one == other, hash(one) == hash(other)) == (True, True)
+        with pytest.raises(AttributeError):
+            one.pairs = ()
+
+    def test_one_that_follows_the_link_has_none_beside_it(self):
+        with pytest.raises(
+            OptionError,
+            match=r"pattern '\*' has .* the link, got LinkThreshold.* alone",
+        ):
+            GradientSharing({"a": SMALL, "*": LinkThreshold()})
+
+
+class Layers(nn.Module):
+    """Three parameters of four numbers, the last one in a group of its own."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(4))
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.two = nn.Parameter(torch.zeros(4))
+        self.last = nn.Parameter(torch.zeros(4, dtype=dtype))
+
+    def step(self, **amounts):
+        with torch.no_grad():
+            for name, amount in amounts.items():
+                getattr(self, name)[1] += amount
+
+
+MAPPING = {"bias": SMALL, "*": LARGE}
+
+
+class TestCompressor:
+    def test_each_pattern_has_its_threshold_and_whole_model_positions(self):
+        module = Layers()
+        compressor = make(module, MAPPING)
+        module.step(one=2.0**-5, bias=-(2.0**-5), two=0.25, last=-0.25)
+
+        bias, rest = compressor.propose()
+
+        assert (bias.pattern, bias.threshold) == ("bias", 2.0**-6)
+        assert (rest.pattern, rest.threshold) == ("*", 2.0**-3)
+        assert bias.entries_K.tolist() == [-6]
+        assert rest.entries_K.tolist() == [10, -14]
+        assert bias.size == rest.size == 16
+
+    def test_only_what_is_taken_leaves_the_residual(self):
+        module = Layers()
+        compressor = make(module, MAPPING)
+        module.step(bias=0.25, two=0.25)
+        bias, _ = compressor.propose()
+
+        compressor.commit_(bias)
+
+        shared = compressor.vector.shared_counts() * GRID
+        assert shared.nonzero()[0].tolist() == [5]
+        assert shared[5] == 2.0**-6
+        assert list(compressor.sent) == ["bias"]
+
+    def test_what_was_taken_least_often_comes_first(self):
+        compressor = make(Layers(), {"bias": SMALL, "one": SMALL, "*": LARGE})
+
+        compressor.commit_(compressor.propose()[0])
+        order = [update.pattern for update in compressor.propose()]
+
+        assert order == ["one", "*", "bias"]
+
+    def test_a_rule_sees_the_residual_of_its_own(self):
+        class Largest(ThresholdAlgorithm):
+            def next_threshold(self, residual, last):
+                return float(residual.tensor().abs().max())
+
+        module = Layers()
+        compressor = make(module, {"bias": Largest(), "*": Largest()})
+        module.step(bias=0.25, two=0.125, last=0.0625)
+
+        assert [p.chosen for p in compressor.propose()] == [0.25, 0.125]
+
+    def test_the_residual_rule_gets_each_threshold_and_count_of_exchanges(self):
+        seen = []
+
+        class Seeing(ResidualPostProcessor):
+            def bound(self, exchange, threshold):
+                seen.append((exchange, threshold))
+                return math.inf
+
+        compressor = make(Layers(), MAPPING, Seeing())
+        bias, rest = compressor.propose()
+        for update in (bias, rest, bias):
+            compressor.commit_(update)
+
+        assert seen == [(0, 2.0**-6), (0, 2.0**-3), (1, 2.0**-6)]
+
+    def test_only_those_sent_are_clipped_by_the_threshold_of_their_own(self):
+        class Tight(ResidualPostProcessor):
+            def bound(self, exchange, threshold):
+                return threshold
+
+        module = Layers()
+        compressor = make(module, MAPPING, Tight())
+        module.step(bias=0.25, two=0.5)
+        for update in compressor.propose():
+            compressor.commit_(update)
+
+        assert module.bias[1].item() == 2 * 2.0**-6
+        assert module.two[1].item() == 2 * 2.0**-3
+        assert compressor.clipped == 0.25 - 2.0**-5 + 0.5 - 2.0**-2
+
+    def test_a_dense_exchange_is_one_of_all_patterns(self):
+        module = Layers()
+        compressor = make(module, MAPPING)
+        module.step(bias=3 * GRID, last=-GRID)
+
+        compressor.commit_(*compressor.propose(dense=True))
+
+        assert compressor.vector.farthest() == 0.0
+        assert compressor.sent == {
+            "bias": Sent(2.0**-6, DENSE_DENSITY),
+            "*": Sent(2.0**-3, DENSE_DENSITY),
+        }
+
+    def test_a_mapping_that_does_not_fit_leaves_the_model_alone(self):
+        module = Layers()
+        with torch.no_grad():
+            module.one += 0.1
+        before = module.one.clone()
+
+        with pytest.raises(OptionError, match="no pattern"):
+            make(module, {"bias": SMALL})
+
+        assert torch.equal(module.one, before)

@@ -92,21 +92,6 @@ class TestFind:
 
         np.testing.assert_array_equal(entries.cpu(), reference_find(local, shared, 64))
 
-    def test_everything_may_be_an_entry(self, kernel):
-        kernels, make = kernel
-        size = 5 * 8192 + 3
-        local = make([1.0]).repeat(size)
-        shared = make([0], torch.int32).repeat(size)
-
-        entries = kernels.find(local, shared, 64, GRID)
-
-        assert torch.equal(entries.cpu(), torch.arange(1, size + 1, dtype=torch.int32))
-
-    def test_an_empty_vector_has_no_entries(self, kernel):
-        kernels, make = kernel
-
-        assert kernels.find(make([]), make([], torch.int32), 1, GRID).tolist() == []
-
     def test_positions_are_exact_beyond_float32_integers(self, kernel):
         kernels, make = kernel
         local = make([0.0]).repeat(2**24 + 1)  # the first gap in float32
@@ -116,14 +101,6 @@ class TestFind:
         entries = kernels.find(local, shared, 64, GRID, base=2)
 
         assert entries.tolist() == [-(2**24 + 3)]
-
-    def test_base_shifts_positions_up_to_the_last_int32(self, kernel):
-        kernels, make = kernel
-        local, shared = make([1.0, -1.0]), make([0, 0], torch.int32)
-
-        entries = kernels.find(local, shared, 64, GRID, base=2**31 - 3)
-
-        assert entries.tolist() == [2**31 - 2, -(2**31 - 1)]
 
     def test_nan_is_never_an_entry_and_infinity_always(self, kernel):
         kernels, make = kernel
@@ -166,20 +143,6 @@ class TestCommit:
         assert local.tolist() == [164 * GRID, -164 * GRID, 140 * GRID]
         assert shared.tolist() == [64, -64, 64]
 
-    @pytest.mark.parametrize(
-        ("bound", "mass"), [(math.inf, 0.0), (1.0, math.inf)], ids=["none", "one"]
-    )
-    def test_infinite_progress_is_cut_by_a_bound_only(self, kernel, bound, mass):
-        kernels, make = kernel
-        local, shared = make([-math.inf]), make([0], torch.int32)
-
-        clipped = kernels.commit_(
-            local, shared, make([-1], torch.int32), 64, GRID, bound
-        )
-
-        assert clipped == mass
-        assert local.tolist() == [-64 * GRID - bound]
-
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     @pytest.mark.parametrize("multiple", [1.0, 1.7, 5.0], ids=str)
     def test_cutting_the_entries_is_cutting_everything(self, kernel, dtype, multiple):
@@ -210,14 +173,6 @@ class TestApply:
 
         assert local.tolist() == [0.5 + 64 * GRID, 0.25, -1.0 - 64 * GRID]
         assert shared.tolist() == [64, 5, -64]
-
-    def test_base_is_taken_off(self, kernel):
-        kernels, make = kernel
-        local, shared = make([0.0, 0.0]), make([0, 0], torch.int32)
-
-        kernels.apply_(local, shared, make([11], torch.int32), 64, GRID, base=10)
-
-        assert (local.tolist(), shared.tolist()) == ([64 * GRID, 0.0], [64, 0])
 
 
 class TestFold:
@@ -301,23 +256,6 @@ class TestLead:
         assert local.tolist() == [1.5 * QUANTUM, -QUANTUM, 1.0]
         assert shared.tolist() == [64, -64, 0]
         assert cut == QUANTUM / 8
-
-    def test_the_residual_is_counted_as_it_will_be_sent(self, kernel):
-        kernels, make = kernel
-        local, shared = make([7 * GRID, -8 * GRID]), make([3, 0], torch.int32)
-
-        counts = kernels.residual_counts(local, shared, GRID, 2**30, 4.0)
-
-        assert counts.tolist() == [1, -2]
-
-    def test_an_own_dense_update_leaves_it(self, kernel):
-        kernels, make = kernel
-        local, shared = make([12 * GRID]), make([0], torch.int32)
-
-        kernels.apply_counts_(local, shared, make([3], torch.int32), GRID, 1 - 4.0)
-
-        assert shared.tolist() == [3]
-        assert local.tolist() == [3 * GRID]
 
 
 def ints(values):

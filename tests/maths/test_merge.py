@@ -1,15 +1,20 @@
+"""The tensors of a module by name: what is trained, the rest, and back."""
+
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from daskdl.errors import OptionError, SaveError
+from daskdl.objective import OwnStep, is_sum, objective_of, on_device
 from daskdl.thresholds import Sent
 from daskdl.training.backend import FitResult, merge
 from daskdl.training.base import CompressionState as Left
-from daskdl.training.base import Parameters
-from daskdl.training.optimizer_step import OptimizerState, weigh
+from daskdl.training.base import Parameters, load_tensors_, others_in, trained_in
+from daskdl.training.optimizer_step import weigh
 
 GRID = 2.0**-24
 MOST = 2**31 - 1
@@ -52,22 +57,6 @@ def test_a_sum_that_leaves_int32_on_its_way_is_exact_in_the_end():
     assert parameters.residual_N.tolist() == [MOST, -MOST - 1]
 
 
-def test_a_sum_outside_int32_stays_at_its_edge():
-    parameters = merged(
-        result(shared([0, 0], [MOST, -MOST])), result(shared([0, 0], [5, -5]))
-    ).parameters
-
-    assert parameters.residual_N.tolist() == [MOST, -MOST - 1]
-
-
-def test_residuals_that_cancel_out_leave_nothing():
-    parameters = merged(
-        result(shared([10, 20], [3, 0])), result(shared([10, 20], [-3, 0]))
-    ).parameters
-
-    assert parameters.residual_N is None
-
-
 def test_the_best_epoch_comes_back_from_the_first_that_has_it_and_nothing_is_added():
     best = dataclasses.replace(result(shared([7])), restored=True)
 
@@ -86,22 +75,6 @@ def test_one_that_did_not_come_to_its_end_brings_nothing_back():
     assert final.parameters.shared_N.tolist() == [10]
     assert final.parameters.residual_N.tolist() == [1]
     assert not final.restored
-
-
-def test_buffers_are_those_on_which_all_agreed():
-    parameters = merged(
-        result(shared([1], [0], mark=0.25)), result(shared([1], [0], mark=0.25))
-    ).parameters
-
-    assert parameters.untrained["floating buffers"].tolist() == [0.25]
-
-
-def test_a_replica_without_a_residual_adds_nothing():
-    parameters = merged(
-        result(shared([10], None)), result(shared([10], [4]))
-    ).parameters
-
-    assert parameters.residual_N.tolist() == [4]
 
 
 def test_replicas_that_did_not_finish_add_nothing():
@@ -137,25 +110,6 @@ def test_one_that_failed_at_its_start_does_not_hide_what_the_others_agreed_on(
     ).parameters
 
     assert (parameters.shared_N, parameters.exact) == (kept.shared_N, kept.exact)
-
-
-def test_a_replica_that_did_not_finish_has_no_share_of_the_optimizer():
-    def state(value):
-        return OptimizerState({(0, "m"): np.array([value])}, {}, {}, [])
-
-    final = merged(
-        result(shared([1]), finished=False, optimizer=state(64.0)),
-        result(shared([1], [0]), optimizer=state(1.0)),
-    )
-
-    assert final.optimizer.parts[0, "m"].tolist() == [1.0]
-
-
-def test_if_nobody_has_anything_the_result_is_empty():
-    final = merged(result(NOTHING, finished=False))
-
-    assert final.parameters == NOTHING
-    assert (final.optimizer, final.compression) == (None, None)
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -200,13 +154,129 @@ def test_the_threshold_goes_on_from_the_mean_of_all_that_have_sent():
     assert final.compression == Left({"*": Sent(1.5, 0.5)}, steps=7)
 
 
-def test_each_pattern_goes_on_from_those_that_have_sent_it():
-    final = merged(
-        result(
-            shared([1], [0]),
-            outcome=Left({"a": Sent(1.0, 0.25), "b": Sent(4.0, 0.5)}, 1),
-        ),
-        result(shared([1], [0]), outcome=Left({"a": Sent(2.0, 0.75)}, 1)),
-    )
+class Net(nn.Module):
+    """With a frozen layer, tied weights, and buffers of both kinds."""
 
-    assert final.compression.sent == {"a": Sent(1.5, 0.5), "b": Sent(4.0, 0.5)}
+    def __init__(self, width=3):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.last.weight = self.first.weight
+        self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
+        self.register_buffer("kept", torch.arange(2.0))
+        self.register_buffer("lost", torch.arange(3), persistent=False)
+
+
+def test_each_tensor_is_there_once_under_its_first_name():
+    net = Net()
+
+    assert list(trained_in(net)) == ["first.weight", "first.bias", "last.bias"]
+    assert list(others_in(net)) == ["frozen.weight", "kept", "lost"]
+
+
+def test_they_are_those_of_the_module_without_a_gradient():
+    net = Net()
+
+    weight = trained_in(net)["first.weight"]
+    with torch.no_grad():
+        net.first.weight.fill_(2.0)
+
+    assert not weight.requires_grad
+    assert weight.tolist() == [[2.0] * 3] * 3
+    assert not others_in(net)["frozen.weight"].requires_grad
+
+
+def test_what_was_taken_is_loaded_and_stays_tied():
+    one, other = Net(), Net()
+    parameters = list(other.parameters())
+    tensors = {**trained_in(one), **others_in(one)}
+    one.lost += 5
+
+    load_tensors_(other, tensors)
+
+    for name, tensor in {**trained_in(other), **others_in(other)}.items():
+        assert torch.equal(tensor, tensors[name]), name
+    assert other.lost.tolist() == [5, 6, 7]
+    assert other.last.weight is other.first.weight
+    assert all(a is b for a, b in zip(parameters, other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"first.bias": torch.zeros(4)}, r"first.bias is \(4,\) in .* and \(3,\) in"),
+        ({"first.bias": torch.zeros(1, 3)}, r"first.bias is \(1, 3\) in .* \(3,\) in"),
+        ({"kept": torch.zeros(())}, r"kept is \(\) in the checkpoint, and \(2,\) in"),
+        ({"more": torch.zeros(2)}, r"more is \(2,\) in the checkpoint, and None in"),
+    ],
+    ids=["longer", "with an axis more", "a number", "unknown"],
+)
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(changed, message):
+    net, other = Net(), Net()
+    before = {**trained_in(net), **others_in(net)}
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    tensors = {**trained_in(other), **others_in(other), **changed}
+
+    with pytest.raises(SaveError, match=message):
+        load_tensors_(net, tensors)
+
+    for name, tensor in {**trained_in(net), **others_in(net)}.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+LOSS = nn.MSELoss()
+
+
+def step(model, batch):
+    x, y = batch
+    return (model(x, shift=1.0) - y).square().mean()
+
+
+def test_a_step_is_told_from_a_loss():
+    assert objective_of(None, step) == OwnStep(step)
+
+
+@pytest.mark.parametrize(
+    ("loss", "own", "message"),
+    [
+        (None, None, "exactly one of loss and step must be given, got neither"),
+        (LOSS, step, "of loss and step must be given, got loss=MSELoss() and step=<f"),
+        (None, 3, "step must be a function of (model, (x, y)) that returns the batch's "
+         "mean loss, got 3"),
+    ],
+    ids=["neither", "both", "no function"],
+)  # fmt: skip
+def test_anything_else_is_refused(loss, own, message):
+    with pytest.raises(OptionError, match=re.escape(message)):
+        objective_of(loss, own)
+
+
+@pytest.mark.parametrize(
+    ("objective", "expected"),
+    [
+        (nn.MSELoss(reduction="sum"), True),
+        (nn.MSELoss(), False),
+        (nn.functional.mse_loss, False),
+        (OwnStep(step), False),
+    ],
+    ids=["sum", "mean", "function", "step"],
+)
+def test_a_loss_may_say_that_it_sums(objective, expected):
+    assert is_sum(objective) is expected
+
+
+class Weighted(nn.CrossEntropyLoss):
+    """As a step: it is called with the model and a batch."""
+
+    def forward(self, model, batch):
+        return super().forward(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["loss", "step"])
+def test_weights_go_where_the_model_is(own):
+    module = Weighted(weight=torch.ones(2))
+    objective = OwnStep(module) if own else module
+
+    moved = on_device(objective, torch.device("meta"))
+
+    assert moved is objective
+    assert module.weight.device.type == "meta"

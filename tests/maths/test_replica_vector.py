@@ -9,17 +9,249 @@ import torch
 from torch import nn
 
 from daskdl.codec import DenseUpdate
-from daskdl.compression.flat import FlatParameters
-from daskdl.compression.replica_vector import (
-    CHUNK,
-    MAX_COUNT,
-    RUN,
-    ReplicaVector,
-    ResidualView,
-    count_of,
+from daskdl.compression.flat import (
+    FLOATING,
+    INTEGER,
+    FlatParameters,
+    Untrained,
+    average_untrained,
+    empty,
+    grid_for,
+    load_counts_,
+    load_untrained_,
 )
-from daskdl.errors import CodecError, RunError
+from daskdl.compression.replica_vector import CHUNK, MAX_COUNT, RUN, ResidualView
+from daskdl.errors import CodecError, ModelError, RunError
 from tests.support.updates import GRID, STAMP, Vector, sparse, whole
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def net():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def sparse_layer():
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.eye(2).to_sparse())
+    return module
+
+
+class TestFlatParameters:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_parameters_become_views_with_their_values(self, dtype):
+        module = net().to(dtype)
+        before = [p.detach().clone() for p in module.parameters()]
+
+        flat = FlatParameters(module)
+
+        assert [group.flat.dtype for group in flat.groups] == [dtype]
+        for kept, parameter in zip(before, module.parameters(), strict=True):
+            assert torch.equal(parameter, kept)
+        flat.groups[0].flat.fill_(0.5)
+        assert all(bool((p == 0.5).all()) for p in module.parameters())
+
+    def test_each_dtype_has_a_group_of_its_own(self):
+        module = net()
+        module[1].to(torch.float64)
+
+        flat = FlatParameters(module)
+
+        assert flat.size == 12 + 4 + 8 + 8 + 2
+        groups = [(group.flat.dtype, group.start) for group in flat.groups]
+        assert groups == [(torch.float32, 0), (torch.float64, 26)]
+        assert [name[0] for name in flat.slices] == ["0", "0", "2", "2", "1", "1"]
+        assert flat.slices["1.bias"] == slice(30, 34)
+
+    def test_identity_gradients_and_optimizer_are_kept(self):
+        parameters = list((module := net()).parameters())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        module(torch.ones(2, 3)).sum().backward()
+        gradients = [p.grad for p in parameters]
+
+        flat = FlatParameters(module)
+        before = flat.groups[0].flat.clone()
+        optimizer.step()
+
+        assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+        assert all(p.grad is g for p, g in zip(parameters, gradients, strict=True))
+        moved = torch.cat([g.flatten() for g in gradients]) * 0.5
+        torch.testing.assert_close(flat.groups[0].flat, before - moved)
+
+    @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+    def test_layers_without_inputs_are_not_taken_for_tied_ones(self):
+        module = nn.Sequential(nn.Linear(0, 5), nn.Linear(0, 5))
+
+        assert FlatParameters(module).size == 10
+
+    def test_memory_formats_become_contiguous(self):
+        module = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        before = module.weight.detach().clone()
+
+        flat = FlatParameters(module)
+
+        assert torch.equal(module.weight, before)
+        assert torch.equal(flat.groups[0].flat[:24], before.flatten())
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+    def test_a_start_that_is_not_finite_is_named(self, value):
+        module = net()
+        module[2].bias.data[1] = value
+
+        with pytest.raises(
+            ModelError, match=r"'2.bias' has values that are not finite"
+        ):
+            FlatParameters(module)
+
+    @pytest.mark.parametrize(
+        ("module", "message"),
+        [
+            (nn.ReLU(), "no trainable parameters"),
+            (nn.Linear(2, 2).requires_grad_(False), "no trainable parameters"),
+            (nn.Linear(2, 2, dtype=torch.complex64), "'weight' is torch.complex64"),
+            (nn.LazyLinear(2), "'weight' is not initialised"),
+            (nn.Linear(2, 2, device="meta"), "'weight' is not initialised"),
+            (
+                sparse_layer(),
+                r"'weight' is torch.float32 \(torch.sparse_coo\); trainable",
+            ),
+        ],
+        ids=["none", "frozen", "complex", "lazy", "meta", "sparse"],
+    )
+    @pytest.mark.filterwarnings("ignore:Lazy modules")
+    def test_what_cannot_be_trained_is_refused(self, module, message):
+        with pytest.raises(ModelError, match=message):
+            FlatParameters(module)
+
+    def test_more_than_int32_positions_are_refused(self):
+        module = nn.Module()
+        module.wide = nn.Parameter(torch.zeros(1).expand(2**31))
+
+        with pytest.raises(ModelError, match=r"has 2147483648 .* limit is 2147483647"):
+            FlatParameters(module)
+
+    @pytest.mark.parametrize("trained", [0, 1], ids=["outer", "inner"])
+    def test_two_parameters_in_one_memory_are_refused(self, trained):
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        module[1].weight = nn.Parameter(module[0].weight.data[1:])
+        module[1 - trained].weight.requires_grad_(False)
+
+        with pytest.raises(ModelError, match=r"'0.weight' and '1.weight' share memory"):
+            FlatParameters(module)
+
+
+class TestGrid:
+    @pytest.mark.parametrize(
+        ("largest", "exponent"),
+        [(0.0, -24), (0.3, -24), (1.0, -24), (1.0001, -23), (2.0, -23), (-5.0, -21)],
+        ids=str,
+    )
+    def test_the_largest_parameter_decides(self, largest, exponent):
+        module = nn.Linear(2, 1)
+        nn.init.zeros_(module.weight)
+        nn.init.constant_(module.bias, largest)
+
+        assert grid_for(FlatParameters(module)) == 2.0**exponent
+
+
+class TestLoadCounts:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_counts_come_back_as_parameters(self, dtype):
+        module, other = net().to(dtype), net().to(dtype)
+        flat = FlatParameters(other)
+        counts = np.arange(-10, flat.size - 10, dtype=np.int32)
+        counts.flags.writeable = False
+
+        load_counts_(module, counts, 0.25)
+
+        values = nn.utils.parameters_to_vector(module.parameters())
+        assert torch.equal(values, torch.from_numpy(counts * 0.25).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.int32], ids=str)
+def test_empty_vectors_are_aligned_to_cache_lines(dtype):
+    vectors = [empty(size, dtype, torch.device("cpu")) for size in (0, 1, 1000)]
+
+    assert [vector.shape for vector in vectors] == [(0,), (1,), (1000,)]
+    assert all(vector.dtype == dtype for vector in vectors)
+    assert all(vector.data_ptr() % 64 == 0 for vector in vectors[1:])
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("same_mask", self.mask)
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+
+def test_all_buffers_are_taken_once():
+    module = nn.Sequential(nn.BatchNorm1d(2), Masked())
+
+    arrays = Untrained(module).take()
+
+    np.testing.assert_array_equal(arrays[FLOATING], [0, 0, 1, 1, 0, -math.inf, 1, 1])
+    assert arrays[INTEGER].tolist() == [0]
+
+
+def of_every_kind(k):
+    module = nn.Module()
+    module.register_buffer("a", torch.full((2, 2), 0.1 * k, dtype=torch.bfloat16))
+    module.register_buffer("b", torch.tensor([k > 0, False]))
+    module.register_buffer("c", torch.full((2,), complex(k, -k)))
+    module.register_buffer("d", torch.tensor(2**40 * k))
+    for name, value in module.state_dict().items():
+        module.register_parameter(f"own {name}", nn.Parameter(value.clone(), False))
+    module.register_buffer("e", None)
+    return module
+
+
+def test_what_was_taken_comes_back():
+    module, other = of_every_kind(0), of_every_kind(0)
+    untrained = Untrained(module)
+    module.load_state_dict(of_every_kind(3).state_dict())
+
+    untrained.look()
+    arrays = untrained.take()
+    for array in arrays.values():
+        array.flags.writeable = False  # as what came through Dask
+    load_untrained_(other, arrays)
+
+    assert len(arrays) == 2 + 4
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name])
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (3, 2), (5, 1)], ids=str)
+def test_other_sizes_are_refused_before_anything_is_written(sizes):
+    module = nn.BatchNorm1d(2)
+    arrays = {FLOATING: np.full(sizes[0], 9.0), INTEGER: np.zeros(sizes[1], np.int64)}
+
+    with pytest.raises(ModelError, match=r"got \d \w+ buffers, model has [41]"):
+        load_untrained_(module, arrays)
+
+    assert module.running_mean.tolist() == [0.0, 0.0]
+
+
+def mean_of(*parts):
+    """The mean of arrays of (floating, integer, examples)."""
+    packed = [({FLOATING: np.array(f), INTEGER: np.array(i)}, n) for f, i, n in parts]
+    return [array.tolist() for array in average_untrained(packed).values()]
+
+
+def test_floating_means_are_weighted_and_integers_take_the_maximum():
+    assert mean_of(([1.0, 0.0], [3, 9], 30), ([4.0, 1.0], [5, 2], 10)) == [
+        [1.75, 0.25],
+        [5, 9],
+    ]
+
+
+def test_what_all_agree_on_stays_bit_for_bit():
+    values = [0.1, -math.inf, math.inf, 1 / 3]
+
+    assert mean_of(*((values, [0], n) for n in (3, 7, 9))) == [values, [0]]
+
 
 QUARTER = MAX_COUNT * GRID  # the largest quantum
 
@@ -36,14 +268,6 @@ class TestStart:
         assert module.first.tolist() == [count * GRID for count in counts]
         assert vector.farthest() == 0.0
 
-    def test_eager_float32_has_no_second_local(self):
-        module = Vector([0.5, 0.25])
-        parameters = FlatParameters(module)
-
-        vector = ReplicaVector(parameters, strict=False)
-
-        assert vector.groups[0].local_N is parameters.groups[0].flat
-
 
 class TestApply:
     def test_local_and_shared_move_and_the_residual_stays(self):
@@ -56,15 +280,6 @@ class TestApply:
         assert module.first.tolist() == pytest.approx([0.0925, 0.0, -0.0625])
         assert vector.shared_counts().tolist() == [2**20, 0, -(2**20)]
         assert vector.farthest() == pytest.approx(0.03, rel=1e-6)
-
-    def test_entries_reach_their_groups(self):
-        module = Vector([0.0, 0.0], second=[0.0, 0.0])
-        vector = whole(module)
-
-        vector.apply_(sparse(4, [2, -3]))
-
-        assert module.first.tolist() == [0.0, 0.0625]
-        assert module.second.tolist() == [-0.0625, 0.0]
 
     def test_a_dense_update_is_applied(self):
         module = Vector([0.0, 0.0], second=[0.0])
@@ -105,10 +320,6 @@ class TestApply:
         assert vector.digest() == digest
         assert [*module.first.tolist(), *module.second.tolist()] == [0.0, 0.0, 0.0]
 
-    @pytest.mark.parametrize("count", [1, 3, MAX_COUNT], ids=str)
-    def test_a_threshold_is_read_as_steps(self, count):
-        assert count_of(count * GRID, GRID) == count
-
 
 class TestResidual:
     def test_flushing_leaves_half_a_step_at_most(self):
@@ -138,21 +349,6 @@ class TestResidual:
         assert flushed.tolist() == counts.tolist()
         assert vector.shared_counts().tolist() == [limit, -limit, 0, -limit]
 
-    @pytest.mark.parametrize(
-        ("first", "second", "expected"),
-        [(3.0, -4.0, 4.0), (math.nan, 1.0, math.nan), (1.0, math.nan, math.nan)],
-    )
-    def test_farthest_is_over_all_groups_and_nan_if_one_is(
-        self, first, second, expected
-    ):
-        module = Vector([0.0], second=[0.0])
-        vector = whole(module)
-        with torch.no_grad():
-            module.first += first
-            module.second += second
-
-        assert vector.farthest() == pytest.approx(expected, nan_ok=True)
-
 
 class TestSnapshot:
     def test_a_newcomer_takes_shared_and_local_from_it(self):
@@ -177,12 +373,6 @@ class TestSnapshot:
 
         assert module.first.tolist() == [1.03125, -0.25]
         assert vector.residual_counts().tolist() == [2**19, -(2**22)]
-
-    def test_another_size_is_refused(self):
-        vector = whole(Vector([0.5]))
-
-        with pytest.raises(CodecError, match="need 1 counts of int32"):
-            vector.replace_shared_(np.zeros(2, np.int32), GRID)
 
 
 class TestDigest:
@@ -317,15 +507,6 @@ def trained(values, dtype, strict, *step):
 class TestHalf:
     """Eager: local is a float32 vector of its own, and the module shows it rounded."""
 
-    def test_local_is_float32_and_the_module_shows_it(self, dtype):
-        module, vector, group = trained([0.5], dtype, False)
-
-        vector.apply_(sparse(1, [1], (2**12 + 1) * GRID))
-
-        assert group.local_N.tolist() == [0.5 + (2**12 + 1) * GRID]
-        assert group.local_N.dtype == torch.float32
-        assert torch.equal(module.first, group.local_N.to(dtype))
-
     def test_quanta_below_the_resolution_add_up(self, dtype):
         module, vector, _ = trained([1.0], dtype, False)
 
@@ -344,14 +525,6 @@ class TestHalf:
 
         assert group.local_N.tolist() == [0.75 + 3 * GRID, 1.0]
         assert module.first.tolist() == [0.75, 1.0]
-
-    def test_clipping_is_shown(self, dtype):
-        module, vector, group = trained([0.0], dtype, False, 1.0)
-
-        mass = vector.commit_(np.array([1], np.int32), MAX_COUNT, bound=0.25)
-
-        assert mass == 0.5
-        assert module.first.tolist() == group.local_N.tolist() == [0.5]
 
 
 @pytest.mark.parametrize(
@@ -377,20 +550,6 @@ class TestStrict:
         vector.apply_counts_(np.array([MAX_COUNT, 0], np.int32))
 
         assert module.first.tolist() == [1.25, 0.75]
-        assert vector.residual(group, slice(None)).tolist() == [0.5, 0.5]
-
-    def test_flushing_shows_everything(self, dtype):
-        module, vector, _ = trained([1.0, 1.0], dtype, True, 0.5, 0.5)
-
-        assert vector.flush_residual_().tolist() == [2**23, 2**23]
-        assert module.first.tolist() == [1.5, 1.5]
-
-    def test_a_replaced_shared_is_shown_and_the_residual_stays(self, dtype):
-        module, vector, group = trained([1.0, 1.0], dtype, True, 0.5, 0.5)
-
-        vector.replace_shared_(np.array([4, -4], np.int32), grid=0.5)
-
-        assert module.first.tolist() == [2.0, -2.0]
         assert vector.residual(group, slice(None)).tolist() == [0.5, 0.5]
 
     def test_a_coarser_grid_is_shown(self, dtype):
@@ -438,9 +597,6 @@ class TestSample:
         pairs = enumerate(every) if ranges is None else ranges
         return ResidualView(vector, [(vector.groups[i], where) for i, where in pairs])
 
-    def test_a_small_residual_is_sampled_whole(self):
-        assert self.view(40, 3).sample(most=43).tolist() == [*map(float, range(43))]
-
     def test_of_a_large_one_runs_are_taken_evenly(self):
         sample = self.view(100).sample(most=50)
 
@@ -453,10 +609,3 @@ class TestSample:
         sample = self.view(7000, ranges=cut).sample(most=700)
 
         assert sample.tolist() == self.view(7000).sample(most=700).tolist()
-
-    def test_of_some_ranges_nothing_else_is_in_it(self):
-        ends = [(0, slice(90, 100)), (1, slice(0, 2))]
-
-        sample = self.view(100, 5, ranges=ends).sample(most=12)
-
-        assert sample.tolist() == [*map(float, range(90, 102))]

@@ -20,9 +20,6 @@ class TestEveryRule:
 
 
 class TestResidualClipping:
-    def test_has_the_defaults_of_deeplearning4j(self):
-        assert ResidualClipping() == ResidualClipping(multiple=5.0, frequency=5)
-
     def test_cuts_every_few_exchanges_but_not_the_first(self):
         rule = ResidualClipping(multiple=3.0, frequency=4)
 
@@ -30,11 +27,6 @@ class TestResidualClipping:
 
         assert cuts == [4, 8, 12]
         assert rule.bound(4, 0.5) == 1.5
-
-    def test_a_frequency_of_one_cuts_all_but_the_first(self):
-        rule = ResidualClipping(multiple=1.0, frequency=1)
-
-        assert [rule.bound(n, 0.5) for n in range(3)] == [math.inf, 0.5, 0.5]
 
     @pytest.mark.parametrize(
         ("options", "message"),

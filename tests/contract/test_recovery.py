@@ -1,12 +1,155 @@
+"""When missing updates are requested and of whom, and how survivors agree."""
+
+import asyncio
+import contextlib
+import functools
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel.inbox import DeliveryBarrier, ReceivedSet
-from daskdl.channel.recovery import donors, helpers, missing, settle
+from daskdl.channel import recovery
+from daskdl.channel.inbox import DeliveryBarrier, Inbox, ReceivedSet
+from daskdl.channel.protocol import ChannelSpec, MessageKind, PeerProgress
+from daskdl.channel.recovery import (
+    MOST,
+    PATIENCE_S,
+    Repairs,
+    donors,
+    helpers,
+    missing,
+    settle,
+)
 from daskdl.errors import ChannelError
+from tests.support.run_states import GRID, SIZE, TIMEOUTS, control, item_of, sparse
+
+
+class Peers:
+    """The other replicas, 1 and 2, what they give; and the clock."""
+
+    def __init__(self):
+        self.spec = ChannelSpec(1, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
+        self.loop = SimpleNamespace(time=lambda: self.now)
+        self.now = 0.0
+        self.requests = []  # whom, and for which updates of replica 1
+        self.given = []  # updates in their answers
+        self.taken = []
+
+    async def ask(self, worker, operation, *, replica, origin, sequences, **fields):
+        assert (worker, operation, origin) == (f"on {replica}", "daskdl_repair", 1)
+        self.requests.append((replica, sequences))
+        return {"status": "ok", "messages": self.given}
+
+    async def at(self, now):
+        """What was requested until then."""
+        self.now = now
+        for _ in range(10):  # of the event loop, several looks
+            await asyncio.sleep(0)
+        requests, self.requests = self.requests, []
+        return requests
+
+
+def with_repairs(test):
+    """Call a test with an inbox that lacks update 2 of replica 1, and the peers."""
+
+    @functools.wraps(test)
+    def run(self, monkeypatch):
+        monkeypatch.setattr(recovery, "LOOK_S", 0)
+
+        async def body():
+            inbox, peers = Inbox(SIZE, GRID, 10**9, in_order=False), Peers()
+            for sequence in (1, 3):
+                update = sparse(1, sequence, [1])
+                inbox.put(item_of(update), update)
+            workers = {replica: f"on {replica}" for replica in range(3)}
+            routing = SimpleNamespace(connection=peers, inbox=inbox, workers=workers)
+
+            async def take(message):
+                peers.taken.append((message.origin, message.sequence))
+                return message.sequence == 2
+
+            peers.repairs = Repairs(routing, take)
+            running = asyncio.ensure_future(peers.repairs.run())
+            try:
+                await test(self, inbox, peers)
+            finally:
+                running.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await running
+
+        asyncio.run(body())
+
+    del run.__wrapped__  # or pytest looks for what the test is called with
+    return run
+
+
+class TestRequests:
+    @with_repairs
+    async def test_what_is_late_is_requested_and_not_sooner(self, inbox, peers):
+        assert await peers.at(0) == []
+        assert await peers.at(0.9 * PATIENCE_S) == []
+        assert await peers.at(PATIENCE_S) == [(1, [2])]
+
+    @with_repairs
+    async def test_what_came_meanwhile_is_not_requested(self, inbox, peers):
+        await peers.at(0)
+        update = sparse(1, 2, [1])
+        inbox.put(item_of(update), update)
+
+        assert await peers.at(PATIENCE_S) == []
+
+    @with_repairs
+    async def test_what_was_announced_is_missed_without_a_later_update(
+        self, inbox, peers
+    ):
+        message = control(MessageKind.PROGRESS, 1, 9, payload=0)
+        inbox.note(message._replace(sequence=5))
+        await peers.at(0)
+
+        assert await peers.at(PATIENCE_S) == [(1, [2, 4, 5])]
+
+    @with_repairs
+    async def test_it_is_requested_again_as_late_of_others_in_turn(self, inbox, peers):
+        await peers.at(0)
+        asked = [await peers.at(turn * PATIENCE_S / 2) for turn in range(2, 9)]
+
+        assert asked == [[(1, [2])], [], [(2, [2])], [], [(1, [2])], [], [(2, [2])]]
+
+    @with_repairs
+    async def test_of_an_answer_only_what_was_requested_is_taken(self, inbox, peers):
+        updates = [sparse(1, 2, [1]), sparse(1, 4, [1]), sparse(2, 1, [1])]
+        peers.given = [item_of(update).to_wire() for update in updates]
+        peers.given.append(control(MessageKind.STOP, 1).to_wire())
+        await peers.at(0)
+        await peers.at(PATIENCE_S)
+
+        assert peers.taken == [(1, 2), (1, 4)]
+        assert peers.repairs.repaired == 1
+
+    @with_repairs
+    async def test_only_so_many_are_requested_at_once(self, inbox, peers):
+        inbox.announce(1, PeerProgress(10**5, 10**5))
+        await peers.at(0)
+
+        [(_, sequences)] = await peers.at(PATIENCE_S)
+        assert sequences == [2, *range(4, MOST + 2)]
+
+    @with_repairs
+    async def test_a_joining_replica_misses_nothing(self, inbox, peers):
+        inbox.joining = True
+        await peers.at(0)
+
+        assert await peers.at(PATIENCE_S) == []
+
+    @with_repairs
+    async def test_nothing_of_a_failed_replica_is_requested(self, inbox, peers):
+        await peers.at(0)
+        inbox.note(control(MessageKind.FAILED, 1))
+
+        assert await peers.at(PATIENCE_S) == []
+
 
 UPDATES = st.sets(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=20)
 HAVE = st.dictionaries(st.integers(0, 5), UPDATES, min_size=1)
@@ -34,18 +177,6 @@ def told(have):
 # ---- the target
 
 
-def test_the_target_is_the_furthest_of_each_origin():
-    have = {0: {7: (3, ()), 8: (1, ())}, 1: {7: (2, ()), 8: (4, ())}}
-
-    assert settle(have) == {7: (3, ()), 8: (4, ())}
-
-
-def test_a_gap_of_one_survivor_is_filled_by_another():
-    have = {0: {7: (5, (7,))}, 1: {7: (6, ())}}
-
-    assert settle(have) == {7: (7, ())}
-
-
 def test_what_is_beyond_a_gap_nobody_can_fill_is_in_the_target_without_the_gap():
     have = {0: {7: (5, (7, 8))}, 1: {7: (3, ())}}
     target = settle(have)
@@ -53,14 +184,6 @@ def test_what_is_beyond_a_gap_nobody_can_fill_is_in_the_target_without_the_gap()
     assert target == {7: (5, (7, 8))}
     assert missing(have[1], target) == {7: [4, 5, 7, 8]}
     assert missing(have[0], target) == {}
-
-
-def test_an_origin_that_only_one_has_heard_of_is_in_the_target():
-    assert settle({0: {}, 1: {7: (0, (2,))}}) == {7: (0, (2,))}
-
-
-def test_notes_that_came_over_the_wire_as_lists_are_understood():
-    assert settle({0: {7: [1, [3]]}, 1: {7: (1, (2,))}}) == {7: (3, ())}
 
 
 @given(HAVE)
@@ -93,25 +216,6 @@ def test_who_has_all_is_asked_before_who_has_some_and_who_has_none_is_not():
     have = {0: {}, 1: {9: (4, ())}, 2: {9: (4, (6,))}, 3: {9: (6, ())}, 4: {9: (3, ())}}
 
     assert helpers(9, [4, 5, 6], have, alive=range(5), asker=0) == [3, 2, 1]
-
-
-def test_only_the_alive_are_asked():
-    have = {n: {9: (1, ())} for n in range(1, 4)}
-
-    assert helpers(9, [1], have, alive=[0, 2], asker=0) == [2]
-
-
-def test_nobody_is_asked_for_what_nobody_has():
-    have = {0: {}, 1: {9: (4, ())}, 2: {}}
-
-    assert helpers(9, [5, 6], have, alive=range(3), asker=0) == []
-
-
-def test_nobody_asks_itself():
-    have = {n: {1: (5, ())} for n in range(3)}
-
-    assert helpers(1, [5], have, alive=range(3), asker=1) == [2, 0]
-    assert helpers(1, [5], have, alive=range(3), asker=0) == [1, 2]
 
 
 def test_askers_spread_over_the_helpers():
@@ -152,18 +256,6 @@ def test_who_has_the_whole_target_gives_and_who_is_behind_takes():
     assert donors(have, asker=1)[0] != donors({**have, 4: less}, asker=4)[0]
 
 
-def test_where_nobody_has_it_all_everybody_takes_the_state_of_one():
-    have = {0: {7: (3, (9,))}, 1: {7: (5, ())}, 2: {7: (2, ())}}
-
-    assert [donors(have, asker) for asker in (0, 1, 2)] == [[1], [], [1]]
-
-
-def test_as_many_updates_are_not_the_same_updates():
-    have = {0: {7: (1, ())}, 1: {8: (1, ())}, 2: {7: (1, ())}}
-
-    assert [donors(have, asker) for asker in (0, 1, 2)] == [[], [0, 2][::-1], []]
-
-
 def test_the_same_in_another_form_is_the_same():
     have = {0: {7: (2, (4,))}, 1: {7: [2, [4]], 8: (0, ())}}
 
@@ -202,26 +294,6 @@ def test_after_all_took_a_state_they_are_the_same(have):
 # ---- the fence
 
 
-def test_a_closed_fence_admits_nothing_of_the_lost_and_everything_of_others():
-    fence = DeliveryBarrier()
-    before = fence.admits(7, 1)
-
-    fence.close([7])
-
-    assert before
-    assert not fence.admits(7, 1)
-    assert fence.admits(8, 1)
-
-
-def test_an_open_fence_admits_what_was_settled_and_no_more():
-    fence = DeliveryBarrier()
-    fence.close([7, 8])
-    fence.open({7: (2, (4,))})
-
-    assert [fence.admits(7, s) for s in range(1, 6)] == [True, True, False, True, False]
-    assert not fence.admits(8, 1)
-
-
 def test_closing_again_forgets_the_target_and_not_the_lost():
     fence = DeliveryBarrier()
     fence.close([7])
@@ -230,16 +302,6 @@ def test_closing_again_forgets_the_target_and_not_the_lost():
 
     assert not fence.admits(7, 1)
     assert not fence.admits(8, 1)
-
-
-def test_while_it_holds_it_admits_of_everybody_only_what_was_settled():
-    fence = DeliveryBarrier()
-    fence.holding = True
-    fence.open({8: (2, ())})
-
-    assert fence.holding
-    assert [fence.admits(8, s) for s in (2, 3)] == [True, False]
-    assert not fence.admits(9, 1)
 
 
 def test_after_a_release_only_the_lost_are_kept_out():

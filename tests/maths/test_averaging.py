@@ -12,7 +12,17 @@ from torch import nn
 
 from daskdl.channel.protocol import MeshTopology
 from daskdl.codec import Stamp
-from daskdl.training.tree_reduce import Key, ReduceOp, ReduceState, TreeMean
+from daskdl.codec.dense8 import BLOCK, MOST
+from daskdl.errors import CodecError
+from daskdl.training.parameter_averaging import RoundDecision, Vote
+from daskdl.training.tree_reduce import (
+    Key,
+    ReduceOp,
+    ReduceState,
+    TreeMean,
+    from_blob,
+    to_blob,
+)
 
 PATIENCE_S = 30  # of a test that would hang otherwise
 
@@ -168,26 +178,6 @@ def test_what_was_sent_and_what_is_left_is_what_was_trained():
     assert np.abs(team.left(PARAMETERS)).max() > 1e-6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_in_other_dtypes_to_their_rounding(dtype):
-    team = trained(Team(dtype=dtype))
-
-    team.check_all_have_the_same()
-    steps = 2.0**-23 if dtype == torch.float32 else 2.0**-8
-    team.check_nothing_is_lost(rtol=0, atol=10 * steps)
-
-
-def test_a_whole_mean_leaves_nothing():
-    team = trained(Team())
-
-    team.train()
-    team.average(SOME, whole=True)
-
-    team.check_nothing_is_lost()
-    team.check_all_have_the_same()
-    assert [state.feedback.residual for state in team.states] == [{}] * REPLICAS
-
-
 def test_what_is_left_completes_a_mean_to_which_nobody_has_anything_to_add():
     team = trained(Team())
 
@@ -210,31 +200,8 @@ def test_a_mean_that_nobody_got_is_made_again_of_the_same(whole):
     team.check_all_have_the_same()
 
 
-def test_rounding_is_fed_back():
-    """Else it would stay as far from the mean as each rounding takes it."""
-    team, exact = trained(Team(), 1), trained(Team(), 1)
-    for _ in range(20):  # nobody moves any more
-        team.average(SOME)
-    exact.average(SOME, whole=True)
-
-    expected = exact.linear(0)
-    for name, array in team.linear(0).items():
-        np.testing.assert_allclose(array, expected[name], atol=1e-12)
-
-
 def with_outer():
     return trained(Team(outer=lambda params: torch.optim.SGD(params, lr=0.5)))
-
-
-def test_the_outer_optimizer_makes_no_step_of_what_is_left():
-    team, name = with_outer(), PARAMETERS
-    before, left = team.linear(0)[name], team.left(name)
-
-    team.average({2: 1.0}, whole=True, step=False)
-
-    np.testing.assert_allclose(team.linear(0)[name], before + left, rtol=1e-12)
-    team.check_all_have_the_same()
-    assert np.abs(left).max() > 1e-6
 
 
 def test_the_outer_optimizer_goes_on_from_there():
@@ -272,17 +239,6 @@ def test_moments_that_a_step_divides_by_travel_whole():
         np.testing.assert_allclose(after[name], mean, rtol=1e-12, atol=1e-18)
 
 
-def test_numbers_that_are_not_finite_reach_all():
-    team = trained(Team(), 2)
-    with torch.no_grad():
-        team.modules[1][0].weight[3, 4] = torch.nan
-
-    team.average(SOME)
-
-    for module in team.modules:
-        assert module[0].weight.isnan().nonzero().tolist() == [[3, 4]]
-
-
 def test_counters_are_the_largest_of_all():
     team = Team()
     team.train([1])
@@ -291,3 +247,180 @@ def test_counters_are_the_largest_of_all():
     team.average({0: 0.5, 1: 0.5})  # at the second one, which adds its own first
 
     assert {int(m[1].num_batches_tracked) for m in team.modules} == {2}
+
+
+STAMP = Stamp(run=7, origin=2, sequence=5, step=40)
+KEY = Key(ReduceOp.SUM, "parameters")
+NOTHING = np.zeros(())
+
+
+def rounded(array):
+    """A blob, and what rounding leaves."""
+    blob, left = to_blob({KEY: array}, STAMP)
+    return blob, left.get(KEY, NOTHING)
+
+
+def read(blob):
+    return from_blob(blob)[KEY]
+
+
+def is_frame(blob, array):
+    return blob["0"].dtype == np.uint8 != array.dtype
+
+
+def normal(size, dtype=np.float32, seed=0):
+    return np.random.default_rng(seed).normal(size=size).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(1000,), (30, 7, 3)])
+def test_what_is_read_and_what_is_left_are_what_there_was(shape, dtype):
+    array = normal(shape, dtype)
+
+    sent, left = rounded(array)
+
+    got = read(sent)
+    assert (got.dtype, got.shape) == (array.dtype, array.shape)
+    assert 0 < np.abs(left).max() < np.abs(array).max() / MOST
+    np.testing.assert_array_equal(got + left, array)
+
+
+def test_each_block_is_rounded_by_its_own_largest_number():
+    array = normal(3 * BLOCK)
+    array[BLOCK : 2 * BLOCK] *= 1e-4
+
+    _, left = rounded(array)
+
+    for block, rest in zip(array.reshape(3, -1), left.reshape(3, -1), strict=True):
+        assert np.abs(rest).max() <= 0.51 * np.abs(block).max() / MOST
+
+
+def with_one(value, dtype=np.float32):
+    array = normal(1000, dtype)
+    array[17] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        with_one(np.nan),
+        with_one(-np.inf),
+        with_one(2.0**126, np.float32),  # might be rounded up to infinity
+        with_one(1e300, np.float64),  # the grid would not be exact in float32
+        normal(20),  # a frame is larger
+        np.empty(0, np.float32),
+    ],
+    ids=["nan", "infinite", "large", "huge", "small", "empty"],
+)
+def test_what_a_frame_does_not_suit_goes_as_it_is(array):
+    sent, left = rounded(array)
+
+    assert left is NOTHING
+    np.testing.assert_array_equal(read(sent), array)
+    assert not is_frame(sent, array)
+
+
+def test_a_damaged_frame_is_refused():
+    sent, _ = rounded(normal(1000))
+    sent["0"][200] ^= 1
+
+    with pytest.raises(CodecError, match="checksum"):
+        read(sent)
+
+
+@pytest.mark.parametrize("keys", [b"", b"[1]", b'[["sum"]]', b"{", b"[[]]"], ids=repr)
+def test_damaged_names_are_refused(keys):
+    sent, _ = rounded(normal(1000))
+    damaged = {**sent, "keys": np.frombuffer(keys, np.uint8)}
+
+    with pytest.raises(CodecError, match="of another replica are damaged"):
+        read(damaged)
+
+
+def vote(mean=4, examples=10, seen=4, **more):
+    return Vote(seen, mean, examples, **more)
+
+
+def test_means_are_weighted_by_examples():
+    decided = RoundDecision.of({0: vote(examples=30), 1: vote(examples=10)}, gone=[])
+
+    assert decided.weights == {0: 0.75, 1: 0.25}
+    assert decided.members == decided.current == (0, 1)
+
+
+def test_a_mean_that_nobody_got_is_made_again():
+    decided = RoundDecision.of(
+        {0: vote(mean=3, seen=4), 1: vote(mean=3, seen=4)}, gone=[]
+    )
+
+    assert decided.number == 5
+    assert decided.weights == {0: 0.5, 1: 0.5}
+
+
+def test_who_waits_for_a_lease_is_no_member_but_may_have_the_latest():
+    notes = {0: vote(mean=3, examples=0), 1: vote(examples=0, parked=True)}
+
+    decided = RoundDecision.of(notes, gone=[])
+
+    assert (decided.weights, decided.members) == ({}, (0,))
+    assert decided.current == decided.donors == (1,)
+
+
+def test_the_root_is_one_that_has_the_latest_mean():
+    notes = {0: vote(mean=3), 1: vote(), 2: vote(), 3: vote(parked=True, examples=0)}
+
+    roots = {
+        RoundDecision.of({**notes, 1: vote(seen=n)}, []).root for n in range(4, 12)
+    }
+
+    assert roots == {1, 2}
+
+
+def test_who_has_other_parameters_at_the_end_takes_those_of_the_first():
+    notes = {
+        1: vote(examples=0, ended=True, digest=5),
+        2: vote(examples=0, ended=True, digest=6),
+    }
+
+    decided = RoundDecision.of(notes, gone=[])
+
+    assert decided.current == decided.donors == (1,)
+
+
+def ended(**more):
+    return vote(examples=0, ended=True, **more)
+
+
+def test_what_rounding_has_left_is_sent_when_all_have_ended_and_moves_nothing_else():
+    decided = RoundDecision.of({0: ended(), 1: ended(owes=True), 2: ended()}, gone=[])
+
+    assert not decided.over
+    assert decided.settles
+    assert decided.whole
+    assert decided.weights == {decided.root: 1.0}
+    assert decided.members == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("notes", "whole"),
+    [
+        ([vote(), vote()], False),
+        ([vote(), vote(examples=0)], False),
+        ([vote(), vote(), vote(mean=3, examples=0, parked=True)], False),
+        ([vote()], True),  # there is nobody to send to
+        ([vote(), vote(mean=3)], True),
+        ([vote(), vote(mean=-1, examples=0)], True),
+        ([vote(mean=-1, seen=0), vote(mean=-1, seen=0)], True),
+        ([ended(), ended(owes=True)], True),
+        ([vote(rests=True), vote(rests=True)], True),
+        ([vote(rests=True), vote()], False),
+        ([vote(rests=True), vote(), vote(examples=0, parked=True, rests=True)], False),
+    ],
+    ids=[
+        *("all", "idle", "parked", "alone", "late", "new", "no mean", "ended"),
+        *("all rest", "one rests", "one parked"),
+    ],
+)
+def test_differences_are_averaged_among_those_that_have_the_latest_mean(notes, whole):
+    assert RoundDecision.of(dict(enumerate(notes)), gone=[]).whole is whole

@@ -1,14 +1,31 @@
-"""Schedules of the learning rate: how they step, agree, and go on."""
+"""Schedules of the learning rate: how they step, agree, and go on.
+
+What parts of a replica leave to another run as plain values, and go on from.
+"""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from daskdl.callbacks import EarlyStopping
+from daskdl.data.checks import preserved_random_state
 from daskdl.evaluation.evaluate import Score
-from daskdl.training.epoch_control import LearningRate, Scheduling
+from daskdl.objective import objective_of
+from daskdl.saving.json_values import Plain
+from daskdl.training.base import Parameters
+from daskdl.training.checkpointing import plain
+from daskdl.training.epoch_control import (
+    EarlyStopper,
+    EvaluationPlan,
+    LearningRate,
+    Scheduling,
+)
+from daskdl.training.optimizer_step import Stepper, Stepping
+from daskdl.training.replica import restore_generators
 from daskdl.training.telemetry import EpochReport, EpochTotals
 
 
@@ -102,21 +119,6 @@ class TestSteps:
         assert (rate.scheduler, rate.state(), rate_of(rate)) == (None, b"", 1.0)
         assert rate.report()["scheduled"] == 0
 
-    def test_what_the_epoch_had_is_reported(self):
-        rate = LearningRate(sgd(), Scheduling(halved))
-        end_epoch(rate)
-
-        assert rate.report()["learning_rate"] == 0.5
-        assert rate.report()["scheduled"] == 1
-
-    def test_an_optimizer_without_a_rate_has_none_to_report(self):
-        optimizer = sgd()
-        del optimizer.param_groups[0]["lr"]
-
-        note = LearningRate(optimizer, Scheduling()).report()
-
-        assert math.isnan(note["learning_rate"])
-
     @pytest.mark.parametrize("every", ["epoch", "step"])
     def test_a_step_before_the_optimizers_is_no_reason_to_warn(self, every):
         rate = LearningRate(sgd(), Scheduling(halved, every))
@@ -153,14 +155,6 @@ class TestPlateau:
 
         assert rate.scheduler.best == math.inf
         assert rate.report()["scheduled"] == 0
-
-    def test_others_do_not_wait(self):
-        rate = LearningRate(sgd(), Scheduling(halved))
-        notes = [EpochReport(totals=EpochTotals(1.0, 1), **rate.report())]
-
-        rate.end_epoch(notes, scored=False)
-
-        assert rate_of(rate) == 0.5
 
     def test_it_reduces_the_rate_when_the_loss_stays(self):
         rate = LearningRate(sgd(), Scheduling(plateau))
@@ -231,45 +225,115 @@ class TestAgreement:
 
         assert groups_of(new) == groups_of(old)
 
-    def test_epochs_of_earlier_fits_count_too(self, make):
-        former = LearningRate(sgd(), Scheduling(make))
-        end_epoch(former)
-        end_epoch(former)
-        old = LearningRate(sgd(), Scheduling(make), former.state())
-        snapshot = old.state()
-        end_epoch(old)
 
-        new = LearningRate(sgd(), Scheduling(make), former.state())
-        new.load_(snapshot)
-        new.catch_up_(1)
-
-        assert groups_of(new) == groups_of(old)
+CPU = torch.device("cpu")
 
 
-class TestState:
-    def test_it_is_a_copy(self):
-        rate = LearningRate(sgd(), Scheduling(KINDS["MultiStepLR"]))
-        state = rate.state()
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
 
-        end_epoch(rate)
-        end_epoch(rate)
-        rate.load_(state)
+    def __call__(self):
+        return self.now
 
-        assert rate_of(rate) == 1.0
-        assert rate.report()["scheduled"] == 0
 
-    def test_what_the_user_changed_by_hand_goes_along(self):
-        rate = LearningRate(sgd(), Scheduling(KINDS["ExponentialLR"]))
-        groups(rate)[0]["lr"] = 5.0
+def note(own, loss):
+    return EpochReport(totals=EpochTotals(loss, 1), **own.report())
 
-        other = LearningRate(sgd(), Scheduling(KINDS["ExponentialLR"]), rate.state())
 
-        assert rate_of(other) == 5.0
+def model(epoch):
+    """What all agreed on, told by its one parameter."""
+    untrained = {"floating buffers": np.zeros(1)}
+    return Parameters(None, np.array([epoch], np.int32), None, 0.5, untrained)
 
-    def test_an_empty_one_changes_nothing(self):
-        rate = LearningRate(sgd(), Scheduling(halved))
-        end_epoch(rate)
 
-        rate.load_(b"")
+def train(loss_by_epoch, stopper):
+    for epoch, loss in loss_by_epoch.items():
+        notes = [note(stopper, loss)]
+        stopper.end_epoch(epoch, notes, model(epoch))
 
-        assert rate_of(rate) == 0.5
+
+def travelled(values):
+    """As they come out of a file."""
+    written = Plain()
+    return Plain(tensors=written.tensors).decode(written.encode(values, "values"))
+
+
+class TestLearningRate:
+    def test_a_newcomer_knows_how_many_steps_were_before_the_run(self):
+        first = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
+        end_epoch(first)
+        second = LearningRate(sgd(), Scheduling(KINDS["StepLR"]), first.state())
+        end_epoch(second)
+        third = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
+
+        third.restore_(travelled(second.values()))
+
+        assert (third._count, third._count_before) == (2, 1)
+
+
+class TestStopper:
+    def own(self, clock=None, **rule):
+        rule = {"monitor": "loss", "patience": 2, **rule}
+        return EarlyStopper(
+            EvaluationPlan(99, stopping=EarlyStopping(**rule)), now=clock or Clock()
+        )
+
+    def values(self, stopper):
+        """In a file there are no arrays."""
+        return travelled(plain(stopper.values()))
+
+    @pytest.mark.parametrize("rule", [None, EarlyStopping("val_loss", patience=2)])
+    def test_what_was_about_another_score_is_forgotten(self, rule):
+        one, other = (
+            self.own(),
+            EarlyStopper(EvaluationPlan(99, validates=True, stopping=rule)),
+        )
+        train({0: 1.0, 1: 2.0, 2: 3.0}, one)
+
+        other.restore_(self.values(one), 3)
+
+        assert not other.over
+        assert other.best() is None
+        assert other.report()["best"].best_epoch == -1
+
+    def test_time_that_is_over_by_now_ends_it(self):
+        clock = Clock()
+        rule = {"patience": None, "max_seconds": 40.0}
+        one, other = self.own(clock, **rule), self.own(**rule)
+        clock.now += 50.0
+        one.end_epoch(0, [note(one, 1.0)], model(0))
+
+        other.restore_(self.values(one), 1)
+
+        assert (one.over, other.over) == (True, True)
+        assert other.decision.reason == "max_seconds"
+
+
+class TestStepper:
+    def own(self, dtype):
+        module = nn.Linear(2, 1)
+        objective = objective_of(nn.MSELoss(), None)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        return Stepper(module, objective, optimizer, Stepping(dtype), CPU)
+
+    def test_the_factor_on_float16_gradients_goes_on(self):
+        one, other = (self.own(torch.float16) for _ in "ab")
+        before = one.values()["scale"]
+        one.backward([(torch.full((1, 2), torch.inf), torch.ones(1, 1))])
+        one.update(1.0)  # an overflow halves it
+
+        other.restore_(travelled(one.values()))
+
+        assert other.values() == one.values()
+        assert other.values()["scale"] == before / 2
+
+
+class TestGenerators:
+    def test_a_device_that_is_not_there_is_passed_over(self):
+        with preserved_random_state():
+            state = torch.get_rng_state()
+
+            restore_generators({"cuda": state.flip(0)}, CPU)
+
+            assert torch.equal(torch.get_rng_state(), state)

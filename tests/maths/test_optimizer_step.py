@@ -1,0 +1,390 @@
+"""What is said of training that has diverged, for numbers as they may be.
+
+When a loss has run away, and when it is only noisy.
+
+The norm of a step's gradients, and where its loss is computed.
+"""
+
+import copy
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from daskdl.training.optimizer_step import (
+    LossWatch,
+    Stepper,
+    Stepping,
+    Symptoms,
+    add,
+    diagnosis,
+    restore_,
+    weigh,
+)
+
+NAN = math.nan
+FIRST = Symptoms(replica=0, epoch=0, step=1, loss=NAN)
+SUDDEN = Symptoms(
+    replica=3,
+    epoch=2,
+    step=80,
+    loss=NAN,
+    first=2.302585,
+    before=0.25,
+    learning_rate=0.1,
+)
+RISING = dataclasses.replace(SUDDEN, loss=math.inf, before=1e30)
+HIGH = dataclasses.replace(SUDDEN, loss=512.0, before=400.0, high_steps=200)
+
+# Without the numbers, so that a hint with others is seen too.
+LEARNING = "lower the learning rate"
+DATA = "look for NaN in X, and for a division by 0 or the logarithm of 0 in the loss"
+NOTHING = "nothing had been trained yet: look for NaN and infinity in X and y"
+GROUP = "with this update_scale"
+SET = "set clip_grad_norm"
+CLIPPED = "gradients are clipped already"
+AHEAD = "ahead of the slowest"
+BEHIND = "thresholds or more"
+OFF = "if such a loss is as it should be, set max_loss_rise=None"
+ALL = [LEARNING, DATA, NOTHING, GROUP, SET, CLIPPED, AHEAD, BEHIND, OFF]
+
+
+@pytest.mark.parametrize(
+    ("symptoms", "change", "hints"),
+    [
+        (FIRST, {}, [NOTHING]),
+        (FIRST, {"staleness": 5.3, "residual": 40.0, "replicas": 8}, [NOTHING]),
+        (SUDDEN, {}, [DATA, LEARNING]),
+        (SUDDEN, {"staleness": 5.3, "residual": 40.0}, [DATA, LEARNING]),
+        (SUDDEN, {"before": 4.5}, [DATA, LEARNING]),
+        (SUDDEN, {"before": 4.7}, [LEARNING, SET]),
+        (RISING, {}, [LEARNING, SET]),
+        (RISING, {"replicas": 8}, [LEARNING, SET, GROUP]),
+        (RISING, {"replicas": 8, "scale": 1 / 8}, [LEARNING, SET]),
+        (RISING, {"replicas": 1, "scale": 8.0}, [LEARNING, SET]),
+        (RISING, {"clip_grad_norm": 1.0, "gradient_norm": 12.5}, [LEARNING, CLIPPED]),
+        (RISING, {"clip_grad_norm": 1.0, "gradient_norm": 0.5}, [LEARNING]),
+        (RISING, {"clip_grad_norm": 1.0, "gradient_norm": NAN}, [LEARNING]),
+        (RISING, {"staleness": 5.3}, [LEARNING, SET, AHEAD]),
+        (RISING, {"staleness": 1.9}, [LEARNING, SET]),
+        (RISING, {"residual": 40.0}, [LEARNING, SET, BEHIND]),
+        (RISING, {"residual": 9.0}, [LEARNING, SET]),
+        (RISING, {"residual": NAN}, [LEARNING, SET]),
+        (HIGH, {}, [LEARNING, SET, OFF]),
+        (
+            HIGH,
+            {"replicas": 8, "staleness": 5.3, "residual": 40.0},
+            [LEARNING, GROUP, SET, AHEAD, BEHIND, OFF],
+        ),
+    ],
+)
+def test_a_hint_is_there_if_its_numbers_say_so(symptoms, change, hints):
+    text = diagnosis(dataclasses.replace(symptoms, **change))
+
+    assert {hint for hint in ALL if hint in text} == set(hints)
+
+
+@pytest.mark.parametrize(
+    ("symptoms", "beginning"),
+    [
+        (
+            dataclasses.replace(SUDDEN, loss=0.5, event="parameters became inf"),
+            "parameters became inf at step 80 of replica 3, in epoch 2; the last "
+            "agreed state is that of epoch 1, and in model_; lower the learning rate, "
+            "0.1; set clip_grad_norm",
+        ),
+        (
+            FIRST,
+            "the loss became nan at step 1 of replica 0, in epoch 0; the last agreed "
+            "state is that of the start, and in model_; ",
+        ),
+        (
+            SUDDEN,
+            "the loss became nan at step 80 of replica 3, in epoch 2; it was 2.303 at "
+            "its first step and 0.25 just before; the last agreed state is that of "
+            "epoch 1, and in model_; ",
+        ),
+        (
+            RISING,
+            "the loss became inf at step 80 of replica 3, in epoch 2; it was 2.303",
+        ),
+        (
+            HIGH,
+            "the loss ran away: it is 512 at step 80 of replica 3, in epoch 2, and has "
+            "been too high for 200 steps; it was 2.303 at its first step; the last "
+            "agreed state is that of epoch 1, and in model_; ",
+        ),
+    ],
+)
+def test_it_says_what_happened_and_where_the_last_good_state_is(symptoms, beginning):
+    assert diagnosis(symptoms).startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        ({}, "lower the learning rate, 0.1; "),
+        ({"gradient_norm": 1234.5}, "set clip_grad_norm, the norm is 1234; "),
+        (
+            {"replicas": 8, "scale": 0.5},
+            "8 replicas move 4 times as far as one alone at this rate: lower it",
+        ),
+        (
+            {"clip_grad_norm": 1.0, "gradient_norm": 12.5},
+            "already, this one from 12.5 to clip_grad_norm=1; ",
+        ),
+        ({"staleness": 5.3}, "this replica is 5.3 steps ahead of the slowest"),
+        ({"residual": 40.0}, "1 % of the parameters are 40 thresholds or more from"),
+    ],
+)
+def test_a_hint_says_its_numbers(change, hint):
+    assert hint in diagnosis(dataclasses.replace(HIGH, **change))
+
+
+def stops_at(losses, max_rise=10.0):
+    """The first step after which it has run away, counted from 1; None: never."""
+    watch = LossWatch(max_rise)
+    for step, loss in enumerate(losses, 1):
+        if watch.note(float(loss)):
+            return step
+    return None
+
+
+def noise(count=2000, seed=0):
+    return np.random.default_rng(seed)
+
+
+def growing(first, factor, count=2000):
+    return [first * factor**n for n in range(count) if first * factor**n < 1e300]
+
+
+RUNNING_AWAY = {
+    "jumps at once": [2.3] + [400.0] * 999,
+    "jumps later": [2.3] * 500 + [400.0] * 999,
+    "jumps after it was learned": [2.3] + [0.01] * 500 + [26.0] * 999,
+    "from a negative loss": [-3.0] * 300 + [50.0] * 999,
+    "from nothing": [0.0] * 300 + [11.0] * 999,
+    "grows slowly": growing(2.3, 1.02),
+    "noisy, and high": [2.3, *(500 * noise().gamma(8, size=999))],
+    "noisy, with some that are low": [2.3, *([500.0] * 19 + [0.0]) * 50],
+    "large, and ten times as large": [1e6] * 300 + [2e7] * 999,
+}
+
+
+@pytest.mark.parametrize("losses", RUNNING_AWAY.values(), ids=RUNNING_AWAY)
+def test_a_loss_that_rises_far_and_stays_there_has_run_away(losses):
+    assert stops_at(losses) is not None
+
+
+FINE = {
+    "falls": np.geomspace(2.3, 1e-9, 5000),
+    "stays": [2.3] * 5000,
+    "is close to nothing, and noisy": 1e-9 * noise().lognormal(0, 3, 5000),
+    "began at nothing, and is no more than small": [0.0] + [5.0] * 5000,
+    "is negative, and noisy": -100 + 90 * noise().normal(size=5000),
+    "one row in each batch": 1e6 * noise().chisquare(1, 5000),
+    "one row, the first by chance fitted": [0.0, *(1e6 * noise().chisquare(1, 5000))],
+    "heavy tails": noise().lognormal(0, 3, 5000),
+    "spikes": ([0.5] * 40 + [1e6]) * 100,
+    "a bad start that is made good": [2.3, *np.geomspace(1e5, 0.1, 5000)],
+    "comes back to where it began": [2.3] + [0.01] * 500 + [2.3] * 5000,
+    "goes down from high": [2.3, *np.linspace(1e4, 1e3, 5000)],
+    "goes up and down at random": np.cumsum(0.1 * noise().normal(size=5000)),
+    "high for a while": ([2.3] * 10 + [90.0] * 150 + [2.0] * 200) * 10,
+}
+
+
+@pytest.mark.parametrize("losses", FINE.values(), ids=FINE)
+def test_a_loss_as_training_has_it_has_not(losses):
+    assert stops_at(losses) is None
+
+
+def test_it_takes_four_blocks_of_fifty_steps():
+    assert stops_at([1.0] * 50 + [20.0] * 500) == 250
+    assert stops_at([1.0] * 51 + [20.0] * 500) == 250  # 1 of 50 may be low
+    assert stops_at([1.0] * 60 + [20.0] * 500) == 300
+    assert stops_at([1.0] * 50 + [20.0] * 199) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "high", "ended"),
+    [
+        (1.0, 11.001, True),
+        (1.0, 10.999, False),
+        (4.0, 44.01, True),
+        (4.0, 43.99, False),
+        (-4.0, 36.01, True),
+        (-4.0, 35.99, False),
+        (0.001, 10.002, True),
+        (0.001, 10.0, False),
+    ],
+)
+def test_the_bound_is_above_the_first_loss_by_multiples_of_it_or_of_one(
+    first, high, ended
+):
+    assert (stops_at([first] * 50 + [high] * 500) is not None) == ended
+
+
+def test_it_knows_where_the_loss_began_and_where_it_is():
+    watch = LossWatch(None)
+    assert watch.first is watch.last is None
+
+    for loss in (3.0, 2.0, 4.0):
+        watch.note(loss)
+
+    assert (watch.first, watch.last) == (3.0, 4.0)
+
+
+def batches(*sizes):
+    """Batches of so many rows, all different."""
+    draw = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(n, 3, generator=draw), torch.randn(n, 2, generator=draw))
+        for n in sizes
+    ]
+
+
+def linear():
+    module = nn.Linear(3, 2)
+    torch.nn.init.constant_(module.weight, 0.25)
+    torch.nn.init.constant_(module.bias, -0.5)
+    return module
+
+
+def stepper(module, lr=0.5, **options):
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    return Stepper(
+        module, nn.MSELoss(), optimizer, Stepping(**options), torch.device("cpu")
+    )
+
+
+def gradients(module):
+    return torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+
+
+def test_a_loss_with_weights_goes_where_the_model_is():
+    loss = nn.CrossEntropyLoss(weight=torch.ones(2))
+    meta = torch.device("meta")
+    module = copy.deepcopy(linear()).to(meta)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    Stepper(module, loss, optimizer, Stepping(), meta)
+
+    assert loss.weight.device == meta
+
+
+class TestGradientNorm:
+    @pytest.mark.parametrize("clip", [None, 1e-3])
+    def test_it_is_that_of_all_gradients_before_they_are_clipped(self, clip):
+        module = linear()
+        own = stepper(module, clip_grad_norm=clip)
+        own.backward(batches(4, 4))
+
+        assert own.gradient_norm() == pytest.approx(float(gradients(module).norm()))
+
+    def test_it_is_without_the_factor_of_float16(self):
+        plain, scaled_up = stepper(linear()), stepper(linear(), autocast=torch.float16)
+        plain.backward(batches(4))
+        while scaled_up.backward(batches(4)) and scaled_up.gradient_norm() == math.inf:
+            scaled_up.update(1.0)  # moves nothing, but the factor
+
+        norm = plain.gradient_norm()
+        assert scaled_up.gradient_norm() == pytest.approx(norm, rel=0.01)
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "AMSGrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+}
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def trained(make, steps, seed=0, dtype=torch.float32):
+    """An optimizer that has made steps of random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = [nn.Parameter(torch.ones(size, dtype=dtype)) for size in ((2, 3), 4)]
+    optimizer = make(parameters)
+    for _ in range(steps):
+        for parameter in parameters:
+            gradient = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = gradient.to(dtype)
+        optimizer.step()
+    return optimizer
+
+
+def entries(optimizer):
+    """Every value of a state, by parameter and name."""
+    state = optimizer.state_dict()["state"]
+    return {(n, name): v for n, kept in state.items() for name, v in kept.items()}
+
+
+def restored(make, states, dtype=torch.float32):
+    optimizer = trained(make, 0, dtype=dtype)
+    restore_(optimizer, add(states))
+    return optimizer
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_the_state_of_one_replica_comes_back_bit_for_bit(make, dtype):
+    before = entries(trained(make, 3, dtype=dtype))
+    state = weigh(trained(make, 3, dtype=dtype), 1.0)
+
+    after = entries(restored(make, [state], dtype))
+
+    assert after.keys() == before.keys()
+    for key, value in before.items():
+        if not isinstance(value, torch.Tensor):
+            assert after[key] == value
+            continue
+        assert after[key].dtype == value.dtype
+        assert torch.equal(after[key], value)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_arrays_of_several_replicas_are_averaged_by_weight(make):
+    replicas = [trained(make, 2, seed) for seed in (1, 2, 3)]
+    weights = [0.5, 0.25, 0.25]
+    states = [weigh(o, w) for o, w in zip(replicas, weights, strict=True)]
+
+    after = entries(restored(make, states))
+
+    own = [entries(o) for o in replicas]
+    for key, value in after.items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            parts = [w * e[key].double() for w, e in zip(weights, own, strict=True)]
+            # One rounding of float32 for each replica, relative to the largest.
+            torch.testing.assert_close(value.double(), sum(parts), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop"])
+@pytest.mark.parametrize("steps", [(2, 5), (5, 2)])
+def test_step_counters_are_the_largest_whoever_comes_first(name, steps):
+    make = OPTIMIZERS[name]
+    states = [weigh(trained(make, count), 0.5) for count in steps]
+
+    after = entries(restored(make, states))
+
+    counters = [value for (_, key), value in after.items() if key == "step"]
+    assert [float(value) for value in counters] == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("name", ["momentum", "Adam"])
+def test_a_replica_without_state_adds_nothing(name, first):
+    make = OPTIMIZERS[name]
+    with_state, without = weigh(trained(make, 3), 1.0), weigh(trained(make, 0), 0.0)
+    states = [without, with_state] if first else [with_state, without]
+
+    after = entries(restored(make, states))
+
+    before = entries(trained(make, 3))
+    assert after.keys() == before.keys() != set()
+    assert all(torch.equal(after[key], before[key]) for key in before)

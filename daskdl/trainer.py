@@ -544,7 +544,7 @@ class Trainer:
         *,
         replicas: int = 2,
         batch_limit: int = 32,
-        wait_ms: float = 2.0,
+        wait_ms: float = 0.0,
         queue_limit: int = 1024,
         transform: Transform | None = None,
     ) -> Predictor:
@@ -557,7 +557,7 @@ class Trainer:
         Args:
             replicas: Number of model copies, in the workers' memory.
             batch_limit: Most rows of a batch, and of one call.
-            wait_ms: Longest wait of a call for other calls, milliseconds.
+            wait_ms: Longest time that a batch waits for more rows, milliseconds.
             queue_limit: Most rows that may wait for a replica.
             transform: See :meth:`fit`; its y is None.
         """

@@ -1,39 +1,7 @@
-"""What a place must provide that answers calls. No Dask.
+"""The replicas of a predictor: on the workers of a cluster, or threads of this process.
 
-Whatever says that a replica cannot be reached any more is an OSError, as Dask's own
-errors of a connection are, and every time-out.
-
-Waiting for futures until a time of the clock, in a thread or on an event loop.
-
-A model in memory, and the thread that computes with it. No Dask.
-
-Event loops in threads of their own, and who may wait for them.
-
-Replicas that are threads of this process.
-
-A replica's end on a worker: a handler for requests, and nothing else of Dask's.
-
-No plugin: the client says which workers are to have a replica, so that no other one
-needs anything. It is put there by :func:`open_end`, and goes when the client says so,
-when the worker closes, or when the client has been silent for too long, as one that
-was killed is.
-
-Replicas on workers, as the client sees them.
-
-Requests go to a handler of the worker's, by Dask's own connections: one small request
-there and back took 1.0 ms through the scheduler and 0.6 ms to the worker directly,
-where a submitted task with its result took 12 ms and a method of an actor 2.1 ms, on
-two loaded cores. (An actor keeps its worker from being retired, too.) They go through
-the scheduler, which every client reaches; `Client(direct_to_workers=True)` says that
-this one reaches the workers, which pays for large rows: it is Dask's own setting.
-
-The model that all replicas of a predictor have, and how they get another one.
-
-As many replicas as were asked for, all with one model. No Dask.
-
-A replica that is lost is let go of, and another one is started where there is room. No
-place has more than its share, which is set at the start: when a worker dies its place
-stays free until one comes, so that the others are not made slower for good.
+Hides where they are, how they are reached, lost and replaced, and how all of them get
+another model. Whatever raises an OSError here means that a replica cannot be reached.
 """
 
 import asyncio
@@ -41,20 +9,19 @@ import contextlib
 import itertools
 import logging
 import math
-import threading
-import time
+import traceback
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
+import cloudpickle
 import numpy as np
 import torch
 from distributed import Client, Worker
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from daskdl.channel.protocol import (
@@ -77,20 +44,70 @@ from daskdl.data.batching import (
     rows_in,
     tensors,
 )
+from daskdl.data.tables import as_numpy
 from daskdl.errors import (
     ChannelError,
+    DaskDLError,
     ModelError,
     OptionError,
-    RunError,
     WaitTimeoutError,
 )
-from daskdl.inference.batching import Failure, Outputs, structure_of, tree_of
 from daskdl.serialization import Packed, PackedModel
 from daskdl.training.replica import torch_threads
+from daskdl.util import guarded
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Outputs(NamedTuple):
+    """Outputs of a batch."""
+
+    tree: Tree  # of numpy arrays
+    dtypes: tuple[str, ...]  # torch's, by leaf: numpy has no bfloat16
+
+    @classmethod
+    def of(cls, outputs: Any, rows: int) -> "Outputs":
+        """Return what a model returned for so many rows.
+
+        Raises:
+            ModelError: If it is no tree of tensors with one row for each.
+
+        Example:
+            >>> Outputs.of(torch.zeros(2), rows=2)
+            Outputs(tree=array([0., 0.], dtype=float32), dtypes=('float32',))
+        """
+        for leaf in batching.leaves(outputs):
+            if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
+                got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
+                raise ModelError(
+                    "model must give one tensor with one row per example, or tuples "
+                    f"and dicts of such, got {got} for {rows} rows"
+                )
+        dtypes = [str(leaf.dtype) for leaf in batching.leaves(outputs)]
+        return cls(
+            batching.mapped(as_numpy, outputs),
+            tuple(name.removeprefix("torch.") for name in dtypes),
+        )
+
+
+class Failure(NamedTuple):
+    """An error of a model or a transform, without the frames it went through."""
+
+    summary: str
+    details: str  # the traceback, where it happened
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        name = "" if isinstance(error, DaskDLError) else f"{type(error).__name__}: "
+        return cls(f"{name}{error}", "".join(traceback.format_exception(error)))
+
+    def error(self, what: str) -> ModelError:
+        """Return the error for the caller, who did this."""
+        error = ModelError(f"{what}: {self.summary}")
+        error.add_note(f"where it happened:\n{self.details}")
+        return error
 
 
 class Replica(ABC):
@@ -100,50 +117,47 @@ class Replica(ABC):
 
     Attributes:
         place: Where it is, for messages; several may be in one place.
-        version: Of the model it answers by; 0: it has none. Changed by `CurrentModel`
-            only, as what follows.
-        staged: The version of the model that was sent last.
+        version: Of the model in use; 0: none. Changed by the pool only.
+        staged: Of the model that was sent last. Changed by the pool only.
     """
 
     place: str
     version: int = 0
     staged: int = 0
 
+    async def open(self) -> None:  # noqa: B027  # not all need to
+        """Start it, without a model."""
+
     @abstractmethod
     async def stage(self, version: int, model: PackedModel) -> Failure | None:
-        """Unpack a model, beside the one in use."""
+        """Unpack a model beside the one in use."""
 
     @abstractmethod
     async def use(self, version: int) -> None:
-        """Answer by a model that was staged: what is asked later is answered by it."""
-
-    @abstractmethod
-    async def discard(self) -> None:
-        """Models that were staged are not wanted."""
+        """Answer later batches by this model, and drop all others."""
 
     @abstractmethod
     async def ask(self, x: Tree) -> Outputs | Failure:
-        """What the model says to the rows of a batch, numpy arrays."""
+        """Return the outputs for the rows of a batch, numpy arrays."""
 
-    @abstractmethod
-    async def hear(self) -> None:
-        """Whether it is there; one that hears nothing for long closes itself."""
+    async def ping(self) -> None:  # noqa: B027  # not all need to
+        """Check that it is there, which also tells it that its client is."""
 
     @abstractmethod
     async def close(self, wait: bool) -> None:
-        """Leave nothing where it is.
+        """Leave nothing behind.
 
         Args:
-            wait: Until what it computes is done, and its model in memory no longer.
+            wait: Until the last batch is done, and the model has left memory.
         """
 
 
-class Ground(ABC):
-    """Where replicas can be."""
+class Host(ABC):
+    """The places for replicas."""
 
     @abstractmethod
     async def places(self) -> list[str]:
-        """The places that are there now, in a fixed order.
+        """Return the places that are there now, in a fixed order.
 
         Raises:
             OSError: If that cannot be known now.
@@ -151,26 +165,18 @@ class Ground(ABC):
         """
 
     @abstractmethod
-    async def open(self, place: str, number: int, sharing: int) -> Replica:
-        """Make a replica, without a model yet.
+    def replica(self, place: str, number: int, sharing: int) -> Replica:
+        """Return a replica that is not open yet.
 
         Args:
             place: Where.
             number: No other one has it.
-            sharing: Replicas that share a place at most.
-
-        Raises:
-            OSError: If the place is gone.
+            sharing: Most replicas of a place.
         """
 
 
 async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
-    """Wait for something, for so long.
-
-    Args:
-        doing: Cancelled if it takes longer.
-        bound: How long that is.
-        what: Did not come then, for the message.
+    """Wait for something, and cancel it if it takes too long.
 
     Raises:
         WaitTimeoutError: If it takes longer, which is an OSError.
@@ -185,99 +191,30 @@ async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
         task.cancel()  # also if nobody waits any more; one that is done stays so
 
 
-LOOK_S = 1.0  # between looks at whether there is still somebody to wait for
+# ---- in one process
 
 
-def done_by(deadline: float, future: Future[Any]) -> bool:
-    """Wait in this thread; whether the future is done.
+class ModelThread(Replica):
+    """A model in this process, and the thread that computes with it.
 
-    Args:
-        deadline: Of ``time.monotonic()``.
-        future: Not changed.
-    """
-    rest_s = max(0.0, deadline - time.monotonic())
-    return bool(wait([future], rest_s).done)
-
-
-def settled(future: Future[Any], loop: asyncio.AbstractEventLoop) -> None:
-    """Wait in this thread until a future is done.
+    Methods are called on one event loop; what takes time runs in the thread.
 
     Args:
-        future: Not changed.
-        loop: Who sets it; that of a client stops when the client is closed.
-
-    Raises:
-        RunError: If that has stopped.
-    """
-    while not done_by(time.monotonic() + LOOK_S, future):
-        if not loop.is_running() and not future.done():
-            raise RunError("the predictor's client is closed")
-
-
-async def awaited(future: Future[Any]) -> None:
-    """Wait on this event loop until a future is done, whatever it raises.
-
-    A future of asyncio's own cannot be told of every error: not of a StopIteration.
-
-    Args:
-        future: Not changed, nor cancelled by whoever cancels the wait.
-    """
-    loop = asyncio.get_running_loop()
-    done = asyncio.Event()
-
-    def tell(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(done.set)
-
-    future.add_done_callback(tell)
-    await done.wait()
-
-
-async def awaited_by(deadline: float, future: Future[Any]) -> bool:
-    """Wait on this event loop; whether the future is done.
-
-    Args:
-        deadline: Of ``time.monotonic()``.
-        future: See `awaited`.
-    """
-    try:
-        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-            await awaited(future)
-    except TimeoutError:
-        return future.done()
-    return True
-
-
-def late(timeout_s: float | None) -> WaitTimeoutError:
-    """There is no answer in time."""
-    return WaitTimeoutError(
-        f"no answer within timeout_s={timeout_s}; is the model slow, or are there more "
-        "calls than the replicas can answer?"
-    )
-
-
-class Resident:
-    """A model that stays in a process, in evaluation mode, and answers in order.
-
-    Its methods are called on one event loop, and what takes time is done in a thread
-    of its own. A new model is put beside the old one first: so it is known to be
-    usable here before it takes over.
-
-    Args:
-        transform: What is made of each batch before, or None.
-        threads: Of torch's own, >= 1.
+        transform: Applied to each batch first, or None.
+        threads: Of torch, >= 1.
     """
 
+    place = "this process"
     _model: nn.Module | None
     _staged: dict[int, nn.Module]  # by version
-    closed: bool
 
     def __init__(self, transform: Packed[Transform] | None, threads: int) -> None:
         self._transform = transform
-        self._model = None
-        self._staged = {}
+        self._model, self._staged = None, {}
+        self._in_use = 0
         self.closed = False
-        self._gone: Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._gone = asyncio.Event()
         self._ending = contextlib.ExitStack()
         self._executor = ThreadPoolExecutor(1, "daskdl-predictor")
         # torch's setting is that of the thread which makes it, and of later ones.
@@ -285,54 +222,46 @@ class Resident:
 
     # ---- event loop
 
+    @override
     async def stage(self, version: int, model: PackedModel) -> Failure | None:
-        """Unpack a model, beside the one in use."""
-        unpacked = await self._done(self._unpacked, model)
+        unpacked = await self._run(lambda: model.unpack().eval().to(auto_device()))
         if isinstance(unpacked, Failure):
             return unpacked
         if not self.closed:  # while it was unpacked
             self._staged[version] = unpacked
         return None
 
-    def use(self, version: int) -> None:
-        """Answer by a model that was staged; the former and all other ones go."""
-        self._model = self._staged[version]
+    @override
+    async def use(self, version: int) -> None:
+        if version != self._in_use:
+            self._model, self._in_use = self._staged[version], version
         self._staged.clear()
 
-    def discard(self) -> None:
-        """Models that were staged are not wanted."""
-        self._staged.clear()
+    @override
+    async def ask(self, x: Tree) -> Outputs | Failure:
+        return await self._run(lambda: self._outputs(x))
 
-    async def outputs(self, x: Tree) -> Outputs | Failure:
-        """What the model says to rows; they are not changed."""
-        return await self._done(self._outputs, x)
+    @override
+    async def close(self, wait: bool) -> None:
+        if not self.closed:
+            self.closed = True
+            self._executor.submit(self._end)
+            self._executor.shutdown(wait=False)
+        if wait:
+            await self._gone.wait()
 
-    def close(self) -> None:
-        """What was asked is answered, then the model and the thread go."""
-        if self.closed:
-            return
-        self.closed = True
-        self._gone = self._executor.submit(self._forget)
-        self._executor.shutdown(wait=False)
-
-    async def gone(self) -> None:
-        """It was closed, and its model is in memory no longer."""
-        assert self._gone is not None
-        await awaited(self._gone)
-
-    async def _done(self, function: Callable[..., T], *args: Any) -> T | Failure:
-        """What a function returns, or raises, in the thread."""
+    async def _run(self, function: Callable[[], T]) -> T | Failure:
         if self.closed:
             raise ConnectionError("the replica is closed")
-        future = self._executor.submit(function, *args)
-        await awaited(future)
-        error = future.exception()
-        return future.result() if error is None else Failure.of(error)
+
+        def attempt() -> T | Failure:
+            return function()
+
+        # asyncio cannot take every error from a thread: no StopIteration.
+        future = self._executor.submit(lambda: guarded(attempt, Failure.of))
+        return await asyncio.wrap_future(future)
 
     # ---- its thread
-
-    def _unpacked(self, model: PackedModel) -> nn.Module:
-        return model.unpack().eval().to(auto_device())
 
     def _outputs(self, x: Tree) -> Outputs:
         model = self._model
@@ -346,93 +275,16 @@ class Resident:
             moved = inputs_to_device(own, auto_device(), floating_dtype(model))
             return Outputs.of(model(moved), rows)
 
-    def _forget(self) -> None:
+    def _end(self) -> None:
         self._model = None
         self._staged.clear()
         self._ending.close()
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(self._gone.set)
 
 
-@contextmanager
-def loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    """Yield an event loop that runs in another thread meanwhile."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(
-        target=loop.run_forever, name="daskdl-predictor-loop", daemon=True
-    )
-    thread.start()
-    try:
-        yield loop
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-def check_elsewhere(loop: asyncio.AbstractEventLoop) -> None:
-    """Refuse to wait where that would be for ever.
-
-    Args:
-        loop: Whose work is waited for.
-
-    Raises:
-        RunError: If this is its thread.
-    """
-    # What asyncio sets: `get_running_loop` raises where there is none.
-    if asyncio._get_running_loop() is loop:
-        raise RunError(
-            "this thread answers the predictor's calls, as callbacks of its futures "
-            "run there, and must not wait for them; use submit, or another thread"
-        )
-
-
-PLACE = "this process"
-
-
-class LocalReplica(Replica):
-    """A model in this process.
-
-    Args:
-        resident: It.
-    """
-
-    place = PLACE
-
-    def __init__(self, resident: Resident) -> None:
-        self._resident = resident
-
-    @override
-    async def stage(self, version: int, model: PackedModel) -> Failure | None:
-        return await self._resident.stage(version, model)
-
-    @override
-    async def use(self, version: int) -> None:
-        self._resident.use(version)
-
-    @override
-    async def discard(self) -> None:
-        self._resident.discard()
-
-    @override
-    async def ask(self, x: Tree) -> Outputs | Failure:
-        return await self._resident.outputs(x)
-
-    @override
-    async def hear(self) -> None:
-        """It is here."""
-
-    @override
-    async def close(self, wait: bool) -> None:
-        self._resident.close()
-        if wait:
-            await self._resident.gone()
-
-
-class LocalGround(Ground):
-    """This process.
-
-    Args:
-        transform: See `Resident`.
-    """
+class LocalHost(Host):
+    """This process."""
 
     def __init__(self, transform: Packed[Transform] | None) -> None:
         self._transform = transform
@@ -440,96 +292,110 @@ class LocalGround(Ground):
 
     @override
     async def places(self) -> list[str]:
-        return [PLACE]
+        return [ModelThread.place]
 
     @override
-    async def open(self, place: str, number: int, sharing: int) -> Replica:
-        threads = max(1, self._threads // sharing)
-        return LocalReplica(Resident(self._transform, threads))
+    def replica(self, place: str, number: int, sharing: int) -> Replica:
+        return ModelThread(self._transform, max(1, self._threads // sharing))
 
 
-FAILED = "failed"  # the status where the model, or a transform, raised
+# ---- on workers
 
 
-async def open_end(
-    name: str,
-    transform: Packed[Transform] | None,
-    sharing: int,
-    silence_s: float,
-    dask_worker: Worker,
-) -> None:
-    """Make a replica without a model; what Dask's `run` calls on a worker.
+ONE_LEAF: bytes = cloudpickle.dumps(0)
+
+
+def structure_of(tree: Tree) -> bytes:
+    """Return a tree with numbers for its arrays; equal for equal structures.
+
+    Example:
+        >>> import numpy as np
+        >>> tree_of(structure_of({"a": np.zeros(1), "b": (np.zeros(2),)}), "xy")
+        {'a': 'x', 'b': ('y',)}
+    """
+    if not isinstance(tree, tuple | dict):
+        return ONE_LEAF
+    numbered = batching.filled(tree, range(len(batching.leaves(tree))))
+    structure: bytes = cloudpickle.dumps(numbered)
+    return structure
+
+
+def tree_of(structure: bytes, leaves: Sequence[Any]) -> Tree:
+    """Return the tree of a structure with its arrays, in order."""
+    if structure == ONE_LEAF:
+        return leaves[0]
+    return batching.mapped(lambda number: leaves[number], cloudpickle.loads(structure))
+
+
+FAILED = "failed"  # status of an answer if the model, or a transform, raised
+
+
+def _failed(failure: Failure) -> Fields:
+    return {"status": FAILED, **failure._asdict()}
+
+
+class ReplicaServer:
+    """A replica's end on a worker: a handler of requests of its client.
+
+    Requests over Dask's connections take 1.0 ms there and back through the scheduler,
+    which every client reaches, and 0.6 ms directly; a task takes 12 ms, a method of an
+    actor 2.1 ms (and an actor keeps its worker from being retired). It needs no plugin:
+    the client opens it on the workers it chooses. It closes with its worker, or when
+    its client has been silent for too long.
 
     Args:
-        name: Of its requests.
-        transform: See `Resident`.
-        sharing: Replicas that a worker has at most.
-        silence_s: After so long without a word of its client it goes.
-        dask_worker: Given by Dask.
+        worker: Dask's.
+        name: Of the handler and extension of the worker.
+        transform: See `ModelThread`.
+        sharing: Most replicas of a worker.
+        silence_s: Longest time without a request.
     """
-    threads = max(1, dask_worker.state.nthreads // sharing)
-    ReplicaEnd(dask_worker, name, Resident(transform, threads), silence_s)
-
-
-class ReplicaEnd:
-    """Answers the requests of a predictor on a worker.
-
-    Args:
-        worker: Whose handlers and extensions it is among, from now on.
-        name: There.
-        resident: Who answers.
-        silence_s: See `open_end`.
-
-    Attributes:
-        refused: Requests that were not understood.
-    """
-
-    refused: int
 
     def __init__(
-        self, worker: Worker, name: str, resident: Resident, silence_s: float
+        self,
+        worker: Worker,
+        name: str,
+        transform: Packed[Transform] | None,
+        sharing: int,
+        silence_s: float,
     ) -> None:
-        self._worker = worker
         self._name = name
-        self._resident = resident
+        self._worker = worker
         self._silence_s = silence_s
-        self.refused = 0
-        self._asked = 0  # requests that have no answer yet
+        self._model = ModelThread(transform, max(1, worker.state.nthreads // sharing))
+        self._pending = 0  # requests without an answer
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
-        guard = Guard(self._count)
+        guard = Guard(lambda fields: None)
         self._other = guard.of(self._refuse)
         self._calls = {
             "ask": guard.of(self._ask),
             "stage": guard.of(self._stage),
             "use": guard.of(self._use),
-            "discard": guard.of(self._discard),
-            "hear": guard.of(self._hear),
+            "ping": guard.of(self._ping),
             "close": guard.of(self._close),
         }
         worker.handlers[name] = self.handle
         worker.extensions[name] = self
-        self._timer = self._loop.call_later(silence_s, self._look)
+        self._timer = self._loop.call_later(silence_s, self._check_client)
 
-    # ---- event loop
-
-    async def handle(self, /, call: Any = None, **fields: Any) -> dict[str, Any]:
-        """Its client asks for something; anybody else is refused."""
+    async def handle(self, /, call: Any = None, **fields: Any) -> Fields:
+        """Answer the client, and refuse anybody else."""
         known = isinstance(call, str) and call in self._calls
-        answering = self._calls[call] if known else self._other
-        self._asked += 1
+        handler = self._calls[call] if known else self._other
+        self._pending += 1
         try:
-            answer = {"status": Answer.OK.value, **await answering(**fields)}
+            answer = await handler(**fields)
         finally:
-            self._asked -= 1
+            self._pending -= 1
         if answer["status"] != Answer.REFUSED:
             self._heard = self._loop.time()
         return answer
 
-    async def _ask(self, structure: bytes, leaves: Sequence[Any]) -> dict[str, Any]:
+    async def _ask(self, structure: bytes, leaves: Sequence[Any]) -> Fields:
         self._check_open()
         x = tree_of(structure, [unwrap(leaf) for leaf in leaves])
-        outputs = await self._resident.outputs(x)
+        outputs = await self._model.ask(x)
         if isinstance(outputs, Failure):
             return _failed(outputs)
         return {
@@ -538,97 +404,89 @@ class ReplicaEnd:
             "dtypes": list(outputs.dtypes),
         }
 
-    async def _stage(self, version: Natural, payload: Any) -> dict[str, Any]:
+    async def _stage(self, version: Natural, payload: Any) -> Fields:
         self._check_open()
         packed = PackedModel.of(np.asarray(unwrap(payload)), "model")
-        failure = await self._resident.stage(version, packed)
+        failure = await self._model.stage(version, packed)
         return {} if failure is None else _failed(failure)
 
-    async def _use(self, version: Natural) -> dict[str, Any]:
-        self._resident.use(version)
+    async def _use(self, version: Natural) -> Fields:
+        await self._model.use(version)
         return {}
 
-    async def _discard(self) -> dict[str, Any]:
-        self._resident.discard()
+    async def _ping(self) -> Fields:
         return {}
 
-    async def _hear(self) -> dict[str, Any]:
+    async def _close(self, wait: bool) -> Fields:
+        await self._remove()
+        await self._model.close(wait)
         return {}
 
-    async def _close(self, wait: bool) -> dict[str, Any]:
-        self._remove()
-        if wait:
-            await self._resident.gone()
-        return {}
-
-    async def _refuse(self) -> dict[str, Any]:
+    async def _refuse(self) -> Fields:
         raise ValueError(f"call must be one of {', '.join(self._calls)}")
 
     def _check_open(self) -> None:
-        if self._resident.closed:
+        if self._model.closed:
             raise GoneError("the replica is closed")
 
-    def _count(self, fields: Fields) -> None:
-        self.refused += 1
-
-    def close(self) -> None:
-        """The worker closes; what Dask calls of an extension."""
+    async def close(self) -> None:
+        """Stop; Dask calls it when the worker closes."""
         self._timer.cancel()
-        self._resident.close()
+        await self._model.close(wait=False)
 
-    def _remove(self) -> None:
-        self.close()
+    async def _remove(self) -> None:
+        await self.close()
         self._worker.handlers.pop(self._name, None)
         self._worker.extensions.pop(self._name, None)
 
-    def _look(self) -> None:
-        """Whether its client is still there."""
+    def _check_client(self) -> None:
         silent_s = self._loop.time() - self._heard
-        if silent_s < self._silence_s or self._asked:
+        if silent_s < self._silence_s or self._pending:
             rest_s = max(self._silence_s - silent_s, self._silence_s / 4)
-            self._timer = self._loop.call_later(rest_s, self._look)
+            self._timer = self._loop.call_later(rest_s, self._check_client)
             return
         logger.warning("%s goes: silent for %.0f s", self._name, silent_s)
-        self._remove()
+        self._removing = self._loop.create_task(self._remove())
 
 
-def _failed(failure: Failure) -> dict[str, Any]:
-    return {
-        "status": FAILED,
-        "summary": failure.summary,
-        "details": failure.details,
-    }
+async def start_server(*args: Any, dask_worker: Worker) -> None:
+    """Make a `ReplicaServer`; what Dask's `run` calls on a worker."""
+    ReplicaServer(dask_worker, *args)
 
 
 class RemoteReplica(Replica):
-    """A model on a worker.
+    """A replica on a worker, as its client sees it.
 
     Args:
-        client: Of the cluster.
-        place: The worker's address.
-        name: Of its requests.
+        client: Used on its event loop only.
+        place: Address of the worker.
+        name: Of the handler there.
+        options: Other arguments of `ReplicaServer`.
     """
 
-    def __init__(self, client: Client, place: str, name: str) -> None:
+    def __init__(
+        self, client: Client, place: str, name: str, options: tuple[Any, ...]
+    ) -> None:
         self.place = place
         self._client = client
         self._name = name
+        self._options = options
+
+    @override
+    async def open(self) -> None:
+        arguments = (self._name, *self._options)
+        await self._client.run(start_server, *arguments, workers=[self.place])
 
     @override
     async def stage(self, version: int, model: PackedModel) -> Failure | None:
         payload = wrap(model.payload)
-        answer = await self._request("stage", version=version, payload=payload)
-        return _failure(answer)
+        return _failure(await self._request("stage", version=version, payload=payload))
 
     @override
     async def use(self, version: int) -> None:
         answer = await self._request("use", version=version)
         if answer["status"] == Answer.REFUSED:
             raise ConnectionError(answer["reason"])
-
-    @override
-    async def discard(self) -> None:
-        await self._request("discard")
 
     @override
     async def ask(self, x: Tree) -> Outputs | Failure:
@@ -642,14 +500,14 @@ class RemoteReplica(Replica):
         return Outputs(tree, tuple(answer["dtypes"]))
 
     @override
-    async def hear(self) -> None:
-        await self._request("hear")
+    async def ping(self) -> None:
+        await self._request("ping")
 
     @override
     async def close(self, wait: bool) -> None:
         await self._request("close", wait=wait)
 
-    async def _request(self, call: str, **fields: Any) -> dict[str, Any]:
+    async def _request(self, call: str, **fields: Any) -> Fields:
         if self._client.status in ("closing", "closed"):
             raise ConnectionError("the client is closed")
         if self._client.direct_to_workers:
@@ -665,13 +523,21 @@ class RemoteReplica(Replica):
         return answer
 
 
-class RemoteGround(Ground):
+def _failure(answer: Fields) -> Failure | None:
+    if answer["status"] == Answer.REFUSED:
+        return Failure(answer["reason"], "before it came to the model")
+    if answer["status"] != FAILED:
+        return None
+    return Failure(answer["summary"], answer["details"])
+
+
+class ClusterHost(Host):
     """The workers of a cluster.
 
     Args:
         client: Synchronous; used on its event loop only.
-        transform: See `Resident`.
-        silence_s: After so long without a word of the client replicas go.
+        transform: See `ModelThread`.
+        silence_s: Replicas close after so long without a request of the client.
     """
 
     def __init__(
@@ -689,127 +555,27 @@ class RemoteGround(Ground):
         return sorted(await self._client.scheduler.ncores())
 
     @override
-    async def open(self, place: str, number: int, sharing: int) -> Replica:
-        name = f"{self._name}-{number}"
-        terms = (name, self._transform, sharing, self._silence_s)
-        await self._client.run(open_end, *terms, workers=[place])
-        return RemoteReplica(self._client, place, name)
+    def replica(self, place: str, number: int, sharing: int) -> Replica:
+        options = (self._transform, sharing, self._silence_s)
+        return RemoteReplica(self._client, place, f"{self._name}-{number}", options)
 
 
-def _failure(answer: dict[str, Any]) -> Failure | None:
-    if answer["status"] == Answer.REFUSED:
-        return Failure(answer["reason"], "before it came to the model")
-    if answer["status"] != FAILED:
-        return None
-    return Failure(answer["summary"], answer["details"])
+# ---- the pool
 
 
-Lose = Callable[[Replica, object], None]
+LOOK_S = 0.5  # between looks at who is there: one small request of the scheduler
 
 
-class CurrentModel:
-    """What replicas answer by, with a version that grows with each swap.
+class ReplicaPool:
+    """As many replicas as were asked for, all with one model. Used on one event loop.
+
+    A lost replica is replaced where there is room. No place gets more than its share,
+    which is set at the start: the place of a worker that dies stays free until another
+    one comes, so that the others do not become slower for good.
 
     Args:
+        host: Where they can be.
         model: The first.
-        timeouts: Of the waits.
-    """
-
-    def __init__(self, model: PackedModel, timeouts: Timeouts) -> None:
-        self._version, self._model = 1, model
-        self._timeouts = timeouts
-        self._swapping = asyncio.Lock()
-
-    async def bring(self, replica: Replica) -> None:
-        """Let a replica answer by the model of now, whatever it had.
-
-        Raises:
-            ModelError: If it cannot be used there.
-            OSError: If the replica is lost.
-        """
-        while replica.version != self._version:  # it may be swapped meanwhile
-            version = self._version
-            if replica.staged != version:
-                await self._stage(replica, version, self._model)
-            bound = self._timeouts.bound("request")
-            what = f"the replica on {replica.place} did not take the model"
-            await within(replica.use(version), bound, what)
-            replica.version = version
-
-    async def swap(self, model: PackedModel, ready: list[Replica], lose: Lose) -> None:
-        """Give all replicas another model; one swap after the other.
-
-        It is sent to all before the first of them answers by it.
-
-        Args:
-            model: The next.
-            ready: The replicas; may change meanwhile.
-            lose: Called with each that cannot be reached, and why.
-
-        Raises:
-            ModelError: If it cannot be used somewhere; then the former one stays.
-        """
-        async with self._swapping:
-            version = self._version + 1
-
-            async def stage(replica: Replica) -> None:
-                await self._stage(replica, version, model)
-
-            refusals = await _refusals(ready, stage, lose)
-            if refusals:
-                await _refusals(ready, self._discard, lose)
-                raise refusals[0]
-            self._version, self._model = version, model
-            while behind := [r for r in ready if r.version != version]:
-                await _refusals(behind, self._bring_newcomer, lose)
-
-    async def _bring_newcomer(self, replica: Replica) -> None:
-        """One that came meanwhile has not been sent it yet."""
-        try:
-            await self.bring(replica)
-        except ModelError as error:
-            raise ConnectionError(f"it cannot use the model: {error}") from error
-
-    async def _discard(self, replica: Replica) -> None:
-        bound = self._timeouts.bound("request")
-        what = f"the replica on {replica.place} did not answer"
-        await within(replica.discard(), bound, what)
-
-    async def _stage(self, replica: Replica, version: int, model: PackedModel) -> None:
-        what = f"the model ({model.payload.nbytes} bytes) was not on {replica.place}"
-        bound = self._timeouts.bound("data")
-        failure = await within(replica.stage(version, model), bound, what)
-        if failure is not None:
-            raise failure.error(f"the model cannot be used on {replica.place}")
-        replica.staged = version
-
-
-async def _refusals(
-    replicas: list[Replica], do: Callable[[Replica], Awaitable[None]], lose: Lose
-) -> list[ModelError]:
-    """Do something with each replica, which may be lost by it, or refuse."""
-    asked = list(replicas)
-    done = await asyncio.gather(*(do(r) for r in asked), return_exceptions=True)
-    refusals = []
-    for replica, error in zip(asked, done, strict=True):
-        if isinstance(error, ModelError):
-            refusals.append(error)
-        elif isinstance(error, OSError):
-            lose(replica, error)
-        elif error is not None:
-            raise error
-    return refusals
-
-
-CREW_LOOK_S = 0.5  # between looks at who is there: one small request of the scheduler
-
-
-class Crew:
-    """The replicas of a predictor. All its methods are called on one event loop.
-
-    Args:
-        ground: Where they can be.
-        model: They answer by at first.
         wanted: How many there should be, >= 1.
         timeouts: Of the waits.
 
@@ -826,20 +592,20 @@ class Crew:
     ended: Callable[[BaseException], None]
 
     def __init__(
-        self, ground: Ground, model: PackedModel, wanted: int, timeouts: Timeouts
+        self, host: Host, model: PackedModel, wanted: int, timeouts: Timeouts
     ) -> None:
         self.ready = []
-        self._ground = ground
+        self._host = host
+        self._version, self._model = 1, model
         self._wanted = wanted
         self._timeouts = timeouts
-        self._sharing = wanted  # replicas of one place at most; known when it opens
-        self._current = CurrentModel(model, timeouts)
+        self._sharing = wanted  # most replicas of one place; known when it opens
         self._numbers = itertools.count()
+        self._swapping = asyncio.Lock()
         self._starting: dict[asyncio.Task[None], str] = {}  # and the place
-        self._opening: set[asyncio.Task[Replica]] = set()
-        self._parting: set[asyncio.Task[None]] = set()
-        self._failed: Counter[str] = Counter()  # starts and replicas, by place
-        self._heard_at = 0.0
+        self._background: set[asyncio.Task[None]] = set()
+        self._failures: Counter[str] = Counter()  # of starts and replicas, by place
+        self._pinged_at = 0.0
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -850,7 +616,7 @@ class Crew:
             ModelError: If the model cannot be used there.
             OSError: If one of them cannot be started.
         """
-        places = await self._ground.places()
+        places = await self._host.places()
         if not places:
             raise OptionError(
                 "the cluster has no workers; wait for some with "
@@ -862,77 +628,111 @@ class Crew:
         for done in await asyncio.gather(*starts, return_exceptions=True):
             if done is not None:
                 raise done
-        self._heard_at = asyncio.get_running_loop().time()
+        self._pinged_at = asyncio.get_running_loop().time()
         self._watching = asyncio.create_task(self._watch())
         self._watching.add_done_callback(self._watched)
 
     async def close(self, wait: bool) -> None:
-        """Leave no replica anywhere.
-
-        Args:
-            wait: For what they compute, so that no model is in memory afterwards.
-        """
-        tasks = [*self._starting, *([self._watching] if self._watching else [])]
-        for task in tasks:
+        """Leave no replica anywhere; see `Replica.close`."""
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._starting:  # what is half open could not be closed
+            await asyncio.wait(self._starting, timeout=self._timeouts.stop)
+        for task in self._starting:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if self._opening:
-            await asyncio.wait(self._opening, timeout=self._timeouts.stop)
-        for replica in list(self.ready):
+        for replica in self.ready:
             self._part(replica, wait)
         self.ready.clear()
-        await asyncio.gather(*self._parting)
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*self._background)
 
     def lose(self, replica: Replica, why: object) -> None:
-        """One cannot be asked any more."""
+        """Give up a replica that cannot be asked any more."""
         if replica not in self.ready:
             return
         logger.warning("a replica on %s is lost: %s", replica.place, why)
         self.ready.remove(replica)
-        self._failed[replica.place] += 1
+        self._failures[replica.place] += 1
         self._part(replica)
         self.lost(replica)
 
+    # ---- models
+
     async def swap(self, model: PackedModel) -> None:
-        """Answer by another model: what is asked from now on, by all of them.
+        """Answer all later batches by another model.
+
+        It is sent to all replicas before the first of them uses it.
 
         Raises:
             ModelError: If it cannot be used somewhere; then the former one stays.
         """
-        await self._current.swap(model, self.ready, self.lose)
+        async with self._swapping:
+            version = self._version + 1
+            refusals = await self._each(
+                self.ready, lambda replica: self._stage(replica, version, model)
+            )
+            if refusals:
+                await self._each(self.ready, self._use)  # which drops the other one
+                raise next(iter(refusals.values()))
+            self._version, self._model = version, model
+            while behind := [r for r in self.ready if r.version != version]:
+                for replica, error in (await self._each(behind, self._update)).items():
+                    self.lose(replica, error)  # it came meanwhile
+
+    async def _each(
+        self, replicas: list[Replica], do: Callable[[Replica], Awaitable[None]]
+    ) -> dict[Replica, ModelError]:
+        """Do something with each replica, and lose those that are gone."""
+        asked = list(replicas)
+        done = await asyncio.gather(*map(do, asked), return_exceptions=True)
+        refusals = {}
+        for replica, error in zip(asked, done, strict=True):
+            if isinstance(error, ModelError):
+                refusals[replica] = error
+            elif isinstance(error, OSError):
+                self.lose(replica, error)
+            elif error is not None:
+                raise error
+        return refusals
+
+    async def _update(self, replica: Replica) -> None:
+        """Let a replica use the current model, whatever it had."""
+        while replica.version != self._version:  # it may be swapped meanwhile
+            if replica.staged != self._version:
+                await self._stage(replica, self._version, self._model)
+            else:
+                await self._use(replica)
+
+    async def _stage(self, replica: Replica, version: int, model: PackedModel) -> None:
+        what = f"the model ({model.payload.nbytes} bytes) was not on {replica.place}"
+        bound = self._timeouts.bound("data")
+        failure = await within(replica.stage(version, model), bound, what)
+        if failure is not None:
+            raise failure.error(f"the model cannot be used on {replica.place}")
+        replica.staged = version
+
+    async def _use(self, replica: Replica) -> None:
+        version, bound = self._version, self._timeouts.bound("request")
+        what = f"the replica on {replica.place} did not take the model"
+        await within(replica.use(version), bound, what)
+        replica.version = version
 
     # ---- who is there
 
     async def _start(self, place: str) -> None:
-        replica = await self._opened(place)
-        with contextlib.ExitStack() as unless_ready:
-            unless_ready.callback(self._part, replica)
-            await self._current.bring(replica)
-            unless_ready.pop_all()
-        self.ready.append(replica)
+        replica = self._host.replica(place, next(self._numbers), self._sharing)
+        bound, what = self._timeouts.bound("join"), f"no replica was made on {place}"
+        try:
+            await within(replica.open(), bound, what)
+            await self._update(replica)
+            self.ready.append(replica)
+        finally:
+            if replica not in self.ready:
+                self._part(replica)
         self.changed()
 
-    async def _opened(self, place: str) -> Replica:
-        opening = asyncio.create_task(
-            self._ground.open(place, next(self._numbers), self._sharing)
-        )
-        self._opening.add(opening)
-        opening.add_done_callback(self._opening.discard)
-        bound, what = self._timeouts.bound("join"), f"no replica was made on {place}"
-        with contextlib.ExitStack() as unless_there:
-            # It may be made all the same, and nobody would take it from there.
-            unless_there.callback(opening.add_done_callback, self._abandon)
-            replica = await within(asyncio.shield(opening), bound, what)
-            unless_there.pop_all()
-        return replica
-
-    def _abandon(self, opening: asyncio.Task[Replica]) -> None:
-        """One was made that nobody waits for any more."""
-        if not opening.cancelled() and opening.exception() is None:
-            self._part(opening.result())
-
     def _part(self, replica: Replica, wait: bool = True) -> None:
-        """Tell a replica to go, if it still hears that."""
+        """Close a replica, if it can still be reached."""
 
         async def part() -> None:
             bound = self._timeouts.bound("stop")
@@ -941,9 +741,12 @@ class Crew:
             except OSError as error:
                 logger.info("a replica on %s was not closed: %s", replica.place, error)
 
-        task = asyncio.create_task(part())
-        self._parting.add(task)
-        task.add_done_callback(self._parting.discard)
+        self._in_background(part())
+
+    def _in_background(self, doing: Any) -> None:
+        task = asyncio.create_task(doing)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     async def _watch(self) -> None:
         while True:
@@ -951,66 +754,49 @@ class Crew:
                 await self.look()
             except OSError as error:
                 logger.info("it is not known which workers are there: %s", error)
-            await asyncio.sleep(CREW_LOOK_S)
+            await asyncio.sleep(LOOK_S)
 
     def _watched(self, task: asyncio.Task[None]) -> None:
-        """Nobody looks after them any more."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.ended(error)
 
     async def look(self) -> None:
-        """See who is there, and start those who are missing.
+        """See which places are there, start missing replicas and ping the others.
 
         Raises:
-            OSError: If that cannot be known.
-            ChannelError: If nobody will be there any more.
+            OSError: If the places cannot be known.
+            ChannelError: If there will be none any more.
         """
         bound = self._timeouts.bound("request")
-        places = await within(
-            self._ground.places(), bound, "no answer of the scheduler"
-        )
+        places = await within(self._host.places(), bound, "no answer of the scheduler")
         for replica in list(self.ready):
             if replica.place not in places:
                 self.lose(replica, "its worker is gone")
-        for place in self._free(places):
-            task = asyncio.create_task(self._start(place))
-            self._starting[task] = place
-            task.add_done_callback(self._started)
-        self._hear()
-
-    def _free(self, places: list[str]) -> list[str]:
-        """Where those who are missing are to be started."""
         used = Counter([r.place for r in self.ready] + list(self._starting.values()))
-        chosen: list[str] = []
         while used.total() < self._wanted:
             room = [place for place in places if used[place] < self._sharing]
             if not room:
                 break
-            place = min(room, key=lambda place: (used[place], self._failed[place]))
+            place = min(room, key=lambda place: (used[place], self._failures[place]))
             used[place] += 1
-            chosen.append(place)
-        return chosen
+            task = asyncio.create_task(self._start(place))
+            self._starting[task] = place
+            task.add_done_callback(self._started)
+        now = asyncio.get_running_loop().time()
+        if now - self._pinged_at >= self._timeouts.silence / 4:
+            self._pinged_at = now
+            for replica in self.ready:
+                self._in_background(self._ping(replica))
 
     def _started(self, task: asyncio.Task[None]) -> None:
         place = self._starting.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._failed[place] += 1
+            self._failures[place] += 1
             logger.warning("no replica could be started on %s: %s", place, error)
 
-    def _hear(self) -> None:
-        """Let all know that somebody is there who may ask them."""
-        now = asyncio.get_running_loop().time()
-        if now - self._heard_at < self._timeouts.silence / 4:
-            return
-        self._heard_at = now
-        for replica in self.ready:
-            task = asyncio.create_task(self._listen(replica))
-            self._parting.add(task)
-            task.add_done_callback(self._parting.discard)
-
-    async def _listen(self, replica: Replica) -> None:
+    async def _ping(self, replica: Replica) -> None:
         bound = self._timeouts.bound("request")
         try:
-            await within(replica.hear(), bound, "it did not answer")
+            await within(replica.ping(), bound, "it did not answer")
         except OSError as error:
             self.lose(replica, error)

@@ -1,8 +1,7 @@
-"""What a predictor may be asked to be.
+"""A predictor: calls from any thread wait in a bounded queue and leave in batches.
 
-Calls to replicas, answers to callers. On one event loop; no Dask.
-
-The public face: calls from any thread, or any event loop.
+Hides which calls share a batch, who asks which replica, and what becomes of calls whose
+batch fails or whose replica is lost.
 """
 
 import asyncio
@@ -12,75 +11,281 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Coroutine, Iterable
-from concurrent.futures import Future
+from collections import deque
+from collections.abc import Coroutine, Hashable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, Self, TypeVar
 
+import numpy as np
+import torch
 from distributed import Client
-from torch import nn
+from torch import Tensor, nn
+from typing_extensions import override
 
 from daskdl.cluster import check_installed, client_or_process
 from daskdl.config import Timeouts
+from daskdl.data import batching
 from daskdl.data.batching import Transform, Tree
 from daskdl.data.checks import check_module
+from daskdl.data.tables import as_numpy, check_array, check_structure, is_dask_array
 from daskdl.errors import (
     BusyError,
+    DataError,
     OptionError,
     ReplicaError,
     RunError,
     WaitTimeoutError,
 )
-from daskdl.inference.batching import (
-    Call,
-    Crowd,
-    Failure,
-    Joining,
-    Room,
-    answers_of,
-    call_of,
-    inputs_of,
-)
 from daskdl.inference.pool import (
-    Crew,
-    Ground,
-    LocalGround,
-    RemoteGround,
+    ClusterHost,
+    Failure,
+    LocalHost,
+    Outputs,
     Replica,
-    awaited_by,
-    check_elsewhere,
-    done_by,
-    late,
-    loop_thread,
-    settled,
+    ReplicaPool,
+    structure_of,
     within,
 )
 from daskdl.serialization import Packed, PackedModel
 
+T = TypeVar("T")
 
-def check_options(
-    replicas: int, batch_limit: int, wait_ms: float, queue_limit: int
-) -> None:
-    """Refuse options of a predictor that are not allowed, see there.
 
-    Raises:
-        OptionError: Naming the first of them.
+# ---- calls
 
-    Example:
-        >>> check_options(2, 32, -1.0, 1024)
-        Traceback (most recent call last):
-        daskdl.errors.OptionError: wait_ms must be >= 0 and finite, got -1.0
+
+@dataclass(eq=False)
+class Call:
+    """Rows whose outputs somebody waits for.
+
+    Attributes:
+        x: A tree of numpy arrays, in memory of its own.
+        rows: In each of them, >= 1.
+        kind: Equal for calls that may share a batch.
+        tensors: Whether the caller gave tensors, and gets tensors.
+        came: When, on the clock of the event loop, seconds.
+        answer: What the caller waits for.
+        losses: Replicas that were lost while they had it.
+        alone: Whether it goes without others, as something went wrong with them.
+        begun: Whether it has been with a replica, so that nobody can cancel it.
     """
-    for name, value in (("replicas", replicas), ("batch_limit", batch_limit)):
-        if type(value) is not int or value < 1:
-            raise OptionError(f"{name} must be an integer >= 1, got {value!r}")
-    if not isinstance(wait_ms, Real) or not 0 <= wait_ms < math.inf:
-        raise OptionError(f"wait_ms must be >= 0 and finite, got {wait_ms!r}")
-    if type(queue_limit) is not int or queue_limit < batch_limit:
-        raise OptionError(
-            f"queue_limit must be an integer >= batch_limit={batch_limit}, as one call "
-            f"may have so many rows, got {queue_limit!r}"
+
+    x: Tree
+    rows: int
+    kind: Hashable
+    tensors: bool
+    came: float
+    answer: Future[Tree] = field(default_factory=Future)
+    losses: int = 0
+    alone: bool = False
+    begun: bool = False
+
+    @classmethod
+    def of(cls, x: Any, most: int) -> "Call":
+        """Check and copy the rows of a call, which may have so many.
+
+        Raises:
+            DataError: If they cannot be used, or are more.
+
+        Example:
+            >>> print(Call.of(np.zeros((3, 2), np.float32), 32))
+            3 rows, X: shape (3, 2) and dtype float32
+        """
+        check_structure(x, None)
+        rows = {}
+        for name, leaf in batching.named(x, "X"):
+            if is_dask_array(leaf):
+                raise DataError(
+                    f"{name} must be in memory, got a dask.array; use predict"
+                )
+            rows[name] = int(check_array(leaf, name))
+        if len(set(rows.values())) > 1:
+            raise DataError(f"X must have equally many rows everywhere, got {rows}")
+        count = next(iter(rows.values()))
+        if count > most:
+            raise DataError(
+                f"X has {count} rows, of which one call may have batch_limit={most}; "
+                "cut it into several calls, or use predict"
+            )
+        copied = batching.mapped(lambda leaf: np.array(as_numpy(leaf), order="C"), x)
+        tensors = all(isinstance(leaf, Tensor) for leaf in batching.leaves(x))
+        leaves = batching.leaves(copied)
+        forms = ((leaf.shape[1:], leaf.dtype.str) for leaf in leaves)
+        kind = (structure_of(copied), *forms)
+        return cls(copied, count, kind, tensors, time.monotonic())
+
+    def begin(self) -> bool:
+        """Whether it is still wanted; from now on it cannot be cancelled."""
+        if not self.begun:
+            self.begun = self.answer.set_running_or_notify_cancel()
+        return self.begun
+
+    @override
+    def __str__(self) -> str:
+        leaves = ", ".join(
+            f"{name}: shape {leaf.shape} and dtype {leaf.dtype}"
+            for name, leaf in batching.named(self.x, "X")
         )
+        return f"{self.rows} rows, {leaves}"
+
+
+def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
+    """Return each call's own outputs, in memory of their own."""
+    answers, start = [], 0
+    for call in calls:
+        own = batching.rows(outputs.tree, slice(start, start + call.rows))
+        start += call.rows
+        if len(calls) > 1:
+            own = batching.mapped(np.copy, own)
+        if call.tensors:
+            leaves = zip(batching.leaves(own), outputs.dtypes, strict=True)
+            made = [torch.from_numpy(x).to(getattr(torch, d)) for x, d in leaves]
+            own = batching.filled(own, made)
+        answers.append(own)
+    return answers
+
+
+class BatchQueue:
+    """Calls that wait for a replica, in one line per kind, oldest first.
+
+    A batch is the beginning of a line, so that no call is overtaken by one of its kind.
+    It is due when no more fits in, or when its first call has waited for `wait_s`; the
+    oldest that is due leaves first. No clock, no event loop.
+
+    Args:
+        batch_limit: Rows of a batch, >= those of any call.
+        wait_s: Longest wait of a call for other calls, >= 0.
+        queue_limit: Rows that may wait; a call beyond it is refused.
+    """
+
+    _lines: dict[Hashable, deque[Call]]  # none of them is empty
+
+    def __init__(self, batch_limit: int, wait_s: float, queue_limit: int) -> None:
+        self._batch_limit = batch_limit
+        self._wait_s = wait_s
+        self._queue_limit = queue_limit
+        self._lines = {}
+        self._lock = threading.Lock()
+        self._rows = self._calls = 0  # admitted, and not with a replica yet
+        self._waiters: list[Future[None]] = []
+
+    def __len__(self) -> int:
+        return sum(len(line) for line in self._lines.values())
+
+    # ---- any thread
+
+    def admit(self, rows: int) -> None:
+        """Make room for the rows of a call.
+
+        Raises:
+            BusyError: If there is none.
+        """
+        with self._lock:
+            if self._rows + rows > self._queue_limit:
+                raise BusyError(
+                    f"the predictor is busy: {self._calls} calls wait with "
+                    f"{self._rows} rows, {rows} more are over "
+                    f"queue_limit={self._queue_limit}; call again later, give a "
+                    "timeout to wait for room, or use more replicas"
+                )
+            self._rows += rows
+            self._calls += 1
+
+    def room(self, rows: int) -> Future[None]:
+        """Return a future that is done when it is worth it to call `admit` again."""
+        waiter: Future[None] = Future()
+        with self._lock:
+            if self._rows + rows > self._queue_limit:
+                self._waiters.append(waiter)
+                return waiter
+        waiter.set_result(None)
+        return waiter
+
+    def _release(self, calls: Iterable[Call]) -> None:
+        """Free the room of calls, unless they have been with a replica before."""
+        left = [call.rows for call in calls if not call.begun]
+        with self._lock:
+            self._rows -= sum(left)
+            self._calls -= len(left)
+            waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if waiter.set_running_or_notify_cancel():
+                waiter.set_result(None)
+
+    # ---- event loop
+
+    def add(self, call: Call) -> None:
+        """Put a call that was admitted at the end of its line."""
+        self._lines.setdefault(call.kind, deque()).append(call)
+
+    def put_back(self, calls: Sequence[Call]) -> None:
+        """Put calls that had left at the front of their line, in the same order."""
+        for call in reversed(calls):
+            self._lines.setdefault(call.kind, deque()).appendleft(call)
+
+    def withdraw(self, call: Call) -> None:
+        """Remove a call that nobody wants any more, if it waits."""
+        line = self._lines.get(call.kind, deque())
+        if call in line:
+            line.remove(call)
+            if not line:
+                del self._lines[call.kind]
+            self._release([call])
+
+    def take(self, now: float, *, hurry: bool = False) -> list[Call]:
+        """Remove the calls of the next batch that is due; none: there is none.
+
+        Args:
+            now: On the clock that says when calls came.
+            hurry: Whether every batch is due.
+        """
+        lines = self._lines.values()
+        due = [line for line in lines if hurry or self._due_in(line, now) <= 0]
+        if not due:
+            return []
+        line = min(due, key=lambda line: line[0].came)
+        calls = list(self._batch(line))
+        for _ in calls:
+            line.popleft()
+        if not line:
+            del self._lines[calls[0].kind]
+        self._release(calls)
+        return calls
+
+    def due_in(self, now: float) -> float | None:
+        """Seconds until the next batch is due; None: no call waits."""
+        waits = (self._due_in(line, now) for line in self._lines.values())
+        return min(waits, default=None)
+
+    def clear(self) -> list[Call]:
+        """Remove all calls."""
+        calls = [call for line in self._lines.values() for call in line]
+        self._lines.clear()
+        self._release(calls)
+        return calls
+
+    def _due_in(self, line: deque[Call], now: float) -> float:
+        first = line[0]
+        batch = list(self._batch(line))
+        full = len(batch) < len(line) or sum(c.rows for c in batch) == self._batch_limit
+        if full or first.alone or first.losses:
+            return 0.0
+        return max(0.0, first.came + self._wait_s - now)
+
+    def _batch(self, line: deque[Call]) -> Iterator[Call]:
+        room = self._batch_limit
+        for number, call in enumerate(line):
+            room -= call.rows
+            if room < 0 or (number and call.alone):
+                return
+            yield call
+            if call.alone:
+                return
+
+
+# ---- batches
 
 
 AHEAD = 2  # batches of one replica: the next is there when it is done with one
@@ -90,58 +295,49 @@ Asking = asyncio.Task[list[Tree] | Failure]
 
 
 class Dispatcher:
-    """Sends calls to replicas in batches, until each has its answer or an error.
+    """Sends batches to replicas, until each call has its answer or an error.
 
-    Args:
-        crew: The replicas.
-        joining: Which calls leave together.
-        room: That calls leave when they are with a replica for the first time.
-        timeouts: Of the waits.
+    All methods are called on the event loop of the pool.
     """
 
     def __init__(
-        self, crew: Crew, joining: Joining, room: Room, timeouts: Timeouts
+        self, pool: ReplicaPool, queue: BatchQueue, timeouts: Timeouts
     ) -> None:
-        self._crew = crew
-        self._joining = joining
-        self._room = room
+        self._pool = pool
+        self._queue = queue
         self._timeouts = timeouts
-        self._crowd = Crowd()
         self._asking: dict[Asking, tuple[Replica, list[Call]]] = {}
         self._failure: BaseException | None = None  # of all calls, from now on
         self._closing = False
-        self._empty = asyncio.Event()  # set when no call is without an answer
-        self._empty.set()
+        self._idle = asyncio.Event()  # set when no call is without an answer
         self._due: asyncio.TimerHandle | None = None
         self._alone: asyncio.TimerHandle | None = None  # since there is no replica
-        crew.lost, crew.changed, crew.ended = self._lost, self._changed, self._end
+        pool.lost, pool.changed, pool.ended = self._lost, self._changed, self._end
 
     def add(self, call: Call) -> None:
-        """A call has come in, for which there was room."""
+        """Take a call that the queue has admitted."""
+        self._queue.add(call)
         if self._failure is not None or self._closing:
-            self._refuse([call], self._failure or RunError("the predictor is closed"))
-            return
-        self._empty.clear()
-        self._joining.add(call)
-        self._crowd.came(self._unanswered())
+            error = self._failure or RunError("the predictor is closed")
+            self._queue.withdraw(call)
+            self._fail([call], error)
         self._send()
 
     def withdraw(self, call: Call) -> None:
-        """Whoever called does not wait any more."""
-        if self._joining.withdraw(call):
-            self._left([call])
-            self._rest()
+        """Forget a call, if it still waits."""
+        self._queue.withdraw(call)
+        self._send()
 
     async def drain(self, seconds: float) -> None:
-        """Answer all that wait, without waiting for more; then nothing is accepted."""
+        """Answer all that wait, for so long, and accept nothing more."""
         self._closing = True
         self._send()
-        empty = asyncio.ensure_future(self._empty.wait())
-        await asyncio.wait({empty}, timeout=seconds)
-        empty.cancel()
+        idle = asyncio.ensure_future(self._idle.wait())
+        await asyncio.wait({idle}, timeout=seconds)
+        idle.cancel()
 
     def close(self) -> None:
-        """Whoever still waits gets an error."""
+        """Fail all calls that have no answer yet."""
         self._closing = True
         self._end(RunError("the predictor was closed before this call was answered"))
         for timer in (self._due, self._alone):
@@ -151,57 +347,42 @@ class Dispatcher:
     # ---- sending
 
     def _send(self) -> None:
-        """Give replicas that can take a batch what is due."""
-        now = asyncio.get_running_loop().time()
-        while (replica := self._freest()) is not None:
-            calls = self._joining.take(now, hurry=self._hurry(replica))
-            if not calls:
-                break
-            self._crowd.left()
-            self._begin(replica, calls)
-        self._rest()
-        self._wake(now)
-
-    def _begin(self, replica: Replica, calls: list[Call]) -> None:
-        self._left(call for call in calls if not call.begun)
-        wanted = [call for call in calls if call.begin()]
-        if not wanted:
-            return
-        task = asyncio.create_task(self._ask(replica, wanted))
-        self._asking[task] = (replica, wanted)
-        task.add_done_callback(self._asked)
-
-    async def _ask(self, replica: Replica, calls: list[Call]) -> list[Tree] | Failure:
-        bound = self._timeouts.bound("request")
-        what = f"the replica on {replica.place} did not answer"
-        outputs = await within(replica.ask(inputs_of(calls)), bound, what)
-        return outputs if isinstance(outputs, Failure) else answers_of(outputs, calls)
+        """Give batches that are due to replicas that can take one more."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        while (replica := self._freest()) is not None and (
+            calls := self._queue.take(now, hurry=self._closing)
+        ):
+            wanted = [call for call in calls if call.begin()]
+            if wanted:
+                task = asyncio.create_task(self._ask(replica, wanted))
+                self._asking[task] = (replica, wanted)
+                task.add_done_callback(self._asked)
+        if self._asking or len(self._queue):
+            self._idle.clear()
+        else:
+            self._idle.set()
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+        wait_s = self._queue.due_in(now)
+        if wait_s is not None and replica is not None:
+            self._due = loop.call_later(wait_s, self._send)
 
     def _freest(self) -> Replica | None:
-        """The replica with the fewest batches, if it may have one more."""
-        replica = min(self._crew.ready, key=self._load, default=None)
+        """Return the replica with the fewest batches, if it may have one more."""
+        replica = min(self._pool.ready, key=self._load, default=None)
         return replica if replica and self._load(replica) < AHEAD else None
 
     def _load(self, replica: Replica) -> int:
         return sum(busy is replica for busy, _ in self._asking.values())
 
-    def _hurry(self, replica: Replica) -> bool:
-        idle = not self._load(replica)
-        return self._closing or (idle and self._crowd.complete(self._unanswered()))
-
-    def _unanswered(self) -> int:
-        asked = sum(len(calls) for _, calls in self._asking.values())
-        return len(self._joining) + asked
-
-    def _wake(self, now: float) -> None:
-        """Look again when the next batch is due."""
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-        wait_s = self._joining.due_in(now)
-        if wait_s is not None and self._freest() is not None:
-            loop = asyncio.get_running_loop()
-            self._due = loop.call_later(wait_s, self._send)
+    async def _ask(self, replica: Replica, calls: list[Call]) -> list[Tree] | Failure:
+        bound = self._timeouts.bound("request")
+        what = f"the replica on {replica.place} did not answer"
+        rows = batching.joined([call.x for call in calls])
+        outputs = await within(replica.ask(rows), bound, what)
+        return outputs if isinstance(outputs, Failure) else answers_of(outputs, calls)
 
     # ---- what came of it
 
@@ -209,38 +390,33 @@ class Dispatcher:
         replica, calls = self._asking[task]
         error = None if task.cancelled() else task.exception()
         if isinstance(error, OSError):
-            self._crew.lose(replica, error)
+            self._pool.lose(replica, error)
         del self._asking[task]
         if task.cancelled() or isinstance(error, OSError):
-            self._again(calls, error)
+            self._retry(calls, error)
         elif error is not None:  # a fault of ours: nobody may wait for ever
             self._fail(calls, error)
-        elif isinstance(outcome := task.result(), Failure):
-            self._failed(calls, outcome)
-        else:
+        elif not isinstance(outcome := task.result(), Failure):
             for call, answer in zip(calls, outcome, strict=True):
                 call.answer.set_result(answer)
+        elif len(calls) == 1:
+            self._fail(calls, outcome.error(f"the model failed on {calls[0]}"))
+        else:  # whichever of the calls it is, the others are answered
+            for call in calls:
+                call.alone = True
+            self._queue.put_back(calls)
         self._send()
 
-    def _failed(self, calls: list[Call], failure: Failure) -> None:
-        """The model raised: whichever of the calls it is, the others are answered."""
-        if len(calls) == 1:
-            self._fail(calls, failure.error(f"the model failed on {calls[0]}"))
-            return
+    def _retry(self, calls: list[Call], error: BaseException | None) -> None:
+        """Let another replica answer, unless the calls are what ends replicas."""
         for call in calls:
-            call.alone = True
-        self._joining.put_back(calls)
-
-    def _again(self, calls: list[Call], error: BaseException | None) -> None:
-        """Their replica was lost: another one answers, if it is not what they do."""
-        spent = [call for call in calls if call.losses > MOST_LOSSES]
-        for call in spent:
-            lost = ReplicaError(
-                f"a call was lost with its replica {call.losses} times, at last: "
-                f"{error}; is it what ends the workers? It has {call}"
-            )
-            self._fail([call], lost)
-        self._joining.put_back([call for call in calls if call not in spent])
+            if call.losses > MOST_LOSSES:
+                lost = ReplicaError(
+                    f"a call was lost with its replica {call.losses} times, at last: "
+                    f"{error}; is it what ends the workers? It has {call}"
+                )
+                self._fail([call], lost)
+        self._queue.put_back([call for call in calls if call.losses <= MOST_LOSSES])
 
     def _fail(self, calls: Iterable[Call], error: BaseException) -> None:
         for call in calls:
@@ -248,23 +424,10 @@ class Dispatcher:
                 # Each raises in a thread of its own, which adds to its traceback.
                 call.answer.set_exception(copy.copy(error))
 
-    def _refuse(self, calls: list[Call], error: BaseException) -> None:
-        """Calls that wait get an error."""
-        self._left(call for call in calls if not call.begun)
-        self._fail(calls, error)
-
-    def _left(self, calls: Iterable[Call]) -> None:
-        for call in calls:
-            self._room.leave(call.rows)
-
-    def _rest(self) -> None:
-        if not self._unanswered():
-            self._empty.set()
-
-    # ---- of the crew
+    # ---- of the pool
 
     def _lost(self, replica: Replica) -> None:
-        """Nobody answers what it was asked; it was at the oldest."""
+        """Ask others what a lost replica was asked; it was at the oldest batch."""
         asked = [(t, own) for t, (r, own) in self._asking.items() if r is replica]
         for task, _ in asked:
             task.cancel()
@@ -272,13 +435,11 @@ class Dispatcher:
             for call in calls:
                 call.losses += 1
                 call.alone |= call.losses > 1
-        if not self._crew.ready and self._alone is None:
-            bound = self._timeouts.bound("rejoin")
-            loop = asyncio.get_running_loop()
-            self._alone = loop.call_later(bound.seconds, self._give_up)
+        if not self._pool.ready and self._alone is None:
+            seconds = self._timeouts.rejoin
+            self._alone = asyncio.get_running_loop().call_later(seconds, self._give_up)
 
     def _changed(self) -> None:
-        """A replica has come."""
         if self._alone is not None:
             self._alone.cancel()
             self._alone = None
@@ -286,7 +447,6 @@ class Dispatcher:
         self._send()
 
     def _give_up(self) -> None:
-        """No replica has come for so long."""
         bound = self._timeouts.bound("rejoin")
         self._end(
             WaitTimeoutError(
@@ -296,21 +456,22 @@ class Dispatcher:
         )
 
     def _end(self, error: BaseException) -> None:
-        """Nobody will answer; what is with replicas goes, too."""
+        """Fail all calls: nobody will answer."""
         self._failure = error
         asked = list(self._asking.items())
         self._asking.clear()
         for task, _ in asked:
             task.remove_done_callback(self._asked)
             task.cancel()
-        self._refuse(self._joining.clear(), error)
-        self._fail(
-            itertools.chain.from_iterable(calls for _, (_, calls) in asked), error
-        )
-        self._empty.set()
+        begun = itertools.chain.from_iterable(calls for _, (_, calls) in asked)
+        self._fail([*self._queue.clear(), *begun], error)
+        self._idle.set()
 
 
-T = TypeVar("T")
+# ---- the public face
+
+
+LOOK_S = 1.0  # between looks at whether there is still somebody to wait for
 
 
 class Predictor:
@@ -330,10 +491,10 @@ class Predictor:
             :meth:`swap`.
         replicas: Models in the workers' memory, >= 1. Spread evenly over the workers
             that are there at the start.
-        batch_limit: Rows of a batch, and of one call, >= 1.
-        wait_ms: How long a call waits for others to come at most, >= 0. It does not
-            wait when the batch is full, nor when as many calls are there as lately
-            were at once: whoever calls alone is answered at once.
+        batch_limit: Rows of a batch, and of one call, >= 1. A full batch leaves at
+            once.
+        wait_ms: Longest time that a batch waits for more rows, >= 0. While all replicas
+            are busy, rows wait and are joined anyway.
         queue_limit: Rows that may wait for a replica, >= batch_limit.
         transform: What is made of each batch before, as of ``Trainer``.
         client: Synchronous; None: the default client, or a cluster of its own; False:
@@ -358,49 +519,38 @@ class Predictor:
         *,
         replicas: int = 2,
         batch_limit: int = 32,
-        wait_ms: float = 2.0,
+        wait_ms: float = 0.0,
         queue_limit: int = 1024,
         transform: Transform | None = None,
         client: Client | Literal[False] | None = None,
     ) -> None:
-        check_options(replicas, batch_limit, wait_ms, queue_limit)
+        _check_options(replicas, batch_limit, wait_ms, queue_limit)
         check_module(model)
         packed = PackedModel(model, here=client is False)
         made = None if transform is None else Packed(transform, "transform")
         self._batch_limit = batch_limit
         self._timeouts = Timeouts.from_config()
-        self._room = Room(queue_limit)
+        self._queue = BatchQueue(batch_limit, wait_ms / 1e3, queue_limit)
         self._closing = threading.Lock()
         self._closed = False
         with contextlib.ExitStack() as starting:
-            ground = self._ground(client, made, starting)
-            self._crew = Crew(ground, packed, replicas, self._timeouts)
-            joining = Joining(batch_limit, wait_ms / 1e3)
-            self._dispatcher = Dispatcher(
-                self._crew, joining, self._room, self._timeouts
-            )
+            found = starting.enter_context(client_or_process(client))
+            host: LocalHost | ClusterHost
+            if found is False:
+                self._loop = starting.enter_context(_loop_thread())
+                host = LocalHost(made)
+            else:
+                check_installed(found)
+                self._loop = found.loop.asyncio_loop
+                host = ClusterHost(found, made, self._timeouts.silence)
+            self._here = found is False
+            self._pool = ReplicaPool(host, packed, replicas, self._timeouts)
+            self._dispatcher = Dispatcher(self._pool, self._queue, self._timeouts)
             with contextlib.ExitStack() as unless_open:
-                unless_open.callback(self._leave, wait=False)
-                self._do(self._crew.open())
+                unless_open.callback(self._end, wait=False)
+                self._run(self._pool.open())
                 unless_open.pop_all()
             self._ending = starting.pop_all()
-
-    def _ground(
-        self,
-        client: Client | Literal[False] | None,
-        transform: Packed[Transform] | None,
-        starting: contextlib.ExitStack,
-    ) -> Ground:
-        """Where the replicas are to be, and whose event loop that is."""
-        found = starting.enter_context(client_or_process(client))
-        if found is False:
-            self._client = None
-            self._loop = starting.enter_context(loop_thread())
-            return LocalGround(transform)
-        self._client = found
-        check_installed(found)
-        self._loop = found.loop.asyncio_loop
-        return RemoteGround(found, transform, self._timeouts.silence)
 
     # ---- calls, from any thread
 
@@ -425,24 +575,23 @@ class Predictor:
             WaitTimeoutError: If there is no answer in time, or no replica is left.
             RunError: If the predictor is closed.
         """
-        check_elsewhere(self._loop)
+        _check_elsewhere(self._loop)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        call = Call.of(x, self._batch_limit)
         while True:
-            freed = self._room.freed()
             try:
-                answer = self.submit(x)
+                self._enter(call)
                 break
             except BusyError:
-                if deadline is None or not done_by(deadline, freed):
+                room = self._queue.room(call.rows)
+                if deadline is None or not self._done(room, deadline):
                     raise
         try:
-            if deadline is None:
-                settled(answer, self._loop)
-            if deadline is None or done_by(deadline, answer):
-                return answer.result()
+            if self._done(call.answer, deadline):
+                return call.answer.result()
         finally:
-            answer.cancel()  # if nobody waits any more; what is done stays so
-        raise late(timeout_s)
+            call.answer.cancel()  # if nobody waits any more; what is done stays so
+        raise _late(timeout_s)
 
     async def acall(self, x: Any, timeout_s: float | None = None) -> Any:
         """Ask the model from an event loop, any one; see :meth:`__call__`.
@@ -454,21 +603,25 @@ class Predictor:
         Returns:
             Outputs, see there.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            freed = self._room.freed()
-            try:
-                answer = self.submit(x)
-                break
-            except BusyError:
-                if deadline is None or not await awaited_by(deadline, freed):
-                    raise
+        call = Call.of(x, self._batch_limit)
+        busy: BusyError | None = None
         try:
-            if deadline is None or await awaited_by(deadline, answer):
-                return await asyncio.wrap_future(answer)
-        finally:
-            answer.cancel()  # if nobody waits any more; what is done stays so
-        raise late(timeout_s)
+            async with asyncio.timeout(timeout_s) as bound:
+                while True:
+                    try:
+                        self._enter(call)
+                        break
+                    except BusyError as error:
+                        if timeout_s is None:
+                            raise
+                        busy = error
+                        await asyncio.wrap_future(self._queue.room(call.rows))
+                busy = None
+                return await asyncio.wrap_future(call.answer)
+        except TimeoutError:
+            if not bound.expired():  # no replica is left
+                raise
+            raise busy or _late(timeout_s) from None
 
     def submit(self, x: Any) -> Future[Any]:
         """Ask the model, and do not wait.
@@ -485,11 +638,8 @@ class Predictor:
             BusyError: If as many rows wait as may.
             RunError: If the predictor is closed.
         """
-        call = call_of(x, self._batch_limit, time.monotonic())
-        self._check_open()
-        self._room.enter(call.rows)
-        call.answer.add_done_callback(lambda answer: self._resolved(call))
-        self._soon(self._dispatcher.add, call)
+        call = Call.of(x, self._batch_limit)
+        self._enter(call)
         return call.answer
 
     # ---- what is done to it
@@ -508,11 +658,11 @@ class Predictor:
             ModelError: If a worker cannot use it; all then go on with the old one.
             RunError: If the predictor is closed.
         """
-        check_elsewhere(self._loop)
+        _check_elsewhere(self._loop)
         check_module(model)
-        packed = PackedModel(model, here=self._client is None)
+        packed = PackedModel(model, here=self._here)
         self._check_open()
-        self._do(self._crew.swap(packed))
+        self._run(self._pool.swap(packed))
 
     def close(self, *, wait: bool = True) -> None:
         """Take the replicas from the workers; may be called again.
@@ -522,7 +672,7 @@ class Predictor:
                 ``daskdl.timeouts.stop`` at most; without, and after it, they get a
                 RunError.
         """
-        check_elsewhere(self._loop)
+        _check_elsewhere(self._loop)
         with self._closing:
             if self._closed:
                 return
@@ -530,9 +680,9 @@ class Predictor:
             with self._ending:
                 try:
                     if wait and self._loop.is_running():
-                        self._do(self._dispatcher.drain(self._timeouts.stop))
+                        self._run(self._dispatcher.drain(self._timeouts.stop))
                 finally:
-                    self._leave(wait)
+                    self._end(wait)
 
     def __enter__(self) -> Self:
         return self
@@ -540,38 +690,105 @@ class Predictor:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self.close(wait=kind is None)
 
-    def _leave(self, wait: bool) -> None:
-        """No call waits afterwards, and no replica can be reached anywhere."""
+    def _end(self, wait: bool) -> None:
+        """Fail calls that still wait, and leave no replica anywhere."""
+
+        async def end() -> None:
+            self._dispatcher.close()
+            await self._pool.close(wait)
+
         if self._loop.is_running():
-            self._do(self._left(wait))
-        else:  # its client was closed first, and took them away
+            self._run(end())
+        else:  # its client was closed first, and took the replicas away
             self._dispatcher.close()
 
-    async def _left(self, wait: bool) -> None:
-        self._dispatcher.close()
-        await self._crew.close(wait)
+    # ---- the event loop, from other threads
 
-    # ---- the event loop
+    def _enter(self, call: Call) -> None:
+        """Let a call wait for a replica."""
+        self._check_open()
+        self._queue.admit(call.rows)
 
-    def _do(self, doing: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine returns, whose waits all have time-outs."""
-        future = asyncio.run_coroutine_threadsafe(doing, self._loop)
-        try:
-            return future.result()
-        finally:
-            future.cancel()  # if this thread was interrupted; what is done stays so
+        def withdraw(answer: Future[Any]) -> None:
+            if answer.cancelled():
+                self._soon(self._dispatcher.withdraw, call)
 
-    def _resolved(self, call: Call) -> None:
-        if call.answer.cancelled():
-            self._soon(self._dispatcher.withdraw, call)
+        call.answer.add_done_callback(withdraw)
+        self._soon(self._dispatcher.add, call)
 
     def _check_open(self) -> None:
         if self._closed:
             raise RunError("the predictor is closed")
 
     def _soon(self, function: Any, call: Call) -> None:
-        """Called on the event loop."""
         try:
             self._loop.call_soon_threadsafe(function, call)
         except RuntimeError as error:  # the loop is closed
             raise RunError("the predictor's client is closed") from error
+
+    def _run(self, doing: Coroutine[Any, Any, T]) -> T:
+        """Return what a coroutine returns, whose waits all have time-outs."""
+        future = asyncio.run_coroutine_threadsafe(doing, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # if this thread was interrupted; what is done stays so
+
+    def _done(self, future: Future[Any], deadline: float | None) -> bool:
+        """Wait in this thread; return whether the future is done by the deadline."""
+        while not future.done():
+            rest_s = LOOK_S if deadline is None else deadline - time.monotonic()
+            if rest_s <= 0:
+                return False
+            wait([future], min(rest_s, LOOK_S))
+            if not self._loop.is_running() and not future.done():
+                raise RunError("the predictor's client is closed")
+        return True
+
+
+def _check_options(
+    replicas: int, batch_limit: int, wait_ms: float, queue_limit: int
+) -> None:
+    for name, value in (("replicas", replicas), ("batch_limit", batch_limit)):
+        if type(value) is not int or value < 1:
+            raise OptionError(f"{name} must be an integer >= 1, got {value!r}")
+    if not isinstance(wait_ms, Real) or not 0 <= wait_ms < math.inf:
+        raise OptionError(f"wait_ms must be >= 0 and finite, got {wait_ms!r}")
+    if type(queue_limit) is not int or queue_limit < batch_limit:
+        raise OptionError(
+            f"queue_limit must be an integer >= batch_limit={batch_limit}, as one call "
+            f"may have so many rows, got {queue_limit!r}"
+        )
+
+
+def _late(timeout_s: float | None) -> WaitTimeoutError:
+    return WaitTimeoutError(
+        f"no answer within timeout_s={timeout_s}; is the model slow, or are there more "
+        "calls than the replicas can answer?"
+    )
+
+
+def _check_elsewhere(loop: asyncio.AbstractEventLoop) -> None:
+    """Refuse to wait in the thread of this event loop, for its own work."""
+    # What asyncio sets: `get_running_loop` raises where there is none.
+    if asyncio._get_running_loop() is loop:
+        raise RunError(
+            "this thread answers the predictor's calls, as callbacks of its futures "
+            "run there, and must not wait for them; use submit, or another thread"
+        )
+
+
+@contextlib.contextmanager
+def _loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    """Yield an event loop that runs in another thread meanwhile."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(
+        target=loop.run_forever, name="daskdl-predictor-loop", daemon=True
+    )
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

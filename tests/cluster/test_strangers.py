@@ -16,7 +16,7 @@ from torch import nn
 from daskdl import ModelError, Predictor, SaveError
 from daskdl.channel.protocol import NAME, wrap
 from daskdl.config import VERSION
-from daskdl.inference.batching import structure_of
+from daskdl.inference.pool import structure_of
 from daskdl.training.replica import failure_of
 from tests.support.clusters import cluster_of
 from tests.support.problems import kept, parameters_of, rows, trainer
@@ -224,8 +224,7 @@ class Attack:
             "ask": {"structure": structure_of(X), "leaves": [wrap(X)]},
             "stage": {"version": 2},
             "use": {"version": 2},
-            "discard": {},
-            "hear": {},
+            "ping": {},
             "close": {"wait": True},
         }
         for server in self.cluster.workers.values():

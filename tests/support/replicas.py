@@ -10,12 +10,10 @@ from torch import nn
 from typing_extensions import override
 
 from daskdl.config import Timeouts
-from daskdl.inference.batching import Failure, Joining, Outputs, Room, call_of
-from daskdl.inference.pool import Crew, Ground, Replica
-from daskdl.inference.predictor import Dispatcher
+from daskdl.inference.pool import Failure, Host, Outputs, Replica, ReplicaPool
+from daskdl.inference.predictor import BatchQueue, Call, Dispatcher
 from daskdl.serialization import PackedModel
 
-LONG_S = 1000.0  # nobody waits so long in a test
 WITHIN_S = 30.0  # for what a test awaits
 TIMEOUTS = Timeouts(60.0, 30.0, 60.0, 10.0, 300.0, 600.0)
 MODEL = PackedModel(nn.Identity())
@@ -62,6 +60,10 @@ class FakeReplica(Replica):
         return fault if isinstance(fault, Failure) else None
 
     @override
+    async def open(self):
+        await self._does("open")
+
+    @override
     async def stage(self, version, model):
         return await self._does("stage", version)
 
@@ -70,12 +72,8 @@ class FakeReplica(Replica):
         await self._does("use", version)
 
     @override
-    async def discard(self):
-        await self._does("discard")
-
-    @override
-    async def hear(self):
-        await self._does("hear")
+    async def ping(self):
+        await self._does("ping")
 
     @override
     async def close(self, wait):
@@ -88,7 +86,7 @@ class FakeReplica(Replica):
         return await outcome
 
 
-class FakeGround(Ground):
+class FakeHost(Host):
     """Places that a test may change.
 
     Attributes:
@@ -104,18 +102,16 @@ class FakeGround(Ground):
         self.made = []
         self.log = []
         self.faults = {}
+        self.raises = None
 
     @override
     async def places(self):
+        if self.raises is not None:
+            raise self.raises
         return list(self.there)
 
     @override
-    async def open(self, place, number, sharing):
-        fault = self.faults.pop(("open", place), None)
-        if isinstance(fault, asyncio.Event):
-            await fault.wait()
-        elif fault is not None:
-            raise fault
+    def replica(self, place, number, sharing):
         self.made.append(FakeReplica(place, self.log, self.faults))
         return self.made[-1]
 
@@ -123,27 +119,28 @@ class FakeGround(Ground):
 class Desk(NamedTuple):
     """A dispatcher and what it works with."""
 
-    ground: FakeGround
-    crew: Crew
+    host: FakeHost
+    pool: ReplicaPool
     dispatcher: Dispatcher
-    room: Room
+    queue: BatchQueue
 
     def call(self, *values) -> Future:
         """Rows that begin with these values."""
         x = np.array([[value, 0] for value in values], np.float32)
-        call = call_of(x, 4, asyncio.get_running_loop().time())
-        self.room.enter(call.rows)
+        call = Call.of(x, 4)
+        self.queue.admit(call.rows)
         self.dispatcher.add(call)
         return call.answer
 
     async def asked(self, replica=0):
         """The next batch that a replica gets."""
-        return await soon(self.ground.made[replica].asked.get())
+        return await soon(self.host.made[replica].asked.get())
 
     async def new_replicas(self):
         """Those who are missing are started."""
-        await self.crew.look()
-        await soon(asyncio.gather(*self.crew._starting))
+        await self.pool.look()
+        await soon(asyncio.gather(*self.pool._starting, return_exceptions=True))
+        await turns()
 
 
 async def soon(awaitable):
@@ -162,15 +159,34 @@ async def turns():
 
 
 @contextlib.asynccontextmanager
-async def serving(*places, wait_s=LONG_S, timeouts=TIMEOUTS, limit=4, queue=100):
-    """A desk with one replica in each place."""
-    ground = FakeGround(*places)
-    crew = Crew(ground, MODEL, len(places), timeouts)
-    room = Room(queue)
-    dispatcher = Dispatcher(crew, Joining(limit, wait_s), room, timeouts)
-    await crew.open()
+async def serving(
+    *places,
+    replicas=None,
+    wait_s=0.0,
+    timeouts=TIMEOUTS,
+    limit=4,
+    queue=100,
+    faults=(),
+    host=None,
+    there=None,
+):
+    """A desk with one replica in each place.
+
+    Args:
+        host: A list that gets the host.
+        there: What asking for the places raises, once it has opened.
+    """
+    own = FakeHost(*places)
+    own.faults.update(faults)
+    if host is not None:
+        host.append(own)
+    pool = ReplicaPool(own, MODEL, replicas or max(len(places), 1), timeouts)
+    batches = BatchQueue(limit, wait_s, queue)
+    dispatcher = Dispatcher(pool, batches, timeouts)
     try:
-        yield Desk(ground, crew, dispatcher, room)
+        await pool.open()
+        own.raises = there
+        yield Desk(own, pool, dispatcher, batches)
     finally:
         dispatcher.close()
-        await crew.close(wait=True)
+        await pool.close(wait=True)

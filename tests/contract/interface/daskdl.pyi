@@ -196,7 +196,7 @@ class Predictor:
         *,
         replicas=2,
         batch_limit=32,
-        wait_ms=2.0,
+        wait_ms=0.0,
         queue_limit=1024,
         transform=None,
         client=None,
@@ -310,7 +310,7 @@ class Trainer:
         *,
         replicas=2,
         batch_limit=32,
-        wait_ms=2.0,
+        wait_ms=0.0,
         queue_limit=1024,
         transform=None,
     ): ...

@@ -4,8 +4,10 @@ import re
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import dask
+import dask.array as da
 import numpy as np
 import pytest
 import torch
@@ -174,14 +176,16 @@ def test_no_call_is_answered_by_two_models():
 # ---- too much, too late
 
 
-def filled(predictor):
+def until_room(predictor, rows):
+    predictor._queue.room(rows).result(WITHIN_S)
+
+
+def filled(predictor, queue_limit=4):
     """Calls of 4 rows: two batches are with the replica, and the last one waits."""
     calls = []
     for _ in range(3):
-        freed = predictor._room.freed()
+        until_room(predictor, queue_limit)  # the one before is with the replica
         calls.append(predictor.submit(X[:4]))
-        if len(calls) < 3:
-            freed.result(WITHIN_S)  # it is with the replica
     return calls
 
 
@@ -240,23 +244,21 @@ def test_an_answer_that_comes_too_late_is_not_waited_for(gate):
 
 def test_a_call_that_is_not_waited_for_any_more_makes_room(gate):
     with here(Gated(), replicas=1, batch_limit=4, queue_limit=8) as predictor:
-        filled(predictor)
-        freed = predictor._room.freed()
+        filled(predictor, 8)
 
         with pytest.raises(WaitTimeoutError, match="no answer within"):
             predictor(X[:4], timeout_s=0.01)
 
-        freed.result(WITHIN_S)
+        until_room(predictor, 4)
         gate.set()
 
 
 def test_a_call_that_is_cancelled_makes_room(gate):
     with here(Gated(), replicas=1, batch_limit=4, queue_limit=4) as predictor:
         *_, waiting = filled(predictor)
-        freed = predictor._room.freed()
 
         assert waiting.cancel()
-        freed.result(WITHIN_S)
+        until_room(predictor, 4)
 
         again = predictor.submit(X[:4])
         gate.set()
@@ -267,17 +269,16 @@ def test_an_event_loop_that_does_not_wait_any_more_makes_room(gate):
     async def ask(predictor):
         task = asyncio.create_task(predictor.acall(X[:1], timeout_s=WITHIN_S))
         await asyncio.sleep(0)  # it asks
-        freed = predictor._room.freed()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        return freed
 
     with here(Gated(), replicas=1, batch_limit=4, queue_limit=8) as predictor:
-        filled(predictor)
+        filled(predictor, 8)
 
-        asyncio.run(ask(predictor)).result(WITHIN_S)
+        asyncio.run(ask(predictor))
 
+        until_room(predictor, 4)
         gate.set()
 
 
@@ -318,6 +319,95 @@ def test_the_thread_that_answers_may_not_wait_for_answers(gate, wait):
         assert len(predictor(X[:1])) == 1
 
 
+# ---- what comes in
+
+
+def test_a_call_may_be_changed_as_soon_as_it_was_made(gate):
+    x = X[:2].copy()
+
+    with here(Gated()) as predictor:
+        answer = predictor.submit(x)
+        x[:] = 0
+        gate.set()
+
+        np.testing.assert_array_equal(answer.result(WITHIN_S), X[:2] * 2)
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+class Rows(nn.Module):
+    """How many rows are in a batch."""
+
+    def forward(self, x):
+        leaf = x["a"] if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x
+        return torch.full((len(leaf),), len(leaf))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "joined"),
+    [
+        (X[:2], torch.from_numpy(X[:2]), True),
+        ({"a": X[:2], "b": X[:2]}, {"a": X[:2], "b": X[:2]}, True),
+        (X[:2], X[:2, :1], False),
+        (X[:2], X[:2].astype(np.float64), False),
+        (X[:2], (X[:2],), False),
+        ({"a": X[:2], "b": X[:2]}, {"a": X[:2], "c": X[:2]}, False),
+        ((X[:2], X[:2]), Pair(X[:2], X[:2]), False),
+    ],
+    ids=["tensor", "dict", "shape", "dtype", "tuple", "names", "named tuple"],
+)
+def test_calls_of_one_structure_shape_and_dtype_share_a_batch(one, other, joined):
+    with here(Rows(), replicas=1, batch_limit=4, wait_ms=20) as predictor:
+        answers = [predictor.submit(x).result for x in (one, other)]
+
+        rows = [int(answer(WITHIN_S)[0]) for answer in answers]
+
+    assert rows == ([4, 4] if joined else [2, 2])
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (X.tolist(), "X must be a numpy array, a torch tensor .* got a list"),
+        ({}, "X must not be empty, got no array"),
+        (X[:0], r"X must not be empty, got the shape \(0, 4\)"),
+        (np.float32(1), "X must be a numpy array"),
+        (torch.tensor(1.0), "X must have examples along its first axis"),
+        (X.astype("U1"), "X must hold real numbers"),
+        (
+            {"a": X, "b": X[:2]},
+            r"equally many rows .* {\"X\['a'\]\": 64, \"X\['b'\]\": 2",
+        ),
+        (da.from_array(X), "X must be in memory, got a dask.array; use predict"),
+        (X, "X has 64 rows, of which .* batch_limit=32; cut it"),
+    ],
+    ids=["list", "no", "empty", "number", "scalar", "text", "rows", "lazy", "long"],
+)
+def test_rows_that_cannot_be_used_are_refused(x, message):
+    with here(nn.Identity()) as predictor, pytest.raises(DataError, match=message):
+        predictor.submit(x)
+
+
+class Threads(nn.Module):
+    """How many torch has where it computes."""
+
+    def forward(self, x):
+        return torch.full((len(x),), torch.get_num_threads())
+
+
+def test_replicas_share_the_threads_of_torch():
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    try:
+        with here(Threads(), replicas=2) as predictor:
+            assert predictor(X[:1]).tolist() == [3]
+    finally:
+        torch.set_num_threads(before)
+
+
 # ---- what fails
 
 
@@ -328,8 +418,6 @@ def test_rows_that_the_model_fails_on_fail_alone(model):
         ) as error:
             predictor(X[:2, :3])
         assert "Traceback (most recent call last)" in error.value.__notes__[0]
-        with pytest.raises(DataError, match="batch_limit=32"):
-            predictor(X)
 
         predictor(X[:2])
 

@@ -1,0 +1,600 @@
+"""What becomes of calls and replicas, on replicas whose answers are the test's."""
+
+import asyncio
+import dataclasses
+import functools
+import itertools
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from daskdl.channel.protocol import wrap
+from daskdl.errors import (
+    BusyError,
+    ChannelError,
+    ModelError,
+    OptionError,
+    ReplicaError,
+    RunError,
+    WaitTimeoutError,
+)
+from daskdl.inference.pool import Failure, start_server
+from daskdl.inference.predictor import BatchQueue, Call
+from daskdl.serialization import PackedModel
+from tests.support.replicas import MODEL, TIMEOUTS, serving, soon, turns, values
+
+LONG_S = 1000.0  # nobody waits so long in a test
+NEW = MODEL
+
+
+def on_a_loop(test):
+    """Run a coroutine as a test."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+class TestBatches:
+    @on_a_loop
+    async def test_a_full_batch_leaves_at_once_and_each_call_gets_its_own_rows(self):
+        async with serving("a", wait_s=LONG_S) as desk:
+            calls = [desk.call(1), desk.call(2, 3), desk.call(4)]
+            batch = await desk.asked()
+            batch.answer()
+
+            assert batch.values == [1, 2, 3, 4]
+            assert [await values(call) for call in calls] == [[10], [20, 30], [40]]
+
+    @on_a_loop
+    async def test_one_that_is_not_full_waits_for_more_rows(self):
+        async with serving("a", wait_s=LONG_S) as desk:
+            desk.call(1)
+            await turns()
+            assert desk.host.made[0].asked.empty()
+
+            desk.call(2, 3, 4)
+
+            assert (await desk.asked()).values == [1, 2, 3, 4]
+
+    @pytest.mark.parametrize("wait_s", [0.0, 0.001])
+    @on_a_loop
+    async def test_and_no_longer_than_it_should(self, wait_s):
+        async with serving("a", wait_s=wait_s) as desk:
+            desk.call(1)
+
+            assert (await desk.asked()).values == [1]
+
+    @on_a_loop
+    async def test_answers_share_no_memory(self):
+        async with serving("a", wait_s=LONG_S) as desk:
+            one, other = desk.call(2, 2), desk.call(3, 3)
+            (await desk.asked()).answer()
+
+            (await soon(asyncio.wrap_future(one)))[:] = 0
+
+            assert await values(other) == [30, 30]
+            assert one.result().base is None
+
+    @on_a_loop
+    async def test_they_go_to_the_replica_with_the_fewest(self):
+        async with serving("a", "b") as desk:
+            desk.call(1)
+            desk.call(2)
+            first, second = await desk.asked(0), await desk.asked(1)
+            second.answer()
+            await turns()
+
+            desk.call(3)
+
+            assert (first.values, second.values) == ([1], [2])
+            assert (await desk.asked(1)).values == [3]
+
+    @on_a_loop
+    async def test_a_replica_has_two_at_most_and_calls_that_wait_are_joined(self):
+        async with serving("a") as desk:
+            for value in range(5):
+                desk.call(value)
+            batches = [await desk.asked(), await desk.asked()]
+            await turns()
+            assert desk.host.made[0].asked.empty()
+
+            batches[0].answer()
+
+            assert (await desk.asked()).values == [2, 3, 4]
+
+    @on_a_loop
+    async def test_a_call_that_was_cancelled_is_not_asked_and_makes_room(self):
+        async with serving("a", queue=4) as desk:
+            desk.call(8, 8, 8, 8), desk.call(9, 9, 9, 9)
+            desk.call(1).cancel()
+            desk.call(2, 3, 4)
+            (await desk.asked()).answer()
+            await desk.asked()
+
+            assert (await desk.asked()).values == [2, 3, 4]
+            desk.queue.admit(4)
+
+    @on_a_loop
+    async def test_only_what_waits_for_a_replica_takes_room(self):
+        async with serving("a", queue=4) as desk:
+            desk.call(1, 2, 3, 4), desk.call(5, 6, 7, 8), desk.call(9)
+            with pytest.raises(BusyError, match=r"1 calls wait with 1 rows, 4 more"):
+                desk.queue.admit(4)
+            room = desk.queue.room(4)
+            assert not room.done()
+
+            (await desk.asked()).answer()
+            await soon(asyncio.wrap_future(room))
+
+            desk.queue.admit(4)
+
+
+class TestFailures:
+    @on_a_loop
+    async def test_a_model_that_fails_fails_for_the_call_that_made_it_and_no_other(
+        self,
+    ):
+        async with serving("a", wait_s=LONG_S) as desk:
+            calls = [desk.call(1), desk.call(2), desk.call(3), desk.call(4)]
+            (await desk.asked()).refuse()
+            for _ in calls:
+                batch = await desk.asked()
+                assert len(batch.x) == 1
+                if batch.values == [2]:
+                    batch.refuse("ValueError: two is too much")
+                else:
+                    batch.answer()
+
+            assert [await values(calls[i]) for i in (0, 2, 3)] == [[10], [30], [40]]
+            with pytest.raises(
+                ModelError, match=r"on 1 rows, X: .* two is too"
+            ) as error:
+                await values(calls[1])
+            assert "Traceback: ..." in error.value.__notes__[0]
+
+    @on_a_loop
+    async def test_what_a_lost_replica_had_goes_to_another_one(self):
+        async with serving("a", "b") as desk:
+            calls = [desk.call(1), desk.call(2)]
+            (await desk.asked(1)).answer()
+            (await desk.asked(0)).lose()
+
+            (await desk.asked(1)).answer()
+
+            assert [await values(call) for call in calls] == [[10], [20]]
+            assert [replica.place for replica in desk.pool.ready] == ["b"]
+            assert ("close", "a") in desk.host.log
+
+    @on_a_loop
+    async def test_both_batches_of_a_lost_replica_are_asked_again(self):
+        async with serving("a") as desk:
+            calls = [desk.call(1, 2, 3, 4), desk.call(5, 6, 7, 8)]
+            lost, _ = await desk.asked(), await desk.asked()
+            lost.lose()
+            await turns()
+            await desk.new_replicas()
+
+            for _ in calls:
+                (await desk.asked(1)).answer()
+
+            assert await values(calls[0]) == [10, 20, 30, 40]
+            assert await values(calls[1]) == [50, 60, 70, 80]
+
+    @on_a_loop
+    async def test_what_a_hanging_replica_has_goes_to_another_one(self):
+        impatient = dataclasses.replace(TIMEOUTS, request=0.01)
+        async with serving("a", "b", timeouts=impatient) as desk:
+            answer = desk.call(1)
+            await desk.asked(0)
+
+            (await desk.asked(1)).answer()
+
+            assert await values(answer) == [10]
+
+    @on_a_loop
+    async def test_a_call_that_ends_every_replica_is_given_up_and_no_other_with_it(
+        self,
+    ):
+        async with serving("a", wait_s=LONG_S) as desk:
+            bad, *others = [desk.call(value) for value in (666, 1, 2, 3)]
+            replica, batches = 0, []
+            while not (bad.done() and all(other.done() for other in others)):
+                batches.append(await desk.asked(replica))
+                if 666 not in batches[-1].values:
+                    batches[-1].answer()
+                    await turns()
+                    continue
+                batches[-1].lose()
+                await turns()
+                await desk.new_replicas()
+                replica += 1
+
+            with pytest.raises(ReplicaError, match="4 times, at last: connection lost"):
+                await values(bad)
+            assert [await values(other) for other in others] == [[10], [20], [30]]
+            fatal = [batch.values for batch in batches if 666 in batch.values]
+            assert fatal == [[666, 1, 2, 3], [666, 1, 2, 3], [666], [666]]
+
+    @on_a_loop
+    async def test_without_a_replica_calls_wait_for_one_and_then_for_none(self):
+        hopeless = dataclasses.replace(TIMEOUTS, rejoin=0.01)
+        async with serving("a", timeouts=hopeless) as desk:
+            waiting = desk.call(1)
+            (await desk.asked()).lose()
+            with pytest.raises(WaitTimeoutError, match=r"no replica is left.*\.rejoin"):
+                await values(waiting)
+            with pytest.raises(WaitTimeoutError, match="no replica is left"):
+                await values(desk.call(2))
+
+            await desk.new_replicas()
+            again = desk.call(3)
+            (await desk.asked(1)).answer()
+
+            assert await values(again) == [30]
+
+    @on_a_loop
+    async def test_nobody_waits_for_ever_because_of_a_fault_of_ours(self):
+        async with serving("a") as desk:
+            answer = desk.call(1)
+            (await desk.asked()).outcome.set_result("nonsense")
+
+            with pytest.raises(AttributeError):
+                await values(answer)
+
+
+class TestTheEnd:
+    @on_a_loop
+    async def test_closing_fails_whoever_waits(self):
+        async with serving("a") as desk:
+            waiting = [desk.call(1), desk.call(2), desk.call(3)]
+            await desk.asked()
+
+            desk.dispatcher.close()
+
+            for call in (*waiting, desk.call(4)):
+                with pytest.raises(RunError, match="before this call was answered"):
+                    await values(call)
+            desk.queue.admit(100)
+
+    @on_a_loop
+    async def test_draining_answers_whoever_waits_and_nobody_else(self):
+        async with serving("a", wait_s=LONG_S) as desk:
+            waiting = desk.call(1)
+            draining = asyncio.create_task(desk.dispatcher.drain(10.0))
+            await turns()
+            late = desk.call(3)
+            (await desk.asked()).answer()
+            await soon(draining)
+
+            assert await values(waiting) == [10]
+            with pytest.raises(RunError, match="the predictor is closed"):
+                await values(late)
+
+    @on_a_loop
+    async def test_draining_ends_though_a_replica_does_not_answer(self):
+        async with serving("a") as desk:
+            waiting = desk.call(1)
+            await soon(desk.dispatcher.drain(0.01))
+
+            assert not waiting.done()
+
+
+KINDS = st.sampled_from("ab")
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 4), KINDS),
+        st.tuples(st.just("take"), st.booleans(), st.floats(0, 3)),
+    ),
+    max_size=40,
+)
+
+
+def queued(came, rows, kind):
+    return Call(np.zeros(rows), rows, kind, tensors=False, came=came)
+
+
+class TestTheQueue:
+    """A clock of its own, so that nothing waits."""
+
+    @given(STEPS)
+    def test_every_call_leaves_once_in_its_order_with_its_kind_within_the_limit(
+        self, steps
+    ):
+        queue, now = BatchQueue(4, 2.0, 200), 0.0
+        came, left = [], []
+        for verb, one, other in steps:
+            if verb == "add":
+                queue.admit(one)
+                came.append(queued(now, one, other))
+                queue.add(came[-1])
+                continue
+            now += other
+            if batch := queue.take(now, hurry=one):
+                assert sum(c.rows for c in batch) <= 4
+                assert len({c.kind for c in batch}) == 1
+            left += batch
+        while batch := queue.take(now, hurry=True):
+            left += batch
+
+        for kind in "ab":
+            own = [c for c in came if c.kind == kind]
+            assert [c for c in left if c.kind == kind] == own
+        queue.admit(200)
+
+    @given(st.lists(st.tuples(st.integers(1, 4), KINDS), min_size=1, max_size=20))
+    def test_nothing_is_late_and_the_oldest_that_is_due_leaves_first(self, calls):
+        queue, now = BatchQueue(4, 2.0, 100), float(len(calls))
+        for came, (rows, kind) in enumerate(calls):
+            queue.add(queued(float(came), rows, kind))
+
+        firsts = []
+        while batch := queue.take(now):
+            firsts.append(batch[0])
+
+        for first, second in itertools.pairwise(firsts):
+            assert first.came < second.came
+        wait_s = queue.due_in(now)
+        assert wait_s is None or wait_s > 0
+        assert wait_s is None or queue.take(now + wait_s)
+
+
+GATE = threading.Event()
+
+
+class Gated(nn.Module):
+    """Is not unpacked before it may be."""
+
+    def __setstate__(self, state):
+        assert GATE.wait(30)
+        super().__setstate__(state)
+
+
+def places(desk):
+    return sorted(replica.place for replica in desk.pool.ready)
+
+
+def lose(desk, place):
+    replica = next(r for r in desk.pool.ready if r.place == place)
+    desk.pool.lose(replica, "it hangs")
+    desk.pool.lose(replica, "it hangs")  # twice is once
+
+
+class TestReplicas:
+    @on_a_loop
+    async def test_they_are_spread_over_the_places_and_go_in_the_end(self):
+        async with serving("a", "b", replicas=3) as desk:
+            assert places(desk) == ["a", "a", "b"]
+            assert desk.host.log.count(("use", "a", 1)) == 2
+
+        closed = [entry[1] for entry in desk.host.log if entry[0] == "close"]
+        assert sorted(closed) == ["a", "a", "b"]
+
+    @pytest.mark.parametrize(
+        ("fault", "error", "message"),
+        [
+            (None, OptionError, "the cluster has no workers; wait for some"),
+            (
+                ("stage", Failure("no module named nets", "Traceback")),
+                ModelError,
+                "cannot be used on a: no module named nets",
+            ),
+            (("open", "hang"), WaitTimeoutError, r"no replica was made on a .*\.join"),
+            (("stage", "hang"), WaitTimeoutError, r"was not on a within .*\.data"),
+            (("use", "hang"), WaitTimeoutError, r"did not take the model .*\.request"),
+        ],
+        ids=["no place", "refused", "open", "stage", "use"],
+    )
+    @on_a_loop
+    async def test_a_start_that_fails_is_an_error_and_leaves_nothing(
+        self, fault, error, message
+    ):
+        impatient = dataclasses.replace(TIMEOUTS, join=0.01, data=0.01, request=0.01)
+        faults = {}
+        if fault is not None:
+            verb, what = fault
+            faults[verb, "a"] = asyncio.Event() if what == "hang" else what
+        host = []
+
+        with pytest.raises(error, match=message):
+            async with serving(
+                *(["a"] if fault else []), timeouts=impatient, faults=faults, host=host
+            ):
+                pass
+
+        closed = [entry for entry in host[0].log if entry[0] == "close"]
+        assert closed == ([("close", "a")] if fault else [])
+
+    @on_a_loop
+    async def test_one_that_is_just_being_started_goes_too(self):
+        async with serving("a", "b") as desk:
+            lose(desk, "a")
+            slow = desk.host.faults["open", "a"] = asyncio.Event()
+            await desk.pool.look()
+            await turns()
+            closing = asyncio.create_task(desk.pool.close(wait=True))
+            await turns()
+            desk.host.log.clear()
+
+            slow.set()
+            await soon(closing)
+
+            assert ("close", "a") in desk.host.log
+
+    @on_a_loop
+    async def test_one_whose_place_is_gone_is_replaced_where_there_is_room(self):
+        async with serving("a", "b") as desk:
+            desk.host.there = ["b"]
+            await desk.new_replicas()
+            assert places(desk) == ["b"]  # no place gets more than at the start
+
+            desk.host.there = ["b", "new"]
+            await desk.new_replicas()
+            await desk.new_replicas()
+
+            assert places(desk) == ["b", "new"]
+
+    @on_a_loop
+    async def test_one_that_is_lost_comes_back_where_the_fewest_were_lost(self):
+        async with serving("a", "b") as desk:
+            desk.host.there = ["a", "b", "c"]
+            lose(desk, "a")
+
+            await desk.new_replicas()
+
+            assert places(desk) == ["b", "c"]
+
+    @on_a_loop
+    async def test_a_start_that_fails_later_is_tried_again(self):
+        async with serving("a", "b") as desk:
+            lose(desk, "a")
+            desk.host.faults["open", "a"] = ConnectionError("gone")
+            await desk.new_replicas()
+            assert places(desk) == ["b"]
+
+            await desk.new_replicas()
+
+            assert places(desk) == ["a", "b"]
+
+    @on_a_loop
+    async def test_they_are_pinged_from_time_to_time_and_lost_if_they_are_silent(self):
+        often = dataclasses.replace(TIMEOUTS, silence=1e-9)
+        async with serving("a", "b", timeouts=often) as desk:
+            desk.host.faults["ping", "b"] = ConnectionError("gone")
+            await turns()
+
+            await desk.pool.look()
+            await turns()
+
+            assert ("ping", "a") in desk.host.log
+            assert ("close", "b") in desk.host.log
+
+    @on_a_loop
+    async def test_if_nobody_will_ever_be_there_calls_are_told(self):
+        host = []
+        async with serving("a", host=host, there=ChannelError("closed")) as desk:
+            waiting = desk.call(1)
+
+            with pytest.raises(ChannelError, match="closed"):
+                await values(waiting)
+
+
+class TestSwap:
+    @on_a_loop
+    async def test_it_stages_everywhere_before_the_first_uses_it(self):
+        async with serving("a", "b") as desk:
+            desk.host.log.clear()
+
+            await desk.pool.swap(NEW)
+
+            assert desk.host.log == [
+                *(("stage", "a", 2), ("stage", "b", 2)),
+                *(("use", "a", 2), ("use", "b", 2)),
+            ]
+
+    @on_a_loop
+    async def test_a_model_that_one_refuses_is_used_by_none(self):
+        async with serving("a", "b") as desk:
+            desk.host.faults["stage", "b"] = Failure("no module named nets", "Trace")
+            desk.host.log.clear()
+
+            with pytest.raises(ModelError, match="on b: no module named nets"):
+                await desk.pool.swap(NEW)
+
+            assert desk.host.log[-2:] == [("use", "a", 1), ("use", "b", 1)]
+            await desk.pool.swap(NEW)
+            assert [replica.version for replica in desk.pool.ready] == [2, 2]
+
+    @pytest.mark.parametrize("fault", ["lost", "hangs"])
+    @pytest.mark.parametrize("verb", ["stage", "use"])
+    @on_a_loop
+    async def test_a_replica_that_is_lost_meanwhile_does_not_stop_it(self, verb, fault):
+        impatient = dataclasses.replace(TIMEOUTS, data=0.01, request=0.01)
+        async with serving("a", "b", timeouts=impatient) as desk:
+            desk.host.faults[verb, "a"] = (
+                ConnectionError("gone") if fault == "lost" else asyncio.Event()
+            )
+
+            await desk.pool.swap(NEW)
+            assert places(desk) == ["b"]
+            await desk.new_replicas()
+
+            assert [replica.version for replica in desk.pool.ready] == [2, 2]
+
+    @on_a_loop
+    async def test_a_replica_that_starts_meanwhile_has_the_new_model(self):
+        async with serving("a", "b") as desk:
+            lose(desk, "a")
+            slow = desk.host.faults["use", "a"] = asyncio.Event()
+            await desk.pool.look()
+            await turns()
+
+            await desk.pool.swap(NEW)
+            slow.set()
+            await desk.new_replicas()
+
+            assert [replica.version for replica in desk.pool.ready] == [2, 2]
+            assert ("use", "a", 2) in desk.host.log
+
+
+class Handlers(dict):
+    """Says when one has gone."""
+
+    def __init__(self):
+        self.gone = asyncio.Event()
+
+    def pop(self, name, default=None):
+        self.gone.set()
+        return super().pop(name, default)
+
+
+async def opened(silence_s):
+    """A worker with a replica that has a model."""
+    state = SimpleNamespace(nthreads=1)
+    worker = SimpleNamespace(handlers=Handlers(), extensions={}, state=state)
+    await start_server("replica", None, 1, silence_s, dask_worker=worker)
+    return worker
+
+
+class TestOnAWorker:
+    @on_a_loop
+    async def test_a_client_that_is_silent_for_too_long_is_not_waited_for(self):
+        worker = await opened(silence_s=0.001)
+
+        await soon(worker.handlers.gone.wait())
+
+        assert not worker.handlers
+        assert not worker.extensions
+
+    @on_a_loop
+    async def test_while_it_computes_its_client_may_be_silent(self):
+        GATE.clear()
+        worker = await opened(silence_s=0.001)
+        payload = wrap(PackedModel(Gated()).payload)
+        staged = worker.handlers["replica"](call="stage", version=1, payload=payload)
+        answer = asyncio.create_task(staged)
+        for _ in range(3):
+            await asyncio.to_thread(GATE.wait, 0.002)
+        assert worker.handlers
+
+        GATE.set()
+
+        assert (await soon(answer))["status"] == "ok"
+        await soon(worker.handlers.gone.wait())
+
+    @on_a_loop
+    async def test_it_stops_with_its_worker(self):
+        worker = await opened(silence_s=1000.0)
+
+        for extension in worker.extensions.values():
+            await extension.close()
+
+        answer = await worker.handlers["replica"](call="ask", structure=b"", leaves=[])
+        assert answer["status"] == "unknown"

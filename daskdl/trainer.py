@@ -16,16 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks import Callback
-from daskdl.cluster import check_outlives, client_or_process
+from daskdl.cluster import client_or_process
 from daskdl.data.batching import Transform
-from daskdl.data.dask_collections import is_lazy
 from daskdl.data.formats import Loader
 from daskdl.data.inputs import Approach, OnBad, ReadOptions, compose
 from daskdl.errors import OptionError
 from daskdl.evaluation.evaluate import evaluate_model
-from daskdl.evaluation.per_example import Given as GivenRows
 from daskdl.evaluation.per_example import (
-    Scores,
     WorstExamples,
     penalty_of,
     score_examples,
@@ -422,11 +419,17 @@ class Trainer:
         )
         model = self._trained_model()
         penalty = penalty_of(model, self.optimizer_) if regularization else 0.0
-        if is_lazy(X):
-            check_outlives(self.client)
-        how = Scores(model, self._objective, read, penalty, self.classes_)
-        with client_or_process(self.client) as client:
-            return score_examples(GivenRows(X, y, key), how, client)
+        return score_examples(
+            model,
+            self._objective,
+            X,
+            y,
+            read=read,
+            client=self.client,
+            key=key,
+            penalty=penalty,
+            classes=self.classes_,
+        )
 
     def errors(
         self,
@@ -469,11 +472,18 @@ class Trainer:
         read = self._read(
             batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
         )
-        model = self._trained_model()
-        how = Scores(model, self._objective, read, classes=self.classes_)
-        given = GivenRows(X, y, key)
-        with client_or_process(self.client) as client:
-            return worst_examples(given, how, client, top=top, wrong_only=wrong_only)
+        return worst_examples(
+            self._trained_model(),
+            self._objective,
+            X,
+            y,
+            read=read,
+            client=self.client,
+            key=key,
+            classes=self.classes_,
+            top=top,
+            wrong_only=wrong_only,
+        )
 
     def predict(
         self,

@@ -1,19 +1,16 @@
 """The loss of an example is that of a batch which has only it."""
 
 import functools
-import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import nn
+from torch import nn, optim
 from torch.nn import functional
 
-from daskdl.evaluation import per_example
-from daskdl.evaluation.per_example import example_losses, has_rows
+from daskdl import OptionError, Trainer
 from daskdl.keras import CrossEntropyOfProbabilities
-from daskdl.objective import OwnStep
+from daskdl.keras.module import as_module, library
+from daskdl.objective import Penalised
 
 ROWS, CLASSES, STEPS = 5, 4, 3
 GENERATOR = torch.Generator().manual_seed(0)
@@ -136,14 +133,31 @@ CASES = {**OF_CLASSES, **OF_NUMBERS}
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 
 
+class Passing(nn.Module):
+    """Returns its input, in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtype = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x):
+        return x
+
+
+def trainer(model=None, loss=None, **options):
+    """One that has a model, without having been trained."""
+    own = Trainer(model or Passing(), loss, optim.SGD, client=False, **options)
+    own.model_ = own.model
+    return own
+
+
+def scores(loss, output, y, **options):
+    return trainer(loss=loss).score_examples(output, y, **options)
+
+
 def one_by_one(loss, output, y):
     """The loss of each batch of one, in a loop."""
     return torch.stack([loss(output[i : i + 1], y[i : i + 1]) for i in range(len(y))])
-
-
-def scores(loss, output, y):
-    batch = (output, y)
-    return example_losses(nn.Identity(), loss, batch, by_rows=True).losses
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -151,14 +165,15 @@ def scores(loss, output, y):
 def test_it_is_the_loss_of_a_batch_of_one(case, reduction):
     kind, options, output, y = CASES[case]
     loss = kind(**options, reduction=reduction)
+    expected = one_by_one(loss, output, y).double()
 
-    found = scores(loss, output, y)
+    for batch_size in (2, 64):
+        found = scores(loss, output, y, batch_size=batch_size)
 
-    assert found.dtype == torch.float64
-    # 1e-12: the same float64 numbers, which may be added up in another order.
-    torch.testing.assert_close(
-        found, one_by_one(loss, output, y).double(), rtol=1e-12, atol=0, equal_nan=True
-    )
+        assert found.dtype == torch.float64
+        # 1e-12: the same float64 numbers, which may be added up in another order.
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
+    assert loss.reduction == reduction  # threads share it
 
 
 def test_batchmean_is_the_sum_within_an_example():
@@ -178,15 +193,18 @@ SLOW = {  # because rows may share something
 @pytest.mark.parametrize("case", CASES)
 def test_all_rows_are_computed_at_once_where_that_is_the_same(case, monkeypatch):
     kind, options, output, y = CASES[case]
-    loops = []
-    plain = per_example._plain
-    monkeypatch.setattr(
-        per_example, "_plain", lambda each: loops.append(1) or plain(each)
-    )
+    calls, forward = [], kind.forward
+
+    def counted(self, *given):
+        calls.append(given)
+        return forward(self, *given)
+
+    monkeypatch.setattr(kind, "forward", counted)
 
     scores(kind(**options), output, y)
 
-    assert bool(loops) == (case in SLOW)
+    # Without rows one by one: the dry run, the trial of both, and the batch.
+    assert (len(calls) > 3) == (case in SLOW)
 
 
 # In all others a batch weighs its labels, or takes its rows for classes.
@@ -197,10 +215,9 @@ ALIKE = OF_NUMBERS.keys() - SLOW | {"plain", "sequence", "logarithms"}
 def test_the_mean_is_the_loss_of_the_batch_where_all_labels_count_alike(case):
     kind, options, output, y = CASES[case]
 
-    torch.testing.assert_close(
-        scores(kind(**options), output, y).mean(),
-        kind(**options)(output, y).double(),
-    )
+    mean = scores(kind(**options), output, y).mean()
+
+    torch.testing.assert_close(mean, kind(**options)(output, y).double())
 
 
 def test_weights_of_classes_cancel_in_an_example_and_not_in_a_batch():
@@ -213,15 +230,6 @@ def test_weights_of_classes_cancel_in_an_example_and_not_in_a_batch():
     assert not torch.isclose(found.mean(), weighted(output, y))
 
 
-def test_an_example_of_which_the_loss_ignores_everything_has_no_score():
-    y = LABELS.clone()
-    y[[1, 3]] = -100
-
-    found = scores(nn.CrossEntropyLoss(), LOGITS, y)
-
-    assert found.isnan().tolist() == [False, True, False, True, False]
-
-
 class Focal(nn.CrossEntropyLoss):
     """Of one's own, whose rows weigh by what all of them are together."""
 
@@ -229,15 +237,15 @@ class Focal(nn.CrossEntropyLoss):
         return super().forward(output, y) * len(y) ** 0.5
 
 
-LIKE = [
-    Focal(),
-    lambda output, y: functional.cross_entropy(output, y) / output.norm(),
-    functools.partial(functional.cross_entropy, ignore_index=1),
-    functional.cross_entropy,
-]
+LIKE = {
+    "class": Focal(),
+    "lambda": lambda out, y: functional.cross_entropy(out, y) / out.norm(),
+    "partial": functools.partial(functional.cross_entropy, ignore_index=1),
+    "function": functional.cross_entropy,
+}
 
 
-@pytest.mark.parametrize("loss", LIKE, ids=["class", "lambda", "partial", "function"])
+@pytest.mark.parametrize("loss", LIKE.values(), ids=LIKE)
 def test_what_may_look_at_several_rows_gets_one_at_a_time(loss):
     found = scores(loss, LOGITS, LABELS)
 
@@ -245,131 +253,230 @@ def test_what_may_look_at_several_rows_gets_one_at_a_time(loss):
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-def test_a_step_gets_one_row_at_a_time():
-    seen = []
-
+def test_a_step_gets_one_row_at_a_time_and_may_need_gradients():
     def step(model, batch):
-        seen.append(batch["x"] if isinstance(batch, dict) else batch)
         x, y = batch
-        return (model(x["a"]) - y).square().mean() * len(y)
+        assert y is None
+        with torch.enable_grad():
+            return model(x["a"].requires_grad_()).square().mean() * len(x["a"])
 
-    batch = ({"a": normal(*FLAT)}, normal(*FLAT))
+    own = trainer(step=step)
 
-    found = example_losses(nn.Identity(), OwnStep(step), batch, by_rows=False)
-
-    assert [len(y) for _, y in seen] == [1] * ROWS
-    assert found.output is None
     torch.testing.assert_close(
-        found.losses, (batch[0]["a"] - batch[1]).square().mean(1)
+        own.score_examples({"a": LOGITS}), LOGITS.square().mean(1)
     )
 
 
-def test_a_step_may_need_gradients():
-    def step(model, batch):
-        with torch.enable_grad():
-            return model(batch[0].requires_grad_()).sum()
-
-    batch = (torch.ones(2, 3), None)
-    found = example_losses(nn.Linear(3, 1), OwnStep(step), batch, by_rows=False)
-
-    assert not found.losses.requires_grad
+class Two(Passing):
+    def forward(self, x):
+        return {"twice": 2 * x, "sum": x.sum(1)}
 
 
-def test_a_step_without_labels_gets_none():
-    step = OwnStep(lambda model, batch: model(batch[0]).sum() + (batch[1] is None))
-
-    found = example_losses(nn.Identity(), step, (LOGITS, None), by_rows=False)
-
-    torch.testing.assert_close(found.losses, LOGITS.sum(1) + 1)
-
-
-def test_several_outputs_are_cut_together():
-    class Two(nn.Module):
-        def forward(self, x):
-            return {"twice": 2 * x, "sum": x.sum(1)}
-
-    def loss(output, y):
-        return (output["twice"].sum() - output["sum"].sum() + y[0].sum()).square()
-
-    y = (normal(ROWS),)
-    found = example_losses(Two(), loss, (LOGITS, y), by_rows=True)
-
-    torch.testing.assert_close(found.losses, (LOGITS.sum(1) + y[0]).square())
-
-
-class Together(nn.Module):
+class Together(Passing):
     """Returns something that has no row for each example."""
 
     def forward(self, x):
         return x, x.sum()
 
 
-def test_a_model_whose_outputs_cannot_be_cut_gets_one_row_at_a_time():
-    def loss(output, y):
-        return output[1] + y.sum()
-
-    by_rows = has_rows(Together(), LOGITS[:2])
-    found = example_losses(Together(), loss, (LOGITS, LABELS), by_rows=by_rows)
-
-    assert not by_rows
-    torch.testing.assert_close(found.losses, LOGITS.sum(1) + LABELS)
-
-
-class States(nn.Module):
+class States(Passing):
     """Returns as many states as there are rows in a batch of two, but not of them."""
 
     def forward(self, x):
-        return x, x.new_zeros(2, len(x))
+        return x, x.new_zeros(2, len(x)) + x.sum()
 
 
 class Pairs(dict):
     """A mapping of a class of its own, which a plain one is not."""
 
 
-class Mapping(nn.Module):
+class Named(Passing):
     def forward(self, x):
-        return Pairs(x=x)
+        return Pairs(x=x, sum=x.sum())
 
 
 @pytest.mark.parametrize(
-    ("module", "expected"),
+    ("model", "loss"),
     [
-        (nn.Identity(), True),
-        (nn.Flatten(0), False),
-        (States(), False),
-        (Mapping(), False),
-        (nn.LSTM(CLASSES, 2), False),
+        (Two(), lambda out, y: out["twice"].sum() - out["sum"].sum() + y.sum()),
+        (Together(), lambda out, y: out[1] + y.sum()),
+        (States(), lambda out, y: out[1].mean() + y.sum()),
+        (Named(), lambda out, y: out["sum"] + y.sum()),
     ],
-    ids=["rows", "one long row", "states", "mapping", "nested"],
+    ids=["rows", "one number", "states", "mapping"],
 )
-def test_outputs_are_cut_only_where_they_follow_the_rows(module, expected):
-    assert has_rows(module.double(), LOGITS[:2]) == expected
+def test_several_outputs_are_cut_only_where_they_follow_the_rows(model, loss):
+    found = trainer(model, loss).score_examples(LOGITS, LABELS)
+
+    torch.testing.assert_close(found, LOGITS.sum(1) + LABELS)
 
 
-def test_a_loss_that_threads_share_is_left_as_it_is():
-    loss = nn.CrossEntropyLoss()
+CHANCES = LOGITS.softmax(1)
+GUESSED = {
+    "module": (nn.CrossEntropyLoss(), LOGITS),
+    "function": (functional.cross_entropy, LOGITS),
+    "partial": (functools.partial(functional.cross_entropy, ignore_index=9), LOGITS),
+    "nll": (nn.NLLLoss(), LOGITS.log_softmax(1)),
+    "nll function": (functional.nll_loss, LOGITS.log_softmax(1)),
+    "keras": (CrossEntropyOfProbabilities(), CHANCES),
+    "hinge": (nn.MultiMarginLoss(), LOGITS),
+    "own": (lambda out, y: functional.cross_entropy(out, y), LOGITS),
+}
 
-    scores(loss, LOGITS, LABELS)
 
-    assert loss.reduction == "mean"
+@pytest.mark.parametrize(("loss", "output"), GUESSED.values(), ids=GUESSED)
+def test_the_loss_says_what_the_outputs_are(loss, output):
+    found = sorted(trainer(loss=loss).errors(output, LABELS), key=lambda e: e.number)
+
+    assert [one.predicted for one in found] == CHANCES.argmax(1).tolist()
+    assert [one.label for one in found] == LABELS.tolist()
+    chances = [one.probability for one in found]
+    if isinstance(loss, nn.MultiMarginLoss) or loss is GUESSED["own"][0]:
+        assert chances == [None] * ROWS
+    else:
+        assert chances == pytest.approx(CHANCES[range(ROWS), LABELS].tolist())
 
 
-def test_half_precision_becomes_double():
-    found = scores(nn.MSELoss(), LOGITS.bfloat16(), LOGITS.bfloat16() + 1)
-
-    assert found.dtype == torch.float64
-
-
-@given(
-    cuts=st.lists(st.integers(0, ROWS), max_size=4),
-    case=st.sampled_from(sorted(CASES)),
+@pytest.mark.parametrize(
+    ("loss", "output", "y"),
+    [
+        (nn.MSELoss(), LOGITS, LOGITS),
+        (nn.CrossEntropyLoss(), LONG_LOGITS, LONG_LABELS),
+        (nn.CrossEntropyLoss(), LOGITS, CHANCES),
+        (lambda out, y: functional.cross_entropy(out, y["a"]), LOGITS, {"a": LABELS}),
+    ],
+    ids=["numbers", "sequence", "probabilities", "several"],
 )
-def test_any_cut_into_batches_gives_the_same(cuts, case):
-    kind, options, output, y = CASES[case]
-    loss = kind(**options)
-    edges = [0, *sorted(set(cuts) - {0, ROWS}), ROWS]
-    parts = [slice(a, b) for a, b in itertools.pairwise(edges)]
+def test_there_is_a_prediction_only_of_one_class_for_each_row(loss, output, y):
+    own = trainer(loss=loss)
 
-    found = torch.cat([scores(loss, output[part], y[part]) for part in parts])
+    found = own.errors(output, y)
 
-    torch.testing.assert_close(found, scores(loss, output, y), equal_nan=True)
+    assert len(found) == ROWS  # and none of them is ignored
+    assert {(one.label, one.predicted, one.probability) for one in found} == {
+        (None, None, None)
+    }
+    with pytest.raises(OptionError, match="wrong_only=True needs a loss"):
+        own.errors(output, y, wrong_only=True)
+
+
+def test_a_row_is_ignored_if_all_its_labels_are():
+    y = LONG_LABELS.clone()
+    y[2] = 9
+    y[3, 0] = 9
+    loss = nn.CrossEntropyLoss(ignore_index=9)
+
+    found = trainer(loss=loss).errors(LONG_LOGITS, y)
+
+    assert scores(loss, LONG_LOGITS, y).isnan().tolist() == [
+        i == 2 for i in range(ROWS)
+    ]
+    assert sorted(one.number for one in found) == [0, 1, 3, 4]
+
+
+# ---- the penalty
+
+
+def linear():
+    return nn.Linear(3, 2).double()
+
+
+def penalty(model, optimizer):
+    own = trainer(model, nn.MSELoss())
+    own.optimizer_ = optimizer
+    rows = torch.zeros(2, 3), torch.zeros(2, 2)
+    plain, total = (
+        own.score_examples(*rows, regularization=on) for on in (False, True)
+    )
+    assert torch.equal((total - plain)[:1], (total - plain)[1:])
+    return (total - plain)[0].item()
+
+
+def test_each_group_has_its_own_weight_decay():
+    own = linear()
+    groups = [{"params": [own.weight], "weight_decay": 0.25}, {"params": [own.bias]}]
+
+    found = penalty(own, optim.SGD(groups, weight_decay=2.0))
+
+    expected = 0.125 * own.weight.square().sum() + own.bias.square().sum()
+    assert found == pytest.approx(expected.item())
+
+
+KINDS = [
+    *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax),
+    *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.SGD),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_its_gradient_is_what_the_optimizer_adds(kind):
+    """Of a loss that is zero, the step is the one with the penalty as the loss."""
+    own, other = linear(), linear()
+    other.load_state_dict(own.state_dict())
+    decaying = kind(own.parameters(), lr=0.1, weight_decay=0.5)
+    plain = kind(other.parameters(), lr=0.1, weight_decay=0.0)
+    start = penalty(own, decaying)
+
+    for p in own.parameters():
+        p.grad = torch.zeros_like(p)
+    decaying.step()
+    loss = sum(0.25 * p.square().sum() for p in other.parameters())
+    loss.backward()
+    plain.step()
+
+    assert start == pytest.approx(loss.item())
+    for mine, expected in zip(own.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: optim.AdamW(p, weight_decay=0.1), "which is taken off the weights"),
+        (
+            lambda p: optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True),
+            "weight_decay=0.1, which is taken off the weights",
+        ),
+        (lambda p: optim.Adafactor(p, weight_decay=0.1), "which is taken off"),
+        (lambda p: optim.SGD(linear().parameters()), "that are not those of model_"),
+    ],
+    ids=["AdamW", "NAdam", "Adafactor", "another model"],
+)
+def test_what_is_no_term_of_the_loss_is_refused(make, message):
+    own = linear()
+
+    with pytest.raises(OptionError, match=message):
+        penalty(own, make(own.parameters()))
+
+
+def test_without_weight_decay_there_is_nothing_to_add():
+    own = linear()
+
+    assert penalty(own, optim.AdamW(own.parameters(), weight_decay=0.0)) == 0.0
+
+
+class Ridge(nn.Linear, Penalised):
+    def penalty(self):
+        return self.weight.square().sum()
+
+
+def test_what_a_model_adds_of_itself_is_added():
+    own = Ridge(3, 2).double()
+
+    found = penalty(own, optim.SGD([own.bias], lr=0.1, weight_decay=2.0))
+
+    expected = own.weight.square().sum() + own.bias.square().sum()
+    assert found == pytest.approx(expected.item())
+
+
+def test_the_regularizers_of_a_keras_model_are_added():
+    keras = library()
+    keras.utils.set_random_seed(0)
+    dense = keras.layers.Dense(2, kernel_regularizer="l2")
+    own = as_module(keras.Sequential([keras.Input((3,)), dense]))
+    own(torch.ones(5, 3))
+
+    found = penalty(own, optim.SGD(own.parameters(), lr=0.1))
+
+    kernel = dense.kernel.value.detach()
+    assert found == pytest.approx(0.01 * kernel.square().sum().item())

@@ -1,4 +1,4 @@
-"""Which examples are the worst: exactly, whatever the parts."""
+"""Which examples are the worst: exactly, whatever the parts; and how they are shown."""
 
 import itertools
 import math
@@ -7,108 +7,48 @@ import pickle
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn, optim
 
-from daskdl import WorstExample, WorstExamples
-from daskdl.evaluation.per_example import (
-    Found,
-    Guessed,
-    Scored,
-    example_of,
-    worst_of,
-    worst_rows,
-)
+from daskdl import Trainer, WorstExample, WorstExamples
+from tests.support.sources import Parts, Streamed
 
 LOSSES = st.sampled_from(
     [0.0, -0.0, 1.0, 1.0, 2.5, -1.0, math.inf, -math.inf, math.nan]
 )
 
 
-def scored(losses, ignored=None, guessed=None):
-    ignored = np.zeros(len(losses), bool) if ignored is None else np.array(ignored)
-    return Scored(np.array(losses, dtype=float), ignored, guessed)
-
-
-def found(losses, part=0, start=0):
-    return [
-        Found(part, WorstExample(loss, f"part {part}", start + i))
-        for i, loss in enumerate(losses)
-    ]
-
-
-def places(worst):
-    return [(one.part, one.example.row) for one in worst]
-
-
-def by_hand(losses):
+def worst_first(losses):
     """Missing ones first, then the largest; of equal ones the first."""
-    order = sorted(
-        range(len(losses)),
-        key=lambda i: -math.inf if math.isnan(losses[i]) else -losses[i],
-    )
     missing = [i for i, loss in enumerate(losses) if math.isnan(loss)]
-    return missing + [i for i in order if i not in missing]
+    others = [i for i in range(len(losses)) if i not in missing]
+    return missing + sorted(others, key=lambda i: -losses[i])
 
 
-@given(losses=st.lists(LOSSES, max_size=12), top=st.integers(1, 15))
-def test_the_rows_of_a_part_are_in_the_order_of_the_merge(losses, top):
-    rows = worst_rows(scored(losses), top, wrong_only=False)
-
-    assert rows.tolist() == by_hand(losses)[:top]
-    merged = worst_of(found(losses), top)
-    assert [row for _, row in places(merged)] == rows.tolist()
-
-
+@settings(max_examples=40, deadline=None)
 @given(
-    losses=st.lists(LOSSES, max_size=20),
+    losses=st.lists(LOSSES, min_size=1, max_size=20),
     cuts=st.lists(st.integers(0, 20), max_size=4),
     top=st.integers(1, 6),
-    seed=st.randoms(),
+    kind=st.sampled_from([Parts, Streamed]),
 )
-def test_the_worst_of_parts_worst_are_the_worst_of_all(losses, cuts, top, seed):
+def test_the_worst_of_all_parts_are_found_in_order(losses, cuts, top, kind):
     edges = [0, *sorted(min(cut, len(losses)) for cut in cuts), len(losses)]
-    parts = [
-        worst_of(found(losses[a:b], part), top)
-        for part, (a, b) in enumerate(itertools.pairwise(edges))
-    ]
-    seed.shuffle(parts)
+    rows = np.array(losses, np.float32)[:, None]
+    labels = np.zeros(len(losses), np.float32)
+    spans = [slice(a, b) for a, b in itertools.pairwise(edges)]
+    source = kind(*((rows[span], labels[span]) for span in spans))
+    source.first = rows[:2], labels[:2]
+    own = Trainer(nn.Identity(), lambda x, y: x.sum(), optim.SGD, client=False)
+    own.model_ = own.model
 
-    merged = []
-    for part in parts:
-        merged = worst_of([*merged, *part], top)
+    found = own.errors(source, top=top, batch_size=3)
 
-    rows = [edges[part] + row for part, row in places(merged)]
-    assert rows == by_hand(losses)[:top]
-
-
-def test_what_the_loss_ignores_is_passed_over():
-    own = scored([1.0, math.nan, math.nan, 2.0], [False, True, False, False])
-
-    assert worst_rows(own, 9, wrong_only=False).tolist() == [2, 3, 0]
-
-
-def test_what_was_predicted_right_may_be_left_out():
-    guessed = Guessed(np.array([0, 1, 2]), np.array([0, 2, 1]), None)
-    own = scored([9.0, 1.0, 2.0], guessed=guessed)
-
-    assert worst_rows(own, 9, wrong_only=True).tolist() == [2, 1]
-    assert worst_rows(own, 9, wrong_only=False).tolist() == [0, 2, 1]
-
-
-def test_an_example_has_copies_of_its_own():
-    x, y = {"a": np.arange(6.0).reshape(3, 2)}, np.array([0, 1, 2])
-    guessed = Guessed(y, np.array([0, 2, 1]), np.array([0.5, 0.25, 0.125]))
-
-    one = example_of(1, ("a.npz", 7), scored([1, 2, 3], guessed=guessed), (x, y))
-    x["a"][:] = 0
-
-    assert one == WorstExample(
-        *(2.0, "a.npz", 7), label=1, predicted=2, probability=0.25
-    )
-    np.testing.assert_array_equal(one.x["a"], [2.0, 3.0])
-    assert one.x["a"].base is None
-    assert one.y == 1
+    names = [source.name(part) for part in range(source.parts)]
+    places = [edges[names.index(one.part)] + one.row for one in found]
+    assert places == worst_first(losses)[:top]
+    assert found.rows == len(losses)
 
 
 @pytest.fixture

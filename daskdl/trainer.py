@@ -296,7 +296,7 @@ class Trainer:
             prefetch=prefetch,
             approach=approach,
         )
-        resumed = resume_plan(resume, self.callbacks)
+        resumed = resume_plan(resume, self.callbacks, storage_options)
         sources = spec.sources(X, y, validation)
         model = getattr(self, "model_", None) if resumed is None else None
         if model is None:

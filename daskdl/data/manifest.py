@@ -204,5 +204,5 @@ def _describes_file(entry: Any) -> bool:
     name, nbytes, sha256 = (entry[key] for key in _FIXED)
     if not (isinstance(name, str) and isinstance(sha256, str) and is_whole(nbytes)):
         return False
-    plain = name not in ("", ".", "..") and not {*name} & {"/", "\\"}
+    plain = name not in ("", ".", "..") and not {*name} & {"/", "\\", "\0"}
     return plain and nbytes >= 0 and _DIGEST.fullmatch(sha256) is not None

@@ -7,25 +7,23 @@ never resumed.
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from daskdl.callbacks import Checkpoint
-from daskdl.config import VERSION
-from daskdl.data.storage import Store, is_path, store_of
-from daskdl.errors import DataError, OptionError, SaveError
-from daskdl.saving.folder import Folder, Kind, laid_out
-from daskdl.saving.json_values import Plain
+from daskdl.channel.protocol import Natural, Positive, check
+from daskdl.data.manifest import Kind
+from daskdl.data.storage import Store
+from daskdl.errors import DataError, SaveError
+from daskdl.saving.folder import Folder, encode_tensors, folder_store
+from daskdl.saving.json_values import JsonValues
 
 logger = logging.getLogger(__name__)
 
 COMMON = "common"
-FORM, FORMAT = "daskdl checkpoint", 1
 
 
 class Stamp(NamedTuple):
@@ -37,12 +35,7 @@ class Stamp(NamedTuple):
 
 
 def of_replica(replica: int) -> str:
-    """Return the name of a replica's part.
-
-    Example:
-        >>> of_replica(3)
-        'replica-3'
-    """
+    """Return the name of a replica's part."""
     return f"replica-{replica}"
 
 
@@ -53,9 +46,12 @@ class Copy(NamedTuple):
     tensors: Tensor | None  # bytes of the safetensors file; None without tensors
 
 
+_CONTENT = {"stamp": Stamp, "header": Mapping[str, Any], "state": Mapping[str, Any]}
+
+
 @dataclass(frozen=True)
 class Part:
-    """One part of a checkpoint: a JSON index and a file of tensors.
+    """One part of a checkpoint: a manifest and a file of tensors.
 
     Attributes:
         store: The folder of the checkpoint.
@@ -67,8 +63,14 @@ class Part:
 
     @property
     def index(self) -> str:
-        """File name of the index, which is written last."""
+        """File name of the manifest, which is written last."""
         return f"{self.name}.json"
+
+    @property
+    def _folder(self) -> Folder:
+        hint, remedy = "give the URL of checkpoints", "resume an older checkpoint"
+        kind = Kind("daskdl checkpoint", 1, self.index, hint, remedy)
+        return Folder(self.store, kind, (self.name,))
 
     def copied(
         self,
@@ -81,33 +83,27 @@ class Part:
 
         Args:
             stamp: Stamp of the checkpoint.
-            header: Plain values that `header` reads on their own.
+            header: Plain values that can be read without `state`.
             state: Plain values and tensors; its names differ from those in `header`.
             used: A written copy whose memory may be reused.
 
         Raises:
             OptionError: If a value cannot be serialized as data; the message names it.
         """
-        plain = Plain()
+        values = JsonValues()
         content = {
             "stamp": list(stamp),
-            "header": plain.encode(dict(header), "header"),
-            "state": plain.encode(dict(state), "state"),
+            "header": values.encode(dict(header), "header"),
+            "state": values.encode(dict(state), "state"),
         }
-        if not plain.tensors:
-            return Copy(content, None)
-        memory = None if used is None else used.tensors
-        return Copy(content, laid_out(plain.tensors, memory))
+        reused = None if used is None else used.tensors
+        tensors = encode_tensors(values.tensors, reused) if values.tensors else None
+        return Copy(content, tensors)
 
     def write(self, copy: Copy) -> None:
-        """Write the part atomically.
-
-        Raises:
-            SaveError: If the folder cannot be written.
-        """
-        made_by = {"daskdl": VERSION, "torch": torch.__version__}
+        """Write the part atomically; a SaveError names the folder."""
         files = {} if copy.tensors is None else {self.name: copy.tensors}
-        self._folder.write_files(copy.content, files, made_by)
+        self._folder.write(copy.content, files)
 
     def header(self) -> tuple[Stamp, dict[str, Any]]:
         """Read the header, without loading tensors.
@@ -115,53 +111,27 @@ class Part:
         Raises:
             SaveError: If the part is missing, damaged or too new.
         """
-        with self._named():
-            content = self._folder.content()
-        return self._stamp(content), self._mapping(content, "header", {})
+        return self._decoded(self._folder.content(), None)
 
     def read(self) -> tuple[Stamp, dict[str, Any]]:
-        """Read header and state, merged into one mapping.
+        """Read header and state, merged into one mapping; errors as `header`."""
+        content, tensors = self._folder.read()
+        return self._decoded(content, tensors.get(self.name, {}))
 
-        Raises:
-            SaveError: If the part is missing, damaged or too new.
-        """
-        with self._named():
-            content, tensors = self._folder.read()
-        stamp, own = self._stamp(content), dict(tensors.get(self.name, {}))
-        header = self._mapping(content, "header", {})
-        return stamp, {**header, **self._mapping(content, "state", own)}
-
-    @property
-    def _folder(self) -> Folder:
-        return Folder(self.store, Kind(FORM, FORMAT, self.index, (self.name,)))
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Add the name of the part to errors."""
+    def _decoded(
+        self, content: Any, tensors: dict[str, Tensor] | None
+    ) -> tuple[Stamp, dict[str, Any]]:
+        """Decode the header, and with tensors the state, too."""
+        names = ("header",) if tensors is None else ("header", "state")
+        values = JsonValues(tensors or {})
         try:
-            yield
-        except SaveError as error:
-            raise SaveError(f"{self.index}: {error}") from error
-
-    def _stamp(self, content: Any) -> Stamp:
-        stamp = content.get("stamp") if isinstance(content, dict) else None
-        match stamp:
-            case [str(), str(), int()]:
-                return Stamp(*stamp)
-        raise SaveError(f"{self.store.url_of(self.index)} is damaged: {stamp!r:.80}")
-
-    def _mapping(
-        self, content: Any, name: str, tensors: dict[str, Tensor]
-    ) -> dict[str, Any]:
-        try:
-            found = Plain(tensors=tensors).decode(content.get(name))
-        except SaveError as error:
+            own = {name: values.decode(content[name]) for name in names}
+            check({"stamp": content["stamp"], **own}, _CONTENT)
+        except (TypeError, LookupError, SaveError) as error:
             where = self.store.url_of(self.index)
             raise SaveError(f"{where} is damaged: {error}") from error
-        if not isinstance(found, dict):
-            where = self.store.url_of(self.index)
-            raise SaveError(f"{where} is damaged: its {name} is {found!r:.80}")
-        return found
+        merged = {key: one for part in own.values() for key, one in part.items()}
+        return Stamp(*content["stamp"]), merged
 
 
 _NAME = re.compile(r"checkpoint-(\d{6,})")
@@ -193,14 +163,8 @@ class Series:
 
     @classmethod
     def at(cls, url: Any, storage_options: Mapping[str, Any] | None = None) -> "Series":
-        """Return the series at a URL or a path.
-
-        Raises:
-            OptionError: If `url` is neither.
-        """
-        if not is_path(url):
-            raise OptionError(f"url must be a URL or a path of a folder, got {url!r}")
-        return cls(Store(store_of(url).url, dict(storage_options or {})))
+        """Return the series at a URL or a path; an OptionError if it is neither."""
+        return cls(folder_store(url, storage_options))
 
     def folder(self, number: int) -> Store:
         """Return the folder of a checkpoint.
@@ -251,6 +215,14 @@ class Series:
             raise SaveError(f"cannot delete {store.url}: {error}") from error
 
 
+# `ResumePlan` checks the other fields. Members become file names.
+_HEADER = {
+    "members": Sequence[Natural],
+    "count": Positive,
+    "rows": Sequence[Mapping[str, Any]],
+}
+
+
 def complete_at(store: Store) -> CompleteCheckpoint | None:
     """Return the checkpoint in a folder; None if it is incomplete.
 
@@ -273,15 +245,13 @@ def complete_at(store: Store) -> CompleteCheckpoint | None:
 
 
 def _check_header(store: Store, header: Mapping[str, Any]) -> None:
-    members, count, rows = (header.get(n) for n in ("members", "count", "rows"))
-    whole = isinstance(members, list) and all(type(m) is int for m in members)
-    # The numbers become file names.
-    if not (whole and members and sorted(set(members)) == members and members[0] >= 0):
+    try:
+        check({name: header[name] for name in _HEADER}, _HEADER)
+    except (TypeError, LookupError) as error:
+        raise SaveError(f"{store.url} is damaged: {error}") from error
+    members = header["members"]
+    if not members or sorted({*members}) != members:
         raise SaveError(f"{store.url} is damaged: its replicas are {members!r:.80}")
-    if type(count) is not int or count < 1:
-        raise SaveError(f"{store.url} is damaged: it is number {count!r:.80}")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise SaveError(f"{store.url} is damaged: its history is {rows!r:.80}")
 
 
 @dataclass(frozen=True)

@@ -1,30 +1,13 @@
-"""The arguments of a trainer as JSON: each in the way that suits it, or not at all.
+"""A fitted trainer as JSON and tensors in a folder, and back.
 
-Each is a mapping that says how it was written:
-
-==========================================  ==========================================
-``{"value": ...}``                          plain, see :mod:`daskdl.saving.json_values`
-``{"layers": ...}``                         see :mod:`daskdl.saving.module_state`
-``{"import": ...}``, ``{"partial": ...}``   see :mod:`daskdl.saving.json_values`
-``{"normaliser": ...}``                     as `daskdl.data.Normalization.to_dict`
-``{"both": [..., ...]}``                    two transforms, one after the other
-``{"pass": "why"}``                         has to be given to `Trainer.load` again
-==========================================  ==========================================
-
-What a trainer is after a fit: the one value that is saved and loaded.
-
-The fit state and the history of a trainer, as JSON and tensors.
-
-What a trainer is made with, from JSON; see :mod:`.arguments`.
-
-What a trainer was made with, as JSON; see :mod:`.arguments`.
-
-Saving a fitted trainer to a URL, and loading it.
+Nothing is pickled: what cannot be described as data is passed to `Trainer.load` again.
 """
 
+import functools
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,36 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-from daskdl.callbacks import (
-    Callback,
-    Checkpoint,
-    EarlyStopping,
-    Evaluate,
-    FailureInjection,
-)
-from daskdl.config import VERSION, check_flag
+from daskdl.callbacks import Checkpoint, EarlyStopping, Evaluate, FailureInjection
+from daskdl.channel.protocol import Natural, check
+from daskdl.config import check_flag
 from daskdl.data.checks import USER_ERRORS, trainable
 from daskdl.data.inputs import Compose
-from daskdl.data.normalize import Normalization
+from daskdl.data.manifest import Kind
 from daskdl.errors import DaskDLError, OptionError, SaveError
 from daskdl.history import LAYOUT, History, Stopping, unpack_rows
-from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
-from daskdl.saving import module_state
-from daskdl.saving.folder import Folder, Kind, Saved
+from daskdl.keras.module import KerasModule
+from daskdl.residuals import KeepResidual, ResidualClipping
+from daskdl.saving.folder import Folder, encode_tensors, folder_store
 from daskdl.saving.json_values import (
     FAILURES,
-    NOTHING,
+    ArgumentValues,
     Json,
-    Plain,
-    Trust,
-    decode_maker,
-    encode_maker,
-    optimizer_maker,
-    scheduler_maker,
+    JsonValues,
+    TrustedModules,
+    UntrustedError,
 )
-from daskdl.saving.module_state import ModuleState
 from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
@@ -69,20 +42,20 @@ from daskdl.thresholds import (
     LinkThreshold,
     Sent,
     TargetSparsityThreshold,
-    ThresholdAlgorithm,
 )
-from daskdl.training.base import (
-    CompressionState,
-    KeptResidual,
-    TrainingMaster,
-    described,
+from daskdl.training.base import CompressionState, KeptResidual, described
+from daskdl.training.epoch_control import Scheduling
+from daskdl.training.fit_state import (
+    FitState,
+    TrainedOptimizer,
+    hyperparameters,
+    parameters_of,
+    starting_model,
 )
-from daskdl.training.epoch_control import LearningRate, Scheduling
-from daskdl.training.fit_state import FitState, TrainedOptimizer, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.parameter_averaging import ParameterAveraging
 
-# In the order in which they are read; those of a trainer besides its client.
+# Arguments of a trainer but its client, in the order in which they are asked for.
 NAMES = (
     "model",
     "loss",
@@ -102,7 +75,42 @@ NAMES = (
     "max_loss_rise",
     "transform",
 )
-# Written by the names they have here: a name stays when a class moves.
+ROLES = ("model", "optimizer", "extra")
+KIND = Kind(
+    "daskdl trainer",
+    1,
+    "trainer.json",
+    "give the URL of a folder that Trainer.save has written",
+    "save the trainer again",
+)
+_HIDDEN = "hidden."  # before the names of buffers that are not in the state dict
+_STEPS = "history.steps"  # tensor with the packed rows of steps
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """Makes an optimizer with several groups of parameters.
+
+    Args:
+        optimizer: Class.
+        defaults: Its arguments.
+        groups: Hyperparameters of each group.
+        places: Indices of each group's parameters among all trainable ones.
+    """
+
+    optimizer: Callable[..., Optimizer]
+    defaults: Mapping[str, Any]
+    groups: Sequence[Mapping[str, Any]]
+    places: Sequence[Sequence[int]]
+
+    def __call__(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
+        """Make an optimizer of all trainable parameters."""
+        pairs = zip(self.groups, self.places, strict=True)
+        made = [{**own, "params": [parameters[i] for i in at]} for own, at in pairs]
+        return self.optimizer(made, **self.defaults)
+
+
+# Saved by these names: a name stays when a class moves.
 KNOWN: Mapping[str, type] = {
     kind.__name__: kind
     for kind in (
@@ -119,28 +127,10 @@ KNOWN: Mapping[str, type] = {
         Checkpoint,
         EarlyStopping,
         Evaluate,
+        Compose,
+        ParameterGroups,
     )
 }
-BASES = (TrainingMaster, ThresholdAlgorithm, ResidualPostProcessor, Callback)
-# What those make that are called.
-MADE: Mapping[str, type] = {
-    "model": nn.Module,
-    "loss": Tensor,
-    "optimizer": Optimizer,
-    "step": Tensor,
-    "scheduler": LRScheduler,
-    "transform": tuple,
-}
-
-
-def plain_with(tensors: dict[str, Tensor], trust: Trust = NOTHING) -> Plain:
-    """Writes and reads the values of arguments.
-
-    Args:
-        tensors: Beside the JSON; writing adds to them.
-        trust: What may be imported, and called with arguments, when reading.
-    """
-    return Plain(KNOWN, BASES, tensors, trust)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +138,11 @@ class TrainerState:
     """A trainer without its client.
 
     Attributes:
-        arguments: What it was made with, by name; the client is not among them.
-        model: Trained.
-        fit_state: What the next fit goes on from, beside the model.
-        history: Of the last fit.
-        classes: Names of the labels, if the data had such.
+        arguments: Arguments of the trainer, by name; see `NAMES`.
+        model: The trained model.
+        fit_state: State from which the next fit continues.
+        history: History of the last fit.
+        classes: Names of the labels, or None.
     """
 
     arguments: Mapping[str, Any]
@@ -162,12 +152,328 @@ class TrainerState:
     classes: Sequence[str] | None
 
 
-def new_optimizer(arguments: Mapping[str, Any], model: nn.Module) -> Optimizer:
-    """An optimizer over a model, as a trainer of such arguments makes it now.
+def save(
+    state: TrainerState,
+    url: Any,
+    optimizer: bool,
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Save a fitted trainer; see `Trainer.save`."""
+    check_flag("optimizer", optimizer)
+    folder = Folder(folder_store(url, storage_options), KIND, ROLES)
+    model, fit_state, trained = (
+        ModelState.of(state.model),
+        state.fit_state,
+        JsonValues(),
+    )
+    extra = {_HIDDEN + name: buffer for name, buffer in model.hidden.items()}
+    content = {
+        "arguments": _encode_arguments(state, extra),
+        "model": model.to_json(),
+        "fit": trained.encode(_fit_values(state), "fit") if optimizer else None,
+        "epochs": fit_state.epochs,
+        "classes": None if state.classes is None else list(state.classes),
+        "class_count": fit_state.class_count,
+        "history": _encode_history(state.history, extra),
+    }
+    tensors = (model.tensors, trained.tensors, extra)
+    files = {role: own for role, own in zip(ROLES, tensors, strict=True) if own}
+    folder.write(content, {role: encode_tensors(own) for role, own in files.items()})
 
-    Raises:
-        OptionError: If it makes none.
+
+_CONTENT = {
+    "arguments": Mapping[str, Any],
+    "epochs": Natural,
+    "classes": Sequence[str] | None,
+    "class_count": Natural | None,
+}
+
+
+def load(
+    url: Any,
+    passed: Mapping[str, Any],
+    trusted: Any = (),
+    storage_options: Mapping[str, Any] | None = None,
+) -> TrainerState:
+    """Load what `save` wrote; see `Trainer.load`.
+
+    Args:
+        url: URL of the folder.
+        passed: Arguments of a trainer that replace the saved ones, by name.
+        trusted: Names of modules.
+        storage_options: fsspec options of the URL.
     """
+    wrong = [name for name in passed if name not in NAMES]
+    if wrong:
+        raise OptionError(
+            f"Trainer has no argument {wrong[0]!r}; any of these can be passed: "
+            f"{', '.join(NAMES)}"
+        )
+    modules = TrustedModules.of(trusted)
+    folder = Folder(folder_store(url, storage_options), KIND, ROLES)
+    content, tensors = folder.read()
+    try:
+        check({name: content[name] for name in _CONTENT}, _CONTENT)
+        return _decode(content, tensors, passed, modules)
+    except USER_ERRORS as error:
+        if isinstance(error, DaskDLError) and not isinstance(error, SaveError):
+            raise  # about what was passed
+        reason = str(error) if isinstance(error, SaveError) else f"damaged: {error!r}"
+        raise SaveError(f"cannot load {folder.store.url}: {reason:.500}") from error
+
+
+def _decode(
+    content: Mapping[str, Json],
+    tensors: Mapping[str, dict[str, Tensor]],
+    passed: Mapping[str, Any],
+    trusted: TrustedModules,
+) -> TrainerState:
+    extra = tensors.get("extra", {})
+    values = ArgumentValues(extra, KNOWN, trusted)
+    arguments = _decode_arguments(content["arguments"], passed, values)
+    hidden = {
+        name.removeprefix(_HIDDEN): tensor
+        for name, tensor in extra.items()
+        if name.startswith(_HIDDEN)
+    }
+    state = ModelState(tensors.get("model", {}), hidden, **content["model"])
+    try:
+        model: Any = starting_model(arguments["model"], arguments.get("seed", 0))
+    except FAILURES as error:
+        kind = OptionError if "model" in passed else SaveError
+        raise kind(f"model failed: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"model must make a torch.nn.Module, got {model!r:.80}")
+    state.load_into(model)
+    optimizer = new_optimizer(arguments, model)
+    trained = TrainedOptimizer.new(optimizer, scheduling_of(arguments), model)
+    fit_state = FitState(trained, None, content["epochs"], content["class_count"])
+    if content["fit"] is not None:
+        fit = JsonValues(tensors.get("optimizer", {})).decode(content["fit"])
+        fit_state = _continued(fit_state, trained, fit, model)
+    history = _decode_history(content["history"], extra)
+    return TrainerState(arguments, model, fit_state, history, content["classes"])
+
+
+# ---- arguments
+
+
+def _encode_arguments(state: TrainerState, tensors: dict[str, Tensor]) -> Json:
+    """Encode each argument as ``{"value": ...}``, or ``{"missing": reason}``."""
+    content: dict[str, Json] = {}
+    for name in NAMES:
+        reasons = []
+        for describe in _ways(name, state):
+            values = ArgumentValues({}, KNOWN, TrustedModules(None))
+            try:
+                encoded = values.encode(describe(), name)
+                read = values.decode(encoded)
+                if ArgumentValues({}, KNOWN).encode(read, name) != encoded:
+                    raise OptionError(f"{read!r:.200} is read in its place")
+            except FAILURES as error:  # OptionError and SaveError too
+                reasons.append(str(error))
+            else:
+                content[name] = {"value": encoded}
+                tensors.update(values.tensors)
+                break
+        else:
+            content[name] = {"missing": ", and ".join(reasons)}
+    return content
+
+
+def _ways(name: str, state: TrainerState) -> Sequence[Callable[[], Any]]:
+    """Return functions that describe an argument by values and classes, if they can."""
+    value, model = state.arguments[name], state.model
+    if name == "model" and isinstance(model, KerasModule):
+        return [lambda: model]
+    if isinstance(value, torch.device):
+        return [lambda: str(value)]
+    if name == "callbacks":
+        return [lambda: list(value)]
+    ways = [lambda: value]
+    if name == "optimizer":
+        ways.insert(0, lambda: _optimizer_maker(state))
+    if name == "scheduler" and value is not None:
+        ways.insert(0, lambda: _scheduler_maker(state))
+    return ways
+
+
+def _optimizer_maker(state: TrainerState) -> Any:
+    """Describe a new optimizer by class and hyperparameters, if these make it."""
+    made, parameters = (
+        new_optimizer(state.arguments, state.model),
+        trainable(state.model),
+    )
+    kind: Any = type(made)
+    if kind not in vars(torch.optim).values():
+        raise OptionError(f"it makes a {_class_of(made)}, which is not of torch")
+    defaults = {
+        name: value
+        for name, value in made.defaults.items()
+        if name in inspect.signature(kind).parameters
+    }
+    places = {id(parameter): i for i, parameter in enumerate(parameters)}
+    groups = [[places[id(p)] for p in group["params"]] for group in made.param_groups]
+    maker: Any = functools.partial(kind, **defaults)
+    if groups != [list(range(len(parameters)))]:
+        maker = ParameterGroups(kind, defaults, hyperparameters(made), groups)
+    again = maker(list(parameters))
+    if (again.defaults, hyperparameters(again)) != (
+        made.defaults,
+        hyperparameters(made),
+    ):
+        raise OptionError(f"not all arguments of its {kind.__name__} can be read back")
+    return maker
+
+
+def _scheduler_maker(state: TrainerState) -> Any:
+    """Describe a new scheduler by its class and arguments, if these make it."""
+    optimizer, other = (new_optimizer(state.arguments, state.model) for _ in range(2))
+    made: Any = scheduling_of(state.arguments).of(optimizer)
+    kind: Any = type(made)
+    if kind not in vars(torch.optim.lr_scheduler).values():
+        raise OptionError(f"it makes a {_class_of(made)}, which is not of torch")
+    arguments = {}
+    for name in inspect.signature(kind).parameters:
+        if name == "min_lr" and hasattr(made, "min_lrs"):
+            same = len({*made.min_lrs}) == 1
+            arguments[name] = made.min_lrs[0] if same else list(made.min_lrs)
+        elif name not in ("optimizer", "last_epoch", "verbose") and hasattr(made, name):
+            value = getattr(made, name)
+            listed = isinstance(value, Counter)
+            arguments[name] = list(value.elements()) if listed else value
+    maker = functools.partial(kind, **arguments)
+    again = maker(other)
+    if (again.state_dict(), hyperparameters(other)) != (
+        made.state_dict(),
+        hyperparameters(optimizer),
+    ):
+        raise OptionError(f"not all arguments of its {kind.__name__} can be read back")
+    return maker
+
+
+def _decode_arguments(
+    content: Mapping[str, Json], passed: Mapping[str, Any], values: ArgumentValues
+) -> dict[str, Any]:
+    """Decode the arguments that are not passed; OptionError names all missing ones."""
+    unknown = [name for name in content if name not in NAMES]
+    if unknown:
+        raise SaveError(f"a trainer has no argument {unknown[0]!r:.80}")
+    arguments, missing = dict(passed), {}
+    for name in NAMES:
+        if name in passed or name not in content:
+            continue
+        match content[name]:
+            case {"missing": reason}:
+                missing[name] = str(reason)
+            case {"value": encoded}:
+                try:
+                    arguments[name] = values.decode(encoded)
+                except UntrustedError as error:
+                    missing[name] = str(error)
+                except OptionError as error:
+                    raise SaveError(f"{name}: {error}") from error
+            case other:
+                raise SaveError(f"{name} is saved as {other!r:.80}")
+    if missing:
+        reasons = "".join(f"\n- {name}: {why}" for name, why in missing.items())
+        raise OptionError(
+            f"pass {' and '.join(missing)} to Trainer.load as to Trainer; what was "
+            f"saved does not make them:{reasons}"
+        )
+    return arguments
+
+
+# ---- the model
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The tensors of a module, and what else its code does not make anew.
+
+    Attributes:
+        tensors: Its state dict; of tied tensors only the first.
+        hidden: Buffers that are not in the state dict.
+        ties: Other names of tied tensors, and the name of each in `tensors`.
+        frozen: Names of parameters that are not trained.
+        evaluating: Paths of modules that are not in training mode.
+    """
+
+    tensors: Mapping[str, Tensor]
+    hidden: Mapping[str, Tensor]
+    ties: Mapping[str, str]
+    frozen: Sequence[str]
+    evaluating: Sequence[str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "ModelState":
+        """Look at a module; OptionError names state that is no tensor."""
+        whole: dict[str, Any] = module.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        ties = {}
+        for name, value in whole.items():
+            if not isinstance(value, Tensor):
+                raise OptionError(
+                    f"{name} of the model's state is a {type(value).__name__}; only "
+                    "tensors can be saved"
+                )
+            if first.setdefault(id(value), name) != name:
+                ties[name] = first[id(value)]
+        return cls(
+            {n: t.detach() for n, t in whole.items() if n not in ties},
+            {n: b for n, b in module.named_buffers() if n not in whole},
+            ties,
+            [n for n, p in module.named_parameters() if not p.requires_grad],
+            [n for n, m in module.named_modules() if not m.training],
+        )
+
+    def to_json(self) -> Json:
+        """Return all but the tensors."""
+        return {"ties": self.ties, "frozen": self.frozen, "evaluating": self.evaluating}
+
+    def load_into(self, module: nn.Module) -> None:
+        """Give a new module this state; SaveError names what differs."""
+        try:
+            own = ModelState.of(module)
+        except OptionError as error:
+            raise SaveError(str(error)) from error
+        saved, made = self._layout(), own._layout()
+        for name in {**made, **saved}:
+            ours, theirs = saved.get(name, "missing"), made.get(name, "missing")
+            if ours != theirs:
+                raise SaveError(
+                    f"{name} is {ours} in the save, and {theirs} in the model"
+                )
+        tied = {name: self.tensors[one] for name, one in self.ties.items()}
+        places = {}
+        for name in self.hidden:  # its slot may be None, or another size
+            path, _, leaf = name.rpartition(".")
+            owner = dict(module.named_modules()).get(path)
+            if owner is None or leaf not in owner._buffers or name in own.tensors:
+                raise SaveError(f"{name} is no buffer of the model")
+            places[name] = owner, leaf
+        try:
+            module.load_state_dict({**self.tensors, **tied})
+        except FAILURES as error:
+            raise SaveError(f"the model refuses its state: {error}") from error
+        for name, (owner, leaf) in places.items():
+            setattr(owner, leaf, self.hidden[name])
+        for name, parameter in module.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name not in self.frozen)
+        for name, part in module.named_modules():
+            part.training = name not in self.evaluating
+
+    def _layout(self) -> dict[str, str]:
+        tied = {name: f"tied to {one}" for name, one in self.ties.items()}
+        return {name: described(one) for name, one in self.tensors.items()} | tied
+
+
+# ---- state of the next fit
+
+
+def new_optimizer(arguments: Mapping[str, Any], model: nn.Module) -> Optimizer:
+    """Make an optimizer of a model; OptionError if the argument does not."""
     parameters = trainable(model)
     try:
         made: Any = arguments["optimizer"](list(parameters))
@@ -182,146 +488,103 @@ def new_optimizer(arguments: Mapping[str, Any], model: nn.Module) -> Optimizer:
     return made
 
 
-COLUMNS = {column[1] for column in LAYOUT.descr}  # kinds of columns of steps
-PARTS = {"rows", "stopping", "layout"}  # of a history
-STOPPING = {"Stopping": Stopping}
-STEPS = "history.steps"  # name of the tensor with the packed rows of steps
-
-
-def encode_moved(fitted: TrainerState, tensors: dict[str, Tensor]) -> Json:
-    """Write the state of the optimizer, the scheduler and the thresholds.
-
-    Args:
-        fitted: Not changed.
-        tensors: Gets those of the state.
-
-    Raises:
-        OptionError: If something of it cannot be written, or the trainer has been given
-            another optimizer since.
-    """
-    moved, sent = fitted.fit_state.optimizer, fitted.fit_state.compression
-    if moved is None:
-        raise OptionError("the trainer has no optimizer_; fit it, or optimizer=False")
-    _check_kept(moved.optimizer, new_optimizer(fitted.arguments, fitted.model))
-    plain = Plain(tensors=tensors)
-    scheduling = scheduling_of(fitted.arguments)
-    position = moved.rate.position() if moved.scheduling == scheduling else None
-    return {
-        "optimizer": _class_of(moved.optimizer),
-        "state": plain.encode(moved.optimizer.state_dict(), "optimizer"),
-        "made": plain.encode(moved.made, "optimizer.made"),
-        "scheduler": None if position is None else _class_of(moved.rate.scheduler),
-        "position": plain.encode(position, "scheduler"),
-        "sent": None if sent is None else _encoded_sent(sent),
-        "residual": plain.encode(_residual_values(fitted), "residual"),
-    }
-
-
-def decode_moved(
-    content: Json, arguments: Mapping[str, Any], model: nn.Module, given: Any
-) -> tuple[TrainedOptimizer, CompressionState | None, KeptResidual | None]:
-    """Make the optimizer and its scheduler, give them their state, and read the rest.
-
-    Args:
-        content: What `encode_moved` wrote, or something damaged; None: they begin anew.
-        arguments: Of the trainer.
-        model: With its parameters.
-        given: The tensors of the state, by name.
-
-    Raises:
-        SaveError: If it is damaged.
-        OptionError: If optimizer or scheduler are of another class than those saved.
-    """
-    optimizer, scheduling = new_optimizer(arguments, model), scheduling_of(arguments)
-    moved = TrainedOptimizer.new(optimizer, scheduling, model)
-    if content is None:
-        return moved, None, None
-    plain = Plain(tensors=dict(given))
-    _check_class("optimizer", optimizer, content["optimizer"])
-    try:
-        optimizer.load_state_dict(plain.decode(content["state"]))
-    except USER_ERRORS as error:
-        raise SaveError(f"the optimizer refuses its state: {error}") from error
-    position = plain.decode(content["position"])
-    if position is not None:
-        _check_class("scheduler", moved.rate.scheduler, content["scheduler"])
-        _go_on_(moved.rate, position)
-    sent = content["sent"]
-    before = plain.decode(content.get("made"))
-    if before is not None:
-        moved = moved._replace(made=_made_of(before, len(moved.made)))
-    residual = _residual_of(plain.decode(content.get("residual")), model)
-    return moved, None if sent is None else _decoded_sent(sent), residual
-
-
 def scheduling_of(arguments: Mapping[str, Any]) -> Scheduling:
-    """How the learning rate changes, by the arguments of a trainer."""
+    """Return the scheduling that the arguments of a trainer ask for."""
     every = arguments.get("scheduler_every", "epoch")
     return Scheduling(arguments.get("scheduler"), every)
 
 
-def encode_history(history: History, tensors: dict[str, Tensor]) -> Json:
-    """Write the rows of a history; those of single steps as a tensor of bytes."""
-    packed = history.steps.packed()
-    if packed:
-        tensors[STEPS] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    plain = Plain(STOPPING)
+# Of decoded values. The hyperparameters are those that the optimizer was made with.
+_FIT = {
+    "optimizer": str,
+    "parameters": Sequence[Sequence[str]],
+    "hyperparameters": Sequence[Mapping[str, Any]],
+    "state": Mapping[str, Any],
+    "scheduler": tuple[str, Natural, Mapping[str, Any]] | None,
+    "thresholds": Mapping[str, tuple[float, float]] | None,
+    "steps": Natural,
+    "residual": tuple[Tensor, float] | None,
+}
+
+
+def _fit_values(state: TrainerState) -> dict[str, Any]:
+    """Return the state from which the next fit continues, as plain values."""
+    fit, scheduling = state.fit_state, scheduling_of(state.arguments)
+    trained, compression, residual = fit.optimizer, fit.compression, fit.residual
+    if trained is None:
+        raise OptionError("the trainer has no optimizer_; fit it, or optimizer=False")
+    made = new_optimizer(state.arguments, state.model)
+    own = (type(made), [len(group["params"]) for group in made.param_groups])
+    had = (type(trained.optimizer), [len(group) for group in trained.parameters])
+    if own != had:
+        raise OptionError(
+            f"optimizer makes a {own[0].__name__} of {own[1]} parameters, and the "
+            f"state after the last fit is of a {had[0].__name__} of {had[1]}; save "
+            "without it, optimizer=False, or fit first"
+        )
+    position = trained.rate.position() if trained.scheduling == scheduling else None
+    if residual is not None and not residual.fits(state.model):
+        residual = None
     return {
-        "rows": plain.encode([dict(row) for row in history], "history"),
-        "stopping": plain.encode(history.stopping, "history.stopping"),
-        # A later release has other columns.
-        "layout": [list(column) for column in LAYOUT.descr],
+        "optimizer": _class_of(trained.optimizer),
+        "parameters": parameters_of(trained.optimizer, state.model),
+        "hyperparameters": trained.made,
+        "state": trained.optimizer.state_dict(),
+        "scheduler": position and (_class_of(trained.rate.scheduler), *position),
+        "thresholds": compression
+        and {p: (s.threshold, s.density) for p, s in compression.sent.items()},
+        "steps": 0 if compression is None else compression.steps,
+        "residual": residual and (torch.from_numpy(residual.counts_N), residual.grid),
     }
 
 
-def decode_history(content: Json, tensors: Mapping[str, Tensor]) -> History:
-    """Read a history.
-
-    Raises:
-        SaveError: If it is damaged.
-    """
-    if not isinstance(content, dict) or content.keys() != PARTS:
-        raise SaveError(f"the history is {content!r:.80}")
-    rows = Plain().decode(content["rows"])
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise SaveError(f"the history is {rows!r:.80}")
-    history = History(rows)
-    stopping = Plain(STOPPING).decode(content["stopping"])
-    if stopping is not None and not isinstance(stopping, Stopping):
-        raise SaveError(f"early stopping is {stopping!r:.80}")
-    history.stopping = stopping
-    if STEPS in tensors:
-        try:
-            packed = tensors[STEPS].numpy().tobytes()
-            history.steps.extend(unpack_rows(packed, _layout(content["layout"])))
-        except (ValueError, TypeError) as error:
-            raise SaveError(f"the rows of steps are damaged: {error}") from error
-    return history
-
-
-def _layout(columns: Any) -> np.dtype[Any]:
-    named = [(name, kind) for name, kind in columns]
-    wrong = [c for c in named if not isinstance(c[0], str) or c[1] not in COLUMNS]
-    if wrong:
-        raise ValueError(f"columns {wrong!r:.80}")
-    return np.dtype(named)
-
-
-def _check_kept(had: Optimizer, makes: Optimizer) -> None:
-    ours, theirs = ([len(g["params"]) for g in o.param_groups] for o in (had, makes))
-    if type(had) is not type(makes) or ours != theirs:
+def _continued(
+    state: FitState, trained: TrainedOptimizer, fit: Any, model: nn.Module
+) -> FitState:
+    """Add the result of `_fit_values` to the state of a new trainer."""
+    check({name: fit[name] for name in _FIT}, _FIT)
+    optimizer, rate = trained.optimizer, trained.rate
+    _check_class("optimizer", optimizer, fit["optimizer"])
+    if parameters_of(optimizer, model) != [list(group) for group in fit["parameters"]]:
         raise OptionError(
-            f"optimizer makes a {_class_of(makes)} of {theirs} parameters, and the "
-            f"state after the last fit is of a {_class_of(had)} of {ours}; save "
-            "without it, optimizer=False, or fit first"
+            "optimizer has other parameters or groups than the saved state; save with "
+            "optimizer=False to train on with others"
         )
+    try:
+        optimizer.load_state_dict(fit["state"])
+    except USER_ERRORS as error:
+        raise SaveError(f"the optimizer refuses its state: {error}") from error
+    if fit["scheduler"] is not None:
+        kind, steps, own = fit["scheduler"]
+        _check_class("scheduler", rate.scheduler, kind)
+        wrong = [name for name in own if callable(getattr(rate.scheduler, name, None))]
+        if wrong:
+            raise SaveError(f"the state of the scheduler has {wrong}")
+        try:
+            rate.go_on_(steps, own)
+        except USER_ERRORS as error:
+            raise SaveError(f"the scheduler refuses its state: {error}") from error
+    compression = residual = None
+    if fit["thresholds"] is not None:
+        sent = {pattern: Sent(*own) for pattern, own in fit["thresholds"].items()}
+        if not all(0 < one.threshold < math.inf for one in sent.values()):
+            raise SaveError(f"its thresholds are {sent!r:.200}")
+        compression = CompressionState(sent, fit["steps"])
+    if fit["residual"] is not None:
+        counts, grid = fit["residual"]
+        size = sum(p.numel() for p in trainable(model))
+        if described(counts) != f"int32 ({size},)" or not 0 < grid < math.inf:
+            raise SaveError(f"its residual is {described(counts)}, in steps of {grid}")
+        residual = KeptResidual.beside(model, counts.numpy(), grid)
+    trained = trained._replace(made=list(fit["hyperparameters"]))
+    return FitState(trained, compression, state.epochs, state.class_count, residual)
 
 
 def _class_of(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def _check_class(argument: str, made: Any, saved: Json) -> None:
+def _check_class(argument: str, made: Any, saved: str) -> None:
     if _class_of(made) != saved:
         raise OptionError(
             f"{argument} makes a {_class_of(made)}, and the saved state is of a "
@@ -330,387 +593,32 @@ def _check_class(argument: str, made: Any, saved: Json) -> None:
         )
 
 
-def _go_on_(rate: LearningRate, position: Any) -> None:
-    try:
-        count, own = position
-        wrong = [k for k in own if callable(getattr(rate.scheduler, k, None))]
-        if wrong or type(count) is not int:
-            raise SaveError(f"the state of the scheduler has {count!r:.80}, {wrong}")
-        rate.go_on_(count, own)
-    except USER_ERRORS as error:
-        raise SaveError(f"the scheduler refuses its state: {error}") from error
+# ---- history
 
 
-def _encoded_sent(outcome: CompressionState) -> Json:
-    sent = [[p, float(s.threshold), float(s.density)] for p, s in outcome.sent.items()]
-    return {"sent": sent, "steps": int(outcome.steps)}
-
-
-def _made_of(groups: Any, count: int) -> list[dict[str, Any]]:
-    right = isinstance(groups, list) and len(groups) == count
-    if not right or not all(isinstance(group, dict) for group in groups):
-        raise SaveError(f"the optimizer was made with {groups!r:.80}")
-    return list(groups)
-
-
-def _residual_values(fitted: TrainerState) -> Any:
-    residual = fitted.fit_state.residual
-    if residual is None or not residual.fits(fitted.model):
-        return None
-    return {"counts": torch.from_numpy(residual.counts_N), "grid": residual.grid}
-
-
-def _residual_of(values: Any, model: nn.Module) -> KeptResidual | None:
-    if values is None:
-        return None
-    counts, grid = values["counts"], values["grid"]
-    size = sum(p.numel() for p in trainable(model))
-    if counts.dtype != torch.int32 or tuple(counts.shape) != (size,):
-        raise SaveError(
-            f"what was not sent is {described(counts)}, and the model has {size} "
-            "trainable parameters"
-        )
-    if not isinstance(grid, float) or not (0 < grid < math.inf):
-        raise SaveError(f"what was not sent is in steps of {grid!r:.80}")
-    return KeptResidual.beside(model, counts.numpy(), grid)
-
-
-def _decoded_sent(content: Mapping[str, Json]) -> CompressionState:
-    sent = {}
-    rows: Sequence[Any] = content["sent"]
-    for pattern, threshold, density in rows:
-        numbers = isinstance(threshold, float) and isinstance(density, float)
-        if not (isinstance(pattern, str) and numbers and 0 < threshold < math.inf):
-            raise SaveError(f"the threshold of {pattern!r:.80} is {threshold!r:.80}")
-        sent[pattern] = Sent(threshold, density)
-    steps = content["steps"]
-    if type(steps) is not int or steps < 0:
-        raise SaveError(f"the threshold is of {steps!r:.80} steps")
-    return CompressionState(sent, steps)
-
-
-def decode_arguments(
-    content: Mapping[str, Json],
-    passed: Mapping[str, Any],
-    extra: Mapping[str, Tensor],
-    trust: Trust,
-) -> dict[str, Any]:
-    """Read the arguments of a trainer; a described model is left as its layers.
-
-    Args:
-        content: What `encode_arguments` wrote, or something damaged.
-        passed: By name, in place of what is there.
-        extra: The tensors among them.
-        trust: What may be imported, and called with arguments.
-
-    Raises:
-        SaveError: If it is damaged.
-        OptionError: Naming each that has to be passed, and why.
-    """
-    unknown = [name for name in content if name not in NAMES]
-    if unknown:
-        raise SaveError(f"a trainer has no argument {unknown[0]!r:.80}")
-    _check_passed(passed)
-    plain = plain_with(dict(extra), trust)
-    read, missing = dict(passed), {}
-    for name in NAMES:
-        if name in passed or name not in content:
-            continue
-        try:
-            read[name] = _decoded(name, content[name], plain)
-        except OptionError as error:
-            missing[name] = str(error)
-    if missing:
-        raise OptionError(_asking(missing))
-    return read
-
-
-def _check_passed(passed: Mapping[str, Any]) -> None:
-    wrong = [name for name in passed if name not in NAMES]
-    if wrong:
-        raise OptionError(
-            f"Trainer has no argument {wrong[0]!r}; of those that it has, any can be "
-            f"passed: {', '.join(NAMES)}"
-        )
-
-
-def _asking(missing: Mapping[str, str]) -> str:
-    why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
-    return (
-        f"pass {' and '.join(missing)} to Trainer.load as to Trainer: what was saved "
-        f"does not make them without code ({why})"
-    )
-
-
-def _decoded(name: str, content: Json, plain: Plain) -> Any:
-    if "pass" in content:
-        raise OptionError(content["pass"])
-    if set(content) == {"value"}:
-        return plain.decode(content["value"])
-    if name not in MADE:
-        raise SaveError(f"{name} is written as {content!r:.80}")
-    if name == "transform":
-        return _decoded_transform(content, plain)
-    if name == "model" and set(content) == {"layers"}:
-        return module_state.build(content["layers"])
-    if name == "loss" and "layers" in content:
-        return _decoded_module(content, plain)
-    return decode_maker(content, MADE[name], plain)
-
-
-def _decoded_transform(content: Json, plain: Plain) -> Any:
-    if set(content) == {"normaliser"}:
-        try:
-            return Normalization.from_dict(content["normaliser"])
-        except OptionError as error:
-            raise SaveError(f"the normaliser is damaged: {error}") from error
-    if set(content) == {"both"}:
-        first, then = (_decoded_transform(one, plain) for one in content["both"])
-        return Compose(first, then)
-    return decode_maker(content, tuple, plain)
-
-
-def _decoded_module(content: Mapping[str, Json], plain: Plain) -> nn.Module:
-    module = module_state.build(content["layers"])
-    tensors = plain.decode(content["tensors"])
-    ModuleState.from_json(content["state"], tensors, {}).put_into(module)
-    return module
-
-
-def encode_arguments(fitted: TrainerState, extra: dict[str, Tensor]) -> dict[str, Json]:
-    """Write all arguments of a trainer.
-
-    Args:
-        fitted: Not changed.
-        extra: Gets the tensors among them.
-    """
-    content = {}
-    for name, value in fitted.arguments.items():
-        own: dict[str, Tensor] = {}
-        try:
-            content[name] = _encoded(name, value, fitted, own)
-        except OptionError as error:
-            content[name] = {"pass": str(error)}
-        else:
-            extra.update(own)
-    return content
-
-
-def _encoded(
-    name: str, value: Any, fitted: TrainerState, own: dict[str, Tensor]
-) -> Json:
-    plain = plain_with(own)
-    if name not in MADE or value is None:
-        return _checked(plain, _simple(value), name)
-    if name == "transform":
-        return _encoded_transform(value, plain)
-    if name == "loss" and isinstance(value, nn.Module):
-        return _encoded_module(value, plain)
-    ways: Mapping[str, Callable[[], Json]] = {
-        "model": lambda: {"layers": module_state.describe(fitted.model, name)},
-        "optimizer": lambda: _maker(name, _own_optimizer(fitted), plain),
-        "scheduler": lambda: _maker(name, _own_scheduler(fitted), plain),
+def _encode_history(history: History, tensors: dict[str, Tensor]) -> Json:
+    packed = history.steps.packed()
+    if packed:
+        tensors[_STEPS] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    values = JsonValues({}, {"Stopping": Stopping})
+    return {
+        "rows": values.encode([dict(row) for row in history], "history"),
+        "stopping": values.encode(history.stopping, "history.stopping"),
+        "step_columns": [list(column) for column in LAYOUT.descr],
     }
-    if name not in ways:
-        return _maker(name, value, plain)
-    try:
-        return ways[name]()
-    except OptionError as first:
-        try:
-            return _maker(name, value, plain)
-        except OptionError as second:
-            raise OptionError(f"{first}, and {second}") from second
 
 
-def _simple(value: Any) -> Any:
-    if isinstance(value, torch.device):
-        return str(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _checked(plain: Plain, value: Any, name: str) -> Json:
-    content = plain.encode(value, name)
-    try:
-        same = plain.decode(content) == value
-    except SaveError as error:
-        raise OptionError(f"{name} is not read as it was written: {error}") from error
-    if not same:
-        raise OptionError(f"{value!r:.200} is not equal to what is read of it")
-    return {"value": content}
-
-
-def _maker(name: str, value: Any, plain: Plain) -> Json:
-    return encode_maker(value, MADE[name], plain, name)
-
-
-def _encoded_transform(value: Any, plain: Plain) -> Json:
-    if isinstance(value, Normalization):
-        return {"normaliser": value.to_dict()}
-    if isinstance(value, Compose):
-        return {
-            "both": [_encoded_transform(t, plain) for t in (value.first, value.then)]
-        }
-    return _maker("transform", value, plain)
-
-
-def _encoded_module(module: nn.Module, plain: Plain) -> Json:
-    """A loss of torch: layers, and the tensors it has, class weights for one."""
-    plan, state = module_state.describe(module, "loss"), ModuleState.of(module)
-    tensors = plain.encode({**state.tensors, **state.hidden}, "loss")
-    return {"layers": plan, "tensors": tensors, "state": state.to_json()}
-
-
-def _own_optimizer(fitted: TrainerState) -> Any:
-    parameters = trainable(fitted.model)
-    return optimizer_maker(new_optimizer(fitted.arguments, fitted.model), parameters)
-
-
-def _own_scheduler(fitted: TrainerState) -> Any:
-    try:
-        made = fitted.arguments["scheduler"](
-            new_optimizer(fitted.arguments, fitted.model)
-        )
-    except USER_ERRORS as error:
-        raise OptionError(f"scheduler failed on a new optimizer: {error}") from error
-    return scheduler_maker(made, lambda: new_optimizer(fitted.arguments, fitted.model))
-
-
-TRAINER = Kind("daskdl trainer", 1, "trainer.json", ("model", "optimizer", "extra"))
-_HIDDEN = "hidden."  # before the names of buffers that are not in the state dict
-
-
-# What reading something raises that is not as it was written.
-_TRIPPED = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
-
-
-def save(
-    fitted: TrainerState,
-    url: Any,
-    optimizer: bool,
-    storage_options: Mapping[str, Any] | None = None,
-) -> None:
-    """Put a fitted trainer into a folder; see `Trainer.save`.
-
-    Raises:
-        OptionError: If something of it cannot be saved.
-        SaveError: If nothing can be written there.
-    """
-    check_flag("optimizer", optimizer)
-    folder = Folder.at(url, TRAINER, storage_options)
-    state = ModuleState.of(fitted.model)
-    extra = {_HIDDEN + name: buffer for name, buffer in state.hidden.items()}
-    moved: dict[str, Tensor] = {}
-    content = {
-        "arguments": encode_arguments(fitted, extra),
-        "model": state.to_json(),
-        "moved": encode_moved(fitted, moved) if optimizer else None,
-        "epochs": fitted.fit_state.epochs,
-        "classes": None if fitted.classes is None else list(fitted.classes),
-        "class_count": fitted.fit_state.class_count,
-        "history": encode_history(fitted.history, extra),
-    }
-    contents = {"model": state.tensors, "optimizer": moved, "extra": extra}
-    folder.write(content, contents, {"daskdl": VERSION, "torch": torch.__version__})
-
-
-def load(
-    url: Any,
-    passed: Mapping[str, Any],
-    trusted: Any = (),
-    storage_options: Mapping[str, Any] | None = None,
-) -> TrainerState:
-    """Read what `save` wrote.
-
-    Args:
-        url: Of the folder.
-        passed: Arguments of a trainer, in place of those that were saved.
-        trusted: Names of modules; see `Trainer.load`.
-        storage_options: fsspec options of the URL.
-
-    Raises:
-        SaveError: If there is nothing, or it is damaged, of something else, or too new.
-        OptionError: Naming arguments that have to be passed, or do not fit.
-    """
-    folder, trust = Folder.at(url, TRAINER, storage_options), Trust.of(trusted)
-    saved = folder.read()
-    with _named(folder.store.url):
-        return _fitted(saved, passed, trust)
-
-
-def _fitted(saved: Saved, passed: Mapping[str, Any], trust: Trust) -> TrainerState:
-    content: Mapping[str, Json] = saved.content
-    extra = saved.tensors.get("extra", {})
-    arguments = decode_arguments(content["arguments"], passed, extra, trust)
-    hidden = {
-        name.removeprefix(_HIDDEN): tensor
-        for name, tensor in extra.items()
-        if name.startswith(_HIDDEN)
-    }
-    tensors = saved.tensors.get("model", {})
-    state = ModuleState.from_json(content["model"], tensors, hidden)
-    model = _model(state, arguments, "model" not in passed)
-    moved, sent, residual = decode_moved(
-        content["moved"], arguments, model, saved.tensors.get("optimizer", {})
-    )
-    epochs, classes = _count(content["epochs"]), content["class_count"]
-    fit_state = FitState(
-        moved, sent, epochs, None if classes is None else _count(classes), residual
-    )
-    history = decode_history(content["history"], extra)
-    return TrainerState(
-        arguments, model, fit_state, history, _classes(content["classes"])
-    )
-
-
-def _model(
-    state: ModuleState, arguments: Mapping[str, Any], recorded: bool
-) -> nn.Module:
-    """The trained module, of the layers that were described or the user's own code."""
-    given = arguments["model"]
-    if recorded and isinstance(given, nn.Module):
-        state.put_into(given)
-        return given
-    try:
-        made: Any = starting_model(given, arguments.get("seed", 0))
-    except FAILURES as error:
-        if not recorded:
-            raise OptionError(f"model failed: {error}") from error
-        raise SaveError(f"the model cannot be made: {error}") from error
-    if not isinstance(made, nn.Module):
-        raise OptionError(f"model must make a torch.nn.Module, got {made!r:.80}")
-    state.load_into(made)
-    return made
-
-
-def _classes(content: Json) -> Sequence[str] | None:
-    if content is None:
-        return None
-    if type(content) is not list or not all(isinstance(n, str) for n in content):
-        raise SaveError(f"{content!r:.80} are no names of classes")
-    return content
-
-
-def _count(value: Json) -> int:
-    if type(value) is not int or value < 0:
-        raise SaveError(f"{value!r:.80} is no count")
-    return value
-
-
-@contextmanager
-def _named(url: str) -> Iterator[None]:
-    """Errors from here get the URL; what trips over damaged content becomes ours."""
-    try:
-        yield
-    except SaveError as error:
-        raise SaveError(f"cannot load {url}: {error}") from error
-    except _TRIPPED as error:
-        if isinstance(error, DaskDLError):  # about what was passed
-            raise
-        raise SaveError(f"cannot load {url}: it is damaged: {error!r:.200}") from error
+def _decode_history(content: Json, tensors: Mapping[str, Tensor]) -> History:
+    values = JsonValues({}, {"Stopping": Stopping})
+    own = {name: values.decode(content[name]) for name in ("rows", "stopping")}
+    kinds = {"rows": Sequence[Mapping[str, Any]], "stopping": Stopping | None}
+    check(own, kinds)
+    history = History(own["rows"])
+    history.stopping = own["stopping"]
+    if _STEPS in tensors:
+        columns = [(name, kind) for name, kind in content["step_columns"]]
+        if not {kind for _, kind in columns} <= {column[1] for column in LAYOUT.descr}:
+            raise SaveError(f"the columns of its steps are {columns!r:.80}")
+        packed = tensors[_STEPS].numpy().tobytes()
+        history.steps.extend(unpack_rows(packed, np.dtype(columns)))
+    return history

@@ -313,7 +313,7 @@ def checksum_of(module: nn.Module) -> int:
 
 
 # Kinds of exchange states.
-ALONE, SHARER, AVERAGER = "alone", "sharer", "averager"
+ALONE, SHARING, AVERAGING = "alone", "gradient_sharing", "parameter_averaging"
 PARAMETERS = "parameters"  # key of unquantized parameters in `State.common`
 MODEL = "model"  # kind of an exchange whose only state is the model; its snapshot key
 

@@ -12,7 +12,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -38,7 +37,7 @@ from daskdl.saving.checkpoints import (
 )
 from daskdl.training.base import (
     PARAMETERS,
-    SHARER,
+    SHARING,
     Resumed,
     TrainingMaster,
     check_like,
@@ -176,7 +175,7 @@ class CheckpointWriter:
         used, store = self._copies, self._series.folder(stamp.number)
         own = of_replica(self._replica)
         part = Part(store, own)
-        self._copies = {own: part.copied(stamp, {}, plain(state.own), used.get(own))}
+        self._copies = {own: part.copied(stamp, {}, state.own, used.get(own))}
         if of_all:
             header = {
                 **state.header,
@@ -184,8 +183,8 @@ class CheckpointWriter:
                 "members": list(self._members),
                 "count": self._plan.before + taken + 1,
             }
-            header, common = plain(header), plain(state.common)
-            copy = Part(store, COMMON).copied(stamp, header, common, used.get(COMMON))
+            part, before = Part(store, COMMON), used.get(COMMON)
+            copy = part.copied(stamp, header, state.common, before)
             self._copies[COMMON] = copy
 
     # ---- thread of its own
@@ -203,22 +202,6 @@ class CheckpointWriter:
             Part(store, name).write(copy)
         if COMMON in self._copies:
             self._plan.prune()
-
-
-def plain(value: Any) -> Any:
-    """Return nested values with numpy arrays replaced by tensors.
-
-    Example:
-        >>> plain({"a": [np.zeros(2), 1.5]})
-        {'a': [tensor([0., 0.], dtype=torch.float64), 1.5]}
-    """
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.array(value))
-    if isinstance(value, dict):
-        return type(value)({key: plain(one) for key, one in value.items()})
-    if type(value) in (list, tuple):
-        return type(value)(plain(one) for one in value)
-    return value
 
 
 @dataclass(frozen=True)
@@ -411,7 +394,7 @@ _COMMON = {
     "kind": "",
     "exchange": {},
     "tensors": {},
-    "stopper": {
+    "early_stopping": {
         "decision": None,
         "monitor": None,
         "elapsed_s": 0.0,
@@ -425,10 +408,10 @@ _OWN = {
     "schedule": None,
     "scaler": {},
     "totals": {"loss_sum": 0.0, "examples": 0, "seconds": 0.0},
-    "watch": {"first": None, "last": None, "block": None, "levels": None},
+    "loss_watch": {"first": None, "last": None, "block": None, "levels": None},
     "random": {"cpu": torch.get_rng_state()},
     "steps": 0,
-    "seen": 0,
+    "examples": 0,
     "weight": 0.0,
 }
 
@@ -459,7 +442,7 @@ class RestoredState(NamedTuple):
         if "optimizer" not in {**self.donor, **self.common}:
             raise SaveError(f"{self.common_at}, {self.donor_at}: optimizer is missing")
         own: dict[str, Any] = {"tensors": others_in(module)}
-        if self.common["kind"] != SHARER:
+        if self.common["kind"] != SHARING:
             own["exchange"] = {PARAMETERS: trained_in(module)}
         check_like(own, self.common, f"{self.common_at}: it")
 

@@ -42,7 +42,7 @@ from daskdl.data.inputs import infer_metadata, merge_small_parts
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.errors import DaskDLError, DataError, ReplicaError, RunError, SaveError
 from daskdl.history import History, Row, Stopping, unpack_rows
-from daskdl.saving.json_values import Plain
+from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import PackedModel, copied
 from daskdl.training.backend import (
     Backend,
@@ -199,10 +199,10 @@ class FitRun:
             resume.check(spec.master, self._model, optimizer, scheduler)
         checkpoints = checkpoints_of(spec.callbacks, resume)
         if checkpoints is not None:  # raises here if the state cannot be written
-            optimizer, plain = spec.optimizer_for(copied(self._model)), Plain()
-            plain.encode(optimizer.state_dict(), "the state of the optimizer")
+            optimizer, values = spec.optimizer_for(copied(self._model)), JsonValues()
+            values.encode(optimizer.state_dict(), "the state of the optimizer")
             rate = LearningRate(optimizer, spec.scheduling)
-            plain.encode(rate.values(), "the state of the scheduler")
+            values.encode(rate.values(), "the state of the scheduler")
         # Callbacks of the client and the loader may not be picklable.
         callbacks = [one for one in spec.callbacks if one.runs_on_workers]
         read = replace(spec.read, loader=None, collate_fn=None, storage_options=None)

@@ -43,7 +43,7 @@ from daskdl.thresholds import (
 )
 from daskdl.training.base import (
     ALONE,
-    SHARER,
+    SHARING,
     CompressionState,
     Exchange,
     ExchangeResult,
@@ -68,7 +68,7 @@ class GradientSharingExchange(Exchange):
     snapshot to a joining replica.
     """
 
-    kind = SHARER
+    kind = SHARING
 
     def __init__(self, context: ReplicaContext, options: "GradientSharing") -> None:
         sent, made = context.compression or CompressionState({}, 0)
@@ -106,7 +106,7 @@ class GradientSharingExchange(Exchange):
         self._scale_for(len(context.members))
         if context.snapshot is not None:
             self._begin(context.snapshot)
-        if context.resumed is not None and context.resumed.kind == SHARER:
+        if context.resumed is not None and context.resumed.kind == SHARING:
             self._resume(context.resumed)
         if context.residual is not None:
             members = context.members
@@ -377,7 +377,7 @@ class GradientSharingExchange(Exchange):
         shared, own = self._compressor.state()
         common = {"compressor": shared, "made": self._made, "step": self._step}
         return State(
-            SHARER, common, {**own, "unshared": self._unshared, "due": self._due}
+            SHARING, common, {**own, "unshared": self._unshared, "due": self._due}
         )
 
     @override
@@ -461,7 +461,7 @@ class GradientSharing(TrainingMaster):
     min_replicas: int = 1
     rejoin_timeout: float | None = None
     fan_out: int = FAN_OUT
-    resumes: ClassVar = (ALONE, SHARER)
+    resumes: ClassVar = (ALONE, SHARING)
 
     def __post_init__(self) -> None:
         thresholds = self.thresholds  # validates `threshold`

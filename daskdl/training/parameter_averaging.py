@@ -21,7 +21,7 @@ from daskdl.config import check_flag, check_whole
 from daskdl.errors import OptionError
 from daskdl.training.base import (
     ALONE,
-    AVERAGER,
+    AVERAGING,
     PARAMETERS,
     CompressionState,
     Exchange,
@@ -155,7 +155,7 @@ STATE = "state "  # prefix of array names in a snapshot
 class AveragingExchange(Exchange):
     """One replica's side of parameter averaging."""
 
-    kind = AVERAGER
+    kind = AVERAGING
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class AveragingExchange(Exchange):
             self._made = snapshot["step"]
             self._vote = Vote(seen=0, mean=-1, examples=0)
             self._behind = True
-        if context.resumed is not None and context.resumed.kind == AVERAGER:
+        if context.resumed is not None and context.resumed.kind == AVERAGING:
             self._resume(context.resumed)
         self._start: Parameters | None = None
         if context.residual is not None:  # whole, on every initial replica
@@ -199,7 +199,7 @@ class AveragingExchange(Exchange):
 
     def _resume(self, resumed: Resumed) -> None:
         common, outer = resumed.common, self._state.outer
-        resumed.check(State(AVERAGER, {"outer": None, "made": 0, "met": 0}, {}))
+        resumed.check(State(AVERAGING, {"outer": None, "made": 0, "met": 0}, {}))
         with restoring(f"{resumed.common_at}: exchange.outer"):
             if common["outer"] is not None and outer is not None:
                 outer.restore_(common["outer"])
@@ -350,7 +350,7 @@ class AveragingExchange(Exchange):
             "made": self._made,
             "met": self._vote.seen,
         }
-        return State(AVERAGER, common, {})
+        return State(AVERAGING, common, {})
 
     @override
     def result(self) -> ExchangeResult:
@@ -402,7 +402,7 @@ class ParameterAveraging(TrainingMaster):
     min_replicas: int = 1
     rejoin_timeout: float | None = None
     fan_out: int = FAN_OUT
-    resumes: ClassVar = (ALONE, AVERAGER)
+    resumes: ClassVar = (ALONE, AVERAGING)
 
     def __post_init__(self) -> None:
         check_whole("frequency", self.frequency, 1)

@@ -253,21 +253,21 @@ class Replica:
             restore_optimizer_(self.optimizer, inherited.optimizer)
         with restoring(f"{at}: schedule"):
             self.rate.restore_(donor["schedule"])
-        with restoring(f"{inherited.common_at}: stopper"):
-            self.stopper.restore_(common["stopper"], self._spec.first_epoch)
+        with restoring(f"{inherited.common_at}: early_stopping"):
+            self.stopper.restore_(common["early_stopping"], self._spec.first_epoch)
         with restoring(f"{at}: scaler"):
             self.stepper.restore_(donor["scaler"])
         for part in inherited.own[:1]:
             self.steps = part["steps"]
-            with restoring(f"{at}: watch"):
-                self.watch.restore_(part["watch"])
+            with restoring(f"{at}: loss_watch"):
+                self.watch.restore_(part["loss_watch"])
             with restoring(f"{at}: random"):
                 restore_generators(part["random"], self._device)
         # No replica sends updates before all replicas have the same state and grid.
         gathered = self._channel.barrier("resume", {"digest": self.agreed.digest})
         check_alike(gathered, "after they have read a checkpoint")
         for part, at in zip(inherited.own, inherited.own_at, strict=True):
-            self.seen += part["seen"]
+            self.seen += part["examples"]
             self.weight += part["weight"]
             with restoring(f"{at}: totals"):
                 totals = EpochTotals(**part["totals"])
@@ -282,7 +282,7 @@ class Replica:
         self.rate.restore_(state["schedule"])
         _, epoch, report, self.interval = self._channel.activate(snapshot["step"])
         self.rate.catch_up_(epoch)
-        self.stopper.restore_(state["stopper"], epoch)
+        self.stopper.restore_(state["early_stopping"], epoch)
         if report:
             self.stopper.end_epoch(epoch - 1, reports_of(report), None)
         self.first_epoch = epoch
@@ -296,7 +296,7 @@ class Replica:
         own = {
             "optimizer": state_of(self.optimizer),
             "schedule": self.rate.values(),
-            "stopper": self.stopper.values(),
+            "early_stopping": self.stopper.values(),
         }
         return {
             **self.exchange.snapshot(),
@@ -489,17 +489,17 @@ class Replica:
         common = {
             "exchange": state.common,
             "tensors": others_in(self.module),
-            "stopper": self.stopper.values(),
+            "early_stopping": self.stopper.values(),
         }
         own = {
             "exchange": state.own,
             "schedule": self.rate.values(),
             "scaler": self.stepper.values(),
             "totals": vars(EpochTotals() if sync_point is None else self.totals),
-            "watch": self.watch.values(),
+            "loss_watch": self.watch.values(),
             "random": generators(self._device),
             "steps": self.steps,
-            "seen": self.seen,
+            "examples": self.seen,
             "weight": self.weight,
         }
         of_all = self.exchange.averages_optimizer

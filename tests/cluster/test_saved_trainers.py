@@ -1,12 +1,11 @@
 """Trainers of a cluster that are saved, to files and to S3, and loaded."""
 
 import dask.array as da
-import fsspec.config
 import pytest
 import torch
 from torch import nn
 
-from daskdl import SaveError, Trainer
+from daskdl import Checkpoint, SaveError, Trainer
 from tests.support import s3
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import vector
@@ -16,40 +15,61 @@ pytestmark = pytest.mark.slow
 X, Y = rows()
 
 
+def model():
+    return nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
 def of_lambdas(client):
     return trainer(
         client,
-        model=lambda: nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 4)),
+        model=model,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         master=kept(max_staleness=0),
     )
 
 
-@pytest.fixture
-def options_of_s3(bucket, s3_endpoint, monkeypatch):
-    """Options as a user configures them."""
-    monkeypatch.setitem(fsspec.config.conf, "s3", s3.options(s3_endpoint))
-
-
 @pytest.mark.slow
 def test_a_trainer_loaded_from_s3_goes_on_as_if_it_had_not_been_saved(
-    client, bucket, options_of_s3
+    client, bucket, s3_endpoint
 ):
+    options = s3.options(s3_endpoint)
     without = of_lambdas(client)
     without.fit(X, Y, batch_size=16)
-    without.save(f"{bucket}/run-17")
-    without.save(f"{bucket}/run-17")  # over the first
+    for _ in range(2):  # the second over the first
+        without.save(f"{bucket}/run-17", storage_options=options)
 
-    loaded = Trainer.load(f"{bucket}/run-17", client=client)
+    loaded = Trainer.load(
+        f"{bucket}/run-17", model=model, client=client, storage_options=options
+    )
 
     ends = [one.fit(X, Y, batch_size=16)[-1]["loss"] for one in (without, loaded)]
     assert ends[0] == ends[1]
     assert torch.equal(vector(loaded.model_), vector(without.model_))
 
 
-def test_what_is_not_on_s3_is_an_error_with_the_url(client, bucket, options_of_s3):
+def test_what_is_not_on_s3_is_an_error_with_the_url(client, bucket, s3_endpoint):
+    options = s3.options(s3_endpoint)
+
     with pytest.raises(SaveError, match=f"cannot read {bucket}/nothing"):
-        Trainer.load(f"{bucket}/nothing", client=client)
+        Trainer.load(f"{bucket}/nothing", client=client, storage_options=options)
+
+
+def test_checkpoints_on_s3_are_written_and_read_with_options_of_the_fit(
+    client, bucket, s3_endpoint
+):
+    options = s3.options(s3_endpoint)
+    url, point = (
+        f"{bucket}/checkpoints",
+        [Checkpoint(f"{bucket}/checkpoints", storage_options=options)],
+    )
+    trainer(client, callbacks=point).fit(X, Y, batch_size=16)
+
+    resumed = trainer(client)
+    history = resumed.fit(
+        X, Y, epochs=2, batch_size=16, resume=url, storage_options=options
+    )
+
+    assert history.column("epoch") == [0, 1]
 
 
 def test_a_loaded_trainer_predicts_lazily_and_scores_on_the_cluster(client, tmp_path):
@@ -58,7 +78,7 @@ def test_a_loaded_trainer_predicts_lazily_and_scores_on_the_cluster(client, tmp_
     fitted.save(tmp_path)
     lazy = da.from_array(X, chunks=(120, 20))
 
-    loaded = Trainer.load(tmp_path, client=client)
+    loaded = Trainer.load(tmp_path, model=model, client=client)
 
     predictions = client.compute(loaded.predict(lazy)).result()
     assert (predictions == fitted.predict(X)).all()

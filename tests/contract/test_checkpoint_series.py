@@ -71,7 +71,7 @@ def resuming(store, stamp, members):
 def test_a_count_that_cannot_be_is_refused(series):
     put(series, 3, count=0)
 
-    with pytest.raises(SaveError, match="is damaged: it is number"):
+    with pytest.raises(SaveError, match="is damaged: count must be"):
         complete_at(series.folder(3))
 
 

@@ -18,7 +18,7 @@ from daskdl.saving.checkpoints import (
     complete_at,
     of_replica,
 )
-from daskdl.training.checkpointing import CheckpointState, CheckpointWriter, plain
+from daskdl.training.checkpointing import CheckpointState, CheckpointWriter
 from tests.support.run_states import TIMEOUTS
 
 BOUND_S = 20  # of a test that hangs
@@ -139,11 +139,14 @@ class TestCopy:
         assert (common["losses"], common["c"].tolist()) == ([1.0], [0.0, 0.0])
 
 
-def test_a_read_only_array_is_copied_without_a_warning():
+def test_arrays_are_copied_as_tensors(series):
     array = np.ones(2)
     array.flags.writeable = False
+    part = Part(series.folder(1), of_replica(0))
 
-    assert plain([array])[0].tolist() == [1.0, 1.0]
+    part.write(part.copied(Stamp("fit", "run", 1), {}, {"random": [array]}))
+
+    assert part.read()[1]["random"][0].tolist() == [1.0, 1.0]
 
 
 class TestWaiting:

@@ -192,7 +192,7 @@ def test_a_pickle_in_place_of_tensors_is_refused_and_not_run(
     digest = hashlib.sha256(bomb).hexdigest()
     name = f"{part}-{digest[:16]}.safetensors"
     del files[tensors_of(original, part)]
-    index["files"][part] = {"name": name, "nbytes": len(bomb), "sha256": digest}
+    index["files"][0] |= {"name": name, "nbytes": len(bomb), "sha256": digest}
     put(around, {**files, name: bomb, f"{part}.json": signed(index)})
 
     found = outcome(around)
@@ -207,13 +207,13 @@ def test_a_file_that_leads_out_of_the_folder_is_refused(around, original, name):
     index = indexed(original, "replica-1")
     own = (around.parent / "x").read_bytes()
     digest = hashlib.sha256(own).hexdigest()
-    index["files"]["replica-1"] = {"name": name, "nbytes": len(own), "sha256": digest}
+    index["files"][0] |= {"name": name, "nbytes": len(own), "sha256": digest}
     put(around, {**original, "replica-1.json": signed(index)})
 
     found = outcome(around)
 
     assert isinstance(found, SaveError)
-    assert "describes the file of replica-1" in str(found)
+    assert "describes no file" in str(found)
 
 
 @pytest.mark.parametrize("replica", ["../../x", "/etc/hostname", -1, 0.5, None])
@@ -227,7 +227,7 @@ def test_a_replica_that_leads_out_of_the_folder_is_refused(around, original, rep
     found = outcome(around)
 
     assert isinstance(found, SaveError)
-    assert "its replicas are" in str(found)
+    assert "members must be Sequence[int >= 0]" in str(found)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"null", b"\x80\x04."])

@@ -16,8 +16,8 @@ from tests.golden.make_checkpoint_v1 import (
     resumed,
 )
 
-# Of their indexes, which have those of the other files.
-SHA256 = "082c4b30e871ee7690c0a245ecda4f2fed19f3b53f2857a3993893e06dcbe310"
+# Of their manifests, which have those of the other files.
+SHA256 = "3cafafeca125b3f5297746d18919877f79fbb18f253c122258eddb4bfd853960"
 
 
 def test_they_are_the_first_ones_made():

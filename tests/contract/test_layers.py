@@ -73,7 +73,7 @@ OUTSIDE = {
         "torch",
         "typing_extensions",
     },
-    "saving": {"numpy", "safetensors", "torch"},
+    "saving": {"numpy", "safetensors", "torch", "typing_extensions"},
     "evaluation": {
         "dask",
         "distributed",

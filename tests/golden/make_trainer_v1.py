@@ -1,6 +1,7 @@
 """What the save in ``trainer_v1/`` holds, and how it was made.
 
-Run ``python -m tests.golden.make_trainer_v1``; it writes nothing over what is there.
+Call `main` of the imported module (a model of ``__main__`` has no name in a save); it
+writes nothing over what is there.
 Later releases must read it.
 """
 
@@ -37,7 +38,7 @@ def labels(rows=48):
     return (inputs(rows).sum(axis=1) > 0).astype(np.int64)
 
 
-def normaliser() -> Normalization:
+def normalizer() -> Normalization:
     return Standardize().fit(inputs(), client=False)
 
 
@@ -56,7 +57,7 @@ def fitted() -> daskdl.Trainer:
         client=False,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
         telemetry_every=1,
-        transform=normaliser(),
+        transform=normalizer(),
         progress=False,
     )
     trainer.fit(inputs(), labels(), epochs=2, batch_size=8)
@@ -69,7 +70,3 @@ def main() -> None:
     trainer = fitted()
     trainer.save(FOLDER)
     PREDICTIONS.write_text(json.dumps(trainer.predict(inputs()).tolist()))
-
-
-if __name__ == "__main__":
-    main()

@@ -500,7 +500,7 @@ class TestRefused:
         store = Series.at(url).folder(1)
         store.write("replica-1.json", store.read("replica-1.json")[:-9])
 
-        with pytest.raises(SaveError, match=r"replica-1.json: .* it is no JSON"):
+        with pytest.raises(SaveError, match=r"replica-1.json is damaged"):
             fits(one_of(url), 2, resume=True)
 
     def test_a_folder_without_any(self, url):

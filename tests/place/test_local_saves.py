@@ -33,7 +33,7 @@ def in_step(**options):
 
 def of_lambdas(**options):
     chosen = {
-        "model": lambda: nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 4)),
+        "model": two_layers,
         "loss": nn.CrossEntropyLoss(),
         "optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         "master": in_step(
@@ -46,12 +46,37 @@ def of_lambdas(**options):
     return Trainer(**{**chosen, **options})
 
 
+def two_layers():
+    return nn.Sequential(nn.Linear(20, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def batch_norm():
+    return nn.Sequential(
+        nn.Linear(20, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)
+    )
+
+
+def in_float64():
+    return nn.Sequential(nn.Linear(20, 4)).double()
+
+
+def in_bfloat16():
+    return nn.Sequential(nn.Linear(20, 4)).bfloat16()
+
+
+def by_layer(params):
+    groups = [{"params": [one], "lr": 0.01 * (i + 1)} for i, one in enumerate(params)]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+def loaded_from(folder):
+    return Trainer.load(folder, client=False, trusted=["tests"])
+
+
 CASES = {
     "as in the design": {},
     "adam and buffers": {
-        "model": lambda: nn.Sequential(
-            nn.Linear(20, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)
-        ),
+        "model": batch_norm,
         "optimizer": lambda params: torch.optim.Adam(params, lr=2e-3),
     },
     # Of two, as threads, it depends on who draws first, saved or not.
@@ -76,8 +101,9 @@ CASES = {
             o, patience=0, threshold=9
         )
     },
-    "float64": {"model": lambda: nn.Sequential(nn.Linear(20, 4)).double()},
-    "bfloat16": {"model": lambda: nn.Sequential(nn.Linear(20, 4)).bfloat16()},
+    "groups of parameters": {"optimizer": lambda params: by_layer(params)},
+    "float64": {"model": in_float64},
+    "bfloat16": {"model": in_bfloat16},
 }
 
 
@@ -90,7 +116,7 @@ def test_saving_and_loading_in_between_changes_no_bit(options, tmp_path, one_thr
     without = of_lambdas(**options)
     fits(without, 2)
     without.save(tmp_path)
-    loaded = Trainer.load(tmp_path, client=False)
+    loaded = loaded_from(tmp_path)
 
     rows_of_both = [fits(trainer, 2) for trainer in (without, loaded)]
 
@@ -108,7 +134,7 @@ def test_what_was_loaded_predicts_and_scores_the_same(tmp_path):
     fits(trainer, 1)
     trainer.save(tmp_path)
 
-    loaded = Trainer.load(tmp_path, client=False)
+    loaded = loaded_from(tmp_path)
 
     assert (loaded.predict(X) == trainer.predict(X)).all()
     assert loaded.evaluate(X, Y) == trainer.evaluate(X, Y)
@@ -120,7 +146,7 @@ def test_without_the_optimizer_the_next_fit_begins_it_anew(tmp_path, one_thread)
     trainer = of_lambdas()
     fits(trainer, 2)
     trainer.save(tmp_path, optimizer=False)
-    loaded = Trainer.load(tmp_path, client=False)
+    loaded = loaded_from(tmp_path)
 
     first = fits(loaded, 1)
     fits(trainer, 1)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from daskdl import History, Trainer
+from daskdl.data.manifest import _digest
 from daskdl.history import StepRow
-from daskdl.saving.folder import _digest
 from daskdl.saving.trainer_state import (
     NAMES,
     TrainerState,
@@ -28,7 +28,7 @@ def layers():
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
 
 
-def fitted(model=lambda: layers(), steps=3, **options):
+def fitted(model=layers, steps=3, **options):
     """A trainer whose model has made a few steps.
 
     Args:

@@ -1,0 +1,236 @@
+"""A save is there at once or not at all, however its writer ends; tensors are exact."""
+
+import itertools
+import pickle
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from daskdl import DataError, OptionError, SaveError
+from daskdl.data.manifest import Kind, Manifest
+from daskdl.data.storage import Store
+from daskdl.saving import folder as folder_module
+from daskdl.saving.folder import (
+    DTYPES,
+    Folder,
+    decode_tensors,
+    encode_tensors,
+    folder_store,
+)
+
+KIND = Kind("a kind", 1, "index.json", "look elsewhere", "save again")
+
+
+class Died(BaseException):
+    """As if the process had been killed here."""
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request, tmp_path):
+    url = str(tmp_path / "save") if request.param == "local" else f"memory:/{tmp_path}"
+    yield Folder(folder_store(url), KIND, ("model", "extra"))
+    Store(url).delete_all()
+
+
+def write(folder, number):
+    tensors = encode_tensors({"x": torch.full((3,), number)})
+    folder.write({"number": number}, {"model": tensors})
+
+
+def numbers(folder):
+    """The number in the manifest, and that in the tensors."""
+    content, tensors = folder.read()
+    assert list(tensors) == ["model"]
+    return content["number"], int(tensors["model"]["x"][0])
+
+
+class TestFolder:
+    def test_a_new_save_leaves_no_file_of_the_old_one_and_all_others(self, folder):
+        others = {"model.safetensors", "model-x.safetensors", "note.txt", "below/y.txt"}
+        for name in others:
+            folder.store.write(name, b"the user's own")
+
+        for number in (1, 2):
+            write(folder, number)
+
+        assert numbers(folder) == (2, 2)
+        assert folder.content() == {"number": 2}
+        assert len({*folder.store.names()} - others) == 2
+        assert others < {*folder.store.names()}
+
+    # Writing the tensors, writing the manifest, deleting: before and after each.
+    @pytest.mark.parametrize("died_at", range(6))
+    def test_a_writer_that_dies_leaves_the_old_save_or_the_new_one(
+        self, folder, died_at, monkeypatch
+    ):
+        write(folder, 1)
+        moments = itertools.count()
+
+        def dying(method):
+            def act(self, *arguments):
+                if next(moments) == died_at:
+                    raise Died
+                method(self, *arguments)
+                if next(moments) == died_at:
+                    raise Died
+
+            return act
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Store, "write", dying(Store.write))
+            patched.setattr(Store, "delete", dying(Store.delete))
+            with pytest.raises(Died):
+                write(folder, 2)
+
+        number = 1 if died_at < 3 else 2
+        assert numbers(folder) == (number, number)
+        write(folder, 3)  # what was left over is cleared away by the next one
+        assert numbers(folder) == (3, 3)
+        assert len(folder.store.names()) == 2
+
+    def test_a_reader_that_was_overtaken_reads_the_new_save(self, folder, monkeypatch):
+        write(folder, 1)
+        read = Manifest.read
+        overtaken = []
+
+        def overtaking(store, kind):
+            manifest = read(store, kind)
+            if not overtaken:
+                overtaken.append(True)
+                write(folder, 2)
+            return manifest
+
+        monkeypatch.setattr(Manifest, "read", overtaking)
+
+        assert numbers(folder) == (2, 2)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda content: content[:-1], "bytes instead of"),
+            (lambda content: content[:-1] + b"\1", "checksum is wrong"),
+            (None, "there is no such"),
+        ],
+        ids=["truncated", "changed", "missing"],
+    )
+    def test_a_damaged_file_is_an_error_with_its_name(self, folder, change, message):
+        write(folder, 1)
+        (name,) = folder.store.names("model-*")
+        if change is None:
+            folder.store.delete([name])
+        else:
+            folder.store.write(name, change(folder.store.read(name)))
+
+        with pytest.raises(SaveError, match=rf"model-\w+\.safetensors.*{message}"):
+            folder.read()
+
+    def test_a_file_of_an_unknown_role_is_refused(self, folder):
+        write(folder, 1)
+
+        with pytest.raises(SaveError, match="has the role 'model'"):
+            Folder(folder.store, KIND, ("other",)).read()
+
+    def test_what_cannot_be_read_or_written_is_an_error_with_the_url(
+        self, folder, monkeypatch
+    ):
+        with pytest.raises(
+            SaveError, match=rf"cannot read {folder.store.url}.*no such"
+        ):
+            folder.read()
+
+        def refuse(self, name, content):
+            raise DataError(f"cannot write {self.url_of(name)}: PermissionError")
+
+        monkeypatch.setattr(Store, "write", refuse)
+
+        with pytest.raises(SaveError, match=r"cannot write .*: PermissionError"):
+            write(folder, 1)
+
+    @pytest.mark.parametrize("url", [None, 3, b"x", ["x"]])
+    def test_what_is_no_url_is_refused(self, url):
+        with pytest.raises(OptionError, match="url must be a URL or a path"):
+            folder_store(url)
+
+
+def to_bytes(named):
+    return bytes(encode_tensors(named).numpy().data)
+
+
+class TestTensors:
+    @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
+    def test_every_dtype_comes_back_exactly_for_others_too(self, dtype):
+        tensor = torch.tensor([[0, 1], [3, 2]]).to(dtype)
+        content = to_bytes({"x": tensor, "y": torch.ones(1, dtype=torch.int8)})
+
+        for read in (decode_tensors(content), safetensors.torch.load(content)):
+            assert read["x"].dtype == dtype
+            assert torch.equal(read["x"], tensor)
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            torch.arange(12.0).view(3, 4).t(),
+            torch.arange(12.0)[3:5],
+            torch.ones(1).expand(4),
+            torch.tensor(3.5),
+            torch.empty(0, 2),
+            nn.Parameter(torch.ones(2)),
+        ],
+        ids=["transposed", "part", "expanded", "scalar", "empty", "parameter"],
+    )
+    def test_any_view_comes_back_as_a_whole_tensor(self, tensor):
+        (read,) = decode_tensors(to_bytes({"x": tensor})).values()
+
+        assert torch.equal(read, tensor)
+        assert read.is_contiguous()
+
+    def test_memory_is_reused_only_where_it_fits(self):
+        first = encode_tensors({"x": torch.arange(4.0)})
+
+        same = encode_tensors({"x": torch.ones(4)}, first)
+        larger = encode_tensors({"x": torch.ones(40)}, first)
+
+        assert same.data_ptr() == first.data_ptr() != larger.data_ptr()
+        read = decode_tensors(bytes(larger.numpy().data))
+        assert torch.equal(read["x"], torch.ones(40))
+
+    @pytest.mark.parametrize(
+        ("tensor", "message"),
+        [
+            (torch.ones(2, dtype=torch.complex64), "x is torch.complex64"),
+            (torch.ones(2).to_sparse(), "torch.sparse_coo"),
+            (torch.ones(2, device="meta"), "on meta"),
+            (nn.UninitializedParameter(), "x is a .*UninitializedParameter"),
+        ],
+        ids=["complex", "sparse", "meta", "lazy"],
+    )
+    def test_what_the_format_cannot_hold_is_refused_by_name(self, tensor, message):
+        with pytest.raises(OptionError, match=message):
+            encode_tensors({"x": tensor})
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            b"",
+            b"\0" * 8,
+            (2**63).to_bytes(8, "little") + b"{}",
+            (2).to_bytes(8, "little") + b"[]",
+            (2).to_bytes(8, "little") + b"\xff\xff",
+            pickle.dumps({"x": 1}),
+            to_bytes({"x": torch.arange(3)})[:-1],
+            to_bytes({"x": torch.arange(3)}) + b"\0",
+            safetensors.torch.save({"x": torch.ones(2, dtype=torch.complex64)}),
+        ],
+        ids=["no", "zero", "huge", "list", "text", "pickle", "short", "more", "C64"],
+    )
+    def test_what_is_no_whole_file_is_refused(self, content):
+        with pytest.raises(SaveError, match=r"no safetensors file|never saved"):
+            decode_tensors(content)
+
+    def test_a_header_longer_than_the_file_is_refused_unread(self, monkeypatch):
+        monkeypatch.setattr(folder_module, "load", lambda _: pytest.fail("it was read"))
+
+        with pytest.raises(SaveError, match=r"a header of 2147483648 bytes, of 10"):
+            decode_tensors((2**31).to_bytes(8, "little") + b"{}")

@@ -15,9 +15,8 @@ from daskdl.callbacks import EarlyStopping
 from daskdl.data.checks import preserved_random_state
 from daskdl.evaluation.evaluate import Score
 from daskdl.objective import objective_of
-from daskdl.saving.json_values import Plain
+from daskdl.saving.json_values import JsonValues
 from daskdl.training.base import Parameters
-from daskdl.training.checkpointing import plain
 from daskdl.training.epoch_control import (
     EarlyStopper,
     EvaluationPlan,
@@ -255,8 +254,8 @@ def train(loss_by_epoch, stopper):
 
 def travelled(values):
     """As they come out of a file."""
-    written = Plain()
-    return Plain(tensors=written.tensors).decode(written.encode(values, "values"))
+    written = JsonValues()
+    return JsonValues(written.tensors).decode(written.encode(values, "values"))
 
 
 class TestLearningRate:
@@ -281,7 +280,7 @@ class TestStopper:
 
     def values(self, stopper):
         """In a file there are no arrays."""
-        return travelled(plain(stopper.values()))
+        return travelled(stopper.values())
 
     @pytest.mark.parametrize("rule", [None, EarlyStopping("val_loss", patience=2)])
     def test_what_was_about_another_score_is_forgotten(self, rule):

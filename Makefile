@@ -71,17 +71,21 @@ bench-all: .venv/installed
 	$(BIN)/python -m benchmarks time-to-accuracy
 	$(BIN)/python -m benchmarks emulation
 	$(BIN)/python -m benchmarks cost-model
-	$(BIN)/python -m benchmarks.step
-	$(BIN)/python -m benchmarks.first_step
-	$(BIN)/python -m benchmarks.allocator
-	$(BIN)/python -m benchmarks.plan
-	$(BIN)/python -m benchmarks.kill
-	$(BIN)/python -m benchmarks.predict
-	$(BIN)/python -m benchmarks.evaluate
-	$(BIN)/python -m benchmarks.predictor
-	$(BIN)/python -m benchmarks.checkpoint
-	$(BIN)/python -m benchmarks.data
-	$(BIN)/python -m benchmarks.telemetry
+	$(BIN)/python -m benchmarks step
+	$(BIN)/python -m benchmarks first-step
+	$(BIN)/python -m benchmarks allocator
+	$(BIN)/python -m benchmarks plan
+	$(BIN)/python -m benchmarks kill
+	$(BIN)/python -m benchmarks predict
+	$(BIN)/python -m benchmarks predict-in-memory
+	$(BIN)/python -m benchmarks evaluate
+	$(BIN)/python -m benchmarks predictor
+	$(BIN)/python -m benchmarks checkpoint
+	$(BIN)/python -m benchmarks data
+	$(BIN)/python -m benchmarks parts
+	$(BIN)/python -m benchmarks process-memory
+	$(BIN)/python -m benchmarks queues
+	$(BIN)/python -m benchmarks telemetry
 
 bench-compare: .venv/installed
 	$(BIN)/python -m benchmarks compare
@@ -90,11 +94,8 @@ study: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt -e ".[bench]"
 	rm -f benchmarks/results/convergence.jsonl
-	$(BIN)/python -m benchmarks.convergence --tasks digits diabetes text --jobs 2 \
-		--rows benchmarks/results/convergence.jsonl
-	$(BIN)/python -m benchmarks.comparison benchmarks/results/convergence.jsonl \
-		--plots docs/images
-	$(BIN)/python -m benchmarks.candidates --seeds 3 --jobs 2
+	$(BIN)/python -m benchmarks convergence --tasks digits diabetes text --jobs 2 \
+		--rows benchmarks/results/convergence.jsonl --plots docs/images
 
 clean:
 	rm -rf .venv build dist site *.egg-info

@@ -6,70 +6,76 @@ python -m benchmarks links --rates unlimited 100mbit
 
 import argparse
 import importlib
-import runpy
-import sys
+from typing import TYPE_CHECKING, Any
 
-# Name, module, and whether it is a `Question`: prints a table, writes JSON and PNG.
+if TYPE_CHECKING:
+    from benchmarks.results import Question
+
 QUESTIONS = {
-    "scaling": "scaling",
-    "time-to-accuracy": "time_to_accuracy",
-    "links": "links",
-    "peers": "side_by_side",
-    "channel": "channel",
-    "emulation": "emulation",
-    "cost-model": "cost_model",
-    "encode": "encode",
-    "wire-size": "wire_size",
+    "peers": "contest.PEERS",
+    "links": "contest.LINKS",
+    "time-to-accuracy": "time_to_accuracy.QUESTION",
+    "scaling": "scaling.QUESTION",
+    "emulation": "emulation.QUESTION",
+    "cost-model": "cost_model.QUESTION",
+    "step": "step.QUESTION",
+    "allocator": "allocator.QUESTION",
+    "process-memory": "process_memory.QUESTION",
+    "encode": "encode.QUESTION",
+    "wire-size": "wire_size.QUESTION",
+    "first-step": "first_step.QUESTION",
+    "channel": "channel.QUESTION",
+    "queues": "queues.QUESTION",
+    "plan": "plan.QUESTION",
+    "telemetry": "telemetry.QUESTION",
+    "data": "data.QUESTION",
+    "parts": "data.SMALL_PARTS",
+    "kill": "kill.QUESTION",
+    "checkpoint": "checkpoint.QUESTION",
+    "evaluate": "evaluate.QUESTION",
+    "predict": "predict.QUESTION",
+    "predict-in-memory": "predict.IN_MEMORY",
+    "predictor": "predictor.QUESTION",
 }
+TOOLS = ("convergence", "path", "compare", "report")  # each has a `main` of its own
 
-# These print a table, and take what their own --help says.
-SCRIPTS = {
-    "step": "what does daskdl add to a training step?",
-    "first-step": "how long does `fit` take to make its first step?",
-    "allocator": "what does the allocator setting of Dask's nanny cost a step?",
-    "queues": "is a queue that counts so many MiB that large?",
-    "process-memory": "how much memory does daskdl take beside a plain loop?",
-    "plan": "how far is the prediction for two workers from what is measured?",
-    "convergence": "does it learn as well as synchronous training?",
-    "comparison": "the tables of what convergence found",
-    "candidates": "which rules that others have published earn a place?",
-    "kill": "what do the other replicas notice when a worker is killed?",
-    "checkpoint": "how long does a replica stop for a checkpoint?",
-    "parts": "what does it cost to have the data in many small parts?",
-    "data": "what does it cost to have the data elsewhere than in memory?",
-    "predict": "how much faster do two workers predict than one process?",
-    "evaluate": "what do loss and metrics add to a forward pass over 1 M rows?",
-    "predictor": "how many callers does a predictor answer, and how fast?",
-    "telemetry": "what do the rows of `history.steps` cost?",
-    "path": "how many modules and calls does an update pass through?",
-    "report": "docs/benchmarks.md from the newest results",
-    "compare": "ratios of this run beside benchmarks/baseline.json",
-}
+
+def question_of(name: str) -> "Question":
+    module, _, attribute = QUESTIONS[name].partition(".")
+    found: Any = getattr(importlib.import_module(f"benchmarks.{module}"), attribute)
+    return found
+
+
+def asked_by(name: str) -> str:
+    """What a question asks, or the first line of a tool.
+
+    Example:
+        >>> asked_by("plan")
+        'how far is the prediction for two workers from what is then measured?'
+    """
+    text: str
+    if name in QUESTIONS:
+        text = question_of(name).text
+    else:
+        text = importlib.import_module(f"benchmarks.{name}").__doc__ or ""
+    if "Question: " not in text:
+        return text.splitlines()[0]
+    return " ".join(text.split("Question: ")[1].split("Counted: ")[0].split())
 
 
 def main() -> None:
+    names = [*QUESTIONS, *TOOLS]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description=_overview(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"{', '.join(names)}: each has a --help of its own",
     )
-    parser.add_argument("name", choices=[*QUESTIONS, *SCRIPTS], metavar="NAME")
+    parser.add_argument("name", choices=names, metavar="NAME")
     parser.add_argument("options", nargs=argparse.REMAINDER)
     asked = parser.parse_args()
     if asked.name in QUESTIONS:
-        module = importlib.import_module(f"benchmarks.{QUESTIONS[asked.name]}")
-        module.QUESTION.main(asked.options)
+        question_of(asked.name).main(asked.options)
     else:
-        sys.argv[1:] = asked.options
-        module_name = asked.name.replace("-", "_")
-        runpy.run_module(f"benchmarks.{module_name}", run_name="__main__")
-
-
-def _overview() -> str:
-    lines = ["Tables of what daskdl costs and brings.", ""]
-    lines += ["A table and a JSON file:", f"  {', '.join(QUESTIONS)}", ""]
-    lines += ["Others:", *(f"  {name:14} {text}" for name, text in SCRIPTS.items())]
-    return "\n".join(lines)
+        importlib.import_module(f"benchmarks.{asked.name}").main(asked.options)
 
 
 if __name__ == "__main__":

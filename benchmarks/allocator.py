@@ -6,18 +6,18 @@ Counted:  samples/s of the plain loop of step.py in a process of its own, in tur
           (MALLOC_TRIM_THRESHOLD_=65536), and the same with `freed_memory_kept`; then
           in another thread than the first, as workers train, without and with what
           keeps the heaps of threads. Pages that were mapped for each step, too.
-Run:      python -m benchmarks.allocator
+Run:      python -m benchmarks allocator
 """
 
 import argparse
 import os
-import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
+from benchmarks.results import Question
 
 
 class Setting(NamedTuple):
@@ -40,7 +40,7 @@ PROGRAM = """
 import resource
 from concurrent.futures import ThreadPoolExecutor
 from benchmarks.step import plain
-from daskdl import memory
+from daskdl import util as memory
 
 kept, heaps, thread, steps = {kept}, {heaps}, {thread}, {steps}
 if not heaps:
@@ -78,25 +78,31 @@ def measured(setting: Setting, steps: int) -> tuple[float, float]:
     return rate, faults
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-
-    print(f"# torch {torch.__version__}, {platform.machine()}, 1 thread")
-    print(f"{'setting':40}{'samples/s':>10}{'lowest':>8}{'pages/step':>12}")
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in SETTINGS}
-    for _ in range(arguments.rounds):
+    for _ in range(asked.rounds):
         for name, setting in SETTINGS.items():
-            found[name].append(measured(setting, arguments.steps))
+            found[name].append(measured(setting, asked.steps))
     for name, runs in found.items():
         rates, faults = zip(*runs, strict=True)
-        print(
-            f"{name:40}{statistics.median(rates):>10,.0f}{min(rates):>8,.0f}"
-            f"{statistics.median(faults):>12,.0f}"
-        )
+        yield {
+            "setting": name,
+            "samples_per_s": statistics.median(rates),
+            "lowest": min(rates),
+            "pages_per_step": statistics.median(faults),
+        }
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+QUESTION = Question(
+    "allocator",
+    __doc__,
+    options,
+    rows,
+    {"setting": "", "samples_per_s": ",.0f", "lowest": ",.0f"}
+    | {"pages_per_step": ",.0f"},
+)

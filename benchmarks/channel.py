@@ -26,9 +26,9 @@ from distributed import Client, get_worker, rpc, secede
 from distributed.protocol import to_serialize
 from numpy.typing import NDArray
 
-from benchmarks.bare_runs import GRID, bare_run, cluster
-from benchmarks.plots import bars
-from benchmarks.questions import Question
+from benchmarks.clusters import GRID, bare_run, local_cluster
+from benchmarks.report import bars
+from benchmarks.results import Question
 from daskdl import codec
 from daskdl.channel.protocol import NAME, ChannelSpec
 from daskdl.channel.remote import RemoteChannel
@@ -218,7 +218,7 @@ def dask_rpc(client, payload: bytes, seconds: float) -> Row:
 
 def rows(arguments) -> Iterator[Row]:
     for members in arguments.members:
-        with cluster(min(members, MOST_WORKERS)) as own, Client(own) as client:
+        with local_cluster(min(members, MOST_WORKERS)) as own, Client(own) as client:
             # The first frames load the kernels.
             measure(client, "plain", members, 1, arguments.rate, 1)
             for kilobytes in arguments.kilobytes:
@@ -248,6 +248,3 @@ QUESTION = Question(
     | {"scheduler_cpu": ".0%"},
     lambda result: bars(result, "median_ms", "case", "members"),
 )
-
-if __name__ == "__main__":
-    QUESTION.main()

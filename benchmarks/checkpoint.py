@@ -12,18 +12,16 @@ Counted:  pause: the time that a replica's training thread spends on a checkpoin
           epoch, of both replicas, in the same fit without checkpoints. beside: how much
           longer the steps of an epoch with a checkpoint take in all.
           Contestants take turns, `--rounds` times; medians over rounds.
-Run:      python -m benchmarks.checkpoint --rounds 5
+Run:      python -m benchmarks checkpoint --rounds 5
 """
 
 import argparse
 import functools
-import json
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +30,7 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
+from benchmarks.results import Question
 from daskdl.training.checkpointing import CheckpointWriter
 
 FEATURES, CLASSES, BATCH = 256, 10, 16
@@ -178,7 +177,8 @@ class Case:
         return future.result()
 
 
-def table(rounds: int, steps: dict[int, int]) -> Iterator[Row]:
+def rows(asked: argparse.Namespace) -> Iterator[Row]:
+    rounds, steps = asked.rounds, dict(zip(WIDTHS, asked.steps, strict=True))
     with (
         LocalCluster(
             n_workers=2, threads_per_worker=1, dashboard_address=":0"
@@ -197,32 +197,19 @@ def table(rounds: int, steps: dict[int, int]) -> Iterator[Row]:
                 yield Row(millions, optimizer, **numbers)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--steps", type=int, nargs=2, default=(200, 40), help="per epoch and replica"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
-    arguments = parser.parse_args()
-
-    print(f"# torch {torch.__version__}, {platform.machine()}, 2 workers of 1 thread")
-    print(
-        f"{'parameters':>10} {'optimizer':14}{'saved':>8}{'writer':>8}{'ratio':>7}"
-        f"{'other':>7}{'ratio':>7}{'step':>8}{'beside':>8}"
-    )
-    rows = []
-    for row in table(arguments.rounds, dict(zip(WIDTHS, arguments.steps, strict=True))):
-        rows.append(row)
-        print(
-            f"{row.millions:>8} M {row.optimizer:14}{row.saved_ms:>8.1f}"
-            f"{row.writer_ms:>8.1f}{row.writer_ratio:>7.2f}{row.other_ms:>7.1f}"
-            f"{row.other_ratio:>7.2f}{row.step_ms:>8.1f}{row.beside_ms:>8.0f}",
-            flush=True,
-        )
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps([asdict(r) for r in rows], indent=2))
 
 
-if __name__ == "__main__":
-    main()
+QUESTION = Question(
+    "checkpoint",
+    __doc__,
+    options,
+    rows,
+    {"millions": "d", "optimizer": "", "saved_ms": ".1f", "writer_ms": ".1f"}
+    | {"writer_ratio": ".2f", "other_ms": ".1f", "other_ratio": ".2f"}
+    | {"step_ms": ".1f", "beside_ms": ".0f"},
+)

@@ -1,15 +1,23 @@
-"""A Dask cluster to measure on: of this machine, of a queue, or your own."""
+"""Dask clusters to measure on, and runs of the channel without a training master."""
 
 import argparse
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
 from distributed import Client, LocalCluster
 
 import benchmarks
+from daskdl.channel import protocol
+from daskdl.channel.leasing import WHOLE_EPOCHS, partition_sizes
+from daskdl.channel.protocol import ChannelSpec
+from daskdl.channel.routing import ROUTINGS
+from daskdl.channel.scheduler import ChannelSchedulerPlugin
+from daskdl.channel.worker import ChannelWorkerPlugin
+from daskdl.config import Timeouts
 
 START_S = 600  # a queue may let its jobs wait
 
@@ -27,15 +35,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _local() -> Any:
-    return LocalCluster(
-        n_workers=0,
-        threads_per_worker=1,
-        dashboard_address=":0",
-        silence_logs=logging.ERROR,
-    )
-
-
 def _queue(name: str) -> Any:
     """Of dask-jobqueue; one process for each job, so that it has the job's cores."""
     try:
@@ -49,7 +48,7 @@ def _queue(name: str) -> Any:
 
 
 CLUSTERS: dict[str, Callable[[], Any]] = {
-    "local": _local,
+    "local": lambda: local_cluster(0),
     "slurm": lambda: _queue("SLURM"),
     "pbs": lambda: _queue("PBS"),
     "sge": lambda: _queue("SGE"),
@@ -90,3 +89,61 @@ def sizes(client: Client, cluster: Any, wanted: list[int]) -> Iterator[int]:
         cluster.scale(workers)
         client.wait_for_workers(workers, timeout=START_S)
         yield workers
+
+
+GRID = 2.0**-24
+LIMIT_BYTES = 8 * 2**20
+INBOX_BYTES = 64 * 2**20
+
+
+@contextlib.contextmanager
+def bare_run(
+    client: Client, seats: Mapping[int, str], size: int, routing: str
+) -> Iterator[Callable[[int], ChannelSpec]]:
+    """Open a run, and close it again.
+
+    Args:
+        client: Of the cluster.
+        seats: The worker of each member.
+        size: Parameters of the model.
+        routing: ``"plain"`` or ``"mesh"``.
+
+    Yields:
+        What makes the spec of a member.
+    """
+    client.register_plugin(ChannelSchedulerPlugin())
+    client.register_plugin(ChannelWorkerPlugin())
+    run, timeouts = secrets.randbits(63), Timeouts.from_config()
+    plan = {
+        "run": run,
+        "replicas": dict(seats),
+        "sizes": {"train": partition_sizes([], 1, len(seats))},
+        "seed": None,
+        "epochs_before": 0,
+        "synchronous": False,
+        "relay_bytes": LIMIT_BYTES,
+        "min_replicas": 1,
+        "timeouts": vars(timeouts),
+        "relayed": ROUTINGS[routing].relayed,
+        "intervals": WHOLE_EPOCHS,
+    }
+    client.sync(client.scheduler.daskdl_open, spec=plan, client=client.id)
+
+    def spec(replica: int) -> ChannelSpec:
+        limits = LIMIT_BYTES, INBOX_BYTES
+        return ChannelSpec(run, replica, size, GRID, *limits, timeouts, routing)
+
+    try:
+        yield spec
+    finally:
+        client.sync(getattr(client.scheduler, protocol.CLOSE), run=run)
+
+
+def local_cluster(workers: int) -> LocalCluster:
+    """Worker processes of one thread on this machine, the scheduler in this process."""
+    return LocalCluster(
+        n_workers=workers,
+        threads_per_worker=1,
+        dashboard_address=":0",
+        silence_logs=logging.ERROR,
+    )

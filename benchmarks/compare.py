@@ -11,17 +11,14 @@ Run:      python -m benchmarks compare
 """
 
 import argparse
-import importlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import QUESTIONS
-from benchmarks.machine import ROOT
-from benchmarks.results import Result, load
-from benchmarks.tables import Lines
+from benchmarks.__main__ import question_of
+from benchmarks.results import ROOT, Lines, Result, load
 
 BASELINE = ROOT / "benchmarks" / "baseline.json"
 MARKED = 0.1
@@ -90,19 +87,19 @@ def measured(asked: argparse.Namespace) -> list[Result]:
         return [load(path) for path in asked.of]
     results = []
     for name, options in GUARD.items():
-        question = importlib.import_module(f"benchmarks.{QUESTIONS[name]}").QUESTION
+        question = question_of(name)
         results.append(question.main([*options, "--no-results"]))
     return results
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--of", type=Path, nargs="+", metavar="FILE", help="results, instead of a run"
     )
     parser.add_argument("--write", action="store_true", help="as the new baseline")
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
-    asked = parser.parse_args()
+    asked = parser.parse_args(arguments)
     results = measured(asked)
     now = {name: own for result in results for name, own in ratios(result).items()}
     then: dict[str, Any] = {"ratios": {}}
@@ -129,7 +126,3 @@ def write(path: Path, results: list[Result], now: Mapping[str, float]) -> None:
         "ratios": {name: round(value, 4) for name, value in now.items()},
     }
     path.write_text(json.dumps(text, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,22 +1,90 @@
-"""One contestant at work on its hosts: start its processes, read the line it prints."""
+"""Ways of training side by side, on hosts whose links have a rate.
 
+Hides how the processes of a contestant are started, and how contestants take turns:
+machines change their speed from minute to minute, so only the ratio of two rates of one
+round is compared, and of these the median is taken.
+"""
+
+import argparse
 import contextlib
 import json
 import math
 import os
 import re
 import selectors
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contestants import Contestant
-from benchmarks.places import Place, end_tree
+from benchmarks.namespaces import UNLIMITED, Place, end_tree, hosts, unavailable
+from benchmarks.report import bars
+from benchmarks.results import Question, Result
+from benchmarks.work import WORKS
 from daskdl.util import SETTINGS
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way of training.
+
+    Attributes:
+        name: In tables.
+        script: Module of `benchmarks.peers`.
+        options: Of the script.
+        alone: Whether it is one process, whatever the number of hosts.
+        shares: Whether its processes train one model.
+        kept: Whether freed memory is kept for the next step, as daskdl keeps it.
+    """
+
+    name: str
+    script: str
+    options: tuple[str, ...] = ()
+    alone: bool = False
+    shares: bool = True
+    kept: bool = False
+
+
+SINGLE = "plain, one process"
+INDEPENDENT = "plain, independent processes"
+KEPT = "plain, freed memory kept"
+
+CONTESTANTS = {
+    key: Contestant(*rest)
+    for key, *rest in (
+        ("single", SINGLE, "ddp", ("--way=plain",), True, False),
+        ("independent", INDEPENDENT, "ddp", ("--way=plain",), False, False),
+        ("independent-kept", KEPT, "ddp", ("--way=plain",), False, False, True),
+        ("ddp", "DDP, gloo", "ddp"),
+        ("ddp-fp16", "DDP, fp16 hook", "ddp", ("--hook=fp16",)),
+        ("ddp-powersgd", "DDP, PowerSGD rank 1", "ddp", ("--hook=powersgd",)),
+        ("post-local-sgd", "post-local SGD, every 16", "ddp", ("--way=post-local",)),
+        ("torchft-local-sgd", "torchft LocalSGD, every 16", "fault_tolerant"),
+        (
+            "torchft-diloco",
+            "torchft DiLoCo, every 16",
+            "fault_tolerant",
+            ("--rule=diloco",),
+        ),
+        ("hivemind-16", "hivemind, every 16", "hive"),
+        ("hivemind-256", "hivemind, every 256", "hive", ("--every=256",)),
+        ("ray-train", "Ray Train", "ray_train"),
+        ("daskdl", "daskdl, exchange_every=1", "own"),
+        ("daskdl-16", "daskdl, exchange_every=16", "own", ("--every=16",)),
+        (
+            "daskdl-averaging",
+            "daskdl, averaging every 16",
+            "own",
+            ("--way=averaging", "--every=16"),
+        ),
+    )
+}
+
 
 ROOT = Path(__file__).parents[1]
 KEEP = {one.variable: str(one.kept_bytes) for one in SETTINGS}  # read by glibc
@@ -178,3 +246,182 @@ def ratio(own: float | None, base: float | None) -> float:
         (1.5, nan)
     """
     return own / base if own and base else math.nan
+
+
+BASE = "independent"
+STREAM = Contestant("one TCP stream", "stream")
+
+COLUMNS = {
+    "contestant": "",
+    "rate": "",
+    "samples_per_s": ",.0f",
+    "ratio": ".3f",
+    "ratio_lowest": ".3f",
+    "ratio_highest": ".3f",
+    "sent_kb_per_step": ",.1f",
+    "startup_s": ".1f",
+    "error": "",
+}
+
+
+def options(
+    parser: argparse.ArgumentParser, rates: Sequence[str], contestants: Sequence[str]
+) -> None:
+    """Of a question about contestants on links."""
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        default=list(rates),
+        help="of each link, as tc has it (1gbit, 10mbit), or unlimited",
+    )
+    parser.add_argument(
+        "--contestants",
+        nargs="+",
+        choices=CONTESTANTS,
+        default=list(contestants),
+        metavar="NAME",
+        help=f"of {', '.join(CONTESTANTS)}",
+    )
+    parser.add_argument("--hosts", type=int, default=2, choices=(2, 3, 4))
+    parser.add_argument("--work", choices=WORKS, default="mlp")
+    parser.add_argument("--optimizer", default="SGD")
+    parser.add_argument("--seconds", type=float, default=10.0, help="that are counted")
+    parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before")
+    parser.add_argument("--patience", type=float, default=240.0, help="for a start")
+    parser.add_argument(
+        "--python", default=sys.executable, help="that has the contestants' libraries"
+    )
+    parser.add_argument(
+        "--loopback", action="store_true", help="all on this host; only unlimited"
+    )
+
+
+def available(asked: argparse.Namespace, question: str) -> bool:
+    """Whether there can be such hosts; if not, the reason is printed."""
+    reason = None if asked.loopback else unavailable()
+    if reason is not None:
+        print(f"# {question} skipped, no network namespaces: {reason}; --loopback does")
+    return reason is None
+
+
+def course(asked: argparse.Namespace, **changes: Any) -> Course:
+    """What the options ask of each contestant."""
+    found = {
+        name: getattr(asked, name)
+        for name in ("work", "optimizer", "seconds", "warm_up", "patience", "python")
+    }
+    return Course(**found | changes)
+
+
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """One for each rate and contestant, with the median over rounds."""
+    names = list(dict.fromkeys([BASE, *asked.contestants]))
+    with hosts(asked.hosts, loopback=asked.loopback) as place:
+        for rate in asked.rates:
+            place.limit(rate)
+            _note_what_it_carries(asked, place, rate)
+            rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+            for seed in asked.seeds:
+                for name in names:
+                    found = compete(CONTESTANTS[name], place, course(asked), seed)
+                    rounds[name].append(found)
+                    said = found.get("error", f"{found.get('samples_per_s', 0):,.0f}")
+                    print(f"# {rate} {name}: {said}", file=sys.stderr, flush=True)
+            for name in names:
+                yield row(CONTESTANTS[name], rate, rounds[name], rounds[BASE])
+
+
+def _note_what_it_carries(asked: argparse.Namespace, place: Place, rate: str) -> None:
+    found = compete(STREAM, place, course(asked, seconds=2.0, warm_up=0.0))
+    said = found.get("error", f"{found.get('mbit_per_s', 0):,.0f} Mbit/s")
+    asked.notes.append(f"{rate}: one TCP stream from host to host carries {said}")
+
+
+def row(
+    contestant: Contestant,
+    rate: str,
+    rounds: Sequence[dict[str, Any]],
+    base: Sequence[dict[str, Any]],
+) -> dict[str, Any]:
+    """Of one contestant at one rate; a round that failed counts for nothing.
+
+    Args:
+        contestant: Whose row it is.
+        rate: Of the links.
+        rounds: What it printed in each.
+        base: What the baseline printed in the same rounds.
+    """
+    pairs = zip(rounds, base, strict=True)
+    key = "samples_per_s"
+    ratios = [ratio(own.get(key), other.get(key)) for own, other in pairs]
+    ratios = [own for own in ratios if not math.isnan(own)]
+    errors = [own["error"] for own in rounds if "error" in own]
+    return {
+        "contestant": contestant.name,
+        "rate": rate,
+        "samples_per_s": median(rounds, key),
+        "ratio": statistics.median(ratios) if ratios else math.nan,
+        "ratio_lowest": min(ratios, default=math.nan),
+        "ratio_highest": max(ratios, default=math.nan),
+        "sent_kb_per_step": median(rounds, "sent_kb_per_step"),
+        "startup_s": median(rounds, "startup_s"),
+        "error": "; ".join(dict.fromkeys(errors)) or None,
+        "rounds": list(rounds),
+    }
+
+
+def median(rounds: Sequence[dict[str, Any]], name: str) -> float:
+    """Over the rounds that have it; NaN if none has."""
+    found = [own[name] for own in rounds if own.get(name) is not None]
+    return float(statistics.median(found)) if found else math.nan
+
+
+ALL_RATES = (UNLIMITED, "1gbit", "100mbit", "10mbit")
+SOME = ("independent", "ddp", "ddp-powersgd", "post-local-sgd", "daskdl", "daskdl-16")
+LINKS_TEXT = """What the rate of the links costs each way of training.
+
+Question: how fast do two to four hosts train together, at each rate of their links?
+Counted:  samples/s of all hosts together, by the wall clock, warm-up excluded and
+          start-up apart; one process of one torch thread on each host. Hosts are
+          network namespaces on one bridge; `tc tbf` limits each link, each way. Bytes
+          are those that the host's interface has sent. The contestants take turns;
+          `ratio` is the median over seeds of a contestant to the baseline in the same
+          round.
+Baseline: as many plain processes that know nothing of each other: what these cores can
+          do.
+Run:      python -m benchmarks links --rates unlimited 1gbit 100mbit 10mbit
+"""
+PEERS_TEXT = """daskdl beside other ways of training with several processes.
+
+Question: how fast is each way that PyPI has for Python 3.11 on a CPU, at equal work?
+Counted:  as in `benchmarks.links`, whose hosts these are; by default their links carry
+          what they can. Each contestant is a script of `benchmarks/peers`, with the
+          settings that its documentation recommends. One that cannot run is named with
+          its error.
+Baseline: as many plain processes that know nothing of each other, and one alone.
+Run:      python -m pip install -c constraints.txt -r benchmarks/peers/requirements.txt
+          python -m benchmarks peers
+"""
+
+
+def _answered(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if available(asked, "links"):
+        yield from rows(asked)
+
+
+def _links(parser: argparse.ArgumentParser) -> None:
+    options(parser, ALL_RATES, SOME)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+
+
+def _peers(parser: argparse.ArgumentParser) -> None:
+    options(parser, [UNLIMITED], list(CONTESTANTS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+
+
+def _bars(result: Result) -> Any:
+    return bars(result, "ratio", "contestant", "rate")
+
+
+LINKS = Question("links", LINKS_TEXT, _links, _answered, COLUMNS, _bars)
+PEERS = Question("peers", PEERS_TEXT, _peers, _answered, COLUMNS, _bars)

@@ -33,9 +33,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks.plots import lines
-from benchmarks.questions import Question
-from benchmarks.results import load, newest
+from benchmarks.report import lines
+from benchmarks.results import Question, load, newest
 from daskdl.channel.scheduler import PACE_S
 
 FITTED = 16  # replicas, at most
@@ -152,6 +151,3 @@ QUESTION = Question(
         result, "replicas", "scheduler_model", "step_ms", "exchange_every"
     ),
 )
-
-if __name__ == "__main__":
-    QUESTION.main()

@@ -7,26 +7,31 @@ Counted:  rows per second of the second epoch, 2 replicas as worker processes wi
           torch thread each; a part is 8 batches; to load one takes a wait of so much
           of the time to train on it in memory, as a disk or a server would make it
           wait. Baseline: numpy arrays in memory, before each.
-Run:      python -m benchmarks.data --rounds 5
+Run:      python -m benchmarks data --rounds 5
 """
 
 import argparse
-import platform
+import contextlib
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client, wait
+from torch import nn
 
 import daskdl
-from benchmarks.models import mlp
+from benchmarks.clusters import local_cluster
+from benchmarks.results import Question
 from benchmarks.step import BATCH, samples, sgd
+from benchmarks.work import mlp
 
 BATCHES_PER_PART = 8
 PARTS = 24  # of both replicas together
@@ -88,7 +93,7 @@ def sources(
     yield "batch files", batch_files, None
 
 
-def measured(client: Client, rounds: int, files: str) -> Iterator[Row]:
+def loading(client: Client, rounds: int, files: str) -> Iterator[Row]:
     x, y = samples(PARTS * BATCHES_PER_PART * BATCH)
     daskdl.data.export(x, files, BATCH, y=y, batches_per_file=BATCHES_PER_PART)
     memory = [fit(client, x, y, 2) for _ in range(rounds + 1)][1:]
@@ -109,27 +114,127 @@ def measured(client: Client, rounds: int, files: str) -> Iterator[Row]:
                 yield Row(name, load, prefetch, *middle)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    print(f"# torch {torch.__version__}, {platform.processor()}, {rounds} rounds")
-    print("| data | load / train | prefetch | rows/s | beside memory | waiting |")
-    print("|---|---|---|---|---|---|")
+PARTS_TEXT = """What it costs to have the data in many small parts.
+
+Question: how fast is training from 2,100 parts of 10 rows beside 21 parts of 1,000, of
+          the same rows, for each kind of data that is loaded part by part?
+Counted:  rows per second of the epochs after the first, 2 replicas as worker processes
+          with one torch thread each; the two are turns of one round.
+Run:      python -m benchmarks parts --rounds 5
+"""
+ROWS, FEATURES, CLASSES = 21_000, 20, 4
+SIZES = (1000, 10)  # rows of a part
+SMALL_BATCH = 32
+EPOCHS = 4
+KINDS = ("lazy array", "persisted array", "Delayed", "bag", "npz files")
+
+
+def small_samples() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, CLASSES, ROWS)
+    x = rng.normal(size=(CLASSES, FEATURES))[y] + rng.normal(size=(ROWS, FEATURES))
+    return x.astype(np.float32), y
+
+
+def part(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return x, y
+
+
+def given(client: Client, kind: str, size: int, folder: Path) -> tuple[Any, Any]:
+    """The data in parts of so many rows, as `fit` takes them."""
+    x, y = small_samples()
+    cuts = [slice(start, start + size) for start in range(0, ROWS, size)]
+    if kind == "Delayed":
+        return [dask.delayed(part)(x[own], y[own]) for own in cuts], None
+    if kind == "bag":
+        import dask.bag as db
+
+        pairs = list(zip(x, y, strict=True))
+        return db.from_sequence(pairs, npartitions=len(cuts)), None
+    if kind == "npz files":
+        folder = folder / str(size)
+        if not folder.exists():
+            folder.mkdir()
+            for i, own in enumerate(cuts):
+                np.savez(folder / f"{i:05}.npz", x=x[own], y=y[own])
+        return str(folder), None
+    X = da.from_array(x, chunks=(size, FEATURES)).map_blocks(np.negative)
+    Y = da.from_array(y, chunks=size)
+    if kind == "persisted array":
+        X, Y = client.persist([X, Y])
+        wait([X, Y])
+    return X, Y
+
+
+def rate(client: Client, data: tuple[Any, Any]) -> float:
+    """Rows per second, the median of the epochs after the first."""
+    trainer = daskdl.Trainer(
+        lambda: nn.Sequential(
+            nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES)
+        ),
+        nn.CrossEntropyLoss(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        client=client,
+        progress=False,
+    )
+    history = trainer.fit(*data, epochs=EPOCHS, batch_size=SMALL_BATCH)
+    return statistics.median(history.column("examples_per_s")[1:])
+
+
+def turns(
+    client: Client, kind: str, rounds: int, folder: Path
+) -> Iterator[tuple[float, float]]:
+    """Rates of large and of small parts, round by round."""
+    for _ in range(rounds):
+        large, small = (rate(client, given(client, kind, n, folder)) for n in SIZES)
+        yield large, small
+
+
+@contextlib.contextmanager
+def begun() -> Iterator[tuple[str, Client]]:
     with (
-        tempfile.TemporaryDirectory() as files,
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=None
-        ) as cluster,
+        tempfile.TemporaryDirectory() as folder,
+        local_cluster(2) as cluster,
         Client(cluster) as client,
     ):
-        for row in measured(client, rounds, files):
-            print(
-                f"| {row.source} | {row.load:.1f} | {row.prefetch} | "
-                f"{row.rows_per_s:,.0f} | {row.beside:.2f} | {row.waited:.3f} |",
-                flush=True,
-            )
+        yield folder, client
 
 
-if __name__ == "__main__":
-    main()
+def rows(asked: argparse.Namespace) -> Iterator[Row]:
+    with begun() as (folder, client):
+        yield from loading(client, asked.rounds, folder)
+
+
+def parts_rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with begun() as (folder, client):
+        for kind in asked.kinds:
+            found = list(turns(client, kind, asked.rounds, Path(folder)))
+            large, small = (statistics.median(c) for c in zip(*found, strict=True))
+            ratio = statistics.median(one / other for one, other in found)
+            yield {"data": kind, "large": large, "small": small, "ratio": ratio}
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5)
+
+
+def parts_options(parser: argparse.ArgumentParser) -> None:
+    options(parser)
+    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
+
+
+QUESTION = Question(
+    "data",
+    __doc__,
+    options,
+    rows,
+    {"source": "", "load": ".1f", "prefetch": "d", "rows_per_s": ",.0f"}
+    | {"beside": ".2f", "waited": ".3f"},
+)
+SMALL_PARTS = Question(
+    "parts",
+    PARTS_TEXT,
+    parts_options,
+    parts_rows,
+    {"data": "", "large": ",.0f", "small": ",.0f", "ratio": ".2f"},
+)

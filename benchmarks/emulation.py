@@ -27,22 +27,94 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 from distributed import Client, get_worker, secede
 from numpy.typing import NDArray
 
-from benchmarks.bare_runs import bare_run, cluster
-from benchmarks.plots import lines
-from benchmarks.questions import Question
-from benchmarks.recorded import Recorded, recorded
-from daskdl import codec
+from benchmarks.clusters import bare_run, local_cluster
+from benchmarks.report import lines
+from benchmarks.results import Question
+from benchmarks.work import WORKS, batches
+from daskdl import AdaptiveThreshold, ResidualClipping, codec
 from daskdl.channel.protocol import NAME, ChannelSpec
 from daskdl.channel.remote import RemoteChannel
+from daskdl.compression.compressor import Compressor
+from daskdl.compression.flat import FlatParameters
 from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.optimizer_step import scaled
 
 MOST_WORKERS = 8
 MAX_STALENESS = 8  # the default of `GradientSharing`
 # Deeplearning4j's, for steps at least as long as this.
 GUIDANCE = {100.0: "good", 10.0: "sub-linear", 0.0: "no gain"}
+
+
+STEPS = 80
+LEFT_OUT = 20  # of these, while the threshold finds its place
+
+Entries = tuple[
+    float, np.ndarray
+]  # the threshold, and int32 signed one-based positions
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What two replicas sent, each step one update.
+
+    Attributes:
+        size: Parameters of the model.
+        updates: In the order in which they were sent.
+        nbytes: Of an encoded update, the median.
+    """
+
+    size: int
+    updates: tuple[Entries, ...]
+    nbytes: float
+
+    def of(self, replica: int, number: int) -> Entries:
+        """What a replica sends: each begins at another place."""
+        return self.updates[(7 * replica + number) % len(self.updates)]
+
+
+def recorded() -> Recorded:
+    """Train two replicas for some steps, and keep what they sent."""
+    task, stamp = WORKS["mlp"], codec.Stamp(0, 0, 1, 1)
+    split = task.split()
+    x, y = torch.from_numpy(split.x), torch.from_numpy(split.y)
+    some = batches(x, y, task.batch_size, np.random.default_rng(0))
+    replicas = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        module = task.model()
+        rule, residual = AdaptiveThreshold(initial=None), ResidualClipping()
+        compressor = Compressor(FlatParameters(module), rule, residual)
+        optimizer = task.optimizer("SGD")(module.parameters())
+        scale = compressor.vector.set_scale_(0.5)
+        replicas.append((module, compressor, optimizer, scale))
+    frames = []
+    for _ in range(STEPS):
+        sent = []
+        for module, compressor, optimizer, scale in replicas:
+            inputs, labels = next(some)
+            optimizer.zero_grad()
+            task.loss(module(inputs), labels).backward()
+            with scaled(optimizer, scale):
+                optimizer.step()
+            compressor.vector.sync_from_parameters_()
+            (update,) = compressor.propose()
+            sent.append(update.encode(stamp))
+            compressor.commit_(update)
+        for frame, (_, compressor, *_) in zip(sent, reversed(replicas), strict=True):
+            compressor.vector.apply_(codec.decode(frame.data))
+        frames += sent
+    kept = frames[2 * LEFT_OUT :]
+    updates = [codec.decode(frame.data) for frame in kept]
+    assert all(isinstance(update, codec.SparseUpdate) for update in updates)
+    return Recorded(
+        sum(p.numel() for p in module.parameters()),
+        tuple((update.threshold, update.entries_K) for update in updates),
+        float(np.median([frame.nbytes for frame in kept])),
+    )
 
 
 @dataclass(frozen=True)
@@ -192,7 +264,7 @@ def _cpu_s(process: psutil.Process) -> float:
 def rows(arguments: argparse.Namespace) -> Iterator[Row]:
     updates = recorded()
     for replicas in arguments.replicas:
-        with cluster(min(replicas, MOST_WORKERS)) as own, Client(own) as client:
+        with local_cluster(min(replicas, MOST_WORKERS)) as own, Client(own) as client:
             warm = Case(10.0, 1, 0.5)  # the first frames load the kernels
             measure(client, replicas, arguments.routing, warm, updates)
             for step_ms in arguments.step_ms:
@@ -220,6 +292,3 @@ QUESTION = Question(
     | {"scheduler_cpu": ".0%", "workers_cpu": ".0%", "guidance": ""},
     lambda result: lines(result, "replicas", "efficiency", "step_ms", "exchange_every"),
 )
-
-if __name__ == "__main__":
-    QUESTION.main()

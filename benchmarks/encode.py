@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks.plots import bars
-from benchmarks.questions import Question
+from benchmarks.report import bars
+from benchmarks.results import Question
 from daskdl.compression.flat import empty
 from daskdl.compression.kernels import Kernels
 from daskdl.compression.kernels_numba import NumbaKernels
@@ -126,6 +126,3 @@ QUESTION = Question(
     {"case": "", "density": ".1e", "ms": ".2f", "ratio": ".2f"},
     lambda result: bars(result, "ratio", "case", "density"),
 )
-
-if __name__ == "__main__":
-    QUESTION.main()

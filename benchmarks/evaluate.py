@@ -6,11 +6,10 @@ Counted:  seconds, in one process with one torch thread. Rows of 64 random numbe
           under `torch.inference_mode`, outputs dropped. After it, in each round,
           `daskdl.evaluate` with the loss, and with "classification": exact areas below
           curves, top 5, confusion matrix, all rates. Ratios are of a round.
-Run:      python -m benchmarks.evaluate --rounds 5
+Run:      python -m benchmarks evaluate --rounds 5
 """
 
 import argparse
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch
 from torch import nn
 
 import daskdl
+from benchmarks.results import Question
 
 BATCH = 64
 CLASSES = 10
@@ -73,12 +73,13 @@ def evaluate_s(
     return time.perf_counter() - began
 
 
-def measured(widths: list[int], rows: int, rounds: int) -> Iterator[Row]:
+def rows(asked: argparse.Namespace) -> Iterator[Row]:
+    torch.set_num_threads(1)
     rng = np.random.default_rng(0)
-    y = rng.integers(0, CLASSES, rows)
-    x = rng.standard_normal((rows, FEATURES), np.float32)
+    y = rng.integers(0, CLASSES, asked.rows)
+    x = rng.standard_normal((asked.rows, FEATURES), np.float32)
     few = slice(50 * BATCH)
-    for width in widths:
+    for width in asked.widths:
         model = perceptron(width).eval()
         kinds: list[Callable[[slice], float]] = [
             lambda part, own=model: forward_s(own, x[part]),
@@ -87,7 +88,7 @@ def measured(widths: list[int], rows: int, rounds: int) -> Iterator[Row]:
         ]
         for kind in kinds:
             kind(few)  # the first is not counted
-        found = [[kind(slice(None)) for kind in kinds] for _ in range(rounds)]
+        found = [[kind(slice(None)) for kind in kinds] for _ in range(asked.rounds)]
         size = sum(parameter.numel() for parameter in model.parameters())
         yield Row(
             size,
@@ -97,26 +98,16 @@ def measured(widths: list[int], rows: int, rounds: int) -> Iterator[Row]:
         )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--widths", type=int, nargs="*", default=[128, 512, 1024])
-    asked = parser.parse_args()
-    torch.set_num_threads(1)
-    print(
-        f"# torch {torch.__version__}, {platform.processor()}, {asked.rows:,} rows, "
-        f"{asked.rounds} rounds"
-    )
-    print("| parameters | forward, s | with the loss | with classification |")
-    print("|---|---|---|---|")
-    for row in measured(asked.widths, asked.rows, asked.rounds):
-        print(
-            f"| {row.parameters:,} | {row.forward_s:.2f} | {row.loss:.2f} | "
-            f"{row.metrics:.2f} |",
-            flush=True,
-        )
 
 
-if __name__ == "__main__":
-    main()
+QUESTION = Question(
+    "evaluate",
+    __doc__,
+    options,
+    rows,
+    {"parameters": ",", "forward_s": ".2f", "loss": ".2f", "metrics": ".2f"},
+)

@@ -7,18 +7,17 @@ Counted:  from the call of `fit` to the end of the first optimizer step of the l
           first row starts with an empty cache of compiled kernels, as on a machine
           where daskdl never ran; the second is the same cluster again; the third a
           new cluster with the cache filled.
-Run:      python -m benchmarks.first_step
+Run:      python -m benchmarks first-step
 """
 
 import argparse
-import json
 import logging
 import os
-import platform
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,8 +25,9 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
-from benchmarks.models import mlp
+from benchmarks.results import Question
 from benchmarks.step import BATCH, samples, sgd
+from benchmarks.work import mlp
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ def cluster() -> LocalCluster:
     )
 
 
-def rows(runs: int):
+def rows(asked: argparse.Namespace) -> Iterator[Row]:
+    runs = asked.runs
     data = samples(20 * BATCH)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["NUMBA_CACHE_DIR"] = cache  # inherited by the workers
@@ -102,21 +103,14 @@ def rows(runs: int):
             )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
-    arguments = parser.parse_args()
-
-    print(f"# torch {torch.__version__}, {platform.machine()}, 2 workers of 1 thread")
-    print(f"{'case':38}{'seconds':>9}{'runs':>6}")
-    table = list(rows(arguments.runs))
-    for row in table:
-        print(f"{row.case:38}{row.seconds:>9.2f}{row.runs:>6}")
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump([asdict(row) for row in table], file, indent=2)
 
 
-if __name__ == "__main__":
-    main()
+QUESTION = Question(
+    "first-step",
+    __doc__,
+    options,
+    rows,
+    {"case": "", "seconds": ".2f", "runs": "d"},
+)

@@ -9,20 +9,19 @@ Counted:  time from the end of one step to the end of the next, of each replica 
           processes do not fight for the cores, and computes a little. Baselines: the
           median step of the same replicas before the kill, and the longest step of
           the same length of a run in which nobody is killed.
-Run:      python -m benchmarks.kill --rounds 3
+Run:      python -m benchmarks kill --rounds 3
 """
 
 import argparse
 import functools
-import json
 import logging
 import os
-import platform
 import signal
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,7 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
+from benchmarks.results import Question
 
 WORKERS = 4
 DOOMED = 1  # replica
@@ -131,39 +131,23 @@ def measure(routing: str, step_s: float) -> Row:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def rows(asked: argparse.Namespace) -> Iterator[Row]:
+    for routing in ("plain", "mesh"):
+        rounds = [measure(routing, asked.step_ms / 1e3) for _ in range(asked.rounds)]
+        numbers = zip(*(astuple(each)[1:] for each in rounds), strict=True)
+        yield Row(routing, *map(statistics.median, numbers))
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=50.0)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-
-    rows = []
-    for routing in ("plain", "mesh"):
-        rounds = [
-            asdict(measure(routing, arguments.step_ms / 1e3))
-            for _ in range(arguments.rounds)
-        ]
-        numbers = {
-            name: statistics.median(each[name] for each in rounds)
-            for name in rounds[0]
-            if name != "routing"
-        }
-        rows.append(Row(routing, **numbers))
-    if arguments.json:
-        print(json.dumps([asdict(row) for row in rows], indent=1))
-        return
-    print(f"# torch {torch.__version__}, {platform.machine()}, {WORKERS} workers")
-    print(
-        f"{'routing':8}{'median ms':>11}{'undisturbed':>13}{'longest':>9}{'ratio':>7}"
-        f"{'rejoin s':>12}"
-    )
-    for row in rows:
-        print(
-            f"{row.routing:8}{row.median_ms:11.1f}{row.undisturbed_ms:13.1f}"
-            f"{row.longest_ms:9.1f}{row.ratio:7.2f}{row.rejoin_s:12.1f}"
-        )
 
 
-if __name__ == "__main__":
-    main()
+QUESTION = Question(
+    "kill",
+    __doc__,
+    options,
+    rows,
+    {"routing": "", "median_ms": ".1f", "undisturbed_ms": ".1f"}
+    | {"longest_ms": ".1f", "ratio": ".2f", "rejoin_s": ".1f"},
+)

@@ -17,7 +17,7 @@ Counted:  calls of functions of daskdl, by `sys.setprofile` in all threads, whil
           that updates do not wait for each other and travel together. A module is on
           the path if one of its functions is called at least once in two updates;
           others (heartbeats, leases, telemetry, progress) are listed apart.
-Run:      python -m benchmarks.path --top 20 --count 'check$'
+Run:      python -m benchmarks path --top 20 --count 'check$'
 """
 
 import argparse
@@ -31,6 +31,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from types import CodeType, FrameType
@@ -228,7 +229,7 @@ def print_modules(title: str, modules: list[dict]) -> None:
         print(f"{name:36}{calls:>12.2f}  {', '.join(threads)}")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="counted, per replica")
     parser.add_argument("--routing", default="plain", help="see GradientSharing")
@@ -303,7 +304,3 @@ def main(arguments: list[str] | None = None) -> None:
         }
         with open(asked.json, "w") as file:
             json.dump(written, file, indent=2)
-
-
-if __name__ == "__main__":
-    main()

@@ -11,24 +11,22 @@ Counted:  samples/s of one and of two workers of one torch thread each, processe
           ratio of its own, since a machine's speed may drift. The models: the MLP
           784-2048-2048-10 (5.8 M parameters, expensive to encode), and a small CNN
           (20 thousand, cheap). Batch 64, SGD.
-Run:      python -m benchmarks.plan --rounds 5
+Run:      python -m benchmarks plan --rounds 5
 """
 
 import argparse
-import json
-import platform
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
-from benchmarks.models import cnn, mlp
+from benchmarks.results import Question
 from benchmarks.step import BATCH, samples, sgd
+from benchmarks.work import cnn, mlp
 
 WORKERS = (1, 2)
 
@@ -85,7 +83,8 @@ def measured(case: Case, workers: int, steps: int) -> float:
         return trainer.fit(*data, epochs=2, batch_size=BATCH)[-1]["examples_per_s"]
 
 
-def rows(steps: int, rounds: int) -> list[Row]:
+def rows(asked: argparse.Namespace) -> Iterator[Row]:
+    steps, rounds = asked.steps, asked.rounds
     plans: dict[str, list[dict[int, tuple[float, str]]]] = {c.name: [] for c in CASES}
     rates: dict[tuple[str, int], list[float]] = {
         (case.name, workers): [] for case in CASES for workers in WORKERS
@@ -100,40 +99,26 @@ def rows(steps: int, rounds: int) -> list[Row]:
                 print(
                     f"# {case.name} {workers}: {said:,.0f}, {did[-1]:,.0f}", flush=True
                 )
-    table = []
     for (name, workers), found in rates.items():
         said = [plan[workers] for plan in plans[name]]
         expected, rate = statistics.median(s for s, _ in said), statistics.median(found)
         ratio = statistics.median(s / f for (s, _), f in zip(said, found, strict=True))
         limit = statistics.mode(limit for _, limit in said)
-        table.append(Row(name, workers, expected, rate, ratio, limit))
-    return table
+        yield Row(name, workers, expected, rate, ratio, limit)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--steps", type=int, default=150, help="steps per epoch and worker of the MLP"
+        "--steps", type=int, default=150, help="of an epoch and worker, MLP"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
-    arguments = parser.parse_args()
-
-    print(f"# torch {torch.__version__}, {platform.machine()}, 1 thread per process")
-    print(
-        f"{'case':6}{'workers':>8}{'predicted/s':>13}{'measured/s':>12}{'ratio':>8}"
-        f"  limit"
-    )
-    table = rows(arguments.steps, arguments.rounds)
-    for row in table:
-        print(
-            f"{row.case:6}{row.workers:>8}{row.predicted:>13,.0f}{row.measured:>12,.0f}"
-            f"{row.ratio:>8.3f}  {row.limit}"
-        )
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump([asdict(row) for row in table], file, indent=2)
 
 
-if __name__ == "__main__":
-    main()
+QUESTION = Question(
+    "plan",
+    __doc__,
+    options,
+    rows,
+    {"case": "", "workers": "d", "predicted": ",.0f", "measured": ",.0f"}
+    | {"ratio": ".3f", "limit": ""},
+)

@@ -9,16 +9,11 @@ Counted:  rows per second. Blocks of random rows are made where they are needed;
           the same two processes run the plain loop, each over half of the blocks, with
           the model there already: more is not to be had of the machine. Overhead:
           seconds of the two workers together, less those of the two loops.
-          With --in-memory: rows in the memory of the client, which gets numpy outputs.
-          A client sends rows through the scheduler ("relayed"), or to the workers
-          ("direct", ``Client(direct_to_workers=True)``). Processor time: seconds of
-          this process, which has client and scheduler in it, and of the workers.
-Run:      python -m benchmarks.predict --rounds 5
-          python -m benchmarks.predict --in-memory --rounds 5
+Run:      python -m benchmarks predict --rounds 5
 """
 
 import argparse
-import platform
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +24,13 @@ import dask.array as da
 import numpy as np
 import psutil
 import torch
-from distributed import Client, LocalCluster, wait
+from distributed import Client, wait
 from torch import nn
 
 import daskdl
-from benchmarks.models import cnn, mlp
+from benchmarks.clusters import local_cluster
+from benchmarks.results import Question
+from benchmarks.work import cnn, mlp
 from daskdl.serialization import PackedModel
 from daskdl.util import freed_memory_kept
 
@@ -69,14 +66,14 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    model: str
+    case: str
     rows: int
     alone: float  # rows per second of one process, median over rounds
     apart: float  # of two loops at once, likewise
     together: float  # of two workers, likewise
     limit: float  # of two loops beside one, median of the rounds' ratios
     ratio: float  # of two workers beside one process, likewise
-    overhead_s: float  # of workers, for 10,000 rows; median
+    overhead_ms: float  # of workers, for 10,000 rows; median
 
 
 def block_of(number: int, shape: tuple[int, ...]) -> np.ndarray:
@@ -152,29 +149,11 @@ def measured(
             one = loop_s(model, case.shape, range(blocks))
             apart = apart_s(model, case, blocks, client)
             two = together_s(model, case, blocks, client)
-            overhead = WORKERS * (two - apart) / rows * 10_000
+            overhead = 1e3 * WORKERS * (two - apart) / rows * 10_000
             rates = rows / one, rows / apart, rows / two
             found.append((*rates, one / apart, one / two, overhead))
         middle = [statistics.median(column) for column in zip(*found[1:], strict=True)]
         yield Row(case.name, rows, *middle)
-
-
-def lazy(client: Client, cases: Sequence[Case], rounds: int, blocks: int) -> None:
-    """Print how a lazy collection compares with one process."""
-    print(
-        "| model | rows | one process, rows/s | two loops, rows/s "
-        "| two workers, rows/s | two loops / one | two workers / one "
-        "| overhead, ms per 10,000 rows |"
-    )
-    print("|---" * 8 + "|")
-    for row in measured(client, cases, rounds, blocks):
-        print(
-            f"| {row.model} | {row.rows:,} | {row.alone:,.0f} | "
-            f"{row.apart:,.0f} | {row.together:,.0f} | {row.limit:.2f} | "
-            f"{row.ratio:.2f} | "
-            f"{1e3 * row.overhead_s:,.0f} |",
-            flush=True,
-        )
 
 
 def processor_s() -> tuple[float, float]:
@@ -185,32 +164,6 @@ def processor_s() -> tuple[float, float]:
         for process in (here, *here.children(recursive=True))
     )
     return own, sum(others)
-
-
-def in_memory(client: Client, cases: Sequence[Case], rounds: int, blocks: int) -> None:
-    """Print how numpy in, numpy out compares with one process."""
-    print(
-        "| model | rows | way | one process, rows/s | two workers, rows/s "
-        "| two workers / one | processor s, one process | client and scheduler "
-        "| workers |"
-    )
-    print("|---" * 9 + "|")
-    address = client.scheduler.address
-    with Client(address, direct_to_workers=True, set_as_default=False) as direct:
-        for case in cases:
-            model = case.make().eval()
-            X = np.concatenate([block_of(i, case.shape) for i in range(blocks)])
-            for way, own in (("relayed", client), ("direct", direct)):
-                found = [sent(model, X, own) for _ in range(rounds + 1)][1:]
-                one, two, *cpu = (
-                    statistics.median(c) for c in zip(*found, strict=True)
-                )
-                ratio = statistics.median(f[1] / f[0] for f in found)
-                print(
-                    f"| {case.name} | {len(X):,} | {way} | {one:,.0f} | {two:,.0f} "
-                    f"| {ratio:.2f} | " + " | ".join(f"{s:.2f}" for s in cpu) + " |",
-                    flush=True,
-                )
 
 
 def sent(model: nn.Module, X: np.ndarray, client: Client) -> tuple[float, ...]:
@@ -231,29 +184,74 @@ def sent(model: nn.Module, X: np.ndarray, client: Client) -> tuple[float, ...]:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+IN_MEMORY_TEXT = """Prediction from the memory of the client, beside one process.
+
+Question: how much faster do two workers predict rows that the client sends them?
+Counted:  as in `predict`, with numpy outputs in the client's memory. A client sends
+          rows through the scheduler ("relayed"), or to the workers ("direct",
+          ``Client(direct_to_workers=True)``). Processor time: seconds of this process,
+          which has client and scheduler in it, and of the workers.
+"""
+
+
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=32, help=f"of {BLOCK} rows")
-    parser.add_argument("--in-memory", action="store_true", help="numpy in, numpy out")
     names = [case.name for case in CASES]
     parser.add_argument("--models", nargs="*", default=names, choices=names)
-    asked = parser.parse_args()
-    rounds = asked.rounds
-    cases = [case for case in CASES if case.name in asked.models]
+
+
+@contextlib.contextmanager
+def begun(asked: argparse.Namespace) -> Iterator[tuple[Client, list[Case]]]:
     torch.set_num_threads(1)
-    print(f"# torch {torch.__version__}, {platform.processor()}, {rounds} rounds")
     with (
-        LocalCluster(
-            n_workers=WORKERS, threads_per_worker=1, dashboard_address=None
-        ) as cluster,
-        Client(cluster) as client,
+        local_cluster(WORKERS) as cluster,
+        Client(cluster, set_as_default=False) as client,
     ):
-        if asked.in_memory:
-            in_memory(client, cases, rounds, asked.blocks)
-        else:
-            lazy(client, cases, rounds, asked.blocks)
+        yield client, [case for case in CASES if case.name in asked.models]
 
 
-if __name__ == "__main__":
-    main()
+def lazy(asked: argparse.Namespace) -> Iterator[Row]:
+    with begun(asked) as (client, cases):
+        yield from measured(client, cases, asked.rounds, asked.blocks)
+
+
+def in_memory(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with (
+        begun(asked) as (client, cases),
+        Client(
+            client.scheduler.address, direct_to_workers=True, set_as_default=False
+        ) as direct,
+    ):
+        for case in cases:
+            model = case.make().eval()
+            X = np.concatenate([block_of(i, case.shape) for i in range(asked.blocks)])
+            for way, own in (("relayed", client), ("direct", direct)):
+                found = [sent(model, X, own) for _ in range(asked.rounds + 1)][1:]
+                ratio = statistics.median(f[1] / f[0] for f in found)
+                medians = map(statistics.median, zip(*found, strict=True))
+                names = ("alone", "together", "cpu_alone_s", "cpu_here_s")
+                yield {
+                    "case": f"{case.name}, {way}",
+                    "rows": len(X),
+                    **dict(zip((*names, "cpu_workers_s"), medians, strict=True)),
+                    "ratio": ratio,
+                }
+
+
+QUESTION = Question(
+    "predict",
+    __doc__,
+    options,
+    lazy,
+    {"case": "", "rows": ",", "alone": ",.0f", "apart": ",.0f", "together": ",.0f"}
+    | {"limit": ".2f", "ratio": ".2f", "overhead_ms": ",.0f"},
+)
+IN_MEMORY = Question(
+    "predict-in-memory",
+    IN_MEMORY_TEXT,
+    options,
+    in_memory,
+    {"case": "", "rows": ",", "alone": ",.0f", "together": ",.0f", "ratio": ".2f"}
+    | {"cpu_alone_s": ".2f", "cpu_here_s": ".2f", "cpu_workers_s": ".2f"},
+)

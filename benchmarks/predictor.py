@@ -10,27 +10,25 @@ Counted:  time from the call to its answer; each caller is a thread that calls a
           of this machine with one thread each, torch has one thread everywhere. "proxy"
           goes through Dask's scheduler, "direct" to the workers. The median of
           `--rounds` rounds, which alternate.
-Run:      python -m benchmarks.predictor --calls 1500
+Run:      python -m benchmarks predictor --calls 1500
 """
 
 import argparse
 import contextlib
-import json
-import logging
-import platform
 import statistics
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client
 from torch import nn
 
 import daskdl
+from benchmarks.clusters import local_cluster
+from benchmarks.results import Question
 
 CALLERS = (1, 8, 64)
 MODELS = {
@@ -44,8 +42,7 @@ Call = Callable[[np.ndarray], object]
 
 @dataclass(frozen=True)
 class Row:
-    model: str
-    how: str
+    case: str
     callers: int
     calls_per_s: float
     p50_ms: float
@@ -107,57 +104,39 @@ def rows_of(name: str, ways: dict[str, Call], calls: int, rounds: int) -> list[R
                 p50, p99 = np.quantile(taken, [0.5, 0.99]) * 1e3
                 found.setdefault((how, callers), []).append((per_s, p50, p99))
     return [
-        Row(name, how, callers, *map(statistics.median, zip(*own, strict=True)))
+        Row(f"{name}, {how}", callers, *map(statistics.median, zip(*own, strict=True)))
         for (how, callers), own in found.items()
     ]
 
 
-def table(clients: dict[str, Client], calls: int, rounds: int) -> list[Row]:
-    table = []
-    print(
-        f"{'model':8}{'how':24}{'callers':>8}{'calls/s':>10}{'p50 ms':>9}{'p99 ms':>9}"
-    )
-    for name in MODELS:
-        model = perceptron(name)
-        with contextlib.ExitStack() as ending:
-            ways: dict[str, Call] = {"one by one": one_by_one(model)}
-            for how, client in {"threads": False, **clients}.items():
-                own = daskdl.Predictor(model, replicas=WORKERS, client=client)
-                ways[f"predictor, {how}"] = ending.enter_context(own)
-            for row in rows_of(name, ways, calls, rounds):
-                print(
-                    f"{row.model:8}{row.how:24}{row.callers:8}{row.calls_per_s:10,.0f}"
-                    f"{row.p50_ms:9.2f}{row.p99_ms:9.2f}",
-                    flush=True,
-                )
-                table.append(row)
-    return table
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=1500, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
-    arguments = parser.parse_args()
-
+def rows(asked: argparse.Namespace) -> Iterator[Row]:
     torch.set_num_threads(1)
-    print(f"# torch {torch.__version__}, {platform.machine()}, {WORKERS} workers")
     with (
-        LocalCluster(
-            n_workers=WORKERS,
-            threads_per_worker=1,
-            dashboard_address=":0",
-            silence_logs=logging.CRITICAL,
-        ) as cluster,
+        local_cluster(WORKERS) as cluster,
         Client(cluster, set_as_default=False) as proxy,
         Client(cluster, set_as_default=False, direct_to_workers=True) as direct,
     ):
-        clients = {"proxy": proxy, "direct": direct}
-        rows = table(clients, arguments.calls, arguments.rounds)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps([asdict(r) for r in rows], indent=2))
+        for name in MODELS:
+            model = perceptron(name)
+            with contextlib.ExitStack() as ending:
+                ways: dict[str, Call] = {"one by one": one_by_one(model)}
+                clients = {"threads": False, "proxy": proxy, "direct": direct}
+                for how, client in clients.items():
+                    own = daskdl.Predictor(model, replicas=WORKERS, client=client)
+                    ways[f"predictor, {how}"] = ending.enter_context(own)
+                yield from rows_of(name, ways, asked.calls, asked.rounds)
 
 
-if __name__ == "__main__":
-    main()
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--calls", type=int, default=1500, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+QUESTION = Question(
+    "predictor",
+    __doc__,
+    options,
+    rows,
+    {"case": "", "callers": "d", "calls_per_s": ",.0f"}
+    | {"p50_ms": ".2f", "p99_ms": ".2f"},
+)

@@ -4,14 +4,16 @@ Question: how much memory does daskdl take beside a plain loop of PyTorch's?
 Counted:  MiB of a process of its own after it has imported torch and Dask, and after
           a small fit: resident, and those that no other process has (the rest are
           pages of libraries, which all workers of a machine have together).
-Run:      python -m benchmarks.process_memory
+Run:      python -m benchmarks process-memory
 """
 
 import argparse
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+from benchmarks.results import Question
 
 WAYS = {
     "a plain loop": 0,
@@ -67,30 +69,34 @@ def trained(replicas: int) -> Callable[[], None]:
     return fit if replicas else plain
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--way", type=int, help="for a process of its own")
-    way = parser.parse_args().way
-    if way is not None:
-        train = trained(way)
-        before = measured()
-        train()
-        print(*before, *measured())
-        return
-    print("| what it does | resident | its own | with torch and Dask alone |")
-    print("|---|---|---|---|")
-    for name, number in WAYS.items():
-        command = [sys.executable, "-m", "benchmarks.process_memory", "--way"]
+def rows(_: argparse.Namespace) -> Iterator[dict[str, object]]:
+    for name, replicas in WAYS.items():
+        program = (
+            "from benchmarks.process_memory import measured, trained; "
+            f"train = trained({replicas}); before = measured(); train(); "
+            "print(*before, *measured())"
+        )
         done = subprocess.run(
-            [*command, str(number)], stdout=subprocess.PIPE, text=True, check=True
+            [sys.executable, "-c", program],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
         )
         imported, own, after, own_after = map(float, done.stdout.split())
-        print(
-            f"| {name} | {after:.0f} | {own_after:.0f} | {imported:.0f}, of its own "
-            f"{own:.0f} |",
-            flush=True,
-        )
+        yield {
+            "what": name,
+            "resident_mib": after,
+            "own_mib": own_after,
+            "imported_resident_mib": imported,
+            "imported_own_mib": own,
+        }
 
 
-if __name__ == "__main__":
-    main()
+QUESTION = Question(
+    "process-memory",
+    __doc__,
+    lambda parser: None,
+    rows,
+    {"what": "", "resident_mib": ".0f", "own_mib": ".0f"}
+    | {"imported_resident_mib": ".0f", "imported_own_mib": ".0f"},
+)

@@ -5,7 +5,7 @@ Counted:  items, the bytes that the queue counts, and how many more pages are re
           in a process of its own that fills it with what comes over a wire, after
           as much again went through (not the inbox: that is emptied whole). Of a
           queue of 1 MiB sixteen are filled, of 8 MiB two, and divided.
-Run:      python -m benchmarks.queues
+Run:      python -m benchmarks queues
 
 Small frames are the worst case: most of what they take is around them.
 """
@@ -13,13 +13,14 @@ Small frames are the worst case: most of what they take is around them.
 import argparse
 import gc
 import itertools
-import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 from distributed.protocol import dumps, loads
 
+from benchmarks.results import Question
 from daskdl import codec
 from daskdl.channel.inbox import PendingUpdates
 from daskdl.channel.protocol import Message, compact, owned
@@ -176,31 +177,34 @@ def measured(name: str, entries: int) -> tuple[float, float, float]:
     return count / len(queues), counted / 2**20, resident / 2**20
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--one", nargs=2, metavar=("NAME", "ENTRIES"))
-    arguments = parser.parse_args()
-    if arguments.one is not None:
-        name, entries = arguments.one
-        print(*measured(name, int(entries)))
-        return
-
-    print(f"# Python {platform.python_version()}, {platform.machine()}")
-    head = f"{'queue':34}{'frame':>9}{'bound MiB':>11}{'items':>9}"
-    print(f"{head}{'counted MiB':>13}{'resident MiB':>14}{'ratio':>7}")
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, object]]:
     for name, (*_, bound) in QUEUES.items():
         for entries in ENTRIES:
-            command = [sys.executable, "-m", "benchmarks.queues"]
-            command += ["--one", name, str(entries)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            count, counted, resident = map(float, done.stdout.split())
-            frame = frame_of(entries)
-            print(
-                f"{name:34}{frame.nbytes:>9,}{bound / 2**20:>11.0f}{count:>9,.0f}"
-                f"{counted:>13.1f}{resident:>14.1f}{resident / counted:>7.2f}",
-                flush=True,
+            program = "from benchmarks.queues import measured; "
+            program += f"print(*measured({name!r}, {entries}))"
+            done = subprocess.run(
+                [sys.executable, "-c", program],
+                capture_output=True,
+                text=True,
+                check=True,
             )
+            count, counted, resident = map(float, done.stdout.split())
+            yield {
+                "queue": name,
+                "frame_bytes": frame_of(entries).nbytes,
+                "bound_mib": bound / 2**20,
+                "items": count,
+                "counted_mib": counted,
+                "resident_mib": resident,
+                "ratio": resident / counted,
+            }
 
 
-if __name__ == "__main__":
-    main()
+QUESTION = Question(
+    "queues",
+    __doc__,
+    lambda parser: None,
+    rows,
+    {"queue": "", "frame_bytes": ",", "bound_mib": ".0f", "items": ",.0f"}
+    | {"counted_mib": ".1f", "resident_mib": ".1f", "ratio": ".2f"},
+)

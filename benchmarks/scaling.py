@@ -28,10 +28,9 @@ from torch import nn
 
 import daskdl
 from benchmarks import clusters
-from benchmarks.plots import bars
-from benchmarks.questions import Question
-from benchmarks.tasks import Task
-from benchmarks.work import WORKS, batches
+from benchmarks.report import bars
+from benchmarks.results import Question
+from benchmarks.work import WORKS, Task, batches
 from daskdl.util import freed_memory_kept
 
 COLUMNS = {
@@ -175,6 +174,3 @@ QUESTION = Question(
     COLUMNS,
     lambda result: bars(result, "efficiency", "workers", "case"),
 )
-
-if __name__ == "__main__":
-    QUESTION.main()

@@ -8,17 +8,16 @@ Counted:  optimizer steps of the MLP 784-2048-2048-10 (5.8 M parameters, 23.3 MB
           in one process, and two such processes at once, independent of each
           other: the machine's own limit. Both as a shell starts them, and once more
           with freed memory kept for the next step, as daskdl keeps it.
-Run:      python -m benchmarks.step --rounds 5
+Run:      python -m benchmarks step --rounds 5
 """
 
 import argparse
 import contextlib
-import json
 import multiprocessing
-import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,7 +25,8 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
-from benchmarks.models import mlp
+from benchmarks.results import Question
+from benchmarks.work import mlp
 from daskdl.util import freed_memory_kept
 
 BATCH = 64
@@ -123,7 +123,8 @@ class Shared:
         self._cluster.close()
 
 
-def table(steps: int, rounds: int) -> list[Row]:
+def rows(asked: argparse.Namespace) -> Iterator[Row]:
+    steps, rounds = asked.steps, asked.rounds
     contestants = {
         "plain loop, 1 process": Plain(1, steps),
         "the same, freed memory kept": Plain(1, steps, kept=True),
@@ -140,7 +141,6 @@ def table(steps: int, rounds: int) -> list[Row]:
     for contestant in contestants.values():
         contestant.close()
     cases = list(contestants)
-    rows = []
     for case, taken in measured.items():
         plain_case = cases[0] if cases.index(case) < 3 else cases[3]
         kept_case = cases[cases.index(plain_case) + 1]
@@ -148,8 +148,7 @@ def table(steps: int, rounds: int) -> list[Row]:
             statistics.median(column) for column in zip(*taken, strict=True)
         )
         ratios = [ratio(taken, measured[base]) for base in (plain_case, kept_case)]
-        rows.append(Row(case, rate, *ratios, sent_kb, density))
-    return rows
+        yield Row(case, rate, *ratios, sent_kb, density)
 
 
 def ratio(taken, base) -> float:
@@ -158,32 +157,18 @@ def ratio(taken, base) -> float:
     return statistics.median(own[0] / other[0] for own, other in pairs)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--steps", type=int, default=150, help="steps per epoch and process"
+        "--steps", type=int, default=150, help="of an epoch and process"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", metavar="FILE", help="also write the rows here")
-    arguments = parser.parse_args()
-
-    print(f"# torch {torch.__version__}, {platform.machine()}, 1 thread per process")
-    dense_kb = 4 * sum(p.numel() for p in mlp().parameters()) / 1e3
-    print(f"# dense: {dense_kb:,.0f} KB per step")
-    print(
-        f"{'case':38}{'samples/s':>10}{'ratio':>8}{'to kept':>9}"
-        f"{'KB/step':>9}{'density':>10}"
-    )
-    rows = table(arguments.steps, arguments.rounds)
-    for row in rows:
-        print(
-            f"{row.case:38}{row.samples_per_s:>10,.0f}{row.ratio:>8.3f}{row.ratio_kept:>9.3f}"
-            f"{row.sent_kb_per_step:>9.1f}{row.density:>10.2e}"
-        )
-    if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump([asdict(row) for row in rows], file, indent=2)
 
 
-if __name__ == "__main__":
-    main()
+QUESTION = Question(
+    "step",
+    __doc__,
+    options,
+    rows,
+    {"case": "", "samples_per_s": ",.0f", "ratio": ".3f", "ratio_kept": ".3f"}
+    | {"sent_kb_per_step": ".1f", "density": ".2e"},
+)

@@ -21,14 +21,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks import turns
-from benchmarks.contest import Course, compete
-from benchmarks.contestants import CONTESTANTS
-from benchmarks.places import Place, hosts
-from benchmarks.plots import curves
-from benchmarks.questions import Question
-from benchmarks.tasks import Task
-from benchmarks.work import WORKS, reaches
+from benchmarks import contest
+from benchmarks.contest import CONTESTANTS, Course, compete
+from benchmarks.namespaces import Place, hosts
+from benchmarks.report import curves
+from benchmarks.results import Question
+from benchmarks.work import WORKS, Task, reaches
 
 SOME = ("ddp", "ddp-powersgd", "post-local-sgd", "daskdl", "daskdl-16")
 LAST = 0.75  # of the time of one process: what comes then is its target
@@ -51,7 +49,7 @@ COLUMNS = {
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    turns.options(parser, turns.ALL_RATES[:3], SOME)
+    contest.options(parser, contest.ALL_RATES[:3], SOME)
     parser.set_defaults(seconds=30.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
@@ -80,11 +78,11 @@ def first_reached(work: Task, curve: Curve, target: float) -> float | None:
 
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    if not turns.available(asked, "time-to-accuracy"):
+    if not contest.available(asked, "time-to-accuracy"):
         return
     work = WORKS[asked.work]
     with hosts(asked.hosts, loopback=asked.loopback) as place:
-        course = turns.course(asked, target=OUT_OF_REACH[work.score])
+        course = contest.course(asked, target=OUT_OF_REACH[work.score])
         single = _runs(place, "single", course, asked.seeds)
         target = target_of([run["curve"] for run in single])
         for run in single:
@@ -102,7 +100,7 @@ def _at(
     single: Sequence[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
     """The rows of one rate."""
-    course = turns.course(
+    course = contest.course(
         asked,
         target=target,
         seconds=asked.limit or 4 * asked.seconds,
@@ -150,7 +148,7 @@ def row(
         "to_single": seconds(single) / own,
         "to_ddp": seconds(ddp) / own,
         "reached": f"{reached} of {len(runs)}",
-        "startup_s": turns.median(runs, "startup_s"),
+        "startup_s": contest.median(runs, "startup_s"),
         "curve": runs[0].get("curve"),
         "error": "; ".join(dict.fromkeys(errors)) or None,
         "rounds": list(runs),
@@ -177,6 +175,3 @@ QUESTION = Question(
     COLUMNS,
     lambda result: curves(result, "contestant", "rate"),
 )
-
-if __name__ == "__main__":
-    QUESTION.main()

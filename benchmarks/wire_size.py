@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from benchmarks.plots import bars
-from benchmarks.questions import Question
+from benchmarks.report import bars
+from benchmarks.results import Question
 from daskdl.codec import Kind, Stamp, decode, encode, golomb, payload_sizes
 
 STAMP = Stamp(run=1, origin=0, sequence=1, step=1)
@@ -165,6 +165,3 @@ QUESTION = Question(
     | {"kind": "", "ms": ".2f"},
     lambda result: bars(result, "frame_over_bound", "case", "entries"),
 )
-
-if __name__ == "__main__":
-    QUESTION.main()

@@ -16,9 +16,16 @@ from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
-from benchmarks.peers.arguments import Arguments, parser, read
-from benchmarks.peers.loop import meet, plain_step, report, train
-from benchmarks.peers.meeting import PATIENCE
+from benchmarks.peers.loop import (
+    PATIENCE,
+    Arguments,
+    meet,
+    parser,
+    plain_step,
+    read,
+    report,
+    train,
+)
 
 
 @contextlib.contextmanager

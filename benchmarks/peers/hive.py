@@ -8,10 +8,17 @@ import hivemind
 import torch
 from torch import nn
 
-from benchmarks.peers.arguments import Arguments, parser, read
-from benchmarks.peers.gauge import Least
-from benchmarks.peers.loop import meet, plain_step, report, train
-from benchmarks.peers.meeting import Meeting
+from benchmarks.peers.loop import (
+    Arguments,
+    Least,
+    Meeting,
+    meet,
+    parser,
+    plain_step,
+    read,
+    report,
+    train,
+)
 
 MATCHMAKING_S = 3.0
 AVERAGING_S = 120.0  # twice what 23 MB take at the slowest rate, both ways

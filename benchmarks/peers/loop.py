@@ -1,16 +1,341 @@
-"""The training loop of the contestants that have one of their own."""
+"""What every contestant does alike: read its arguments, meet, train, count, report."""
 
+import argparse
+import json
+import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 
-from benchmarks.peers import line
-from benchmarks.peers.arguments import Arguments
-from benchmarks.peers.gauge import Gauge, Least
-from benchmarks.peers.meeting import Meeting
-from benchmarks.work import batches, score
+from benchmarks.work import WORKS, Task, batches, reaches, score
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One process of one contestant, and its work.
+
+    Attributes:
+        rank: Of this process, from 0.
+        world: How many there are, one on each host.
+        address: Of the host of rank 0, where the processes meet.
+        port: The first of ten there that are the contestant's.
+        own: Address of this process's host.
+        interface: The network interface of this host that has it.
+        work: Name of the work.
+        seed: Of the model's start and of the order of the data.
+        optimizer: Name of the rule.
+        rate_factor: Times the learning rate that suits one process.
+        warm_up: Seconds of training that are not counted.
+        seconds: Seconds of training that are; with a target, at most.
+        target: Score at which training ends; None: none is computed.
+        began: When the contestant was started, seconds since 1970.
+    """
+
+    rank: int
+    world: int
+    address: str
+    port: int
+    own: str
+    interface: str
+    work: str
+    seed: int
+    optimizer: str
+    rate_factor: float
+    warm_up: float
+    seconds: float
+    target: float | None
+    began: float
+
+    @property
+    def task(self) -> Task:
+        return WORKS[self.work]
+
+    def rule(self) -> Callable[[Any], torch.optim.Optimizer]:
+        """Makes the optimizer, of parameters."""
+        own = self.task.optimizer(self.optimizer)
+        rate = self.rate_factor * own.keywords["lr"]  # type: ignore[attr-defined]
+        return lambda parameters: own(parameters, lr=rate)
+
+    def model(self) -> nn.Module:
+        """The same on all ranks."""
+        torch.manual_seed(self.seed)
+        return self.task.model()
+
+
+def parser(text: str) -> argparse.ArgumentParser:
+    """Of a contestant's script, which may add options of its own."""
+    made = argparse.ArgumentParser(description=text.splitlines()[0])
+    made.add_argument("--rank", type=int, default=0)
+    made.add_argument("--world", type=int, default=1)
+    made.add_argument("--address", default="127.0.0.1")
+    made.add_argument("--port", type=int, default=29400)
+    made.add_argument("--own", default="127.0.0.1")
+    made.add_argument("--interface", default="lo")
+    made.add_argument("--work", choices=WORKS, default="mlp")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--optimizer", default="SGD")
+    made.add_argument("--rate-factor", type=float, default=1.0)
+    made.add_argument("--warm-up", type=float, default=2.0)
+    made.add_argument("--seconds", type=float, default=5.0)
+    made.add_argument("--target", type=float)
+    made.add_argument("--began", type=float, default=time.time())
+    return made
+
+
+def read(made: argparse.ArgumentParser) -> tuple[Arguments, argparse.Namespace]:
+    """What all have, and what this script has besides."""
+    found = vars(made.parse_args())
+    common = {name: found.pop(name) for name in Arguments.__dataclass_fields__}
+    torch.set_num_threads(1)
+    return Arguments(**common), argparse.Namespace(**found)
+
+
+PATIENCE = timedelta(minutes=30)  # a step of the slowest may take minutes
+
+
+class Meeting:
+    """Of so many processes.
+
+    Args:
+        address: Of rank 0's host.
+        port: There.
+        world: How many meet.
+        hosts: Whether the store is in this process.
+    """
+
+    def __init__(self, address: str, port: int, world: int, *, hosts: bool) -> None:
+        self._world = world
+        self._store = TCPStore(
+            address, port, is_master=hosts, timeout=PATIENCE, wait_for_workers=False
+        )
+
+    def wait_for_all(self, name: str) -> None:
+        """Until all have called this."""
+        if self._store.add(f"{name} came", 1) == self._world:
+            self._store.set(f"{name} all", b"")
+        self._store.wait([f"{name} all"])
+
+    def say(self, name: str, value: Any) -> None:
+        """Let the others read it."""
+        self._store.set(name, json.dumps(value))
+
+    def hear(self, name: str) -> Any:
+        """What was said, as soon as it is."""
+        return json.loads(self._store.get(name))
+
+    def is_said(self, name: str) -> bool:
+        """Whether somebody has said that."""
+        return self._store.check([name])
+
+
+DECIDE_S = 0.25  # of training between two decisions, at most a block's time more
+SCORE_S, SCORE_SHARE = 1.0, 0.05  # between two scores: seconds, and share of the time
+
+
+class Least(NamedTuple):
+    """Steps that one process has to make, however long they take."""
+
+    warm_up: int = 1
+    counted: int = 1
+
+
+@dataclass
+class Report:
+    """What one process found in the part that counts.
+
+    Attributes:
+        startup_s: From the start of the contestant until all were ready.
+        warm_up_s: Of training that is not counted.
+        seconds: Of training that is.
+        rows: That it trained on meanwhile.
+        steps: It made meanwhile.
+        sent: Bytes that its host's interface sent meanwhile.
+        received: Likewise.
+        curve: Seconds of training and score.
+        reached_s: Seconds of training until the target; None: it was not reached.
+    """
+
+    startup_s: float = 0.0
+    warm_up_s: float = 0.0
+    seconds: float = 0.0
+    rows: int = 0
+    steps: int = 0
+    sent: int = 0
+    received: int = 0
+    curve: list[tuple[float, float]] = field(default_factory=list)
+    reached_s: float | None = None
+
+
+def carried(interface: str) -> tuple[int, int]:
+    """Bytes that an interface of this host has sent and received."""
+    folder = Path("/sys/class/net", interface, "statistics")
+    sent, received = (
+        int((folder / f"{way}_bytes").read_text()) for way in ("tx", "rx")
+    )
+    return sent, received
+
+
+class Gauge:
+    """Counts the steps of one process, and says when it is enough.
+
+    Args:
+        own: Of this process.
+        meeting: With the others.
+        block: Steps after which all meet, where they train in step; None: never.
+        score: Of the model as it is now.
+        least: Steps there have to be, however long they take.
+        clock: In seconds.
+    """
+
+    def __init__(
+        self,
+        own: Arguments,
+        meeting: Meeting,
+        block: int | None,
+        score: Callable[[], float],
+        least: Least = Least(),  # noqa: B008 - a value
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._own, self._meeting, self._block, self._score = own, meeting, block, score
+        self._least = least
+        self._clock, self._paused = clock, 0.0
+        self._phase = "warm-up" if own.target is None else "timed"
+        self._made, self._next, self._blocks = 0, 0, 0
+        self.report = Report()
+
+    def begin(self) -> None:
+        """Wait until all are ready: now training begins."""
+        self._meeting.wait_for_all("begin")
+        self.report.startup_s = time.time() - self._own.began
+        self._start()
+
+    def goes_on(self, rows: int) -> bool:
+        """Call it before each step, with the rows of that: whether to make it."""
+        if self._made == self._next and self._phase != "over":
+            self._decide()
+        if self._phase == "over":
+            return False
+        self._made += 1
+        self.report.rows += rows
+        self.report.steps += 1
+        return True
+
+    def _start(self) -> None:
+        """Begin to count."""
+        self.report.rows = self.report.steps = 0
+        self._began, self._paused = self._clock(), 0.0
+        self._carried = carried(self._own.interface)
+
+    def _seconds(self) -> float:
+        return self._clock() - self._began - self._paused
+
+    def _decide(self) -> None:
+        leads = self._block is None or self._own.rank == 0
+        if leads:
+            decided = self._judge(), self._until_next()
+        if self._block is not None:
+            name = f"decision {self._blocks}"
+            if leads:
+                self._meeting.say(name, decided)
+            else:
+                decided = self._meeting.hear(name)
+        phase, blocks = decided
+        self._blocks += blocks
+        self._next = self._made + blocks * (self._block or 1)
+        self._enter(phase)
+
+    def _judge(self) -> str:
+        """The phase that begins now."""
+        if self._phase == "warm-up":
+            steps = self._made >= self._least.warm_up
+            enough = steps and self._seconds() >= self._own.warm_up
+            return "timed" if enough else "warm-up"
+        if self._own.target is not None and self._scores(self._own.target):
+            return "over"
+        least = 1 if self._own.target is not None else self._least.counted
+        enough = self._seconds() >= self._own.seconds and self.report.steps >= least
+        return "over" if enough else "timed"
+
+    def _scores(self, target: float) -> bool:
+        """Score the model if it is time to; whether the target is reached."""
+        if self._own.rank > 0:
+            return False
+        curve, now = self.report.curve, self._seconds()
+        last = curve[-1][0] if curve else 0.0
+        if now < last + SCORE_S + SCORE_SHARE * last:
+            return False
+        stopped = self._clock()
+        score = self._score()
+        if self._block is not None:
+            self._paused += self._clock() - stopped
+        curve.append((now, score))
+        if reaches(self._own.task, score, target):
+            self.report.reached_s = now
+        return self.report.reached_s is not None
+
+    def _until_next(self) -> int:
+        """Blocks until the next decision."""
+        if self._block is None or not self.report.steps:
+            return 1
+        block_s = self._seconds() / self.report.steps * self._block
+        return max(1, int(DECIDE_S / block_s))
+
+    def _enter(self, phase: str) -> None:
+        if phase == self._phase:
+            return
+        if phase == "timed":
+            self.report.warm_up_s = self._seconds()
+            self._start()
+        else:
+            self.report.seconds = self._seconds()
+            sent, received = carried(self._own.interface)
+            self.report.sent = sent - self._carried[0]
+            self.report.received = received - self._carried[1]
+            self._meeting.say(f"report {self._own.rank}", asdict(self.report))
+        self._phase = phase
+
+
+def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
+    """All processes of a contestant together.
+
+    Returns:
+        Samples/s of all together; bytes per step of one process, in the mean, of its
+        host's interface; all else is rank 0's.
+
+    Example:
+        >>> found = {"rows": 640, "seconds": 2.0, "steps": 10, "sent": 5000,
+        ...     "received": 0, "startup_s": 1.0, "warm_up_s": 1.0, "curve": [],
+        ...     "reached_s": None}
+        >>> summary([found, found])["samples_per_s"]
+        640.0
+    """
+    first, steps = reports[0], sum(own["steps"] for own in reports)
+    return {
+        "samples_per_s": sum(own["rows"] / own["seconds"] for own in reports),
+        "seconds": first["seconds"],
+        "warm_up_s": first["warm_up_s"],
+        "startup_s": first["startup_s"],
+        "steps": steps,
+        "sent_kb_per_step": sum(own["sent"] for own in reports) / steps / 1e3,
+        "received_kb_per_step": sum(own["received"] for own in reports) / steps / 1e3,
+        "curve": first["curve"],
+        "reached_s": first["reached_s"],
+    }
+
+
+def put(own: Arguments, meeting: Meeting, **more: Any) -> None:
+    """Print it, with more that this contestant knows, when all have reported."""
+    wanted = own.world if own.target is None else 1
+    reports = [meeting.hear(f"report {rank}") for rank in range(wanted)]
+    print(json.dumps(summary(reports) | more), flush=True)
+
 
 Step = Callable[[Tensor, Tensor], None]
 
@@ -71,5 +396,5 @@ def train(
 def report(own: Arguments, meeting: Meeting) -> None:
     """On rank 0 print what all have found; the others wait: the store is there."""
     if own.rank == 0:
-        line.put(own, meeting)
+        put(own, meeting)
     meeting.wait_for_all("end")

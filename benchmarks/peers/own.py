@@ -25,11 +25,7 @@ from distributed import Client, LocalCluster
 from torch import Tensor, nn
 
 import daskdl
-from benchmarks.peers import line
-from benchmarks.peers.arguments import Arguments, parser, read
-from benchmarks.peers.gauge import Gauge
-from benchmarks.peers.loop import meet
-from benchmarks.peers.meeting import Meeting
+from benchmarks.peers.loop import Arguments, Gauge, Meeting, meet, parser, put, read
 from benchmarks.work import score
 
 PARTS = 16  # files of the rows to learn from
@@ -209,7 +205,7 @@ def main() -> None:
     ):
         client.wait_for_workers(own.world, timeout=START_S)
         steps = fit(own, client, meeting, WAYS[more.way](more.every))
-        line.put(own, meeting, parts=parts(steps))
+        put(own, meeting, parts=parts(steps))
 
 
 if __name__ == "__main__":

@@ -14,10 +14,16 @@ import ray
 from ray.train import ScalingConfig, get_context
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 
-from benchmarks.peers import line
-from benchmarks.peers.arguments import Arguments, parser, read
-from benchmarks.peers.loop import meet, plain_step, train
-from benchmarks.peers.meeting import Meeting
+from benchmarks.peers.loop import (
+    Arguments,
+    Meeting,
+    meet,
+    parser,
+    plain_step,
+    put,
+    read,
+    train,
+)
 
 STORE_BYTES = 100 * 2**20  # Ray's own is not needed
 ROOT = Path(__file__).parents[2]
@@ -97,7 +103,7 @@ def main() -> None:
                 num_workers=own.world, resources_per_worker={"CPU": 1}
             ),
         ).fit()
-        line.put(own, meeting)
+        put(own, meeting)
         ray.shutdown()
 
 

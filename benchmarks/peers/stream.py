@@ -4,7 +4,7 @@ import json
 import socket
 import time
 
-from benchmarks.peers.arguments import Arguments, parser, read
+from benchmarks.peers.loop import Arguments, parser, read
 
 PIECE = 2**16
 PATIENCE_S = 60

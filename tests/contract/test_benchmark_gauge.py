@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.peers.arguments import Arguments
-from benchmarks.peers.gauge import Gauge, Least
-from benchmarks.peers.line import summary
-from benchmarks.turns import CONTESTANTS, row
+from benchmarks.contest import CONTESTANTS, row
+from benchmarks.peers.loop import Arguments, Gauge, Least, summary
 
 
 class Board:

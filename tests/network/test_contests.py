@@ -2,10 +2,8 @@
 
 import pytest
 
-from benchmarks.contest import Course, compete
-from benchmarks.contestants import CONTESTANTS, Contestant
-from benchmarks.places import hosts
-from benchmarks.turns import STREAM
+from benchmarks.contest import CONTESTANTS, STREAM, Contestant, Course, compete
+from benchmarks.namespaces import hosts
 from tests.support.network import skip_if_unavailable
 
 pytestmark = pytest.mark.timeout(240)

@@ -394,7 +394,7 @@ Run:      python -m benchmarks links --rates unlimited 1gbit 100mbit 10mbit
 PEERS_TEXT = """daskdl beside other ways of training with several processes.
 
 Question: how fast is each way that PyPI has for Python 3.11 on a CPU, at equal work?
-Counted:  as in `benchmarks.links`, whose hosts these are; by default their links carry
+Counted:  as in `links`, whose hosts these are; by default their links carry
           what they can. Each contestant is a script of `benchmarks/peers`, with the
           settings that its documentation recommends. One that cannot run is named with
           its error.

@@ -9,7 +9,7 @@ Counted:  seconds of training until the score on rows that were not trained on i
           model is scored; for all others, daskdl too, the clock runs on. What shares a
           model has `--rate-factor` times the learning rate of one process, by default
           as many times as there are hosts. Hosts and links are those of
-          `benchmarks.links`.
+          `links`.
 Baseline: one process, and PyTorch's DistributedDataParallel.
 Run:      python -m benchmarks time-to-accuracy --work mlp --rates unlimited 1gbit
 """

@@ -609,12 +609,12 @@ def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
 PLAIN_BYTES = 2**16
 
 
-def wrap(array: NDArray[Any]) -> Any:
-    """Serialise an array in advance, so that Dask does not compress it.
+def wrap(value: Any) -> Any:
+    """Serialise an array or a tree in advance, so that Dask does not compress it.
 
-    The result shares the array's memory, which must not be changed any more.
+    The result shares the memory of arrays, which must not be changed any more.
     """
-    return Serialized(*serialize(array))
+    return Serialized(*serialize(value))
 
 
 def unwrap(payload: Any) -> Any:

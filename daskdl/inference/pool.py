@@ -13,11 +13,10 @@ import traceback
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-import cloudpickle
 import numpy as np
 import torch
 from distributed import Client, Worker
@@ -302,38 +301,6 @@ class LocalHost(Host):
 # ---- on workers
 
 
-ONE_LEAF: bytes = cloudpickle.dumps(0)
-
-
-def structure_of(tree: Tree) -> bytes:
-    """Return a tree with numbers for its arrays; equal for equal structures.
-
-    Example:
-        >>> import numpy as np
-        >>> tree_of(structure_of({"a": np.zeros(1), "b": (np.zeros(2),)}), "xy")
-        {'a': 'x', 'b': ('y',)}
-    """
-    if not isinstance(tree, tuple | dict):
-        return ONE_LEAF
-    numbered = batching.filled(tree, range(len(batching.leaves(tree))))
-    structure: bytes = cloudpickle.dumps(numbered)
-    return structure
-
-
-def tree_of(structure: bytes, leaves: Sequence[Any]) -> Tree:
-    """Return the tree of a structure with its arrays, in order."""
-    if structure == ONE_LEAF:
-        return leaves[0]
-    return batching.mapped(lambda number: leaves[number], cloudpickle.loads(structure))
-
-
-FAILED = "failed"  # status of an answer if the model, or a transform, raised
-
-
-def _failed(failure: Failure) -> Fields:
-    return {"status": FAILED, **failure._asdict()}
-
-
 class ReplicaServer:
     """A replica's end on a worker: a handler of requests of its client.
 
@@ -366,76 +333,46 @@ class ReplicaServer:
         self._pending = 0  # requests without an answer
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()
-        guard = Guard(lambda fields: None)
-        self._other = guard.of(self._refuse)
-        self._calls = {
-            "ask": guard.of(self._ask),
-            "stage": guard.of(self._stage),
-            "use": guard.of(self._use),
-            "ping": guard.of(self._ping),
-            "close": guard.of(self._close),
-        }
-        worker.handlers[name] = self.handle
+        worker.handlers[name] = Guard(lambda fields: None).of(self._answer)
         worker.extensions[name] = self
         self._timer = self._loop.call_later(silence_s, self._check_client)
 
-    async def handle(self, /, call: Any = None, **fields: Any) -> Fields:
-        """Answer the client, and refuse anybody else."""
-        known = isinstance(call, str) and call in self._calls
-        handler = self._calls[call] if known else self._other
+    async def _answer(
+        self, call: str, version: Natural, payload: Any, wait: bool
+    ) -> Fields:
+        """Do what the client asks for; `Guard` refuses anybody else."""
+        if self._model.closed and call in ("ask", "stage"):
+            raise GoneError("the replica is closed")
+        result: Outputs | Failure | None = None
         self._pending += 1
         try:
-            answer = await handler(**fields)
+            match call:
+                case "ask":
+                    result = await self._model.ask(unwrap(payload))
+                case "stage":
+                    packed = PackedModel.of(np.asarray(unwrap(payload)), "model")
+                    result = await self._model.stage(version, packed)
+                case "use":
+                    await self._model.use(version)
+                case "close":
+                    self._remove()
+                    await self._model.close(wait)
+                case "ping":
+                    pass
+                case _:
+                    raise ValueError(f"there is no call {call!r}")
         finally:
             self._pending -= 1
-        if answer["status"] != Answer.REFUSED:
-            self._heard = self._loop.time()
-        return answer
-
-    async def _ask(self, structure: bytes, leaves: Sequence[Any]) -> Fields:
-        self._check_open()
-        x = tree_of(structure, [unwrap(leaf) for leaf in leaves])
-        outputs = await self._model.ask(x)
-        if isinstance(outputs, Failure):
-            return _failed(outputs)
-        return {
-            "structure": structure_of(outputs.tree),
-            "leaves": [wrap(leaf) for leaf in batching.leaves(outputs.tree)],
-            "dtypes": list(outputs.dtypes),
-        }
-
-    async def _stage(self, version: Natural, payload: Any) -> Fields:
-        self._check_open()
-        packed = PackedModel.of(np.asarray(unwrap(payload)), "model")
-        failure = await self._model.stage(version, packed)
-        return {} if failure is None else _failed(failure)
-
-    async def _use(self, version: Natural) -> Fields:
-        await self._model.use(version)
-        return {}
-
-    async def _ping(self) -> Fields:
-        return {}
-
-    async def _close(self, wait: bool) -> Fields:
-        await self._remove()
-        await self._model.close(wait)
-        return {}
-
-    async def _refuse(self) -> Fields:
-        raise ValueError(f"call must be one of {', '.join(self._calls)}")
-
-    def _check_open(self) -> None:
-        if self._model.closed:
-            raise GoneError("the replica is closed")
+        self._heard = self._loop.time()
+        return {"result": None if result is None else wrap(result)}
 
     async def close(self) -> None:
         """Stop; Dask calls it when the worker closes."""
         self._timer.cancel()
         await self._model.close(wait=False)
 
-    async def _remove(self) -> None:
-        await self.close()
+    def _remove(self) -> None:
+        self._timer.cancel()
         self._worker.handlers.pop(self._name, None)
         self._worker.extensions.pop(self._name, None)
 
@@ -446,7 +383,8 @@ class ReplicaServer:
             self._timer = self._loop.call_later(rest_s, self._check_client)
             return
         logger.warning("%s goes: silent for %.0f s", self._name, silent_s)
-        self._removing = self._loop.create_task(self._remove())
+        self._remove()
+        self._closing = self._loop.create_task(self.close())
 
 
 async def start_server(*args: Any, dask_worker: Worker) -> None:
@@ -480,24 +418,20 @@ class RemoteReplica(Replica):
     @override
     async def stage(self, version: int, model: PackedModel) -> Failure | None:
         payload = wrap(model.payload)
-        return _failure(await self._request("stage", version=version, payload=payload))
+        failure: Failure | None
+        failure = await self._request("stage", version=version, payload=payload)
+        return failure
 
     @override
     async def use(self, version: int) -> None:
-        answer = await self._request("use", version=version)
-        if answer["status"] == Answer.REFUSED:
-            raise ConnectionError(answer["reason"])
+        failure = await self._request("use", version=version)
+        if failure is not None:
+            raise ConnectionError(failure.summary)
 
     @override
     async def ask(self, x: Tree) -> Outputs | Failure:
-        leaves = [wrap(leaf) for leaf in batching.leaves(x)]
-        answer = await self._request("ask", structure=structure_of(x), leaves=leaves)
-        failure = _failure(answer)
-        if failure is not None:
-            return failure
-        outputs = [unwrap(leaf) for leaf in answer["leaves"]]
-        tree = tree_of(bytes(answer["structure"]), outputs)
-        return Outputs(tree, tuple(answer["dtypes"]))
+        outputs: Outputs | Failure = await self._request("ask", payload=wrap(x))
+        return outputs
 
     @override
     async def ping(self) -> None:
@@ -507,28 +441,24 @@ class RemoteReplica(Replica):
     async def close(self, wait: bool) -> None:
         await self._request("close", wait=wait)
 
-    async def _request(self, call: str, **fields: Any) -> Fields:
+    async def _request(
+        self, call: str, *, version: int = 0, payload: Any = None, wait: bool = False
+    ) -> Any:
         if self._client.status in ("closing", "closed"):
             raise ConnectionError("the client is closed")
+        fields = {"call": call, "version": version, "payload": payload, "wait": wait}
         if self._client.direct_to_workers:
-            ask = getattr(self._client.rpc(self.place), self._name)
-            answer = await ask(call=call, **fields)
+            answer = await getattr(self._client.rpc(self.place), self._name)(**fields)
         else:
-            message = {"op": self._name, "call": call, **fields}
+            message = {"op": self._name, **fields}
             answer = await self._client.scheduler.proxy(worker=self.place, msg=message)
         if not isinstance(answer, dict):  # Dask's answer where there is no handler
             raise ConnectionError(f"worker {self.place} has the replica no longer")
         if answer["status"] == Answer.UNKNOWN:
             raise ConnectionError(f"worker {self.place}: {answer['reason']}")
-        return answer
-
-
-def _failure(answer: Fields) -> Failure | None:
-    if answer["status"] == Answer.REFUSED:
-        return Failure(answer["reason"], "before it came to the model")
-    if answer["status"] != FAILED:
-        return None
-    return Failure(answer["summary"], answer["details"])
+        if answer["status"] == Answer.REFUSED:
+            return Failure(answer["reason"], "before it came to the model")
+        return unwrap(answer["result"])
 
 
 class ClusterHost(Host):

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from numbers import Real
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from daskdl.cluster import check_installed, client_or_process
-from daskdl.config import Timeouts
+from daskdl.config import Timeouts, check_count, check_whole
 from daskdl.data import batching
 from daskdl.data.batching import Transform, Tree
 from daskdl.data.checks import check_module
@@ -45,7 +45,6 @@ from daskdl.inference.pool import (
     Outputs,
     Replica,
     ReplicaPool,
-    structure_of,
     within,
 )
 from daskdl.serialization import Packed, PackedModel
@@ -74,7 +73,7 @@ class Call:
 
     x: Tree
     rows: int
-    kind: Hashable
+    kind: str
     tensors: bool
     came: float
     answer: Future[Tree] = field(default_factory=Future)
@@ -111,10 +110,8 @@ class Call:
             )
         copied = batching.mapped(lambda leaf: np.array(as_numpy(leaf), order="C"), x)
         tensors = all(isinstance(leaf, Tensor) for leaf in batching.leaves(x))
-        leaves = batching.leaves(copied)
-        forms = ((leaf.shape[1:], leaf.dtype.str) for leaf in leaves)
-        kind = (structure_of(copied), *forms)
-        return cls(copied, count, kind, tensors, time.monotonic())
+        kind = batching.mapped(lambda leaf: [leaf.shape[1:], leaf.dtype.str], copied)
+        return cls(copied, count, repr(kind), tensors, time.monotonic())
 
     def begin(self) -> bool:
         """Whether it is still wanted; from now on it cannot be cancelled."""
@@ -160,7 +157,7 @@ class BatchQueue:
         queue_limit: Rows that may wait; a call beyond it is refused.
     """
 
-    _lines: dict[Hashable, deque[Call]]  # none of them is empty
+    _lines: dict[str, deque[Call]]  # none of them is empty
 
     def __init__(self, batch_limit: int, wait_s: float, queue_limit: int) -> None:
         self._batch_limit = batch_limit
@@ -524,7 +521,10 @@ class Predictor:
         transform: Transform | None = None,
         client: Client | Literal[False] | None = None,
     ) -> None:
-        _check_options(replicas, batch_limit, wait_ms, queue_limit)
+        check_count("replicas", replicas)
+        check_count("batch_limit", batch_limit)
+        check_whole("queue_limit", queue_limit, batch_limit)  # a call may have so many
+        _check_wait(wait_ms)
         check_module(model)
         packed = PackedModel(model, here=client is False)
         made = None if transform is None else Packed(transform, "transform")
@@ -746,19 +746,9 @@ class Predictor:
         return True
 
 
-def _check_options(
-    replicas: int, batch_limit: int, wait_ms: float, queue_limit: int
-) -> None:
-    for name, value in (("replicas", replicas), ("batch_limit", batch_limit)):
-        if type(value) is not int or value < 1:
-            raise OptionError(f"{name} must be an integer >= 1, got {value!r}")
+def _check_wait(wait_ms: float) -> None:
     if not isinstance(wait_ms, Real) or not 0 <= wait_ms < math.inf:
         raise OptionError(f"wait_ms must be >= 0 and finite, got {wait_ms!r}")
-    if type(queue_limit) is not int or queue_limit < batch_limit:
-        raise OptionError(
-            f"queue_limit must be an integer >= batch_limit={batch_limit}, as one call "
-            f"may have so many rows, got {queue_limit!r}"
-        )
 
 
 def _late(timeout_s: float | None) -> WaitTimeoutError:

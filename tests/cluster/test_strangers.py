@@ -14,9 +14,8 @@ from distributed.protocol import to_serialize
 from torch import nn
 
 from daskdl import ModelError, Predictor, SaveError
-from daskdl.channel.protocol import NAME, wrap
+from daskdl.channel.protocol import NAME
 from daskdl.config import VERSION
-from daskdl.inference.pool import structure_of
 from daskdl.training.replica import failure_of
 from tests.support.clusters import cluster_of
 from tests.support.problems import kept, parameters_of, rows, trainer
@@ -60,9 +59,8 @@ LEGAL = {
     "acknowledgement": [None],
     "spec run": [HUGE],
 }
-# There may be no such run, or replica there, and to close it is no mistake. Of what a
-# model is asked, it says itself what is wrong.
-INSTEAD = {"run": ["unknown", "ok"], "replica": ["unknown"], "leaves": ["failed"]}
+# There may be no such run, or replica there, and to close it is no mistake.
+INSTEAD = {"run": ["unknown", "ok"], "replica": ["unknown"]}
 UNKNOWN = ("colour", "self", "live", "fields", "handler", "return", "comm", "")
 
 
@@ -220,18 +218,12 @@ class Attack:
 
     async def on_predictors(self):
         """Send it to all replicas of predictors."""
-        calls = {
-            "ask": {"structure": structure_of(X), "leaves": [wrap(X)]},
-            "stage": {"version": 2},
-            "use": {"version": 2},
-            "ping": {},
-            "close": {"wait": True},
-        }
+        request = {"call": "x", "version": 2, "payload": None, "wait": True}
         for server in self.cluster.workers.values():
             for operation in of_daskdl(server, "daskdl-predictor-"):
                 comm = await connect(server.address)
-                for call, required in calls.items():
-                    wrong = requests({"call": call, **required}, {})
+                for call in ("ask", "stage", "use", "ping", "close"):
+                    wrong = requests(request | {"call": call}, {})
                     await self.send_all(comm, operation, wrong)
                 await comm.close()
 

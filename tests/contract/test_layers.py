@@ -64,7 +64,6 @@ OUTSIDE = {
     },
     "keras": {"h5py", "keras", "torch", "typing_extensions"},
     "inference": {
-        "cloudpickle",
         "dask",
         "distributed",
         "numpy",

@@ -446,12 +446,12 @@ def test_outputs_that_have_no_row_for_each_example_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replicas": 0}, "replicas must be an integer >= 1, got 0"),
-        ({"replicas": True}, "replicas must be an integer >= 1, got True"),
-        ({"batch_limit": 1.5}, "batch_limit must be an integer >= 1, got 1.5"),
+        ({"replicas": 0}, "replicas must be a whole number >= 1, got 0"),
+        ({"replicas": True}, "replicas must be a whole number >= 1, got True"),
+        ({"batch_limit": 1.5}, "batch_limit must be a whole number >= 1, got 1.5"),
         ({"wait_ms": float("nan")}, "wait_ms must be >= 0 and finite, got nan"),
         ({"wait_ms": "2"}, "wait_ms must be >= 0 and finite, got '2'"),
-        ({"queue_limit": 31}, "queue_limit must be an integer >= batch_limit=32"),
+        ({"queue_limit": 31}, "queue_limit must be a whole number >= 32, got 31"),
     ],
     ids=str,
 )

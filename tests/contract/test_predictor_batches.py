@@ -563,6 +563,11 @@ async def opened(silence_s):
     return worker
 
 
+async def requested(worker, call, payload=None):
+    request = worker.handlers["replica"]
+    return await request(call=call, version=1, payload=payload, wait=False)
+
+
 class TestOnAWorker:
     @on_a_loop
     async def test_a_client_that_is_silent_for_too_long_is_not_waited_for(self):
@@ -578,8 +583,7 @@ class TestOnAWorker:
         GATE.clear()
         worker = await opened(silence_s=0.001)
         payload = wrap(PackedModel(Gated()).payload)
-        staged = worker.handlers["replica"](call="stage", version=1, payload=payload)
-        answer = asyncio.create_task(staged)
+        answer = asyncio.create_task(requested(worker, "stage", payload=payload))
         for _ in range(3):
             await asyncio.to_thread(GATE.wait, 0.002)
         assert worker.handlers
@@ -596,5 +600,4 @@ class TestOnAWorker:
         for extension in worker.extensions.values():
             await extension.close()
 
-        answer = await worker.handlers["replica"](call="ask", structure=b"", leaves=[])
-        assert answer["status"] == "unknown"
+        assert (await requested(worker, "ask"))["status"] == "unknown"

@@ -95,7 +95,9 @@ def sources(
 
 def loading(client: Client, rounds: int, files: str) -> Iterator[Row]:
     x, y = samples(PARTS * BATCHES_PER_PART * BATCH)
-    daskdl.data.export(x, files, BATCH, y=y, batches_per_file=BATCHES_PER_PART)
+    daskdl.data.export(
+        x, y, url=files, batch_size=BATCH, batches_per_file=BATCHES_PER_PART
+    )
     memory = [fit(client, x, y, 2) for _ in range(rounds + 1)][1:]
     speed = statistics.median(rate for rate, _ in memory)
     yield Row("memory", 0.0, 2, speed, 1.0, statistics.median(w for _, w in memory))

@@ -17,7 +17,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 
 import daskdl
-from daskdl.data import file_batches, image_folder
+from daskdl.data import image_folder, pack_files
 
 IMAGES = 2000
 
@@ -94,11 +94,9 @@ def main():
     ):
         images, shards = Path(folder, "images"), Path(folder, "shards")
         make_folder(images)
-        index = file_batches(images, shards, files_per_batch=100, client=client)
-        print(
-            f"{index.files} images in {len(index.shards)} shards, "
-            f"{index.size_bytes / 1e3:.0f} kB"
-        )
+        urls = pack_files(images, url=shards, files_per_shard=100, client=client)
+        size = sum(Path(url).stat().st_size for url in urls)
+        print(f"{len(urls)} shards, {size / 1e3:.0f} kB")
         train = image_folder(shards, split="train", channels=1)
         test = image_folder(shards, split="test", channels=1, classes=train.classes)
         trainer = daskdl.Trainer(

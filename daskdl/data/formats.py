@@ -1,19 +1,12 @@
-"""What came out of one file: checked, and named by the file where it is wrong.
+"""What a file becomes: loaders are functions of an open binary file.
 
-How one file becomes rows: the seam for new formats, and for a user's own function.
-
-Who gets what is fixed, whatever a function's arguments are called: a plain function
-gets the local path, or the URL of what is not local; one in :class:`FromBytes` the
-bytes; a :class:`Format` the bytes and the URL.
-
-One array in each file, as ``numpy.save`` writes it.
-
-Several arrays with names in each file, as ``numpy.savez`` writes them.
-
-Several tensors with names in each file, in the safetensors format.
+A loader returns (x, y), or x alone. `Npy`, `Npz`, `Safetensors`, `Csv` and `Parquet`
+are loaders for files of these formats, of which some learn from its header alone how
+many rows a file has. What any loader returns is checked here, with the file's name.
 """
 
 import contextlib
+import importlib
 import io
 import json
 import struct
@@ -22,12 +15,19 @@ import threading
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
-from fsspec.core import strip_protocol
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
@@ -36,9 +36,10 @@ from typing_extensions import override
 from daskdl.data import batching
 from daskdl.data.batching import Rows, Tree
 from daskdl.data.source import SHOWN_ROWS, Facts, facts_of
-from daskdl.data.storage import Store
 from daskdl.data.tables import as_numpy, check_array
 from daskdl.errors import DataError, OptionError
+
+Loader = Callable[[BinaryIO], Any]
 
 # What a damaged file makes readers raise; Pillow even a SyntaxError. All else is a
 # mistake in a program, and comes out as it is.
@@ -55,17 +56,52 @@ _DAMAGED = (
 
 # Python 3.11 counts how deep its parser is for all threads together, and raises a
 # SystemError if two parse at a time, as numpy does with the header of each array.
-one_parses: contextlib.AbstractContextManager[Any] = (
+_one_parses: contextlib.AbstractContextManager[Any] = (
     threading.Lock() if sys.version_info < (3, 12) else contextlib.nullcontext()
 )
+
+
+class Reader(ABC):
+    """A loader for one format; a value that travels to the workers.
+
+    Attributes:
+        classes: Names of the labels 0, 1, ... where there are names; else None.
+        reads_headers: Whether `look` reads little of a file.
+    """
+
+    classes: Sequence[str] | None = None
+    reads_headers: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, file: BinaryIO) -> Any:
+        """Read (x, y) from an open file: trees of arrays; y is None without labels."""
+
+    def look(self, file: BinaryIO) -> Facts | None:
+        """Learn from the header how many rows there are; None: only reading tells."""
+        return None
+
+
+def check_loader(given: Any) -> None:
+    """Refuse what cannot load a file.
+
+    Raises:
+        OptionError: If it is no function.
+    """
+    if isinstance(given, type) and issubclass(given, Reader):
+        name = given.__name__
+        raise OptionError(
+            f"loader must be an object, got the class {name}; write {name}(...)"
+        )
+    if not callable(given):
+        raise OptionError(
+            "loader must be a function load(file) -> (x, y) of an open binary file, or "
+            f"one of Csv, Npy, Npz, Parquet and Safetensors, got {given!r}"
+        )
 
 
 @contextlib.contextmanager
 def reading(url: str) -> Iterator[None]:
     """Name a file in what is raised because of its content.
-
-    Args:
-        url: Of the file.
 
     Raises:
         DataError: Instead of what a damaged file makes readers raise.
@@ -86,13 +122,14 @@ literal for int() with base 10: '7b'
         raise DataError(f"cannot read {url}: {shown}") from error
 
 
-def rows_of(result: Any, url: str) -> Rows:
-    """Take over what a reader returned.
+def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
+    """Take over what a loader returned.
 
     Args:
         result: A tuple of two is (x, y); anything else is x alone. Both are arrays or
             tensors with rows along the first axis, or trees of them; y may be None.
         url: Of the file, for messages.
+        one_example: Whether there is no axis of rows; y may then be a number.
 
     Returns:
         Trees of numpy arrays of the same length, which may be 0.
@@ -103,39 +140,49 @@ def rows_of(result: Any, url: str) -> Rows:
     Example:
         >>> rows_of((np.zeros((2, 3)), np.array([0, 1])), "a.npz")[1]
         array([0, 1])
+        >>> rows_of((np.zeros(3), 7), "a.png", one_example=True)
+        (array([[0., 0., 0.]]), array([7]))
     """
-    x, y = _pair(result)
-    leaves = [*_named("x", x, url), *(() if y is None else _named("y", y, url))]
-    lengths = {name: _checked(leaf, f"{name} of {url}") for name, leaf in leaves}
+    rows = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if one_example:
+        rows = batching.of_both(lambda tree: batching.mapped(_as_row, tree), rows)
+    for name, tree in zip("xy", rows, strict=True):
+        if isinstance(tree, tuple | dict) and not batching.leaves(tree):
+            raise DataError(f"{name} of {url} must not be empty, got {tree!r}")
+    lengths = {
+        name: _length(leaf, f"{name} of {url}")
+        for name, leaf in batching.named_both(rows, ("x", "y")).items()
+    }
     if len(set(lengths.values())) != 1:
         shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise DataError(f"all arrays of {url} must have as many rows, but {shown}")
-    return batching.mapped(as_numpy, x), None if y is None else batching.mapped(
-        as_numpy, y
-    )
+    return batching.of_both(lambda tree: batching.mapped(as_numpy, tree), rows)
 
 
-def row_of(result: Any, url: str) -> Rows:
-    """The same for one example: all arrays get a first axis, and y may be a number.
-
-    Example:
-        >>> row_of((np.zeros(3), 7), "a.png")
-        (array([[0., 0., 0.]]), array([7]))
-    """
-    x, y = _pair(result)
-    return rows_of((_as_row(x), None if y is None else _as_row(y)), url)
+def _as_row(leaf: Any) -> Any:
+    if isinstance(leaf, bool | int | float | np.generic):
+        leaf = np.asarray(leaf)
+    # What is no array is refused when it is checked.
+    return leaf[None] if isinstance(leaf, np.ndarray | Tensor) else leaf
 
 
-def header_facts(rows: int, x: Tree, y: Tree) -> Facts:
+def _length(leaf: Any, name: str) -> int:
+    """Of an array; no rows are fine: collections in files have such parts."""
+    if isinstance(leaf, np.ndarray | Tensor) and leaf.ndim and len(leaf) == 0:
+        return 0
+    return len(leaf) if check_array(leaf, name) else 0
+
+
+def header_facts(rows: int, empty: Any, url: str) -> Facts:
     """What is known when only the header of a file was read.
 
     Args:
         rows: How many the file has.
-        x: Arrays of any length; their shapes of a row and their dtypes count.
-        y: Also; or None.
+        empty: What the loader would return of no rows.
+        url: Of the file.
 
     Example:
-        >>> header_facts(9, np.empty((0, 2)), None).first[0].shape
+        >>> header_facts(9, np.empty((0, 2)), "a.npy").first[0].shape
         (2, 2)
     """
     shown = min(rows, SHOWN_ROWS)
@@ -143,226 +190,14 @@ def header_facts(rows: int, x: Tree, y: Tree) -> Facts:
     def zeros(leaf: np.ndarray) -> np.ndarray:
         return np.zeros((shown, *leaf.shape[1:]), leaf.dtype)
 
-    labels = None if y is None else batching.mapped(zeros, y)
-    return Facts(rows, (batching.mapped(zeros, x), labels))
-
-
-def _pair(result: Any) -> tuple[Any, Any]:
-    if isinstance(result, tuple) and len(result) == 2:
-        return result
-    return result, None
-
-
-def _named(argument: str, tree: Tree, url: str) -> list[tuple[str, Any]]:
-    found = list(batching.named(tree, argument))
-    if not found:
-        raise DataError(f"{argument} of {url} must not be empty, got {tree!r}")
-    return found
-
-
-def _checked(leaf: Any, name: str) -> int:
-    """Its length. No rows are fine: collections in files have such parts."""
-    if isinstance(leaf, np.ndarray | Tensor) and leaf.ndim and len(leaf) == 0:
-        return 0
-    return len(leaf) if check_array(leaf, name) else 0
-
-
-def _as_row(tree: Tree) -> Tree:
-    def one(leaf: Any) -> Any:
-        if isinstance(leaf, bool | int | float | np.generic):
-            leaf = np.asarray(leaf)
-        # What is no array is refused when it is checked.
-        return leaf[None] if isinstance(leaf, np.ndarray | Tensor) else leaf
-
-    return batching.mapped(one, tree)
-
-
-class Loader(ABC):
-    """Makes rows of one file; a value that travels to the workers.
-
-    Attributes:
-        single: Whether each file is one example.
-        classes: Names of the labels 0, 1, ... where there are names; else None.
-    """
-
-    single: bool = False
-    classes: Sequence[str] | None = None
-
-    @abstractmethod
-    def load(self, store: Store, name: str) -> Rows:
-        """Read a file.
-
-        Args:
-            store: The folder it is in.
-            name: Of the file in it.
-
-        Returns:
-            Trees of numpy arrays of equal length; y is None without labels.
-
-        Raises:
-            DataError: Naming its URL if it cannot be read, or is not as expected.
-        """
-
-    def look(self, store: Store, name: str) -> Facts:
-        """Learn how many rows a file has; cheaper than `load` where that can be."""
-        return facts_of(self.load(store, name))
-
-
-class Format(Loader):
-    """A loader that needs nothing but the bytes of the file."""
-
-    @abstractmethod
-    def __call__(self, content: bytes, name: str) -> Rows:
-        """Make rows of the bytes.
-
-        Args:
-            content: Of the whole file.
-            name: Its URL, for messages.
-
-        Returns:
-            As `load`.
-
-        Raises:
-            DataError: Naming the file.
-        """
-
-    @override
-    def load(self, store: Store, name: str) -> Rows:
-        url = store.url_of(name)
-        content = store.read(name)
-        with reading(url):
-            return self(content, url)
-
-
-class _Function(Loader):
-    """A loader that calls a function of the user's."""
-
-    @abstractmethod
-    def result(self, store: Store, name: str) -> Any:
-        """What the function returns."""
-
-    @override
-    def load(self, store: Store, name: str) -> Rows:
-        return rows_of(self.result(store, name), store.url_of(name))
+    both = rows_of(empty, url)
+    return Facts(
+        rows, batching.of_both(lambda tree: batching.mapped(zeros, tree), both)
+    )
 
 
 @dataclass(frozen=True)
-class FromPath(_Function):
-    """A function of the local path, or of the URL of what is not local.
-
-    Attributes:
-        function: ``load(path) -> (x, y)``, or x alone: arrays or tensors with rows
-            first, or tuples and dicts of them.
-    """
-
-    function: Callable[[str], Any]
-
-    @override
-    def result(self, store: Store, name: str) -> Any:
-        url = store.url_of(name)
-        with reading(url):
-            return self.function(str(strip_protocol(url)) if store.is_local else url)
-
-
-@dataclass(frozen=True)
-class FromBytes(_Function):
-    """A function of the bytes of the file, wherever it is.
-
-    Attributes:
-        function: ``load(content) -> (x, y)``, or x alone: arrays or tensors with rows
-            first, or tuples and dicts of them.
-
-    Example:
-        >>> import numpy as np
-        >>> store = Store("memory://daskdl-bytes")
-        >>> store.write("a.bin", b"ab")
-        >>> FromBytes(lambda content: np.frombuffer(content, "u1")).load(store, "a.bin")
-        (array([97, 98], dtype=uint8), None)
-    """
-
-    function: Callable[[bytes], Any]
-
-    @override
-    def result(self, store: Store, name: str) -> Any:
-        content = store.read(name)
-        with reading(store.url_of(name)):
-            return self.function(content)
-
-
-@dataclass(frozen=True)
-class OneExample(Loader):
-    """A function that makes one example of each file, as of an image.
-
-    Attributes:
-        function: A function of the path, or one in `FromBytes`; the arrays it returns
-            are without rows, and y may be a number.
-        classes: Names of the labels 0, 1, ... where there are names; else None.
-
-    Raises:
-        OptionError: If it is neither.
-
-    Example:
-        >>> import numpy as np
-        >>> store = Store("memory://daskdl-one")
-        >>> store.write("a.bin", b"ab")
-        >>> load = FromBytes(lambda content: (np.frombuffer(content, "u1"), 7))
-        >>> OneExample(load).load(store, "a.bin")
-        (array([[97, 98]], dtype=uint8), array([7]))
-    """
-
-    function: Callable[[str], Any] | FromPath | FromBytes
-    classes: Sequence[str] | None = None
-    single = True
-
-    def __post_init__(self) -> None:
-        if not isinstance(loader_of(self.function), _Function):
-            raise OptionError(
-                "OneExample needs a function of a path, or one in FromBytes, got "
-                f"{self.function!r}"
-            )
-
-    @override
-    def load(self, store: Store, name: str) -> Rows:
-        function = cast("_Function", loader_of(self.function))
-        return row_of(function.result(store, name), store.url_of(name))
-
-
-def loader_of(given: Any) -> Loader:
-    """The loader that a user means: one of ours, or a function of a path.
-
-    Raises:
-        OptionError: If it is neither.
-
-    Example:
-        >>> loader_of(len)
-        FromPath(function=<built-in function len>)
-        >>> loader_of(FromBytes)
-        Traceback (most recent call last):
-        daskdl.errors.OptionError: loader must be an object, got the class FromBytes; \
-write FromBytes(...)
-    """
-    if isinstance(given, Loader):
-        return given
-    if isinstance(given, type) and issubclass(given, Loader):
-        name = given.__name__
-        raise OptionError(
-            f"loader must be an object, got the class {name}; write {name}(...)"
-        )
-    if not callable(given):
-        raise OptionError(
-            "loader must be a function load(path) -> (x, y), or one of Csv, Npy, Npz, "
-            f"Parquet, Safetensors, FromBytes and OneExample, got {given!r}"
-        )
-    return FromPath(given)
-
-
-# More than the header of any array of numbers: those are of 128 bytes, unless there
-# are very many axes.
-_HEADER_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Npy(Format):
+class Npy(Reader):
     """The array of an ``.npy`` file is x; a column of it may be y.
 
     Attributes:
@@ -372,50 +207,41 @@ class Npy(Format):
     """
 
     label_column: int | None = None
+    reads_headers = True
 
     @override
-    def __call__(self, content: bytes, name: str) -> Rows:
-        with reading(name), one_parses:
-            array = np.load(io.BytesIO(content), allow_pickle=False)
-            return rows_of(self._split(array, name), name)
+    def __call__(self, file: BinaryIO) -> Any:
+        with _one_parses:
+            return self._split(np.load(file, allow_pickle=False), file.name)
 
     @override
-    def look(self, store: Store, name: str) -> Facts:
-        url = store.url_of(name)
-        with reading(url), one_parses:
-            empty, rows = _header(store.read(name, 0, _HEADER_BYTES))
-            x, y = rows_of(self._split(empty, url), url)
-        return header_facts(rows, x, y)
+    def look(self, file: BinaryIO) -> Facts:
+        with _one_parses:
+            version = np.lib.format.read_magic(file)
+            # 3.0 differs in the names of fields only, which arrays of numbers lack.
+            if version == (1, 0):
+                shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            else:
+                shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+        rows, empty = (shape[0], (0, *shape[1:])) if shape else (1, ())
+        return header_facts(
+            rows, self._split(np.empty(empty, dtype), file.name), file.name
+        )
 
-    def _split(
-        self, array: np.ndarray, name: str
-    ) -> tuple[np.ndarray, np.ndarray | None]:
+    def _split(self, array: np.ndarray, url: str) -> Any:
         column = self.label_column
         if column is None:
-            return array, None
+            return array
         if array.ndim != 2 or not -array.shape[1] <= column < array.shape[1]:
             raise DataError(
-                f"{name} must be a table with the column {column} for "
+                f"{url} must be a table with the column {column} for "
                 f"Npy(label_column={column}), got the shape {array.shape}"
             )
         return np.delete(array, column, axis=1), array[:, column]
 
 
-def _header(beginning: bytes) -> tuple[np.ndarray, int]:
-    """An array without rows, else like that of the file, and how many rows that has."""
-    file = io.BytesIO(beginning)
-    version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    else:  # 3.0 differs in the names of fields only, which arrays of numbers have not
-        shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-    if not shape:
-        return np.empty((), dtype), 1
-    return np.empty((0, *shape[1:]), dtype), shape[0]
-
-
 @dataclass(frozen=True)
-class Npz(Format):
+class Npz(Reader):
     """The arrays of an ``.npz`` file that have these names.
 
     Attributes:
@@ -427,74 +253,32 @@ class Npz(Format):
     y: Tree = "y"
 
     @override
-    def __call__(self, content: bytes, name: str) -> Rows:
-        with reading(name), one_parses:
-            loaded = np.load(io.BytesIO(content), allow_pickle=False)
+    def __call__(self, file: BinaryIO) -> Any:
+        with _one_parses:
+            loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
-                raise DataError(f"{name} must be an .npz file, got one array; use Npy")
+                raise DataError(
+                    f"{file.name} must be an .npz file, got one array; use Npy"
+                )
             with loaded as arrays:
-                return named_rows(self.x, self.y, arrays, name)
+                return _picked(self.x, self.y, arrays, file.name)
 
 
-def named_rows(x: Tree, y: Tree, arrays: Mapping[str, Any], url: str) -> Rows:
-    """The rows of a file that has arrays with names.
-
-    Args:
-        x: Names, as a tree.
-        y: Likewise; None: there are no labels.
-        arrays: What the file has.
-        url: Of the file.
-
-    Raises:
-        DataError: If a name is not there, or what it has cannot be used.
-
-    Example:
-        >>> named_rows("a", None, {"a": np.zeros(2)}, "x.npz")
-        (array([0., 0.]), None)
-    """
-    check_names((x, y), arrays, url)
-    return rows_of((picked(x, arrays), picked(y, arrays)), url)
+def _picked(x: Tree, y: Tree, arrays: Mapping[str, Any], url: str) -> tuple[Tree, Tree]:
+    """Arrays in the places of their names."""
+    _check_names((x, y), arrays, url)
+    return batching.of_both(
+        lambda names: batching.mapped(lambda name: arrays[name], names), (x, y)
+    )
 
 
-def check_names(wanted: tuple[Tree, Tree], there: Collection[str], url: str) -> None:
-    """Refuse names of arrays that a file has not.
-
-    Args:
-        wanted: Names for x and for y, as trees; y may be None.
-        there: What the file has.
-        url: Of the file.
-
-    Raises:
-        DataError: With the name and those that are there.
-    """
-    missing = [name for name in wanted_names(wanted) if name not in there]
-    if missing:
-        raise DataError(
-            f"{url} must have an array named {missing[0]!r}, but has "
-            f"{sorted(there)}; name them with x=... and y=..., y=None without labels"
-        )
-
-
-def wanted_names(wanted: tuple[Tree, Tree]) -> list[str]:
-    """All names of x and y; y may be None.
-
-    Example:
-        >>> wanted_names((("a", "b"), None))
-        ['a', 'b']
-    """
-    return list(batching.named_both(wanted).values())
-
-
-def picked(names: Tree, arrays: Mapping[str, Any]) -> Tree:
-    """Arrays in the places of their names; None stays.
-
-    Example:
-        >>> picked({"image": "a", "size": "b"}, {"a": 1, "b": 2})
-        {'image': 1, 'size': 2}
-    """
-    if names is None:
-        return None
-    return batching.mapped(lambda name: arrays[name], names)
+def _check_names(wanted: tuple[Tree, Tree], there: Collection[str], url: str) -> None:
+    for name in batching.named_both(wanted).values():
+        if name not in there:
+            raise DataError(
+                f"{url} must have an array named {name!r}, but has {sorted(there)}; "
+                "name them with x=... and y=..., y=None without labels"
+            )
 
 
 _LENGTH_BYTES = 8  # the file begins with the length of its header
@@ -515,7 +299,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Safetensors(Format):
+class Safetensors(Reader):
     """The tensors of a safetensors file that have these names.
 
     Attributes:
@@ -525,40 +309,274 @@ class Safetensors(Format):
 
     x: Tree = "x"
     y: Tree = "y"
+    reads_headers = True
 
     @override
-    def __call__(self, content: bytes, name: str) -> Rows:
+    def __call__(self, file: BinaryIO) -> Any:
         try:
-            tensors = load(content)
+            tensors = load(file.read())
         except SafetensorError as error:
-            raise DataError(f"cannot read {name}: {error}") from error
-        return named_rows(self.x, self.y, tensors, name)
+            raise DataError(f"cannot read {file.name}: {error}") from error
+        return _picked(self.x, self.y, tensors, file.name)
 
     @override
-    def look(self, store: Store, name: str) -> Facts:
-        url = store.url_of(name)
-        with reading(url):
-            header = _header_safetensors(store, name)
-        check_names((self.x, self.y), header, url)
-        entries = [header[key] for key in wanted_names((self.x, self.y))]
+    def look(self, file: BinaryIO) -> Facts | None:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if length > _LARGEST_HEADER_BYTES:
+            raise ValueError(f"its header would have {length} bytes")
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        wanted = (self.x, self.y)
+        _check_names(wanted, header, file.name)
+        entries = [header[key] for key in batching.named_both(wanted).values()]
         usable = all(e["dtype"] in _DTYPES and e["shape"] for e in entries)
         if not usable or len({e["shape"][0] for e in entries}) != 1:
-            return super().look(store, name)  # which says what is wrong, if it is
-        empty = {key: _without_rows(header[key]) for key in header}
-        x, y = picked(self.x, empty), picked(self.y, empty)
-        return header_facts(entries[0]["shape"][0], x, y)
+            return None  # reading it says what is wrong, if it is
+        empty = {
+            key: np.empty((0, *e["shape"][1:]), _DTYPES.get(e["dtype"]))
+            for key, e in header.items()
+        }
+        rows: int = entries[0]["shape"][0]
+        return header_facts(rows, _picked(self.x, self.y, empty, file.name), file.name)
 
 
-def _without_rows(entry: dict[str, Any]) -> np.ndarray:
-    return np.empty((0, *entry["shape"][1:]), _DTYPES.get(entry["dtype"]))
+Column = str | int  # its name, or its index from 0 or from the end
+Columns = Sequence[tuple[str, Any]]  # names, and series of pandas
+
+_SHOWN = 10
 
 
-def _header_safetensors(store: Store, name: str) -> dict[str, Any]:
-    """What the file says of each of its tensors."""
-    length = int.from_bytes(store.read(name, 0, _LENGTH_BYTES), "little")
-    if length > _LARGEST_HEADER_BYTES:
-        raise ValueError(f"its header would have {length} bytes")
-    content = store.read(name, _LENGTH_BYTES, _LENGTH_BYTES + length)
-    header: dict[str, Any] = json.loads(content)
-    header.pop("__metadata__", None)
-    return header
+@dataclass(frozen=True)
+class _Table(Reader):
+    """Columns of a table: features as x, one or several as y."""
+
+    features: Sequence[Column] | None = None
+    label: Column | Sequence[Column] | None = None
+    _: KW_ONLY
+    dtype: str = "float32"
+    label_dtype: str | None = None
+    classes: Sequence[str] | None = None
+
+    def _chosen(self, names: Sequence[str], url: str) -> tuple[list[int], list[int]]:
+        """Indices of the columns of x, and of those of y."""
+        given = [self.label] if isinstance(self.label, str | int) else self.label or []
+        labels = [_index(names, column, "label", url) for column in given]
+        if self.features is None:
+            wanted = [i for i in range(len(names)) if i not in labels]
+        else:
+            wanted = [_index(names, one, "feature", url) for one in self.features]
+        twice = {i for i in labels if i in wanted or labels.count(i) > 1}
+        if twice:
+            shown = names[min(twice)]
+            raise DataError(
+                f"label {shown!r} of {url} must be meant once, and not in x"
+            )
+        if not wanted:
+            raise DataError(f"{url} has no columns for x, only {_quoted(names)}")
+        return wanted, labels
+
+    def _rows(self, features: Columns, labels: Columns, url: str) -> Any:
+        """The columns as (x, y)."""
+        columns = [_numbers(s, f"column {name!r} of {url}") for name, s in features]
+        x = np.stack(columns, axis=1).astype(self.dtype)
+        if not labels:
+            return x, None
+        y = [self._labels(s, f"column {name!r} of {url}") for name, s in labels]
+        return x, y[0] if isinstance(self.label, str | int) else np.stack(y, axis=1)
+
+    def _labels(self, series: Any, where: str) -> np.ndarray:
+        """Numbers, or the places of names; what is missing is NaN among floats."""
+        if self.classes is not None:
+            return _places(series, self.classes, where)
+        labels = _numbers(series, where)
+        if self.label_dtype is None:
+            return labels
+        whole = np.dtype(self.label_dtype).kind in "iu"
+        missing = np.isnan(labels)
+        with np.errstate(invalid="ignore"):  # of infinity there is no remainder
+            broken = whole & ~missing & (labels % 1 != 0)
+        if broken.any():
+            row = int(np.argmax(broken))
+            raise DataError(
+                f"label {where} must be whole numbers, got {labels[row]} in row {row}; "
+                "for regression use label_dtype='float32'"
+            )
+        return labels if whole and missing.any() else labels.astype(self.label_dtype)
+
+
+def _index(names: Sequence[str], column: Column, what: str, url: str) -> int:
+    if isinstance(column, str) and names.count(column) == 1:
+        return names.index(column)
+    if isinstance(column, int) and -len(names) <= column < len(names):
+        return column % len(names)
+    problem = "the name of several columns" if column in names else "not a column"
+    raise DataError(f"{what} {column!r} is {problem} of {url}; it has {_quoted(names)}")
+
+
+def _numbers(series: Any, where: str) -> np.ndarray:
+    if not len(series) and series.dtype == object:  # CSV without rows
+        return np.empty(0)
+    array: np.ndarray = series.to_numpy()
+    if array.dtype.kind in "biuf":
+        return array
+    pandas = _module("pandas")
+    wrong = pandas.to_numeric(series, errors="coerce").isna() & series.notna()
+    row = int(np.argmax(wrong)) if wrong.any() else 0
+    got = f"{series.iloc[row]!r} in row {row}" if len(series) else str(series.dtype)
+    raise DataError(
+        f"{where} must hold numbers, got {got}; leave it out with features=[...], or "
+        "give classes=[...] if it is the label"
+    )
+
+
+def _places(series: Any, classes: Sequence[str], where: str) -> np.ndarray:
+    """The place of each name among the classes, int64; with gaps, float64."""
+    pandas = _module("pandas")
+    texts = series.map(str, na_action="ignore")
+    places: np.ndarray = pandas.Index(list(classes)).get_indexer(texts)
+    missing = texts.isna().to_numpy()
+    unknown = (places < 0) & ~missing
+    if unknown.any():
+        row = int(np.argmax(unknown))
+        raise DataError(
+            f"{where} has the label {texts.iloc[row]!r} in row {row}, which is not "
+            f"among the classes {_quoted(classes)}"
+        )
+    if missing.any():
+        return np.where(missing, np.nan, places)
+    return places.astype(np.int64)
+
+
+def _quoted(names: Iterable[object]) -> str:
+    """Names for a message; of many the first ones."""
+    shown = [repr(name) for name in names]
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return ", ".join(shown[:_SHOWN]) + more
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise OptionError(
+            f"tables in files need {name.partition('.')[0]}; install it with "
+            "pip install daskdl[dataframe]"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Csv(_Table):
+    """The columns of a CSV file: features as x, one or several as y. Read by pandas.
+
+    Cells are numbers; a cell that is empty or text is refused with its column and row.
+    ``nan`` is a number. A label may be a name if ``classes`` are given; one that is
+    empty or ``nan`` is missing, and makes floats of the labels of its file.
+
+    Attributes:
+        features: Names or indices of the columns of x; None: all that are no labels.
+        label: The name of the column of labels, or its index; a list of them makes y
+            a table too. None: there are no labels.
+        dtype: Of x.
+        label_dtype: Of y. Classes are whole numbers; for regression "float32".
+        classes: If labels are names: all of them, in the order of the labels 0, 1, ....
+        header: Whether the first line has the names; else they are "0", "1", ....
+        delimiter: Between two cells.
+    """
+
+    label_dtype: str | None = "int64"
+    header: bool = True
+    delimiter: str = ","
+
+    @override
+    def __call__(self, file: BinaryIO) -> Any:
+        pandas = _module("pandas")
+        url, content = file.name, file.read()
+        read = partial(
+            pandas.read_csv,
+            sep=self.delimiter,
+            header=None,
+            keep_default_na=False,
+            skipinitialspace=True,
+            encoding="utf-8-sig",
+        )
+        try:
+            first = read(io.BytesIO(content), nrows=1, dtype=str)
+        except pandas.errors.EmptyDataError:
+            raise DataError(f"{url} must have rows, got an empty file") from None
+        names = [str(i) for i in first]
+        if self.header:
+            names = [cell.strip() for cell in first.iloc[0]]
+        features, labels = self._chosen(names, url)
+        missing = ["nan", "NaN", "NAN"]
+        frame = read(
+            io.BytesIO(content),
+            header=0 if self.header else None,
+            names=list(first),
+            na_values={
+                i: [*missing, ""] if i in labels else missing for i in first.columns
+            },
+            dtype=dict.fromkeys(labels, str) if self.classes is not None else None,
+        )
+        if not isinstance(frame.index, pandas.RangeIndex):  # of cells without a name
+            raise DataError(
+                f"every line of {url} must have {len(names)} cells, got more; the "
+                f"delimiter is {self.delimiter!r}"
+            )
+        x, y = ([(names[i], frame[i]) for i in own] for own in (features, labels))
+        return self._rows(x, y, url)
+
+    @override
+    def look(self, file: BinaryIO) -> Facts:
+        facts = facts_of(rows_of(self(file), file.name))
+        x, y = facts.first
+        if y is None:
+            return facts
+        # Like those of all files, also if labels are missing in this one.
+        dtype = self.label_dtype if self.classes is None else "int64"
+        return facts._replace(first=(x, np.nan_to_num(y).astype(dtype)))
+
+
+@dataclass(frozen=True)
+class Parquet(_Table):
+    """The columns of a Parquet file: features as x, one or several as y.
+
+    Columns are numbers without missing values; text is refused by name, unless it is a
+    label and ``classes`` are given. Labels that are missing are NaN. Only the columns
+    that are needed are decoded.
+
+    Attributes:
+        features: Names or indices of the columns of x; None: all that are no labels.
+        label: The name of the column of labels, or its index; a list of them makes y
+            a table too. None: there are no labels.
+        dtype: Of x.
+        label_dtype: Of y; None: the column's own.
+        classes: If labels are names: all of them, in the order of the labels 0, 1, ....
+    """
+
+    reads_headers = True
+
+    @override
+    def __call__(self, file: BinaryIO) -> Any:
+        opened = _module("pyarrow.parquet").ParquetFile(file)
+        return self._decoded(opened.schema_arrow, opened.read, file.name)
+
+    @override
+    def look(self, file: BinaryIO) -> Facts:
+        opened = _module("pyarrow.parquet").ParquetFile(file)
+        schema = opened.schema_arrow
+        empty = self._decoded(schema, schema.empty_table().select, file.name)
+        return header_facts(opened.metadata.num_rows, empty, file.name)
+
+    def _decoded(self, schema: Any, read: Callable[[list[str]], Any], url: str) -> Any:
+        features, labels = self._chosen(schema.names, url)
+        names = [schema.names[i] for i in (*features, *labels)]
+        table = read(names)
+        for i, name in enumerate(names[: len(features)]):
+            missing = table.column(i).null_count
+            if missing:
+                raise DataError(
+                    f"column {name!r} of {url} has {missing} missing values; fill them "
+                    "in, or leave the rows out, before it is written"
+                )
+        columns = [(name, table.column(i).to_pandas()) for i, name in enumerate(names)]
+        return self._rows(columns[: len(features)], columns[len(features) :], url)

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 
 from daskdl.config import check_choice, check_count
 from daskdl.data import batching
-from daskdl.data.batch_files import BatchFiles, is_export
 from daskdl.data.batching import Batch, Transform, Tree
 from daskdl.data.checks import UNREADABLE, is_left_out, join_readable, load_each
 from daskdl.data.dask_collections import (
@@ -28,11 +27,10 @@ from daskdl.data.dask_collections import (
     pairs,
 )
 from daskdl.data.distribute import map_parts
-from daskdl.data.files import Files
-from daskdl.data.formats import Loader, loader_of
-from daskdl.data.shards import Shards, is_shards
+from daskdl.data.files import files
+from daskdl.data.formats import Loader, check_loader
 from daskdl.data.source import Facts, Source, facts_of, is_known
-from daskdl.data.storage import are_paths, is_glob, is_path
+from daskdl.data.storage import are_paths
 from daskdl.data.tables import (
     TEXT,
     InMemory,
@@ -89,7 +87,7 @@ class ReadOptions:
         check_count("batch_size", self.batch_size)
         check_choice("on_bad_batch", self.on_bad_batch, ("raise", "skip"))
         if self.loader is not None:
-            loader_of(self.loader)
+            check_loader(self.loader)
         for name in ("transform", "collate_fn"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -170,7 +168,7 @@ def source_of(
             return IterableStyle(X, collation=collation)
         return MapStyle(X, collation, shuffle_seed)
     if paths:
-        return _files(X, read)
+        return files(X, read.loader, storage_options=read.storage_options)
     if lazy:
         return pairs(X)
     leaves = batching.named_both((X, y)).values()
@@ -194,17 +192,6 @@ def _in_memory(X: Tree, y: Tree, step_rows: int, shuffle_seed: int | None) -> So
     source = InMemory(x, y, step_rows, shuffle_seed)
     source.classes = classes
     return source
-
-
-def _files(X: Any, read: ReadOptions) -> Source:
-    """What `export` or `pack_files` has written; else the files as they are."""
-    storage = read.storage_options
-    folder = is_path(X) and not is_glob(X)
-    if folder and read.loader is None and is_export(X, storage):
-        return BatchFiles(X, storage)
-    if folder and is_shards(X, storage):
-        return Shards(X, read.loader, storage)
-    return Files(X, read.loader, storage_options=storage)
 
 
 def infer_metadata(

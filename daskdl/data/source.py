@@ -251,26 +251,6 @@ class Source(ABC):
         raise NotImplementedError(f"{type(self).__name__} knows its lengths")
 
 
-class FileSource(Source):
-    """A source whose parts are made of files, each of which can be loaded alone."""
-
-    @abstractmethod
-    def file_urls(self, part: int) -> list[str]:
-        """The files that a part is made of."""
-
-    @abstractmethod
-    def load_file(self, part: int, file: int) -> Rows:
-        """Load one of them, from 0."""
-
-    @override
-    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
-        urls = self.file_urls(part)
-        if len(urls) == 1:
-            return ()
-        load = functools.partial(self.load_file, part)
-        return [(url, functools.partial(load, i)) for i, url in enumerate(urls)]
-
-
 class Together(Source):
     """Several parts of a source in each part, loaded one after the other.
 

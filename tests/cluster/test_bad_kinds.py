@@ -314,9 +314,9 @@ class TestOneBadFile:
         rows = 2  # of each file
         made = data.export(
             np.tile(X, (3, 1))[: 100 * rows],
-            str(tmp_path),
-            rows,
-            y=np.tile(Y, 3)[: 100 * rows],
+            np.tile(Y, 3)[: 100 * rows],
+            url=str(tmp_path),
+            batch_size=rows,
             client=False,
         )
         path = tmp_path / made.files[57].name

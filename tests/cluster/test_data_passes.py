@@ -13,7 +13,6 @@ from daskdl.data.distribute import map_parts
 from daskdl.data.inputs import source_of
 from daskdl.data.normalize import Standardize
 from daskdl.data.source import Source
-from daskdl.data.storage import Store
 from daskdl.data.tables import InMemory
 from daskdl.data.validate import validate
 from daskdl.errors import DataError, OptionError
@@ -47,27 +46,6 @@ class Boxes(Source):
         return f"box {part}"
 
 
-class Texts(Source):
-    """Files, each with a number."""
-
-    lengths = None
-    first = None
-
-    def __init__(self, store, names):
-        self.store = store
-        self.names = names
-        self.parts = len(names)
-
-    def load(self, part):
-        return np.array([float(self.store.read(self.names[part]))]), None
-
-    def file_urls(self, part):
-        return [self.store.url_of(self.names[part])]
-
-    def load_file(self, part, file):
-        return self.load(part)
-
-
 def test_a_normaliser_is_fitted_where_the_parts_are(client):
     fitted = Standardize().fit(Boxes(), client=client)
 
@@ -95,24 +73,6 @@ def test_data_are_validated_where_the_parts_are(client):
     assert [one[:3] for one in report.offenders] == [
         ("box 3", 1, "non-finite"),
         ("box 8", 8, "invalid label"),
-    ]
-
-
-def test_files_go_to_quarantine_from_the_workers(client, tmp_path):
-    store = Store(str(tmp_path))
-    names = [f"data/{i}" for i in range(12)]
-    for i, name in enumerate(names):
-        store.write(name, b"torn" if i % 5 == 0 else b"1")
-    source = Texts(store, [*names, "data/missing"])
-
-    report = validate(source, client=client, quarantine=tmp_path / "bad")
-
-    assert store.names("bad/*") == ["bad/0", "bad/10", "bad/5"]
-    assert len(store.names("data/*")) == 9
-    assert report.counts["unreadable"] == 3
-    assert report.counts["missing"] == 1
-    assert [move.to for move in report.moved] == [
-        str(tmp_path / "bad" / name) for name in ("0", "5", "10")
     ]
 
 

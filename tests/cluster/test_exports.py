@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
-from daskdl.data.batch_files import BatchFiles, Progress
-from daskdl.data.export import PIECES_KIND, ExportOptions, export, temporary_batches
+from daskdl.data.batch_files import BatchFiles
+from daskdl.data.export import ExportOptions, Progress, export, temporary_batches
 from daskdl.data.storage import Store
 from daskdl.errors import DataError
 from tests.support.clusters import still_left_behind
@@ -115,7 +115,7 @@ def interrupting(tmp_path, gate):
 @pytest.fixture
 def here(tmp_path):
     """The same export in one process."""
-    return export(Numbered(LENGTHS), str(tmp_path / "here"), 4, client=False)
+    return export(Numbered(LENGTHS), url=tmp_path / "here", batch_size=4, client=False)
 
 
 @pytest.fixture
@@ -129,13 +129,13 @@ def complete(url, made):
     rows = sorted(ids_of(BatchFiles(url)))
     return (
         rows == list(range(sum(LENGTHS)))
-        and [file.rows for file in made.files] == [4] * 60
+        and made.lengths == [4] * 60
         and Store(url).names() == [*names, "manifest.json"]
     )
 
 
 def test_files_are_the_same_whatever_the_number_of_workers(client, here, url):
-    made = export(Numbered(LENGTHS), url, 4, client=client)
+    made = export(Numbered(LENGTHS), url=url, batch_size=4, client=client)
 
     assert made.files == here.files
     assert complete(url, made)
@@ -145,7 +145,7 @@ def test_files_are_the_same_whatever_the_number_of_workers(client, here, url):
 def test_a_worker_killed_while_it_reads_loses_and_doubles_nothing(
     three, here, url, tmp_path
 ):
-    made = export(DiesOnce(tmp_path), url, 4, client=three)
+    made = export(DiesOnce(tmp_path), url=url, batch_size=4, client=three)
 
     assert (tmp_path / "asked").exists()
     assert made.files == here.files
@@ -161,7 +161,9 @@ def test_a_worker_killed_while_it_writes_loses_and_doubles_nothing(
             die()
         return batch
 
-    made = export(Numbered(LENGTHS), url, 4, transform=dies_once, client=three)
+    made = export(
+        Numbered(LENGTHS), url=url, batch_size=4, transform=dies_once, client=three
+    )
 
     assert (tmp_path / "asked").exists()
     assert made.files == here.files
@@ -172,15 +174,15 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
     three, here, url, ctrl_c, interrupting, gate
 ):
     with pytest.raises(KeyboardInterrupt):
-        export(interrupting, url, 4, client=three)
+        export(interrupting, url=url, batch_size=4, client=three)
     gate.write_text("fail")
     assert still_left_behind(three) == {}
-    done = Progress(Store(url)).done(PIECES_KIND)
+    done = Progress(Store(url)).done("part")
     interrupting.loads()
     with pytest.raises(DataError, match="has not been finished; run it again"):
         BatchFiles(url)
 
-    made = export(interrupting, url, 4, client=three)
+    made = export(interrupting, url=url, batch_size=4, client=three)
 
     assert 6 <= len(done) <= 11
     assert interrupting.loads() == [part for part in range(12) if part not in done]

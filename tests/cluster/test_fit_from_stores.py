@@ -7,7 +7,7 @@ import pytest
 from s3fs import S3FileSystem
 
 from daskdl import Callback, DataError
-from daskdl.data import Files
+from daskdl.data import files
 from daskdl.data.storage import Store
 from tests.support import s3
 from tests.support.problems import rows, trainer
@@ -39,10 +39,10 @@ def trained(tmp_path):
     return TrainedRows(tmp_path)
 
 
-def fit(client, trained, files, *more, **options):
+def fit(client, trained, data, *more, **options):
     """Train on numbered rows."""
     own = trainer(client, loss=trained, callbacks=[trained, *more])
-    return own.fit(files, epochs=EPOCHS, batch_size=8, **options)
+    return own.fit(data, epochs=EPOCHS, batch_size=8, **options)
 
 
 def test_from_a_server(client, trained, on_s3):
@@ -106,20 +106,20 @@ def door(client, on_s3):
 
 
 def test_dropped_connections_are_tried_again(client, trained, on_s3, door):
-    files = Files(on_s3.url, storage_options=s3.options(door.endpoint))
+    source = files(on_s3.url, storage_options=s3.options(door.endpoint))
     drop = Drop(door, 3)
 
-    fit(client, trained, files, drop)
+    fit(client, trained, source, drop)
 
     assert trained.by_epoch() == [ALL] * EPOCHS
     assert door.visits > drop.visits + 3
 
 
 def test_a_server_that_stays_away_is_named_with_the_file(client, trained, on_s3, door):
-    files = Files(on_s3.url, storage_options=s3.options(door.endpoint))
+    source = files(on_s3.url, storage_options=s3.options(door.endpoint))
 
     with pytest.raises(DataError) as caught:
-        fit(client, trained, files, Drop(door, 10**6))
+        fit(client, trained, source, Drop(door, 10**6))
 
     message = str(caught.value)
     assert message.startswith("replica ")
@@ -128,10 +128,10 @@ def test_a_server_that_stays_away_is_named_with_the_file(client, trained, on_s3,
 
 
 def test_a_file_that_stays_away_may_be_left_out(client, trained, on_s3):
-    files = Files(on_s3.url, storage_options=on_s3.options)
+    source = files(on_s3.url, storage_options=on_s3.options)
     lost = Delete(on_s3, "5.npz")
 
-    history = fit(client, trained, files, lost, on_bad_batch="skip")
+    history = fit(client, trained, source, lost, on_bad_batch="skip")
 
     assert trained.by_epoch()[1] == {i: 1 for i in range(480) if not 200 <= i < 240}
     assert history.column("skipped_examples") == [0, 40, 40]

@@ -89,7 +89,7 @@ FEW = {
     ".npz",
     ".parquet",
     "export",
-    "file_batches",
+    "shards",
     "images",
 }
 
@@ -136,7 +136,7 @@ def test_files_in_memory_where_the_workers_are_threads(threads, reference, packe
     url = store.url
     if packed:
         url = f"memory://kinds-{uuid.uuid4().hex}"
-        data.export(store.url, url, 8, shuffle=False, client=threads)
+        data.export(store.url, url=url, batch_size=8, shuffle=False, client=threads)
 
     own = fitted(threads, Given(url))
 

@@ -42,10 +42,11 @@ class Data(NamedTuple):
 
 
 def batch_files(folder, client):
+    url = str(folder / "files")
     daskdl.data.export(
-        X, str(folder / "files"), BATCH, y=np.arange(COUNT), batches_per_file=5
+        X, np.arange(COUNT), url=url, batch_size=BATCH, batches_per_file=5
     )
-    return Data((str(folder / "files"),), COUNT // 3)
+    return Data((url,), COUNT // 3)
 
 
 def lazy_blocks(folder, client):

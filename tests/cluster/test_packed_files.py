@@ -12,10 +12,10 @@ from distributed import get_worker
 
 from daskdl.data import shards as module
 from daskdl.data.distribute import map_parts
-from daskdl.data.formats import FromBytes
+from daskdl.data.files import files
 from daskdl.data.images import image_folder
-from daskdl.data.shards import INDEX, Index, ShardedFiles, Shards, file_batches
-from daskdl.data.storage import Store
+from daskdl.data.shards import KIND, pack_files
+from daskdl.data.storage import Store, store_of
 from daskdl.errors import DataError
 from tests.support.pictures import folder
 from tests.support.s3 import options
@@ -23,7 +23,7 @@ from tests.support.s3 import options
 pytestmark = pytest.mark.slow
 
 FILES = {f"{'abc'[i % 3]}/{i:02}.txt": f"file {i}".encode() for i in range(60)}
-PER_BATCH = 5
+PER_SHARD = 5
 SHARDS = 12
 
 pack_part = module._pack
@@ -37,19 +37,25 @@ def root(tmp_path):
     return tmp_path / "root"
 
 
+def pack(paths, url, client, per_shard=PER_SHARD, **options):
+    return pack_files(
+        paths, url=url, files_per_shard=per_shard, client=client, **options
+    )
+
+
 def contents(url):
     """Every file of a local folder."""
     return {path.name: path.read_bytes() for path in url.iterdir()}
 
 
-def files_in(url, index):
+def files_in(url):
     """All files in the shards; one that is there twice would be seen."""
-    files = ShardedFiles(Store(str(url)), index)
-    read = [
-        pair for number in range(len(index.shards)) for pair in files.read_shard(number)
-    ]
-    assert len(read) == len(dict(read))
-    return dict(read)
+    found = []
+    for shard in module.shards_in(store_of(url)):
+        contents = shard.each(lambda _, file: file.read())
+        found += zip(shard.names, contents, strict=True)
+    assert len(found) == len(dict(found))
+    return dict(found)
 
 
 def dying(notes, moment, target, source, part):
@@ -93,12 +99,11 @@ def notes(tmp_path):
 def test_it_is_packed_on_all_workers_as_in_one_process(
     client, root, tmp_path, notes, monkeypatch
 ):
-    alone = file_batches(root, tmp_path / "alone", PER_BATCH, client=False)
+    pack(root, tmp_path / "alone", False)
     monkeypatch.setattr(module, "_pack", partial(named, notes))
 
-    index = file_batches(root, tmp_path / "packed", PER_BATCH, client=client)
+    pack(root, tmp_path / "packed", client)
 
-    assert index == alone
     assert contents(tmp_path / "packed") == contents(tmp_path / "alone")
     parts, workers = zip(
         *(path.name.split("-") for path in notes.iterdir()), strict=True
@@ -114,13 +119,12 @@ def test_nothing_is_lost_or_doubled_when_a_worker_is_killed(
 ):
     monkeypatch.setattr(module, "_pack", partial(dying, notes, moment))
 
-    index = file_batches(root, tmp_path / "packed", PER_BATCH, client=three)
+    urls = pack(root, tmp_path / "packed", three)
 
     assert (notes / "died").exists()
-    assert files_in(tmp_path / "packed", index) == FILES
-    assert index == Index.read(Store(str(tmp_path / "packed")))
+    assert files_in(tmp_path / "packed") == FILES
     assert sorted(contents(tmp_path / "packed")) == sorted(
-        [*(shard.name for shard in index.shards), INDEX]
+        [*(Path(url).name for url in urls), KIND.name]
     )
 
 
@@ -131,9 +135,9 @@ def test_a_file_that_cannot_be_read_is_named(client, tmp_path):
     listed = [f"{url}/{name}" for name in FILES]
 
     with pytest.raises(DataError, match=rf"cannot read {url}/./\d\d\.txt: there is no"):
-        file_batches(listed, tmp_path / "packed", PER_BATCH, client=client)
+        pack(listed, tmp_path / "packed", client)
 
-    assert not (tmp_path / "packed" / INDEX).exists()
+    assert not (tmp_path / "packed" / KIND.name).exists()
 
 
 def test_images_are_packed_to_a_server_and_read_there(
@@ -144,7 +148,7 @@ def test_images_are_packed_to_a_server_and_read_there(
 
     own = {"storage_options": options(s3_endpoint)}
 
-    file_batches(tmp_path / "images", f"{bucket}/packed", 6, client=client, **own)
+    pack(tmp_path / "images", f"{bucket}/packed", client, 6, **own)
 
     source = image_folder(f"{bucket}/packed", **own)
     local = image_folder(tmp_path / "images", files_per_part=20)
@@ -157,15 +161,16 @@ def test_images_are_packed_to_a_server_and_read_there(
         assert label == expected[name][1]
 
 
-def lengths(content):
-    return np.array([[len(content)]]), np.array([0])
+def length(file):
+    return np.array([[len(file.read())]]), np.array([0])
 
 
 def test_shards_are_loaded_on_the_workers(client, root, tmp_path):
-    file_batches(root, tmp_path / "packed", PER_BATCH, client=client)
-    source = Shards(tmp_path / "packed", FromBytes(lambda c: lengths(c)))
+    pack(root, tmp_path / "packed", client)
+    source = files(tmp_path / "packed", length)
 
     loaded = loaded_on_workers(source, client)
 
     sizes = np.concatenate([x for _, (x, _) in loaded])[:, 0]
-    assert sizes.tolist() == [len(FILES[name]) for name in source.paths]
+    names = [name for shard in source.groups for name in shard.names]
+    assert sizes.tolist() == [len(FILES[name]) for name in names]

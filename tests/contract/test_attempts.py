@@ -68,7 +68,7 @@ LASTING = [
 def test_a_dropped_connection_is_tried_again(error, waits):
     action = Failing(error)
 
-    assert attempt(action, "read s3://x/a") == "done"
+    assert attempt(action, "read", "s3://x/a") == "done"
     assert action.calls == 2
     assert waits == [0.1]
 
@@ -77,8 +77,8 @@ def test_a_dropped_connection_is_tried_again(error, waits):
 def test_what_does_not_pass_is_raised_at_once_with_the_url(error, waits):
     action = Failing(error)
 
-    with pytest.raises(DataError, match="cannot read s3://x/a: ") as raised:
-        attempt(action, "read s3://x/a")
+    with pytest.raises(DataError, match="cannot read s3://x/a") as raised:
+        attempt(action, "read", "s3://x/a")
 
     assert raised.value.__cause__ is error
     assert type(error).__name__ in str(raised.value)
@@ -86,11 +86,34 @@ def test_what_does_not_pass_is_raised_at_once_with_the_url(error, waits):
     assert (action.calls, waits) == (1, [])
 
 
+class BadRequest(OSError):
+    """As gcsfs refuses who is unknown."""
+
+    code = 401
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError("Forbidden"), BadRequest(errno.EPERM), *LASTING[-2:]],
+    ids=lambda error: type(error).__name__,
+)
+def test_missing_credentials_are_told_with_the_place_and_the_remedy(error, waits):
+    with pytest.raises(DataError) as raised:
+        attempt(Failing(error), "read", "s3://x/a")
+    with pytest.raises(DataError) as local:
+        attempt(Failing(error), "read", "/x/a")
+
+    message = str(raised.value)
+    assert message.startswith("cannot read s3://x/a on ")
+    assert "storage_options=..., or configure fsspec on the workers" in message
+    assert "storage_options" not in str(local.value)
+
+
 def test_waits_grow_and_the_last_attempt_is_told(waits):
     action = Failing(*[ConnectionResetError(104, "reset")] * 9)
 
     with pytest.raises(DataError, match=r"cannot read x: .*reset \(attempts: 4\)$"):
-        attempt(action, "read x")
+        attempt(action, "read", "x")
 
     assert action.calls == 4
     assert waits == [0.1, 0.4, 1.6]
@@ -101,7 +124,7 @@ def test_an_attempt_that_took_long_is_the_last(waits, monkeypatch):
     action = Failing(*[ConnectionResetError()] * 9)
 
     with pytest.raises(DataError, match=r"\(attempts: 2\)"):
-        attempt(action, "read x")
+        attempt(action, "read", "x")
 
     assert waits == [0.1]
 
@@ -110,7 +133,7 @@ def test_a_missing_file_comes_out_as_it_is(waits):
     error = FileNotFoundError("a")
 
     with pytest.raises(FileNotFoundError) as raised:
-        attempt(Failing(error), "read x")
+        attempt(Failing(error), "read", "x")
 
     assert raised.value is error
     assert waits == []
@@ -118,7 +141,7 @@ def test_a_missing_file_comes_out_as_it_is(waits):
 
 def test_an_error_of_the_caller_is_not_taken_for_a_failure():
     with pytest.raises(KeyError):
-        attempt(Failing(KeyError("a")), "read x")
+        attempt(Failing(KeyError("a")), "read", "x")
 
 
 def test_what_is_no_error_of_a_file_system_is_not_dropped():

@@ -1,15 +1,18 @@
 """Folders of images as rows: which image, which class, in which order."""
 
+import io
 import logging
 import pickle
 import re
+import sys
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from daskdl.data.images import image_folder
-from daskdl.data.shards import file_batches
-from daskdl.data.storage import Store
+from daskdl.data.images import Decoding, image_folder
+from daskdl.data.shards import pack_files
+from daskdl.data.storage import OpenBytes, Store
 from daskdl.errors import DataError, OptionError
 from tests.support.pictures import encoded, folder, pixels
 
@@ -22,11 +25,15 @@ def url(request, tmp_path):
     here = tmp_path / "images" if request.param != "memory" else "memory://pictures"
     store = folder(here, NAMES)
     if request.param == "packed":
-        file_batches(here, tmp_path / "packed", 4, client=False)
+        pack(here, tmp_path / "packed", 4)
         yield str(tmp_path / "packed")
     else:
         yield store.url
     store.delete_all()
+
+
+def pack(images, url, count):
+    pack_files(images, url=url, files_per_shard=count, client=False)
 
 
 def everything(source):
@@ -116,7 +123,7 @@ def test_the_size_is_that_of_the_first_image_that_can_be_read(tmp_path):
     where = re.escape(store.url_of("a/2.png"))
     assert source.first[0].shape == (1, 3, 4, 6)
     with pytest.raises(DataError, match=f"has 9 x 3, but {where} has 4 x 6"):
-        source.load_file(0, 2)
+        source.separate(0)[2][1]()
 
 
 def test_after_eight_images_that_cannot_be_read_no_more_are_tried(tmp_path):
@@ -164,30 +171,26 @@ def test_different_sizes_are_refused_with_both_names(tmp_path):
         source.load(0)
 
 
-def test_an_unreadable_image_is_named(url):
-    source = image_folder(url)
-    damaged = "bee/3.png"
-    part = next(p for p in range(source.parts) if damaged in source._groups[p])
-    where = source._files.url_of(damaged)
-    read = type(source._files).read_all
-    source._files = Damaged(source._files, read, damaged)
+def test_an_unreadable_image_is_named_and_the_others_can_be_read(tmp_path):
+    store = folder(tmp_path / "in", NAMES)
+    store.write("bee/3.png", b"no image")
+    pack(tmp_path / "in", tmp_path / "out", 4)
 
-    with pytest.raises(DataError, match=f"cannot read {re.escape(where)}: it is not"):
-        source.load(part)
-
-
-class Damaged:
-    """Files of which one is no image."""
-
-    def __init__(self, files, read, name):
-        self._files, self._read, self._name = files, read, name
-
-    def read_all(self, names):
-        for name, content in zip(names, self._read(self._files, names), strict=True):
-            yield b"no image" if name == self._name else content
-
-    def url_of(self, name):
-        return self._files.url_of(name)
+    for url in (tmp_path / "in", tmp_path / "out"):
+        source = image_folder(url, size=(4, 6))
+        (part,) = (
+            p for p in range(source.parts) if "bee/3.png" in str(source.groups[p])
+        )
+        separate = dict(source.separate(part))
+        (where,) = (name for name in separate if "bee/3.png" in name)
+        message = f"cannot read {re.escape(where)}: it is not an image"
+        with pytest.raises(DataError, match=message):
+            source.load(part)
+        with pytest.raises(DataError, match=message):
+            separate.pop(where)()
+        for load in separate.values():
+            x, y = load()
+            assert (x.shape, y.shape) == ((1, 3, 4, 6), (1,))
 
 
 class TestOtherFiles:
@@ -258,12 +261,12 @@ class TestBadFolders:
 
 
 class TestSplits:
-    @pytest.mark.parametrize("pack", [False, True], ids=["loose", "packed"])
-    def test_only_the_images_of_the_split_come(self, tmp_path, pack):
+    @pytest.mark.parametrize("packed", [False, True], ids=["loose", "packed"])
+    def test_only_the_images_of_the_split_come(self, tmp_path, packed):
         folder(tmp_path / "i", ["train/a/1.png", "train/b/1.png", "val/a/2.png"])
         url = tmp_path / "i"
-        if pack:
-            file_batches(url, tmp_path / "packed", 2, client=False)
+        if packed:
+            pack(url, tmp_path / "packed", 2)
             url = tmp_path / "packed"
 
         assert labelled(image_folder(url, split="val")) == {"val/a/2.png": "a"}
@@ -352,7 +355,7 @@ class TestTinyImageNet:
             store.write(f"train/{wnid}/{wnid}_boxes.txt", b"?")
         if request.param == "loose":
             return store
-        file_batches(tmp_path / "tiny", tmp_path / "packed", 5, client=False)
+        pack(tmp_path / "tiny", tmp_path / "packed", 5)
         return Store(str(tmp_path / "packed"))
 
     def test_classes_are_in_the_order_of_the_file(self, root):
@@ -431,9 +434,9 @@ class TestDamagedTinyImageNet:
             image_folder(root.url, split=split)
 
 
-def test_an_index_of_something_else_is_passed_over(tmp_path):
+def test_a_manifest_of_something_else_is_passed_over(tmp_path):
     store = folder(tmp_path, ["a/1.png"])
-    store.write("index.json", b'{"title": "holidays"}')
+    store.write("manifest.json", b'{"title": "holidays"}')
 
     assert image_folder(tmp_path).paths == ["a/1.png"]
 
@@ -442,3 +445,153 @@ def test_an_index_of_something_else_is_passed_over(tmp_path):
 def test_a_part_must_have_files(tmp_path, count):
     with pytest.raises(OptionError, match="files_per_part must be a whole number"):
         image_folder(tmp_path, files_per_part=count)
+
+
+def decoded(content, **options):
+    """The pixels of one image."""
+    return Decoding(**{"scale": None, **options})(OpenBytes(content, "s3://b/x.png"))
+
+
+class TestDecoding:
+    """What Pillow reads, in one shape, one dtype and one range."""
+
+    def test_pixels_come_with_channels_first(self):
+        values = pixels(0)
+        values[0, 0] = (0, 51, 255)
+
+        image = decoded(encoded(values))
+        scaled = decoded(encoded(values), scale=1 / 255)
+
+        np.testing.assert_array_equal(image, values.transpose(2, 0, 1))
+        assert (image.dtype, scaled.dtype) == (np.uint8, np.float32)
+        assert image.flags.c_contiguous
+        assert scaled[:, 0, 0].tolist() == pytest.approx([0, 0.2, 1])
+
+    @pytest.mark.parametrize("channels", [1, 3, 4])
+    @pytest.mark.parametrize("shape", [(4, 6), (4, 6, 3), (4, 6, 4)], ids=str)
+    def test_any_image_gets_the_channels_asked_for(self, channels, shape):
+        values = pixels(0, shape)
+
+        image = decoded(encoded(values), channels=channels)
+
+        assert image.shape == (channels, 4, 6)
+        if shape == (4, 6):
+            np.testing.assert_array_equal(image[:3], np.stack([values] * channels)[:3])
+
+    def test_an_image_is_resized_to_height_and_width(self):
+        values = np.zeros((8, 8, 3), np.uint8)
+        values[:4] = 200  # the upper half
+
+        image = decoded(encoded(values), size=(4, 2))
+
+        assert image.shape == (3, 4, 2)
+        reference = Image.fromarray(values).resize((2, 4), Image.Resampling.BILINEAR)
+        np.testing.assert_array_equal(image, np.asarray(reference).transpose(2, 0, 1))
+
+    def test_an_image_is_turned_as_its_exif_data_say(self):
+        values = np.zeros((16, 32, 3), np.uint8)
+        values[:, :16] = 255  # left half white
+        exif = Image.Exif()
+        exif[0x0112] = 6  # turn by 90 degrees clockwise: left becomes top
+
+        image = decoded(encoded(values, "JPEG", quality=95, exif=exif))
+
+        assert image.shape == (3, 32, 16)
+        assert image[:, :12].min() > 250
+        assert image[:, 20:].max() < 5
+
+    def test_a_large_photo_is_much_as_if_resized_from_all_its_pixels(self):
+        coarse = Image.fromarray(pixels(0, (40, 60, 3)))
+        photo = np.asarray(coarse.resize((1200, 800), Image.Resampling.BILINEAR))
+
+        image = decoded(encoded(photo, "JPEG"), size=(100, 150))
+
+        with Image.open(io.BytesIO(encoded(photo, "JPEG"))) as whole:
+            exact = np.asarray(whole.resize((150, 100), Image.Resampling.BILINEAR))
+        difference = np.abs(image.astype(int) - exact.transpose(2, 0, 1))
+        assert difference.mean() < 1.5
+        assert difference.max() < 16
+
+    def test_grey_values_of_sixteen_bits_keep_the_upper_eight(self):
+        values = np.array([[0, 255, 256], [0x1234, 0x8000, 0xFFFF]], np.uint16)
+
+        image = decoded(encoded(values), channels=1)
+
+        assert image.tolist() == [[[0, 0, 1], [0x12, 0x80, 0xFF]]]
+
+    def test_a_palette_with_transparency_keeps_its_colors(self):
+        file = io.BytesIO()
+        image = Image.fromarray(pixels(0, (4, 6))).convert("P")
+        image.save(file, "PNG", transparency=bytes(range(256)))
+
+        assert len(np.unique(decoded(file.getvalue(), channels=4)[3])) > 1
+        assert decoded(file.getvalue()).shape == (3, 4, 6)
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (b"", "it is not an image"),
+            (b"not an image", "it is not an image"),
+            (encoded(pixels(0, (64, 64, 3)))[:2000], "truncated"),
+            (encoded(pixels(0, (64, 64, 3)), "JPEG")[:2000], "truncated"),
+        ],
+        ids=["empty", "text", "png", "jpeg"],
+    )
+    def test_a_file_that_cannot_be_decoded_is_named(self, content, reason):
+        with pytest.raises(DataError, match=rf"^cannot read s3://b/x\.png: .*{reason}"):
+            decoded(content)
+
+    def test_an_image_that_would_fill_the_memory_is_refused(self):
+        content = bytearray(encoded(pixels(0), "BMP"))
+        content[18:26] = (60_000).to_bytes(4, "little") * 2  # width and height
+
+        with pytest.raises(DataError, match=r"cannot read .*exceeds limit"):
+            decoded(bytes(content))
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")  # Pillow's, of damaged tags
+    @pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"])
+    def test_damage_anywhere_gives_pixels_or_a_data_error(self, kind):
+        content = encoded(pixels(0, (16, 16, 3)), kind)
+        rng = np.random.default_rng(0)
+        unreadable = 0
+
+        for _ in range(150):
+            damaged = bytearray(content)
+            damaged[rng.integers(len(damaged))] = rng.integers(256)
+            try:
+                decoded(bytes(damaged), size=(8, 8))
+            except DataError:
+                unreadable += 1
+
+        assert unreadable > 0
+
+    @pytest.mark.parametrize("mode", ["F", "I"])
+    def test_pixels_that_eight_bits_cannot_hold_are_refused(self, mode):
+        file = io.BytesIO()
+        Image.fromarray(np.full((2, 2), 1e6)).convert(mode).save(file, "TIFF")
+
+        with pytest.raises(DataError, match=r"cannot read .*: its pixels .* loader"):
+            decoded(file.getvalue())
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"size": 0}, r"size must be .* got 0"),
+            ({"size": (1, 2, 3)}, r"size must be .* got \(1, 2, 3\)"),
+            ({"size": (8.5, 8)}, r"size must be .* got \(8.5, 8\)"),
+            ({"size": True}, "size must be .* got True"),
+            ({"channels": 2}, "channels must be 1, 3 or 4, got 2"),
+            ({"channels": [3]}, r"channels must be 1, 3 or 4, got \[3\]"),
+            ({"scale": 0}, "scale must be > 0 and finite, or None, got 0"),
+            ({"scale": float("nan")}, "scale must be .* got nan"),
+        ],
+    )
+    def test_options_outside_what_is_allowed_are_refused(self, options, message):
+        with pytest.raises(OptionError, match=message):
+            image_folder("memory://nowhere", **options)
+
+    def test_without_pillow_it_says_what_to_install(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "PIL", None)
+
+        with pytest.raises(OptionError, match=r"pip install daskdl\[images\]"):
+            image_folder("memory://nowhere")

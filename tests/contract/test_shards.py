@@ -1,276 +1,421 @@
-"""Files in shards, read as if they were loose; each is checked."""
+"""Packing of original files into shards, and reading of what is in them."""
 
+import io
 import pickle
 import re
-from itertools import chain
+import tarfile
+import uuid
+import zipfile
+from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
-from daskdl.data.formats import FromBytes, OneExample
-from daskdl.data.shards import Index, ShardedFiles, Shards, file_batches, is_shards
-from daskdl.data.storage import Store
-from daskdl.data.tabular_formats import Csv
-from daskdl.errors import DataError
+from daskdl.data import Csv, Npz, files
+from daskdl.data import shards as module
+from daskdl.data.shards import pack_files
+from daskdl.data.storage import Store, store_of
+from daskdl.errors import DataError, OptionError
 
-FILES = {f"{'ab'[i % 2]}/{i}.txt": bytes([i]) * i for i in range(9)}
+FILES = {f"{'abc'[i % 3]}/{i}.txt": f"file {i}".encode() for i in range(11)}
+MANIFEST = "shards.json"
+KINDS = pytest.mark.parametrize("kind", ["zip", "tar"])
 
 
-@pytest.fixture(params=["zip", "tar"])
-def files(request, tmp_path):
-    """The files in shards of four, in a random order."""
-    store = Store(str(tmp_path / "root"))
-    for name, content in FILES.items():
+def fill(url, contents=FILES):
+    store = store_of(url)
+    for name, content in contents.items():
         store.write(name, content)
-    url = tmp_path / "packed"
-    index = file_batches(store.url, url, 4, format=request.param, client=False)
-    return ShardedFiles(Store(str(url)), index)
+    return url
 
 
-class TestShardedFiles:
-    def test_names_are_those_of_the_originals(self, files):
-        assert files.names() == sorted(FILES)
-        assert files.names("a") == [n for n in sorted(FILES) if n[0] == "a"]
-        assert files.folders() == ["a", "b"]
-        assert files.folders("a") == []
-        assert files.exists("a/0.txt")
-        assert not files.exists("a/1.txt")
-
-    def test_each_is_read_by_its_name(self, files):
-        assert {name: files.read(name) for name in files.names()} == FILES
-
-    def test_a_group_is_read_in_its_order_with_one_request(self, files, monkeypatch):
-        groups = files.groups(sorted(FILES), 2)
-        requests, read = [], Store.read
-
-        def noted(store, name, start=None, stop=None):
-            requests.append(name)
-            return read(store, name, start, stop)
-
-        monkeypatch.setattr(Store, "read", noted)
-
-        contents = [list(files.read_all(group)) for group in groups]
-
-        assert contents == [[FILES[name] for name in group] for group in groups]
-        assert requests == [shard.name for shard in files.index.shards]
-        assert list(chain(*groups)) == [
-            member.name for shard in files.index.shards for member in shard.members
-        ]
-
-    def test_files_of_several_shards_come_in_the_order_asked_for(self, files):
-        names = sorted(FILES, reverse=True)
-
-        assert list(files.read_all(names)) == [FILES[name] for name in names]
-
-    def test_a_group_has_only_what_was_asked_for(self, files):
-        wanted = ["a/2.txt", "b/7.txt"]
-
-        groups = files.groups(wanted, 64)
-
-        assert sorted(chain(*groups)) == wanted
-
-    def test_it_travels(self, files):
-        copy = pickle.loads(pickle.dumps(files))
-
-        assert copy.read("b/5.txt") == FILES["b/5.txt"]
-
-    def test_a_changed_byte_is_noticed_and_named(self, files):
-        store, index = files.store, files.index
-        shard = index.shards[1]
-        member = max(shard.members, key=lambda member: member.size)
-        content = bytearray(store.read(shard.name))
-        content[member.start] ^= 1
-        store.write(shard.name, bytes(content))
-
-        where = re.escape(f"{index.archive}://{member.name}::{store.url}/{shard.name}")
-        with pytest.raises(DataError, match=rf"^cannot read {where}: it is damaged"):
-            list(files.read_shard(1))
-        assert dict(files.read_shard(0)) == {
-            m.name: FILES[m.name] for m in index.shards[0].members
-        }
-
-    def test_a_cut_shard_is_noticed(self, files):
-        shard = files.index.shards[0]
-        last = max(shard.members, key=lambda member: member.start)
-        content = files.store.read(shard.name)
-        files.store.write(shard.name, content[: last.start + last.size - 1])
-
-        with pytest.raises(DataError, match=f"{last.name}::.*it is damaged"):
-            list(files.read_shard(0))
-
-    def test_a_missing_shard_is_named(self, files):
-        shard = files.index.shards[0]
-        files.store.delete([shard.name])
-
-        with pytest.raises(DataError, match=f"{shard.name}: there is no such file"):
-            list(files.read_shard(0))
-
-    def test_a_file_that_is_in_no_shard_is_named(self, files):
-        with pytest.raises(
-            DataError, match=r"cannot read c/1\.txt: no shard at .*pack"
-        ):
-            files.read("c/1.txt")
-
-    def test_a_url_of_a_file_is_one_that_fsspec_opens(self, files):
-        import fsspec
-
-        with fsspec.open(files.url_of("b/5.txt")) as file:
-            assert file.read() == FILES["b/5.txt"]
-        assert files.url_of("b") == f"{files.store.url}/b"
-
-    def test_an_empty_file_alone_needs_no_request(self, files, monkeypatch):
-        monkeypatch.delattr(Store, "read")
-
-        assert files.read("a/0.txt") == b""
+@pytest.fixture
+def root(tmp_path):
+    return fill(tmp_path / "root")
 
 
-def test_a_folder_without_shards_has_no_index(tmp_path):
-    store = Store(str(tmp_path))
-
-    assert Index.found(store) is None
-
-    store.write("index.json", b'{"title": "holidays"}')
-    assert Index.found(store) is None
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "shards"
 
 
-def squares(content):
-    """Rows of a file: the numbers in it, and their squares."""
-    x = np.array([int(n) for n in content.split()], np.float32)[:, None]
-    return x, x[:, 0] ** 2
+def pack(paths, target, per_shard=4, **options):
+    return pack_files(
+        paths, url=target, files_per_shard=per_shard, client=False, **options
+    )
 
 
-def one(content):
-    """A file as one example."""
-    return np.frombuffer(content, np.uint8)[:2], int(content[-1:])
+def members(target):
+    """Names of all files in the shards of a folder, in order."""
+    return [
+        name for shard in module.shards_in(store_of(target)) for name in shard.names
+    ]
 
 
-class TestShards:
-    NUMBERS = tuple(list(range(10 * i, 10 * i + i)) for i in range(1, 8))
+def contents(target):
+    return {path.name: path.read_bytes() for path in target.iterdir()}
 
-    @pytest.fixture(params=["zip", "tar"])
-    def url(self, request, tmp_path):
-        store = Store(str(tmp_path / "root"))
-        for i, numbers in enumerate(self.NUMBERS):
-            store.write(f"{i}.txt", " ".join(map(str, numbers)).encode())
-        url = tmp_path / "packed"
-        file_batches(store.url, url, 3, format=request.param, client=False)
-        return url
+
+@KINDS
+class TestArchives:
+    def test_every_file_is_in_one_shard_which_other_programs_read(
+        self, root, target, kind
+    ):
+        urls = pack(root, target, format=kind)
+        found = {}
+
+        for url in urls:
+            if kind == "zip":
+                with zipfile.ZipFile(url) as archive:
+                    assert archive.testzip() is None
+                    found |= {name: archive.read(name) for name in archive.namelist()}
+            else:
+                with tarfile.open(url) as archive:
+                    found |= {m.name: archive.extractfile(m).read() for m in archive}
+
+        assert found == FILES
+        assert len(urls) == 3
+        assert sorted(members(target)) == sorted(FILES)
+
+    def test_the_same_files_give_the_same_bytes(self, root, target, kind, tmp_path):
+        pack(root, target, format=kind)
+        (root / "a/0.txt").touch()  # at another time
+
+        pack(root, tmp_path / "again", format=kind)
+
+        assert contents(tmp_path / "again") == contents(target)
+
+    @pytest.mark.parametrize(
+        "name", ["ä ö/ü.txt", "a" * 120 + "/" + "b" * 120, "with space", "-"]
+    )
+    def test_any_name_is_kept(self, target, kind, name):
+        store = store_of(fill(f"memory://{uuid.uuid4().hex}", {name: b"hello"}))
+
+        pack(store.url, target, format=kind)
+
+        seen = []
+        files(target, lambda file: seen.append(file.read()) or np.zeros(1)).load(0)
+        assert (members(target), seen) == ([name], [b"hello"])
+
+    def test_a_url_of_a_file_is_one_that_fsspec_opens(self, root, target, kind):
+        pack(root, target, format=kind)
+
+        for shard in module.shards_in(store_of(target)):
+            for name, url in zip(shard.names, shard.urls, strict=True):
+                with fsspec.open(url) as file:
+                    assert file.read() == FILES[name]
+
+
+class TestPaths:
+    def test_the_order_is_random_from_the_seed(self, root, target, tmp_path):
+        pack(root, target)
+        for i, options in enumerate(({"seed": 1}, {"seed": 0}, {"seed": None})):
+            pack(root, tmp_path / str(i), **options)
+
+        assert members(target) != sorted(FILES)
+        assert members(tmp_path / "0") != members(target)
+        assert members(tmp_path / "1") == members(target)
+        assert members(tmp_path / "2") == sorted(FILES)
+
+    @pytest.mark.parametrize(
+        ("pattern", "expected"),
+        [
+            ("*/1.txt", ["b/1.txt"]),
+            ("a/*.txt", ["0.txt", "3.txt", "6.txt", "9.txt"]),
+            ("a", ["0.txt", "3.txt", "6.txt", "9.txt"]),
+            ("a/", ["0.txt", "3.txt", "6.txt", "9.txt"]),
+            ("b/1.txt", ["1.txt"]),
+            ("**/1*.txt", ["b/1.txt", "b/10.txt"]),
+        ],
+    )
+    @pytest.mark.parametrize("where", ["local", "file", "memory"])
+    def test_a_folder_a_pattern_or_a_file(self, root, target, pattern, expected, where):
+        urls = {"local": root, "file": f"file://{root}", "memory": "memory://patterns"}
+        fill(urls[where])
+
+        pack(f"{urls[where]}/{pattern}", target)
+
+        assert sorted(members(target)) == expected
+
+    @pytest.mark.parametrize(
+        ("paths", "options", "expected"),
+        [
+            ("{}/a/*.txt", {"root": "{}"}, [n for n in sorted(FILES) if n[0] == "a"]),
+            ("{}/a", {"root": "{}"}, [n for n in sorted(FILES) if n[0] == "a"]),
+            (["{}/a/0.txt", "{}/a/3.txt"], {}, ["0.txt", "3.txt"]),
+            (["{}/a/0.txt", "{}/b/1.txt"], {}, ["a/0.txt", "b/1.txt"]),
+            (["file://{}/a/0.txt", "{}/b/1.txt"], {}, ["a/0.txt", "b/1.txt"]),
+            (["{}/a/0.txt"], {"root": "{}/.."}, None),
+        ],
+    )
+    def test_names_are_relative_to_the_root(
+        self, root, target, paths, options, expected
+    ):
+        several = isinstance(paths, list)
+        given = [p.format(root) for p in (paths if several else [paths])]
+        options = {key: value.format(root) for key, value in options.items()}
+
+        if expected is None:
+            with pytest.raises(OptionError, match="is not in the root"):
+                pack(given, target, **options)
+            return
+        pack(given if several else given[0], target, **options)
+
+        assert sorted(members(target)) == expected
+
+    def test_a_relative_path_is_one_of_this_process(self, root, target, monkeypatch):
+        monkeypatch.chdir(root.parent)
+
+        pack(["root/a/0.txt", Path("root/b/1.txt")], target.name)
+
+        assert sorted(members(target)) == ["a/0.txt", "b/1.txt"]
+
+    def test_folders_have_wildcards_and_files_no_folder(self, tmp_path, target):
+        fill(tmp_path / "x[1]")
+        name = f"{uuid.uuid4().hex}.txt"
+        fill("memory://", {name: b"one"})
+
+        pack(tmp_path / "x[1]", target)
+        pack(f"memory://{name}", tmp_path / "one")
+
+        assert sorted(members(target)) == sorted(FILES)
+        assert members(tmp_path / "one") == [name]
+        Store("memory://").delete([name])
+
+    @pytest.mark.parametrize(
+        ("paths", "error", "message"),
+        [
+            ("{}/nothing", DataError, "there .* {}/nothing$"),
+            ("{}/*.png", DataError, r"there .* {}/\*\.png$"),
+            ("memory://no/thing", DataError, "there .* memory://no/thing$"),
+            ([], OptionError, r"paths must be a path, .* got \[\]"),
+            (["{}/a/0.txt"] * 2, DataError, r"a/0\.txt is in paths twice"),
+            (["{}/a/0.txt", "memory://x/y"], OptionError, "must be on one file system"),
+            (["{}/a/0.txt", "{}/77"], DataError, "there is no file at {}/77"),
+            (["memory://no/thing"], DataError, "cannot read memory://no/thing: there"),
+        ],
+    )
+    def test_what_cannot_be_packed_is_named(self, root, target, paths, error, message):
+        several = isinstance(paths, list)
+        given = [p.format(root) for p in (paths if several else [paths])]
+
+        with pytest.raises(error, match=message.format(re.escape(str(root)))):
+            pack(given if several else given[0], target)
+
+        assert not (target / MANIFEST).exists()
+
+    @pytest.mark.parametrize("inner", ["{}", "{}/packed", "file://{}/a/../packed"])
+    def test_shards_must_not_be_among_the_files(self, root, inner):
+        with pytest.raises(OptionError, match="url must not be in the root"):
+            pack(root, inner.format(root))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"format": "rar"}, "format must be 'zip' or 'tar', got 'rar'"),
+            ({"per_shard": 0}, "files_per_shard must be a whole number >= 1, got 0"),
+        ],
+    )
+    def test_options_outside_what_is_allowed_are_refused(
+        self, root, target, options, message
+    ):
+        with pytest.raises(OptionError, match=message):
+            pack(root, target, **options)
+
+
+class TestAgain:
+    """What was begun is finished; what is finished is left alone."""
+
+    @pytest.fixture
+    def written(self, monkeypatch):
+        """Names of all files that are written."""
+        names, write = [], Store.write
+
+        def noted(store, name, content):
+            names.append(name)
+            write(store, name, content)
+
+        monkeypatch.setattr(Store, "write", noted)
+        return names
+
+    def test_the_manifest_comes_last_and_only_what_is_missing_is_packed(
+        self, root, target, written
+    ):
+        urls = pack(root, target)
+        shards, before = [Path(url).name for url in urls], contents(target)
+        assert written == [*shards, MANIFEST]
+        written.clear()
+
+        assert pack(root, target) == urls
+        assert written == []
+
+        (target / MANIFEST).unlink()
+        (target / shards[1]).unlink()
+        assert pack(root, target) == urls
+        assert written == [shards[1], MANIFEST]
+        assert contents(target) == before
+
+    def test_it_goes_on_after_a_failure(self, root, target, written, monkeypatch):
+        packed = module.packed
+
+        def third(name, contents):
+            if len(written) == 2:
+                raise KeyboardInterrupt
+            return packed(name, contents)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "packed", third)
+            with pytest.raises(KeyboardInterrupt):
+                pack(root, target)
+
+        urls = pack(root, target)
+
+        assert written == [*(Path(url).name for url in urls), MANIFEST]
+        assert sorted(members(target)) == sorted(FILES)
+
+    @KINDS
+    @pytest.mark.parametrize("damage", [b"", b"no archive", "cut", "other"])
+    def test_a_shard_that_is_not_what_it_should_be_is_written_anew(
+        self, root, target, damage, kind
+    ):
+        urls = pack(root, target, format=kind)
+        before = contents(target)
+        (target / MANIFEST).unlink()
+        one, other = (before[Path(url).name] for url in urls[:2])
+        changes = {"cut": one[:-1100], "other": other}
+        Path(urls[0]).write_bytes(changes.get(damage, damage))
+
+        assert pack(root, target, format=kind) == urls
+
+        assert contents(target) == before
+
+    @pytest.mark.parametrize(
+        "other",
+        [{"seed": 1}, {"per_shard": 5}, {"format": "tar"}, {"elsewhere": True}],
+        ids=lambda other: next(iter(other)),
+    )
+    def test_other_shards_are_not_mixed_with_those_there(
+        self, root, target, other, tmp_path
+    ):
+        pack(root, target)
+        before = contents(target)
+        paths = fill(tmp_path / "elsewhere") if other.pop("elsewhere", 0) else root
+
+        with pytest.raises(OptionError, match="has shards of other files"):
+            pack(paths, target, **other)
+
+        assert contents(target) == before
+
+    def test_a_manifest_of_something_else_is_not_overwritten(self, root, target):
+        Store(str(target)).write(MANIFEST, b'{"title": "holidays"}')
+
+        with pytest.raises(DataError, match=r"json is not of .*'daskdl shards'"):
+            pack(root, target)
+
+        assert contents(target) == {MANIFEST: b'{"title": "holidays"}'}
+
+
+def npz(rows, start=0, width=2):
+    file = io.BytesIO()
+    x = np.arange(start, start + rows, dtype=np.float32)[:, None].repeat(width, 1)
+    np.savez(file, x=x, y=np.arange(start, start + rows))
+    return file.getvalue()
+
+
+class TestReading:
+    """Five files of 0 to 4 rows, numbered through, two in a shard."""
+
+    @pytest.fixture
+    def url(self, tmp_path):
+        starts = np.cumsum([0, *range(5)]).tolist()
+        contents = {f"{i}.npz": npz(i, starts[i]) for i in range(5)}
+        fill(tmp_path / "in", contents)
+        pack(tmp_path / "in", tmp_path / "out", 2, seed=None)
+        return str(tmp_path / "out")
 
     def test_each_file_may_give_many_rows(self, url):
-        source = Shards(url, FromBytes(squares))
-
-        rows = [source.load(part) for part in range(source.parts)]
-
-        assert source.parts == 3
-        x = np.concatenate([x for x, _ in rows])[:, 0]
-        assert sorted(x) == [n for numbers in self.NUMBERS for n in numbers]
-        np.testing.assert_array_equal(np.concatenate([y for _, y in rows]), x**2)
-
-    def test_lengths_are_known_when_each_part_was_looked_at(self, url):
-        source = Shards(url, FromBytes(squares))
-        assert source.lengths is None
-        assert source.first is None
+        source = files(url, Npz())
 
         known = source.known([source.look(part) for part in range(source.parts)])
 
-        lengths = [len(known.load(part)[0]) for part in range(known.parts)]
-        assert known.lengths == lengths
-        assert known.first[0].shape[1:] == (1,)
-        assert source.lengths is None
+        assert (source.parts, source.lengths) == (3, None)
+        assert known.lengths == [1, 5, 4]
+        assert known.first[0].shape[1:] == (2,)
+        y = np.concatenate([known.load(part)[1] for part in range(3)])
+        assert y.tolist() == list(range(10))
 
     def test_each_file_may_be_one_example(self, url):
-        source = Shards(url, OneExample(FromBytes(one), classes=["a", "b"]))
+        def load(file):
+            return np.array([len(file.read())]), int(file.name.split("::")[0][6])
 
-        x, y = source.load(0)
+        source = files(url, load, one_example=True)
 
-        assert source.lengths == [3, 3, 1]
-        assert source.classes == ["a", "b"]
-        assert x.shape == (3, 2)
-        names = source.paths[:3]
-        last = [self.NUMBERS[int(name[0])][-1] % 10 for name in names]
-        assert y.tolist() == last
-        np.testing.assert_array_equal(source.first[0], x[:1])
-
-    def test_there_may_be_no_labels_and_several_inputs(self, url):
-        def load(content):
-            x, y = squares(content)
-            return {"x": x, "squares": (y,)}
-
-        x, y = Shards(url, FromBytes(load)).load(1)
-
-        assert y is None
-        np.testing.assert_array_equal(x["squares"][0], x["x"][:, 0] ** 2)
-
-    def test_csv_files_are_packed_and_read(self, tmp_path):
-        store = Store(str(tmp_path / "root"))
-        for i in range(4):
-            store.write(f"{i}.csv", f"a,label\n{i},1\n{i + 10},0\n".encode())
-        file_batches(f"{store.url}/*.csv", tmp_path / "packed", 2, client=False)
-
-        x, y = Shards(tmp_path / "packed", Csv(label="label")).load(0)
-
-        assert sorted(x[:, 0] % 10) == sorted(
-            [int(n[0]) for n in names_of(tmp_path)] * 2
-        )
-        assert y.tolist() == [1, 0, 1, 0]
-
-    def test_it_travels(self, url):
-        copy = pickle.loads(pickle.dumps(Shards(url, FromBytes(squares))))
-
-        assert copy.name(0) == Shards(url, FromBytes(squares)).name(0)
-        assert len(copy.load(0)[0]) > 0
-
-    def test_what_cannot_be_loaded_is_named(self, url):
-        def load(content):
-            return np.array([int(content)]), None
-
-        source = Shards(url, FromBytes(load))
-        names = [name for name in source.paths[:3] if name != "0.txt"]
-
-        with pytest.raises(
-            DataError, match=rf"cannot read \w+://{names[0]}::.*: Value"
-        ):
-            source.load(0)
-
-    @pytest.mark.parametrize("other", ["shape", "labels"])
-    def test_files_that_do_not_fit_together_are_named(self, url, other):
-        def load(content):
-            x, y = squares(content)
-            if content.startswith(b"10"):
-                return (x.repeat(2, axis=1), y) if other == "shape" else x
-            return x, y
-
-        source = Shards(url, FromBytes(load))
-        part = source.paths.index("0.txt") // 3
-
-        with pytest.raises(DataError, match=r"txt::.* gives x of shape .* before it"):
-            source.load(part)
-
-    @pytest.mark.parametrize(
-        "loader", [squares, FromBytes(squares)], ids=["plain", "of bytes"]
-    )
-    def test_a_function_gets_the_bytes_of_a_file(self, url, loader):
-        wrapped, plain = Shards(url, FromBytes(squares)), Shards(url, loader)
-
-        for part in range(wrapped.parts):
-            np.testing.assert_array_equal(plain.load(part)[0], wrapped.load(part)[0])
+        assert source.lengths == [2, 2, 1]
+        assert source.load(1)[1].tolist() == [2, 3]
+        assert source.look(2).rows == 1
 
     def test_without_a_loader_the_extension_decides(self, url):
-        with pytest.raises(DataError, match=r"must all be of one of .* got '?\.txt"):
-            Shards(url)
+        assert len(files(url).load(1)[0]) == 5
 
-    def test_a_folder_without_shards_is_named(self, tmp_path):
-        with pytest.raises(DataError, match=r"index\.json: there is no such file"):
-            Shards(tmp_path, FromBytes(squares))
+    def test_a_source_travels(self, url):
+        again = pickle.loads(pickle.dumps(files(url, Npz())))
 
-    def test_it_is_told_from_other_folders(self, url, tmp_path):
-        assert is_shards(url)
-        assert is_shards(str(url))
-        assert not is_shards(tmp_path)
-        assert not is_shards(np.zeros(3))
-        assert not is_shards([str(url)])
+        assert again.load(2)[1].tolist() == [6, 7, 8, 9]
 
+    def test_csv_files_are_packed_and_read(self, tmp_path):
+        fill(tmp_path / "in", {f"{i}.csv": f"a,y\n{i},1\n".encode() for i in range(3)})
+        pack(tmp_path / "in", tmp_path / "out", 2, format="tar", seed=None)
 
-def names_of(folder):
-    """The files of the first shard."""
-    return [m.name for m in Index.read(Store(str(folder / "packed"))).shards[0].members]
+        x, y = files(tmp_path / "out", Csv(label="y")).load(0)
+
+        assert (x.tolist(), y.tolist()) == ([[0], [1]], [1, 1])
+
+    def test_files_are_loaded_one_by_one_from_a_shard_that_is_read_once(
+        self, url, monkeypatch
+    ):
+        read, reads = Store.read, []
+        monkeypatch.setattr(Store, "read", lambda *a: reads.append(a) or read(*a))
+        source = files(url, Npz())
+        reads.clear()
+
+        separate = source.separate(1)
+
+        assert [name[:11] for name, _ in separate] == ["zip://2.npz", "zip://3.npz"]
+        assert [load()[1].tolist() for _, load in separate] == [[1, 2], [3, 4, 5]]
+        assert len(reads) == 1
+
+    def test_what_does_not_fit_together_is_named(self, tmp_path):
+        fill(tmp_path / "in", {"a.npz": npz(2), "b.npz": npz(2, width=3)})
+        pack(tmp_path / "in", tmp_path / "out", seed=None)
+
+        with pytest.raises(
+            DataError, match=r"zip://b\.npz::.* has .*\(3,\).* and zip://a\.npz"
+        ):
+            files(tmp_path / "out").load(0)
+
+    def test_what_cannot_be_loaded_is_named(self, tmp_path):
+        fill(tmp_path / "in", {"a.npz": b"torn"})
+        pack(tmp_path / "in", tmp_path / "out")
+
+        with pytest.raises(
+            DataError, match=r"cannot read zip://a\.npz::/.*shard-00000"
+        ):
+            files(tmp_path / "out").load(0)
+
+    @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+    def test_a_damaged_shard_is_named(self, url, damage):
+        source = files(url, Npz())
+        path = Path(source.groups[1].urls[0].partition("::")[2])
+        content = bytearray(path.read_bytes())
+        content[60] ^= 1
+        if damage == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(content if damage == "changed" else content[:-9])
+
+        message = (
+            "there is no" if damage == "gone" else "is damaged: .*pack the files a"
+        )
+        with pytest.raises(DataError, match=rf"{path}.*{message}"):
+            source.load(1)

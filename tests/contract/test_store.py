@@ -264,3 +264,40 @@ def test_a_path_becomes_absolute(tmp_path, monkeypatch):
     assert store_of("x").url == f"{tmp_path}/x"
     assert store_of(tmp_path / "x").url == f"{tmp_path}/x"
     assert store_of("s3://bucket/x").url == "s3://bucket/x"
+
+
+@pytest.mark.parametrize(
+    ("url", "folder", "name"),
+    [
+        ("/a/b.npy", "/a", "b.npy"),
+        ("/b.npy", "/", "b.npy"),
+        ("file:///b.npy", "file:///", "b.npy"),
+        ("memory://b.npy", "memory://", "b.npy"),
+        ("s3://bucket/b.npy", "s3://bucket", "b.npy"),
+        ("simplecache::s3://bucket/a/b.npy", "simplecache::s3://bucket/a", "b.npy"),
+        ("zip://a/b.npy::s3://bucket/x.zip", "zip://a::s3://bucket/x.zip", "b.npy"),
+        ("zip://b.npy::memory://x.zip", "zip://::memory://x.zip", "b.npy"),
+        ("memory://a*/b.npy", "memory://", "a*/b.npy"),
+        ("s3://bucket/a/[bc]/*.npy", "s3://bucket/a", "[bc]/*.npy"),
+    ],
+)
+def test_a_url_has_a_folder_and_a_name_in_it(url, folder, name):
+    assert storage.folder_of(url) == folder
+    assert storage.joined(folder, name) == storage.joined(f"{folder}", name) == url
+    assert storage.path_in(folder, url) == name
+
+
+@pytest.mark.parametrize(
+    ("urls", "common"),
+    [
+        (["/a/b/1", "/a/bc/2"], "/a"),
+        (["/a/1", "/b/2"], "/"),
+        (["/1", "/b/2"], "/"),
+        (["memory://1", "memory://a/2"], "memory://"),
+        (["file:///a/b/1", "/a/c/2"], "/a"),
+        (["s3://bucket/a/1", "s3://bucket/b/2"], "s3://bucket"),
+        (["zip://a/1::/x.zip", "zip://b/2::/x.zip"], "zip://::/x.zip"),
+    ],
+)
+def test_the_deepest_folder_that_has_all_is_found(urls, common):
+    assert storage.common_folder(urls) == common

@@ -107,9 +107,9 @@ def test_so_does_one_that_is_evaluated(images):
     assert scores["loss"] > 0
 
 
-def one_row(path):
+def one_row(file):
     with PARSING:
-        x = np.load(path)
+        x = np.load(file)
     return x[:-1], int(x[-1])
 
 
@@ -126,9 +126,7 @@ def test_so_does_one_bad_file_of_one_example(tmp_path, bad, place):
         np.save(path, np.append(x[0], [0, 0]))
     else:
         np.save(path, np.append(x[0], 9))
-    source = daskdl.data.Files(
-        str(tmp_path), daskdl.data.OneExample(one_row), files_per_part=10
-    )
+    source = daskdl.data.files(tmp_path, one_row, one_example=True, files_per_part=10)
 
     if bad != "label" or place:  # else the rehearsal of a step finds it
         history = fit(source)

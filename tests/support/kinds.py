@@ -4,7 +4,6 @@ Each maker gets a `Place`, and returns a `Given`. All values are eighths, so tha
 is rounded by any file format, and the labels are sorted, as folders of images are.
 """
 
-import io
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -269,22 +268,17 @@ def safetensors(where):
     )
 
 
-def load(path):
-    with np.load(path) as arrays:
+def load(file):
+    with np.load(file) as arrays:
         return arrays["x"], torch.from_numpy(arrays["y"])
-
-
-def from_bytes(content):
-    return load(io.BytesIO(content))
 
 
 def by_function(where):
     return Given(files(where, ".npz", save_npz), options={"loader": load})
 
 
-def by_bytes(where):
-    loader = data.FromBytes(from_bytes)
-    return Given(files(where, ".npz", save_npz), options={"loader": loader})
+def from_files(where):
+    return Given(data.files(files(where, ".npz", save_npz), load))
 
 
 def several_paths(where):
@@ -294,15 +288,15 @@ def several_paths(where):
 
 def exported(where):
     url = str(where.folder / "out")
-    data.export(X, url, 16, y=Y, shuffle=False, client=where.client)
+    data.export(X, Y, url=url, batch_size=16, shuffle=False, client=where.client)
     return Given(url)
 
 
 def exported_lazy(where):
     url = str(where.folder / "out")
     x, y = blocks()
-    data.export(x, url, 8, y=y, shuffle=False, batches_per_file=3, client=where.client)
-    return Given(data.BatchFiles(url))
+    options = {"shuffle": False, "batches_per_file": 3, "client": where.client}
+    return Given(data.export(x, y, url=url, batch_size=8, **options))
 
 
 def export_first(where):
@@ -314,7 +308,7 @@ def packed(where):
     (where.folder / "in").mkdir()
     inner = files(where._replace(folder=where.folder / "in"), ".npz", save_npz)
     url = str(where.folder / "out")
-    data.file_batches(inner, url, 2, seed=None, client=where.client)
+    data.pack_files(inner, url=url, files_per_shard=2, seed=None, client=where.client)
     return Given(url, options={"loader": data.Npz()})
 
 
@@ -369,10 +363,10 @@ KINDS: dict[str, Callable[[Where], Given]] = {
     ".safetensors": safetensors,
     "list of paths": several_paths,
     "a loader": by_function,
-    "FromBytes": by_bytes,
+    "files": from_files,
     "export": exported,
     "exported blocks": exported_lazy,
     "approach export": export_first,
-    "file_batches": packed,
+    "shards": packed,
     "images": images,
 }

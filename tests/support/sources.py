@@ -1,11 +1,9 @@
 """Sources of parts that a test writes down; results of a cluster without one."""
 
-import numpy as np
 from dask._task_spec import TaskRef
 
 from daskdl.data import batching
 from daskdl.data.source import Source
-from daskdl.data.storage import Store
 
 
 class Parts(Source):
@@ -50,31 +48,6 @@ class Streamed(Parts):
 def unlabelled(*arrays, kind=Parts):
     """Parts of x alone."""
     return kind(*((x, None) for x in arrays))
-
-
-class Filed(Parts):
-    """Files of numbers in memory, some in each part; "bad" cannot be read."""
-
-    def __init__(self, *urls):
-        super().__init__(*urls)
-        self.loaded = []
-
-    def file_urls(self, part):
-        return list(self.pairs[part])
-
-    def load_file(self, part, file):
-        store = Store("memory://")
-        self.loaded.append((part, file))
-        content = store.read(self.pairs[part][file].removeprefix("memory://"))
-        return np.array([[float(content)]]), np.array([0])
-
-    def load(self, part):
-        if len(self.pairs[part]) > 1:
-            raise AssertionError("several files are loaded one by one")
-        return self.load_file(part, 0)
-
-    def name(self, part):
-        return f"{self.pairs[part][0]} and more"
 
 
 class Held(TaskRef):

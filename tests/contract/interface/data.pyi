@@ -7,33 +7,18 @@ class BatchFiles(Source):
 class Csv:
     def __init__(
         self,
-        label=None,
         features=None,
-        header=True,
-        delimiter=",",
+        label=None,
+        *,
         dtype="float32",
         label_dtype="int64",
         classes=None,
+        header=True,
+        delimiter=",",
     ): ...
 
 class Facts(tuple):
     def __init__(self, rows, first): ...
-
-class Files(Source):
-    def __init__(
-        self,
-        paths,
-        loader=None,
-        *,
-        pattern=None,
-        storage_options=None,
-        files_per_part=None,
-    ): ...
-
-class FromBytes:
-    def __init__(self, function): ...
-
-class Manifest: ...
 
 class MinMax:
     def __init__(self, low=0.0, high=1.0, *, per="feature", only=None): ...
@@ -53,14 +38,19 @@ class Npy:
 class Npz:
     def __init__(self, x="x", y="y"): ...
 
-class OneExample:
-    def __init__(self, function, classes=None): ...
-
 class Parquet:
-    def __init__(self, features=None, label=None, dtype="float32", classes=None): ...
+    def __init__(
+        self,
+        features=None,
+        label=None,
+        *,
+        dtype="float32",
+        label_dtype=None,
+        classes=None,
+    ): ...
 
 class Report:
-    def __init__(self, parts, files, rows, counts, offenders=(), moved=()): ...
+    def __init__(self, parts, files, rows, counts, offenders=()): ...
     def summary(self): ...
     def to_pandas(self): ...
 
@@ -70,19 +60,16 @@ class Safetensors:
 class Stream:
     def __init__(self, function, parts=None): ...
 
-class Shards(Source):
-    def __init__(self, url, loader=None, storage_options=None): ...
-
 class Standardize:
     def __init__(self, epsilon=0.0, *, per="feature", only=None): ...
     def fit(self, X, y=None, *, client=None, loader=None, storage_options=None): ...
 
 def export(
     X,
+    y=None,
+    *,
     url,
     batch_size,
-    *,
-    y=None,
     shuffle=True,
     seed=0,
     transform=None,
@@ -92,15 +79,14 @@ def export(
     storage_options=None,
     overwrite=False,
 ): ...
-def file_batches(
-    paths,
+def files(
     url,
-    files_per_batch,
+    loader=None,
     *,
-    root=None,
-    format="zip",
-    seed=0,
-    client=None,
+    pattern=None,
+    one_example=False,
+    classes=None,
+    files_per_part=None,
     storage_options=None,
 ): ...
 def image_folder(
@@ -117,15 +103,25 @@ def image_folder(
     seed=0,
     storage_options=None,
 ): ...
-def validate(
-    source,
+def pack_files(
+    paths,
     *,
+    url,
+    files_per_shard,
+    root=None,
+    format="zip",
+    seed=0,
+    client=None,
+    storage_options=None,
+): ...
+def validate(
+    X,
     y=None,
+    *,
     shapes=None,
     dtypes=None,
     labels=None,
     loader=None,
-    quarantine=None,
     client=None,
     storage_options=None,
 ): ...

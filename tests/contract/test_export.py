@@ -1,0 +1,624 @@
+"""Exports: nothing lost, nothing doubled, also after an interruption."""
+
+import asyncio
+import json
+import logging
+import pickle
+import subprocess
+import sys
+import tempfile
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from dask import delayed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daskdl.data import BatchFiles
+from daskdl.data.batch_files import Schema, is_export
+from daskdl.data.export import ExportOptions, export, temporary_batches, token_of
+from daskdl.data.storage import Store
+from daskdl.errors import DataError, OptionError, WaitTimeoutError
+from tests.support.numbered import Numbered, Streamed, ids_of, numbered
+
+EXPORT = sys.modules["daskdl.data.export"]  # the package has the function
+
+LENGTHS = (30, 0, 17, 3, 50)
+MANIFEST = "manifest.json"
+
+
+@pytest.fixture(params=["memory", "local"])
+def url(request, tmp_path):
+    """A place for an export; in memory its files are deleted afterwards."""
+    if request.param == "local":
+        yield str(tmp_path / "export")
+        return
+    yield "memory://daskdl-test-export"
+    Store("memory://daskdl-test-export").delete_all()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Many buckets and pieces: about 12 rows each."""
+    monkeypatch.setattr(EXPORT, "BUCKET_BYTES", 12 * 17)
+    monkeypatch.setattr(EXPORT, "PIECE_BYTES", 12 * 17)
+
+
+def exported(url, source=None, **options):
+    source = Numbered(LENGTHS) if source is None else source
+    return export(source, url=url, **{"batch_size": 4, "client": False, **options})
+
+
+def names_in(made):
+    return [*(file.name for file in made.files), MANIFEST]
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Names of the files that are written from now on."""
+    names, write = [], Store.write
+
+    def noted(store, name, content):
+        names.append(name)
+        write(store, name, content)
+
+    monkeypatch.setattr(Store, "write", noted)
+    return names
+
+
+def interrupted(monkeypatch, url, at):
+    """Begin an export, and interrupt it as this file is written."""
+    write = Store.write
+
+    def fails(store, name, content):
+        if name == at:
+            raise KeyboardInterrupt
+        write(store, name, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "write", fails)
+        with pytest.raises(KeyboardInterrupt):
+            exported(url)
+
+
+@pytest.mark.parametrize("kind", [Numbered, Streamed])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_row_is_there_once_and_nothing_else_is_left(url, small, kind, shuffle):
+    made = exported(url, kind(LENGTHS), shuffle=shuffle)
+
+    ids = ids_of(BatchFiles(url))
+    assert sorted(ids) == list(range(100))
+    assert (ids.tolist() == sorted(ids)) is not shuffle
+    assert (made.parts, made.lengths, made.rows) == (25, [4] * 25, 100)
+    assert Store(url).names() == names_in(made)
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=6).filter(sum),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.integers(20, 900),
+)
+def test_any_parts_and_sizes(lengths, batch_size, batches_per_file, bucket_bytes):
+    url = "memory://daskdl-test-any"
+    sizes = {"batch_size": batch_size, "batches_per_file": batches_per_file}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EXPORT, "BUCKET_BYTES", bucket_bytes)
+        patch.setattr(EXPORT, "PIECE_BYTES", bucket_bytes)
+
+        made = exported(url, Numbered(lengths), **sizes, overwrite=True)
+
+    assert sorted(ids_of(made)) == list(range(sum(lengths)))
+    assert set(made.lengths[:-1]) <= {batch_size * batches_per_file}
+    assert made.batch_size == batch_size
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_same_seed_gives_the_same_files(url, small, seed):
+    first = exported(url, seed=seed)
+
+    again = exported(url, seed=0, overwrite=True)
+
+    assert (first.files == again.files) is (seed == 0)
+
+
+def test_rows_of_all_parts_are_mixed(url, small):
+    made = exported(url, Numbered([50] * 4), batch_size=10)
+
+    parts = ids_of(made).reshape(20, 10) // 50
+    assert np.mean([len(set(file)) for file in parts]) > 3
+
+
+def test_rows_of_a_part_are_in_another_order_than_those_of_another(url):
+    made = exported(url, Numbered([50, 50]), batch_size=100)
+
+    ids = ids_of(made)
+    first, second = ids[ids < 50], ids[ids >= 50] - 50
+    assert first.tolist() != second.tolist()
+
+
+def test_of_a_stream_no_more_is_held_than_goes_into_a_piece(url, monkeypatch):
+    monkeypatch.setattr(EXPORT, "PIECE_BYTES", 1)
+    held, of = [], Schema.of
+    noted = staticmethod(lambda rows: held.append(len(rows[1])) or of(rows))
+    monkeypatch.setattr(Schema, "of", noted)
+
+    exported(url, Streamed([10]))
+
+    assert held[:2] == [7, 3]  # as it comes
+
+
+class TestBatchFiles:
+    def test_it_is_a_source_of_rows(self, url):
+        made = exported(url, Numbered([5, 6]))
+
+        (x, y), (like_x, like_y) = made.first, numbered(0, 2)
+        assert (made.parts, made.lengths) == (3, [4, 4, 3])
+        assert made.name(1) == f"{url}/batch-000001.safetensors"
+        assert x["pair"][0].shape == like_x["pair"][0].shape
+        assert (y.dtype, y.shape) == (like_y.dtype, (2,))
+        assert sorted(ids_of(pickle.loads(pickle.dumps(made)))) == list(range(11))
+
+    def test_classes_are_kept_or_given(self, url):
+        assert exported(url).classes == ("a", "b", "c")
+
+        made = exported(url, classes=["d", "e", "f"], overwrite=True)
+
+        assert made.classes == BatchFiles(url).classes == ("d", "e", "f")
+
+    def test_any_reader_of_safetensors_can_read_a_file(self, url):
+        made = exported(url)
+
+        content = Store(url).read(made.files[0].name)
+        kinds = {n: a.dtype.name for n, a in safetensors.numpy.load(content).items()}
+        assert kinds == {"x['id']": "int64", "x['pair'][0]": "float32", "y": "uint8"}
+
+    def test_each_single_damaged_byte_is_found(self, url):
+        made = exported(url)
+        store, name = Store(url), made.files[1].name
+        content = store.read(name)
+
+        for position in range(0, len(content), 7):
+            damaged = bytearray(content)
+            damaged[position] ^= 1
+            store.write(name, bytes(damaged))
+            with pytest.raises(DataError, match=f"{url}/{name} is damaged: .*export a"):
+                made.load(1)
+
+    def test_one_of_other_rows_than_the_manifest_says_is_refused(self, url):
+        made = exported(url)
+        content = safetensors.numpy.save({"x['id']": np.zeros(4)})
+        Store(url).write(made.files[0].name, content)
+        manifest = json.loads(Store(url).read(MANIFEST))
+        manifest["files"][0]["nbytes"] = len(content)
+        Store(url).write(MANIFEST, json.dumps(manifest).encode())
+
+        with pytest.raises(DataError, match=r"manifest\.json is damaged"):
+            BatchFiles(url)
+
+    def test_an_export_is_known_finished_or_not(self, url, tmp_path):
+        exported(url)
+        assert is_export(url)
+        Store(url).delete([MANIFEST])
+        assert not is_export(url)
+        with pytest.raises(DataError, match=r"there is no manifest\.json in .*; make"):
+            BatchFiles(url)
+        Store(url).write(".unfinished/origin.json", b"{}")
+        assert is_export(url)
+        assert not any(map(is_export, (None, 3, ["a"], "/nothing/here", "a/*.csv")))
+
+
+A, B = np.arange(6.0).reshape(3, 2), np.array([True, False, True])
+
+
+class TestRows:
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            (A, None),
+            (A.astype("f2"), B),
+            ((A, B), B),
+            ({"a": A, 7: B}, {"out": A}),
+            ({"a": (A, {"b": B})}, (A,)),
+            (A.astype(">f8"), np.arange(3, dtype="u8")),
+            (np.arange(6.0).reshape(2, 3).T, None),
+        ],
+        ids=["alone", "half", "tuple", "dict", "nested", "byte order", "transposed"],
+    )
+    def test_any_structure_comes_back(self, url, rows):
+        class One(Numbered):
+            def load(self, part):
+                return rows
+
+        made = exported(url, One([3]), shuffle=False)
+
+        def shown(tree):
+            if isinstance(tree, dict):
+                return {key: shown(child) for key, child in tree.items()}
+            if isinstance(tree, tuple):
+                return tuple(shown(child) for child in tree)
+            return tree if tree is None else (tree.dtype.name, tree.tolist())
+
+        assert shown(made.load(0)) == shown(rows)
+
+    @pytest.mark.parametrize(
+        ("rows", "message"),
+        [
+            ((A, B[:2]), "part 1: all arrays must have as many rows, but x has 3, y h"),
+            ((A.astype(object), B), "part 1: x must hold real numbers"),
+            (({1.5: A}, B), "keys of dicts must be strings or whole numbers"),
+            ((A.astype("f4"), B), r"x of part 1 is float32 .*before float64"),
+            ((A[:, :1], B), r"x of part 1 is .*\(rows, 1\), .*before .*\(rows, 2\)"),
+            ((A, None), "y of part 1 is missing"),
+            (((A,), B), r"x(\[0\])? of part 1 is"),
+        ],
+        ids=["lengths", "dtype", "key", "float", "shape", "labels", "structure"],
+    )
+    def test_rows_that_are_not_like_the_others_are_refused(self, url, rows, message):
+        class Two(Numbered):
+            def load(self, part):
+                return rows if part else (A, B)
+
+        with pytest.raises(DataError, match=message):
+            exported(url, Two([3, 3]))
+
+    def test_no_rows_are_refused(self, url):
+        with pytest.raises(DataError, match="nothing to export: X has no rows"):
+            exported(url, Numbered([0, 0]))
+
+
+class TestTransform:
+    def test_it_gets_each_batch_of_tensors(self, url):
+        sizes = []
+
+        def doubled(batch):
+            x, y = batch
+            sizes.append(len(y))
+            return x["pair"][0].double() * 2, y
+
+        options = {"batch_size": 2, "batches_per_file": 2, "transform": doubled}
+        made = exported(url, Numbered([9]), **options)
+
+        x, y = made.load(0)
+        assert x.dtype == "float64"
+        assert sorted(sizes) == [1, 2, 2, 2, 2]
+        np.testing.assert_array_equal(x[:, 0] / 2 % 3, y)
+
+    def test_it_may_not_drop_rows(self, url):
+        def drops(batch):
+            return batch[0]["id"][1:], batch[1][1:]
+
+        with pytest.raises(DataError, match="must keep the rows of a batch, got 3 of"):
+            exported(url, Numbered([4]), transform=drops)
+
+
+class TestInterrupted:
+    PLACES = (
+        ".unfinished/part-000002-0000.rows",
+        ".unfinished/part-000002.json",
+        "batch-000011.safetensors",
+        ".unfinished/bucket-000003.json",
+        MANIFEST,
+    )
+
+    @pytest.mark.parametrize("at", PLACES)
+    def test_it_cannot_be_read_and_goes_on_to_the_same_files(
+        self, monkeypatch, url, small, at, tmp_path
+    ):
+        whole = exported(str(tmp_path / "whole"))
+        interrupted(monkeypatch, url, at)
+        with pytest.raises(DataError, match=r"has not been finished; run it again"):
+            BatchFiles(url)
+
+        made = exported(url)
+
+        assert made.files == whole.files
+        assert sorted(ids_of(made)) == list(range(100))
+        assert Store(url).names() == names_in(made)
+
+    def test_parts_that_were_done_are_not_loaded_again(self, monkeypatch, url, small):
+        interrupted(monkeypatch, url, ".unfinished/part-000003.json")
+        source = Numbered(LENGTHS)
+
+        exported(url, source)
+
+        assert source.loaded == [3, 4]
+
+    def test_buckets_that_were_done_are_not_written_again(
+        self, monkeypatch, url, small, written
+    ):
+        interrupted(monkeypatch, url, ".unfinished/bucket-000002.json")
+        before = [name for name in written if "bucket" in name]
+        written.clear()
+
+        exported(url)
+
+        files = sorted(name for name in written if name.startswith("batch-"))
+        assert before == [f".unfinished/bucket-00000{i}.json" for i in (0, 1)]
+        assert not set(before) & set(written)
+        # Three files in each bucket; the third bucket was half done.
+        assert (files[0], len(files)) == ("batch-000006.safetensors", 19)
+
+    @pytest.mark.parametrize("damage", [b"", b"x" * 400, None])
+    def test_a_file_that_is_not_what_was_written_is_made_again(
+        self, monkeypatch, url, small, damage
+    ):
+        interrupted(monkeypatch, url, MANIFEST)
+        if damage is None:
+            Store(url).delete(["batch-000004.safetensors"])
+        else:
+            Store(url).write("batch-000004.safetensors", damage)
+
+        assert sorted(ids_of(exported(url))) == list(range(100))
+
+    def test_buckets_of_another_plan_are_made_again(self, monkeypatch, url, small):
+        interrupted(monkeypatch, url, ".unfinished/bucket-000005.json")
+        monkeypatch.setattr(EXPORT, "BUCKET_BYTES", 20 * 17)
+
+        assert sorted(ids_of(exported(url))) == list(range(100))
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"batch_size": 8}, "batch_size was 4 and is 8"),
+            ({"seed": 1}, "seed was 0 and is 1"),
+            ({"shuffle": False}, "seed was 0 and is None"),
+            ({"source": Numbered([100])}, r"data was .*parts was 5 and is 1"),
+            ({"transform": tuple}, "transform was None and is '"),
+        ],
+        ids=["batch_size", "seed", "shuffle", "data", "transform"],
+    )
+    def test_another_export_is_refused_or_takes_its_place(
+        self, monkeypatch, url, small, change, message
+    ):
+        interrupted(monkeypatch, url, "batch-000011.safetensors")
+
+        with pytest.raises(OptionError, match=f"an unfinished export .*: .*{message}"):
+            exported(url, **change)
+        made = exported(url, **{**change, "transform": None}, overwrite=True)
+
+        assert Store(url).names() == names_in(made)
+        assert sorted(ids_of(made)) == list(range(100))
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("part-000000-0000.rows", r"bytes 0 to \d+ are not all there"),
+            ("part-000000.json", "JSON|Expecting"),
+        ],
+    )
+    def test_a_damaged_file_of_it_is_named(self, monkeypatch, url, name, message):
+        interrupted(monkeypatch, url, "batch-000000.safetensors")
+        Store(url).write(f".unfinished/{name}", b"{")
+
+        with pytest.raises(DataError, match=rf"{name} is damaged: .*{message}"):
+            exported(url)
+
+
+class TestFinished:
+    def test_the_same_is_not_made_again(self, url, small, written, caplog):
+        first = exported(url)
+        source = Numbered(LENGTHS)
+        written.clear()
+
+        with caplog.at_level(logging.INFO, "daskdl"):
+            again = exported(url, source)
+
+        assert again.files == first.files
+        assert (source.loaded, written) == ([], [])
+        assert "has been exported before: 100 rows" in caplog.text
+
+    def test_what_the_last_run_did_not_delete_is_deleted(self, monkeypatch, url):
+        with monkeypatch.context() as patch:
+            patch.setattr(EXPORT.Progress, "end", lambda _: None)
+            exported(url)
+        assert ".unfinished/origin.json" in Store(url).names()
+
+        made = exported(url)
+
+        assert Store(url).names() == names_in(made)
+
+    def test_other_data_are_refused(self, url):
+        source = Numbered(LENGTHS)
+        source.values = np.ones(3)
+        exported(url)
+
+        with pytest.raises(
+            OptionError, match=r"there is an export of other .* data was"
+        ):
+            exported(url, source)
+
+    def test_a_damaged_one_may_be_overwritten_and_files_of_others_stay(self, url):
+        exported(url)
+        Store(url).write(MANIFEST, b"{")
+        Store(url).write("notes.txt", b"mine")
+
+        made = exported(url, Numbered([5]), overwrite=True)
+
+        assert sorted(ids_of(made)) == list(range(5))
+        assert Store(url).names() == [*names_in(made), "notes.txt"]
+
+
+class TestGivenUp:
+    """A task that outlives its export leaves nothing."""
+
+    @pytest.mark.parametrize(
+        "at", [".unfinished/part-000002-0000.rows", "batch-000011.safetensors"]
+    )
+    def test_a_file_that_comes_too_late_is_taken_away(
+        self, monkeypatch, url, small, at
+    ):
+        write = Store.write
+
+        def given_up_at(store, name, content):
+            if name == at:
+                store.delete(store.names())
+            write(store, name, content)
+
+        monkeypatch.setattr(Store, "write", given_up_at)
+
+        with pytest.raises(DataError, match=r"either it was given up, or the URL is"):
+            exported(url)
+
+        assert Store(url).names() == []
+
+    def test_a_second_task_for_a_bucket_does_not_take_away_what_is_finished(
+        self, monkeypatch, url, small
+    ):
+        write, made = Store.write, []
+
+        def finished_at(store, name, content):
+            if name == "batch-000011.safetensors" and not made:
+                made.append(True)
+                made.append(exported(url))
+            write(store, name, content)
+
+        monkeypatch.setattr(Store, "write", finished_at)
+        with pytest.raises(DataError, match="either it was given up"):
+            exported(url)
+
+        assert sorted(ids_of(BatchFiles(url))) == list(range(100))
+        assert Store(url).names() == names_in(made[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be a whole number >= 1, got 0"),
+        ({"batches_per_file": 1.5}, "batches_per_file must be .* >= 1, got 1.5"),
+        ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
+        ({"transform": 3}, "transform must be a function of a batch, or None"),
+    ],
+)
+def test_options_outside_what_is_allowed_are_refused(url, options, message):
+    with pytest.raises(OptionError, match=message):
+        exported(url, **options)
+
+
+class TestToken:
+    """The same data are known to be the same in another session, others are not."""
+
+    def test_it_is_the_same_in_another_session(self):
+        values = [
+            "np.arange(5)",
+            "torch.arange(5)",
+            "({'a': torch.ones(3)}, [np.ones(2)])",
+            "da.from_array(np.arange(5), chunks=2)",
+            "['s3://bucket/a.csv', 'b.csv']",
+            "[delayed(max)(1, 2), delayed(min)(1, 2)]",
+        ]
+        script = (
+            "import dask.array as da, numpy as np, torch; from dask import delayed\n"
+            "from daskdl.data.export import token_of\n"
+            f"for value in {values!r}: print(token_of(eval(value)))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, check=True
+        )
+
+        known = {"np": np, "torch": torch, "da": da, "delayed": delayed}
+        assert done.stdout.decode().split() == [
+            token_of(eval(value, known)) for value in values
+        ]
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (np.arange(5), np.arange(5) + 1),
+            (torch.arange(5), torch.arange(5) + 1),
+            (da.zeros(5), da.ones(5)),
+            (["a.csv"], ["b.csv"]),
+        ],
+        ids=["numpy", "torch", "dask", "paths"],
+    )
+    def test_other_data_have_another_one(self, one, other):
+        assert token_of(one) != token_of(other)
+
+
+OPTIONS = ExportOptions(4)
+BELOW = "memory://daskdl-test-temporary"
+
+
+class Failing(Numbered):
+    def load(self, part):
+        if part == 1:
+            raise KeyboardInterrupt
+        return super().load(part)
+
+
+class Workers:
+    """A client of workers, one of which is on another machine."""
+
+    asynchronous = False
+
+    def nthreads(self):
+        return {"tcp://here:1": 1, "tcp://there:2": 1}
+
+    def sync(self, function):
+        return asyncio.run(function())
+
+    async def run(self, function, workers):
+        assert function()
+        return {worker: "there" not in worker for worker in workers}
+
+
+class Hanging(Workers):
+    async def run(self, function, workers):
+        await asyncio.Event().wait()
+
+
+class TestTemporary:
+    @pytest.fixture(params=["local", "configured"])
+    def files(self, request, tmp_path, monkeypatch):
+        """Lists all files that there are where temporary ones are made."""
+        if request.param == "local":
+            monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+            yield lambda: list(map(str, tmp_path.rglob("*")))
+            return
+        with dask.config.set({"daskdl.export.url": BELOW}):
+            yield Store(BELOW).names
+
+    def test_they_are_there_while_they_are_used_and_never_afterwards(self, files):
+        first = temporary_batches(Numbered([9, 5]), OPTIONS, client=False)
+        with first as one, temporary_batches(Numbered([5]), OPTIONS, False) as other:
+            assert sorted(ids_of(one)) == list(range(14))
+            assert (one.lengths, other.lengths) == ([4, 4, 4, 2], [4, 1])
+            assert "daskdl-export-" in files()[0]
+
+        assert files() == []
+
+    @pytest.mark.parametrize("source", [Numbered([9, 5]), Failing([9, 5])])
+    def test_nothing_is_there_after_a_failure(self, files, source):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            temporary_batches(source, OPTIONS, client=False),
+        ):
+            raise KeyboardInterrupt
+
+        assert files() == []
+
+    @pytest.mark.parametrize(
+        ("client", "error", "message"),
+        [
+            (Workers(), OptionError, r"not seen by tcp://there:2; set daskdl\.exp"),
+            (Hanging(), WaitTimeoutError, "not all of tcp://here:1, tcp"),
+        ],
+    )
+    def test_workers_that_do_not_see_the_folder_or_do_not_say_are_named(
+        self, tmp_path, monkeypatch, client, error, message
+    ):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+        with (
+            dask.config.set({"daskdl.timeouts.request": "10ms"}),
+            pytest.raises(error, match=message),
+            temporary_batches(Numbered([9]), OPTIONS, client),
+        ):
+            raise AssertionError("this is never reached")
+
+        assert list(tmp_path.iterdir()) == []

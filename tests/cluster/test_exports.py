@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 import uuid
 from pathlib import Path
@@ -24,7 +25,7 @@ LENGTHS = (20,) * 12
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Twelve buckets."""
-    monkeypatch.setattr(export, "BUCKET_BYTES", 20 * 17)
+    monkeypatch.setattr(sys.modules["daskdl.data.export"], "BUCKET_BYTES", 20 * 17)
 
 
 class Noted(Numbered):

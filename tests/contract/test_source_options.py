@@ -27,7 +27,7 @@ from tests.support import s3
         ("on_bad_batch", "ignore", "on_bad_batch must be 'raise' or 'skip', got 'ign"),
         ("on_bad_batch", None, "on_bad_batch must be 'raise' or 'skip', got None"),
         ("transform", 3, "transform must be a function or None, got 3"),
-        ("loader", "csv", "loader must be a function load(path) -> (x, y), or one of"),
+        ("loader", "csv", "loader must be a function load(file) -> (x, y) of an"),
         ("collate_fn", [], "collate_fn must be a function or None, got []"),
         ("storage_options", [("secret", 1)], "must be a dict or None, got a list"),
     ],

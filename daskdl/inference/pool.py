@@ -226,8 +226,7 @@ class ModelThread(Replica):
         unpacked = await self._run(lambda: model.unpack().eval().to(auto_device()))
         if isinstance(unpacked, Failure):
             return unpacked
-        if not self.closed:  # while it was unpacked
-            self._staged[version] = unpacked
+        self._staged[version] = unpacked
         return None
 
     @override

@@ -1,0 +1,500 @@
+"""What predict returns for each kind of data, in this process; nothing is written."""
+
+import datetime
+import uuid
+
+import dask
+import dask.array as da
+import dask.bag
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from dask.delayed import Delayed
+from torch import nn
+
+import daskdl
+from daskdl.errors import DataError, ModelError, OptionError
+
+X = np.arange(14.0, dtype=np.float32).reshape(7, 2)
+SUMS = X.sum(axis=1).tolist()
+TABLE = pd.DataFrame(X, columns=["a", "b"], index=list("tuvwxyz"))
+NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.UTC)
+ID = uuid.UUID(int=7)
+
+
+class Sum(nn.Module):
+    def forward(self, x):
+        return x.sum(dim=1)
+
+
+class Both(nn.Module):
+    def forward(self, x):
+        return {"sum": x.sum(dim=1), "parts": (2 * x, x[:, :1].to(torch.int32))}
+
+
+class OfTwo(nn.Module):
+    def forward(self, x):
+        return x["one"] + x["other"][0]
+
+
+@pytest.fixture(autouse=True)
+def in_this_thread():
+    with dask.config.set(scheduler="sync"):
+        yield
+
+
+def predict(model, data, **options):
+    options = {"batch_size": 2, "client": False} | options
+    return daskdl.predict(model, data, **options)
+
+
+def lazy(values=X, rows=3):
+    return da.from_array(values, chunks=(rows, *values.shape[1:]))
+
+
+def table(partitions=3):
+    return dd.from_pandas(TABLE, npartitions=partitions)
+
+
+def bag_of(examples, partitions=2):
+    return dask.bag.from_sequence(examples, npartitions=partitions)
+
+
+def noting(made):
+    """The data, whose blocks write down their rows when they are made."""
+
+    def note(block):
+        made.append(len(block))
+        return block
+
+    return lazy().map_blocks(note, dtype=X.dtype, meta=X[:0])
+
+
+class TestInMemory:
+    @pytest.mark.parametrize("batch_size", [1, 3, 100])
+    def test_numpy_gets_numpy_and_the_model_and_the_rows_stay_as_they_were(
+        self, batch_size
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.ReLU(inplace=True), nn.Linear(2, 4), nn.BatchNorm1d(4)),
+            *(nn.Dropout(0.5), nn.Linear(4, 3)),
+        ).train()
+        before, x = {n: v.clone() for n, v in model.state_dict().items()}, X - 7
+        outputs = predict(model, x, batch_size=batch_size)
+
+        assert type(outputs) is np.ndarray
+        assert outputs.dtype == np.float32
+        np.testing.assert_array_equal(x, X - 7)
+        assert model.training
+        assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+        with torch.no_grad():
+            expected = model.eval()(torch.tensor(x)).numpy()
+        # Batches of another size may use another matrix kernel, which rounds otherwise.
+        np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_tensors_get_tensors_of_the_models_dtype(self, dtype):
+        outputs = predict(nn.Linear(2, 3).to(dtype), torch.from_numpy(X))
+
+        assert outputs.dtype == dtype
+        assert not outputs.requires_grad
+
+    def test_integers_stay_integers(self):
+        outputs = predict(nn.Identity(), np.arange(12).reshape(4, 3))
+
+        assert outputs.dtype == np.int64
+        assert outputs.tolist() == np.arange(12).reshape(4, 3).tolist()
+
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [
+            (nn.Linear, "model must be a torch.nn.Module"),
+            (nn.Linear(3, 2), r"model failed on 2 rows of X, shape \(2, 2\)"),
+            (nn.Flatten(0), r"one row per example .* \(4,\) for two"),
+            (nn.LSTM(2, 2), r"got \(1, 2\) for two rows"),
+        ],
+        ids=["class", "shape", "one long row", "state"],
+    )
+    def test_a_model_that_does_not_fit_is_refused(self, model, message):
+        with pytest.raises(ModelError, match=message):
+            predict(model, X)
+
+    @pytest.mark.parametrize(
+        ("data", "options", "error", "message"),
+        [
+            (X.tolist(), {}, DataError, "got a list; convert it"),
+            (X[:0], {}, DataError, "X must not be empty"),
+            (da.zeros((4, 4), chunks=2), {}, DataError, r"X.rechunk\({1: -1}\)"),
+            (X, {"batch_size": 0}, OptionError, "batch_size must be"),
+            (X, {"postprocess": 3}, OptionError, "postprocess must be a function"),
+            (X, {"keyed": True}, OptionError, r"keyed=True is for a bag.* a ndarray"),
+            (X, {"keyed": 7}, OptionError, "keyed must be True, False or None, got 7"),
+        ],
+        ids=["kind", "empty", "chunks", "batch", "postprocess", "keys", "keyed"],
+    )
+    def test_data_and_options_that_cannot_be_used_are_refused(
+        self, data, options, error, message
+    ):
+        with pytest.raises(error, match=message):
+            predict(nn.Identity(), data, **options)
+
+    def test_outputs_that_change_their_shape_are_refused(self):
+        class Growing(nn.Module):
+            def forward(self, x):
+                return x[:, : 1 + int(x.max() > 9)]
+
+        for data in (X, lazy()):
+            with pytest.raises(ModelError, match=r"\(\d, 2\) for \d rows, after"):
+                np.asarray(predict(Growing(), data))
+
+
+class TestArrays:
+    @pytest.mark.parametrize("rows", [3, (3, 0, 4)], ids=str)
+    def test_they_have_the_chunks_of_the_rows(self, rows):
+        outputs = predict(nn.Identity(), lazy(rows=rows))
+
+        assert isinstance(outputs, da.Array)
+        assert outputs.chunks == (lazy(rows=rows).chunks[0], (2,))
+        assert outputs.dtype == np.float32
+        for scheduler in ("sync", "threads"):
+            assert outputs.compute(scheduler=scheduler).tolist() == X.tolist()
+
+    def test_the_shape_is_that_of_the_outputs(self):
+        assert predict(Sum(), lazy()).compute().tolist() == SUMS
+        assert predict(nn.Unflatten(1, (2, 1)), lazy()).shape == (7, 2, 1)
+
+    def test_nothing_is_computed_before_it_is_asked_for(self):
+        made = []
+        outputs = predict(Sum(), noting(made))
+
+        assert made == []
+        assert outputs[6:].compute().tolist() == SUMS[6:]
+        assert made == [1]
+
+    def test_lengths_that_are_not_known_stay_so(self):
+        x = lazy().map_blocks(lambda block: block, chunks=((np.nan,) * 3, (2,)))
+        outputs = predict(Sum(), x)
+
+        assert np.isnan(outputs.shape[0])
+        assert outputs.compute().tolist() == SUMS
+
+    def test_several_outputs_are_a_tree_and_cost_one_pass(self):
+        made = []
+        outputs = predict(Both(), noting(made))
+
+        (computed,) = dask.compute(outputs)
+
+        assert sorted(made) == [1, 3, 3]
+        assert computed["sum"].tolist() == SUMS
+        assert computed["parts"][0].tolist() == (2 * X).tolist()
+        assert outputs["parts"][1].dtype == computed["parts"][1].dtype == np.int32
+        assert computed["parts"][1].tolist() == X[:, :1].tolist()
+
+    def test_several_inputs_are_cut_alike(self):
+        outputs = predict(OfTwo(), {"one": lazy(), "other": (lazy(X * 10, rows=2),)})
+
+        assert outputs.compute().tolist() == (X * 11).tolist()
+
+    def test_bfloat16_is_float32_in_numpy(self):
+        outputs = predict(nn.BatchNorm1d(2, affine=False).bfloat16(), lazy())
+
+        assert outputs.dtype == outputs.compute().dtype == np.float32
+
+    def test_nan_passes_through(self):
+        with_nan = np.where(X == 6, np.float32("nan"), X)
+
+        np.testing.assert_array_equal(predict(nn.Identity(), lazy(with_nan)), with_nan)
+
+
+class TestTables:
+    def test_one_number_for_each_row_is_a_series_with_the_same_index(self):
+        outputs = predict(Sum(), table())
+
+        assert isinstance(outputs, dd.Series)
+        assert outputs.divisions == table().divisions
+        assert outputs.compute().to_dict() == dict(zip("tuvwxyz", SUMS, strict=True))
+
+    def test_several_are_a_frame(self):
+        outputs = predict(nn.Identity(), table())
+
+        assert isinstance(outputs, dd.DataFrame)
+        assert list(outputs.columns) == [0, 1]
+        assert list(outputs.compute().index) == list(TABLE.index)
+        assert outputs.compute().to_numpy().tolist() == X.tolist()
+
+    def test_a_dict_of_columns_makes_one_frame(self):
+        found = predict(
+            nn.Identity(),
+            table(),
+            postprocess=lambda x: {"best": x.argmax(1), "score": x.amax(1)},
+        )
+
+        expected = pd.DataFrame({"best": [1] * 7, "score": X[:, 1]}, TABLE.index)
+        assert found.divisions == table().divisions
+        assert found.dtypes.to_dict() == expected.dtypes.to_dict()
+        pd.testing.assert_frame_equal(found.compute(), expected, check_index_type=False)
+
+    def test_other_outputs_are_a_tree_of_such(self):
+        outputs = predict(Both(), table())
+
+        assert isinstance(outputs["sum"], dd.Series)
+        assert isinstance(outputs["parts"][0], dd.DataFrame)
+        assert outputs["parts"][1].compute()[0].tolist() == X[:, 0].tolist()
+
+    @pytest.mark.parametrize(
+        ("classes", "columns"),
+        [(("cat", "dog"), ["cat", "dog"]), (("a", "b", "c"), [0, 1]), (None, [0, 1])],
+        ids=["fit", "do not fit", "none"],
+    )
+    def test_names_of_classes_are_those_of_columns_where_they_fit(
+        self, classes, columns
+    ):
+        trainer = daskdl.Trainer(
+            nn.Identity, nn.MSELoss(), torch.optim.Adam, client=False
+        )
+        trainer.model_, trainer.classes_ = nn.Identity(), classes
+
+        found = trainer.predict(table())
+
+        assert list(found.columns) == list(found.compute().columns) == columns
+        assert found.compute().to_numpy().tolist() == X.tolist()
+
+    def test_a_partition_without_rows_stays_so(self):
+        few = table()[table()["a"] > 11]
+
+        assert predict(Sum(), few).compute().to_dict() == {"z": 25.0}
+
+    def test_outputs_that_are_no_table_are_refused(self):
+        with pytest.raises(ModelError, match=r"shape \(1, 2\) for each row, which doe"):
+            predict(nn.Unflatten(1, (1, 2)), table())
+
+
+SHAPES = []  # of batches
+
+
+def mean(x):
+    SHAPES.append(tuple(x.shape))
+    return x.mean(dim=1)
+
+
+class TestExamples:
+    def test_each_of_a_bag_has_its_output(self):
+        bag = bag_of(list(X), partitions=3)
+
+        outputs = predict(Sum(), bag)
+        trees = predict(Both(), bag).compute()
+
+        assert isinstance(outputs, dask.bag.Bag)
+        assert outputs.npartitions == bag.npartitions
+        assert outputs.compute() == SUMS
+        assert [one["sum"] for one in trees] == SUMS
+        assert [leaf.tolist() for leaf in trees[1]["parts"]] == [[4.0, 6.0], [2]]
+
+    def test_each_part_of_a_list_has_a_delayed_array(self):
+        parts = [dask.delayed((X[:0], None), traverse=False), dask.delayed(X)]
+
+        outputs = predict(nn.Identity(), parts)
+        (_, both) = dask.compute(*predict(Both(), parts))
+
+        assert all(isinstance(one, Delayed) for one in outputs)
+        empty, full = dask.compute(*outputs)
+        assert (empty.shape, empty.dtype) == ((0, 2), np.float32)
+        assert full.tolist() == X.tolist()
+        assert both["parts"][1].tolist() == X[:, :1].tolist()
+
+    def test_each_batch_has_one_shape_and_outputs_the_order_of_the_examples(self):
+        lengths = [3, 5, 3, 4, 5, 3, 3, 5]
+        bag = bag_of([np.full(n, float(i)) for i, n in enumerate(lengths)], 1)
+        outputs = predict(nn.Identity(), bag, postprocess=mean)
+        SHAPES.clear()
+
+        assert outputs.compute() == list(range(8))
+        assert SHAPES == [(2, 3), (2, 3), (2, 5), (1, 5), (1, 4)]
+
+    def test_outputs_may_have_the_shape_of_their_example(self):
+        bag = bag_of([torch.ones(n, 2) for n in (1, 4, 2, 4)])
+
+        outputs = predict(nn.Linear(2, 3), bag).compute()
+
+        assert [one.shape for one in outputs] == [(1, 3), (4, 3), (2, 3), (4, 3)]
+
+    def test_only_the_first_part_is_computed_before_it_is_asked_for(self):
+        computed = []
+
+        def note(example):
+            computed.append(example)
+            return np.full(2, float(example))
+
+        predict(Sum(), bag_of(list(range(6)), 3).map(note))
+
+        assert computed == [0, 1]
+
+    def test_partitions_without_examples_stay_so_and_one_is_needed(self):
+        bag = bag_of([(i, np.full(2, i, np.float32)) for i in range(6)], 3)
+
+        outputs = predict(Sum(), bag.filter(lambda pair: pair[0] > 3))
+
+        assert outputs.npartitions == 3
+        assert outputs.compute() == [(4, 8.0), (5, 10.0)]
+        with pytest.raises(DataError, match="must not be empty, got no rows in 3 part"):
+            predict(Sum(), bag.filter(lambda pair: False))
+
+    def test_a_batch_that_loses_rows_is_refused(self):
+        class Short(nn.Module):
+            def forward(self, x):
+                return x[: -1 if x.max() > 3 else None]
+
+        bag = bag_of([np.full(2, float(i)) for i in range(6)], 1)
+
+        with pytest.raises(ModelError, match=r"shape \(5, 2\) for 6 rows, after \(2,"):
+            predict(Short(), bag, batch_size=64).compute()
+
+
+KEYED = [
+    ("cat", 1.5),
+    *((key, np.zeros(2)) for key in ("cat", b"cat", ID, NOW, NOW.date(), ("a", (1,)))),
+    (np.datetime64("2026-01-02"), np.zeros(2)),
+    *((key, np.zeros(2)) for key in (3, np.int64(3), (1, 2))),
+    (3, (np.zeros(2), 1)),
+]
+NOT_KEYED = [
+    np.zeros(2),
+    (np.zeros(2), 1),
+    (np.zeros(2), np.zeros(1)),
+    (3, 1),
+    (1.5, 2),
+]
+
+
+class TestKeys:
+    @pytest.mark.parametrize("example", KEYED, ids=repr)
+    def test_a_name_is_a_key_and_a_number_before_arrays_and_labels_are_left_out(
+        self, example
+    ):
+        key, x = example
+
+        ((found, y),) = predict(nn.Identity(), bag_of([example], 1))
+
+        assert found == key
+        assert type(found) is type(key)
+        assert np.array_equal(y, x[0] if isinstance(x, tuple) else x)
+
+    @pytest.mark.parametrize("example", NOT_KEYED, ids=repr)
+    def test_other_pairs_are_inputs_and_labels(self, example):
+        (y,) = predict(nn.Identity(), bag_of([example], 1))
+
+        assert np.array_equal(y, example[0] if isinstance(example, tuple) else example)
+
+    def test_keys_come_back_in_order_and_may_be_equal(self):
+        keys = ["b", "a", "c", "a", "e"]
+        bag = bag_of([(key, np.full(2, float(i))) for i, key in enumerate(keys)])
+
+        found = predict(Sum(), bag).compute()
+
+        assert found == list(zip(keys, range(0, 10, 2), strict=True))
+
+    @pytest.mark.parametrize(
+        ("keyed", "expected"),
+        [(None, [7.0, 8.0]), (True, [(7, 1.0), (8, 2.0)]), (False, [7.0, 8.0])],
+        ids=str,
+    )
+    def test_what_cannot_be_seen_can_be_said(self, keyed, expected):
+        bag = bag_of([(7, 1), (8, 2)])
+
+        assert predict(nn.Identity(), bag, keyed=keyed).compute() == expected
+
+    def test_a_key_can_be_said_to_be_the_input(self):
+        bag = bag_of([(7, np.zeros(2)), (8, np.ones(2))])
+
+        assert predict(nn.Identity(), bag, keyed=False).compute() == [7, 8]
+
+    def test_an_example_without_a_key_among_others_is_refused_where_it_is(self):
+        bag = bag_of([*((key, X[0]) for key in "abc"), X[0]])
+
+        with pytest.raises(
+            DataError, match=r"example 1 of part 1 must be a pair .* nd"
+        ):
+            predict(nn.Identity(), bag).compute()
+
+    def test_parts_of_a_list_may_be_lists_of_examples(self):
+        parts = [
+            dask.delayed([("a", np.ones(2)), ("b", np.zeros(3))], traverse=False),
+            dask.delayed([("c", np.full(1, 5.0))], traverse=False),
+        ]
+
+        found = dask.compute(*predict(Sum(), parts))
+
+        assert found == ([("a", 2.0), ("b", 0.0)], [("c", 5.0)])
+
+
+MEMORY_AND_DASK = pytest.mark.parametrize("data", [X, lazy()], ids=["numpy", "dask"])
+
+
+def failing(outputs):
+    if outputs.shape[0] == 2 and outputs.max() > 8:
+        raise ZeroDivisionError("mine")
+    return outputs
+
+
+class TestPostprocess:
+    @MEMORY_AND_DASK
+    def test_it_makes_the_outputs(self, data):
+        found = predict(nn.Identity(), data, postprocess=lambda x: x.argmax(dim=1))
+
+        assert found.shape == (7,)
+        assert found.dtype == np.int64
+        assert np.asarray(found).tolist() == [1] * 7
+
+    @MEMORY_AND_DASK
+    def test_it_comes_after_the_transform_and_without_gradients(self, data):
+        def transform(batch):
+            assert batch[1] is None
+            return 2 * batch[0], None
+
+        def postprocess(outputs):
+            assert not outputs.requires_grad
+            return outputs
+
+        model = nn.Linear(2, 2)
+        nn.init.eye_(model.weight), nn.init.zeros_(model.bias)
+
+        found = predict(model, data, transform=transform, postprocess=postprocess)
+
+        assert np.asarray(found).tolist() == (2 * X).tolist()
+
+    def test_it_may_choose_from_what_a_model_returns(self):
+        lstm = nn.LSTM(2, 3, batch_first=True)
+
+        found = predict(
+            lstm, torch.ones(5, 4, 2), postprocess=lambda out: out[0][:, -1]
+        )
+
+        assert found.shape == (5, 3)
+
+    @MEMORY_AND_DASK
+    def test_its_errors_say_where_they_were(self, data):
+        with pytest.raises(ZeroDivisionError, match="mine") as caught:
+            np.asarray(predict(nn.Identity(), data, postprocess=failing))
+
+        assert caught.value.__notes__[0] == "in postprocess"
+        assert caught.value.__notes__[1].startswith("in part ")
+        assert "failing" in [frame.name for frame in caught.traceback]
+
+    @pytest.mark.parametrize(
+        ("postprocess", "message"),
+        [
+            (lambda x: x["y"], r"failed on the outputs of two rows, shape \(2,"),
+            (lambda x: x.sum(), r"must give .* got \(\) for two rows"),
+            (lambda x: x[:1], r"must give .* got \(1, 2\) for two rows"),
+            (lambda x: [x], r"must give .* got <class 'list'>"),
+            (lambda x: {}, r"must give .* got <class 'dict'>"),
+            (lambda x: {"a": 1}, r"must give .* got <class 'int'>"),
+        ],
+        ids=["fails", "a number", "fewer rows", "a list", "nothing", "no tensor"],
+    )
+    def test_one_that_cannot_be_used_is_refused_on_two_rows(self, postprocess, message):
+        with pytest.raises(ModelError, match=f"postprocess {message}"):
+            predict(nn.Identity(), X, postprocess=postprocess)

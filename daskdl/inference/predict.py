@@ -46,7 +46,7 @@ from daskdl.inference.lazy import (
     lazy_outputs,
     with_first_rows,
 )
-from daskdl.inference.predictions import empty_folder, write_collection, write_source
+from daskdl.inference.predictions import write_predictions
 from daskdl.serialization import PackedModel
 from daskdl.util import freed_memory_kept
 
@@ -110,12 +110,10 @@ def predict(
         if found is not False and not is_lazy(X):
             source = split_stream(source, workers)
         if output != "same":
-            store = store_of(output, read.storage_options)
-            empty_folder(store, overwrite=overwrite)
-            if isinstance(source, Collections):
-                ask = predictor.outputs
-                return write_collection(X, source, ask, empty, store, found, names)
-            return write_source(source, predictor, empty, store, found)
+            store, ask = store_of(output, read.storage_options), predictor.outputs
+            return write_predictions(
+                *(X, source, ask, empty, store, found), names=names, overwrite=overwrite
+            )
         if isinstance(source, Collections) and is_lazy(X):
             return lazy_outputs(X, source, predictor.outputs, empty, found, names=names)
         if found is not False and isinstance(source, InMemory):

@@ -14,15 +14,16 @@ import uuid
 import zlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any, ClassVar, Literal
 
 import dask
 import numpy as np
 import safetensors.numpy
 from dask.delayed import Delayed, delayed
-from distributed import Client, as_completed
+from distributed import Client
 from typing_extensions import override
 
 from daskdl.data import batching
@@ -31,7 +32,7 @@ from daskdl.data.batching import Tree
 from daskdl.data.dask_collections import Collections, is_bag
 from daskdl.data.distribute import map_parts, new_key, release
 from daskdl.data.manifest import File, Kind, Manifest
-from daskdl.data.source import Source
+from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.storage import Store, store_of
 from daskdl.data.tables import is_dask_array
 from daskdl.errors import DataError, ModelError, OptionError
@@ -40,6 +41,7 @@ from daskdl.inference.lazy import (
     Examples,
     collection_of_arrays,
     collection_of_examples,
+    error_context,
     lazy_outputs,
     partition_outputs,
     split_keys,
@@ -449,12 +451,73 @@ def _read(store: Store, form: Format, file: File) -> Any:
 # ---- writing
 
 
-def empty_folder(store: Store, *, overwrite: bool) -> None:
-    """Delete former predictions, finished or not, if they may be; other files stay.
+def write_predictions(
+    X: Any,
+    source: Source,
+    ask: Ask,
+    empty: Tree,
+    store: Store,
+    client: Client | Literal[False],
+    *,
+    names: Sequence[Any] | None,
+    overwrite: bool,
+) -> Predictions:
+    """Write the outputs of all parts, each on the worker that computes it.
+
+    See `lazy_outputs` for the other arguments.
+
+    Args:
+        X: The data, such as a collection.
+        source: The same as a source.
+        ask: Maps rows to outputs.
+        empty: Outputs of no rows.
+        store: The folder.
+        client: Of the cluster that computes; False: this process does.
+        names: Of the columns of a table.
+        overwrite: Whether predictions that are there are replaced.
 
     Raises:
-        OptionError: If there are some and they may not, or there are batch files.
+        ModelError: If the outputs for a ``dask.dataframe`` are not one table.
+        OptionError: If the folder has predictions, or batch files.
     """
+    form: Format
+    parts: Sequence[Delayed] | None = None
+    if isinstance(source, Examples):
+        keyed = bool(source.reader.keyed)
+        form = ExampleFormat(outline_of(empty), keyed, is_bag(X))
+        parts = partition_outputs(X, source, ask, client)
+    elif isinstance(source, Collections) and not is_dask_array(batching.leaves(X)[0]):
+        table = lazy_outputs(X, source, ask, empty, client, names=names)
+        if isinstance(table, dict | tuple):
+            raise ModelError(
+                "outputs must make one table to be written for a dask.dataframe, got "
+                f"{batching.outline(empty)}; give a postprocess that returns a "
+                "dict of outputs with one number for each row"
+            )
+        form, parts = TableFormat.of(table), table.to_delayed()
+    else:
+        form = ArrayFormat.of(empty)
+        if isinstance(source, Collections):
+            parts = partition_outputs(X, source, ask, client)
+    _empty_folder(store, overwrite)
+    if parts is None:
+        written = map_parts(source, _Writer(ask, store, form), client, send=True)
+        files = [file for _, file in sorted(written, key=itemgetter(0))]
+    else:
+        write = delayed(_write, pure=False)
+        writes = [write(store, form, part, value) for part, value in enumerate(parts)]
+        files = _computed(writes, client)
+    (kind,) = (name for name, own in _FORMATS.items() if type(form) is own)
+    content = {"format": kind, "reading": asdict(form)}
+    Manifest(tuple(files), content).write(store, KIND)
+    wanted = {file.name for file in files}
+    store.delete(name for name in store.names(_PARTS) if name not in wanted)
+    logger.info("predictions are in %s", store.url)
+    return Predictions(store.url, store.options)
+
+
+def _empty_folder(store: Store, overwrite: bool) -> None:
+    """Delete former predictions, finished or not, if they may be; other files stay."""
     if is_export(store.url, store.options):
         raise OptionError(f"there are batch files in {store.url}; give another URL")
     former = store.names(_PARTS)
@@ -469,113 +532,36 @@ def empty_folder(store: Store, *, overwrite: bool) -> None:
     store.delete(former)
 
 
-def write_source(
-    source: Source,
-    ask: Callable[[Source, int], Tree],
-    empty: Tree,
-    store: Store,
-    client: Client | Literal[False],
-) -> Predictions:
-    """Write the outputs of all parts of a source.
-
-    Args:
-        source: No collection.
-        ask: Returns the outputs of a part, called where the part is.
-        empty: Outputs of no rows.
-        store: The folder.
-        client: Of the cluster that computes; False: this process does.
-    """
-    form = ArrayFormat.of(empty)
-    write = _Writer(ask, store, form)
-    return _finished(store, form, map_parts(source, write, client, send=True))
-
-
-def write_collection(
-    X: Any,
-    source: Collections,
-    ask: Ask,
-    empty: Tree,
-    store: Store,
-    client: Client | Literal[False],
-    names: Sequence[Any] | None,
-) -> Predictions:
-    """Write the outputs of all partitions of a collection; see `lazy_outputs`.
-
-    Raises:
-        ModelError: If the outputs for a ``dask.dataframe`` are not one table.
-    """
-    form: Format
-    if isinstance(source, Examples):
-        keyed = bool(source.reader.keyed)
-        form = ExampleFormat(outline_of(empty), keyed, is_bag(X))
-        parts = partition_outputs(X, source, ask, client)
-    elif is_dask_array(batching.leaves(X)[0]):
-        form = ArrayFormat.of(empty)
-        parts = partition_outputs(X, source, ask, client)
-    else:
-        table = lazy_outputs(X, source, ask, empty, client, names=names)
-        if isinstance(table, dict | tuple):
-            raise ModelError(
-                "outputs must make one table to be written for a dask.dataframe, got "
-                f"{batching.outline(empty)}; give a postprocess that returns a "
-                "dict of outputs with one number for each row"
-            )
-        form, parts = TableFormat.of(table), table.to_delayed()
-    write = delayed(_written, pure=False)
-    writes = [write(store, form, part, value) for part, value in enumerate(parts)]
-    return _finished(store, form, _computed(writes, client))
+def _computed(writes: Sequence[Delayed], client: Client | Literal[False]) -> list[File]:
+    if client is False:
+        return list(dask.compute(*writes, scheduler="sync"))
+    futures = client.compute(list(writes))
+    try:
+        return list(client.gather(futures))
+    finally:
+        release(futures)
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """Writes the outputs of a part; picklable."""
+    """Writes the outputs of a part of a source that is no collection; picklable."""
 
-    ask: Callable[[Source, int], Tree]
+    ask: Ask
     store: Store
     form: Format
 
     def __call__(self, source: Source, part: int) -> File:
-        outputs = batching.leaves(self.ask(source, part))
-        return _written(self.store, self.form, part, outputs)
+        with error_context(f"in {source.name(part)}"):
+            outputs = self.ask(rows_of_part(source, part, STREAMED_ROWS))
+        return _write(self.store, self.form, part, batching.leaves(outputs))
 
 
-def _written(store: Store, form: Format, part: int, value: Any) -> File:
-    """Write a file, on a worker.
+def _write(store: Store, form: Format, part: int, value: Any) -> File:
+    """Write a file, whose name has a checksum.
 
-    Its name has a checksum: if Dask computes a part twice, neither file damages the
-    other.
+    So if Dask computes a part twice, neither file damages the other.
     """
     rows, content = form.encode(value)
     name = f"part-{part:06d}-{zlib.crc32(content):08x}.{form.suffix}"
     store.write(name, content)
     return File.of(name, content, rows=rows)
-
-
-def _computed(
-    writes: Sequence[Delayed], client: Client | Literal[False]
-) -> Iterator[tuple[int, File]]:
-    if client is False:
-        yield from enumerate(dask.compute(*writes, scheduler="sync"))
-        return
-    futures = client.compute(list(writes))
-    parts = {future: part for part, future in enumerate(futures)}
-    try:
-        for future in as_completed(futures, loop=client.loop):
-            yield parts[future], future.result()
-    finally:
-        release(futures)
-
-
-def _finished(
-    store: Store, form: Format, files: Iterable[tuple[int, File]]
-) -> Predictions:
-    """Write the manifest when all files are there."""
-    by_part = dict(files)
-    in_order = tuple(by_part[part] for part in sorted(by_part))
-    (kind,) = (name for name, own in _FORMATS.items() if type(form) is own)
-    content = {"format": kind, "reading": asdict(form)}  # type: ignore[call-overload]
-    Manifest(in_order, content).write(store, KIND)
-    names = {file.name for file in in_order}
-    store.delete(name for name in store.names(_PARTS) if name not in names)
-    logger.info("predictions are in %s", store.url)
-    return Predictions(store.url, store.options)

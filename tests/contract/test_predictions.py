@@ -235,11 +235,16 @@ class TestFormerPredictions:
         assert len(Store(url).names("part-*")) == 3
         assert Store(url).names("[!p]*") == ["_predictions.json", "notes.txt"]
 
-    def test_a_call_that_is_refused_deletes_nothing(self, url):
+    @pytest.mark.parametrize(
+        ("data", "model"),
+        [(lazy(), nn.Linear(9, 9)), (dd.from_pandas(TABLE, npartitions=2), Both())],
+        ids=["model", "tables"],
+    )
+    def test_a_call_that_is_refused_deletes_nothing(self, url, data, model):
         found = write(lazy(), url)
 
         with pytest.raises(ModelError):
-            write(lazy(), url, nn.Linear(9, 9), overwrite=True)
+            write(data, url, model, overwrite=True)
 
         assert found.load().tolist() == X.tolist()
 

@@ -83,8 +83,6 @@ bench-all: .venv/installed
 	$(BIN)/python -m benchmarks checkpoint
 	$(BIN)/python -m benchmarks data
 	$(BIN)/python -m benchmarks parts
-	$(BIN)/python -m benchmarks process-memory
-	$(BIN)/python -m benchmarks queues
 	$(BIN)/python -m benchmarks telemetry
 
 bench-compare: .venv/installed

@@ -26,10 +26,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client
 from torch import nn
 
 import daskdl
+from benchmarks.clusters import local_cluster
 from benchmarks.results import Question
 from daskdl.training.checkpointing import CheckpointWriter
 
@@ -180,9 +181,7 @@ class Case:
 def rows(asked: argparse.Namespace) -> Iterator[Row]:
     rounds, steps = asked.rounds, dict(zip(WIDTHS, asked.steps, strict=True))
     with (
-        LocalCluster(
-            n_workers=2, threads_per_worker=1, dashboard_address=":0"
-        ) as cluster,
+        local_cluster(2) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
         client.run(timed)

@@ -11,7 +11,6 @@ Run:      python -m benchmarks first-step
 """
 
 import argparse
-import logging
 import os
 import statistics
 import tempfile
@@ -21,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client
 from torch import nn
 
 import daskdl
+from benchmarks.clusters import local_cluster
 from benchmarks.results import Question
 from benchmarks.step import BATCH, samples, sgd
 from benchmarks.work import mlp
@@ -71,21 +71,12 @@ def warm() -> None:
     optimizer.step()
 
 
-def cluster() -> LocalCluster:
-    return LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        dashboard_address=":0",
-        silence_logs=logging.ERROR,
-    )
-
-
 def rows(asked: argparse.Namespace) -> Iterator[Row]:
     runs = asked.runs
     data = samples(20 * BATCH)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["NUMBA_CACHE_DIR"] = cache  # inherited by the workers
-        with cluster() as first, Client(first, set_as_default=False) as client:
+        with local_cluster(2) as first, Client(first, set_as_default=False) as client:
             client.run(warm)
             yield Row(
                 "first time ever, nothing compiled",
@@ -94,7 +85,7 @@ def rows(asked: argparse.Namespace) -> Iterator[Row]:
             )
             again = [seconds_to_first_step(client, data) for _ in range(runs)]
             yield Row("again on the same cluster", statistics.median(again), runs)
-        with cluster() as second, Client(second, set_as_default=False) as client:
+        with local_cluster(2) as second, Client(second, set_as_default=False) as client:
             client.run(warm)
             yield Row(
                 "first on a new cluster, compiled",

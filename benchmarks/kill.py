@@ -14,7 +14,6 @@ Run:      python -m benchmarks kill --rounds 3
 
 import argparse
 import functools
-import logging
 import os
 import signal
 import statistics
@@ -26,10 +25,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client
 from torch import nn
 
 import daskdl
+from benchmarks.clusters import local_cluster
 from benchmarks.results import Question
 
 WORKERS = 4
@@ -89,12 +89,7 @@ def run(routing: str, step_s: float, *, kills: bool) -> tuple[float, dict]:
     """Train on four workers; when one was killed, and the ends of steps by replica."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        LocalCluster(
-            n_workers=WORKERS,
-            threads_per_worker=1,
-            dashboard_address=":0",
-            silence_logs=logging.CRITICAL,
-        ) as cluster,
+        local_cluster(WORKERS) as cluster,
         Client(cluster) as client,
     ):
         train(client, Clock(folder, step_s, kills=kills), routing)

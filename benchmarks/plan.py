@@ -20,10 +20,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from distributed import Client, LocalCluster
+from distributed import Client
 from torch import nn
 
 import daskdl
+from benchmarks.clusters import local_cluster
 from benchmarks.results import Question
 from benchmarks.step import BATCH, samples, sgd
 from benchmarks.work import cnn, mlp
@@ -71,9 +72,7 @@ def predicted(case: Case) -> dict[int, tuple[float, str]]:
 def measured(case: Case, workers: int, steps: int) -> float:
     """Samples/s of a fit on so many worker processes, after a first epoch."""
     with (
-        LocalCluster(
-            n_workers=workers, threads_per_worker=1, dashboard_address=":0"
-        ) as cluster,
+        local_cluster(workers) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
         trainer = daskdl.Trainer(

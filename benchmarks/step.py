@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from distributed import Client, LocalCluster
+from distributed import Client
 from torch import nn
 
 import daskdl
+from benchmarks.clusters import local_cluster
 from benchmarks.results import Question
 from benchmarks.work import mlp
 from daskdl.util import freed_memory_kept
@@ -97,9 +98,7 @@ class Shared:
     """`fit` on so many worker processes."""
 
     def __init__(self, workers: int, steps: int, exchange_every: int = 1) -> None:
-        self._cluster = LocalCluster(
-            n_workers=workers, threads_per_worker=1, dashboard_address=":0"
-        )
+        self._cluster = local_cluster(workers)
         self._client = Client(self._cluster, set_as_default=False)
         self._workers = workers
         self._data = samples(steps * BATCH * workers)

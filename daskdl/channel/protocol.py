@@ -280,7 +280,7 @@ SNAPSHOT, REPAIR, FETCH = "daskdl_snapshot", "daskdl_repair", "daskdl_fetch"
 
 WIRE_BYTES = 32  # msgpack overhead of a message around its frame, measured: 24 to 32
 # Memory overhead around a frame: the message, its numbers and its slot in a queue or a
-# retransmit buffer. Measured by `python -m benchmarks queues`.
+# retransmit buffer. See tests/contract/test_queue_memory.py.
 MESSAGE_BYTES = 304
 
 

@@ -100,17 +100,7 @@ INBOX_BYTES = 64 * 2**20
 def bare_run(
     client: Client, seats: Mapping[int, str], size: int, routing: str
 ) -> Iterator[Callable[[int], ChannelSpec]]:
-    """Open a run, and close it again.
-
-    Args:
-        client: Of the cluster.
-        seats: The worker of each member.
-        size: Parameters of the model.
-        routing: ``"plain"`` or ``"mesh"``.
-
-    Yields:
-        What makes the spec of a member.
-    """
+    """Open a run, and close it again."""
     client.register_plugin(ChannelSchedulerPlugin())
     client.register_plugin(ChannelWorkerPlugin())
     run, timeouts = secrets.randbits(63), Timeouts.from_config()

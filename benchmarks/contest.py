@@ -31,22 +31,14 @@ from daskdl.util import SETTINGS
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way of training.
+    """A way of training."""
 
-    Attributes:
-        name: In tables.
-        script: Module of `benchmarks.peers`.
-        options: Of the script.
-        alone: Whether it is one process, whatever the number of hosts.
-        shares: Whether its processes train one model.
-        kept: Whether freed memory is kept for the next step, as daskdl keeps it.
-    """
-
-    name: str
-    script: str
-    options: tuple[str, ...] = ()
-    alone: bool = False
-    shares: bool = True
+    name: str  # in tables
+    script: str  # module of `benchmarks.peers`
+    options: tuple[str, ...] = ()  # of the script
+    alone: bool = False  # whether it is one process, whatever the number of hosts
+    shares: bool = True  # whether its processes train one model
+    # whether freed memory is kept for the next step, as daskdl keeps it
     kept: bool = False
 
 
@@ -100,26 +92,17 @@ ONE_THREAD = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Course:
-    """What all contestants of a run have to do.
+    """What all contestants of a run have to do."""
 
-    Attributes:
-        work: Name of the work.
-        seconds: Of training that count; with a target, at most.
-        warm_up: Seconds before.
-        optimizer: Name of the rule.
-        rate_factor: Times one process's learning rate, of those that share a model.
-        target: Score at which training ends; None: none is computed.
-        python: The interpreter that has the contestants' libraries.
-        patience: Seconds for all else: a start, and one block on a slow link.
-    """
-
-    work: str = "mlp"
-    seconds: float = 10.0
-    warm_up: float = 3.0
-    optimizer: str = "SGD"
+    work: str = "mlp"  # name of the work
+    seconds: float = 10.0  # of training that count; with a target, at most
+    warm_up: float = 3.0  # seconds before
+    optimizer: str = "SGD"  # name of the rule
+    # times one process's learning rate, of those that share a model
     rate_factor: float = 1.0
-    target: float | None = None
-    python: str = sys.executable
+    target: float | None = None  # score at which training ends; None: none is computed
+    python: str = sys.executable  # the interpreter that has the contestants' libraries
+    # seconds for all else: a start, and one block on a slow link
     patience: float = 240.0
 
     @property
@@ -131,11 +114,7 @@ class Course:
 def compete(
     contestant: Contestant, place: Place, course: Course, seed: int = 0
 ) -> dict[str, Any]:
-    """Let one contestant train.
-
-    Returns:
-        What it printed; or ``error``, the last line that it wrote about it.
-    """
+    """Let one contestant train."""
     world = 1 if contestant.alone else len(place.addresses)
     port = place.first_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -203,11 +182,7 @@ def _environment(place: Place, contestant: Contestant) -> dict[str, str]:
 
 
 def _line_of(process: Process, limit_s: float) -> dict[str, Any] | None:
-    """The line of JSON that rank 0 prints, as soon as it is there.
-
-    Returns:
-        None if the process ends without, or is not ready in time.
-    """
+    """The line of JSON that rank 0 prints, as soon as it is there."""
     assert process.stdout is not None
     until = time.monotonic() + limit_s
     with selectors.DefaultSelector() as selector:
@@ -343,14 +318,7 @@ def row(
     rounds: Sequence[dict[str, Any]],
     base: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Of one contestant at one rate; a round that failed counts for nothing.
-
-    Args:
-        contestant: Whose row it is.
-        rate: Of the links.
-        rounds: What it printed in each.
-        base: What the baseline printed in the same rounds.
-    """
+    """Of one contestant at one rate; a round that failed counts for nothing."""
     pairs = zip(rounds, base, strict=True)
     key = "samples_per_s"
     ratios = [ratio(own.get(key), other.get(key)) for own, other in pairs]

@@ -59,17 +59,11 @@ Entries = tuple[
 
 @dataclass(frozen=True)
 class Recorded:
-    """What two replicas sent, each step one update.
+    """What two replicas sent, each step one update."""
 
-    Attributes:
-        size: Parameters of the model.
-        updates: In the order in which they were sent.
-        nbytes: Of an encoded update, the median.
-    """
-
-    size: int
-    updates: tuple[Entries, ...]
-    nbytes: float
+    size: int  # parameters of the model
+    updates: tuple[Entries, ...]  # in the order in which they were sent
+    nbytes: float  # of an encoded update, the median
 
     def of(self, replica: int, number: int) -> Entries:
         """What a replica sends: each begins at another place."""
@@ -119,17 +113,11 @@ def recorded() -> Recorded:
 
 @dataclass(frozen=True)
 class Case:
-    """What each member does.
+    """What each member does."""
 
-    Attributes:
-        step_ms: Of a sleep in place of a step.
-        exchange_every: Steps between updates.
-        seconds: That the steps take, if nothing holds them up.
-    """
-
-    step_ms: float
-    exchange_every: int
-    seconds: float
+    step_ms: float  # of a sleep in place of a step
+    exchange_every: int  # steps between updates
+    seconds: float  # that the steps take, if nothing holds them up
 
     @property
     def steps(self) -> int:

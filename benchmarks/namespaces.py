@@ -29,11 +29,7 @@ class CommandError(RuntimeError):
 
 
 def run(command):
-    """Run ``ip`` or ``tc`` with arguments; returns what it says.
-
-    Raises:
-        CommandError: If that fails.
-    """
+    """Run ``ip`` or ``tc`` with arguments; returns what it says."""
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
         raise CommandError(f"`{command}`: {done.stderr.strip()}")
@@ -59,13 +55,6 @@ class Network:
 
     Its number is in the name of the bridge. There cannot be two bridges of one name,
     so processes that make networks at the same time get different ones.
-
-    Args:
-        hosts: How many, beside this one.
-
-    Attributes:
-        address: Of this host, as the others see it.
-        addresses: Of the others.
     """
 
     def __init__(self, hosts):
@@ -229,11 +218,7 @@ class ThisHost:
 
 @contextlib.contextmanager
 def hosts(count: int, *, loopback: bool) -> Iterator[Place]:
-    """Hosts for so many processes, removed again with all that runs there.
-
-    Raises:
-        CommandError: If there cannot be namespaces.
-    """
+    """Hosts for so many processes, removed again with all that runs there."""
     if loopback:
         yield ThisHost(count)
         return

@@ -75,12 +75,7 @@ class Thread:
 
 
 class Calls:
-    """Counts calls of functions of daskdl in each thread, while `counting`.
-
-    Args:
-        patterns: Regular expressions of ``module.name``, of functions of which the
-            callers are counted as well.
-    """
+    """Counts calls of functions of daskdl in each thread, while `counting`."""
 
     def __init__(self, patterns: list[str]) -> None:
         self.counting = False

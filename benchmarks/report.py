@@ -79,12 +79,7 @@ def section(result: Result, picture: str | None) -> str:
 
 
 def page(results: Path = FOLDER, pictures: Path | None = None) -> str:
-    """The page, of the questions that have results.
-
-    Args:
-        results: Folder of the results.
-        pictures: Folder to which pictures are written; None: they are there.
-    """
+    """The page, of the questions that have results."""
     found, parts = newest(results), []
     for title, name in SECTIONS.items():
         path = found.get(name)

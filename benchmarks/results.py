@@ -90,22 +90,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Result:
-    """What one run of a question found.
+    """What one run of a question found."""
 
-    Attributes:
-        question: Its name, as `python -m benchmarks` knows it.
-        columns: Name of each column that is shown, and its format.
-        rows: A mapping each, with more than is shown.
-        command: That made it.
-        seeds: Of all that is random.
-        notes: What a reader has to know, such as a link that was not to be had.
-    """
-
-    question: str
-    columns: Mapping[str, str]
-    rows: Sequence[Row]
-    command: str
-    seeds: Sequence[int] = (0,)
+    question: str  # its name, as `python -m benchmarks` knows it
+    columns: Mapping[str, str]  # name of each column that is shown, and its format
+    rows: Sequence[Row]  # A mapping each, with more than is shown
+    command: str  # that made it
+    seeds: Sequence[int] = (0,)  # of all that is random
+    # what a reader has to know, such as a link that was not to be had
     notes: Sequence[str] = ()
     date: str = field(default_factory=lambda: f"{datetime.date.today()}")
     commit: str | None = field(default_factory=commit_of_checkout)
@@ -184,12 +176,7 @@ def title(name: str) -> str:
 
 
 class Lines:
-    """The lines of a table, each as wide as its head and what is usual.
-
-    Args:
-        columns: Names and formats, as of a result.
-        least: Characters of a number's column.
-    """
+    """The lines of a table, each as wide as its head and what is usual."""
 
     def __init__(self, columns: Mapping[str, str], least: int = 10) -> None:
         self._columns = columns
@@ -221,32 +208,23 @@ def markdown(columns: Mapping[str, str], rows: Sequence[Row]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Question:
-    """How a question is asked, and how the answer is shown.
+    """How a question is asked, and how the answer is shown."""
 
-    Attributes:
-        name: As `python -m benchmarks` knows it.
-        text: The question, what is counted, and the baseline.
-        options: Adds the options of the command to a parser.
-        rows: Measures: each row as soon as it is known, a mapping or a dataclass. The
-            notes of the result may be added to ``arguments.notes`` meanwhile.
-        columns: What is shown of a row, and the format of each.
-        plot: Makes a picture of the result; None: there is none.
-    """
-
-    name: str
-    text: str
+    name: str  # as `python -m benchmarks` knows it
+    text: str  # the question, what is counted, and the baseline
+    # adds the options of the command to a parser
     options: Callable[[argparse.ArgumentParser], Any]
+    # measures: each row as soon as it is known, a mapping or a dataclass. The notes of
+    # the result may be added to ``arguments.notes`` meanwhile
     rows: Callable[[argparse.Namespace], Iterable[Any]]
-    columns: Mapping[str, str]
+    columns: Mapping[str, str]  # what is shown of a row, and the format of each
+    # makes a picture of the result; None: there is none
     plot: Callable[[Result], Any] | None = None
 
     def main(self, arguments: Sequence[str] | None = None) -> Result:
         """Ask it: print the table, and write the JSON file.
 
         What is known by then is in a file beside, named ``.part``, if it ends early.
-
-        Args:
-            arguments: Of the command; None: those of this process.
         """
         arguments = sys.argv[1:] if arguments is None else list(arguments)
         asked = self.parser().parse_args(arguments)

@@ -131,14 +131,7 @@ def row(
     single: Sequence[dict[str, Any]],
     ddp: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Of one contestant; a time is known only if all seeds have one.
-
-    Args:
-        name: Of the contestant.
-        runs: Of it, one for each seed.
-        single: Of one process, with the same seeds.
-        ddp: Of DistributedDataParallel, likewise.
-    """
+    """Of one contestant; a time is known only if all seeds have one."""
     own = seconds(runs)
     reached = sum(run.get("reached_s") is not None for run in runs)
     errors = [run["error"] for run in runs if "error" in run]

@@ -60,12 +60,7 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data, and how it is trained by one process.
-
-    Attributes:
-        score: What counts at the end: ``"accuracy"`` or ``"loss"``, on the test rows.
-        rates: Learning rate by optimizer, the best of one process by thirds of decades.
-    """
+    """A model, its data, and how it is trained by one process."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -73,7 +68,8 @@ class Task:
     split: Callable[[], Split]
     batch_size: int
     epochs: int
-    score: str
+    score: str  # what counts at the end: ``"accuracy"`` or ``"loss"``, on the test rows
+    # learning rate by optimizer, the best of one process by thirds of decades
     rates: Mapping[str, float]
 
     def optimizer(self, name: str) -> Callable[[Any], torch.optim.Optimizer]:

@@ -19,39 +19,22 @@ from benchmarks.work import WORKS, Task, batches, reaches, score
 
 @dataclass(frozen=True)
 class Arguments:
-    """One process of one contestant, and its work.
+    """One process of one contestant, and its work."""
 
-    Attributes:
-        rank: Of this process, from 0.
-        world: How many there are, one on each host.
-        address: Of the host of rank 0, where the processes meet.
-        port: The first of ten there that are the contestant's.
-        own: Address of this process's host.
-        interface: The network interface of this host that has it.
-        work: Name of the work.
-        seed: Of the model's start and of the order of the data.
-        optimizer: Name of the rule.
-        rate_factor: Times the learning rate that suits one process.
-        warm_up: Seconds of training that are not counted.
-        seconds: Seconds of training that are; with a target, at most.
-        target: Score at which training ends; None: none is computed.
-        began: When the contestant was started, seconds since 1970.
-    """
-
-    rank: int
-    world: int
-    address: str
-    port: int
-    own: str
-    interface: str
-    work: str
-    seed: int
-    optimizer: str
-    rate_factor: float
-    warm_up: float
-    seconds: float
-    target: float | None
-    began: float
+    rank: int  # of this process, from 0
+    world: int  # how many there are, one on each host
+    address: str  # of the host of rank 0, where the processes meet
+    port: int  # the first of ten there that are the contestant's
+    own: str  # address of this process's host
+    interface: str  # the network interface of this host that has it
+    work: str  # name of the work
+    seed: int  # of the model's start and of the order of the data
+    optimizer: str  # name of the rule
+    rate_factor: float  # times the learning rate that suits one process
+    warm_up: float  # seconds of training that are not counted
+    seconds: float  # seconds of training that are; with a target, at most
+    target: float | None  # score at which training ends; None: none is computed
+    began: float  # when the contestant was started, seconds since 1970
 
     @property
     def task(self) -> Task:
@@ -101,14 +84,7 @@ PATIENCE = timedelta(minutes=30)  # a step of the slowest may take minutes
 
 
 class Meeting:
-    """Of so many processes.
-
-    Args:
-        address: Of rank 0's host.
-        port: There.
-        world: How many meet.
-        hosts: Whether the store is in this process.
-    """
+    """Of so many processes."""
 
     def __init__(self, address: str, port: int, world: int, *, hosts: bool) -> None:
         self._world = world
@@ -148,28 +124,18 @@ class Least(NamedTuple):
 
 @dataclass
 class Report:
-    """What one process found in the part that counts.
+    """What one process found in the part that counts."""
 
-    Attributes:
-        startup_s: From the start of the contestant until all were ready.
-        warm_up_s: Of training that is not counted.
-        seconds: Of training that is.
-        rows: That it trained on meanwhile.
-        steps: It made meanwhile.
-        sent: Bytes that its host's interface sent meanwhile.
-        received: Likewise.
-        curve: Seconds of training and score.
-        reached_s: Seconds of training until the target; None: it was not reached.
-    """
-
-    startup_s: float = 0.0
-    warm_up_s: float = 0.0
-    seconds: float = 0.0
-    rows: int = 0
-    steps: int = 0
-    sent: int = 0
-    received: int = 0
+    startup_s: float = 0.0  # from the start of the contestant until all were ready
+    warm_up_s: float = 0.0  # of training that is not counted
+    seconds: float = 0.0  # of training that is
+    rows: int = 0  # that it trained on meanwhile
+    steps: int = 0  # it made meanwhile
+    sent: int = 0  # bytes that its host's interface sent meanwhile
+    received: int = 0  # likewise
+    # seconds of training and score
     curve: list[tuple[float, float]] = field(default_factory=list)
+    # seconds of training until the target; None: it was not reached
     reached_s: float | None = None
 
 
@@ -183,16 +149,7 @@ def carried(interface: str) -> tuple[int, int]:
 
 
 class Gauge:
-    """Counts the steps of one process, and says when it is enough.
-
-    Args:
-        own: Of this process.
-        meeting: With the others.
-        block: Steps after which all meet, where they train in step; None: never.
-        score: Of the model as it is now.
-        least: Steps there have to be, however long they take.
-        clock: In seconds.
-    """
+    """Counts the steps of one process, and says when it is enough."""
 
     def __init__(
         self,
@@ -305,10 +262,6 @@ class Gauge:
 def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
     """All processes of a contestant together.
 
-    Returns:
-        Samples/s of all together; bytes per step of one process, in the mean, of its
-        host's interface; all else is rank 0's.
-
     Example:
         >>> found = {"rows": 640, "seconds": 2.0, "steps": 10, "sent": 5000,
         ...     "received": 0, "startup_s": 1.0, "warm_up_s": 1.0, "curve": [],
@@ -367,16 +320,7 @@ def train(
     block: int | None,
     least: Least = Least(),  # noqa: B008 - a value
 ) -> None:
-    """Train on this rank's rows until the gauge says it is enough.
-
-    Args:
-        own: Of this process.
-        meeting: With the others.
-        model: That is scored.
-        step: Makes one.
-        block: Steps after which all processes meet; None: they never do.
-        least: Steps there have to be, however long they take.
-    """
+    """Train on this rank's rows until the gauge says it is enough."""
     x, y, x_test, y_test = map(torch.from_numpy, own.task.split())
     rng = np.random.default_rng((own.seed, own.rank))
     mine = slice(own.rank, None, own.world)

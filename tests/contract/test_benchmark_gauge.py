@@ -1,5 +1,6 @@
 """What counts the steps of every contestant, alike."""
 
+import dataclasses
 import json
 
 import pytest
@@ -32,28 +33,28 @@ class Clock:
         return self.now
 
 
-def arguments(**changes):
-    made = {
-        "rank": 0,
-        "world": 2,
-        "address": "127.0.0.1",
-        "port": 1,
-        "own": "127.0.0.1",
-        "interface": "lo",
-        "work": "mlp",
-        "seed": 0,
-        "optimizer": "SGD",
-        "rate_factor": 1.0,
-        "warm_up": 2.0,
-        "seconds": 5.0,
-        "target": None,
-        "began": 0.0,
-    }
-    return Arguments(**made | changes)
+ARGUMENTS = Arguments(
+    rank=0,
+    world=2,
+    address="127.0.0.1",
+    port=1,
+    own="127.0.0.1",
+    interface="lo",
+    work="mlp",
+    seed=0,
+    optimizer="SGD",
+    rate_factor=1.0,
+    warm_up=2.0,
+    seconds=5.0,
+    target=None,
+    began=0.0,
+)
 
 
 def begun(board, clock, block=None, score=None, least=Least(), **changes):  # noqa: B008
-    gauge = Gauge(arguments(**changes), board, block, score, least, clock)
+    gauge = Gauge(
+        dataclasses.replace(ARGUMENTS, **changes), board, block, score, least, clock
+    )
     gauge.begin()
     return gauge
 
@@ -80,24 +81,19 @@ def test_steps_of_the_warm_up_are_not_counted():
     assert gauge.report.warm_up_s == 2.0
 
 
-def test_one_step_counts_however_long_it_takes():
+@pytest.mark.parametrize(
+    ("least", "expected"),
+    [(Least(), (2, 1)), (Least(warm_up=3, counted=2), (5, 2))],
+    ids=["one", "several"],
+)
+def test_so_many_steps_count_however_long_they_take(least, expected):
     clock = Clock()
-    gauge = begun(Board(), clock)
-
-    train(gauge, clock, step_s=60.0)
-
-    assert gauge.report.steps == 1
-    assert gauge.report.seconds == 60.0
-
-
-def test_a_warm_up_has_at_least_so_many_steps_however_long_they_take():
-    clock = Clock()
-    gauge = begun(Board(), clock, least=Least(warm_up=3, counted=2))
+    gauge = begun(Board(), clock, least=least)
 
     made = train(gauge, clock, step_s=60.0)
 
-    assert made == 5
-    assert gauge.report.steps == 2
+    assert (made, gauge.report.steps) == expected
+    assert gauge.report.seconds == 60.0 * expected[1]
 
 
 def test_those_in_step_end_where_rank_0_says():
@@ -119,31 +115,22 @@ def test_those_in_step_end_where_rank_0_says():
     assert first.report.steps == second.report.steps > 0
 
 
-def test_the_clock_stands_while_those_in_step_are_scored():
-    clock, scores = Clock(), iter([0.1, 0.5, 0.9])
+@pytest.mark.parametrize(
+    ("block", "least_s", "most_s"), [(1, 0.0, 10.0), (None, 1000.0, 2000.0)]
+)
+def test_the_clock_stands_while_only_those_in_step_are_scored(block, least_s, most_s):
+    clock, scores = Clock(), iter([0.5, 0.9])
 
     def score():
         clock.now += 1000.0
         return next(scores)
 
-    gauge = begun(Board(), clock, block=1, score=score, target=0.8, seconds=60.0)
+    gauge = begun(Board(), clock, block, score, target=0.8, seconds=6000.0)
     train(gauge, clock, step_s=0.5)
 
-    assert [value for _, value in gauge.report.curve] == [0.1, 0.5, 0.9]
-    assert gauge.report.reached_s == gauge.report.curve[-1][0] < 10
-
-
-def test_the_clock_runs_on_while_one_that_is_not_in_step_is_scored():
-    clock, scores = Clock(), iter([0.1, 0.9])
-
-    def score():
-        clock.now += 7.0
-        return next(scores)
-
-    gauge = begun(Board(), clock, score=score, target=0.8, seconds=60.0)
-    train(gauge, clock, step_s=0.5)
-
-    assert gauge.report.reached_s > 7.0
+    assert [value for _, value in gauge.report.curve] == [0.5, 0.9]
+    assert gauge.report.reached_s == gauge.report.curve[-1][0]
+    assert least_s < gauge.report.reached_s < most_s
 
 
 def test_only_rank_0_scores():

@@ -232,7 +232,7 @@ def _merged(
     """Score all parts, and merge what they are as they come."""
     mergers: list[Any] = []
     if specs:
-        from daskdl.evaluation.metric_state import StateMerger, metric_values
+        from daskdl.evaluation.metric_state import StateMerger, metric_section
 
         mergers = [StateMerger(spec.collection) for spec in specs]
     scores: dict[int, Score] = {}
@@ -247,10 +247,8 @@ def _merged(
     values = sum((scores[part] for part in sorted(scores)), Score()).metrics()
     if scorer.loss is None:
         del values["loss"]
-    sections = []
-    for spec, merger in zip(specs, mergers, strict=True):
-        measured = metric_values(spec, merger)
-        sections.append(spec.metrics.section(spec.sample, measured))
+    measured = zip(specs, mergers, strict=True)
+    sections = [metric_section(spec, merger) for spec, merger in measured]
     return Evaluation(values, sections)
 
 

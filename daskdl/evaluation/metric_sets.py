@@ -67,6 +67,9 @@ _SCALES: dict[Any, Scale] = {
 _ROUNDING = 2e-2  # of a sum of probabilities in bfloat16, which has 8 bits
 
 
+Pair = tuple[Any, Any]  # predictions and targets, as torchmetrics takes them
+
+
 class SampleBatch(NamedTuple):
     """The first rows, which show what outputs and labels look like.
 
@@ -104,7 +107,7 @@ class MetricSet(ABC):
         """
 
     @abstractmethod
-    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> tuple[Any, Any]:
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
         """Return predictions and targets as the metrics take them.
 
         Rows are independent: it does not matter which are prepared together.
@@ -114,14 +117,8 @@ class MetricSet(ABC):
         """
 
     @abstractmethod
-    def values(
-        self, sample: SampleBatch, computed: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Turn what the merged metrics computed into numbers and numpy arrays."""
-
-    @abstractmethod
-    def section(self, sample: SampleBatch, values: Mapping[str, Any]) -> Section:
-        """Report the values."""
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        """Report what the merged metrics computed, as numbers and numpy arrays."""
 
 
 def scale_of(loss: Any, output: Any) -> Scale:
@@ -313,7 +310,7 @@ def checked(scores: Tensor, scale: Scale) -> Tensor:
 
 def class_rows(
     sample: SampleBatch, output: Tensor, y: Tensor, ignore: float | None
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Return probabilities, float64 (N, C), and class indices, int64 (N,)."""
     scores_NC = probabilities(output, sample.scale, over_classes=True)
     counted = is_counted(y, sample.ignored, ignore).flatten()
@@ -327,7 +324,7 @@ def class_rows(
 
 def binary_rows(
     sample: SampleBatch, output: Tensor, y: Tensor, ignore: float | None
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Return probabilities of 1, float64 (N,), and labels, int64 (N,)."""
     over_classes = is_per_class(output, y)
     scores = probabilities(output, sample.scale, over_classes=over_classes)
@@ -340,7 +337,7 @@ def binary_rows(
 
 def label_rows(
     sample: SampleBatch, output: Tensor, y: Tensor, ignore: float | None
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Return probabilities, and labels or `MASKED`; both (N, L)."""
     scores = probabilities(output, sample.scale, over_classes=False)
     scores, y = (t.movedim(1, -1).flatten(0, -2) for t in (scores, y))
@@ -351,10 +348,9 @@ def label_rows(
     return checked(scores, sample.scale), labels
 
 
-def _separate(**metrics: Metric | None) -> MetricCollection:
-    """Collect metrics that each have their own state."""
-    given: dict[str, Any] = {name: m for name, m in metrics.items() if m is not None}
-    return MetricCollection(given, compute_groups=[[name] for name in given])
+def _collection(**metrics: Metric) -> MetricCollection:
+    given: dict[str, Any] = metrics
+    return MetricCollection(given, compute_groups=False)
 
 
 def _macro(each: Mapping[str, Any], seen: Any) -> dict[str, float]:
@@ -408,18 +404,17 @@ class ClassificationMetrics(MetricSet):
     def collection(self, sample: SampleBatch) -> MetricCollection:
         classes = check_classes(sample)
         check_names(self.classes, classes, "classes")
-        top = self._top(classes)
-        return _separate(
-            confusion=MulticlassConfusionMatrix(classes, validate_args=False),
-            curves=ClassCurves(classes, validate_args=False)
-            if self.thresholds is None
-            else BinnedCurves(classes, self.thresholds),
-            top=None
-            if top is None
-            else MulticlassStatScores(
+        made: dict[str, Metric] = {}
+        if (top := self._top(classes)) is not None:
+            made["top"] = MulticlassStatScores(
                 classes, top_k=top, average="micro", validate_args=False
-            ),
-        )
+            )
+        if self.thresholds is None:
+            made["curves"] = ClassCurves(classes, validate_args=False)
+        else:
+            made["curves"] = BinnedCurves(classes, self.thresholds)
+        confusion = MulticlassConfusionMatrix(classes, validate_args=False)
+        return _collection(confusion=confusion, **made)
 
     def _top(self, classes: int) -> int | None:
         if self.top is None:
@@ -431,26 +426,23 @@ class ClassificationMetrics(MetricSet):
         return self.top
 
     @override
-    def prepared(
-        self, sample: SampleBatch, output: Tree, y: Tree
-    ) -> tuple[Tensor, Tensor]:
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
         return class_rows(sample, output, y, self.ignore)
 
     @override
-    def values(
-        self, sample: SampleBatch, computed: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         confusion = computed["confusion"].numpy()
         support, predicted = confusion.sum(axis=1), confusion.sum(axis=0)
         hits = np.diag(confusion)
         each = {f"{k}_per_class": v for k, v in rates(hits, predicted, support).items()}
         each |= areas_and_curves(computed["curves"])
-        values = {"accuracy": share(hits.sum(), support.sum())}
+        top = {}
         if "top" in computed:
             right, *_, rows = computed["top"].tolist()
-            values[f"top_{self._top(len(support))}_accuracy"] = share(right, rows)
-        return {
-            **values,
+            top[f"top_{self._top(len(support))}_accuracy"] = share(right, rows)
+        values = {
+            "accuracy": share(hits.sum(), support.sum()),
+            **top,
             **_macro(each, support + predicted > 0),
             "mcc": matthews(confusion),
             "support": support,
@@ -458,9 +450,6 @@ class ClassificationMetrics(MetricSet):
             "confusion_matrix": confusion,
             **each,
         }
-
-    @override
-    def section(self, sample: SampleBatch, values: Mapping[str, Any]) -> Section:
         names = class_names(self.classes, sample, len(values["support"]))
         return report.classification(values, names)
 
@@ -501,26 +490,22 @@ class BinaryMetrics(MetricSet):
     def collection(self, sample: SampleBatch) -> MetricCollection:
         check_binary(sample)
         check_names(self.classes, 2, "classes")
-        return _separate(
+        return _collection(
             confusion=BinaryConfusionMatrix(self.threshold, validate_args=False),
             curves=_label_curves(1, self.thresholds),
         )
 
     @override
-    def prepared(
-        self, sample: SampleBatch, output: Tree, y: Tree
-    ) -> tuple[Tensor, Tensor]:
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
         scores, labels = binary_rows(sample, output, y, self.ignore)
         return scores[:, None], labels[:, None]
 
     @override
-    def values(
-        self, sample: SampleBatch, computed: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         confusion = computed["confusion"].numpy()
         (tn, fp), (fn, tp) = confusion
         curves = areas_and_curves(computed["curves"])
-        return {
+        values = {
             "accuracy": share(tp + tn, confusion.sum()),
             **{k: float(v) for k, v in rates(tp, tp + fp, tp + fn).items()},
             "specificity": float(divided(tn, tn + fp)),
@@ -531,9 +516,6 @@ class BinaryMetrics(MetricSet):
             "roc_curves": curves["roc_curves"],
             "precision_recall_curves": curves["precision_recall_curves"],
         }
-
-    @override
-    def section(self, sample: SampleBatch, values: Mapping[str, Any]) -> Section:
         return report.binary(values, class_names(self.classes, sample, 2))
 
 
@@ -594,18 +576,14 @@ class MultilabelMetrics(MetricSet):
         )
         curves = _label_curves(labels, self.thresholds)
         exact = ExactMatch(self.threshold)
-        return _separate(confusion=confusion, curves=curves, exact=exact)
+        return _collection(confusion=confusion, curves=curves, exact=exact)
 
     @override
-    def prepared(
-        self, sample: SampleBatch, output: Tree, y: Tree
-    ) -> tuple[Tensor, Tensor]:
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
         return label_rows(sample, output, y, self.ignore)
 
     @override
-    def values(
-        self, sample: SampleBatch, computed: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         confusion = computed["confusion"].numpy().reshape(-1, 2, 2)
         tn, fp, fn, tp = confusion.reshape(-1, 4).T
         all_, predicted, support = tn + fp + fn + tp, tp + fp, tp + fn
@@ -613,7 +591,7 @@ class MultilabelMetrics(MetricSet):
         each |= {f"{k}_per_class": v for k, v in rates(tp, predicted, support).items()}
         each |= areas_and_curves(computed["curves"])
         matches, rows = computed["exact"]
-        return {
+        values = {
             **_macro(each, support + predicted > 0),
             "accuracy": share((tp + tn).sum(), all_.sum()),
             "exact_match": share(matches, rows),
@@ -623,9 +601,6 @@ class MultilabelMetrics(MetricSet):
             "confusion_matrices": confusion,
             **each,
         }
-
-    @override
-    def section(self, sample: SampleBatch, values: Mapping[str, Any]) -> Section:
         names = class_names(self.classes, sample, len(values["support"]))
         return report.multilabel(values, names)
 
@@ -670,12 +645,10 @@ class CalibrationMetrics(MetricSet):
             check_names(self.classes, kinds - 1, "classes")
         else:
             check_binary(sample)
-        return _separate(bins=ReliabilityBins(kinds, self.bins))
+        return _collection(bins=ReliabilityBins(kinds, self.bins))
 
     @override
-    def prepared(
-        self, sample: SampleBatch, output: Tree, y: Tree
-    ) -> tuple[Tensor, Tensor]:
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
         if not is_per_class(output, y):
             scores, labels = binary_rows(sample, output, y, self.ignore)
             return scores[:, None], labels[:, None] == 1
@@ -686,19 +659,13 @@ class CalibrationMetrics(MetricSet):
         return torch.cat([confidence, scores_NC], 1), torch.cat([right, each], 1)
 
     @override
-    def values(
-        self, sample: SampleBatch, computed: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         bins = computed  # the dict that the only metric returns
         values = {name: value[0] for name, value in bins.items()}
         values |= {name: float(values[name]) for name in ("ece", "mce")}
         values["bin_edges"] = np.linspace(0, 1, self.bins + 1)
         if len(bins["ece"]) > 1:
             values |= {f"{name}_per_class": value[1:] for name, value in bins.items()}
-        return values
-
-    @override
-    def section(self, sample: SampleBatch, values: Mapping[str, Any]) -> Section:
         names = class_names(self.classes, sample, len(values.get("ece_per_class", ())))
         return report.calibration(values, names)
 
@@ -743,12 +710,10 @@ class RegressionMetrics(MetricSet):
             torch.where(counted, each, torch.nan).nanmean(dim=0).nan_to_num(0, 0, 0)
             for each in (predictions, labels)
         ]
-        return _separate(errors=ErrorSums(*near))
+        return _collection(errors=ErrorSums(*near))
 
     @override
-    def prepared(
-        self, sample: SampleBatch, output: Tree, y: Tree
-    ) -> tuple[Tensor, Tensor]:
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
         predictions, labels = _columns(output), _columns(y)
         counted = is_counted(labels, self.ignore)
         if bad := int((~labels[counted].isfinite()).sum()):
@@ -765,19 +730,14 @@ class RegressionMetrics(MetricSet):
         return predictions, torch.where(counted, labels, torch.nan)
 
     @override
-    def values(
-        self, sample: SampleBatch, computed: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         count, each = computed["errors"]
         every = np.ones(len(count), dtype=bool)
-        return {
+        values = {
             **{name: mean_of(values, every) for name, values in each.items()},
             **{f"{name}_per_column": values for name, values in each.items()},
             "count": count,
         }
-
-    @override
-    def section(self, sample: SampleBatch, values: Mapping[str, Any]) -> Section:
         names = self.columns or map(str, range(len(values["count"])))
         return report.regression(values, tuple(names))
 
@@ -803,14 +763,13 @@ class UserMetrics(MetricSet):
 
     @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
-        made: dict[str, Any] = {}
-        for name, metric in self.metrics.items():
-            made[name] = metric.clone().cpu()
-            made[name].reset()
-        return MetricCollection(made)
+        made = {name: metric.clone().cpu() for name, metric in self.metrics.items()}
+        for metric in made.values():
+            metric.reset()
+        return _collection(**made)
 
     @override
-    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> tuple[Any, Any]:
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
         tensors = isinstance(output, Tensor) and isinstance(y, Tensor)
         if not self.scored or not tensors or not output.is_floating_point():
             return output, y
@@ -819,15 +778,10 @@ class UserMetrics(MetricSet):
         return checked(scores, sample.scale), y
 
     @override
-    def values(
-        self, sample: SampleBatch, computed: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         order = {name: i for i, name in enumerate(self.metrics)}
         names = sorted(computed, key=lambda name: order.get(name, len(order)))
-        return {name: _plain(computed[name]) for name in names}
-
-    @override
-    def section(self, sample: SampleBatch, values: Mapping[str, Any]) -> Section:
+        values = {name: _plain(computed[name]) for name in names}
         return report.user_metrics(values)
 
 
@@ -957,72 +911,3 @@ def _check_user_metric(name: str, metric: Metric, others: Mapping[str, Metric]) 
             f"metrics[{name!r}] is of the last updates, of which there are none where "
             "parts are measured apart; give the metric without Running"
         )
-
-
-def groups(collection: MetricCollection) -> list[list[str]]:
-    """Return the names of metrics that share a state, each group headed by its first.
-
-    Torchmetrics decides by the numbers of the first update: two top-k accuracies on
-    rows that are all right would share a state forever. Here, classes and settings
-    decide. Groups that the collection was given are kept.
-
-    Example:
-        >>> from torchmetrics import classification
-        >>> kinds = classification.MulticlassPrecision, classification.MulticlassRecall
-        >>> groups(MetricCollection([kind(3) for kind in kinds]))
-        [['MulticlassPrecision', 'MulticlassRecall']]
-        >>> tops = {f"top {k}": classification.MulticlassRecall(3, k) for k in (1, 2)}
-        >>> groups(MetricCollection(tops))
-        [['top 1'], ['top 2']]
-    """
-    if isinstance(collection._enable_compute_groups, list):
-        return [list(names) for names in collection.compute_groups.values()]
-    found: list[tuple[Metric, list[str]]] = []
-    for name, metric in collection.items(keep_base=True, copy_state=False):
-        for head, names in found:
-            if _share_state(head, metric):
-                names.append(name)
-                break
-        else:
-            found.append((metric, [name]))
-    return [names for _, names in found]
-
-
-# What takes no part in updates: of a class, and of a metric.
-_RESULTS = {"compute", "plot", "higher_is_better", "is_differentiable"}
-_RESULTS |= {"full_state_update"}
-_LIVE = {"update", "compute", "_update_signature", "_computed", "_forward_cache"}
-_LIVE |= {"_update_count", "_from_collection", "prefix", "postfix"}
-
-
-def _share_state(one: Metric, two: Metric) -> bool:
-    if not one._defaults or any(True for m in (one, two) for _ in m.children()):
-        return False
-    ours, theirs = (
-        {k: v for k, v in vars(m).items() if k not in _LIVE | m._defaults.keys()}
-        for m in (one, two)
-    )
-    return _code(type(one)) == _code(type(two)) and _same(ours, theirs)
-
-
-@functools.cache
-def _code(kind: type) -> dict[str, Any]:
-    """Return all that updates may call or look at."""
-    return {
-        name: getattr(kind, name)
-        for name in dir(kind)
-        if not name.startswith(("__", "plot_", "_abc")) and name not in _RESULTS
-    }
-
-
-def _same(one: Any, two: Any) -> bool:
-    if type(one) is not type(two):
-        return False
-    if isinstance(one, Tensor):
-        return one.dtype == two.dtype and torch.equal(one, two)
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(_same(one[k], two[k]) for k in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(_same, one, two))
-    plain = isinstance(one, str | int | float | set | torch.dtype | torch.device)
-    return one is two or (plain and bool(one == two))

@@ -3,13 +3,14 @@
 Torchmetrics weighs processes equally in a "mean" and counts the defaults of those that
 saw nothing; here a mean weighs rows, float sums keep what rounding lost, and kept rows
 stay in the order of the parts, so that the order in which parts arrive is irrelevant.
+Metrics share no state: torchmetrics guesses from the first update which may.
 """
 
 import copy
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -30,7 +31,8 @@ from daskdl.data import batching
 from daskdl.data.batching import Tree
 from daskdl.data.checks import USER_ERRORS
 from daskdl.errors import DaskDLError, DataError, ModelError
-from daskdl.evaluation.metric_sets import MetricSet, SampleBatch, groups
+from daskdl.evaluation.metric_sets import MetricSet, SampleBatch
+from daskdl.evaluation.report import Section
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +68,10 @@ PartStates = Mapping[str, PartState]
 
 
 def update_(collection: MetricCollection, *given: Any) -> None:
-    """Update metrics with some rows, once for those that share a state."""
-    if not batching.length(given[-1]):  # nothing counts, which some metrics refuse
-        return
-    metrics = _metrics(collection)
-    for head, *_ in groups(collection):
-        metrics[head].update(*given)
+    """Update each metric with some rows; without rows none, since some refuse that."""
+    if batching.length(given[-1]):
+        for metric in collection.values(copy_state=False):
+            metric.update(*given)
 
 
 def states_of(collection: MetricCollection, rows: int) -> PartStates:
@@ -85,7 +85,7 @@ def states_of(collection: MetricCollection, rows: int) -> PartStates:
                 for name, reduction in metric._reductions.items()
             },
         )
-        for place, metric in _heads(collection)
+        for place, metric in _metrics(collection)
         if metric.update_count
     }
 
@@ -94,13 +94,13 @@ class StateMerger:
     """Merges the states of parts, in whatever order they come.
 
     Args:
-        collection: The metrics before any update; not changed.
+        collection: The metrics before any update, without compute groups; not changed.
 
     Example:
         >>> from torchmetrics import MaxMetric
-        >>> merger = StateMerger(MetricCollection([MaxMetric()]))
+        >>> merger = StateMerger(MetricCollection(MaxMetric(), compute_groups=False))
         >>> for part, rows in enumerate(([1.0], [-2.0, -1.0])):
-        ...     live = MetricCollection([MaxMetric()])
+        ...     live = MetricCollection(MaxMetric(), compute_groups=False)
         ...     update_(live, torch.tensor(rows))
         ...     merger.add_(part, states_of(live, len(rows)))
         >>> merger.merged().compute()
@@ -115,7 +115,7 @@ class StateMerger:
                 name: _MergedState(reduction)
                 for name, reduction in metric._reductions.items()
             }
-            for place, metric in _heads(collection)
+            for place, metric in _metrics(collection)
         }
 
     def add_(self, part: int, states: PartStates) -> None:
@@ -131,23 +131,14 @@ class StateMerger:
 
     def merged(self) -> MetricCollection:
         """Return metrics, by the same names, that have seen all parts."""
-        metrics = copy.deepcopy(_metrics(self._collection))
-        for head, *others in groups(self._collection):
-            for place, _ in _within(head, metrics[head]):
-                if not self._updates[place]:
-                    continue
-                inner = place.removeprefix(head)
-                values = {n: s.value() for n, s in self._states[place].items()}
-                for name in (head, *others):
-                    metric = dict(_within("", metrics[name]))[inner]
-                    for n, value in values.items():
-                        setattr(metric, n, value)
-                    metric._update_count = self._updates[place]
-                    metric._computed = None
-        prefix, postfix = self._collection.prefix, self._collection.postfix
-        return MetricCollection(
-            dict(metrics), prefix=prefix, postfix=postfix, compute_groups=False
-        )
+        collection = copy.deepcopy(self._collection)
+        for place, metric in _metrics(collection):
+            if self._updates[place]:
+                for name, state in self._states[place].items():
+                    setattr(metric, name, state.value())
+                metric._update_count = self._updates[place]
+                metric._computed = None
+        return collection
 
 
 class _MergedState:
@@ -229,22 +220,12 @@ def _unpacked(value: Any) -> Any:
     return torch.from_numpy(np.array(value.array)).to(value.dtype)
 
 
-def _metrics(collection: MetricCollection) -> dict[str, Metric]:
-    return dict(collection.items(keep_base=True, copy_state=False))
-
-
-def _heads(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
-    """Yield place and metric of every state that is not shared from another."""
-    metrics = _metrics(collection)
-    for head, *_ in groups(collection):
-        yield from _within(head, metrics[head])
-
-
-def _within(name: str, metric: Metric) -> Iterable[tuple[str, Metric]]:
-    """Yield a metric and those in it, without wrappers, which only pass on."""
-    for inner, module in metric.named_modules():
-        if isinstance(module, Metric) and not isinstance(module, WrapperMetric):
-            yield f"{name}.{inner}" if inner else name, module
+def _metrics(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
+    """Yield place and metric, also within metrics, but no wrappers: they pass on."""
+    for name, metric in collection.items(keep_base=True, copy_state=False):
+        for inner, module in metric.named_modules():
+            if isinstance(module, Metric) and not isinstance(module, WrapperMetric):
+                yield f"{name}.{inner}" if inner else str(name), module
 
 
 class MetricSpec(NamedTuple):
@@ -352,8 +333,8 @@ class MetricAccumulator:
         self._measured += rows
 
 
-def metric_values(spec: MetricSpec, merger: StateMerger) -> dict[str, Any]:
-    """Compute the values of a set from the states of all parts.
+def metric_section(spec: MetricSpec, merger: StateMerger) -> Section:
+    """Report what a set comes to, from the states of all parts.
 
     Raises:
         DataError: If a metric cannot be computed of these rows.
@@ -365,7 +346,7 @@ def metric_values(spec: MetricSpec, merger: StateMerger) -> dict[str, Any]:
             raise DataError(
                 f"metrics could not be computed of the rows there are: {error}"
             ) from error
-    return spec.metrics.values(spec.sample, computed)
+    return spec.metrics.section(spec.sample, computed)
 
 
 @contextmanager

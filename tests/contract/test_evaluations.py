@@ -168,11 +168,8 @@ class Kept(ClassificationMetrics):
     def collection(self, shown):
         return MetricCollection({"probabilities": First()})
 
-    def values(self, shown, computed):
-        return {"probabilities": computed["probabilities"].numpy()}
-
-    def section(self, shown, values):
-        return user_metrics(values)
+    def section(self, sample, computed):
+        return user_metrics({"probabilities": computed["probabilities"].numpy()})
 
 
 class TestTrouble:

@@ -38,8 +38,8 @@ from daskdl.evaluation.metric_sets import metric_sets
 from daskdl.evaluation.metric_state import (
     MetricAccumulator,
     StateMerger,
+    metric_section,
     metric_spec,
-    metric_values,
     states_of,
     update_,
 )
@@ -268,26 +268,6 @@ class TestSharedStates:
         computed = merged(make, [2], *rows, order=[0, 1]).compute()
         assert computed["1"] < computed["2"] == 1
 
-    def test_groups_that_are_given_are_updated_once_and_all_get_the_states(self):
-        updates = []
-
-        class Counted(MulticlassPrecision):
-            def update(self, preds, target):
-                updates.append(len(preds))
-                super().update(preds, target)
-
-        def make():
-            return MetricCollection(
-                {"each": Counted(3, average=None), "mean": Counted(3, average="macro")},
-                compute_groups=[["each", "mean"]],
-                prefix="test/",
-            )
-
-        computed = merged(make, [50], SCORES, LABELS).compute()
-
-        assert updates == [51, 50]
-        assert computed["test/mean"] == pytest.approx(computed["test/each"].mean())
-
 
 class TestOnTheWay:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -381,7 +361,7 @@ def told(spec, output, y, batch_size=10, cuts=()):
             accumulator.add_(output[rows], y[rows])
         (states,) = accumulator.states()
         merger.add_(part, states)
-    return metric_values(spec, merger)
+    return metric_section(spec, merger).values
 
 
 class Watched(MeanSquaredError):

@@ -29,8 +29,8 @@ def merged(make, cuts, *given, order=None):
     return merger.merged()
 
 
-def measured(metrics, sample, output, y, cuts=()):
-    """Values, from the states of parts; an empty part has none."""
+def section_of(metrics, sample, output, y, cuts=()):
+    """What parts come to; an empty part has no state."""
     merger = StateMerger(metrics.collection(sample))
     spans = itertools.pairwise([0, *cuts, len(y)])
     for part, (start, end) in reversed(list(enumerate(spans))):
@@ -38,7 +38,12 @@ def measured(metrics, sample, output, y, cuts=()):
         if start < end:
             update_(live, *metrics.prepared(sample, output[start:end], y[start:end]))
         merger.add_(part, states_of(live, end - start))
-    return metrics.values(sample, merger.merged().compute())
+    return metrics.section(sample, merger.merged().compute())
+
+
+def measured(metrics, sample, output, y, cuts=()):
+    """The values of that."""
+    return section_of(metrics, sample, output, y, cuts).values
 
 
 def check_close(values, expected, atol, rtol=0.0):
@@ -52,12 +57,6 @@ def check_close(values, expected, atol, rtol=0.0):
 def sample_of(output, y, scale="logits", classes=None, ignored=None):
     """The first rows, as an evaluation shows them."""
     return SampleBatch(output[:2], y[:2], scale, classes, ignored)
-
-
-def section_of(metrics, output, y, **facts):
-    """What is told of rows as one part."""
-    sample = sample_of(output, y, **facts)
-    return metrics.section(sample, measured(metrics, sample, output, y))
 
 
 def softmax(scores):

@@ -12,6 +12,7 @@ ROWS = 101  # a prime
 # Where data are cut, by what that makes of parts; labels of most data are sorted.
 CUTS = {
     "unequal": [1, 7, 60],
+    "masked": [20, 30],  # rows of which nothing counts, where labels are masked
     "empty": [0, 0, 50, 50, ROWS, ROWS],
     "rows": [*range(1, 15), *range(ROWS - 15, ROWS)],
 }

@@ -10,7 +10,6 @@ import pytest
 from distributed import Client
 
 import daskdl
-from daskdl.channel.protocol import NAME
 from tests.support.clusters import Script, enough
 from tests.support.problems import rows, trainer
 
@@ -160,19 +159,3 @@ def test_why_another_one_does_not_join_is_said_by_the_client(growing, logged):
     assert first == 1
     (message,) = logged(what)
     assert any(worker in message for worker in growing.nthreads())
-
-
-async def set_up_again(name, dask_worker):
-    """What Dask does when a worker comes just as the plugin is registered."""
-    await dask_worker.plugin_add(dask_worker.plugins[name], name)
-
-
-def test_replicas_go_on_when_the_plugin_is_set_up_twice(growing):
-    script = Script(
-        (1, lambda: growing.run(set_up_again, NAME)),
-        (lambda row: row["epoch"] > script.rows[0]["epoch"] + 3, enough),
-    )
-
-    script.run(trainer(growing), X, Y)
-
-    assert {row["replicas"] for row in script.rows} == {1}

@@ -113,17 +113,6 @@ async def test_an_update_that_was_dropped_on_its_way_is_asked_for(c, s, a, b, ro
 
 
 @three_workers()
-async def test_a_neighbour_that_does_not_answer_holds_nobody_up(c, s, *workers):
-    async with a_run(c, s, *workers, **CHAIN) as run:
-        run.vanish(1)  # the scheduler has not noticed
-
-        for step in range(3):
-            assert publish(run.channels[0], step=step)
-
-        await in_thread(run.channels[2].wait_for_updates, {0: 3})
-
-
-@three_workers()
 async def test_what_all_have_is_forgotten(c, s, *workers):
     async with a_run(c, s, *workers, **CHAIN) as run:
         assert publish(run.channels[0])
@@ -272,19 +261,3 @@ async def test_one_that_is_lost_while_the_others_agree_is_left_out(c, s, *worker
         await meet(run, "report", BarrierKind.REPORT)
         await run.deliver(0, second)  # it was long on its way
         assert run.link(0).inbox.received.by_origin()[2] == (1, ())
-
-
-@two_workers()
-async def test_what_is_sent_after_all_have_agreed_is_taken_in_after_the_barrier(
-    c, s, a, b
-):
-    async with a_run(c, s, a, b, routing="mesh") as run:
-        await agree(run, [0, 1])
-        item = sent_by(run, 0, 4)
-
-        assert await run.deliver(1, item) == {"status": "ok", "accepted": 0}
-        assert totals(run.channels[1].drain()) == [0] * SIZE
-
-        await meet(run, "report", BarrierKind.REPORT)
-        assert await run.deliver(1, item) == {"status": "ok", "accepted": 1}
-        assert totals(run.channels[1].drain()) == [0] * 3 + [1] + [0] * (SIZE - 4)

@@ -11,10 +11,8 @@ import pytest
 
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import BarrierKind
-from daskdl.config import VERSION
 from tests.support.channels import (
     EITHER,
-    RUN,
     SIZE,
     a_run,
     applied_by,
@@ -54,25 +52,6 @@ async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
         known_N = entry.snapshot["total_N"] + np.array(totals(channel.drain()))
         assert entry.members == [replica] == [2]
         assert known_N.tolist() == [1, 1, 1, 1] + [0] * (SIZE - 4)
-
-
-@two_workers()
-async def test_one_that_comes_before_the_founders_takes_over_the_state_of_one(
-    c, s, a, b
-):
-    async with a_run(c, s, a, b, join=False) as run:
-        replica, _ = await newcomer(run, b)
-        join = run.ask("daskdl_join", run=RUN, replica=replica, version=VERSION)
-        early = asyncio.ensure_future(join)
-        await run.ask("daskdl_watch", run=RUN, timeout_s=0)  # it was heard
-
-        founders = [in_thread(run.channels[r].join) for r in (0, 1)]
-        entries = await asyncio.gather(*founders)
-
-        answer = await early
-        assert [entry.members for entry in entries] == [[0, 1], [0, 1]]
-        assert answer["donor"] in (0, 1)
-        assert list(answer["members"]) == []
 
 
 @two_workers()
@@ -149,28 +128,6 @@ async def test_a_newcomer_trains_in_the_epoch_that_runs_and_is_waited_for(
         others = [in_thread(run.channels[r].barrier, "end 1", r) for r in (1, replica)]
         for gathered in await asyncio.gather(waiting, *others):
             assert gathered.payloads == {0: 0, 1: 1, 2: 2}
-
-
-@EITHER
-@two_workers()
-async def test_a_newcomer_begins_between_the_barriers_of_two_epochs(
-    c, s, a, b, routing
-):
-    async with a_run(c, s, a, b, routing=routing) as run:
-        donor = run.channels[0]
-        donor.serve_snapshot(applied_by(donor))
-        await meet(run, "end 0", BarrierKind.AGREE)
-        waiting = begin(donor.barrier, "report 0", 0, BarrierKind.REPORT)
-        _, channel = await newcomer(run, b)
-        entry = await in_thread(channel.join)
-        activating = begin(channel.activate, entry.snapshot["step"])
-        await wait_until(lambda: len(run.live._changed._waiters or ()) == 2)
-        assert not activating.done()
-
-        await in_thread(run.channels[1].barrier, "report 0", 1, BarrierKind.REPORT)
-
-        assert (await waiting).payloads == {0: 0, 1: 1}
-        assert (await activating)[1:] == (1, {0: 0, 1: 1}, 1)
 
 
 @EITHER
@@ -277,29 +234,3 @@ async def test_a_newcomer_waits_until_all_know_that_it_is_there(c, s, a, b):
         assert entry.snapshot["total_N"].tolist() == [1] + [0] * (SIZE - 1)
         await in_thread(channel.wait_for_updates, {1: 2})
         assert totals(channel.drain())[:2] == [0, 1]
-
-
-@two_workers()
-async def test_a_donor_has_first_what_a_newcomer_is_not_sent(c, s, a, b):
-    async with a_run(c, s, a, b, routing="mesh") as run:
-        donor, other = run.channels[0], run.channels[1]
-        donor.serve_snapshot(applied_by(donor))
-        link = run.link(0)
-        deliver = link.deliver
-
-        async def losing(item):
-            return item.kind == "update" or await deliver(item)
-
-        link.deliver = losing  # until the donor asks for it
-        assert publish(other, 1)
-        _, channel = await newcomer(run, b)
-        joining = begin(channel.join)
-        await wait_until(lambda: link.snapshot_requests)
-
-        donor.check()
-        assert not joining.done()
-        await in_thread(donor.wait_for_updates, {1: 1})
-        donor.check()
-
-        total_N = (await joining).snapshot["total_N"]
-        assert total_N.tolist() == [1] + [0] * (SIZE - 1)

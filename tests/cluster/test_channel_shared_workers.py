@@ -8,7 +8,6 @@ from daskdl.channel.protocol import MESSAGE_BYTES, Answer
 from tests.support.channels import (
     RUN,
     a_run,
-    bounds,
     frame_of,
     in_thread,
     item_of,
@@ -116,19 +115,6 @@ async def test_one_that_holds_back_holds_up_nobody_on_its_worker(c, s, a, b):
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
         assert before == 0
-
-
-@two_workers()
-async def test_one_that_vanishes_is_lost_alone(c, s, a, b):
-    async with a_run(c, s, a, b, b, timeouts=bounds(request=1)) as run:
-        run.vanish(1)
-
-        assert publish(run.channels[0])
-        await in_thread(run.channels[2].wait_for_updates, {0: 1})
-        await run.until(lambda: run.record.members.present == [0, 2])
-
-        assert publish(run.channels[0])
-        await in_thread(run.channels[2].wait_for_updates, {0: 2})
 
 
 @two_workers()

@@ -15,7 +15,6 @@ from tests.support.channels import (
     frame_of,
     held_up,
     in_thread,
-    next_stamp,
     publish,
     two_workers,
 )
@@ -149,24 +148,3 @@ async def test_one_that_gets_no_snapshot_names_the_donor_and_why(c, s, a, b, rou
             r"not ready in time); last seen: the scheduler \d+\.\d s ago.*",
             str(caught.value),
         )
-
-
-@two_workers()
-async def test_who_leaves_with_updates_unsent_says_how_many_and_to_whom(
-    c, s, a, b, monkeypatch, caplog
-):
-    async with a_run(c, s, a, b, timeouts=bounds(stop=0.2)) as run:
-        released = held_up(s.handlers, "daskdl_publish", monkeypatch)
-        leaver = run.channels[0]
-        stamp = next_stamp(leaver, 0)
-
-        await in_thread(
-            leaver.publish, lambda _: frame_of(stamp, 1), stamp.step, force=True
-        )
-
-        assert re.search(
-            r"replica 0 leaves after 0\.2 s \(daskdl\.timeouts\.stop\); "
-            + unsent_to("the scheduler"),
-            caplog.text,
-        )
-        released.set()

@@ -7,9 +7,7 @@ import signal
 import dask.config
 import numpy as np
 import pytest
-from distributed.utils_test import poll_for
 
-from daskdl.training import dask_backend
 from tests.support.clusters import Script, TookPart, enough
 from tests.support.problems import kept, normalised, rows, trainer
 from tests.support.recording import Recorded, records
@@ -65,26 +63,6 @@ class TestThree:
         shared = agreed(tmp_path, len(script.rows) - 1)
         assert sorted(shared) == [0, 2, 3]
         np.testing.assert_array_equal(shared[0], shared[3])
-
-    @pytest.mark.slow
-    def test_a_worker_that_dies_while_the_fit_begins_is_left_out(
-        self, three, worker, monkeypatch
-    ):
-        (address, pid), scatter, killed = worker, dask_backend.scatter, []
-
-        def kill_first(client, *args):
-            if not killed:
-                killed.append(pid)
-                os.kill(pid, signal.SIGKILL)
-                poll_for(lambda: address not in client.nthreads(), timeout=60)
-            return scatter(client, *args)
-
-        monkeypatch.setattr(dask_backend, "scatter", kill_first)
-
-        history = trainer(three).fit(X, Y, batch_size=16)
-
-        assert killed
-        assert history[0]["examples"] == len(X)
 
 
 MORE = {

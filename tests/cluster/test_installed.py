@@ -187,21 +187,3 @@ def test_a_scheduler_that_lacks_something_is_named(apart, change, what):
     where = re.escape(f"the scheduler, {apart.scheduler.address}: {what}")
     assert re.search(where, str(caught.value))
     assert "worker" not in str(caught.value).split("\n")[1]
-
-
-async def refuse(**fields):
-    """What a worker of another version meets that comes after the check."""
-    raise ValueError("the worker has daskdl 0.0.9, the scheduler 0.1.0")
-
-
-def test_a_fit_in_which_nobody_trained_has_not_come_to_its_end(client):
-    fit(client)  # the handlers are there
-    handlers = client.cluster.scheduler.handlers
-    join = handlers["daskdl_join"]
-    handlers["daskdl_join"] = refuse
-
-    try:
-        with pytest.raises(daskdl.RunError, match="no replica has trained"):
-            fit(client)
-    finally:
-        handlers["daskdl_join"] = join

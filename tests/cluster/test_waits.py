@@ -13,7 +13,7 @@ from distributed import Event
 import daskdl
 from daskdl import Callback, GradientSharing
 from daskdl.channel import protocol
-from tests.support.clusters import EnoughError, still_left_behind
+from tests.support.clusters import still_left_behind
 from tests.support.problems import rows, trainer
 from tests.support.promises import Interrupt
 
@@ -117,36 +117,6 @@ class TestNoSilentWaits:
         )
 
     @pytest.mark.slow
-    def test_replicas_that_do_not_leave_are_named_with_what_was_last_seen(
-        self, client, caplog
-    ):
-        release = Event("release-stop", client=client)
-        worker = sorted(client.nthreads())[1]
-
-        class Busy(Callback):
-            def on_step_end(self, step):
-                if step.replica == 1 and step.epoch == 1:
-                    Event("busy-stop").set()
-                    Event("release-stop").wait()
-
-        class Stop(Callback):
-            def on_epoch_end(self, row):
-                assert Event("busy-stop", client=client).wait(timeout=30)
-                raise EnoughError
-
-        try:
-            with dask.config.set(soon(stop="1s")), pytest.raises(EnoughError):
-                trainer(client, callbacks=[Busy(), Stop()]).fit(X, Y, epochs=10_000)
-        finally:
-            release.set()
-        assert re.search(
-            r"after 1 s \(daskdl\.timeouts\.stop\) these have not left: replica 1 on "
-            rf"{worker}, last seen at step \d+, update \d+, \d\.\d s ago$",
-            caplog.text,
-            re.MULTILINE,
-        )
-
-    @pytest.mark.slow
     def test_data_that_do_not_come_are_named_with_whom_they_are_waited_from(
         self, client
     ):
@@ -170,39 +140,6 @@ class TestNoSilentWaits:
             r"\(daskdl\.timeouts\.data\); it is waiting for part \d of the train data "
             "to be loaded",
             str(caught.value),
-        )
-
-    @pytest.mark.slow
-    def test_results_that_are_not_joined_are_named_with_their_workers(self, client):
-        workers = sorted(client.nthreads())
-        release = Event("release-join", client=client)
-
-        def occupy():
-            Event("release-join").wait()
-
-        class Occupy(Callback):
-            def on_epoch_end(self, row):
-                futures.extend(
-                    client.submit(occupy, workers=[worker], pure=False)
-                    for worker in workers
-                )
-
-        futures = []
-        try:
-            with (
-                dask.config.set(soon(data="1s")),
-                pytest.raises(daskdl.WaitTimeoutError) as caught,
-            ):
-                trainer(client, callbacks=[Occupy()]).fit(X, Y)
-        finally:
-            release.set()
-            client.gather(futures)
-            del futures[:]
-        assert str(caught.value) == (
-            "the replicas' results were not joined within 1 s (daskdl.timeouts.data); "
-            f"Dask says of replica 0 on {workers[0]}: finished; of replica 1 on "
-            f"{workers[1]}: finished; was a worker lost at the very end, or are all "
-            "busy with other tasks?"
         )
 
     def test_ctrl_c_ends_a_run_and_leaves_the_cluster_clean(self, client, ctrl_c):

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -72,13 +71,6 @@ def test_a_callback_does_nothing_by_itself(hook):
     assert vars(callback) == {}
 
 
-def test_a_callback_travels_with_what_it_was_made_of():
-    callback = Counting()
-    callback.on_step_end(STEP)
-
-    assert pickle.loads(pickle.dumps(callback)).steps == [STEP]
-
-
 @pytest.mark.parametrize(
     ("kind", "travels"),
     [(Callback, False), (Reading, False), (Counting, True), (Beginning, True)],
@@ -132,13 +124,6 @@ def test_a_score_that_is_the_target_is_enough(monitor, score, enough):
     assert EarlyStopping(monitor, target=0.5).is_enough(score) is enough
 
 
-def test_it_stays_on_the_client_and_travels_as_a_value():
-    rule = EarlyStopping("loss", patience=2, target=0.25)
-
-    assert not rule.runs_on_workers
-    assert pickle.loads(pickle.dumps(rule)) == rule
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -184,18 +169,6 @@ class TestWhen:
             [4, 5],
         ]
 
-    @pytest.mark.parametrize(
-        ("seed", "replica", "receiver"),
-        [(4, 0, 1), (3, 1, 1), (3, 0, 2), (3, 0, None)],
-    )
-    def test_another_seed_replica_or_receiver_has_another_chance(
-        self, seed, replica, receiver
-    ):
-        one = FailureInjection("drop", probability=0.2, seed=3)
-        other = FailureInjection("drop", probability=0.2, seed=seed)
-
-        assert struck(one, 0, 1) != struck(other, replica, receiver)
-
     @pytest.mark.parametrize("options", [{}, {"probability": 0.2}], ids=str)
     def test_the_number_of_times_ends_it_for_each_replica(self, options):
         rule = FailureInjection("raise", times=2, **options)
@@ -218,16 +191,6 @@ class TestWhat:
             "replicas=[1], steps=[3], probability=1.0, times=None, seconds=None, "
             "seed=0) says"
         )
-
-    def test_to_sleep_is_to_wait_so_long_and_go_on(self, monkeypatch):
-        slept = []
-        monkeypatch.setattr(time, "sleep", slept.append)
-        rule = FailureInjection("sleep", seconds=2.5, steps=[2])
-
-        for number in (1, 2, 3):
-            rule.on_step_end(step(number=number))
-
-        assert slept == [2.5]
 
     @pytest.mark.parametrize("kind", ["exit", "freeze"])
     def test_the_process_it_was_made_in_is_spared(self, kind):
@@ -304,14 +267,6 @@ def test_what_is_not_allowed_is_refused_by_name(options, message):
         FailureInjection(**{"kind": "raise", **options})
 
 
-@pytest.mark.parametrize("kind", ["raise", "exit", "drop", "freeze"])
-def test_it_is_a_plain_value_that_runs_on_workers(kind):
-    rule = FailureInjection(kind, replicas=[1], steps=[2])
-
-    assert pickle.loads(pickle.dumps(rule)) == rule
-    assert rule.runs_on_workers
-
-
 def watch(monitor, *fits):
     """Show it fits, each a list of learning rates by epoch."""
     before = 0
@@ -333,24 +288,6 @@ def test_the_epochs_of_all_fits_are_kept():
 
     assert monitor.rates == [Rate(0, 0.5), Rate(1, 0.25), Rate(2, 0.125)]
     assert list(monitor.to_pandas()) == ["epoch", "learning_rate"]
-
-
-def test_so_are_the_steps_of_each_replica():
-    monitor = LearningRateMonitor("step")
-
-    watch(monitor, [0.5, 0.25], [0.125])
-
-    assert monitor.rates == [
-        Rate(0, 0.25, replica=1, step=1),
-        Rate(1, 0.125, replica=1, step=11),
-        Rate(2, 0.0625, replica=1, step=1),
-    ]
-    assert monitor.to_pandas()["step"].tolist() == [1, 11, 1]
-
-
-def test_what_is_neither_is_refused():
-    with pytest.raises(OptionError, match="every must be 'epoch' or 'step', got 10"):
-        LearningRateMonitor(10)
 
 
 BEGIN = FitBegin(2, 9, 0, 32, 1000, 650)
@@ -384,19 +321,7 @@ def test_an_epoch_has_a_line_with_its_scores(progress, stream):
     )
 
 
-def test_a_fit_that_came_to_its_end_needs_no_more_words(progress, stream):
-    end(progress, Stopping("loss"))
-
-    assert stream.getvalue() == ""
-
-
 def test_the_last_line_says_why_a_fit_was_stopped(progress, stream):
     end(progress, Stopping("loss", "target", "loss is 1, the target 1"))
 
     assert stream.getvalue() == "stopped after 2 of 9 epochs: loss is 1, the target 1\n"
-
-
-def test_the_last_line_names_an_error(progress, stream):
-    end(progress, Stopping("loss", "target", "loss is 1"), error=KeyboardInterrupt())
-
-    assert stream.getvalue() == "ended after 2 of 9 epochs: KeyboardInterrupt\n"

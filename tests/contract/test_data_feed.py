@@ -26,11 +26,7 @@ from daskdl.channel.leasing import TO_ITS_END, Lease, Range
 from daskdl.data.batching import batches
 from daskdl.data.inputs import ReadOptions
 from daskdl.errors import (
-    ChannelError,
     DataError,
-    LostPieceError,
-    OptionError,
-    WaitTimeoutError,
 )
 from daskdl.training.data_feed import Feed, Loader, Reader, Reading
 from daskdl.training.epoch_control import EvaluationPlan
@@ -243,13 +239,6 @@ class TestAhead:
         assert store.kept == kept
         assert store.begun == [part for now in kept for part in now]
 
-    def test_the_next_part_is_begun_in_any_case(self):
-        store = Noting()
-
-        next(reader(store, prefetch=1).chunks(piece((0, 0, 2), (1, 0, 9), (2, 0, 2))))
-
-        assert store.begun == [0, 1]
-
     @pytest.mark.parametrize(
         ("prefetch", "begun"), [(0, [5]), (1, [5, 7]), (2, [5, 7])]
     )
@@ -317,22 +306,6 @@ class TestSkipping:
 
         assert [part for _, part, _ in store.loaded].count(1) == 1
         assert store.begun.count(1) == 1
-
-    @pytest.mark.parametrize(
-        "error",
-        [
-            WaitTimeoutError("slow"),
-            LostPieceError("gone"),
-            ChannelError("over"),
-            OptionError("install it"),
-        ],
-        ids=repr,
-    )
-    def test_what_is_not_the_datas_fault_is_not_left_out(self, error):
-        own = reader(Noting(errors={1: error}), skips=True)
-
-        with pytest.raises(type(error)):
-            list(own.chunks(piece((1, 0, 2))))
 
 
 class TestStream:
@@ -426,14 +399,6 @@ def test_rows_that_are_not_there_are_an_error(seed):
         next(chunks)
 
 
-def test_the_rest_of_a_bad_stream_is_left_out_if_it_may_be():
-    reader = reader_of(Store(bits=[4, ValueError("torn")]), reading(skips=True))
-
-    chunks = list(reader.chunks(piece_of((0, 0, TO_ITS_END), (1, 0, TO_ITS_END))))
-
-    assert [chunk.rows[0][0, 0] for chunk in chunks] == [0, 1]
-
-
 class Watched(Store):
     """Knows which parts are in memory when one is loaded, or more of a stream is."""
 
@@ -496,22 +461,6 @@ def options(**changes):
     return dataclasses.replace(OPTIONS, **changes)
 
 
-def test_each_epoch_of_each_fit_has_an_order_of_rows_of_its_own():
-    assert OPTIONS.reading("train", 2) == Reading("train", (7, 6), 8, 5, None, True)
-
-
-@pytest.mark.parametrize(("phase", "shuffle"), [("validation", True), ("train", False)])
-def test_rows_that_are_not_shuffled_keep_their_order(phase, shuffle):
-    assert options(shuffle=shuffle).reading(phase, 2).seed is None
-
-
-@pytest.mark.parametrize(
-    ("prefetch", "threads"), [(0, 1), (1, 1), (3, 3), (4, 4), (100, 4)]
-)
-def test_few_parts_are_loaded_together_and_one_at_least(prefetch, threads):
-    assert options(prefetch=prefetch).load_threads == threads
-
-
 WHO = ContextVar("who", default="nobody")
 PATIENCE_S = 30  # of a test that would fail otherwise
 
@@ -541,20 +490,6 @@ def test_a_job_finds_the_context_of_who_asked_for_it(loader):
 
     assert future.result(PATIENCE_S) == "a task"
     assert loader.submit(WHO.get).result(PATIENCE_S) == "nobody"
-
-
-def test_jobs_run_in_their_order_in_one_thread_of_another_name(loader):
-    seen = []
-
-    futures = [
-        loader.submit(
-            lambda i=i: seen.append((i, threading.current_thread().name)) or i
-        )
-        for i in range(20)
-    ]
-
-    assert [future.result(PATIENCE_S) for future in futures] == list(range(20))
-    assert seen == [(i, "test-loader") for i in range(20)]
 
 
 @pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt()])

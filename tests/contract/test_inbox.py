@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl import codec
-from daskdl.channel.inbox import UPDATE_BYTES, Inbox, Peers
+from daskdl.channel.inbox import UPDATE_BYTES, Inbox, Peers, ReceivedSet
 from daskdl.channel.leasing import RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import ChannelSpec, MessageKind, PeerProgress
@@ -147,6 +147,13 @@ class TestProgress:
             "replica 1 at step 7, update 4, 2.5 s ago; "
             "replica 2 at step 6, update 1, 0.5 s ago"
         )
+
+
+def test_what_a_snapshot_has_received_is_not_received_again():
+    received = ReceivedSet({0: (2, (4,)), 1: [3, []]})  # lists as from the wire
+
+    assert [received.accept(0, s) for s in (1, 2, 4, 3)] == [False] * 3 + [True]
+    assert received.by_origin() == {0: (4, ()), 1: (3, ())}
 
 
 def begun_wait(inbox, ready):

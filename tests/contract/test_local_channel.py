@@ -6,16 +6,13 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from daskdl import FailureInjection, codec
 from daskdl.channel.base import Stopped
 from daskdl.channel.leasing import RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import ChannelSpec
 from daskdl.config import Bound
-from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
 from tests.support.run_states import TIMEOUTS, extents, of_one
 
 SPEC = ChannelSpec(7, 0, 50, 2.0**-24, 2**20, 2**20, TIMEOUTS)
@@ -53,10 +50,6 @@ def joined(channel):
         entry.result()
 
 
-def frame_of(stamp):
-    return codec.encode(stamp, 50, 2.0**-24, np.array([1], np.int32))
-
-
 def test_a_failure_reaches_those_that_have_not_joined():
     run = run_of()
     early, late = channel_of(run, 0), channel_of(run, 1)
@@ -65,24 +58,6 @@ def test_a_failure_reaches_those_that_have_not_joined():
 
     with pytest.raises(Stopped, match="replica 0 failed: boom"):
         late.join()
-
-
-def test_updates_that_do_not_come_are_named():
-    run = run_of(2)
-    channel, other = channel_of(run, silence=0.1, data=0.1), channel_of(run, 1)
-    with joined(other):
-        channel.join()
-        other.progress(3)
-
-        with pytest.raises(WaitTimeoutError) as caught:
-            channel.wait_for_updates({1: 2})
-
-    assert re.fullmatch(
-        r"replica 0 waited 0\.2 s \(daskdl\.timeouts\.data \+ silence\) for "
-        r"updates; by replica: \{1: \[1, 2\]\}; last seen: replica 1 at step 3, "
-        r"update 0, \d\.\d s ago",
-        str(caught.value),
-    )
 
 
 def test_one_that_does_not_start_is_named_and_leaves_when_it_comes():
@@ -147,37 +122,6 @@ class TestPatience:
         run.channels = channels
         return run
 
-    @pytest.mark.parametrize(
-        "speak",
-        [
-            lambda channel: channel.progress(1),
-            lambda channel: channel.lease("train", 0, []),
-            lambda channel: channel.publish(frame_of, 1),
-        ],
-        ids=["complete", "lease", "publish"],
-    )
-    def test_whatever_a_replica_does_shows_that_it_lives(self, run, speak):
-        run.clock.now = 109.0
-        for channel in run.channels:
-            speak(channel)
-        run.clock.now = 111.0
-
-        assert run.patience_s(self.BOUND) == 8.0
-
-    def test_one_that_waits_itself_is_not_silent(self, run):
-        run.clock.now = 109.0
-        run.channels[0].progress(1)
-        with run.waiting(1):
-            run.clock.now = 115.0
-            assert run.patience_s(self.BOUND) == 4.0
-            run.check_heartbeats(self.BOUND)
-        run.clock.now = 118.0
-        run.channels[0].progress(2)
-        run.clock.now = 119.0
-
-        assert run.patience_s(self.BOUND) == 6.0  # from the end of its wait
-        assert run.state.stopped is None
-
     def test_only_beyond_the_bound_somebody_is_silent(self, run):
         run.clock.now = 109.0
         run.channels[0].progress(1)
@@ -195,13 +139,6 @@ class TestPatience:
         )
 
 
-def test_what_is_to_be_dropped_on_purpose_is_refused():
-    rule = FailureInjection("drop", replicas=[1])
-
-    with pytest.raises(OptionError, match=r"no update can get lost, got Fail.*'drop'"):
-        channel_of(run_of(), drops=[rule])
-
-
 def test_leaving_twice_changes_nothing():
     run = run_of()
     channel = channel_of(run)
@@ -212,12 +149,3 @@ def test_leaving_twice_changes_nothing():
 
     assert run.state.members.generation == generation
     assert run.here == []
-
-
-def test_there_are_no_newcomers():
-    channel = channel_of(run_of(1))
-    channel.join()
-    channel.serve_snapshot(dict)
-
-    with pytest.raises(ChannelError, match="has no joining replicas"):
-        channel.activate(step=3)

@@ -1,8 +1,6 @@
 """Options of a trainer, a fit, a master and schedulers: taken, or refused by name."""
 
-import dataclasses
 import math
-import pickle
 import re
 import threading
 
@@ -219,44 +217,6 @@ def test_a_wrong_value_is_refused_by_name(option, value, allowed):
 )
 def test_auto_is_a_mesh_from_nine_workers_on(routing, workers, expected):
     assert GradientSharing(routing=routing).routing_for(workers) == expected
-
-
-@pytest.mark.parametrize(
-    ("update_scale", "expected"),
-    [("mean", 0.125), ("sum", 1.0), (0.3, 0.3), (2, 2.0)],
-)
-def test_the_learning_rate_of_eight_replicas_is_scaled(update_scale, expected):
-    scale = GradientSharing(update_scale=update_scale).scale(8)
-
-    assert scale == expected
-    assert type(scale) is float
-
-
-@pytest.mark.parametrize(
-    ("max_staleness", "synchronous"), [(0, True), (1, False), (None, False)]
-)
-def test_only_a_staleness_of_zero_is_synchronous(max_staleness, synchronous):
-    assert GradientSharing(max_staleness=max_staleness).synchronous is synchronous
-
-
-PER_LAYER = {"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold()}
-
-
-@pytest.mark.parametrize("threshold", [FixedThreshold(), PER_LAYER], ids=["", "layers"])
-def test_a_master_travels_and_cannot_be_changed(threshold):
-    master = GradientSharing(threshold, apply="strict", update_scale=0.5)
-
-    travelled = pickle.loads(pickle.dumps(master))
-    assert (travelled, hash(travelled)) == (master, hash(master))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        master.apply = "eager"
-
-
-def test_the_order_of_the_patterns_matters():
-    turned = dict(reversed(PER_LAYER.items()))
-
-    assert GradientSharing(PER_LAYER) != GradientSharing(turned)
-    assert GradientSharing(PER_LAYER).threshold != turned
 
 
 def sgd():

@@ -26,20 +26,6 @@ def tied_model():
     return model
 
 
-def test_a_packed_model_travels_as_bytes_and_keeps_its_values_and_ties():
-    model = tied_model()
-    packed = PackedModel(model)
-    packed.module()  # what was unpacked here must not travel
-
-    arrived = pickle.loads(pickle.dumps(packed))
-
-    copy = arrived.module()
-    assert copy[0].weight is copy[1].weight
-    assert torch.equal(copy[0].weight, model[0].weight)
-    assert copy[0].weight.data_ptr() != model[0].weight.data_ptr()
-    assert len(pickle.dumps(packed)) < packed.payload.nbytes + 500
-
-
 def test_views_of_one_flat_vector_are_written_once():
     model = nn.Sequential(*[nn.Linear(50, 50) for _ in range(8)])
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])

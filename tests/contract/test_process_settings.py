@@ -9,9 +9,8 @@ import psutil
 import pytest
 import torch
 
-from daskdl import util
 from daskdl.training.replica import device_for, random_state_kept, torch_threads
-from daskdl.util import DEFAULT_BYTES, freed_memory_kept
+from daskdl.util import freed_memory_kept
 
 
 @pytest.fixture
@@ -52,18 +51,6 @@ def test_when_all_have_left_the_first_is_free_again(two_devices):
     for _ in range(2):
         with device_for("auto") as device:
             assert device.index == 0
-
-
-@pytest.mark.parametrize("name", ["cuda:1", "auto"])
-def test_the_device_is_the_current_one_meanwhile(two_devices, name):
-    with contextlib.ExitStack() as stack:
-        if name == "auto":
-            stack.enter_context(device_for(name))
-
-        with device_for(name) as device:
-            assert two_devices[-1] == device == torch.device("cuda", 1)
-
-    assert two_devices == [torch.device("cuda", 0)]
 
 
 @pytest.fixture
@@ -143,35 +130,3 @@ def test_a_freed_block_stays_while_inside_and_goes_back_afterwards():
 
     assert inside > BLOCK_BYTES / 2
     assert afterwards < BLOCK_BYTES / 2
-
-
-@glibc
-def test_the_last_one_to_leave_puts_it_back():
-    with freed_memory_kept():
-        with freed_memory_kept():
-            pass
-        inside = used_and_freed()
-
-    assert inside > BLOCK_BYTES / 2
-
-
-@pytest.mark.parametrize(
-    "variable", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"]
-)
-@pytest.mark.parametrize(
-    ("asked", "expected"),
-    [("65536", 65536), ("", DEFAULT_BYTES), ("-1", DEFAULT_BYTES)],
-    ids=["nanny", "unset", "no size"],
-)
-def test_the_allocator_is_put_back_to_what_the_environment_asks_for(
-    monkeypatch, variable, asked, expected
-):
-    settings = []
-    monkeypatch.setenv(variable, asked)
-    monkeypatch.setattr(util, "_set", settings.append)
-    (number,) = [one.number for one in util.SETTINGS if one.variable == variable]
-
-    with freed_memory_kept():
-        pass
-
-    assert settings[-1][number] == expected

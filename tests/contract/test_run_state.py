@@ -67,20 +67,7 @@ def test_progress_is_told_once_to_all_others():
     assert waiting(record, 1) == []
 
 
-def test_progress_that_an_update_tells_already_is_not_told_again():
-    record = joined()
-
-    record.publish(1, [update(1, 1, step=4)], PeerProgress(4, 0, -1))
-
-    assert said(record, 0, "progress") == []
-
-
 # ---- members and barriers
-
-
-def part(lease):
-    """Of a lease of one part, None if it is none."""
-    return None if lease is None else lease.ranges[0].part
 
 
 def test_the_others_are_told_of_a_loss_with_its_last_step():
@@ -92,16 +79,6 @@ def test_the_others_are_told_of_a_loss_with_its_last_step():
     assert record.members.present == [1, 2]
     for other in (1, 2):
         assert waiting(record, other)[-1] == Message("failed", 0, 0, 5, 0)
-
-
-def test_a_loss_remembers_the_last_update_that_all_will_get():
-    record = joined(relay_bytes=2 * EACH)
-    record.publish(0, [update(0, s) for s in (1, 2, 3)], PeerProgress(3))
-
-    record.remove(0)
-
-    assert record.members.gone == {0: 2}
-    assert record.members.expected == [1, 2]
 
 
 def test_nobody_is_silent_while_all_wait_for_one_to_join():
@@ -224,16 +201,6 @@ def test_the_client_is_told_what_all_said_and_what_was_counted():
     assert record.report == [[0, "of 0"], [1, "of 1"]]  # for those that come later
 
 
-def test_refused_messages_are_counted_in_their_epoch_alone():
-    record = joined(1)
-    counted = []
-    for refused in (3, 0, 2):
-        record.refused += refused
-        counted.append(arrive(record, "end", 0, kind="report").counted["refused"])
-
-    assert counted == [3, 0, 2]
-
-
 def test_what_others_did_in_an_epoch_that_is_resumed_counts_in_that_epoch_alone():
     resumed = SyncPoint(0, [RemainingWork(NOBODY, (Range(1, 0, 1),))], [Done(1.5, 3)])
     intervals = SyncIntervals(resumed=resumed)
@@ -260,20 +227,6 @@ def test_one_that_fails_at_a_sync_point_leaves_its_examples_and_no_part_of_it():
     barrier = arrive(record, "pause", 0, 2, kind="sync")
 
     assert barrier.counted["departed"] == [Done(10.0, 5)]
-
-
-def test_a_replica_is_described_by_who_where_and_what_was_heard():
-    record = RunState(plan_of())
-    record.join(1, 0.0)
-    record.publish(1, [update(1, 4, step=9)], PeerProgress(9))
-
-    assert record.members.describe([1], now=2.5) == (
-        "replica 1 on tcp://worker-1, last seen at step 9, update 4, 2.5 s ago"
-    )
-    assert (
-        record.members.describe([0], now=2.5)
-        == "replica 0 on tcp://worker-0, which has not joined"
-    )
 
 
 # ---- sync intervals
@@ -356,27 +309,6 @@ def test_the_end_of_an_epoch_is_that_of_a_lap_too():
 
     assert (record.epoch, record.interval) == (1, 1)
     assert take(record, 0, epoch=1) is not None
-
-
-def test_validation_is_not_divided_into_intervals_and_keeps_its_order():
-    record = in_intervals(rows=1, seed=3)
-
-    taken = [take(record, 0, "validation").ranges[0].part for _ in range(4)]
-
-    assert taken == [0, 1, 2, 3]
-
-
-def test_what_is_held_when_a_replica_is_lost_is_left():
-    record = in_intervals(seconds=10.0)
-    record.give_back(0, "train", 0, [], 0.0)
-    take(record, 1)
-    record.give_back(0, "train", 0, [], 10.0)
-
-    record.remove(1)
-
-    assert record.can_lease(0, "train", 0)
-    pause = pause_of(record, 0)
-    assert sum(one.rows for work in pause.remaining for one in work.ranges) == 4
 
 
 def test_plan_and_pause_come_over_the_wire_as_they_were():

@@ -10,7 +10,7 @@ from daskdl import codec
 from daskdl.channel.base import Channel, DrainResult
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import Drained, FixedThreshold, Link, LinkAlgorithm
-from daskdl.training.base import CompressionState, ReplicaContext, SoloExchange
+from daskdl.training.base import CompressionState, ReplicaContext
 from daskdl.training.gradient_sharing import GradientSharing
 
 DENSE, SPARSE = codec.DenseUpdate, codec.SparseUpdate
@@ -147,18 +147,6 @@ def test_a_joining_replica_goes_on_with_the_warm_up():
     assert kinds(joining, 2) == [[DENSE], [SPARSE]]
 
 
-def test_steps_of_a_replica_alone_count_for_the_warm_up():
-    master = GradientSharing(QUANTUM, warmup_steps=4)
-    context = ReplicaContext(Three(), Room(), 0, [0], CompressionState({}, 1))
-    alone = SoloExchange(context, master.solo_scale)
-    for _ in range(2):
-        alone.after_step(0, 1)
-
-    shared = master.attach(alone.shared_context())
-
-    assert alone.result().compression.steps == shared.result().compression.steps == 3
-
-
 def test_what_is_left_is_published_where_replicas_meet():
     case = Case(exchange_every=4)
     case.step()
@@ -180,25 +168,6 @@ class TestRoom:
         shared = case.exchange.snapshot()
         quanta = shared["counts_N"] * shared["grid"] / QUANTUM.value
         assert quanta.tolist() == [2.0] * 4 + [1.0] * 8
-
-    def test_after_what_found_none_nothing_is_published_of_the_step(self):
-        case, answers = Case(LAYERS), iter([True, False, True])
-        publish = case.channel.publish
-        case.channel.publish = lambda *args, **options: (
-            next(answers) and publish(*args, **options)
-        )
-
-        assert len(case.step()) == 1
-        assert case.exchange.stats().density_sum == 4 / 12
-
-    def test_only_what_was_accepted_counts(self):
-        case = Case(LAYERS)
-        for room in (2, 0):
-            case.channel.room = room
-            case.step()
-
-        stats = case.exchange.stats()
-        assert (stats.exchanges, stats.density_sum) == (1, 8 / 12)
 
     def test_an_exchange_of_which_nothing_was_accepted_is_none(self):
         rule = Wired()

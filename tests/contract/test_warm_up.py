@@ -9,9 +9,7 @@ import torch
 from torch import nn
 
 from daskdl import (
-    FixedThreshold,
     GradientSharing,
-    LinkThreshold,
     codec,
 )
 from daskdl.config import Timeouts
@@ -114,27 +112,6 @@ def test_the_exchange_sends_something_and_takes_it_in(apply, dtype, monkeypatch)
     GradientSharing(apply=apply).warm_up(CPU, dtype)
 
     assert sizes == [64]
-
-
-def test_where_the_run_may_send_densely_the_exchange_does_too(monkeypatch):
-    sizes, encode = [], codec.encode_dense
-
-    def counted(stamp, grid, quantized):
-        sizes.append(np.count_nonzero(quantized.values_N))
-        return encode(stamp, grid, quantized)
-
-    monkeypatch.setattr(codec, "encode_dense", counted)
-    rule = FixedThreshold(1e-3)
-
-    for warmup_steps in (0, 1):
-        master = GradientSharing(
-            {"embedding": rule, "*": rule}, warmup_steps=warmup_steps
-        )
-        master.warm_up(CPU, torch.float32)
-    assert sizes == [64]
-
-    GradientSharing(LinkThreshold()).warm_up(CPU, torch.float32)
-    assert sizes == [64, 64]
 
 
 def test_a_transform_at_random_takes_nothing_from_the_run():

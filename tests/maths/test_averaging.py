@@ -12,7 +12,7 @@ from torch import nn
 
 from daskdl.channel.protocol import MeshTopology
 from daskdl.codec import Stamp
-from daskdl.codec.dense8 import BLOCK, MOST
+from daskdl.codec.dense8 import MOST
 from daskdl.errors import CodecError
 from daskdl.training.parameter_averaging import RoundDecision, Vote
 from daskdl.training.tree_reduce import (
@@ -67,10 +67,6 @@ PARAMETERS = Key(ReduceOp.SUM, "parameters")
 
 def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def adam(parameters):
-    return torch.optim.Adam(parameters, lr=0.1)
 
 
 class Team:
@@ -200,20 +196,6 @@ def test_a_mean_that_nobody_got_is_made_again_of_the_same(whole):
     team.check_all_have_the_same()
 
 
-def with_outer():
-    return trained(Team(outer=lambda params: torch.optim.SGD(params, lr=0.5)))
-
-
-def test_the_outer_optimizer_goes_on_from_there():
-    team, name = with_outer(), PARAMETERS
-    team.average({2: 1.0}, whole=True, step=False)
-    before = team.linear(0)[name]
-
-    team.average({2: 1.0}, whole=True)  # nobody has moved
-
-    np.testing.assert_array_equal(team.linear(0)[name], before)
-
-
 def test_parameters_and_momentum_travel_in_eight_bits():
     terms = trained(Team(dtype=torch.float32), 2).average(SOME)
 
@@ -222,31 +204,6 @@ def test_parameters_and_momentum_travel_in_eight_bits():
     assert {one.kind for one in terms} == {"DENSE8"}
     assert {one.kind for one in whole} == {"MEAN"}
     assert terms[0].sent_bytes < 0.4 * 2 * 4 * numbers
-
-
-def test_moments_that_a_step_divides_by_travel_whole():
-    team = trained(Team(optimizer=adam), 2)
-    team.train(SOME)
-    shares = [team.states[r].take(1.0) for r in ALL]
-
-    team.average(SOME)
-
-    after = team.states[0].take(1.0)
-    moments = [key for key in after if "exp_avg" in key.name]
-    assert len(moments) == 8
-    for name in moments:
-        mean = sum(weight * shares[r][name] for r, weight in SOME.items())
-        np.testing.assert_allclose(after[name], mean, rtol=1e-12, atol=1e-18)
-
-
-def test_counters_are_the_largest_of_all():
-    team = Team()
-    team.train([1])
-    team.train([0, 1])
-
-    team.average({0: 0.5, 1: 0.5})  # at the second one, which adds its own first
-
-    assert {int(m[1].num_batches_tracked) for m in team.modules} == {2}
 
 
 STAMP = Stamp(run=7, origin=2, sequence=5, step=40)
@@ -285,16 +242,6 @@ def test_what_is_read_and_what_is_left_are_what_there_was(shape, dtype):
     np.testing.assert_array_equal(got + left, array)
 
 
-def test_each_block_is_rounded_by_its_own_largest_number():
-    array = normal(3 * BLOCK)
-    array[BLOCK : 2 * BLOCK] *= 1e-4
-
-    _, left = rounded(array)
-
-    for block, rest in zip(array.reshape(3, -1), left.reshape(3, -1), strict=True):
-        assert np.abs(rest).max() <= 0.51 * np.abs(block).max() / MOST
-
-
 def with_one(value, dtype=np.float32):
     array = normal(1000, dtype)
     array[17] = value
@@ -329,15 +276,6 @@ def test_a_damaged_frame_is_refused():
         read(sent)
 
 
-@pytest.mark.parametrize("keys", [b"", b"[1]", b'[["sum"]]', b"{", b"[[]]"], ids=repr)
-def test_damaged_names_are_refused(keys):
-    sent, _ = rounded(normal(1000))
-    damaged = {**sent, "keys": np.frombuffer(keys, np.uint8)}
-
-    with pytest.raises(CodecError, match="of another replica are damaged"):
-        read(damaged)
-
-
 def vote(mean=4, examples=10, seen=4, **more):
     return Vote(seen, mean, examples, **more)
 
@@ -347,15 +285,6 @@ def test_means_are_weighted_by_examples():
 
     assert decided.weights == {0: 0.75, 1: 0.25}
     assert decided.members == decided.current == (0, 1)
-
-
-def test_a_mean_that_nobody_got_is_made_again():
-    decided = RoundDecision.of(
-        {0: vote(mean=3, seen=4), 1: vote(mean=3, seen=4)}, gone=[]
-    )
-
-    assert decided.number == 5
-    assert decided.weights == {0: 0.5, 1: 0.5}
 
 
 def test_who_waits_for_a_lease_is_no_member_but_may_have_the_latest():
@@ -377,29 +306,8 @@ def test_the_root_is_one_that_has_the_latest_mean():
     assert roots == {1, 2}
 
 
-def test_who_has_other_parameters_at_the_end_takes_those_of_the_first():
-    notes = {
-        1: vote(examples=0, ended=True, digest=5),
-        2: vote(examples=0, ended=True, digest=6),
-    }
-
-    decided = RoundDecision.of(notes, gone=[])
-
-    assert decided.current == decided.donors == (1,)
-
-
 def ended(**more):
     return vote(examples=0, ended=True, **more)
-
-
-def test_what_rounding_has_left_is_sent_when_all_have_ended_and_moves_nothing_else():
-    decided = RoundDecision.of({0: ended(), 1: ended(owes=True), 2: ended()}, gone=[])
-
-    assert not decided.over
-    assert decided.settles
-    assert decided.whole
-    assert decided.weights == {decided.root: 1.0}
-    assert decided.members == (0, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 What parts of a replica leave to another run as plain values, and go on from.
 """
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from daskdl.callbacks import EarlyStopping
-from daskdl.data.checks import preserved_random_state
 from daskdl.evaluation.evaluate import Score
 from daskdl.objective import objective_of
 from daskdl.saving.json_values import JsonValues
@@ -24,7 +21,6 @@ from daskdl.training.epoch_control import (
     Scheduling,
 )
 from daskdl.training.optimizer_step import Stepper, Stepping
-from daskdl.training.replica import restore_generators
 from daskdl.training.telemetry import EpochReport, EpochTotals
 
 
@@ -118,13 +114,6 @@ class TestSteps:
         assert (rate.scheduler, rate.state(), rate_of(rate)) == (None, b"", 1.0)
         assert rate.report()["scheduled"] == 0
 
-    @pytest.mark.parametrize("every", ["epoch", "step"])
-    def test_a_step_before_the_optimizers_is_no_reason_to_warn(self, every):
-        rate = LearningRate(sgd(), Scheduling(halved, every))
-
-        made_step(rate)
-        end_epoch(rate)
-
 
 class TestPlateau:
     def test_it_is_told_the_training_loss_of_all(self):
@@ -139,22 +128,6 @@ class TestPlateau:
 
         assert [rate.scheduler.best for rate in rates] == [1.75, 1.75]
 
-    def test_it_is_told_the_validation_loss_if_there_is_one(self):
-        rates = [LearningRate(sgd(), Scheduling(plateau)) for _ in range(2)]
-
-        end_epoch(*rates, loss=9.0, scores=[[3.0, 0, 0, 2], [1.0, 0, 0, 6]])
-
-        assert [rate.scheduler.best for rate in rates] == [0.5, 0.5]
-
-    def test_it_waits_where_the_loss_that_counts_was_not_computed(self):
-        rate = LearningRate(sgd(), Scheduling(plateau))
-        notes = [EpochReport(totals=EpochTotals(1.0, 1), **rate.report())]
-
-        rate.end_epoch(notes, scored=False)
-
-        assert rate.scheduler.best == math.inf
-        assert rate.report()["scheduled"] == 0
-
     def test_it_reduces_the_rate_when_the_loss_stays(self):
         rate = LearningRate(sgd(), Scheduling(plateau))
 
@@ -163,19 +136,6 @@ class TestPlateau:
         end_epoch(rate, loss=1.0)
 
         assert (before, rate_of(rate)) == (1.0, 0.5)
-
-    def test_a_newcomer_that_missed_a_loss_learns_of_it_at_the_end_of_the_epoch(self):
-        old, new = (LearningRate(sgd(), Scheduling(plateau)) for _ in range(2))
-        new.load_(old.state())
-        end_epoch(old, loss=1.0)
-        end_epoch(old, loss=1.0)
-
-        new.catch_up_(2)
-        assert rate_of(new) == 1.0  # as it was in the snapshot
-        end_epoch(old, new, loss=1.0)
-
-        assert rate_of(new) == rate_of(old) == 0.25
-        assert new.scheduler.state_dict() == old.scheduler.state_dict()
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
@@ -296,6 +256,16 @@ class TestStopper:
         assert other.best() is None
         assert other.report()["best"].best_epoch == -1
 
+    def test_its_time_goes_on(self):
+        clock, later = Clock(), Clock()
+        one, other = self.own(clock), self.own(later)
+        clock.now += 30.0
+
+        other.restore_(self.values(one), 0)
+        later.now += 5.0
+
+        assert other.elapsed_s == pytest.approx(35.0)
+
     def test_time_that_is_over_by_now_ends_it(self):
         clock = Clock()
         rule = {"patience": None, "max_seconds": 40.0}
@@ -326,13 +296,3 @@ class TestStepper:
 
         assert other.values() == one.values()
         assert other.values()["scale"] == before / 2
-
-
-class TestGenerators:
-    def test_a_device_that_is_not_there_is_passed_over(self):
-        with preserved_random_state():
-            state = torch.get_rng_state()
-
-            restore_generators({"cuda": state.flip(0)}, CPU)
-
-            assert torch.equal(torch.get_rng_state(), state)

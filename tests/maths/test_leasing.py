@@ -86,45 +86,6 @@ PARTS = st.lists(st.one_of(st.integers(0, 40), st.just(-1)), max_size=8)
 BOTH = pytest.mark.parametrize("kind", [DynamicLeasing, StaticPartition])
 
 
-def test_the_order_without_a_seed_is_that_of_the_data():
-    assert part_order(4, epoch=3, seed=None) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("epoch", [0, 1, 2])
-def test_an_order_has_every_part_once(epoch):
-    assert sorted(part_order(50, epoch, seed=1)) == list(range(50))
-
-
-def test_equal_seeds_give_equal_orders():
-    assert part_order(50, 2, seed=1) == part_order(50, 2, seed=1)
-
-
-@pytest.mark.parametrize("other", [(3, 1), (2, 7)], ids=["epoch", "seed"])
-def test_another_epoch_or_seed_gives_another_order(other):
-    assert part_order(50, 2, seed=1) != part_order(50, *other)
-
-
-def test_parts_are_plain_numbers_that_travel():
-    assert {type(part) for part in part_order(3, 0, seed=0)} == {int}
-
-
-def test_a_piece_is_an_eighth_of_a_share_in_whole_steps_and_one_step_at_least():
-    assert partition_sizes([100, 61], step_rows=2, replicas=2).lease_rows == 12
-    assert partition_sizes([3], step_rows=4, replicas=2).lease_rows == 4
-    assert partition_sizes([-1, -1], step_rows=4, replicas=2).lease_rows == 4
-    assert partition_sizes([9, -1], step_rows=1, replicas=1).lease_rows == 2
-
-
-@BOTH
-def test_only_the_holder_can_finish_a_piece_and_only_once(kind):
-    leases = leases_of(kind, [1], replicas=MEMBERS)
-    number = leases.take(0).number
-
-    assert not leases.finish(1, number)
-    assert leases.finish(0, number)
-    assert not leases.finish(0, number)
-
-
 @BOTH
 def test_rows_are_unfinished_until_their_holder_is_through(kind):
     leases = leases_of(kind, [3, 4], 3, 3, MEMBERS)
@@ -150,29 +111,6 @@ def test_a_piece_that_was_lost_is_handed_out_again_as_it_was_and_counted(kind):
     assert lost.number not in [lease.number for lease in others]
     assert leases.repeated == 1
     assert leases.finish(1, lost.number)
-
-
-@BOTH
-def test_a_finished_piece_does_not_come_back_when_its_replica_is_lost(kind):
-    leases = leases_of(kind, [1], replicas=MEMBERS)
-    leases.finish(0, leases.take(0).number)
-
-    leases.lose(0)
-
-    assert leases.take(1) is None
-    assert not leases.has_one_for(1)
-    assert leases.repeated == leases.unfinished == 0
-
-
-@BOTH
-def test_a_piece_lost_twice_is_counted_twice(kind):
-    leases = leases_of(kind, [1], replicas=MEMBERS)
-    for replica in (0, 1, 2):
-        leases.take(replica)
-        leases.lose(replica)
-
-    assert leases.take(3) is not None
-    assert leases.repeated == 3
 
 
 class Epoch:
@@ -235,10 +173,6 @@ def test_every_row_is_finished_exactly_once_however_replicas_come_and_go(
     assert epoch.finished == Counter(rows_in(whole_parts(range(len(rows)), rows)))
     assert epoch.leases.repeated == epoch.dropped
     assert epoch.leases.take(9) is None
-
-
-def test_whole_parts_leave_out_those_without_rows():
-    assert whole_parts([2, 1, 0], [4, 0, -1]) == [Range(2, 0, -1), Range(0, 0, 4)]
 
 
 # ---- epoch after epoch
@@ -307,19 +241,6 @@ def parts(lease):
     return [one.part for one in lease.ranges]
 
 
-def test_a_replica_goes_on_with_its_part_while_others_get_other_parts():
-    leases = first_come([8, 8], lease_rows=2)
-
-    taken = [leases.take(replica).ranges for replica in (0, 1, 0, 1)]
-
-    assert taken == [
-        (Range(0, 0, 2),),
-        (Range(1, 0, 2),),
-        (Range(0, 2, 4),),
-        (Range(1, 2, 4),),
-    ]
-
-
 def test_small_parts_are_merged_to_pieces_of_the_size_aimed_at():
     leases = first_come([3, 3, 3, 20, 20], lease_rows=8)
 
@@ -330,60 +251,12 @@ def test_small_parts_are_merged_to_pieces_of_the_size_aimed_at():
     )
 
 
-def test_parts_come_in_the_order_of_the_epoch():
-    leases = first_come([1] * 9, seed=7)
-
-    order = [[part] for part in part_order(9, 0, 7)]
-    assert [parts(leases.take(0)) for _ in range(9)] == order
-
-
-def test_the_part_that_comes_next_is_named_and_kept_for_its_replica():
-    leases = first_come([4] * 8, lease_rows=4)
-
-    first, other = leases.take(0), leases.take(1)
-
-    assert (parts(first), first.ahead) == ([0], 1)
-    assert (parts(other), other.ahead) == ([2], 3)
-    assert parts(leases.take(0)) == [1]
-
-
-def test_nothing_is_ahead_of_the_last_part():
-    leases = first_come([4], lease_rows=2)
-
-    assert leases.take(0).ahead is None
-
-
 class TestNear:
-    def test_a_near_part_comes_first_and_another_near_one_is_kept(self):
-        leases = first_come([1] * 6)
-
-        lease = leases.take(0, near(3, 5))
-
-        assert (parts(lease), lease.ahead) == ([3], 5)
-
-    def test_without_a_near_part_the_next_one_comes(self):
-        leases = first_come([1] * 3)
-
-        assert parts(leases.take(0, near())) == [0]
-
     def test_what_is_kept_for_one_that_is_far_goes_to_one_that_is_near(self):
         leases = first_come([1] * 4)
         assert leases.take(0, near()).ahead == 1
 
         assert parts(leases.take(1, near(1))) == [1]
-
-    def test_what_is_kept_for_one_that_is_near_stays_there(self):
-        leases = first_come([1] * 4)
-        assert leases.take(0, near(1, 2)).ahead == 2
-
-        assert parts(leases.take(1, near(2))) == [0]
-
-    def test_what_is_kept_is_judged_anew_for_each_part(self):
-        leases = first_come([1] * 5)
-        leases.take(0, near())
-        assert leases.take(0, near(3)).ahead == 3
-
-        assert parts(leases.take(1, near(3))) == [2]
 
     def test_what_a_lost_replica_would_have_got_goes_to_one_that_is_near_first(self):
         leases = first_come([4] * 4)
@@ -402,13 +275,6 @@ class TestNear:
 
 
 class TestTheEnd:
-    def test_a_part_that_is_kept_for_the_busiest_is_taken_first(self):
-        leases = first_come([8, 8, 20, 2], lease_rows=8)
-        leases.take(0)
-        leases.take(1)
-
-        assert parts(leases.take(2)) == [3]
-
     def test_what_one_has_left_is_halved_from_its_end_in_whole_steps(self):
         leases = first_come([32], step_rows=2, lease_rows=4)
         leases.take(0)
@@ -422,23 +288,6 @@ class TestTheEnd:
 
         # In the time of 20 rows: (3500 - 20) / 2 = 1740 of 4000.
         assert leases.take(1).ranges[0].start == 2260
-
-    def test_who_has_most_left_shares(self):
-        leases = first_come([6, 12], lease_rows=2)
-        leases.take(0)
-        leases.take(1)
-        leases.take(1)
-
-        (one,) = leases.take(2).ranges
-
-        assert (one.part, one.start) == (1, 8)
-
-    def test_less_than_two_steps_are_taken_whole(self):
-        leases = first_come([7], step_rows=4, lease_rows=4)
-        leases.take(0)
-
-        assert leases.take(1).ranges == (Range(0, 4, 7),)
-        assert leases.take(0) is None
 
     def test_too_little_of_a_part_to_load_it_again_for_is_not_shared(self):
         leases = first_come([1000], lease_rows=500)
@@ -472,15 +321,6 @@ class TestTheEnd:
         ]
 
 
-def test_of_a_part_for_several_replicas_each_gets_a_stretch():
-    leases = first_come([256], lease_rows=8)  # 64 for each of four
-
-    taken = [leases.take(replica) for replica in range(4)]
-
-    assert [lease.ranges[0].start for lease in taken] == [0, 128, 64, 192]
-    assert [lease.ahead for lease in taken] == [None] * 4  # it is there already
-
-
 class TestLosses:
     def test_pieces_grow_again_when_fewer_share_what_is_left(self):
         leases = first_come([96], lease_rows=32)
@@ -489,16 +329,6 @@ class TestLosses:
 
         assert leases.take(0).rows == 32
 
-    def test_the_rest_of_the_parts_of_a_lost_replica_is_as_free_as_any(self):
-        leases = first_come([4, 4, 4], lease_rows=2)
-        leases.take(0)
-        leases.lose(0)
-
-        lease = leases.take(1)
-
-        assert (lease.ranges, lease.ahead) == ((Range(0, 2, 4),), 1)
-        assert leases.repeated == 0
-
     def test_what_is_free_comes_before_what_was_lost(self):
         leases = first_come([2, 2], step_rows=2, lease_rows=2)
         lost = leases.take(0)
@@ -506,18 +336,6 @@ class TestLosses:
 
         assert parts(leases.take(1)) == [1]
         assert leases.take(1).ranges == lost.ranges
-
-
-@given(st.lists(st.integers(0, 40), max_size=6), st.integers(1, 3), st.integers(1, 5))
-def test_one_alone_goes_through_all_rows_in_order(rows, step_rows, steps):
-    leases = first_come(rows, step_rows, steps * step_rows)
-
-    taken = [lease.ranges for lease in iter(lambda: leases.take(0), None)]
-
-    seen = [(part, i) for own in taken for part, a, b in own for i in range(a, b)]
-    assert seen == [(part, i) for part, count in enumerate(rows) for i in range(count)]
-    whole = [sum(one.rows for one in own) % step_rows for own in taken[:-1]]
-    assert not any(whole)
 
 
 # ---- a queue of work
@@ -626,12 +444,6 @@ def test_more_parts_do_not_make_a_lease_dearer(held):
     assert calls_per_lease(8000, 20, held) < 1.5 * calls_per_lease(1000, 20, held)
 
 
-def test_a_lease_costs_no_more_than_in_proportion_to_the_replicas():
-    few, many = (calls_per_lease(4000, replicas, True) for replicas in (20, 200))
-
-    assert many < 10 * few
-
-
 def shares(rows, replicas=(0, 1), step_rows=1, lease_rows=1, seed=None):
     own = step_rows, lease_rows, replicas, seed
     return leases_of(StaticPartition, rows, *own)
@@ -728,20 +540,6 @@ def test_what_a_lost_replica_would_have_got_goes_to_others_and_is_no_repetition(
     parts = [lease.ranges[0] for lease in drained(leases, 0)]
     assert parts == [Range(0, 1, 2), Range(1, 0, 1), Range(1, 1, 2)]
     assert leases.repeated == 0
-
-
-def test_one_that_comes_late_gets_nothing_of_the_epoch():
-    leases = shares([4])
-
-    assert not leases.has_one_for(9)
-    assert leases.take(9) is None
-
-
-@pytest.mark.parametrize("replica", [0, 1])
-def test_with_less_than_a_step_for_each_some_get_nothing(replica):
-    leases = shares([3], step_rows=4, lease_rows=4)
-
-    assert len(drained(leases, replica)) == 1 - replica
 
 
 STEP = 4
@@ -885,17 +683,6 @@ def test_fixed_shares_go_on_as_if_nothing_had_been(ended):
     assert pieces(again, range(3)) == pieces(whole, replicas)
 
 
-def test_each_goes_on_with_its_own_share_however_much_that_is():
-    left = [RemainingWork(5, (Range(0, 4, 40),)), RemainingWork(2, (Range(1, 36, 40),))]
-    leases = shared([40, 40], range(2), remaining=left)
-
-    (ranges,) = {one.ranges for one in [leases.take(0)]}
-
-    assert ranges == (Range(1, 36, 40),)  # the lower number then has the lower one now
-    assert leases.take(0) is None
-    assert leases.take(1).ranges[0].part == 0
-
-
 def test_each_replica_makes_as_many_steps_in_a_lap():
     leases = shared([100, 100], range(3), interval_rows=3 * STEP)
     crowd = Crowd(leases, range(3), 0)
@@ -926,15 +713,6 @@ def test_a_lap_is_not_over_while_somebody_holds_a_piece(make):
     assert not leases.interval_is_over(range(2))
     leases.finish(1, held[1].number)
     assert leases.interval_is_over(range(2))
-
-
-@EACH_KIND
-def test_an_epoch_without_laps_has_no_end_but_its_own(make):
-    leases = make([10], range(1))
-    crowd = Crowd(leases, range(1), 0)
-
-    assert not crowd.run_lap()
-    assert crowd.trained == everything([10])
 
 
 def test_what_lost_ones_had_belongs_to_nobody():

@@ -254,13 +254,6 @@ class TestOnASlowLink:
         assert 0.18 < mean(costs) < 0.3
         assert max(densities) < 2 * min(densities)
 
-    def test_every_copy_is_paid_for(self):
-        replica = training(bandwidth=SLOW, copies=7)
-
-        _, costs = settled(replica)
-
-        assert 0.18 < mean(costs) < 0.3
-
 
 class TestOnAFastLink:
     @of_each_kind_and_size
@@ -316,27 +309,6 @@ class TestAChange:
         assert max(slow) < 2 * min(slow)
         assert fast == [1.0] * len(fast)
 
-    def test_a_step_or_a_request_that_takes_long_once_changes_nothing(self):
-        rule, replica = LinkThreshold(), training(bandwidth=SLOW / 5)
-        replica.until_arrivals(SETTLED)
-        link, drained = replica.sent.link, Drained(10**4, 1, 1, 5.0)
-
-        after = rule.learn(link, Measured(10**6, 0.01, 10**4, False, 60.0, drained))
-
-        assert after.density == pytest.approx(link.density, rel=0.3)
-
-    def test_one_that_gives_up_dense_waits_longer_each_time(self):
-        rule, held = LinkThreshold(), []
-        link = Link(10**6, MOST, True, floor=Request(0.001, 100), hold=HOLD)
-        for _ in range(2):
-            link = link._replace(dense=True)
-            for _ in range(6):
-                slow = Drained(10**6, 1, 1, 5.0)
-                link = rule.learn(link, Measured(10**6, 1.0, 10**6, True, 1.0, slow))
-            held.append(link.hold)
-
-        assert held == [2 * HOLD, 4 * HOLD]
-
 
 class TestWhereTheLeastSeemsTooMuch:
     """On a link of which it was learned that a byte takes a millisecond."""
@@ -375,36 +347,8 @@ def test_without_a_link_everything_is_sent_from_the_second_exchange_on():
     assert rule.sends_dense(Sent(1.0, 1.0, link))
 
 
-class Known:
-    """A residual of known values."""
-
-    def __init__(self, *values):
-        self.values = torch.tensor(values)
-
-    def sample(self, most):
-        return self.values
-
-
 def sent(density, threshold=0.5):
     return Sent(threshold, 0.1, Link(10, density))
-
-
-class TestThreshold:
-    def test_it_is_reached_by_the_density(self):
-        residual = Known(*[float(i) for i in range(-5, 5)])
-
-        assert LinkThreshold().next_threshold(residual, sent(0.3)) == 4.0
-
-    def test_what_has_not_moved_does_not_count(self):
-        residual = Known(0.0, 0.0, 0.0, 0.0, 1.0, -2.0, 3.0, math.nan, 0.0, 0.0)
-
-        assert LinkThreshold().next_threshold(residual, sent(0.36)) == 3.0
-
-    def test_one_that_comes_from_elsewhere_stays_until_something_is_measured(self):
-        carried_on = Sent(0.125, 0.01)
-
-        assert LinkThreshold().next_threshold(None, carried_on) == 0.125
-        assert not LinkThreshold().sends_dense(carried_on)
 
 
 @pytest.mark.parametrize(
@@ -452,16 +396,3 @@ def test_a_frame_of_independent_positions_is_as_large_as_foreseen(density):
     # BITMAP spends 12 % more than the entropy at 0.3; none is needed for all.
     spare = size / 8 if density == 1.0 else 0
     assert actual - spare == pytest.approx(plain_bytes(size, density), rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("frame", "packing"),
-    [
-        ({"nbytes": round(0.5 * plain_bytes(1000, 0.01))}, 0.5),
-        ({"density": 0.0, "nbytes": 0}, 1.0),
-        ({"density": 1.0, "dense": True, "nbytes": 999}, 1.0),
-    ],
-    ids=["sparse", "none", "dense"],
-)
-def test_frames_are_as_much_larger_than_foreseen_as_the_last_sparse_one(frame, packing):
-    assert measured(Drained(), **frame).packing == pytest.approx(packing, rel=0.02)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from daskdl.errors import OptionError, SaveError
-from daskdl.objective import OwnStep, is_sum, objective_of, on_device
+from daskdl.objective import OwnStep, objective_of, on_device
 from daskdl.thresholds import Sent
 from daskdl.training.backend import FitResult, merge
 from daskdl.training.base import CompressionState as Left
@@ -17,7 +17,6 @@ from daskdl.training.base import Parameters, load_tensors_, others_in, trained_i
 from daskdl.training.optimizer_step import weigh
 
 GRID = 2.0**-24
-MOST = 2**31 - 1
 NOTHING = Parameters()
 
 
@@ -47,16 +46,6 @@ def test_all_residuals_are_added_up_and_shared_is_as_agreed():
     assert parameters.grid == GRID
 
 
-def test_a_sum_that_leaves_int32_on_its_way_is_exact_in_the_end():
-    parameters = merged(
-        result(shared([0, 0], [MOST, -MOST])),
-        result(shared([0, 0], [MOST, -MOST])),
-        result(shared([0, 0], [-MOST, MOST - 1])),
-    ).parameters
-
-    assert parameters.residual_N.tolist() == [MOST, -MOST - 1]
-
-
 def test_the_best_epoch_comes_back_from_the_first_that_has_it_and_nothing_is_added():
     best = dataclasses.replace(result(shared([7])), restored=True)
 
@@ -65,35 +54,6 @@ def test_the_best_epoch_comes_back_from_the_first_that_has_it_and_nothing_is_add
     assert final.parameters.shared_N.tolist() == [7]
     assert final.parameters.residual_N is None
     assert final.restored
-
-
-def test_one_that_did_not_come_to_its_end_brings_nothing_back():
-    best = dataclasses.replace(result(shared([7]), finished=False), restored=True)
-
-    final = merged(result(shared([10], [1])), best)
-
-    assert final.parameters.shared_N.tolist() == [10]
-    assert final.parameters.residual_N.tolist() == [1]
-    assert not final.restored
-
-
-def test_replicas_that_did_not_finish_add_nothing():
-    parameters = merged(
-        result(shared([1], [100]), finished=False),
-        result(shared([10], [4])),
-        result(shared([10], [5])),
-    ).parameters
-
-    assert parameters.shared_N.tolist() == [10]
-    assert parameters.residual_N.tolist() == [9]
-
-
-def test_if_none_finished_the_agreed_state_is_what_is_left():
-    parameters = merged(
-        result(shared([10]), finished=False), result(shared([10]), finished=False)
-    ).parameters
-
-    assert parameters.shared_N.tolist() == [10]
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["first", "last"])
@@ -110,17 +70,6 @@ def test_one_that_failed_at_its_start_does_not_hide_what_the_others_agreed_on(
     ).parameters
 
     assert (parameters.shared_N, parameters.exact) == (kept.shared_N, kept.exact)
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_lone_replica_keeps_its_exact_parameters(finished):
-    exact = {"weight": torch.tensor([0.1, float("nan")], dtype=torch.bfloat16)}
-
-    parameters = merged(result(Parameters(exact), finished=finished)).parameters
-
-    weight = parameters.exact["weight"]
-    assert weight.dtype == torch.bfloat16
-    assert torch.equal(weight.view(torch.int16), exact["weight"].view(torch.int16))
 
 
 def test_the_optimizer_state_is_the_sum_of_the_weighted_shares():
@@ -164,13 +113,6 @@ class Net(nn.Module):
         self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)
         self.register_buffer("kept", torch.arange(2.0))
         self.register_buffer("lost", torch.arange(3), persistent=False)
-
-
-def test_each_tensor_is_there_once_under_its_first_name():
-    net = Net()
-
-    assert list(trained_in(net)) == ["first.weight", "first.bias", "last.bias"]
-    assert list(others_in(net)) == ["frozen.weight", "kept", "lost"]
 
 
 def test_they_are_those_of_the_module_without_a_gradient():
@@ -248,20 +190,6 @@ def test_a_step_is_told_from_a_loss():
 def test_anything_else_is_refused(loss, own, message):
     with pytest.raises(OptionError, match=re.escape(message)):
         objective_of(loss, own)
-
-
-@pytest.mark.parametrize(
-    ("objective", "expected"),
-    [
-        (nn.MSELoss(reduction="sum"), True),
-        (nn.MSELoss(), False),
-        (nn.functional.mse_loss, False),
-        (OwnStep(step), False),
-    ],
-    ids=["sum", "mean", "function", "step"],
-)
-def test_a_loss_may_say_that_it_sums(objective, expected):
-    assert is_sum(objective) is expected
 
 
 class Weighted(nn.CrossEntropyLoss):

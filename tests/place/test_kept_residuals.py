@@ -1,6 +1,5 @@
 """What was validated last is what comes back; what was not sent is for the next fit."""
 
-import copy
 import dataclasses
 import logging
 import threading
@@ -19,7 +18,6 @@ from daskdl import (
     ParameterAveraging,
     Trainer,
 )
-from daskdl.compression.flat import FlatParameters, grid_for
 from tests.support.problems import mlp, normalised, rows, start_of, trainer
 from tests.support.recording import vector
 
@@ -143,25 +141,6 @@ def load(folder):
     )
 
 
-class Growing(Booked):
-    """Makes the first parameter larger with each step."""
-
-    def step(self, closure=None):
-        self.param_groups[0]["params"][0].grad[0, 0] = -0.2
-        return super().step(closure)
-
-
-def almost_one():
-    """A model that has a coarser grid when its first parameter has grown."""
-    model = mlp()
-    nn.init.constant_(model[0].weight[0, 0], 0.999)
-    return model
-
-
-def grid_of(model):
-    return grid_for(FlatParameters(copy.deepcopy(model)))
-
-
 def replaced(model):
     model.load_state_dict(start_of(mlp, seed=1).state_dict())
 
@@ -241,15 +220,6 @@ class TestConservation:
         np.testing.assert_allclose(model_of(own), expected, **CLOSE)
         fit(own)  # and only once
         np.testing.assert_allclose(model_of(own), expected, **CLOSE)
-
-    def test_parameters_that_have_grown_to_another_grid(self, book):
-        own = booked(model=almost_one, optimizer=Growing)
-        start = start_of(almost_one)
-        fit(own)
-
-        assert grid_of(own.model_) == 2 * grid_of(start)
-        expected = vector(start).double().numpy() + book.moved
-        np.testing.assert_allclose(self.delivered(own, book), expected, **CLOSE)
 
     @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
     def test_the_next_fit_starts_from_weights_that_the_user_has_changed(

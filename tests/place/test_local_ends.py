@@ -167,18 +167,6 @@ def test_one_that_hangs_is_left_behind_with_a_warning(hang, caplog):
     )
 
 
-def test_one_that_others_wait_for_in_vain_is_named(hang):
-    own = trainer(False, master=TWO, callbacks=[hang])
-    bounds = dict.fromkeys(("data", "silence", "stop"), "0.3s")
-    named = r"heartbeat for 0\.6 s \(.*data \+ silence\) of replica 0 on this machine"
-
-    with (
-        dask.config.set({"daskdl.timeouts": bounds}),
-        pytest.raises(WaitTimeoutError, match=named),
-    ):
-        own.fit(X, Y, batch_size=160)
-
-
 class TestBackend:
     """What a fit does with its backend, whatever happens there."""
 

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from daskdl import Callback, FailureInjection, OptionError, ReplicaError
 from daskdl.history import COLUMNS
 from tests.support.problems import kept, rows, trainer
-from tests.support.recording import Notes, vector
+from tests.support.recording import Notes
 
 X, Y = rows()
 TWO = kept(replicas_per_worker=2)
@@ -77,15 +77,6 @@ class Threads(Callback):
 
 
 class TestCallbacks:
-    def test_epochs_are_told_here_and_steps_where_they_are_made(self, tmp_path):
-        callback = Threads(tmp_path)
-
-        trainer(False, master=TWO, callbacks=[callback]).fit(X, Y, epochs=2)
-
-        assert callback.epochs == (threading.current_thread(),) * 2
-        names = [(tmp_path / str(replica)).read_text() for replica in (0, 1)]
-        assert names == ["daskdl-replica-0", "daskdl-replica-1"]
-
     def test_torchs_threads_are_shared_out(self, tmp_path):
         notes = Notes(tmp_path)
         former = torch.get_num_threads()
@@ -101,15 +92,6 @@ class TestCallbacks:
 
 
 class TestData:
-    def test_blocks_are_trained_on_as_arrays_are(self):
-        models = []
-        for data in ((X, Y), BLOCKS):
-            own = trainer(False)
-            own.fit(*data, epochs=2, batch_size=50, shuffle=False)
-            models.append(vector(own.model_))
-
-        assert torch.equal(*models)
-
     @pytest.mark.parametrize("prefetch", [0, 2])
     def test_each_block_is_computed_once_in_each_epoch(self, prefetch):
         computed = []
@@ -202,8 +184,3 @@ class TestOptions:
 
         with pytest.raises(expected) if expected else contextlib.nullcontext():
             own.fit(X, Y, batch_size=16)
-
-    @pytest.mark.parametrize("client", [True, 0, "local"])
-    def test_only_false_means_no_cluster(self, client):
-        with pytest.raises(OptionError, match=r"a distributed.Client, None or False"):
-            trainer(client).fit(X, Y)

@@ -8,7 +8,6 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from daskdl import (
-    DataError,
     EarlyStopping,
     ModelError,
     OptionError,
@@ -17,7 +16,6 @@ from daskdl import (
 from tests.support.problems import kept, mlp, normalised, rows, sgd, trainer
 
 X, Y = rows()
-TWO = kept(replicas_per_worker=2)
 
 
 class TestDevice:
@@ -103,19 +101,6 @@ class TestDropLast:
         assert sizes == [32, 32, 32] * 2
         assert history.column("examples") == [96, 96]
 
-    def test_two_replicas_leave_out_their_own_rests(self):
-        sizes, history = self.sizes(470, master=TWO, epochs=3, drop_last=True)
-
-        assert set(sizes) == {32}
-        assert sum(history.column("examples")) == 32 * len(sizes)
-        assert all(470 - 2 * 31 <= n <= 470 for n in history.column("examples"))
-
-    def test_where_nothing_would_be_left_it_is_refused(self):
-        message = "drop_last=True leaves nothing to train on: batch_size=32, and the"
-
-        with pytest.raises(DataError, match=f"{message} data have 31 rows"):
-            trainer(False).fit(X[:31], Y[:31], drop_last=True)
-
     def test_it_is_the_remedy_for_batch_norm_and_one_row(self):
         own = trainer(False, model=normalised)
         message = r"^replica 0 .*one row: Expected more than 1 value.*drop_last=True"
@@ -158,15 +143,6 @@ class TestEarlyStopping:
 
         assert len(history) == 6  # the first is the best, and five are no better
         assert history.stopping.reason == "patience"
-
-    def test_without_validation_data_it_says_so(self):
-        message = (
-            "monitor='val_loss' needs validation data, got none; give "
-            "fit(validation=...), or monitor='loss'"
-        )
-
-        with pytest.raises(OptionError, match=re.escape(message)):
-            trainer(False, callbacks=[EarlyStopping()]).fit(X, Y)
 
 
 def test_labels_that_a_transform_makes_right_are_accepted():

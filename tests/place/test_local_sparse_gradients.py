@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from daskdl import (
-    Checkpoint,
     GradientSharing,
     ParameterAveraging,
     Trainer,
@@ -69,15 +68,6 @@ class TestEveryOptimizer:
         for tensor in kept.values():
             assert tensor.layout is torch.strided
             assert tensor.abs().sum() > 0
-
-    def test_a_checkpoint_is_gone_on_from(self, optimizer, master, tmp_path):
-        options = {"callbacks": [Checkpoint(str(tmp_path))]}
-        trainer(optimizer, master, **options).fit(X, Y, epochs=1, batch_size=BATCH)
-
-        own = trainer(optimizer, master, **options)
-        history = own.fit(X, Y, epochs=2, batch_size=BATCH, resume=True)
-
-        assert len(history) == 2
 
 
 @pytest.mark.usefixtures("one_thread")

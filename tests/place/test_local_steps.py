@@ -116,18 +116,6 @@ class TestPenalty:
             penalised = loss + module.penalty()
             assert history[0]["loss"] == pytest.approx(penalised.item(), rel=1e-5)
 
-    def test_a_step_of_the_users_own_is_left_to_itself(self):
-        def step(model, batch):
-            return functional.cross_entropy(model(batch[0]), batch[1])
-
-        models = []
-        for model in (lambda: Held(20, 4), lambda: nn.Linear(20, 4)):
-            own = trainer(False, model=model, loss=None, step=step)
-            own.fit(X, Y, batch_size=40)
-            models.append(vector(own.model_))
-
-        assert torch.equal(*models)
-
 
 SEEN = []
 

@@ -1,14 +1,11 @@
 """Fits among threads that end early."""
 
-import itertools
 import math
 
-import dask
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
 from daskdl import (
     Callback,
@@ -159,13 +156,6 @@ class Overflowing(nn.Module):
         return self.layers(x) * (float("nan") if broken else 1.0)
 
 
-def plateau(optimizer):
-    """Halves the rate after each epoch whose loss it is told."""
-    return lr_scheduler.ReduceLROnPlateau(
-        optimizer, patience=0, factor=0.5, threshold=1.0, cooldown=0
-    )
-
-
 class TestEvaluate:
     def test_only_some_epochs_are_scored(self):
         own = trainer(False, master=TWO, callbacks=[Evaluate(every=3)])
@@ -176,17 +166,6 @@ class TestEvaluate:
         assert scored == [e in (2, 5, 7) for e in range(8)]
         waits = [row["waits"] for row in history]
         assert all({"gather", "lease"} <= each.keys() for each in waits)
-
-    def test_a_scheduler_that_judges_waits_for_a_score(self):
-        own = trainer(
-            False, master=TWO, callbacks=[Evaluate(every=3)], scheduler=plateau
-        )
-
-        rates = own.fit(X, Y, epochs=8, validation=OTHER).column("learning_rate")
-
-        assert [a != b for a, b in itertools.pairwise(rates)] == [
-            False, False, True, False, False, True, False
-        ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -217,17 +196,3 @@ def test_what_there_will_not_be_is_refused_before_anything_begins(
 
     assert begun(0) == []
     assert not hasattr(own, "history_")
-
-
-def test_what_needs_validation_data_is_refused_before_any_are_loaded():
-    loaded = []
-
-    @dask.delayed
-    def part():
-        loaded.append(1)
-        return X, Y
-
-    with pytest.raises(OptionError, match="monitor='val_loss' needs validation data"):
-        trainer(False, callbacks=[EarlyStopping(patience=1)]).fit([part()])
-
-    assert loaded == []

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-import daskdl
 from daskdl import Checkpoint, GradientSharing, ModelError, ParameterAveraging, Trainer
 from tests.support.problems import (
     MODELS,
@@ -140,18 +139,6 @@ def test_a_function_that_cannot_be_pickled_is_called_in_this_process():
     assert len(own.predict(X)) == len(X)
 
 
-def test_a_module_that_cannot_be_copied_is_refused_with_what_to_do():
-    message = (
-        r"^model cannot be copied, because model\.lock \(a _thread\.lock\) cannot be "
-        r"pickled: .*; create it when it is first used, or leave it out in "
-        r"__getstate__; or give a Trainer a function that makes the model"
-    )
-    with pytest.raises(ModelError, match=message):
-        trainer(False, model=locked()).fit(X, Y)
-    with pytest.raises(ModelError, match=message):
-        daskdl.predict(locked(), X, client=False)
-
-
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -235,29 +222,3 @@ class TestParametrized:
         np.testing.assert_allclose(own.predict(X), output, rtol=1e-4, atol=1e-5)
         loss = nn.functional.cross_entropy(output, torch.from_numpy(Y)).item()
         assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
-
-    def test_a_checkpoint_and_a_save_are_gone_on_from(self, kind, tmp_path):
-        options = {"model": made(kind)}
-        point = {"callbacks": [Checkpoint(str(tmp_path / "checkpoints"))]}
-        trainer(False, **options, **point).fit(X, Y, epochs=1)
-        own = trainer(False, **options, **point)
-        assert len(own.fit(X, Y, epochs=2, resume=True)) == 2
-        own.save(tmp_path / "save")
-
-        loaded = Trainer.load(
-            tmp_path / "save", client=False, optimizer=sgd, callbacks=[], **options
-        )
-
-        assert loaded.evaluate(X, Y)["loss"] == own.evaluate(X, Y)["loss"]
-        loaded.fit(X, Y)
-
-    def test_one_replica_is_a_plain_loop(self, kind):
-        own = trainer(False, model=made(kind), master=kept())
-        expected = plain_loop(
-            made(kind), sgd, seed=0, epochs=2, batch_size=16, x=X, y=Y
-        )
-
-        own.fit(X, Y, epochs=2, batch_size=16, shuffle=False)
-
-        for name, value in parameters_of(own.model_).items():
-            np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-6)

@@ -68,19 +68,6 @@ class TestModels:
             assert parameter.dtype == torch.bfloat16
             assert parameter.untyped_storage().nbytes() == 2 * parameter.numel()
 
-    def test_groups_made_in_two_passes_over_the_parameters_are_both_trained(self):
-        def in_groups(parameters):
-            weights = [p for p in parameters if p.ndim > 1]
-            biases = [p for p in parameters if p.ndim == 1]
-            return torch.optim.SGD([{"params": weights}, {"params": biases}], lr=0.1)
-
-        own = trainer(False, master=TWO, optimizer=in_groups)
-        own.fit(X, Y, epochs=2)
-
-        start = start_of(mlp)
-        assert (own.model_[0].bias - start[0].bias).abs().max() > 1e-3
-        assert len(own.optimizer_.param_groups[1]["params"]) == 2
-
     def test_seeds_make_the_start(self):
         class Stop(Callback):
             def on_step_end(self, step):

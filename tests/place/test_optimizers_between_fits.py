@@ -5,16 +5,12 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 from daskdl import GradientSharing
 from tests.support.problems import rows, trainer
 
 X, Y = rows()
-
-
-def flat(epoch):
-    return 1.0
 
 
 def sgd(**options):
@@ -23,10 +19,6 @@ def sgd(**options):
 
 def adam(**options):
     return lambda parameters: torch.optim.Adam(parameters, **{"lr": 2e-3, **options})
-
-
-def rmsprop(**options):
-    return lambda parameters: torch.optim.RMSprop(parameters, **{"lr": 2e-3, **options})
 
 
 @pytest.fixture(params=[1, 2])
@@ -73,26 +65,6 @@ def test_a_new_learning_rate_begins_its_schedule_anew(replicas, caplog):
     assert "its schedule begins anew" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("former", "scheduler", "rates"),
-    [
-        (lambda o: StepLR(o, 1, gamma=0.5), lambda o: LambdaLR(o, flat), [0.01, 0.01]),
-        (lambda o: LambdaLR(o, flat), lambda o: StepLR(o, 1, gamma=0.5), [0.01, 0.005]),
-        (lambda o: StepLR(o, 1), None, [0.01, 0.01]),
-        (None, lambda o: LambdaLR(o, flat), [0.01, 0.01]),
-    ],
-    ids=["step to lambda", "lambda to step", "step to none", "none to lambda"],
-)
-def test_another_scheduler_starts_from_a_new_learning_rate(
-    replicas, former, scheduler, rates
-):
-    own = fitted(replicas, optimizer=sgd(), scheduler=former)
-
-    own.optimizer, own.scheduler = sgd(lr=0.01), scheduler
-
-    assert fit(own, epochs=2).column("learning_rate") == rates
-
-
 def test_another_class_begins_anew_and_the_log_says_so(replicas, caplog):
     own = fitted(replicas, optimizer=sgd(momentum=0.9))
 
@@ -127,29 +99,6 @@ def test_another_implementation_goes_on_with_the_state(replicas, flag, caplog):
             own.optimizer_.param_groups[0][name] == now.get(name) for name in now
         )
     assert caplog.text.count("goes on with its state") == 2
-
-
-@pytest.mark.parametrize(
-    ("former", "now"),
-    [
-        (adam(), adam(amsgrad=True)),
-        (adam(amsgrad=True), adam()),
-        (rmsprop(), rmsprop(momentum=0.9)),
-        (rmsprop(momentum=0.9), rmsprop()),
-        (rmsprop(), rmsprop(centered=True)),
-    ],
-    ids=["amsgrad", "no amsgrad", "momentum", "no momentum", "centered"],
-)
-def test_what_needs_another_state_begins_anew(replicas, former, now, caplog):
-    own = fitted(replicas, optimizer=former)
-
-    own.optimizer = now
-    with caplog.at_level(logging.WARNING, logger="daskdl"):
-        fit(own)
-
-    assert "needs another state" in caplog.text
-    # About 30 steps of all in each fit; who makes how many is decided by leases.
-    assert max(steps(own)) < 1.5 * 30 / replicas
 
 
 def thawed(model):

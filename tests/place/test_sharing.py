@@ -143,15 +143,6 @@ def test_the_first_steps_of_a_trainer_are_sent_in_eight_bits(tmp_path):
         assert len(second) > 10
 
 
-def test_a_warm_up_is_dense_in_the_history():
-    own = trainer(False, master=shared_out(2, warmup_steps=1000))
-
-    [row] = own.fit(X, Y, batch_size=16)
-
-    assert (row["density"], row["clipped"]) == (1.0, 0.0)
-    assert row["sent_bytes"] < row["dense_bytes"] / 3
-
-
 def test_each_layer_keeps_a_threshold_from_fit_to_fit():
     mapping = {
         "0.*": AdaptiveThreshold(initial=1e-3, min_density=1, max_density=1, decay=0.9),

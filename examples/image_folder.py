@@ -1,4 +1,7 @@
-"""Pack a folder of small images into shards, train on them, and look at the top five.
+"""How do I train on many small images?
+
+This example packs a folder of images into shards, trains on them, and measures how
+often the right class is among the five best guesses.
 
 Run:  python examples/image_folder.py [seed]
 """
@@ -40,7 +43,7 @@ def network():
 
 
 def shifted(image, rng):
-    """The image moved by one pixel, up, down, left or right."""
+    """Move the image by one pixel, up, down, left or right."""
     padded = np.pad(image, 1)
     row, column = [(0, 1), (2, 1), (1, 0), (1, 2)][rng.integers(4)]
     return padded[row : row + 8, column : column + 8]
@@ -61,7 +64,7 @@ def make_folder(root):
     train, test, y_train, y_test = train_test_split(
         digits, labels, test_size=0.2, stratify=labels, random_state=0
     )
-    # Only now, so that no test image has a shifted twin in the training data.
+    # After the split, so that no test image has a shifted twin in the training data.
     rng = np.random.default_rng(0)
     more = rng.choice(len(train), IMAGES - len(digits), replace=False)
     moved = [shifted(train[i], rng) for i in more]
@@ -81,7 +84,7 @@ class Table(daskdl.Callback):
 
 
 def top(outputs, labels, count):
-    """The share of rows whose label is among the so many best guesses."""
+    """Return the share of rows whose label is among the best guesses."""
     best = np.argsort(outputs, axis=1)[:, -count:]
     return (best == labels[:, None]).any(axis=1).mean()
 

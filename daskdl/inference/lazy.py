@@ -182,9 +182,7 @@ class _Unread(Finish):
 class Examples(Collections):
     """A bag, or a list of Delayed objects and futures, whose parts are not stacked yet.
 
-    Args:
-        collection: The bag or list; values of a list are lists of examples, or rows.
-        keyed: Whether examples are pairs (key, x); None: detected from the first.
+    `keyed`: whether examples are pairs (key, x); None: detected from the first.
     """
 
     def __init__(self, collection: Any, keyed: bool | None) -> None:
@@ -198,9 +196,6 @@ def with_first_rows(source: S, client: Client | Literal[False]) -> S:
     """Return the source with rows for a dry run, and `Examples` with `keyed` known.
 
     Computes parts one after the other until one has rows.
-
-    Raises:
-        DataError: If there are no rows at all.
     """
     reader = source.reader if isinstance(source, Examples) else None
     if source.first is not None and reader is None:
@@ -241,14 +236,8 @@ def broadcast_model(packed: Packed[Any], client: Client | Literal[False]) -> Any
     """Return a task that gives each worker the same object, once.
 
     Dask sends its result to the workers that need it, drops it after its last use, and
-    computes it again if its worker dies; of scattered data it keeps a single copy.
-
-    Args:
-        packed: The scheduler keeps its bytes as long as a result depends on them.
-        client: Of the cluster that computes; False: whatever scheduler does.
-
-    Returns:
-        A future, or a Delayed object without a client.
+    computes it again if its worker dies; of scattered data it keeps a single copy. The
+    scheduler keeps the bytes as long as a result depends on them.
     """
     name = new_key("model")
     if client is False:
@@ -348,14 +337,6 @@ def lazy_outputs(
             part of the graph.
         y: Labels that are collections of their own; part of `source`, too.
         names: Of the columns of a single table, used if there are as many.
-
-    Returns:
-        A bag of outputs, or of pairs (key, output), for a bag; a list of Delayed
-        objects for a list; else, like the first collection, a ``dask.array`` or a
-        ``dask.dataframe`` with its index, in a tree if there are several outputs.
-
-    Raises:
-        ModelError: If outputs do not fit into a ``dask.dataframe``.
     """
     parts = partition_outputs(X, source, ask, client, y)
     if isinstance(source, Examples):
@@ -378,13 +359,7 @@ def collection_of_examples(parts: list[Delayed], *, bag: bool) -> Any:
 def collection_of_arrays(
     parts: Sequence[Delayed], empty: Tree, rows: Sequence[float]
 ) -> Tree:
-    """Return a tree of ``dask.array``.
-
-    Args:
-        parts: For each block a list of all output arrays.
-        empty: Outputs of no rows.
-        rows: Rows of each block; NaN if unknown.
-    """
+    """Return a tree of ``dask.array`` with so many rows, or NaN, in each block."""
     leaves = enumerate(batching.leaves(empty))
     return batching.filled(empty, [_array(parts, i, x, rows) for i, x in leaves])
 
@@ -417,15 +392,6 @@ def collection_of_tables(
 
     A dict of outputs with one number per row is one dataframe with these columns. Other
     outputs are a table each: a series if there is one number per row.
-
-    Args:
-        parts: For each partition a list of all output arrays.
-        empty: Outputs of no rows.
-        frame: The other dataframe.
-        names: Of the columns of a single table, used if there are as many.
-
-    Raises:
-        ModelError: If an output has more than one axis per row.
     """
     leaves = batching.leaves(empty)
     for leaf in leaves:

@@ -68,15 +68,7 @@ class Outputs(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Any, rows: int) -> "Outputs":
-        """Return what a model returned for so many rows.
-
-        Raises:
-            ModelError: If it is no tree of tensors with one row for each.
-
-        Example:
-            >>> Outputs.of(torch.zeros(2), rows=2)
-            Outputs(tree=array([0., 0.], dtype=float32), dtypes=('float32',))
-        """
+        """Return what a model returned, if it is a tree of tensors of so many rows."""
         for leaf in batching.leaves(outputs):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
@@ -112,12 +104,8 @@ class Failure(NamedTuple):
 class Replica(ABC):
     """A model somewhere, which answers batches in the order in which they come.
 
-    All methods are called on one event loop, and raise OSError if it is gone.
-
-    Attributes:
-        place: Where it is, for messages; several may be in one place.
-        version: Of the model in use; 0: none. Changed by the pool only.
-        staged: Of the model that was sent last. Changed by the pool only.
+    All methods are called on one event loop, and raise OSError if it is gone. Only the
+    pool changes `version`, of the model in use, and `staged`, of the one sent last.
     """
 
     place: str
@@ -144,11 +132,7 @@ class Replica(ABC):
 
     @abstractmethod
     async def close(self, wait: bool) -> None:
-        """Leave nothing behind.
-
-        Args:
-            wait: Until the last batch is done, and the model has left memory.
-        """
+        """Leave nothing behind; wait until the last batch is done and memory free."""
 
 
 class Host(ABC):
@@ -158,28 +142,16 @@ class Host(ABC):
     async def places(self) -> list[str]:
         """Return the places that are there now, in a fixed order.
 
-        Raises:
-            OSError: If that cannot be known now.
-            ChannelError: If nothing will be there any more.
+        OSError: unknown now; ChannelError: there will not be any more.
         """
 
     @abstractmethod
     def replica(self, place: str, number: int, sharing: int) -> Replica:
-        """Return a replica that is not open yet.
-
-        Args:
-            place: Where.
-            number: No other one has it.
-            sharing: Most replicas of a place.
-        """
+        """Return a replica that is not open yet, one of so many sharing its place."""
 
 
 async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
-    """Wait for something, and cancel it if it takes too long.
-
-    Raises:
-        WaitTimeoutError: If it takes longer, which is an OSError.
-    """
+    """Wait for something; after too long cancel it and raise a WaitTimeoutError."""
     task = asyncio.ensure_future(doing)
     try:
         await asyncio.wait({task}, timeout=bound.seconds)
@@ -197,10 +169,6 @@ class ModelThread(Replica):
     """A model in this process, and the thread that computes with it.
 
     Methods are called on one event loop; what takes time runs in the thread.
-
-    Args:
-        transform: Applied to each batch first, or None.
-        threads: Of torch, >= 1.
     """
 
     place = "this process"
@@ -307,14 +275,7 @@ class ReplicaServer:
     which every client reaches, and 0.6 ms directly; a task takes 12 ms, a method of an
     actor 2.1 ms (and an actor keeps its worker from being retired). It needs no plugin:
     the client opens it on the workers it chooses. It closes with its worker, or when
-    its client has been silent for too long.
-
-    Args:
-        worker: Dask's.
-        name: Of the handler and extension of the worker.
-        transform: See `ModelThread`.
-        sharing: Most replicas of a worker.
-        silence_s: Longest time without a request.
+    its client has been silent for `silence_s`.
     """
 
     def __init__(
@@ -392,14 +353,7 @@ async def start_server(*args: Any, dask_worker: Worker) -> None:
 
 
 class RemoteReplica(Replica):
-    """A replica on a worker, as its client sees it.
-
-    Args:
-        client: Used on its event loop only.
-        place: Address of the worker.
-        name: Of the handler there.
-        options: Other arguments of `ReplicaServer`.
-    """
+    """A replica on a worker, as its client sees it; used on the client's event loop."""
 
     def __init__(
         self, client: Client, place: str, name: str, options: tuple[Any, ...]
@@ -461,13 +415,7 @@ class RemoteReplica(Replica):
 
 
 class ClusterHost(Host):
-    """The workers of a cluster.
-
-    Args:
-        client: Synchronous; used on its event loop only.
-        transform: See `ModelThread`.
-        silence_s: Replicas close after so long without a request of the client.
-    """
+    """The workers of a cluster, whose replicas close after so long without a ping."""
 
     def __init__(
         self, client: Client, transform: Packed[Transform] | None, silence_s: float
@@ -502,17 +450,8 @@ class ReplicaPool:
     which is set at the start: the place of a worker that dies stays free until another
     one comes, so that the others do not become slower for good.
 
-    Args:
-        host: Where they can be.
-        model: The first.
-        wanted: How many there should be, >= 1.
-        timeouts: Of the waits.
-
-    Attributes:
-        ready: Those that can be asked. Changed in place.
-        lost: Called with each that is lost.
-        changed: Called when one has become ready.
-        ended: Called with an error if there will never be one again.
+    `ready` has the replicas that can be asked. `lost` is called with each that is lost,
+    `changed` when one has become ready, `ended` with an error if there will be no more.
     """
 
     ready: list[Replica]
@@ -538,13 +477,7 @@ class ReplicaPool:
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Start all of them.
-
-        Raises:
-            OptionError: If there is no place.
-            ModelError: If the model cannot be used there.
-            OSError: If one of them cannot be started.
-        """
+        """Start all of them; raises an OptionError if there is no place."""
         places = await self._host.places()
         if not places:
             raise OptionError(
@@ -588,12 +521,9 @@ class ReplicaPool:
     # ---- models
 
     async def swap(self, model: PackedModel) -> None:
-        """Answer all later batches by another model.
+        """Answer all later batches by another model, sent to all replicas beforehand.
 
-        It is sent to all replicas before the first of them uses it.
-
-        Raises:
-            ModelError: If it cannot be used somewhere; then the former one stays.
+        Raises a ModelError if one of them cannot use it; the former one then stays.
         """
         async with self._swapping:
             version = self._version + 1
@@ -690,12 +620,7 @@ class ReplicaPool:
             self.ended(error)
 
     async def look(self) -> None:
-        """See which places are there, start missing replicas and ping the others.
-
-        Raises:
-            OSError: If the places cannot be known.
-            ChannelError: If there will be none any more.
-        """
+        """See which places are there, start missing replicas and ping the others."""
         bound = self._timeouts.bound("request")
         places = await within(self._host.places(), bound, "no answer of the scheduler")
         for replica in list(self.ready):

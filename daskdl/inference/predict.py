@@ -69,18 +69,9 @@ def predict(
     overwrite: bool = False,
     names: Sequence[Any] | None = None,
 ) -> Any:
-    """Apply a model to every row; see :meth:`daskdl.Trainer.predict`.
+    """Apply a model to every row; see :func:`daskdl.predict`.
 
-    Args:
-        model: Not changed; a copy in evaluation mode goes once to each worker.
-        X: Data of any kind.
-        read: How they are read.
-        client: See :func:`daskdl.predict`.
-        output: Likewise.
-        postprocess: Likewise.
-        keyed: Likewise.
-        overwrite: Likewise.
-        names: Of the columns of a single table, used if there are as many.
+    A single table with as many columns as `names` gets them.
 
     Example:
         >>> X = np.array([[1.0], [2.0]])
@@ -170,12 +161,7 @@ def output_spec(
     transform: Transform | None,
     postprocess: Postprocess | None,
 ) -> Tree:
-    """Return a tree of lists of one `OutputSpec`, from a dry run on two rows.
-
-    Raises:
-        ModelError: If transform, model or postprocess fails, or there is not one row of
-            outputs per example.
-    """
+    """Return a tree of lists of one `OutputSpec`, from a dry run on two rows."""
     with preserved_random_state():
         rows = None if source.first is None else (source.first[0], None)
         run = dry_run(module, rows, transform)
@@ -225,16 +211,8 @@ def _shown(output: Any) -> str:
 class BatchPredictor:
     """Applies a model batch by batch; picklable.
 
-    Threads of a process that have the same one share the tensors of the model.
-
-    Attributes:
-        model: Returns what `postprocess` takes. Not changed.
-        spec: See `output_spec`.
-        batch_size: Rows per forward pass.
-        transform: Applied to each batch first, or None.
-        postprocess: Applied to the outputs of each batch, or None.
-        exact: Whether all rows have outputs of the same shape; else each batch may have
-            another one, with as many axes.
+    Threads of a process that have the same one share the tensors of the model. If not
+    `exact`, outputs of each batch may have another shape, with as many axes.
     """
 
     model: PackedModel
@@ -250,11 +228,7 @@ class BatchPredictor:
             return self.outputs(rows_of_part(source, part, self.batch_size))
 
     def outputs(self, parts: Iterator[Rows]) -> Tree:
-        """Return the outputs of blocks of rows, one after the other, numpy arrays.
-
-        Raises:
-            ModelError: If they do not match `spec`.
-        """
+        """Return the outputs of blocks of rows, one after the other, numpy arrays."""
         device = auto_device()
         self.model.opened(lambda copy: copy.eval().to(device))
         module = self.model.module()

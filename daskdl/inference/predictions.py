@@ -81,12 +81,7 @@ class Format(ABC):
 
 @dataclass(frozen=True)
 class ArrayFormat(Format):
-    """Trees of arrays, each of which is called ``y``, ``y['name']`` and so on.
-
-    Attributes:
-        outline: Structure of the tree, see `outline_of`.
-        leaves: dtype and shape of a row of each array.
-    """
+    """Trees of arrays, each of which is called ``y``, ``y['name']`` and so on."""
 
     outline: Any
     leaves: Sequence[tuple[str, Sequence[int]]]
@@ -131,11 +126,6 @@ class ExampleFormat(Format):
 
     A file has ``0/y``, ``1/y`` ... for each shape of outputs, with a row per example,
     the positions of these examples in ``0/rows``, ``1/rows`` ..., and ``keys`` as JSON.
-
-    Attributes:
-        outline: Structure of the outputs of one example.
-        keyed: Whether examples have keys.
-        bag: Whether the parts make a bag, or a list.
     """
 
     outline: Any
@@ -213,11 +203,7 @@ class TableFormat(Format):
 
     @classmethod
     def of(cls, frame: Any) -> "TableFormat":
-        """Return the format of a ``dask.dataframe`` or a series.
-
-        Raises:
-            ModelError: If Parquet cannot hold the names of its columns.
-        """
+        """Return the format of a dataframe or a series, if Parquet can hold it."""
         import pandas
 
         meta, divisions = frame._meta, ""
@@ -464,21 +450,8 @@ def write_predictions(
 ) -> Predictions:
     """Write the outputs of all parts, each on the worker that computes it.
 
-    See `lazy_outputs` for the other arguments.
-
-    Args:
-        X: The data, such as a collection.
-        source: The same as a source.
-        ask: Maps rows to outputs.
-        empty: Outputs of no rows.
-        store: The folder.
-        client: Of the cluster that computes; False: this process does.
-        names: Of the columns of a table.
-        overwrite: Whether predictions that are there are replaced.
-
-    Raises:
-        ModelError: If the outputs for a ``dask.dataframe`` are not one table.
-        OptionError: If the folder has predictions, or batch files.
+    See `lazy_outputs` for the arguments. Former predictions are an OptionError, unless
+    they are to be overwritten.
     """
     form: Format
     parts: Sequence[Delayed] | None = None

@@ -57,18 +57,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Call:
-    """Rows whose outputs somebody waits for.
+    """Rows whose outputs somebody waits for, in memory of their own.
 
-    Attributes:
-        x: A tree of numpy arrays, in memory of its own.
-        rows: In each of them, >= 1.
-        kind: Equal for calls that may share a batch.
-        tensors: Whether the caller gave tensors, and gets tensors.
-        came: When, on the clock of the event loop, seconds.
-        answer: What the caller waits for.
-        losses: Replicas that were lost while they had it.
-        alone: Whether it goes without others, as something went wrong with them.
-        begun: Whether it has been with a replica, so that nobody can cancel it.
+    Calls of one `kind` may share a batch. One that has `begun`, as it has been with a
+    replica, cannot be cancelled.
     """
 
     x: Tree
@@ -78,15 +70,11 @@ class Call:
     came: float
     answer: Future[Tree] = field(default_factory=Future)
     losses: int = 0
-    alone: bool = False
     begun: bool = False
 
     @classmethod
     def of(cls, x: Any, most: int) -> "Call":
         """Check and copy the rows of a call, which may have so many.
-
-        Raises:
-            DataError: If they cannot be used, or are more.
 
         Example:
             >>> print(Call.of(np.zeros((3, 2), np.float32), 32))
@@ -119,6 +107,10 @@ class Call:
             self.begun = self.answer.set_running_or_notify_cancel()
         return self.begun
 
+    def separate(self) -> None:
+        """Let it go without others, as something went wrong with them."""
+        self.kind = str(id(self))
+
     @override
     def __str__(self) -> str:
         leaves = ", ".join(
@@ -150,11 +142,6 @@ class BatchQueue:
     A batch is the beginning of a line, so that no call is overtaken by one of its kind.
     It is due when no more fits in, or when its first call has waited for `wait_s`; the
     oldest that is due leaves first. No clock, no event loop.
-
-    Args:
-        batch_limit: Rows of a batch, >= those of any call.
-        wait_s: Longest wait of a call for other calls, >= 0.
-        queue_limit: Rows that may wait; a call beyond it is refused.
     """
 
     _lines: dict[str, deque[Call]]  # none of them is empty
@@ -174,11 +161,7 @@ class BatchQueue:
     # ---- any thread
 
     def admit(self, rows: int) -> None:
-        """Make room for the rows of a call.
-
-        Raises:
-            BusyError: If there is none.
-        """
+        """Make room for the rows of a call; raises a BusyError if there is none."""
         with self._lock:
             if self._rows + rows > self._queue_limit:
                 raise BusyError(
@@ -220,6 +203,7 @@ class BatchQueue:
     def put_back(self, calls: Sequence[Call]) -> None:
         """Put calls that had left at the front of their line, in the same order."""
         for call in reversed(calls):
+            call.came = -math.inf  # it is due
             self._lines.setdefault(call.kind, deque()).appendleft(call)
 
     def withdraw(self, call: Call) -> None:
@@ -232,12 +216,7 @@ class BatchQueue:
             self._release([call])
 
     def take(self, now: float, *, hurry: bool = False) -> list[Call]:
-        """Remove the calls of the next batch that is due; none: there is none.
-
-        Args:
-            now: On the clock that says when calls came.
-            hurry: Whether every batch is due.
-        """
+        """Remove the calls of the next batch that is due, or with `hurry` of any."""
         lines = self._lines.values()
         due = [line for line in lines if hurry or self._due_in(line, now) <= 0]
         if not due:
@@ -264,22 +243,17 @@ class BatchQueue:
         return calls
 
     def _due_in(self, line: deque[Call], now: float) -> float:
-        first = line[0]
         batch = list(self._batch(line))
         full = len(batch) < len(line) or sum(c.rows for c in batch) == self._batch_limit
-        if full or first.alone or first.losses:
-            return 0.0
-        return max(0.0, first.came + self._wait_s - now)
+        return 0.0 if full else max(0.0, line[0].came + self._wait_s - now)
 
     def _batch(self, line: deque[Call]) -> Iterator[Call]:
         room = self._batch_limit
-        for number, call in enumerate(line):
+        for call in line:
             room -= call.rows
-            if room < 0 or (number and call.alone):
+            if room < 0:
                 return
             yield call
-            if call.alone:
-                return
 
 
 # ---- batches
@@ -400,7 +374,7 @@ class Dispatcher:
             self._fail(calls, outcome.error(f"the model failed on {calls[0]}"))
         else:  # whichever of the calls it is, the others are answered
             for call in calls:
-                call.alone = True
+                call.separate()
             self._queue.put_back(calls)
         self._send()
 
@@ -431,7 +405,8 @@ class Dispatcher:
         for _, calls in asked[:1]:
             for call in calls:
                 call.losses += 1
-                call.alone |= call.losses > 1
+                if call.losses > 1:
+                    call.separate()
         if not self._pool.ready and self._alone is None:
             seconds = self._timeouts.rejoin
             self._alone = asyncio.get_running_loop().call_later(seconds, self._give_up)

@@ -54,6 +54,15 @@ class TestBatches:
             assert [await values(call) for call in calls] == [[10], [20, 30], [40]]
 
     @on_a_loop
+    async def test_one_that_the_next_call_does_not_fit_into_leaves_at_once(self):
+        async with serving("a", wait_s=LONG_S) as desk:
+            desk.call(1, 2, 3), desk.call(4, 5)
+
+            assert (await desk.asked()).values == [1, 2, 3]
+            await turns()
+            assert desk.host.made[0].asked.empty()
+
+    @on_a_loop
     async def test_one_that_is_not_full_waits_for_more_rows(self):
         async with serving("a", wait_s=LONG_S) as desk:
             desk.call(1)

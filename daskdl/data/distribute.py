@@ -44,7 +44,7 @@ from daskdl.cluster import check_installed
 from daskdl.config import Bound, Timeouts
 from daskdl.data import batching
 from daskdl.data.batching import Rows
-from daskdl.data.source import PartGraph, Source
+from daskdl.data.source import PartGraph, Separate, Source
 from daskdl.errors import DataError, LostPieceError, OptionError, WaitTimeoutError
 from daskdl.serialization import Packed
 
@@ -174,7 +174,7 @@ class Fetcher:
 
     def separate(
         self, key: str, timeout_s: float, unwanted: Callable[[], bool]
-    ) -> list[tuple[str, Callable[[], Rows]]]:
+    ) -> Separate:
         """What a part is made of, see `Source.separate`; arguments as of `rows`."""
         content = self.fetch(key, timeout_s, unwanted)
         if not isinstance(content, Packed):

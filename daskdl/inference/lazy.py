@@ -170,13 +170,10 @@ def _by_shape(examples: Sequence[Any]) -> list[list[int]]:
     return list(places.values())
 
 
-class _Unread(Finish):
-    """Leaves the value of a part to an `ExampleReader`."""
-
-    @override
-    def __call__(self, values: list[Any], part: int) -> Rows:
-        (value,) = values
-        return value, None
+def _unread(values: list[Any], part: int) -> Rows:
+    """Leave the value of a part to an `ExampleReader`."""
+    (value,) = values
+    return value, None
 
 
 class Examples(Collections):
@@ -187,7 +184,7 @@ class Examples(Collections):
 
     def __init__(self, collection: Any, keyed: bool | None) -> None:
         tasks, keys = tasks_of(collection)
-        super().__init__(tasks, [(key,) for key in keys], _Unread())
+        super().__init__(tasks, [(key,) for key in keys], _unread)
         rows = pairs(collection).finish
         self.reader = ExampleReader(rows, is_bag(collection), keyed)
 

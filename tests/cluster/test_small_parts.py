@@ -102,7 +102,7 @@ def test_one_with_a_bad_label_is_named_as_the_user_counts(client):
     with pytest.raises(DataError, match=r"part 50\[1\] is 7") as caught:
         trainer(client).fit(*with_a_bad_label(), batch_size=8)
 
-    assert notes(caught.value) == ["in parts 48 to 50 of the train data"]
+    assert notes(caught.value) == ["in part 48 and 2 more of the train data"]
 
 
 def test_a_part_that_cannot_be_computed_is_named(client, tmp_path):

@@ -199,6 +199,7 @@ class TestAModel:
 
         assert not output.output.requires_grad
         assert x.tolist() == (-X).tolist()
+        assert output.batch[0].tolist() == x[:2].tolist()
 
     @pytest.mark.parametrize(
         ("rows", "message"),

@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from daskdl import Trainer
-from daskdl.data.dask_collections import tasks_of
 from daskdl.data.inputs import source_of
 from daskdl.errors import DataError, ModelError
 
@@ -78,16 +77,6 @@ def test_collate_fn_gets_the_items_of_a_batch_not_of_a_step():
     trainer(accumulate=2).fit(data, batch_size=4, collate_fn=collate)
 
     assert sizes == {2, 4}  # two to rehearse with
-
-
-def test_parts_of_one_collection_have_one_graph():
-    parts = dask.delayed([dask.delayed(abs)(-i) for i in range(3)])
-    both = [dask.delayed(sum)(parts), dask.delayed(max)(parts)]
-
-    tasks, keys = tasks_of(both)
-
-    values = [tasks.part([key], lambda values: values).rows({}) for key in keys]
-    assert values == [[3], [2]]
 
 
 def test_a_transform_must_keep_the_rows_that_are_predicted():

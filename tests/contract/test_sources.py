@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from daskdl.data.dask_collections import Collections
-from daskdl.data.files import Files
+from daskdl.data.files import LoadedFiles
 from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.tables import InMemory
 from daskdl.data.torch_datasets import IterableStyle, MapStyle
@@ -38,7 +38,7 @@ PAIRED = {
     "bag": (dask.bag.from_sequence([(1, 2)]), Collections),
     "delayed": ([dask.delayed((X, Y))], Collections),
     "own": (Parts((X, Y)), Parts),
-    "path": ("memory://daskdl-sources/*.npz", Files),
+    "path": ("memory://daskdl-sources/*.npz", LoadedFiles),
 }
 
 
@@ -79,7 +79,7 @@ def test_one_local_file_is_data(tmp_path):
 
     source = source_of(tmp_path / "a.npz")
 
-    assert type(source) is Files
+    assert type(source) is LoadedFiles
     assert source.load(0)[1].tolist() == Y.tolist()
 
 

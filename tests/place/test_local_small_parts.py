@@ -93,7 +93,9 @@ def test_one_that_is_bad_is_named(tmp_path):
         trainer(False, model=mlp).fit(
             lazy(tmp_path)[0], da.from_array(wrong, chunks=EACH)
         )
-    assert caught.value.__cause__.__notes__ == ["in part 60 and 2 more of the train data"]
+    assert caught.value.__cause__.__notes__ == [
+        "in part 60 and 2 more of the train data"
+    ]
     (url,) = files(tmp_path)
     np.savez(tmp_path / "061.npz", x=X[122:124], y=wrong[122:124])
     with pytest.raises(daskdl.DataError, match=r"061\.npz\[1\] is 7"):

@@ -1,25 +1,7 @@
-"""The library Keras, imported when it is first needed, on its PyTorch backend.
+"""A Keras model as a module of torch, of Keras' own layers only.
 
-Keras settles its backend once for each process, when it is imported. Workers unpickle
-models, so they come through here too, each with an environment of its own.
-
-Which classes a model may be made of: those of Keras itself that run no foreign code.
-
-Everything is looked up by name in Keras' own tables, and what a file says about where
-its classes are only serves to refuse others. So nothing of a file is executed.
-
-Keras models made of what describes them, and described again.
-
-Keras models as files of Keras.
-
-Losses for models that end in probabilities, as most models of Keras do.
-
-A Keras model as what daskdl trains: a module of torch.
-
-Keras registers everything it keeps as parameters of torch, says by an argument whether
-it trains, computes on a device of its own choice, and pickles as a file. Here trainable
-weights are parameters, what training merely updates are buffers, the mode is that of
-the module, and the device that of its parameters.
+Keras is imported at its first use, on its PyTorch backend. Classes are looked up in
+Keras' own tables, so nothing that a description names is imported or executed.
 """
 
 import contextlib
@@ -31,7 +13,7 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -46,8 +28,12 @@ from daskdl.objective import Penalised
 
 BACKEND = "torch"
 VARIABLE = "KERAS_BACKEND"
-
-# Building a model goes through state of the whole process: Python's generator is one.
+ENDING = ".keras"
+SEEDS = 2**31  # seeds of Keras' generators are below
+SMALLEST = 1e-7  # as in Keras: below it the logarithm of float32 is mostly rounding
+# Raised by Keras when a description is wrong somewhere.
+WRONG = (*USER_ERRORS, ImportError)
+# Building a model changes state of the whole process, such as Python's generator.
 _building = threading.RLock()
 
 
@@ -56,18 +42,28 @@ def library() -> Any:
     """Return the module `keras`.
 
     Raises:
-        OptionError: If it is not installed, older than 3, or has another backend
-            than PyTorch in this process.
+        OptionError: If it is missing, older than 3, or has another backend than PyTorch
+            in this process.
     """
-    with _on_torch():
-        try:
-            import keras
-        except ImportError as error:
-            raise OptionError(
-                f"Keras models need the library Keras 3, which cannot be imported "
-                f"here: {error}; install it with pip install daskdl[keras], also on "
-                "the workers"
-            ) from error
+    chosen, first = os.environ.get(VARIABLE), "keras" not in sys.modules
+    if first and chosen and chosen != BACKEND:
+        raise OptionError(
+            f"Keras models are trained on Keras' backend {BACKEND!r}, and {VARIABLE} "
+            f"is {chosen!r} in this process; set it to {BACKEND}, or unset it, also on "
+            "the workers"
+        )
+    if first and not chosen:
+        os.environ[VARIABLE] = BACKEND  # else a file in the user's home decides
+    try:
+        import keras
+    except ImportError as error:
+        raise OptionError(
+            f"Keras models need the library Keras 3, which cannot be imported here: "
+            f"{error}; install it with pip install daskdl[keras], also on the workers"
+        ) from error
+    finally:
+        if first and not chosen:
+            os.environ.pop(VARIABLE, None)
     if int(keras.__version__.split(".")[0]) < 3:
         raise OptionError(
             f"Keras models need Keras 3, got {keras.__version__}; install it with "
@@ -83,34 +79,148 @@ def library() -> Any:
     return keras
 
 
-@contextlib.contextmanager
-def _on_torch() -> Iterator[None]:
-    """Have Keras choose PyTorch; an environment that says something else is wrong."""
-    chosen = os.environ.get(VARIABLE)
-    if chosen or "keras" in sys.modules:
-        if "keras" not in sys.modules and chosen != BACKEND:
-            raise OptionError(
-                f"Keras models are trained on Keras' backend {BACKEND!r}, and "
-                f"{VARIABLE} is {chosen!r} in this process; set it to {BACKEND}, or "
-                "unset it, also on the workers"
+# ---- which classes a model may be made of
+
+
+# Their settings are code, pickles, or the path of a saved program.
+_CODE = (
+    *("Lambda", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer"),
+    *("__lambda__", "__typespec__"),
+)
+_VOCABULARIES = ("TextVectorization", "StringLookup", "IntegerLookup")  # have files
+_PLAIN = frozenset(
+    {"__keras_tensor__", "__numpy__", "__tensor__", "__bytes__", "__slice__"}
+    | {"__ellipsis__"}
+)
+_MODELS = {"Functional": "keras.src.models.functional", "Sequential": "keras"}
+_OPERATIONS = re.compile(r"keras\.src\.ops\.[a-z_]+")  # as `a + b` of two outputs
+_KERAS = re.compile(r"(tf_|tensorflow\.)?keras(\..*)?|builtins")
+_POLICIES = ("DTypePolicy", "FloatDTypePolicy")
+# Where the class of a setting is looked up, and its base class.
+_SPACES = {
+    "initializer": ("initializers", "Initializer"),
+    "regularizer": ("regularizers", "Regularizer"),
+    "dtype": ("dtype_policies", "DTypePolicy"),
+}
+# Optimizers of torch would ignore these, or replicas mix them up.
+_UNTRAINABLE = {
+    "_constraint": "a constraint, which no optimizer of torch keeps",
+    "stateful": "stateful=True, and batches of all replicas have no common order",
+}
+
+
+def vetted(value: JSON, key: str = "", where: str = "the model") -> JSON:
+    """Refuse a model with classes that are not of Keras, or that cannot be trained.
+
+    Args:
+        value: The model as Keras 3 writes it, or a part of it; not changed.
+        key: Name of the part.
+        where: The layer around it, for messages.
+
+    Returns:
+        The same with the modules of Keras' own classes, without compilation and build.
+
+    Raises:
+        ModelError: Naming the layer and the class.
+    """
+    if isinstance(value, list):
+        return [vetted(part, key, where) for part in value]
+    config = value.get("config") if isinstance(value, dict) else None
+    named = isinstance(value, dict) and {"class_name", "config"} <= value.keys()
+    if isinstance(value, dict) and not named:
+        return {name: vetted(part, name, where) for name, part in value.items()}
+    if named:
+        kind = value["class_name"]
+        setting = key.endswith((*_SPACES,))
+        if isinstance(config, dict) and config.get("name") is not None and not setting:
+            where = f"layer {config['name']!r}"
+        if not isinstance(kind, str):
+            _refuse(where, kind)
+        if kind in _PLAIN:
+            return value
+    for ending, reason in _UNTRAINABLE.items():
+        if key.endswith(ending) and value not in (None, False):
+            raise ModelError(f"{where} has {reason}; set {key} to null")
+    if named:
+        return _vetted_object(value, key, where)
+    setting = isinstance(value, str) and key.endswith((*_SPACES, "activation"))
+    if setting and value in library().saving.get_custom_objects():  # of this program
+        _refuse(where, value)
+    return value
+
+
+def _vetted_object(value: dict[str, JSON], key: str, where: str) -> JSON:
+    kind, config = value["class_name"], value["config"]
+    if kind == "function":
+        if not isinstance(config, str) or not hasattr(library().activations, config):
+            raise ModelError(
+                f"{where} has the function {config!r}, which is no activation of Keras"
             )
-        yield
-        return
-    os.environ[VARIABLE] = BACKEND  # else a file in the user's home decides
-    try:
-        yield
-    finally:
-        os.environ.pop(VARIABLE, None)
+        return config
+    if kind in _CODE:
+        raise ModelError(
+            f"{where} is a {kind}, which is made of code; nothing of a file is "
+            "executed: use layers of Keras in its place"
+        )
+    if kind in _VOCABULARIES:
+        raise ModelError(f"{where} is a {kind}; turn words into numbers beforehand")
+    made = {
+        "module": _module_of(value, key, where),
+        "class_name": kind,
+        "config": vetted(config, "", where),
+        "registered_name": None,
+    }
+    others = [name for name in ("name", "inbound_nodes") if name in value]
+    return made | {name: vetted(value[name], name, where) for name in others}
+
+
+def _module_of(value: dict[str, JSON], key: str, where: str) -> str:
+    """Return the module in which Keras 3 looks for a class; refuse other classes."""
+    kind, module = value["class_name"], value.get("module", "keras")
+    registered = value.get("registered_name") or kind
+    if not isinstance(module, str) or not _KERAS.fullmatch(module):
+        _refuse(where, f"{module}.{kind}" if module else kind)
+    if registered not in (kind, f"keras>{kind}"):
+        _refuse(where, registered)
+    if kind in _MODELS:
+        return _MODELS[kind]
+    keras = library()
+    if _OPERATIONS.fullmatch(module):
+        # Keras has imported all of its own; its tests lie beside them.
+        found = getattr(sys.modules.get(module), kind, None)
+        if not isinstance(found, type) or not issubclass(found, keras.Operation):
+            _refuse(where, f"{module}.{kind}")
+        return module
+    space, base = "layers", keras.layers.Layer
+    for ending, (own, name) in _SPACES.items():
+        if key.endswith(ending):
+            space, base = own, getattr(keras, name)
+    found = getattr(getattr(keras, space), kind, None)
+    if not isinstance(found, type) or not issubclass(found, base):
+        _refuse(where, kind)
+    if space != "dtype_policies":
+        return f"keras.{space}"
+    if kind not in _POLICIES:
+        raise ModelError(f"{where} is quantised ({kind}); only floating ones train")
+    return "keras"
+
+
+def _refuse(where: str, what: object) -> NoReturn:
+    raise ModelError(
+        f"{where} is or has a {what}, which is no class of Keras 3; custom classes do "
+        "not travel: build the model of layers that Keras has"
+    )
+
+
+# ---- models from descriptions, and descriptions of models
 
 
 @contextlib.contextmanager
 def building(*, seeded: bool) -> Iterator[Any]:
-    """Build a model meanwhile: on the CPU, and Python's generator is left as it was.
-
-    Initialisers without a seed draw one from Python's generator.
+    """Build a model within: on the CPU, with Python's generator restored afterwards.
 
     Args:
-        seeded: Let torch's generator decide what they draw.
+        seeded: Torch's generator determines what initializers without a seed draw.
 
     Yields:
         The library.
@@ -127,188 +237,18 @@ def building(*, seeded: bool) -> Iterator[Any]:
             random.setstate(former)
 
 
-# Their settings are code, pickles, or the path of a saved program.
-_CODE = ("Lambda", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer")
-_CODE_MARKS = ("__lambda__", "__typespec__")
-
-_PLAIN = frozenset(
-    {"__keras_tensor__", "__numpy__", "__tensor__", "__bytes__", "__slice__"}
-    | {"__ellipsis__"}
-)
-_MODELS = {"Functional": "keras.src.models.functional", "Sequential": "keras"}
-_OPERATIONS = re.compile(r"keras\.src\.ops\.[a-z_]+")  # as `a + b` of two outputs
-_KERAS = re.compile(r"(tf_|tensorflow\.)?keras(\..*)?|builtins")
-_POLICIES = ("DTypePolicy", "FloatDTypePolicy")
-
-# They keep words, in files of their own.
-_VOCABULARIES = ("TextVectorization", "StringLookup", "IntegerLookup")
-
-# Parts of a layer, which have no place of their own to name.
-_SETTINGS = ("initializer", "regularizer", "dtype")
-_NAMED = (*_SETTINGS, "activation")
-
-# What the optimizers of torch would leave out without a word, or the replicas mix up.
-_UNTRAINABLE = {
-    "_constraint": "a constraint, which no optimizer of torch keeps",
-    "stateful": "stateful=True, and batches of all replicas have no common order",
-}
-
-
-def vetted(config: JSON) -> JSON:
-    """Refuse what is not of Keras, or cannot be trained; by name.
-
-    Args:
-        config: A model, as Keras 3 writes it; not changed.
-
-    Returns:
-        The same with the places of Keras' own classes, without what a model was
-        compiled with and built for.
-
-    Raises:
-        ModelError: Naming the layer and the class.
-    """
-    return _vetted(config, "", "the model")
-
-
-def _vetted(value: JSON, key: str, where: str) -> JSON:
-    if isinstance(value, list):
-        return [_vetted(part, key, where) for part in value]
-    if not isinstance(value, dict):
-        _check_setting(key, value, where)
-        return value
-    if "class_name" not in value or "config" not in value:
-        return {name: _vetted(part, name, where) for name, part in value.items()}
-    where = _place(value, key, where)
-    if not isinstance(value["class_name"], str):
-        _refuse(where, value["class_name"])
-    if value["class_name"] in _PLAIN:
-        return value
-    _check_setting(key, value, where)
-    return _object(value, key, where)
-
-
-def _check_setting(key: str, value: JSON, where: str) -> None:
-    for ending, reason in _UNTRAINABLE.items():
-        if key.endswith(ending) and value not in (None, False):
-            raise ModelError(f"{where} has {reason}; set {key} to null")
-    if key.endswith(_NAMED) and isinstance(value, str) and value in _registered():
-        _refuse(where, value)
-
-
-def _registered() -> Mapping[str, Any]:
-    """What the program has told Keras to make when a file has its name."""
-    registered: Mapping[str, Any] = library().saving.get_custom_objects()
-    return registered
-
-
-def _object(value: dict[str, JSON], key: str, where: str) -> JSON:
-    kind = value["class_name"]
-    if kind == "function":
-        return _activation(value, where)
-    made = {
-        "module": _home(value, key, where),
-        "class_name": kind,
-        "config": _vetted(value["config"], "", where),
-        "registered_name": None,
-    }
-    for name in ("name", "inbound_nodes"):
-        if name in value:
-            made[name] = _vetted(value[name], name, where)
-    return made
-
-
-def _place(value: Mapping[str, JSON], key: str, where: str) -> str:
-    """How to speak of an object: of a layer by its name, else by where it is."""
-    config = value["config"]
-    name = config.get("name") if isinstance(config, dict) else None
-    return where if name is None or key.endswith(_SETTINGS) else f"layer {name!r}"
-
-
-def _activation(value: Mapping[str, JSON], where: str) -> str:
-    name = value["config"]
-    if not isinstance(name, str) or not hasattr(library().activations, name):
-        raise ModelError(
-            f"{where} has the function {name!r}, which is no activation of Keras"
-        )
-    return name
-
-
-def _home(value: Mapping[str, JSON], key: str, where: str) -> str:
-    """The module in which Keras 3 looks for a class."""
-    kind, module = value["class_name"], value.get("module", "keras")
-    if kind in _CODE or kind in _CODE_MARKS:
-        raise ModelError(
-            f"{where} is a {kind}, which is made of code; nothing of a file is "
-            "executed: use layers of Keras in its place"
-        )
-    if kind in _VOCABULARIES:
-        raise ModelError(f"{where} is a {kind}; turn words into numbers beforehand")
-    registered = value.get("registered_name") or kind
-    if not isinstance(module, str) or not _KERAS.fullmatch(module):
-        _refuse(where, f"{module}.{kind}" if module else kind)
-    if registered not in (kind, f"keras>{kind}"):
-        _refuse(where, registered)
-    if kind in _MODELS:
-        return _MODELS[kind]
-    if _OPERATIONS.fullmatch(module):
-        return _operation(kind, module, where)
-    return _namespace(kind, key, where)
-
-
-def _operation(kind: str, module: str, where: str) -> str:
-    # Keras has imported all of its own; its tests lie beside them.
-    found = getattr(sys.modules.get(module), kind, None)
-    if not isinstance(found, type) or not issubclass(found, library().Operation):
-        _refuse(where, f"{module}.{kind}")
-    return module
-
-
-def _namespace(kind: str, key: str, where: str) -> str:
-    keras = library()
-    space, base = _expected(keras, key)
-    found = getattr(getattr(keras, space), kind, None)
-    if not isinstance(found, type) or not issubclass(found, base):
-        _refuse(where, kind)
-    if space == "dtype_policies" and kind not in _POLICIES:
-        raise ModelError(f"{where} is quantised ({kind}); only floating ones train")
-    return "keras" if space == "dtype_policies" else f"keras.{space}"
-
-
-def _expected(keras: Any, key: str) -> tuple[str, type]:
-    """Where the class of a setting is, and what it derives from."""
-    if key.endswith("initializer"):
-        return "initializers", keras.Initializer
-    if key.endswith("regularizer"):
-        return "regularizers", keras.Regularizer
-    if key.endswith("dtype"):
-        return "dtype_policies", keras.DTypePolicy
-    return "layers", keras.layers.Layer
-
-
-def _refuse(where: str, what: object) -> NoReturn:
-    raise ModelError(
-        f"{where} is or has a {what}, which is no class of Keras 3; custom classes do "
-        "not travel: build the model of layers that Keras has"
-    )
-
-
-# What Keras raises when a description is wrong somewhere.
-WRONG = (*USER_ERRORS, ImportError)
-
-
 def built(config: JSON, *, seeded: bool) -> Any:
     """Make a Keras model, on the CPU.
 
     Args:
         config: As Keras 3 writes it, vetted; not changed.
-        seeded: Torch's generator decides its weights; else they are anything.
+        seeded: Torch's generator determines its weights; else they are arbitrary.
 
     Raises:
         ModelError: If Keras cannot make it, or its input has no shape.
     """
     with building(seeded=seeded) as keras:
-        # Keras takes apart what it is given.
-        own = json.loads(json.dumps(config))
+        own = json.loads(json.dumps(config))  # Keras changes it
         try:
             model = keras.saving.deserialize_keras_object(own, safe_mode=True)
         except WRONG as error:
@@ -317,19 +257,14 @@ def built(config: JSON, *, seeded: bool) -> Any:
             ) from error
     if not isinstance(model, keras.Model):
         raise ModelError(f"expected a model, got the description of a {type(model)}")
-    check_built(model)
+    _check_built(model)
     return model
 
 
 def described(model: Any) -> JSON:
-    """Return what a Keras model is made of, vetted.
-
-    Raises:
-        ModelError: If it cannot be described or has what cannot be trained.
-    """
-    keras = library()
+    """Return the configuration of a Keras model, vetted; else a ModelError says why."""
     try:
-        config = keras.saving.serialize_keras_object(model)
+        config = library().saving.serialize_keras_object(model)
     except WRONG as error:
         raise ModelError(
             f"Keras cannot describe the model {model.name!r}: {gist(error)}"
@@ -337,12 +272,7 @@ def described(model: Any) -> JSON:
     return vetted(config)
 
 
-def check_built(model: Any) -> None:
-    """Refuse a model without weights, since the shape of its input is not known.
-
-    Raises:
-        ModelError: If it is one.
-    """
+def _check_built(model: Any) -> None:
     unbuilt = [layer.name for layer in (model, *model.layers) if not layer.built]
     if unbuilt:
         raise ModelError(
@@ -353,47 +283,22 @@ def check_built(model: Any) -> None:
 
 
 def gist(error: BaseException) -> str:
-    """The line of an error of Keras that says most: it shows all settings first."""
+    """Return the last line of an error: Keras shows all settings first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"
 
 
-ENDING = ".keras"
-
-
-def save(model: Any, path: str | os.PathLike[str]) -> None:
-    """Write a Keras model; a file that is there is replaced when all is written.
-
-    Args:
-        model: Of Keras.
-        path: Of a local file, ending in ``.keras``.
-
-    Raises:
-        OptionError: If it ends otherwise.
-        OSError: If it cannot be written.
-    """
-    target = Path(path)
-    if target.suffix != ENDING:
-        raise OptionError(f"path must end in {ENDING!r}, got {str(path)!r}")
-    partial = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{ENDING}")
-    try:
-        model.save(partial)
-        partial.replace(target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            partial.unlink()
-
-
-# As in Keras: below it the logarithm of float32 says more about rounding than of data.
-SMALLEST = 1e-7
+# ---- what users train
 
 
 class CrossEntropyOfProbabilities(nn.NLLLoss):
-    """The cross-entropy of class indices, for outputs that went through a softmax.
+    """The cross-entropy of class indices, for models that end in a softmax.
 
-    Torch's `CrossEntropyLoss` takes the softmax itself; after that of the model it
-    would be the second one, with which training is slow and ends early. The arguments
-    are those of `torch.nn.NLLLoss`.
+    Torch's `CrossEntropyLoss` applies a softmax itself; a second one slows training
+    down and ends it early.
+
+    Args:
+        As of `torch.nn.NLLLoss`.
 
     Example:
         >>> import torch
@@ -404,14 +309,11 @@ class CrossEntropyOfProbabilities(nn.NLLLoss):
         0.1698
     """
 
-    scale = "probabilities"  # not their logarithms, as metrics would have it
+    scale = "probabilities"  # not their logarithms, as metrics would assume
 
     @override
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return super().forward(input.clamp(min=SMALLEST).log(), target)
-
-
-SEEDS = 2**31  # of a generator of Keras are below
 
 
 def as_module(model: Any) -> Any:
@@ -422,20 +324,19 @@ def as_module(model: Any) -> Any:
         OptionError: If Keras has another backend than PyTorch.
     """
     kind = getattr(sys.modules.get("keras"), "Model", None)
-    if not isinstance(kind, type) or not isinstance(model, kind):
-        return model
-    return KerasModule(model)
+    return KerasModule(model) if kind and isinstance(model, kind) else model
 
 
 class KerasModule(nn.Module, Penalised):
     """A Keras model as a module of torch.
 
-    What it does not have itself is looked up in the Keras model: `predict`,
-    `summary`, `layers`, `get_weights`. Both have the same weights, in the same memory.
+    Other attributes are those of the Keras model: `predict`, `summary`, `layers`,
+    `get_weights`. Both share the weights, in the same memory: trainable weights are
+    parameters, others are buffers.
 
-    In training mode dropout drops, and batch normalisation looks at the batch; in
-    evaluation mode they do not. Whatever is random in Keras' layers follows torch's
-    generator, seeds that the layers were given notwithstanding: replicas differ.
+    In training mode dropout drops, and batch normalization uses the batch; in
+    evaluation mode they do not. Random layers draw from torch's generator and ignore
+    seeds of their own, so replicas differ.
 
     Args:
         model: Sequential or functional, of Keras' own layers, built.
@@ -451,7 +352,7 @@ class KerasModule(nn.Module, Penalised):
     def __init__(self, model: Any) -> None:
         library()
         super().__init__()
-        check_built(model)
+        _check_built(model)
         described(model)  # which names what cannot travel, or cannot be trained
         # Not as a submodule: its parameters would be there a second time.
         self.__dict__["_keras"] = model
@@ -497,13 +398,22 @@ class KerasModule(nn.Module, Penalised):
         """Write the model as Keras does, in a file that Keras itself can load.
 
         Args:
-            path: Of a local file, ending in ``.keras``; one that is there is replaced.
+            path: Of a local file, ending in ``.keras``. An existing file is replaced
+                when all is written.
 
         Raises:
             OptionError: If the path ends otherwise.
             OSError: If it cannot be written.
         """
-        save(self._keras, path)
+        target = Path(path)
+        if target.suffix != ENDING:
+            raise OptionError(f"path must end in {ENDING!r}, got {str(path)!r}")
+        partial = target.with_name(f".{target.stem}-{secrets.token_hex(4)}{ENDING}")
+        try:
+            self._keras.save(partial)
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def _device(self) -> str:
         variables = (variable for variable, _ in self._variables.values())
@@ -558,30 +468,27 @@ class KerasModule(nn.Module, Penalised):
         return f"{type(self._keras).__name__} {self._keras.name!r}"
 
 
-Variables = dict[str, tuple[Any, bool]]  # a variable of Keras; whether it is trained
+def _variables(model: Any) -> dict[str, tuple[Any, bool]]:
+    """Return Keras' variables by name, and whether each is trained; shared ones once.
 
-
-def _variables(model: Any) -> Variables:
-    """The weights by name; those that are in two places once.
-
-    Named after layers, as in ``"dense/kernel"``: paths of Keras begin with the model.
+    Names follow layers, as in ``"dense/kernel"``: Keras' paths begin with the model.
     """
-    found: Variables = {}
-    for name, variable, trained in _weights_in(model, ""):
-        if all(variable is not other for other, _ in found.values()):
-            while name in found:
-                name += "_"
-            found[name] = variable, trained
+    found: dict[str, tuple[Any, bool]] = {}
+
+    def visit(layer: Any, prefix: str) -> None:
+        trained = [(one, True) for one in layer._trainable_variables]
+        others = [(one, False) for one in layer._non_trainable_variables]
+        for variable, is_trained in (*trained, *others):
+            if all(variable is not other for other, _ in found.values()):
+                name = prefix + variable.name
+                while name in found:
+                    name += "_"
+                found[name] = variable, is_trained
+        for inner in layer._layers:
+            visit(inner, f"{prefix}{inner.name}/")
+
+    visit(model, "")
     return found
-
-
-def _weights_in(layer: Any, prefix: str) -> Iterator[tuple[str, Any, bool]]:
-    for variable in layer._trainable_variables:
-        yield prefix + variable.name, variable, True
-    for variable in layer._non_trainable_variables:
-        yield prefix + variable.name, variable, False
-    for inner in layer._layers:
-        yield from _weights_in(inner, f"{prefix}{inner.name}/")
 
 
 def _seeds(model: Any) -> list[Any]:

@@ -32,8 +32,9 @@ from daskdl import (
 from daskdl.data import MinMax, Standardize
 from daskdl.data.inputs import Compose
 from daskdl.history import Stopping
-from daskdl.keras import CrossEntropyOfProbabilities
+from daskdl.keras import CrossEntropyOfProbabilities, KerasModule
 from daskdl.saving.trainer_state import KNOWN, NAMES, load, save
+from tests.support.keras_models import small
 from tests.support.saves import fitted, layers, signed
 
 
@@ -368,6 +369,15 @@ class TestWhatNeverHasToBePassed:
                 plateau = isinstance(one, lr_scheduler.ReduceLROnPlateau)
                 one.step(1.0) if plateau else one.step()
             assert again.get_last_lr() == made.get_last_lr(), step
+
+    def test_a_keras_model(self, tmp_path):
+        one = fitted(lambda: small())
+
+        loaded = back(one, tmp_path, trusted=())
+
+        check_goes_on(loaded, one)
+        assert type(loaded.model) is KerasModule
+        assert loaded.model.get_config() == one.model.get_config()
 
     def test_partials_of_functions_of_torch(self, tmp_path):
         loss = functools.partial(nn.functional.mse_loss, reduction="sum")

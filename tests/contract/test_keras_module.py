@@ -1,7 +1,8 @@
-"""A Keras model is a module like any other."""
+"""A Keras model is a module like any other, and saved as Keras saves it."""
 
 import copy
 import pickle
+import random
 
 import numpy as np
 import pytest
@@ -9,13 +10,19 @@ import torch
 from torch import nn
 
 from daskdl.compression.flat import FLOATING, FlatParameters, Untrained
-from daskdl.errors import ModelError
-from daskdl.keras.module import KerasModule, as_module, library
+from daskdl.errors import ModelError, OptionError
+from daskdl.keras import CrossEntropyOfProbabilities
+from daskdl.keras.module import KerasModule, as_module, built, described, library
 from daskdl.serialization import PackedModel
+from tests.support.keras_models import small
 from tests.support.problems import shown
 
 keras = library()
+
+
 layers = keras.layers
+
+
 ROWS = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 
 
@@ -388,3 +395,125 @@ class TestAsModule:
     @pytest.mark.parametrize("value", [nn.ReLU(), 3, None, normalised], ids=shown)
     def test_anything_else_stays_as_it_is(self, value):
         assert as_module(value) is value
+
+
+def model(**options):
+    layers = [keras.Input((4,)), keras.layers.Dense(3, **options)]
+    return keras.Sequential(layers, name="own")
+
+
+def kernel_of(config, seed):
+    torch.manual_seed(seed)
+    return torch.from_numpy(built(config, seeded=True).get_weights()[0])
+
+
+def test_torchs_generator_decides_the_weights():
+    config = described(model())
+
+    first, again, other = (kernel_of(config, seed) for seed in (0, 0, 1))
+
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_pythons_generator_is_left_as_it_was():
+    config = described(model())
+    before = random.getstate()
+
+    built(config, seeded=True)
+    built(config, seeded=False)
+
+    assert random.getstate() == before
+
+
+def test_torchs_generator_is_left_alone_where_weights_do_not_matter():
+    config = described(model())
+    before = torch.get_rng_state()
+
+    built(config, seeded=False)
+
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"units": -3}, "-3"),
+        ({"nonsense": 1}, "nonsense"),
+        ({"activation": "nonsense"}, "nonsense"),
+        ({"units": "many"}, "many"),
+    ],
+    ids=str,
+)
+def test_what_keras_cannot_make_is_said(settings, message):
+    config = described(model())
+    config["config"]["layers"][1]["config"].update(settings)
+
+    with pytest.raises(ModelError, match=f"cannot make the model: .*{message}"):
+        built(config, seeded=False)
+
+
+def test_a_layer_is_no_model():
+    config = described(model())["config"]["layers"][1]
+
+    with pytest.raises(ModelError, match="expected a model"):
+        built(config, seeded=False)
+
+
+SCORES = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 3.0]], requires_grad=True)
+
+
+LABELS = torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "sum"}, {"weight": torch.tensor([1.0, 2.0, 3.0])}],
+    ids=["mean", "sum", "weighted"],
+)
+def test_it_is_the_cross_entropy_of_the_scores(options):
+    expected = nn.CrossEntropyLoss(**options)(SCORES, LABELS)
+
+    loss = CrossEntropyOfProbabilities(**options)(SCORES.softmax(1), LABELS)
+
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_probability_of_zero_has_a_finite_loss():
+    certain = torch.tensor([[0.0, 1.0]])
+
+    loss = CrossEntropyOfProbabilities()(certain, torch.tensor([0]))
+
+    assert 16 < loss < 17
+
+
+def test_keras_loads_what_was_saved(tmp_path):
+    own = small()
+
+    own.save(tmp_path / "own.keras")
+
+    loaded = keras.saving.load_model(tmp_path / "own.keras")
+    np.testing.assert_array_equal(
+        loaded.predict(ROWS.numpy(), verbose=0), own.predict(ROWS.numpy(), verbose=0)
+    )
+
+
+def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
+    path, own = tmp_path / "own.keras", small()
+    path.write_bytes(b"before")
+
+    def full(partial):
+        partial.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(own.keras, "save", full)
+    with pytest.raises(OSError, match="no space left"):
+        own.save(path)
+
+    assert path.read_bytes() == b"before"
+    assert [path.name for path in tmp_path.iterdir()] == ["own.keras"]
+
+
+def test_another_ending_is_refused(tmp_path):
+    with pytest.raises(OptionError, match=r"must end in '.keras', got '.*own.h5'"):
+        small().save(tmp_path / "own.h5")

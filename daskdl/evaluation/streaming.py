@@ -420,10 +420,9 @@ class ExactMatch(Metric):
 
     @override
     def update(self, scores_NK: Tensor, labels_NK: Tensor) -> None:
-        """Count rows; one that is all masked does not count."""
-        masked = labels_NK == MASKED
-        right = ((scores_NK > self.threshold) == (labels_NK == 1)) | masked
-        right_N = right.all(dim=1)[~masked.all(dim=1)]
+        """Count rows but those all masked; masked scores are 0, and so not predicted."""
+        right = (scores_NK > self.threshold) == (labels_NK == 1)
+        right_N = right.all(dim=1)[(labels_NK != MASKED).any(dim=1)]
         self.counts += torch.tensor([int(right_N.sum()), len(right_N)])
 
     @override

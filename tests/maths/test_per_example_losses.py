@@ -472,9 +472,9 @@ def test_what_a_model_adds_of_itself_is_added():
 def test_the_regularizers_of_a_keras_model_are_added():
     keras = library()
     keras.utils.set_random_seed(0)
-    dense = keras.layers.Dense(2, kernel_regularizer="l2")
+    dense = keras.layers.Dense(2, kernel_regularizer="l2", activity_regularizer="l1")
     own = as_module(keras.Sequential([keras.Input((3,)), dense]))
-    own(torch.ones(5, 3))
+    own(torch.ones(5, 3))  # what its outputs add is no penalty of the weights
 
     found = penalty(own, optim.SGD(own.parameters(), lr=0.1))
 

@@ -1,171 +1,153 @@
+"""Evaluation over workers: uneven and empty partitions, and one whose worker dies."""
+
+import functools
+import itertools
+import os
+
+import dask
 import dask.array as da
+import dask.bag as db
 import numpy as np
 import pytest
 import torch
+from sklearn import metrics as sklearn_metrics
 from torch import nn
+from torchmetrics.classification import MulticlassAUROC
 
-from daskdl.data.inputs import ReadOptions, source_of
-from daskdl.data.tables import InMemory
-from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.evaluation.evaluate import Scoring
-from daskdl.evaluation.evaluate import evaluate as evaluate_source
-from daskdl.serialization import Packed, PackedModel
+import daskdl
+from daskdl.errors import DataError, ModelError
 from tests.support.clusters import still_left_behind
 from tests.support.recording import executed
 
-ROWS = 101  # a prime: no batch size or number of workers divides it
+GENERATOR = np.random.default_rng(0)
+ROWS = 1000
+X = GENERATOR.normal(size=(ROWS, 4)).astype(np.float32)
+Y = np.sort(GENERATOR.integers(0, 3, ROWS))
+SIZES = (7, 0, 500, 1, 0, 492)  # of partitions; most have one class
 
 
 @pytest.fixture
 def model():
-    """Sensitive to its mode: dropout and batch norm."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
+
+
+@pytest.fixture
+def scores(model):
+    with torch.no_grad():
+        return model(torch.from_numpy(X)).double().softmax(1).numpy()
+
+
+def check(told, scores):
+    """It is scikit-learn's, of the whole."""
+    chosen = scores.argmax(1)
+    expected = sklearn_metrics.confusion_matrix(Y, chosen)
+    assert told["confusion_matrix"].tolist() == expected.tolist()
+    numbers = {
+        "loss": sklearn_metrics.log_loss(Y, scores),
+        "accuracy": sklearn_metrics.accuracy_score(Y, chosen),
+        "f1": sklearn_metrics.f1_score(Y, chosen, average="macro"),
+        "mcc": sklearn_metrics.matthews_corrcoef(Y, chosen),
+        "roc_auc": sklearn_metrics.roc_auc_score(Y, scores, multi_class="ovr"),
+        "MulticlassAUROC": sklearn_metrics.roc_auc_score(Y, scores, multi_class="ovr"),
+    }
+    assert {name: told[name] for name in numbers} == pytest.approx(numbers, rel=1e-6)
+
+
+def measured(model, client, *given):
+    return daskdl.evaluate(
+        model,
+        *given,
+        loss=nn.CrossEntropyLoss(),
+        metrics=["classification", MulticlassAUROC(3)],
+        client=client,
+        batch_size=64,
     )
-    return model.train()
 
 
-X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
-# Sorted, so that each part of the data has another loss than the others.
-Y = np.sort(np.random.default_rng(1).integers(0, 3, ROWS))
+def partitions(load):
+    """A bag of these sizes; each partition is made by a task of its own."""
+    edges = np.cumsum([0, *SIZES])
+    spans = [slice(a, b) for a, b in itertools.pairwise(edges)]
+    return db.from_delayed(
+        [dask.delayed(load)(n, span) for n, span in enumerate(spans)]
+    )
 
 
-def evaluate(model, loss, X, y, client, batch_size=64):
-    """As a trainer does it."""
-    read = ReadOptions(batch_size)
-    source = source_of(X, y, read)
-    return evaluate_source(model, loss, source, read, client)
+def loaded(number, span):
+    return list(zip(X[span], Y[span], strict=True))
 
 
-def whole(model, loss, X=X, y=Y):
-    """Loss and accuracy in one pass over everything, in this process."""
-    was_training = model.training
-    with torch.no_grad():
-        output = model.eval()(torch.as_tensor(X))
-    model.train(was_training)
-    labels = torch.as_tensor(y)
-    right = (output.argmax(1) == labels).double().mean().item()
-    return {"loss": loss(output, labels).item(), "accuracy": right}
+def test_uneven_and_empty_partitions_are_the_whole(client, model, scores):
+    told = measured(model, client, partitions(loaded))
+
+    check(told, scores)
+    assert still_left_behind(client) == {}
 
 
-def lazy(rows):
-    return {"X": da.from_array(X, (rows, 4)), "y": da.from_array(Y, rows + 3)}
+def test_arrays_are_the_whole_too(client, model, scores):
+    edges = np.cumsum([size for size in SIZES if size])
+    chunks = tuple(np.diff([0, *edges]).tolist())
+    x = da.from_array(X, (chunks, 4))
+
+    check(measured(model, client, x, da.from_array(Y, (chunks,))), scores)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"X": X, "y": Y},
-        {"X": torch.from_numpy(X), "y": torch.from_numpy(Y)},
-        {"X": X, "y": Y.astype(np.uint8)},
-        lazy(40),
-    ],
-    ids=["numpy", "torch", "small labels", "dask"],
-)
-@pytest.mark.parametrize("batch_size", [7, 1000])
-def test_any_cut_gives_what_one_pass_gives(client, model, given, batch_size):
-    loss = nn.CrossEntropyLoss()
-
-    metrics = evaluate(model, loss, **given, client=client, batch_size=batch_size)
-
-    # 1e-6: float32 losses of batches, summed in another order.
-    assert metrics == pytest.approx(whole(model, loss), rel=1e-6)
-    assert list(metrics) == ["loss", "accuracy"]
+def lost_once(flag, number, span):
+    """The first to load the large partition ends its worker."""
+    if number == 2 and not os.path.exists(flag):
+        with open(flag, "w"):
+            pass
+        os._exit(1)
+    return loaded(number, span)
 
 
-def test_the_model_is_left_in_its_mode_with_its_statistics(client, model):
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    state = torch.get_rng_state()
+@pytest.mark.slow
+def test_a_worker_that_dies_on_a_part_changes_nothing(three, model, scores, tmp_path):
+    flag = str(tmp_path / "died")
+    bag = partitions(functools.partial(lost_once, flag))
 
-    evaluate(model, nn.CrossEntropyLoss(), X, Y, client)
+    told = measured(model, three, bag)
 
-    assert model.training
-    assert model[2].training
-    after = model.state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    assert torch.equal(torch.get_rng_state(), state)
+    check(told, scores)
+    assert os.path.exists(flag)
 
 
-def test_a_sum_is_not_weighted_again(client, model):
-    total = nn.CrossEntropyLoss(reduction="sum")
+def test_what_a_metric_refuses_is_named_with_its_part(client, model):
+    x = X.copy()
+    x[600] = np.nan
+    given = da.from_array(x, (250, 4)), da.from_array(Y, 250)
 
-    metrics = evaluate(model, total, X, Y, client, batch_size=7)
+    with pytest.raises(ModelError, match="1 of 250 outputs are NaN") as caught:
+        measured(model, client, *given)
 
-    assert metrics == pytest.approx(whole(model, nn.CrossEntropyLoss()), rel=1e-6)
-
-
-def test_a_regression_has_no_accuracy(client, model):
-    y = X[:, :3].astype(np.float64)
-
-    metrics = evaluate(model, nn.MSELoss(), X, y, client, batch_size=7)
-
-    with torch.no_grad():
-        output = model.eval()(torch.from_numpy(X)).double().numpy()
-    assert metrics == {"loss": pytest.approx(((output - y) ** 2).mean(), rel=1e-6)}
+    assert caught.value.__notes__ == ["in rows 0 to 249 of part 2"]
 
 
-def test_a_loss_with_weights_and_a_model_in_bfloat16_travel(client, model):
-    loss = nn.CrossEntropyLoss(weight=torch.ones(3).bfloat16())
+def test_a_wrong_label_in_a_block_is_named(client, model):
+    y = Y.copy()
+    y[600] = 3
 
-    metrics = evaluate(model.bfloat16(), loss, X, Y, client)
-
-    # bfloat16 has 8 bits, and each batch's loss is rounded to it.
-    expected = whole(model.float(), nn.CrossEntropyLoss())
-    assert metrics["loss"] == pytest.approx(expected["loss"], rel=2e-2)
+    with pytest.raises(DataError, match=r"y of part 2\[100\] is 3, but the model gi"):
+        measured(model, client, da.from_array(X, (250, 4)), da.from_array(y, 250))
 
 
-@pytest.mark.parametrize("given", [{"X": X, "y": Y}, lazy(7)], ids=["numpy", "dask"])
-def test_every_worker_does_a_part_and_nothing_stays(client, model, given):
-    before = executed(client)
+@pytest.mark.parametrize("chunk", [None, 97], ids=["numpy", "dask"])
+def test_every_worker_does_a_part_and_nothing_stays(client, model, chunk):
+    given = (
+        (X, Y) if chunk is None else (da.from_array(X, (97, 4)), da.from_array(Y, 90))
+    )
+    before, model = executed(client), model.train().bfloat16()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    options = {"loss": nn.CrossEntropyLoss(), "batch_size": 4}
 
-    evaluate(model, nn.CrossEntropyLoss(), **given, client=client, batch_size=4)
+    told = daskdl.evaluate(model, *given, client=client, **options)
 
     after = executed(client)
     assert all(after[worker] > before[worker] for worker in after)
     assert still_left_behind(client) == {}
-
-
-def test_a_wrong_label_in_a_block_is_named(client, model):
-    y = np.zeros(ROWS, int)
-    y[60] = 3
-    x = da.from_array(X, chunks=(40, 4))
-
-    with pytest.raises(DataError, match=r"y of part 1\[20\] is 3, but the model gi"):
-        evaluate(model, nn.CrossEntropyLoss(), x, da.from_array(y, 40), client)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"X": X.tolist()}, DataError, "X must be a numpy array"),
-        ({"y": Y[1:]}, DataError, "same length, got 101 and 100"),
-        ({"X": X[:0], "y": Y[:0]}, DataError, "X must not be empty"),
-        ({"model": "resnet"}, ModelError, "model must be a torch.nn.Module"),
-        ({"loss": nn.NLLLoss}, ModelError, "loss is the class NLLLoss"),
-        ({"X": X[:, 1:]}, ModelError, r"rows of X, shape \(2, 3\)"),
-        ({"loss": nn.NLLLoss(reduction="none")}, ModelError, r"got shape \(2,\)"),
-        ({"batch_size": 0}, OptionError, "batch_size must be"),
-        ({**lazy(40), "batch_size": 2.5}, OptionError, "batch_size must be .* got 2.5"),
-    ],
-    ids=[
-        *("kind", "length", "empty", "model", "loss", "shape", "reduction", "batch"),
-        "lazy batch",
-    ],
-)
-def test_what_cannot_be_evaluated_is_refused_on_the_client(
-    client, model, arguments, error, message
-):
-    usual = {"model": model, "loss": nn.CrossEntropyLoss(), "X": X, "y": Y}
-
-    with pytest.raises(error, match=message):
-        evaluate(client=client, **(usual | arguments))
-
-
-def test_the_copy_that_threads_share_never_changes_its_mode(model):
-    """One thread would otherwise put it back into training under another."""
-    packed, loss = PackedModel(model), Packed(nn.CrossEntropyLoss(), "loss")
-
-    Scoring(packed, loss, 50, None, None)(InMemory(X, Y, 50), 0)
-
-    assert not any(part.training for part in packed.module().modules())
+    # Batches may be rounded otherwise, and bfloat16 has 8 bits.
+    here = daskdl.evaluate(model, X, Y, client=False, **options)
+    assert told == pytest.approx(here, rel=2e-2)
+    assert model.training
+    assert all(torch.equal(state[n], value) for n, value in model.state_dict().items())

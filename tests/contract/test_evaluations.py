@@ -172,6 +172,27 @@ class Kept(ClassificationMetrics):
         return user_metrics({"probabilities": computed["probabilities"].numpy()})
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"X": X.tolist()}, DataError, "X must be a numpy array"),
+        ({"y": Y[1:]}, DataError, "same length, got 101 and 100"),
+        ({"X": X[:0], "y": Y[:0]}, DataError, "X must not be empty"),
+        ({"model": "resnet"}, ModelError, "model must be a torch.nn.Module"),
+        ({"loss": nn.NLLLoss}, ModelError, "loss is the class NLLLoss"),
+        ({"X": X[:, 1:]}, ModelError, r"rows of X, shape \(2, 3\)"),
+        ({"loss": nn.NLLLoss(reduction="none")}, ModelError, r"got shape \(2,\)"),
+        ({"batch_size": 2.5}, OptionError, "batch_size must be .* got 2.5"),
+        ({"client": "tcp://"}, OptionError, "client must be a distributed.Client"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(model, given, error, message):
+    usual = {"model": model, "loss": nn.CrossEntropyLoss(), "X": X, "y": Y}
+
+    with pytest.raises(error, match=message):
+        evaluate(**(usual | given))
+
+
 class TestTrouble:
     def test_a_step_shows_no_outputs(self, model):
         trainer = daskdl.Trainer(

@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn import functional
 
 from daskdl.data import batching as cutting
+from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, OptionError
-from daskdl.evaluation.evaluate import Score, evaluate, score_batches
+from daskdl.evaluation.evaluate import PartScorer, Score, evaluate, score_batches
 from daskdl.objective import OwnStep
+from daskdl.serialization import Packed, PackedModel
 from tests.support.sources import Parts, Streamed
 
 ROWS = 101  # a prime: no batch size divides it
@@ -279,3 +281,13 @@ def test_the_model_is_as_it_was():
 
     assert model.training
     assert all(torch.equal(before[n], own) for n, own in model.state_dict().items())
+
+
+def test_the_copy_that_threads_share_never_changes_its_mode(model):
+    """One thread would otherwise put it back into training under another."""
+    packed, loss = PackedModel(model), Packed(nn.CrossEntropyLoss(), "loss")
+    kinds = cutting.kinds((X, Y))
+
+    PartScorer(packed, loss, 50, None, None, False, kinds, None)(InMemory(X, Y, 50), 0)
+
+    assert not any(part.training for part in packed.module().modules())

@@ -420,7 +420,7 @@ class ExactMatch(Metric):
 
     @override
     def update(self, scores_NK: Tensor, labels_NK: Tensor) -> None:
-        """Count rows but those all masked; masked scores are 0, and so not predicted."""
+        """Count rows that are not all masked; masked scores are 0, below any."""
         right = (scores_NK > self.threshold) == (labels_NK == 1)
         right_N = right.all(dim=1)[(labels_NK != MASKED).any(dim=1)]
         self.counts += torch.tensor([int(right_N.sum()), len(right_N)])

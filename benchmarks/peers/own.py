@@ -139,9 +139,10 @@ def files(own: Arguments, folder: Path) -> str:
     return f"{folder}/*.x.npy"
 
 
-def mapped(path: str) -> tuple[np.ndarray, np.ndarray]:
+def mapped(file: Any) -> tuple[np.ndarray, np.ndarray]:
     """A part, which stays in the system's memory, where the others have theirs."""
-    return np.load(path, mmap_mode="r"), np.load(path.replace(".x.", ".y."))
+    x = np.load(file.name, mmap_mode="r")
+    return x, np.load(file.name.replace(".x.", ".y."))
 
 
 def fit(

@@ -261,19 +261,9 @@ def predict(
         limit = "link" if traffic.link_s >= traffic.relay_s else "relay"
     elif efficiency >= GOOD:
         limit = "compute"
-    return Prediction(
-        workers,
-        efficiency,
-        workers * costs.rows / step_s,
-        step_s,
-        limit,
-        carried,
-        costs.step_s,
-        encode_s,
-        apply_s,
-        traffic.messages_s,
-        step_s - busy_s,
-    )
+    rate, wait_s = workers * costs.rows / step_s, step_s - busy_s
+    spent = costs.step_s, encode_s, apply_s, traffic.messages_s, wait_s
+    return Prediction(workers, efficiency, rate, step_s, limit, carried, *spent)
 
 
 def _traffic(

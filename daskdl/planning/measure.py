@@ -243,13 +243,8 @@ class StepBenchmark:
         self._stepper.update(self._exchange.learning_rate_scale)
         return [computed, self._now()]
 
-    def step(self) -> list[float]:
-        """Receive an update, and make the steps up to the next exchange.
-
-        Returns:
-            Bytes of the update, seconds of its decoding; seconds of applying it, of
-            gradients and optimizer for each step, and of the exchange.
-        """
+    def step(self) -> dict[str, float]:
+        """Receive an update, make the steps up to the next exchange; return costs."""
         every, started = self._master.exchange_every, self._now()
         nbytes = self._channel.receive()
         decode_s = self._now() - started
@@ -261,8 +256,14 @@ class StepBenchmark:
             self._exchange.after_step(0, len(self.spec.rows[0]))
             parts += np.diff([*marks, self._now()])
         apply_s, gradients_s, optimizer_s, encode_s = parts.tolist()
-        steps = [gradients_s / every, optimizer_s / every]
-        return [nbytes, decode_s, apply_s, *steps, encode_s]
+        return {
+            "update_bytes": nbytes,
+            "decode_s": decode_s,
+            "apply_s": apply_s,
+            "gradients_s": gradients_s / every,
+            "optimizer_s": optimizer_s / every,
+            "encode_s": encode_s,
+        }
 
     def measure(self) -> Costs:
         """Time steps for some seconds, then requests while steps go on.
@@ -273,7 +274,7 @@ class StepBenchmark:
         for _ in range(WARM_STEPS):
             self.step()
         self._exchange.stats()
-        times: list[list[float]] = []
+        times: list[dict[str, float]] = []
         deadline = time.perf_counter() + TIMED_S
         while len(times) < LEAST_STEPS or (
             len(times) < MOST_STEPS and time.perf_counter() < deadline
@@ -282,10 +283,8 @@ class StepBenchmark:
         stats = self._exchange.stats()
         # Means: medians leave out the pauses that others' work on the same cores makes,
         # and the few exchanges that send something where most send nothing.
-        nbytes, decode_s, apply_s, gradients_s, optimizer_s, encode_s = np.mean(
-            times, axis=0
-        ).tolist()
-        frame = np.zeros(max(1, round(nbytes)), np.uint8)
+        means = {n: float(np.mean([own[n] for own in times])) for n in times[0]}
+        frame = np.zeros(max(1, round(means["update_bytes"])), np.uint8)
         requests = run_in_thread(
             lambda: asyncio.run(request_costs(frame)), "daskdl-plan"
         )
@@ -296,15 +295,10 @@ class StepBenchmark:
             rows=len(self.spec.rows[0]),
             parameters=sum(p.numel() for p in trainable(self._module)),
             threads=self.spec.threads,
-            gradients_s=gradients_s,
-            optimizer_s=optimizer_s,
-            encode_s=encode_s,
-            apply_s=apply_s,
-            decode_s=decode_s,
             request_s=request_s,
             item_s=item_s,
-            update_bytes=nbytes,
             density=stats.density_sum / max(stats.exchanges, 1),
+            **means,
         )
 
 

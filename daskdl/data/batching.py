@@ -1,11 +1,8 @@
-"""Rows as trees of arrays, and batches cut from the rows of parts across borders.
+"""Trees of arrays, and batches cut from the rows of parts.
 
-A tree is an array, or a tuple (also a named one) or a dict of trees. What an array is,
-is up to the caller: numpy's, torch's and Dask's are all used here.
-
-Every batch has memory of its own, at the price of one copy of its rows: the arrays of a
-part may stay in the worker's store, and a model whose first layer works in place would
-otherwise change what the next epoch, or the user's own array, has to say.
+A tree is an array, or a tuple (also a named one) or a dict of trees. Batches have
+memory of their own: arrays of parts may lie in a worker's store, and models may work in
+place.
 """
 
 import functools
@@ -58,14 +55,6 @@ def leaves(tree: Tree) -> list[Any]:
 
 def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     """Apply a function to each array, and to those of others in the same places.
-
-    Args:
-        function: Of as many arrays as there are trees.
-        tree: Says what the result looks like.
-        others: Of the same structure.
-
-    Raises:
-        ValueError: If another one has another structure.
 
     Example:
         >>> mapped(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})

@@ -1,16 +1,7 @@
-"""Keys, futures and workers of Dask's: small things that all who have some need.
+"""Data on a cluster: futures, passes over parts, and the placement of a fit's parts.
 
-Getting what a part is made of to the worker that trains on it.
-
-Putting data on workers that may be gone, or hang, meanwhile.
-
-The data of one phase of a run, as its client keeps them for the workers.
-
-Tensors never cross Dask: what is sent of a part are numpy arrays, or packed tasks.
-
-One pass over all parts of a source: a function is called where each part is.
-
-For what is done once, beside training: to count, to check, to export.
+Parts that are sent by themselves go to one worker each; other sources to all workers.
+Tensors never cross Dask: numpy arrays and packed tasks do.
 """
 
 import asyncio
@@ -66,11 +57,7 @@ def release(futures: Iterable[Any]) -> None:
 
 
 def workers_of(client: Client) -> list[str]:
-    """Addresses of the workers of a synchronous client, in a fixed order, >= 1.
-
-    Raises:
-        OptionError: If it has none, or if it is asynchronous.
-    """
+    """Addresses of the workers of a synchronous client, in a fixed order, >= 1."""
     if client.asynchronous:
         raise OptionError(
             f"client must be synchronous, got {client}; use Client(...) instead of "
@@ -91,22 +78,7 @@ def answers_of(
     bound: Bound,
     what: str,
 ) -> dict[str, Any]:
-    """Call a function on workers, beside their tasks.
-
-    Args:
-        client: Synchronous.
-        workers: Their addresses.
-        function: Called once on each.
-        bound: How long all of them may take.
-        what: They are to say, for the message.
-
-    Returns:
-        What it returned, by worker.
-
-    Raises:
-        OSError: If a worker is gone, or does not answer; the latter is a
-            WaitTimeoutError.
-    """
+    """Call a function on workers, beside their tasks."""
 
     async def ask() -> Any:
         # Dask by itself waits for a worker that hangs.
@@ -148,22 +120,7 @@ class Fetcher:
         return self._worker.data.get(key)
 
     def rows(self, key: str, timeout_s: float, unwanted: Callable[[], bool]) -> Rows:
-        """Get a part, whether it is here as rows or has to be computed.
-
-        Args:
-            key: Of what was sent of it.
-            timeout_s: For each result that has to come.
-            unwanted: Whether to give up; asked now and then.
-
-        Returns:
-            Rows, to be read only: they may be the store's own.
-
-        Raises:
-            WaitTimeoutError: If something did not come in time.
-            LostPieceError: If it was lost with its worker.
-            DataError: If the part cannot be trained on, or something it begins with
-                is lost for good. What the user's own tasks raise comes out as it is.
-        """
+        """Get a part, whether it is here as rows or has to be computed."""
         content = self.fetch(key, timeout_s, unwanted)
         if not isinstance(content, Packed):
             x, y = content
@@ -301,17 +258,6 @@ def scatter(
     """Put each value on all of these workers; returns the futures by key.
 
     Dask by itself waits for a worker that hangs as long as its connection is open.
-
-    Args:
-        client: Synchronous.
-        data: Values by key.
-        workers: Addresses, >= 1.
-        bound: For all together.
-        what: They are, for the message.
-
-    Raises:
-        OSError: If a worker is gone, for which Dask by itself raises KeyError or
-            ValueError; WaitTimeoutError, which is one, if it takes too long.
     """
 
     async def send() -> Any:
@@ -372,20 +318,7 @@ class DataPlacement(ABC):
 
     @abstractmethod
     def restore(self, part: int, key: str, workers: Sequence[str]) -> str:
-        """Send a part again that was lost with its worker.
-
-        Args:
-            part: Its number.
-            key: That was found lost. If it is not the part's key any more, it has
-                been sent again already.
-            workers: Addresses to choose from.
-
-        Returns:
-            The new key.
-
-        Raises:
-            OSError: If a worker is gone, or does not take it in time.
-        """
+        """Send a part again that was lost with its worker."""
 
     def release(self) -> None:  # noqa: B027 - some hold nothing
         """Let go of what workers hold; may be called again."""
@@ -731,11 +664,7 @@ class _Pass:
         return workers
 
     def _besides(self, home: str, error: OSError) -> list[str]:
-        """The other workers. One that has gone alone is given time to be replaced.
-
-        Raises:
-            OSError: That is given, if there is only one, and it hangs.
-        """
+        """The other workers. One that has gone alone is given time to be replaced."""
         others = [worker for worker in self._there() if worker != home]
         if others:
             return others

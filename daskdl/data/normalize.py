@@ -1,21 +1,7 @@
-"""Count, mean, variance, lowest and highest value, of parts that are then merged.
+"""Normalizers: statistics of x in one pass over all parts, and the scaling they give.
 
-Numpy in float64 only; where the parts come from is said in
-:mod:`daskdl.data.normalize`.
-
-(x - shift) / scale + offset, on torch tensors of any device and numpy arrays.
-
-A normalizer that has been fitted: a transform of batches, and a plain value.
-
-The pass in which the statistics of x are gathered from all parts.
-
-Each part is reduced to a few numbers where it is. These are merged in the order of the
-parts, so that the result is the same whichever comes first.
-
-Ways to scale what a model is trained on. One small class per rule.
-
-A normalizer says what is wanted and is never changed; `fit` goes through the data once
-and returns what x is scaled by.
+Statistics of parts are merged in the order of the parts, so the result does not depend
+on which part is finished first.
 """
 
 import contextlib
@@ -74,9 +60,6 @@ class Statistics:
     def merged(self, other: "Statistics") -> "Statistics":
         """Those of both together.
 
-        Args:
-            other: Of the same shape.
-
         Source:
             Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for
             sample variances (1979). Nothing gets larger than the squares themselves,
@@ -97,11 +80,7 @@ class Statistics:
 
 
 def check_per(per: object) -> None:
-    """Refuse what is not a way to count values together.
-
-    Raises:
-        OptionError: If it is anything else; the message has the value.
-    """
+    """Refuse what is not a way to count values together."""
     if per not in get_args(Per):
         allowed = ", ".join(map(repr, get_args(Per)))
         raise OptionError(f"per must be one of {allowed}, got {per!r}")
@@ -207,17 +186,7 @@ class Scaling:
             object.__setattr__(self, name, own)
 
     def apply(self, values: Any) -> Any:
-        """Scaled values.
-
-        Args:
-            values: A tensor or an array, rows first; integers or floats; read only.
-
-        Returns:
-            The same kind and shape, float32, on the same device.
-
-        Raises:
-            DataError: If the rows have another shape than those scaled by.
-        """
+        """Scaled values."""
         if isinstance(values, np.ndarray):
             return self.apply(_copied(values)).numpy()
         self._check(values)
@@ -232,17 +201,7 @@ class Scaling:
         return wide.float()
 
     def inverse(self, values: Any) -> Any:
-        """The values before they were scaled.
-
-        Args:
-            values: As `apply` returns them, or wider.
-
-        Returns:
-            The same kind, shape and dtype, on the same device.
-
-        Raises:
-            DataError: If the rows have another shape than those scaled by.
-        """
+        """The values before they were scaled."""
         if isinstance(values, np.ndarray):
             return self.inverse(_copied(values)).numpy()
         self._check(values)
@@ -421,22 +380,7 @@ def statistics_of_all(
     only: Keys | None,
     client: Any,
 ) -> Tree:
-    """Go through all parts once.
-
-    Args:
-        source: What x is taken of.
-        per: As of `statistics_of`.
-        only: Keys of the outermost dict or tuple of x; None: all of it.
-        client: As of `map_parts`.
-
-    Returns:
-        A tree like x: statistics of each array, None where it is left out.
-
-    Raises:
-        DataError: Naming the part and the array if a value is NaN or infinite, if
-            parts do not fit together, or if there is no row at all.
-        OptionError: If x has no such key.
-    """
+    """Go through all parts once."""
     function = functools.partial(_of_part, per=per, only=only)
     results = cast(
         "Generator[tuple[int, Tree | None]]", map_parts(source, function, client)

@@ -1,34 +1,14 @@
-"""What to do with data that cannot be used: the ends of messages.
+"""Arrays and tables in memory: what is accepted, and rows as numpy arrays.
 
-Nothing is refused here. Each function is asked when it is known that something does not
-fit, may look at all of it, and says what fits in code that the user can copy.
-
-One array at a time: which kinds are accepted, what may be wrong, rows as numpy.
-
-Accepted are numpy arrays, torch tensors and ``dask.array``. No Dask import: a
-``dask.array`` can only exist if somebody else has imported it. Pairs of arrays,
-models and losses are checked in :mod:`daskdl.data.checks`.
-
-Arrays, tensors and tables in the memory of the process that calls `fit`.
-
-What a column may be: which pandas dtypes are numbers, and what to do with others.
-
-Dtypes only; values are looked at in :mod:`daskdl.data.tables`. What pandas
-keeps in numpy, in pyarrow or with a mask has the same ``kind`` here.
-
-Columns of pandas and pyarrow as arrays of numbers, or a refusal by name.
-
-One partition, or a whole frame in memory. The same rules hold for the empty frame that
-a ``dask.dataframe`` has as ``_meta``, so columns are refused before anything is
-computed. What one column may be is decided in :mod:`daskdl.data.tables`.
+Imports neither Dask nor pandas nor pyarrow: what is theirs exists only if somebody else
+has imported them.
 """
 
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -104,10 +84,6 @@ _KINDS: tuple[tuple[Callable[[Any], bool], str], ...] = (
 def of_kind(value: Any, argument: str) -> str:
     """What makes an array of something that is none.
 
-    Args:
-        value: Of any type.
-        argument: Its name in the user's call.
-
     Example:
         >>> of_kind([1.0, 2.0], "X")
         'convert it with numpy.asarray(X)'
@@ -140,10 +116,6 @@ def _of_list(value: list[Any], argument: str) -> str:
 
 def of_dtype(array: Any, argument: str) -> str:
     """What makes real numbers of an array that has none.
-
-    Args:
-        array: Of numpy, of torch or of Dask.
-        argument: Its name in the user's call.
 
     Example:
         >>> of_dtype(np.array(["ant", "bee"]), "y")
@@ -240,9 +212,6 @@ dask.array, got a list; convert it with numpy.asarray(X)
 def check_structure(X: Tree, y: Tree) -> None:
     """Refuse trees without any array.
 
-    Raises:
-        DataError: Naming the argument.
-
     Example:
         >>> check_structure({}, None)
         Traceback (most recent call last):
@@ -315,11 +284,7 @@ def first_rows(value: Any, count: int) -> np.ndarray:
 
 
 def check_kind(value: Any, argument: str) -> None:
-    """Refuse what is no array.
-
-    Raises:
-        DataError: Naming its type, and how to convert it.
-    """
+    """Refuse what is no array."""
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(
             f"{argument} is a masked array, whose mask would be ignored; "
@@ -348,11 +313,7 @@ def _type_name(value: Any) -> str:
 
 
 def check_dtype(value: Any, argument: str) -> None:
-    """Refuse an array whose values are no real numbers.
-
-    Raises:
-        DataError: Naming the dtype, and how to convert it.
-    """
+    """Refuse an array whose values are no real numbers."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_quantized:
             raise DataError(
@@ -479,92 +440,11 @@ def cut(examples: int, batch_size: int, parts: int) -> list[tuple[int, int]]:
     return list(zip(edges, [*edges[1:], examples], strict=True))
 
 
-SHOWN_NAMES = 5  # of categories, in a message
-LARGEST_ITEM_BYTES = 8
-_UNKNOWN = "__UNKNOWN_CATEGORIES__"  # what Dask writes where it would have to compute
+# ---- columns of pandas and pyarrow
 
-
-class Kind(Enum):
-    """What a dtype holds, as far as it matters here."""
-
-    NUMBERS = "numbers"  # booleans too, and categories that are numbers
-    NAMES = "names"  # categories that are not numbers
-    UNKNOWN = "categories that are not known"
-    STRINGS = "strings"
-    DATES = "dates"
-    DURATIONS = "durations"
-    OTHER = "other values"
-
-
-class Place(NamedTuple):
-    """Where a column is, for messages."""
-
-    words: str  # column 'a' of X
-    code: str  # X['a']
-
-
-def kind_of(dtype: Any) -> Kind:
-    """What a column of this pandas dtype holds.
-
-    Example:
-        >>> kind_of(np.dtype("float32")), kind_of(np.dtype("M8[ns]"))
-        (<Kind.NUMBERS: 'numbers'>, <Kind.DATES: 'dates'>)
-    """
-    if hasattr(dtype, "categories"):
-        if _UNKNOWN in dtype.categories:
-            return Kind.UNKNOWN
-        numbers = kind_of(dtype.categories.dtype) is Kind.NUMBERS
-        return Kind.NUMBERS if numbers else Kind.NAMES
-    if dtype.kind in "biuf" and np.dtype(plain(dtype)).itemsize <= LARGEST_ITEM_BYTES:
-        return Kind.NUMBERS
-    if dtype.type is str:
-        return Kind.STRINGS
-    if dtype.kind == "M" or str(dtype).startswith("period"):
-        return Kind.DATES
-    return Kind.DURATIONS if dtype.kind == "m" else Kind.OTHER
-
-
-def plain(dtype: Any) -> Any:
-    """The numpy dtype of the numbers that a column holds."""
-    return getattr(dtype, "numpy_dtype", getattr(dtype, "subtype", dtype))
-
-
-def refusal(dtype: Any, place: Place, label: bool) -> str | None:
-    """Why a column cannot be used, and the remedy; None if it can.
-
-    Args:
-        dtype: Of the column, in pandas.
-        place: For the message.
-        label: Whether it is the label column, which may have names.
-    """
-    kind = kind_of(dtype)
-    if kind is Kind.NUMBERS or (label and kind is Kind.NAMES):
-        return None
-    code = place.code
-    if kind is Kind.NAMES:
-        return (
-            f"{place.words} is categorical with the categories "
-            f"{few(dtype.categories)}; encode it as numbers, for example with "
-            f"{code}.cat.codes"
-        )
-    if kind is Kind.UNKNOWN:
-        return (
-            f"{place.words} is categorical with categories that are not known yet; "
-            f"use {code}.cat.as_known(), which computes them"
-        )
-    remedy = {
-        Kind.STRINGS: "make them categories, for example with "
-        f"{code}.astype('category')"
-        if label
-        else "encode them as numbers, for example with "
-        f"{code}.astype('category').cat.codes",
-        Kind.DATES: "turn them into numbers, for example with "
-        f"({code} - {code}.min()).dt.total_seconds()",
-        Kind.DURATIONS: f"turn them into numbers with {code}.dt.total_seconds()",
-        Kind.OTHER: "convert them to real numbers of at most 64 bits, for example "
-        f"with {code}.astype('float32')",
-    }[kind]
-    return f"{place.words} holds {kind.value} ({dtype}); {remedy}"
+SHOWN_NAMES = 5  # categories, or columns, in a message
+_UNKNOWN = "__UNKNOWN_CATEGORIES__"  # Dask's name for categories to be computed
+_ARROW = ("Table", "RecordBatch", "ChunkedArray", "Array")
 
 
 def few(names: Any) -> str:
@@ -581,16 +461,8 @@ def few(names: Any) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-SHOWN_COLUMNS = 5  # in a message
-
-_ARROW = ("Table", "RecordBatch", "ChunkedArray", "Array")
-
-
 def is_frame(value: Any) -> bool:
-    """Whether it has columns that can be used here; imports neither library.
-
-    That is a ``pandas.DataFrame`` or ``Series``, a ``pyarrow.Table``, ``RecordBatch``,
-    ``Array`` or ``ChunkedArray``.
+    """Whether it is a pandas dataframe or series, or a table or array of pyarrow.
 
     Example:
         >>> is_frame([1, 2])
@@ -607,19 +479,18 @@ def is_frame(value: Any) -> bool:
 def check_columns(
     frame: Any, argument: str, label: bool = False
 ) -> tuple[str, ...] | None:
-    """Refuse columns that are not numbers; no value is looked at.
+    """Refuse columns that are not numbers, by their dtypes alone.
 
     Args:
-        frame: See `is_frame`; it may have no rows.
-        argument: Its name in the user's call, for the message.
-        label: Whether it holds labels: a single column may then be categorical with
-            names, which become 0, 1, ... in the order of the categories.
+        frame: See `is_frame`; also the empty ``_meta`` of a ``dask.dataframe``.
+        argument: Its name in the user's call.
+        label: Whether it holds labels: a single column may then be categorical.
 
     Returns:
-        Those names; None if there are none.
+        The categories of such labels, which become 0, 1, ...; else None.
 
     Raises:
-        DataError: Naming each column that cannot be used, and the remedy.
+        DataError: With each column that cannot be used, and the remedy.
 
     Example:
         >>> import pandas
@@ -634,18 +505,75 @@ numbers, for example with X['b'].astype('category').cat.codes
     if frame.ndim == 2 and not len(frame.columns):
         raise DataError(f"{argument} must have columns, got a frame without any")
     label = label and frame.ndim == 1
-    refused = [
-        refusal(column.dtype, place, label)
-        for place, column in _columns(frame, argument)
+    wrong = [
+        reason
+        for words, code, column in _columns(frame, argument)
+        if (reason := _refusal(column.dtype, words, code, label)) is not None
     ]
-    wrong = [reason for reason in refused if reason is not None]
     if wrong:
-        more = len(wrong) - SHOWN_COLUMNS
-        shown = "; ".join(wrong[:SHOWN_COLUMNS])
+        more = len(wrong) - SHOWN_NAMES
+        shown = "; ".join(wrong[:SHOWN_NAMES])
         raise DataError(f"{shown}; and {more} more columns" if more > 0 else shown)
-    if label and kind_of(frame.dtype) is Kind.NAMES:
-        return tuple(str(name) for name in frame.dtype.categories)
+    if label and _is_categorical(frame.dtype) and not _are_numbers(frame.dtype):
+        return tuple(map(str, frame.dtype.categories))
     return None
+
+
+def _is_categorical(dtype: Any) -> bool:
+    return hasattr(dtype, "categories")
+
+
+def _are_numbers(dtype: Any) -> bool:
+    """Whether a column holds real numbers of at most 64 bits, or categories of such."""
+    if _is_categorical(dtype):
+        return _UNKNOWN not in dtype.categories and _are_numbers(dtype.categories.dtype)
+    real = dtype.kind in _NUMBER_KINDS
+    return real and np.dtype(_plain(dtype)).itemsize <= _LARGEST_ITEM_BYTES
+
+
+def _plain(dtype: Any) -> Any:
+    """The numpy dtype of a column's numbers."""
+    return getattr(dtype, "numpy_dtype", getattr(dtype, "subtype", dtype))
+
+
+def _refusal(dtype: Any, words: str, code: str, label: bool) -> str | None:
+    """Why a column cannot be used, and the remedy; None if it can."""
+    from pandas.api import types
+
+    if _are_numbers(dtype):
+        return None
+    if _is_categorical(dtype):
+        if _UNKNOWN in dtype.categories:
+            return (
+                f"{words} is categorical with categories that are not known yet; "
+                f"use {code}.cat.as_known(), which computes them"
+            )
+        if label:
+            return None
+        return (
+            f"{words} is categorical with the categories {few(dtype.categories)}; "
+            f"encode it as numbers, for example with {code}.cat.codes"
+        )
+    held = "other values"
+    remedy = (
+        "convert them to real numbers of at most 64 bits, for example with "
+        f"{code}.astype('float32')"
+    )
+    if dtype.type is str:
+        held, categories = "strings", f"{code}.astype('category')"
+        remedy = f"encode them as numbers, for example with {categories}.cat.codes"
+        if label:
+            remedy = f"make them categories, for example with {categories}"
+    elif types.is_datetime64_any_dtype(dtype) or str(dtype).startswith("period"):
+        held = "dates"
+        remedy = (
+            "turn them into numbers, for example with "
+            f"({code} - {code}.min()).dt.total_seconds()"
+        )
+    elif dtype.kind == "m":
+        held = "durations"
+        remedy = f"turn them into numbers with {code}.dt.total_seconds()"
+    return f"{words} holds {held} ({dtype}); {remedy}"
 
 
 def columns_of(
@@ -654,23 +582,23 @@ def columns_of(
     classes: Sequence[str] | None = None,
     label: bool = False,
 ) -> np.ndarray:
-    """Turn a frame into an array; what holds one column only has one axis.
+    """Convert a frame to an array, which has one axis if it is a single column.
 
-    Columns of several dtypes take the one that numpy finds for them together: float32
-    alone stays, integers with floats become floats, and so do booleans.
+    Columns of several dtypes are promoted as in numpy: integers with floats become
+    floats, and so do booleans.
 
     Args:
         frame: See `is_frame`.
-        argument: Its name in the user's call, for the message.
-        classes: What `check_columns` found in the labels: names become their numbers.
-        label: Whether it holds labels: missing ones are then NaN, and not refused.
+        argument: Its name in the user's call.
+        classes: What `check_columns` returned: categories become their numbers.
+        label: Whether it holds labels: missing ones become NaN, and are not refused.
 
     Returns:
-        Numbers of shape (rows, columns), or (rows,) of a series; to be read only.
+        Numbers of shape (rows, columns) or (rows,), to be read only.
 
     Raises:
-        DataError: Naming a column that has missing values, NaN among them, or that
-            cannot be used (see `check_columns`), or whose categories are others.
+        DataError: With a column that has missing values or cannot be used, or if the
+            categories are not `classes`.
 
     Example:
         >>> import pandas
@@ -686,21 +614,40 @@ def columns_of(
             f"{few(classes)} in another; give all parts the same ones, with "
             "categorize() or a pandas.CategoricalDtype"
         )
-    arrays = [
-        _labels(column) if label else _numbers(column, place)
-        for place, column in _columns(frame, argument)
-    ]
+    arrays = []
+    for words, _, column in _columns(frame, argument):
+        numbers = _numbers(column)
+        if not label and numbers.dtype.kind == "f":
+            missing = int(np.isnan(numbers).sum())
+            if missing:
+                raise DataError(
+                    f"{words} has {missing} missing values; fill them in or drop the "
+                    "rows"
+                )
+        arrays.append(numbers)
     if frame.ndim == 1:
         return arrays[0]
-    dtype = np.result_type(*(array.dtype for array in arrays))
-    whole = np.empty((len(frame), len(arrays)), dtype)
-    for i, array in enumerate(arrays):
-        whole[:, i] = array
-    return whole
+    return np.ascontiguousarray(np.column_stack(arrays))
+
+
+def _numbers(column: Any) -> np.ndarray:
+    """The numbers of a column; floats with NaN if some are missing."""
+    gaps = column.isna().to_numpy()
+    if _is_categorical(column.dtype) and not _are_numbers(column.dtype):
+        codes = column.cat.codes.to_numpy()
+        return np.where(gaps, np.nan, codes) if gaps.any() else codes
+    if _is_categorical(column.dtype):
+        kind = "float64" if gaps.any() else column.dtype.categories.dtype
+        column = column.astype(kind)
+    dtype = np.dtype(_plain(column.dtype))
+    if not gaps.any():
+        return as_numpy(column.to_numpy(dtype=dtype))
+    floats = dtype if dtype.kind == "f" else np.dtype(np.float64)
+    return as_numpy(column.to_numpy(dtype=floats, na_value=np.nan))
 
 
 def _as_pandas(frame: Any) -> Any:
-    """Columns of pyarrow as pandas would keep them in pyarrow; pandas as it is."""
+    """Tables of pyarrow as pandas would keep them in pyarrow; pandas as it is."""
     if not type(frame).__module__.startswith("pyarrow"):
         return frame
     try:
@@ -712,61 +659,20 @@ def _as_pandas(frame: Any) -> Any:
         ) from error
 
     def kept(dtype: Any) -> Any:
-        if pyarrow.types.is_dictionary(dtype):
-            return None  # which makes it categorical
-        return pandas.ArrowDtype(dtype)
+        # None makes it categorical.
+        dictionary = pyarrow.types.is_dictionary(dtype)
+        return None if dictionary else pandas.ArrowDtype(dtype)
 
-    if isinstance(frame, pyarrow.Table | pyarrow.RecordBatch):
-        return frame.to_pandas(types_mapper=kept, ignore_metadata=True)
-    return frame.to_pandas(types_mapper=kept)
+    whole = isinstance(frame, pyarrow.Table | pyarrow.RecordBatch)
+    options = {"ignore_metadata": True} if whole else {}
+    return frame.to_pandas(types_mapper=kept, **options)
 
 
-def _columns(frame: Any, argument: str) -> Iterator[tuple[Place, Any]]:
-    """Each with its place: names need not be unique."""
+def _columns(frame: Any, argument: str) -> Iterator[tuple[str, str, Any]]:
+    """Each column, described and in code; names need not be unique."""
     if frame.ndim == 1:
-        yield Place(argument, argument), frame
+        yield argument, argument, frame
         return
     for i, name in enumerate(frame.columns):
-        place = Place(f"column {name!r} of {argument}", f"{argument}[{name!r}]")
-        yield place, frame.iloc[:, i]
-
-
-def _labels(column: Any) -> np.ndarray:
-    """Where some are missing, as floats, with NaN in their places."""
-    gaps = column.isna().to_numpy()
-    if not gaps.any():
-        return _whole(column)
-    if kind_of(column.dtype) is Kind.NAMES:
-        return np.where(gaps, np.nan, column.cat.codes.to_numpy())
-    numbers = column.astype("float64") if _is_categorical(column) else column
-    dtype = np.dtype(plain(numbers.dtype))
-    floats = dtype if dtype.kind == "f" else np.dtype(np.float64)
-    return as_numpy(numbers.to_numpy(dtype=floats, na_value=np.nan))
-
-
-def _whole(column: Any) -> np.ndarray:
-    """A column without missing values."""
-    if kind_of(column.dtype) is Kind.NAMES:
-        return as_numpy(column.cat.codes.to_numpy())
-    if _is_categorical(column):
-        column = column.astype(column.dtype.categories.dtype)
-    # The dtype is said because pandas before 2.2 would make objects of some.
-    return as_numpy(column.to_numpy(dtype=plain(column.dtype)))
-
-
-def _is_categorical(column: Any) -> bool:
-    return hasattr(column.dtype, "categories")
-
-
-def _numbers(column: Any, place: Place) -> np.ndarray:
-    missing = int(column.isna().sum())
-    if not missing:
-        numbers = _whole(column)
-        if numbers.dtype.kind != "f":
-            return numbers
-        missing = int(np.isnan(numbers).sum())  # which pyarrow tells from a null
-    if missing:
-        raise DataError(
-            f"{place.words} has {missing} missing values; fill them in or drop the rows"
-        )
-    return numbers
+        code = f"{argument}[{name!r}]"
+        yield f"column {name!r} of {argument}", code, frame.iloc[:, i]

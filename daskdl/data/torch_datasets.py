@@ -1,23 +1,8 @@
-"""From the items of a dataset to rows, as a ``DataLoader`` makes a batch of them.
+"""Datasets of torch, and streams, as sources.
 
-No dataset here, and no parts: who has items asks for rows.
-
-Iterable datasets that ask ``get_worker_info()`` which items are theirs.
-
-Torch keeps the answer once for the whole process, as in the processes of a
-``DataLoader``. Here several threads go through datasets, so it is set for the time of
-each step of one of them, and only one at a time may take a step.
-
-Datasets that are gone through from the beginning: a part is a part.
-
-Nothing here is shuffled, and how many items there are is not known before their end.
-A part that never ends is an epoch that never does.
-
-Datasets whose items have an index: a part is a range of indices.
-
-The dataset travels to each worker once. Items that differ each time they are asked
-for, because of random transforms, are drawn anew in each epoch; they come from the
-random states of the worker's process, so such a run is not repeatable from its seed.
+Of a map-style dataset a part is a range of items; of an iterable one, what one worker
+of a ``DataLoader`` would see. Items that random transforms change are drawn anew in
+each epoch from the process's random states: such a run is not repeatable from its seed.
 """
 
 import contextlib
@@ -75,12 +60,7 @@ class Collation:
     labelled: bool = True
 
     def rows(self, items: list[Any]) -> Rows:
-        """Put items together, at least one.
-
-        Raises:
-            DataError: If they do not fit together, or what they make is no (x, y).
-                What the user's own function raises comes out as it is.
-        """
+        """Put items together, at least one."""
         if self.function is None:
             return self.pair(_collated(items))
         rows = self.pair(self.function(items))
@@ -88,12 +68,7 @@ class Collation:
         return rows
 
     def pair(self, batch: Any) -> Rows:
-        """Split what a collation has made into x and y, as trees of numpy arrays.
-
-        Raises:
-            DataError: If it is no pair although it must be, or if something in it is
-                no array of numbers.
-        """
+        """Split what a collation has made into x and y, as trees of numpy arrays."""
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return _tree(batch[0], "x"), _tree(batch[1], "y")
         if self.labelled:
@@ -220,12 +195,7 @@ class LoaderWorkers:
         self._passes = Counter()
 
     def __call__(self, part: int, parts: int) -> Iterator[Any]:
-        """Yield the items of a part; every pass has another ``seed``.
-
-        Args:
-            part: Its number, the worker's ``id``.
-            parts: How many there are, ``num_workers``.
-        """
+        """Yield the items of a part; every pass has another ``seed``."""
         dataset = copy.copy(self._dataset)
         seed = self._passes[part] * parts + part
         self._passes[part] += 1
@@ -246,11 +216,7 @@ class LoaderWorkers:
 
 @contextlib.contextmanager
 def worker_info(told: Any) -> Iterator[None]:
-    """Answer ``get_worker_info()`` in this process, for a moment.
-
-    Args:
-        told: The answer; the former one comes back at the end.
-    """
+    """Answer ``get_worker_info()`` in this process, for a moment."""
     with _one_at_a_time:
         former = worker._worker_info
         worker._worker_info = told
@@ -336,11 +302,7 @@ class IterableStyle(Source):
 
     @functools.cached_property
     def first(self) -> Rows:  # type: ignore[override]
-        """Rows from the beginning of the first part that has any.
-
-        Raises:
-            DataError: If there are none at all, or if they cannot be used.
-        """
+        """Rows from the beginning of the first part that has any."""
         there = self._beginnings(1)
         if not there:
             raise DataError(
@@ -413,10 +375,6 @@ class IterableStyle(Source):
 
 def split_stream(source: Source, parts: int) -> Source:
     """A source in so many parts, if it is in parts and the user did not say how many.
-
-    Args:
-        source: Of any kind.
-        parts: As many as there are replicas, >= 1.
 
     Warns:
         UserWarning: If it seems that each part has all items.
@@ -546,11 +504,7 @@ def is_map_style(value: Any) -> bool:
 
 
 def length_of(dataset: Any) -> int:
-    """How many items there are.
-
-    Raises:
-        DataError: If there is none, or if the dataset does not say.
-    """
+    """How many items there are."""
     if not hasattr(dataset, "__len__"):
         raise DataError(
             f"a map-style dataset must have __len__, {type(dataset).__name__} has "

@@ -6,14 +6,12 @@ the module, and the channel's interface.
 
 import json
 import os
-import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
@@ -41,17 +39,12 @@ def vector(module):
 
 
 def delivered(trainer):
-    """Its model with what replicas had not sent, which its save says; float64."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer.save(folder)
-        index = json.loads((Path(folder) / "trainer.json").read_text())
-        residual = index["content"]["moved"]["residual"]
-        if residual is None:
-            return vector(trainer.model_)
-        (_, named), (_, grid) = residual["dict"]
-        file = Path(folder) / index["files"]["optimizer"]["name"]
-        counts = load_file(file)[named["tensor"]]
-    return vector(trainer.model_) + counts.double() * grid
+    """Its model with what replicas had not sent; float64."""
+    residual = trainer._state.residual
+    if residual is None or not residual.fits(trainer.model_):
+        return vector(trainer.model_)
+    counts_N = torch.from_numpy(residual.counts_N).double()
+    return vector(trainer.model_) + counts_N * residual.grid
 
 
 def counts_of(update, grid):

@@ -53,11 +53,7 @@ class Schema:
 
     @classmethod
     def of(cls, rows: Rows) -> "Schema":
-        """The schema of some rows, trees of numpy arrays.
-
-        Raises:
-            DataError: If an array cannot be exported, or they differ in length.
-        """
+        """The schema of some rows, trees of numpy arrays."""
         arrays = named_arrays(rows)
         lengths = {name: check_array(a, name) for name, a in arrays.items()}
         if len(set(lengths.values())) > 1:
@@ -71,11 +67,7 @@ class Schema:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Schema":
-        """Read what `to_json` made.
-
-        Raises:
-            ValueError: Or LookupError or TypeError, if it is something else.
-        """
+        """Read what `to_json` made."""
         fields = [
             (str(a["name"]), np.dtype(str(a["dtype"])), tuple(map(int, a["shape"])))
             for a in content["arrays"]
@@ -109,11 +101,7 @@ class Schema:
         return x, None if self.y is None else restored(self.y, arrays)
 
     def check(self, other: "Schema", where: str) -> None:
-        """Refuse rows that look different.
-
-        Raises:
-            DataError: With the first difference, and whose rows they are.
-        """
+        """Refuse rows that look different."""
         mine, others = self._fields(), other._fields()
         for name in {**mine, **others}:
             if mine.get(name) != others.get(name):
@@ -142,11 +130,7 @@ def named_arrays(rows: Rows) -> dict[str, Any]:
 
 
 def outline_of(tree: Any) -> Any:
-    """The structure of a tree, as plain values for JSON.
-
-    Raises:
-        DataError: If a key of a dict is no string or whole number.
-    """
+    """The structure of a tree, as plain values for JSON."""
     if isinstance(tree, dict):
         for key in tree:
             if not isinstance(key, str | int):

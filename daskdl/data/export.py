@@ -169,12 +169,6 @@ class ShufflePlan:
     bucket after the other: each bucket gets about the same share of every piece.
     Everything follows from the lengths and the seed, not from who does the work.
 
-    Args:
-        lengths: Rows of each piece, at least one row in all.
-        file_rows: Rows of each batch file but the last, >= 1.
-        bucket_rows: About as many may a bucket have; at least one file is in each.
-        seed: Of the shuffling; None: rows keep their order.
-
     Attributes:
         rows: All together.
         files: How many batch files there will be.
@@ -233,11 +227,7 @@ class ShufflePlan:
         return sorted(found)
 
     def cuts(self, bucket: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The number of each file of a bucket, and which of the bucket's rows it has.
-
-        Yields:
-            Pairs (file, indices); those of a bucket are each of its rows once.
-        """
+        """Each file of a bucket, by number, and which of the bucket's rows it has."""
         files = self.files_of(bucket)
         order = _permutation(self._rows_in(files), self._seed, _BUCKET, bucket)
         for i, file in enumerate(files):
@@ -264,11 +254,7 @@ class ShufflePlan:
         return below
 
     def _rounds(self) -> Iterator[tuple[int, int]]:
-        """Rows are dealt in rounds, one to each of the first so many buckets.
-
-        Yields:
-            Pairs (rounds, buckets), in order: buckets with fewer rows drop out.
-        """
+        """Rows are dealt in rounds, one to each of the first so many buckets."""
         last = self._rows_in(self.files_of(self.buckets - 1))
         few, longer = divmod(self.files, self.buckets)
         phases = (
@@ -316,17 +302,7 @@ class Progress:
         self.write(name, json.dumps(record).encode())
 
     def write(self, name: str, content: bytes, stays: bool = False) -> None:
-        """Write a file, and take it away again if the export is over by now.
-
-        Args:
-            name: Of the file.
-            content: Of the file.
-            stays: Whether it is a batch file: those of a finished export stay, which
-                another task has written as well.
-
-        Raises:
-            DataError: If the export has been given up meanwhile.
-        """
+        """Write a file, and take it away again if the export is over by now."""
         self.store.write(name, content)
         finished = stays and self.store.exists(KIND.name)
         if not finished and not self.store.exists(ORIGIN):
@@ -334,11 +310,7 @@ class Progress:
             self.check()
 
     def check(self) -> None:
-        """Refuse to go on with an export that was given up, or is not seen from here.
-
-        Raises:
-            DataError: If it is not there.
-        """
+        """Refuse an export that was given up, or is not seen from this machine."""
         if not self.store.exists(ORIGIN):
             raise DataError(
                 f"there is no unfinished export in {self.store.url} on "
@@ -408,15 +380,7 @@ def _blocks(source: Source, part: int) -> Iterator[Rows]:
 
 
 class Buckets(Source):
-    """The rows of all pieces, as a plan deals them out; a part is a bucket.
-
-    Args:
-        store: Where the pieces are.
-        names: Of the pieces.
-        schema: Of their rows.
-        plan: Of their lengths.
-        here: Whether to stay in this process.
-    """
+    """The rows of all pieces, as a plan deals them out; a part is a bucket."""
 
     lengths = None
     first = None
@@ -456,11 +420,7 @@ def _write_bucket(
     options: ExportOptions,
     done: Mapping[int, Mapping[str, Any]],
 ) -> Mapping[str, Any]:
-    """Write a bucket into batch files, or find that it was done: a task.
-
-    Returns:
-        Its ``files``, the ``schema`` of the rows in them, and the ``plan`` it is of.
-    """
+    """Write a bucket into batch files, or find that it was done: a task."""
     assert isinstance(buckets, Buckets)
     store, plan = buckets.store, buckets.plan
     before = done.get(bucket)
@@ -665,19 +625,6 @@ def temporary_batches(
     The folder is made below the URL that ``daskdl.export.url`` says in Dask's
     configuration, with ``daskdl.export.storage_options``. Without one it is a temporary
     folder of this machine, which all workers must see.
-
-    Args:
-        source: What to export.
-        options: Sizes, order and contents.
-        client: Of the workers that write and read them; False: only this process.
-
-    Yields:
-        The batch files.
-
-    Raises:
-        OptionError: If no URL is configured, and a worker is on another machine.
-        OSError: If one is gone, or does not say whether it is; the latter is a
-            WaitTimeoutError.
     """
     url = dask.config.get("daskdl.export.url", None)
     with contextlib.ExitStack() as ending:

@@ -219,11 +219,7 @@ class LoadedFiles(GroupedFiles):
 
     @override
     def known(self, facts: Sequence[Facts]) -> Self:
-        """The same source; parts without rows are passed over from now on.
-
-        Raises:
-            DataError: If no file has rows.
-        """
+        """The same source; parts without rows are passed over from now on."""
         full = [part for part, fact in enumerate(facts) if fact.rows]
         if not full:
             raise DataError(f"there are no rows in any file, as {self.name(0)}")

@@ -82,11 +82,7 @@ class Reader(ABC):
 
 
 def check_loader(given: Any) -> None:
-    """Refuse what cannot load a file.
-
-    Raises:
-        OptionError: If it is no function.
-    """
+    """Refuse what cannot load a file."""
     if isinstance(given, type) and issubclass(given, Reader):
         name = given.__name__
         raise OptionError(
@@ -102,9 +98,6 @@ def check_loader(given: Any) -> None:
 @contextlib.contextmanager
 def reading(url: str) -> Iterator[None]:
     """Name a file in what is raised because of its content.
-
-    Raises:
-        DataError: Instead of what a damaged file makes readers raise.
 
     Example:
         >>> with reading("memory://x/a.npy"):
@@ -175,11 +168,6 @@ def _length(leaf: Any, name: str) -> int:
 
 def header_facts(rows: int, empty: Any, url: str) -> Facts:
     """What is known when only the header of a file was read.
-
-    Args:
-        rows: How many the file has.
-        empty: What the loader would return of no rows.
-        url: Of the file.
 
     Example:
         >>> header_facts(9, np.empty((0, 2)), "a.npy").first[0].shape

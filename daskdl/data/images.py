@@ -91,9 +91,6 @@ class Decoding:
         size: (height, width) in pixels, or a number for both; None: as the image is.
         channels: 1 (grey), 3 (red, green, blue) or 4 (and alpha).
         scale: Factor for values of 0 to 255, which makes them float32; None: uint8.
-
-    Raises:
-        OptionError: If one of them is something else.
     """
 
     size: int | Sequence[int] | None = None
@@ -126,14 +123,7 @@ class Decoding:
         return np.dtype(np.uint8 if self.scale is None else np.float32)
 
     def __call__(self, file: BinaryIO) -> np.ndarray:
-        """Decode one image.
-
-        Returns:
-            Values of the shape (channels, height, width), in `dtype`.
-
-        Raises:
-            DataError: If it cannot be decoded.
-        """
+        """Decode one image."""
         pillow, _ = _pillow_modules()
         try:
             values = self._values(file)
@@ -260,56 +250,82 @@ class Folder:
         return {name: shard for shard in self.shards or () for name in shard.names}
 
 
-class Layout(NamedTuple):
-    """What is known of a folder before an image is opened.
+class Classes(NamedTuple):
+    """The class of each image by its path, and all classes in their order."""
 
-    Attributes:
-        images: Their paths, sorted.
-        labels: The class of each; None if they have none.
-        classes: Of all images, in the order of their numbers; None as above.
-        readable: What the classes are called for people; None: the same.
-    """
-
-    images: list[str]
-    labels: list[str] | None
-    classes: list[str] | None
-    readable: list[str] | None = None
+    of: Mapping[str, str]
+    names: Sequence[str]
+    readable: Sequence[str] | None = None  # for people; None: the names
 
 
 def _class_folders(
     files: Folder,
     split: str | None,
-    labels: Labels,
-    classes: Sequence[str] | None,
-    extensions: Sequence[str],
-) -> Layout:
-    """Images whose class is the folder they are in, or what the user's labels say."""
-    images = _images_in(files, split or "", extensions)
-    if split is None and labels is None:  # training and test in one set: a mistake
-        tops = {PurePosixPath(name).parts[0] for name in images}
-        deep = all(len(PurePosixPath(name).parts) > 2 for name in images)
-        if deep and tops <= SPLITS:
-            shown = " or ".join(f"split={name!r}" for name in sorted(tops))
-            raise OptionError(
-                f"{files.url_of('')} has the folders of splits; give {shown}"
-            )
-    if labels is False:
-        return Layout(images, None, None)
-    if labels is not None:
-        known = [_looked_up(files, name, labels) for name in images]
-        return Layout(images, known, sorted(set(known)))
-    if classes is None:
-        _refuse_empty_folders(files, split or "", images)
-    known = []
+    images: Sequence[str],
+    labels: Any,
+    all_there: bool,
+) -> Classes:
+    """The class is the folder that an image is in, or what the user's labels say."""
+    of = {}
     for name in images:
         folder = PurePosixPath(name).parent
-        if str(folder) in {".", split}:
+        if isinstance(labels, Mapping):
+            if name not in labels:
+                where = files.url_of(name)
+                raise DataError(f"labels has no class for {where} ({name!r})")
+            of[name] = str(labels[name])
+        elif labels is not None:
+            of[name] = str(labels(name))
+        elif str(folder) in {".", split}:
             raise DataError(
                 f"{files.url_of(name)} is in no class folder; put it into one, give "
                 "labels=function of its path, or labels=False for images without labels"
             )
-        known.append(folder.name)
-    return Layout(images, known, sorted(set(known)))
+        else:
+            of[name] = folder.name
+    if labels is None and all_there:
+        used = {PurePosixPath(name).parts[0 if split is None else 1] for name in images}
+        there = [n for n in files.folders(split or "") if not n.startswith(_NOT_OURS)]
+        empty = [name for name in there if name not in used]
+        if empty:
+            where = files.url_of(f"{split or ''}/{empty[0]}".lstrip("/"))
+            raise DataError(
+                f"{where} has no images ({len(empty)} such folders); remove it, or "
+                "list the others in classes"
+            )
+    return Classes(of, sorted(set(of.values())))
+
+
+def _tiny_imagenet(files: Folder, split: str | None, images: Sequence[str]) -> Classes:
+    """The classes of a split of TinyImageNet."""
+    names = files.read(_CLASSES).decode().split()
+    if split == "val" and files.exists(_ANNOTATIONS):
+        known = _table(files, _ANNOTATIONS)
+        of = {name: known.get(PurePosixPath(name).name, "") for name in images}
+    else:  # without annotations the images were sorted by class
+        of = {name: PurePosixPath(name).parts[1] for name in images}
+    allowed, used = set(names), set(of.values())
+    for name, label in of.items():
+        if label not in allowed:
+            got = f"the class {label!r}, which is not in" if label else "no class from"
+            source = _CLASSES if label else _ANNOTATIONS
+            raise DataError(f"{files.url_of(name)} has {got} {files.url_of(source)}")
+    missing = [name for name in names if name not in used]
+    if split == "train" and missing:
+        raise DataError(
+            f"{files.url_of(f'train/{missing[0]}')} has no images ({len(missing)} such "
+            f"classes); remove it from {files.url_of(_CLASSES)}"
+        )
+    if not files.exists(_WORDS):
+        return Classes(of, names)
+    words = _table(files, _WORDS)
+    return Classes(of, names, [words.get(name, name) for name in names])
+
+
+def _table(files: Folder, name: str) -> dict[str, str]:
+    """The first two columns of a text file with tabs."""
+    lines = files.read(name).decode().splitlines()
+    return dict(line.split("\t")[:2] for line in lines if "\t" in line)
 
 
 def _images_in(files: Folder, folder: str, extensions: Sequence[str]) -> list[str]:
@@ -321,8 +337,7 @@ def _images_in(files: Folder, folder: str, extensions: Sequence[str]) -> list[st
         if PurePosixPath(name).suffix.lower() in extensions
         and not any(part.startswith(".") for part in name.split("/"))
     ]
-    where = files.url_of(folder).rstrip("/")
-    others = len(names) - len(images)
+    where, others = files.url_of(folder).rstrip("/"), len(names) - len(images)
     if not images:
         shown = f", but {others} other files" if names else ""
         raise DataError(
@@ -338,93 +353,22 @@ def _images_in(files: Folder, folder: str, extensions: Sequence[str]) -> list[st
     return images
 
 
-def _refuse_empty_folders(files: Folder, folder: str, images: Sequence[str]) -> None:
-    depth = 1 if folder else 0
-    used = {PurePosixPath(name).parts[depth] for name in images}
-    empty = [
-        name
-        for name in files.folders(folder)
-        if name not in used and not name.startswith(_NOT_OURS)
-    ]
-    if empty:
-        where = files.url_of(f"{folder}/{empty[0]}".lstrip("/"))
-        raise DataError(
-            f"{where} has no images ({len(empty)} such folders); remove it, or list "
-            "the others in classes"
-        )
-
-
-def _looked_up(
-    files: Folder, name: str, labels: Callable[[str], str] | Mapping[str, str]
-) -> str:
-    if not isinstance(labels, Mapping):
-        return str(labels(name))
-    if name not in labels:
-        raise DataError(f"labels has no class for {files.url_of(name)} ({name!r})")
-    return str(labels[name])
-
-
-def _tiny_imagenet(
-    files: Folder, split: str | None, extensions: Sequence[str]
-) -> Layout:
-    """The images of a split of TinyImageNet; those of the test have no labels."""
-    if split not in {"train", "val", "test"}:
-        raise OptionError(
-            f"{files.url_of(_CLASSES)} says that this is TinyImageNet: split must be "
-            f'"train", "val" or "test", got {split!r}'
-        )
-    images = _images_in(files, split, extensions)
-    if split == "test":
-        return Layout(images, None, None)
-    classes = files.read(_CLASSES).decode().split()
-    if split == "val" and files.exists(_ANNOTATIONS):
-        known = _table(files, _ANNOTATIONS)
-        labels = [known.get(PurePosixPath(name).name, "") for name in images]
-    else:  # without annotations the images were sorted by class
-        labels = [PurePosixPath(name).parts[1] for name in images]
-    there, allowed = set(labels), set(classes)
-    for name, label in zip(images, labels, strict=True):
-        if label not in allowed:
-            got = f"the class {label!r}, which is not in" if label else "no class from"
-            source = _CLASSES if label else _ANNOTATIONS
-            raise DataError(f"{files.url_of(name)} has {got} {files.url_of(source)}")
-    missing = [name for name in classes if name not in there]
-    if split == "train" and missing:
-        raise DataError(
-            f"{files.url_of(f'train/{missing[0]}')} has no images ({len(missing)} such "
-            f"classes); remove it from {files.url_of(_CLASSES)}"
-        )
-    if not files.exists(_WORDS):
-        return Layout(images, labels, classes)
-    words = _table(files, _WORDS)
-    return Layout(images, labels, classes, [words.get(name, name) for name in classes])
-
-
-def _table(files: Folder, name: str) -> dict[str, str]:
-    """The first two columns of a text file with tabs."""
-    lines = files.read(name).decode().splitlines()
-    return dict(line.split("\t")[:2] for line in lines if "\t" in line)
-
-
-def _in_classes(files: Folder, layout: Layout, classes: Sequence[str]) -> Layout:
-    """The same images, with the classes and the order that the user gave."""
+def _in_order(files: Folder, found: Classes, classes: Sequence[str]) -> Classes:
+    """The same classes in the order that the user gave."""
     chosen = [] if isinstance(classes, str) else [str(name) for name in classes]
     if not chosen or len(set(chosen)) < len(chosen):
         raise OptionError(f"classes must be a list of different names, got {classes!r}")
-    if layout.labels is None or layout.classes is None:
-        return layout
     known = set(chosen)
-    for name, label in zip(layout.images, layout.labels, strict=True):
+    for name, label in found.of.items():
         if label not in known:
             raise DataError(
                 f"{files.url_of(name)} is of the class {label!r}, which is not in "
                 f"classes ({len(chosen)} names, {chosen[0]!r} to {chosen[-1]!r})"
             )
-    if layout.readable is None:
-        return layout._replace(classes=chosen)
-    words = dict(zip(layout.classes, layout.readable, strict=True))
-    readable = [words.get(name, name) for name in chosen]
-    return layout._replace(classes=chosen, readable=readable)
+    if found.readable is None:
+        return Classes(found.of, chosen)
+    words = dict(zip(found.names, found.readable, strict=True))
+    return Classes(found.of, chosen, [words.get(name, name) for name in chosen])
 
 
 def image_folder(
@@ -487,17 +431,29 @@ def image_folder(
     split = None if split is None else split.strip("/")
     store = store_of(url, storage_options)
     files = Folder(store, shards_in(store))
-    if labels is None and files.exists(_CLASSES):
-        layout = _tiny_imagenet(files, split, suffixes)
-    else:
-        layout = _class_folders(files, split, labels, classes, suffixes)
-    if classes is not None:
-        layout = _in_classes(files, layout, classes)
-    images = list(layout.images)
+    tiny = labels is None and files.exists(_CLASSES)
+    if tiny and split not in {"train", "val", "test"}:
+        raise OptionError(
+            f"{files.url_of(_CLASSES)} says that this is TinyImageNet: split must be "
+            f'"train", "val" or "test", got {split!r}'
+        )
+    images = _images_in(files, split or "", suffixes)
+    if split is None and labels is None:  # training and test in one set: a mistake
+        tops = {PurePosixPath(name).parts[0] for name in images}
+        if tops <= SPLITS and all(name.count("/") > 1 for name in images):
+            shown = " or ".join(f"split={name!r}" for name in sorted(tops))
+            raise OptionError(f"{store.url} has the folders of splits; give {shown}")
+    found: Classes | None = None
+    if tiny and split != "test":
+        found = _tiny_imagenet(files, split, images)
+    elif not tiny and labels is not False:
+        found = _class_folders(files, split, images, labels, classes is None)
+    if classes is not None and found is not None:
+        found = _in_order(files, found, classes)
     if seed is not None:
         order = np.random.default_rng(seed).permutation(len(images))
         images = [images[i] for i in order]
-    return ImageFolder(files, images, files_per_part, layout, decoding)
+    return ImageFolder(files, images, files_per_part, found, decoding)
 
 
 class ImageFolder(GroupedFiles):
@@ -523,7 +479,7 @@ class ImageFolder(GroupedFiles):
         files: Folder,
         images: Sequence[str],
         files_per_part: int,
-        layout: Layout,
+        found: Classes | None,
         decoding: Decoding,
     ) -> None:
         super().__init__(files.groups(images, files_per_part))
@@ -535,12 +491,11 @@ class ImageFolder(GroupedFiles):
             self.paths = [
                 n for g in self.groups if isinstance(g, Shard) for n in g.names
             ]
-        self.classes, self.readable = layout.classes, layout.readable
-        self.labels = None
-        if layout.labels is not None and layout.classes is not None:
-            number = {label: i for i, label in enumerate(layout.classes)}
-            label_of = dict(zip(layout.images, layout.labels, strict=True))
-            numbers = [number[label_of[name]] for name in self.paths]
+        self.classes = self.readable = self.labels = None
+        if found is not None:
+            self.classes, self.readable = found.names, found.readable
+            number = {label: i for i, label in enumerate(found.names)}
+            numbers = [number[found.of[name]] for name in self.paths]
             self.labels = np.array(numbers, np.int64)
         self._model, image = self._first_image()
         self.shape = image.shape

@@ -69,11 +69,7 @@ class File:
 
     @classmethod
     def from_json(cls, entry: Any) -> "File":
-        """Read what `to_json` made.
-
-        Raises:
-            ValueError: If it is something else.
-        """
+        """Read what `to_json` made."""
         if not _describes_file(entry):
             raise ValueError(f"{entry!r:.200} describes no file")
         details = {key: value for key, value in entry.items() if key not in _FIXED}
@@ -85,15 +81,7 @@ class File:
         return {**own, **self.details}
 
     def read(self, store: Store, remedy: str) -> bytes:
-        """Read the file.
-
-        Args:
-            store: The folder.
-            remedy: What to do if it is damaged, for the message.
-
-        Raises:
-            DataError: If it cannot be read or is damaged; names its URL.
-        """
+        """Read the file."""
         content = store.read(self.name)
         reason = self._damage(content)
         if reason:
@@ -126,12 +114,7 @@ class Manifest:
 
     @classmethod
     def read(cls, store: Store, kind: Kind) -> "Manifest":
-        """Read the manifest of a folder.
-
-        Raises:
-            DataError: If there is none, or it is damaged, of another kind, or of a
-                newer version; names its URL.
-        """
+        """Read the manifest of a folder."""
         url = store.url_of(kind.name)
         nbytes = store.size(kind.name)
         if nbytes > MOST_BYTES:

@@ -102,11 +102,7 @@ class Shard:
 
 
 def shards_in(store: Store) -> list[Shard] | None:
-    """The shards in a folder; None if it has no manifest of shards.
-
-    Raises:
-        DataError: If the manifest is damaged or of a newer version.
-    """
+    """The shards in a folder; None if it has no manifest of shards."""
     if not store.exists(KIND.name):
         return None
     files = Manifest.read(store, KIND).files
@@ -115,10 +111,6 @@ def shards_in(store: Store) -> list[Shard] | None:
 
 def packed(name: str, files: Iterable[tuple[str, bytes]]) -> bytes:
     """Put files into an archive: the same files give the same bytes.
-
-    Args:
-        name: Of the archive, which says its format.
-        files: Pairs (relative path, content), no path twice.
 
     Example:
         >>> unpacked("x.zip", packed("x.zip", [("a/b.txt", b"hello")]))

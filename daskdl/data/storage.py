@@ -318,9 +318,6 @@ def folder_of(url: str) -> str:
 def common_folder(urls: Iterable[str]) -> str:
     """The deepest folder that has all of these files.
 
-    Raises:
-        OptionError: If they are on several file systems.
-
     Example:
         >>> common_folder(["s3://bucket/a/b/1", "s3://bucket/a/bc/2"])
         's3://bucket/a'
@@ -443,11 +440,7 @@ def read(
     start: int | None = None,
     stop: int | None = None,
 ) -> bytes:
-    """Read a file, or the bytes from start up to stop as in a slice.
-
-    Raises:
-        DataError: If it is not there, or cannot be read.
-    """
+    """Read a file, or the bytes from start up to stop as in a slice."""
     if start is None and stop is None and is_local(url):
         # Without fsspec, which takes twice as long for a small file.
         return _on_file(Path(strip_protocol(url)).read_bytes, "read", url)
@@ -523,22 +516,11 @@ class Store:
         return _found(self.url, self.options) is not None
 
     def size(self, name: str) -> int:
-        """Bytes of a file.
-
-        Raises:
-            DataError: If it is not there.
-        """
+        """Bytes of a file."""
         return size_of(self.url_of(name), self.options)
 
     def names(self, pattern: str = "**") -> list[str]:
-        """Files in the folder as it is now, relative to it and sorted.
-
-        Args:
-            pattern: As in a shell; ``*`` ends at a slash, ``**`` does not.
-
-        Returns:
-            None if the folder is not there: the list is empty.
-        """
+        """Files in the folder as it is now, relative to it and sorted."""
         matches = re.compile(glob_translate(pattern)).fullmatch
         return [
             n for n in self._all(pattern) if not n.endswith(TEMPORARY) and matches(n)
@@ -627,11 +609,7 @@ def _found(url: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def size_of(url: str, options: Mapping[str, Any]) -> int:
-    """Bytes of a file.
-
-    Raises:
-        DataError: If it is not there.
-    """
+    """Bytes of a file."""
     found = _found(url, options)
     if found is None:
         raise DataError(f"cannot read {url}: there is no such file")

@@ -143,9 +143,6 @@ class Expectations:
     def of(cls, shapes: Any, dtypes: Any, labels: Any) -> "Expectations":
         """Read what the user gave; see `validate`.
 
-        Raises:
-            OptionError: If one is something else.
-
         Example:
             >>> Expectations.of((3, -1), {"y": "int64"}, 2)
             Expectations(shapes={'x': (3, None)}, dtypes={'y': dtype('int64')}, \

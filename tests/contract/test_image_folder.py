@@ -193,148 +193,135 @@ def test_an_unreadable_image_is_named_and_the_others_can_be_read(tmp_path):
             assert (x.shape, y.shape) == ((1, 3, 4, 6), (1,))
 
 
-class TestOtherFiles:
-    def test_they_are_passed_over_and_counted(self, tmp_path, caplog):
-        store = folder(tmp_path, ["a/1.png", "a/2.PNG", "b/1.png"])
-        for name in ("a/notes.txt", "README.md", "a/._1.png", ".cache/1.png"):
-            store.write(name, b"?")
+def test_other_files_are_passed_over_and_counted(tmp_path, caplog):
+    store = folder(tmp_path, ["a/1.png", "a/2.PNG", "b/1.png"])
+    for name in ("a/notes.txt", "README.md", "a/._1.png", ".cache/1.png"):
+        store.write(name, b"?")
 
-        with caplog.at_level(logging.INFO, "daskdl"):
-            source = image_folder(tmp_path)
+    with caplog.at_level(logging.INFO, "daskdl"):
+        source = image_folder(tmp_path)
 
-        assert sorted(source.paths) == ["a/1.png", "a/2.PNG", "b/1.png"]
-        assert f"4 of 7 files in {tmp_path} are not images" in caplog.text
-
-    @pytest.mark.parametrize("extensions", ["xyz", [".XYZ"], ("png2", "xyz")])
-    def test_other_extensions_may_be_images(self, tmp_path, extensions):
-        store = folder(tmp_path, ["a/1.png"])
-        store.write("a/2.xyz", encoded(pixels(1)))
-
-        assert image_folder(tmp_path, extensions=extensions).paths == ["a/2.xyz"]
-
-    @pytest.mark.parametrize("extensions", [(), "", ["."], [1]], ids=str)
-    def test_extensions_must_be_some(self, tmp_path, extensions):
-        with pytest.raises(OptionError, match="extensions must be"):
-            image_folder(tmp_path, extensions=extensions)
+    assert sorted(source.paths) == ["a/1.png", "a/2.PNG", "b/1.png"]
+    assert f"4 of 7 files in {tmp_path} are not images" in caplog.text
 
 
-class TestBadFolders:
-    def test_one_that_is_not_there(self):
-        with pytest.raises(DataError, match=r"^memory://nowhere has no images; "):
-            image_folder("memory://nowhere")
+@pytest.mark.parametrize("extensions", ["xyz", [".XYZ"], ("png2", "xyz")])
+def test_other_extensions_may_be_images(tmp_path, extensions):
+    store = folder(tmp_path, ["a/1.png"])
+    store.write("a/2.xyz", encoded(pixels(1)))
 
-    def test_one_without_images(self, tmp_path):
-        Store(str(tmp_path)).write("a/1.txt", b"?")
-
-        with pytest.raises(DataError, match=rf"{tmp_path} has no images, but 1 other"):
-            image_folder(tmp_path)
-
-    @pytest.mark.parametrize("split", [None, "train"])
-    def test_one_without_classes(self, tmp_path, split):
-        name = f"{split}/1.png" if split else "1.png"
-        store = folder(tmp_path, [name, name.replace("1", "a/2")])
-
-        where = re.escape(store.url_of(name))
-        with pytest.raises(DataError, match=rf"^{where} is in no class folder; "):
-            image_folder(tmp_path, split=split)
-
-    @pytest.mark.parametrize("split", [None, "train"])
-    @pytest.mark.parametrize("others", [[], ["notes.txt"]], ids=["empty", "text"])
-    def test_a_class_folder_without_images(self, tmp_path, split, others):
-        root = tmp_path / split if split else tmp_path
-        folder(root, ["a/1.png"])
-        (root / "b").mkdir()
-        for name in others:
-            (root / "b" / name).write_text("?")
-
-        with pytest.raises(DataError, match=rf"^{root / 'b'} has no images \(1 such"):
-            image_folder(tmp_path, split=split)
-
-        source = image_folder(tmp_path, split=split, classes=["a"])
-        assert source.classes == ["a"]
-
-    def test_splits_of_which_none_was_chosen(self, tmp_path):
-        folder(tmp_path, ["train/a/1.png", "val/a/1.png"])
-
-        with pytest.raises(OptionError, match=r"give split='train' or split='val'$"):
-            image_folder(tmp_path)
+    assert image_folder(tmp_path, extensions=extensions).paths == ["a/2.xyz"]
 
 
-class TestSplits:
-    @pytest.mark.parametrize("packed", [False, True], ids=["loose", "packed"])
-    def test_only_the_images_of_the_split_come(self, tmp_path, packed):
-        folder(tmp_path / "i", ["train/a/1.png", "train/b/1.png", "val/a/2.png"])
-        url = tmp_path / "i"
-        if packed:
-            pack(url, tmp_path / "packed", 2)
-            url = tmp_path / "packed"
+@pytest.mark.parametrize(
+    ("names", "options", "error", "message"),
+    [
+        ([], {}, DataError, "^{} has no images; "),
+        (["a/1.txt"], {}, DataError, "^{} has no images, but 1 other"),
+        (["1.png", "a/2.png"], {}, DataError, r"^{}/1\.png is in no class folder; "),
+        (["t/1.png", "t/a/2.png"], {"split": "t"}, DataError, r"^{}/t/1\.png is in no"),
+        (["a/1.png", "b/"], {}, DataError, r"^{}/b has no images \(1 such"),
+        (
+            ["t/a/1.png", "t/b/x.txt"],
+            {"split": "t"},
+            DataError,
+            "^{}/t/b has no images",
+        ),
+        (
+            ["train/a/1.png", "val/a/1.png"],
+            {},
+            OptionError,
+            "give split='train' or split='val'$",
+        ),
+        (
+            ["a/1.png", "c/1.png"],
+            {"classes": ["a", "b"]},
+            DataError,
+            r"{}/c/1\.png is of the class 'c', which is not in classes",
+        ),
+        *(
+            (
+                ["a/1.png"],
+                {"classes": classes},
+                OptionError,
+                "classes must be a list of",
+            )
+            for classes in ([], ["a", "a"], "a")
+        ),
+        (
+            ["a.png", "b.png"],
+            {"labels": {"a.png": "a"}},
+            DataError,
+            r"labels has no class for {}/b\.png",
+        ),
+        *(
+            (["a/1.png"], {"extensions": bad}, OptionError, "extensions must be some")
+            for bad in ((), "", ["."], [1])
+        ),
+        *(
+            (
+                ["a/1.png"],
+                {"files_per_part": bad},
+                OptionError,
+                "files_per_part must be",
+            )
+            for bad in (0, 1.5, True, "4")
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path, names, options, error, message):
+    folder(tmp_path, [name for name in names if name.endswith(".png")])
+    for name in names:
+        if not name.endswith(".png"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).mkdir() if name[-1] == "/" else (
+                tmp_path / name
+            ).write_text("?")
 
-        assert labelled(image_folder(url, split="val")) == {"val/a/2.png": "a"}
-        assert len(image_folder(url, split="train/").paths) == 2
-
-    def test_classes_of_training_are_kept_for_the_test(self, tmp_path):
-        folder(tmp_path, ["train/a/1.png", "train/b/1.png", "test/b/2.png"])
-        train = image_folder(tmp_path, split="train")
-
-        test = image_folder(tmp_path, split="test", classes=train.classes)
-
-        assert test.load(0)[1].tolist() == [1]
-
-    def test_an_image_of_another_class_is_refused(self, tmp_path):
-        store = folder(tmp_path, ["a/1.png", "c/1.png"])
-
-        where = re.escape(store.url_of("c/1.png"))
-        message = f"{where} is of the class 'c', which is not in classes"
-        with pytest.raises(DataError, match=message):
-            image_folder(tmp_path, classes=["a", "b"])
-
-    @pytest.mark.parametrize("classes", [[], ["a", "a"], "a"])
-    def test_classes_must_be_different_names(self, tmp_path, classes):
-        folder(tmp_path, ["a/1.png"])
-
-        with pytest.raises(OptionError, match="classes must be a list of different"):
-            image_folder(tmp_path, classes=classes)
+    with pytest.raises(error, match=message.format(re.escape(str(tmp_path)))):
+        image_folder(tmp_path, **options)
 
 
-class TestLabels:
-    @pytest.mark.parametrize(
-        "labels",
-        [lambda path: path[:3], {"dog1.png": "dog", "x/cat2.png": "cat"}],
-        ids=["function", "table"],
-    )
-    def test_they_may_come_from_elsewhere(self, tmp_path, labels):
-        store = folder(tmp_path, ["dog1.png"])
-        known = {"dog1.png": "dog"}
-        if not callable(labels):
-            store.write("x/cat2.png", encoded(pixels(1)))
-            known["x/cat2.png"] = "cat"
+@pytest.mark.parametrize("packed", [False, True], ids=["loose", "packed"])
+def test_only_the_images_of_the_split_come(tmp_path, packed):
+    folder(tmp_path / "i", ["train/a/1.png", "train/b/1.png", "val/a/2.png"])
+    url = tmp_path / "i"
+    if packed:
+        pack(url, tmp_path / "packed", 2)
+        url = tmp_path / "packed"
 
-        assert labelled(image_folder(tmp_path, labels=labels)) == known
+    assert labelled(image_folder(url, split="val")) == {"val/a/2.png": "a"}
+    assert len(image_folder(url, split="train/").paths) == 2
 
-    def test_classes_are_sorted_whatever_the_paths(self, tmp_path):
-        folder(tmp_path, ["1.png", "2.png"])
 
-        source = image_folder(tmp_path, labels={"1.png": "b", "2.png": "a"}.get)
+def test_classes_of_training_are_kept_for_the_test_and_empty_folders_are_fine(tmp_path):
+    folder(tmp_path, ["train/a/1.png", "train/b/1.png", "test/b/2.png"])
+    (tmp_path / "test" / "a").mkdir()
+    train = image_folder(tmp_path, split="train")
 
-        assert source.classes == ["a", "b"]
-        assert labelled(source) == {"1.png": "b", "2.png": "a"}
+    test = image_folder(tmp_path, split="test", classes=train.classes)
 
-    def test_a_table_must_have_every_image(self, tmp_path):
-        store = folder(tmp_path, ["a.png", "b.png"])
+    assert test.load(0)[1].tolist() == [1]
 
-        where = re.escape(store.url_of("b.png"))
-        with pytest.raises(DataError, match=f"labels has no class for {where}"):
-            image_folder(tmp_path, labels={"a.png": "a"})
 
-    def test_there_may_be_none(self, tmp_path):
-        folder(tmp_path, ["1.png", "x/2.png"])
+@pytest.mark.parametrize(
+    "labels",
+    [lambda path: path[:3], {"dog1.png": "dog", "x/cat2.png": "cat"}, False],
+    ids=["function", "table", "none"],
+)
+def test_labels_may_come_from_elsewhere_or_not_at_all(tmp_path, labels):
+    names = ["dog1.png"] if callable(labels) else ["dog1.png", "x/cat2.png"]
+    folder(tmp_path, names)
 
-        source = image_folder(tmp_path, labels=False)
+    source = image_folder(tmp_path, labels=labels)
 
-        assert source.classes is None
-        assert source.first[1] is None
-        assert source.load(0)[1] is None
-        assert sorted(source.paths) == ["1.png", "x/2.png"]
+    if labels is False:
+        assert (source.classes, source.first[1], source.load(0)[1]) == (None,) * 3
+        assert sorted(source.paths) == names
+        return
+    known = {"dog1.png": "dog", "x/cat2.png": "cat"}
+    assert source.classes == sorted(known[name] for name in names)
+    assert labelled(source) == {name: known[name] for name in names}
 
 
 class TestTinyImageNet:
@@ -439,12 +426,6 @@ def test_a_manifest_of_something_else_is_passed_over(tmp_path):
     store.write("manifest.json", b'{"title": "holidays"}')
 
     assert image_folder(tmp_path).paths == ["a/1.png"]
-
-
-@pytest.mark.parametrize("count", [0, 1.5, True, "4"])
-def test_a_part_must_have_files(tmp_path, count):
-    with pytest.raises(OptionError, match="files_per_part must be a whole number"):
-        image_folder(tmp_path, files_per_part=count)
 
 
 def decoded(content, **options):

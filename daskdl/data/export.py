@@ -303,6 +303,7 @@ class Progress:
 
     def write(self, name: str, content: bytes, stays: bool = False) -> None:
         """Write a file, and take it away again if the export is over by now."""
+        self.check()
         self.store.write(name, content)
         finished = stays and self.store.exists(KIND.name)
         if not finished and not self.store.exists(ORIGIN):

@@ -295,10 +295,8 @@ class CrossEntropyOfProbabilities(nn.NLLLoss):
     """The cross-entropy of class indices, for models that end in a softmax.
 
     Torch's `CrossEntropyLoss` applies a softmax itself; a second one slows training
-    down and ends it early.
-
-    Args:
-        As of `torch.nn.NLLLoss`.
+    down and ends it early. The arguments
+    are those of `torch.nn.NLLLoss`.
 
     Example:
         >>> import torch

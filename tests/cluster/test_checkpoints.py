@@ -9,7 +9,6 @@ import re
 import signal
 import uuid
 
-import fsspec.config
 import numpy as np
 import pytest
 import torch
@@ -36,7 +35,10 @@ def another():
 def with_checkpoints(client, url, **options):
     """A trainer that writes one after each epoch, and keeps all."""
     options = {"model": normalised, "optimizer": adam, **options}
-    callbacks = [Checkpoint(url, keep_last=None), *options.pop("callbacks", ())]
+    rule = Checkpoint(
+        url, keep_last=None, storage_options=options.pop("storage_options", None)
+    )
+    callbacks = [rule, *options.pop("callbacks", ())]
     return trainer(client, callbacks=callbacks, **options)
 
 
@@ -99,26 +101,19 @@ class TestAsMany:
         np.testing.assert_allclose(got, expected, rtol=0, atol=8e-6)
 
     @pytest.mark.slow
-    def test_from_s3(self, client, on_s3):
-        master = kept(max_staleness=0)
-        without = with_checkpoints(client, on_s3, master=master)
+    def test_from_s3_with_options_that_workers_do_not_have(
+        self, client, bucket, s3_endpoint
+    ):
+        options, url = s3.options(s3_endpoint), f"{bucket}/run-17"
+        chosen = {"master": kept(max_staleness=0), "storage_options": options}
+        without = with_checkpoints(client, url, **chosen)
         without.fit(X, Y, epochs=3, batch_size=BATCH)
 
-        own = with_checkpoints(client, f"{on_s3}-b", master=master)
-        url = f"{on_s3}/checkpoint-000001"
-        own.fit(X, Y, epochs=3, batch_size=BATCH, resume=url)
+        own = with_checkpoints(client, f"{url}-b", **chosen)
+        resume = {"resume": f"{url}/checkpoint-000001", "storage_options": options}
+        own.fit(X, Y, epochs=3, batch_size=BATCH, **resume)
 
         check_same(own, without)
-
-
-@pytest.fixture
-def on_s3(client, bucket, s3_endpoint, monkeypatch):
-    """A folder there, for workers and client with options as a user configures them."""
-    options = s3.options(s3_endpoint)
-    monkeypatch.setitem(fsspec.config.conf, "s3", options)
-    client.run(lambda: fsspec.config.conf.update(s3=options))
-    yield f"{bucket}/run-17"
-    client.run(lambda: fsspec.config.conf.pop("s3"))
 
 
 def agreed_and_residual(whole):

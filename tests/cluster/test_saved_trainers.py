@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import Checkpoint, SaveError, Trainer
+from daskdl import SaveError, Trainer
 from tests.support import s3
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import vector
@@ -52,24 +52,6 @@ def test_what_is_not_on_s3_is_an_error_with_the_url(client, bucket, s3_endpoint)
 
     with pytest.raises(SaveError, match=f"cannot read {bucket}/nothing"):
         Trainer.load(f"{bucket}/nothing", client=client, storage_options=options)
-
-
-def test_checkpoints_on_s3_are_written_and_read_with_options_of_the_fit(
-    client, bucket, s3_endpoint
-):
-    options = s3.options(s3_endpoint)
-    url, point = (
-        f"{bucket}/checkpoints",
-        [Checkpoint(f"{bucket}/checkpoints", storage_options=options)],
-    )
-    trainer(client, callbacks=point).fit(X, Y, batch_size=16)
-
-    resumed = trainer(client)
-    history = resumed.fit(
-        X, Y, epochs=2, batch_size=16, resume=url, storage_options=options
-    )
-
-    assert history.column("epoch") == [0, 1]
 
 
 def test_a_loaded_trainer_predicts_lazily_and_scores_on_the_cluster(client, tmp_path):

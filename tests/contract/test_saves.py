@@ -439,6 +439,12 @@ def more_attributes():
     return loss
 
 
+def hooked():
+    loss = nn.MSELoss()
+    loss.register_forward_hook(lambda *_: None)
+    return loss
+
+
 class TestWhatHasToBePassed:
     @pytest.mark.parametrize(
         ("options", "name", "why"),
@@ -447,6 +453,7 @@ class TestWhatHasToBePassed:
             ({"model": Net(7)}, "model", r"model is a tests.*Net, which cannot be"),
             ({"loss": lambda o, y: own_loss(o, y)}, "loss", "cannot be imported"),
             ({"loss": more_attributes()}, "loss", "own of the loss is no argument"),
+            ({"loss": hooked()}, "loss", "_forward_hooks of the loss is no argument"),
             ({"step": lambda m, b: own_step(m, b)}, "step", "cannot be imported"),
             (
                 {"optimizer": lambda p: own_optimizer(p)},

@@ -215,10 +215,15 @@ class BatchQueue:
                 del self._lines[call.kind]
             self._release([call])
 
-    def take(self, now: float, *, hurry: bool = False) -> list[Call]:
-        """Remove the calls of the next batch that is due, or with `hurry` of any."""
-        lines = self._lines.values()
-        due = [line for line in lines if hurry or self._due_in(line, now) <= 0]
+    def take(
+        self, now: float, *, full: bool = False, hurry: bool = False
+    ) -> list[Call]:
+        """Remove the calls of the next batch that is due; or that is full, or any."""
+        due = [
+            line
+            for line in self._lines.values()
+            if self._is_full(line) or (not full and (hurry or self._due(line) <= now))
+        ]
         if not due:
             return []
         line = min(due, key=lambda line: line[0].came)
@@ -232,8 +237,9 @@ class BatchQueue:
 
     def due_in(self, now: float) -> float | None:
         """Seconds until the next batch is due; None: no call waits."""
-        waits = (self._due_in(line, now) for line in self._lines.values())
-        return min(waits, default=None)
+        lines = self._lines.values()
+        due = (-math.inf if self._is_full(line) else self._due(line) for line in lines)
+        return max(0.0, min(due) - now) if lines else None
 
     def clear(self) -> list[Call]:
         """Remove all calls."""
@@ -242,10 +248,13 @@ class BatchQueue:
         self._release(calls)
         return calls
 
-    def _due_in(self, line: deque[Call], now: float) -> float:
+    def _due(self, line: deque[Call]) -> float:
+        return line[0].came + self._wait_s
+
+    def _is_full(self, line: deque[Call]) -> bool:
         batch = list(self._batch(line))
-        full = len(batch) < len(line) or sum(c.rows for c in batch) == self._batch_limit
-        return 0.0 if full else max(0.0, line[0].came + self._wait_s - now)
+        rows = sum(call.rows for call in batch)
+        return len(batch) < len(line) or rows == self._batch_limit
 
     def _batch(self, line: deque[Call]) -> Iterator[Call]:
         room = self._batch_limit
@@ -321,9 +330,13 @@ class Dispatcher:
         """Give batches that are due to replicas that can take one more."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        while (replica := self._freest()) is not None and (
-            calls := self._queue.take(now, hurry=self._closing)
-        ):
+        idle = False
+        while (replica := self._freest()) is not None:
+            # Only a full batch goes ahead of an answer: others may still grow.
+            idle = not self._load(replica)
+            calls = self._queue.take(now, full=not idle, hurry=self._closing)
+            if not calls:
+                break
             wanted = [call for call in calls if call.begin()]
             if wanted:
                 task = asyncio.create_task(self._ask(replica, wanted))
@@ -337,7 +350,7 @@ class Dispatcher:
             self._due.cancel()
             self._due = None
         wait_s = self._queue.due_in(now)
-        if wait_s is not None and replica is not None:
+        if wait_s is not None and replica is not None and idle:
             self._due = loop.call_later(wait_s, self._send)
 
     def _freest(self) -> Replica | None:

@@ -109,15 +109,21 @@ class TestBatches:
     @on_a_loop
     async def test_a_replica_has_two_at_most_and_calls_that_wait_are_joined(self):
         async with serving("a") as desk:
-            for value in range(5):
+            desk.call(0)
+            first = await desk.asked()
+            for value in range(1, 7):
                 desk.call(value)
-            batches = [await desk.asked(), await desk.asked()]
+            ahead = await desk.asked()
             await turns()
+            assert ahead.values == [1, 2, 3, 4]  # a full one
             assert desk.host.made[0].asked.empty()
 
-            batches[0].answer()
+            first.answer()
+            await turns()
+            assert desk.host.made[0].asked.empty()
+            ahead.answer()
 
-            assert (await desk.asked()).values == [2, 3, 4]
+            assert (await desk.asked()).values == [5, 6]
 
     @on_a_loop
     async def test_a_call_that_was_cancelled_is_not_asked_and_makes_room(self):
@@ -140,7 +146,8 @@ class TestBatches:
             room = desk.queue.room(4)
             assert not room.done()
 
-            (await desk.asked()).answer()
+            for _ in range(2):
+                (await desk.asked()).answer()
             await soon(asyncio.wrap_future(room))
 
             desk.queue.admit(4)
@@ -179,6 +186,9 @@ class TestFailures:
             (await desk.asked(1)).answer()
 
             assert [await values(call) for call in calls] == [[10], [20]]
+            desk.queue.admit(100)
+            with pytest.raises(BusyError):  # what comes back makes no room
+                desk.queue.admit(1)
             assert [replica.place for replica in desk.pool.ready] == ["b"]
             assert ("close", "a") in desk.host.log
 

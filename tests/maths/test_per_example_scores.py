@@ -84,133 +84,90 @@ def own():
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-class TestShapes:
-    """Scores are as the data are."""
+def unknown_lengths():
+    x, y = blocks()
+    return x[y >= 0], y[y >= 0]
 
-    def test_numpy(self, own):
-        scores = own.score_examples(X, Y, batch_size=7)
 
-        assert scores.dtype == np.float64
-        np.testing.assert_allclose(scores, losses(own), **CLOSE)
+def with_empty_partition():
+    whole = table().repartition(npartitions=2)
+    whole = dd.concat([whole[whole["a"] > 100], whole])
+    return whole[NAMES], whole["label"]
+
+
+def torch_rows():
+    return torch.from_numpy(X), torch.from_numpy(Y)
+
+
+def files(folder):
+    for number in range(3):
+        rows = slice(30 * number, 30 * number + 30)
+        np.savez(folder / f"{number}.npz", x=X[rows], y=Y[rows])
+    return (folder,)
+
+
+KINDS = {
+    "numpy": (lambda: (X, Y), np.ndarray),
+    "torch": (torch_rows, torch.Tensor),
+    "pandas": (lambda: (frame()[NAMES], frame()["label"]), pd.Series),
+    "dataset": (lambda: (TensorDataset(*torch_rows()),), np.ndarray),
+    "files": (files, np.ndarray),
+    "dask.array": (blocks, da.Array),
+    "of unknown lengths": (unknown_lengths, da.Array),
+    "dask.dataframe": (lambda: (table()[NAMES], table()["label"]), dd.Series),
+    "an empty partition": (with_empty_partition, dd.Series),
+    "bag": (lambda: (pairs(),), db.Bag),
+    "delayed": (
+        lambda: ([delayed((X[a : a + 30], Y[a : a + 30])) for a in (0, 30, 60)],),
+        list,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_as_the_data_are(own, kind, tmp_path):
+    make, result = KINDS[kind]
+
+    scores = own.score_examples(*(make(tmp_path) if kind == "files" else make()))
+
+    assert isinstance(scores, result)
+    found = now(scores)
+    found = np.concatenate(found) if kind == "delayed" else np.asarray(found)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, losses(own), **CLOSE)
+    if kind == "numpy":
         assert scores.mean() == pytest.approx(own.evaluate(X, Y)["loss"], rel=1e-6)
-
-    def test_torch(self, own):
-        scores = own.score_examples(torch.from_numpy(X), torch.from_numpy(Y))
-
-        assert scores.dtype == torch.float64
-        np.testing.assert_allclose(scores.numpy(), losses(own), **CLOSE)
-
-    def test_pandas(self, own):
-        whole = frame()
-
-        scores = own.score_examples(whole[NAMES], whole["label"])
-
-        assert scores.index.equals(whole.index)
-        np.testing.assert_allclose(scores, losses(own), **CLOSE)
-
-    def test_several_inputs(self):
-        class Joined(nn.Linear):
-            def forward(self, x):
-                return super().forward(torch.cat([x["one"], x["two"]], 1))
-
-        own = trainer(Joined(4, 3))
-        parts = {"one": X[:, :1], "two": X[:, 1:]}
-
-        scores = own.score_examples(parts, Y)
-
-        weights = own.model_.state_dict()
-        own.model_ = nn.Linear(4, 3)
-        own.model_.load_state_dict(weights)
-        np.testing.assert_allclose(scores, losses(own), **CLOSE)
-
-    def test_a_dataset(self, own):
-        dataset = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
-
-        scores = own.score_examples(dataset)
-
-        assert isinstance(scores, np.ndarray)
-        np.testing.assert_allclose(scores, losses(own), **CLOSE)
-
-    def test_files(self, own, tmp_path):
-        for number in range(3):
-            rows = slice(30 * number, 30 * number + 30)
-            np.savez(tmp_path / f"{number}.npz", x=X[rows], y=Y[rows])
-
-        scores = own.score_examples(tmp_path)
-
-        np.testing.assert_allclose(scores, losses(own), **CLOSE)
-
-    def test_a_dask_array(self, own):
-        x, y = blocks()
-
-        scores = own.score_examples(x, y.rechunk(45))
-
-        assert isinstance(scores, da.Array)
+    if kind == "dask.array":
         assert scores.chunks == CHUNKS
-        assert scores.dtype == np.float64
-        np.testing.assert_allclose(now(scores), losses(own), **CLOSE)
-
-    def test_a_dask_array_of_unknown_lengths(self, own):
-        x, y = blocks()
-        keep = y != 1
-
-        scores = own.score_examples(x[keep], y[keep])
-
-        np.testing.assert_allclose(now(scores), losses(own)[Y != 1], **CLOSE)
-
-    def test_a_dask_dataframe(self, own):
-        whole = table()
-
-        scores = own.score_examples(whole[NAMES], whole["label"])
-
-        assert isinstance(scores, dd.Series)
+    if kind in ("pandas", "dask.dataframe"):
+        assert now(scores).index.equals(frame().index)
+    if kind in ("dask.dataframe", "bag"):
         assert scores.npartitions == 4
-        found = now(scores)
-        assert found.index.tolist() == frame().index.tolist()
-        np.testing.assert_allclose(found, losses(own), **CLOSE)
 
-    def test_a_dask_dataframe_with_an_empty_partition(self, own):
-        whole = table().repartition(npartitions=2)
-        whole = dd.concat([whole[whole["a"] > 100], whole])
 
-        scores = own.score_examples(whole[NAMES], whole["label"])
+class Mean(nn.Linear):
+    def forward(self, x):
+        if isinstance(x, dict):
+            return super().forward(torch.cat([x["one"], x["two"]], 1))
+        return super().forward(x.mean(1))
 
-        np.testing.assert_allclose(now(scores), losses(own), **CLOSE)
 
-    def test_a_bag(self, own):
-        scores = own.score_examples(pairs())
+def test_inputs_may_be_several_and_those_of_bags_of_several_lengths():
+    own = trainer(Mean(4, 3))
+    lengths = [3, 5, 3, 1]
+    bag = db.from_sequence(
+        [(np.repeat(X[i][None], n, 0), Y[i]) for i, n in enumerate(lengths)],
+        npartitions=1,
+    )
 
-        assert isinstance(scores, db.Bag)
-        assert scores.npartitions == 4
-        np.testing.assert_allclose(now(scores), losses(own), **CLOSE)
+    several = own.score_examples({"one": X[:, :1], "two": X[:, 1:]}, Y)
+    of_bag = own.score_examples(bag)
 
-    def test_a_bag_of_sequences_of_several_lengths(self):
-        class Mean(nn.Linear):
-            def forward(self, x):
-                return super().forward(x.mean(1))
-
-        own = trainer(Mean(4, 3))
-        lengths = [3, 5, 3, 1]
-        bag = db.from_sequence(
-            [(np.repeat(X[i][None], n, 0), Y[i]) for i, n in enumerate(lengths)],
-            npartitions=1,
-        )
-
-        scores = own.score_examples(bag)
-
-        own.model_ = nn.Linear(4, 3)
-        own.model_.load_state_dict(own.model.state_dict())
-        expected = losses(own, X[:4], Y[:4])
-        np.testing.assert_allclose(now(scores), expected, rtol=1e-4)
-
-    def test_a_list_of_delayed(self, own):
-        parts = [delayed((X[a : a + 30], Y[a : a + 30])) for a in (0, 30, 60)]
-
-        scores = own.score_examples(parts)
-
-        assert [len(now(part)) for part in scores] == [30, 30, 30]
-        found = np.concatenate([now(part) for part in scores])
-        np.testing.assert_allclose(found, losses(own), **CLOSE)
+    plain = trainer()
+    plain.model_.load_state_dict(own.model_.state_dict())
+    np.testing.assert_allclose(several, losses(plain), **CLOSE)
+    expected = losses(plain, X[:4], Y[:4])
+    np.testing.assert_allclose(now(of_bag), expected, rtol=1e-4)
 
 
 class TestKeys:
@@ -229,19 +186,11 @@ class TestKeys:
     def test_of_rows_in_memory(self, own, key):
         self.check(own.score_examples(X, Y, key=key), own)
 
-    def test_of_a_tensor(self, own):
-        key = torch.arange(ROWS)
-
-        series = own.score_examples(torch.from_numpy(X), torch.from_numpy(Y), key=key)
-
-        assert series.index.tolist() == list(range(ROWS))
-
-    def test_may_be_tuples(self, own):
-        key = [(name, i) for i, name in enumerate(IDS)]
-
+    @pytest.mark.parametrize("key", [[*enumerate(IDS)], torch.arange(ROWS)])
+    def test_may_be_tuples_and_numbers(self, own, key):
         series = own.score_examples(X, Y, key=key)
 
-        assert series.index.tolist() == key
+        assert series.index.tolist() == [*key]
 
     def test_of_a_column(self, own):
         whole = frame()
@@ -316,31 +265,6 @@ class TestKeys:
 
         with pytest.raises(OptionError, match="in no order"):
             own.score_examples(Stream(), key=IDS)
-
-
-def test_regularization_is_the_same_for_each(own):
-    plain = own.score_examples(X, Y)
-
-    scores = own.score_examples(X, Y, regularization=True)
-
-    squares = sum(
-        p.detach().double().square().sum().item() for p in own.model_.parameters()
-    )
-    np.testing.assert_allclose(scores - plain, 0.05 * squares)
-
-
-def test_a_step_scores_one_row_at_a_time():
-    def step(model, batch):
-        x, _ = batch
-        return (model(x) - x).square().sum()  # no mean: several rows would add up
-
-    own = trainer(nn.Linear(4, 4), loss=None, step=step)
-
-    scores = own.score_examples(X)
-
-    with torch.no_grad():
-        output = own.model_(torch.from_numpy(X)).numpy()
-    np.testing.assert_allclose(scores, ((output - X) ** 2).sum(1), **CLOSE)
 
 
 def test_the_model_is_in_evaluation_mode_and_left_as_it_was():
@@ -445,9 +369,7 @@ class TestSkipping:
             own.score_examples(self.Torn())
 
     def test_rows_of_a_file_that_cannot_be_read_are_left_out(self, own, tmp_path):
-        for number in range(3):
-            rows = slice(30 * number, 30 * number + 30)
-            np.savez(tmp_path / f"{number}.npz", x=X[rows], y=Y[rows])
+        files(tmp_path)
         (tmp_path / "1.npz").write_bytes(b"torn")
 
         scores = own.score_examples(tmp_path, on_bad_batch="skip")
@@ -502,15 +424,11 @@ class TestErrors:
         assert all(one.number == starts[one.part] + one.row for one in worst)
 
     def test_a_file_is_named_by_its_url(self, own, tmp_path):
-        for number in range(2):
-            rows = slice(45 * number, 45 * number + 45)
-            np.savez(tmp_path / f"{number}.npz", x=X[rows], y=Y[rows])
-
-        worst = own.errors(tmp_path, top=3)
+        worst = own.errors(*files(tmp_path), top=3)
 
         for one in worst:
-            assert one.part.endswith(f"{tmp_path}/{one.number // 45}.npz")
-            assert one.row == one.number % 45
+            assert one.part.endswith(f"{tmp_path}/{one.number // 30}.npz")
+            assert one.row == one.number % 30
 
     def test_in_a_stream_there_is_no_number(self, own):
         class Stream(IterableDataset):
@@ -554,22 +472,6 @@ class TestErrors:
 
         shown = {line.split()[1] for line in str(worst).splitlines()[2:]}
         assert shown == {"cat", "dog", "eel"}
-
-    def test_ignored_labels_are_no_errors(self, own):
-        y = Y.copy()
-        y[3] = -100
-
-        assert 3 not in [one.number for one in own.errors(X, y, top=ROWS)]
-
-    def test_of_numbers_there_is_no_guess(self):
-        own = trainer(nn.Linear(4, 4), loss=nn.MSELoss())
-
-        one = own.errors(X, X, top=1)[0]
-
-        assert (one.label, one.predicted, one.probability) == (None, None, None)
-        np.testing.assert_array_equal(one.y, X[one.number])
-        with pytest.raises(OptionError, match="wrong_only=True needs a loss"):
-            own.errors(X, X, wrong_only=True)
 
     @pytest.mark.parametrize("top", [0, 2.5, True, None])
     def test_top_is_a_number_of_examples(self, own, top):

@@ -261,3 +261,14 @@ async def test_one_that_is_lost_while_the_others_agree_is_left_out(c, s, *worker
         await meet(run, "report", BarrierKind.REPORT)
         await run.deliver(0, second)  # it was long on its way
         assert run.link(0).inbox.received.by_origin()[2] == (1, ())
+
+
+@two_workers()
+async def test_an_older_membership_changes_nothing(c, s, a, b):
+    async with a_run(c, s, a, b, **CHAIN) as run:
+        routing = run.link(0).routing
+        before = routing.generation, routing.workers
+
+        routing.on_members(routing.generation - 1, {})
+
+        assert (routing.generation, routing.workers) == before

@@ -206,7 +206,7 @@ def begun(asked: argparse.Namespace) -> Iterator[tuple[Client, list[Case]]]:
     torch.set_num_threads(1)
     with (
         local_cluster(WORKERS) as cluster,
-        Client(cluster, set_as_default=False) as client,
+        Client(cluster) as client,
     ):
         yield client, [case for case in CASES if case.name in asked.models]
 

@@ -111,7 +111,7 @@ class TestBatches:
         async with serving("a") as desk:
             desk.call(0)
             first = await desk.asked()
-            for value in range(1, 7):
+            for value in range(1, 11):
                 desk.call(value)
             ahead = await desk.asked()
             await turns()
@@ -119,11 +119,14 @@ class TestBatches:
             assert desk.host.made[0].asked.empty()
 
             first.answer()
-            await turns()
-            assert desk.host.made[0].asked.empty()
+            next_one = await desk.asked()
             ahead.answer()
+            await turns()
+            assert next_one.values == [5, 6, 7, 8]
+            assert desk.host.made[0].asked.empty()  # the rest is no full one
+            next_one.answer()
 
-            assert (await desk.asked()).values == [5, 6]
+            assert (await desk.asked()).values == [9, 10]
 
     @on_a_loop
     async def test_a_call_that_was_cancelled_is_not_asked_and_makes_room(self):

@@ -99,7 +99,7 @@ def main():
         make_folder(images)
         urls = pack_files(images, url=shards, files_per_shard=100, client=client)
         size = sum(Path(url).stat().st_size for url in urls)
-        print(f"{len(urls)} shards, {size / 1e3:.0f} kB")
+        print(f"{IMAGES} images in {len(urls)} shards, {size / 1e3:.0f} kB")
         train = image_folder(shards, split="train", channels=1)
         test = image_folder(shards, split="test", channels=1, classes=train.classes)
         trainer = daskdl.Trainer(

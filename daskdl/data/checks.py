@@ -349,14 +349,14 @@ def dry_run(
             shapes = f"x being {described(x)} and y {described(y)}"
             _run_loss("step", lambda: step.function(module, (x, y)), shapes)
             return DryRun(shown, batch, None, None, unchanged)
-        output = _forward(module, x)
-        if loss is None:
-            return DryRun(shown, batch, output, None, unchanged)
-        if y is None:
+        if y is None and loss is not None:
             raise DataError(
                 "y must be given, or data of pairs (x, y): the loss needs labels; to "
                 "train without, give a step instead of a loss"
             )
+        output = _forward(module, x)
+        if loss is None:
+            return DryRun(shown, batch, output, None, unchanged)
         accepted = _accepted_labels(loss, output, y)
         if accepted.classes is not None and transform is None:
             accepted.check(shown[1])

@@ -31,7 +31,8 @@ from daskdl.serialization import Packed
 from daskdl.thresholds import average_sent
 from daskdl.training.base import CompressionState, Parameters
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.optimizer_step import OptimizerState, add
+from daskdl.training.optimizer_step import add
+from daskdl.training.replica import REST, SHARED, FitResult
 from daskdl.training.telemetry import Reports, reports_of
 
 logger = logging.getLogger(__name__)
@@ -166,34 +167,6 @@ class Backend(ABC):
         return None
 
 
-@dataclass
-class FitResult:
-    """The result of one replica, or the merged result of all replicas.
-
-    Attributes:
-        parameters: The agreed parameters, and the unsent residual.
-        optimizer: One replica's weighted share of the optimizer state, or the sum of
-            all shares; None if the run did not finish.
-        compression: State of the compression; None if no replica left any.
-        schedule: State of the scheduler; empty without scheduler or optimizer.
-        steps: Packed step rows that were not reported before.
-        restored: Whether the parameters are those of the best epoch.
-        met: Whether the replicas have agreed since the start; otherwise the parameters
-            are the initial ones.
-        finished: Whether the replica, or any replica, reached the end of the run;
-            otherwise the other fields describe the last agreed state.
-    """
-
-    parameters: Parameters
-    optimizer: OptimizerState | None = None
-    compression: CompressionState | None = None
-    schedule: bytes = b""
-    steps: bytes = b""
-    restored: bool = False
-    met: bool = True
-    finished: bool = True
-
-
 def merge(results: Sequence[FitResult]) -> FitResult:
     """Merge the results of the replicas.
 
@@ -261,9 +234,6 @@ def useful(wanted: int, most: int) -> int:
     return min(wanted, most)
 
 
-SHARED, REST = ".shared", ".rest"  # torch forbids such names of tensors
-
-
 class AgreedState(NamedTuple):
     """A state on which all replicas agreed."""
 
@@ -283,22 +253,6 @@ class AgreedState(NamedTuple):
                 flat = torch.from_numpy(self.arrays[name].copy())
                 exact[name] = flat.view(like.dtype).reshape(like.shape)
         return replace(parameters, exact=exact)
-
-
-def arrays_of(parameters: Parameters) -> Arrays:
-    """Return parameters as arrays for the client; large arrays are not copied."""
-    if parameters.shared_N is not None:
-        rest = replace(parameters, shared_N=None)
-        return {REST: Packed(rest, "model_").payload, SHARED: parameters.shared_N}
-    exact = dict(parameters.exact or {})
-    arrays = {}
-    for name, tensor in exact.items():
-        dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-        if dense and tensor.numel():
-            arrays[name] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-            exact[name] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
-    rest = replace(parameters, exact=exact)
-    return {**arrays, REST: Packed(rest, "model_").payload}
 
 
 def run_spec_of(

@@ -52,7 +52,6 @@ from daskdl.training.backend import (
     Backend,
     EpochEnded,
     Event,
-    FitResult,
     ReplicaGone,
     TaskFailed,
     event_of,
@@ -64,7 +63,7 @@ from daskdl.training.backend import (
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import WorkerStore
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.replica import Replica, process_environment, warm_up
+from daskdl.training.replica import FitResult, Replica, process_environment, warm_up
 
 logger = logging.getLogger(__name__)
 

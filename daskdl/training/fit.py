@@ -48,7 +48,6 @@ from daskdl.training.backend import (
     Backend,
     EpochEnded,
     Event,
-    FitResult,
     ReplicaFailed,
     ReplicaGone,
     RunStopped,
@@ -63,7 +62,7 @@ from daskdl.training.fit_spec import FitSpec, ReplicaSpec
 from daskdl.training.fit_state import FitState, TrainedOptimizer
 from daskdl.training.local_backend import LocalBackend
 from daskdl.training.optimizer_step import restore_
-from daskdl.training.replica import check_device
+from daskdl.training.replica import FitResult, check_device
 from daskdl.training.telemetry import RowLog
 from daskdl.util import guarded
 

@@ -24,7 +24,6 @@ from daskdl.training.backend import (
     POLL_S,
     Backend,
     Event,
-    FitResult,
     TaskFailed,
     event_of,
     merge,
@@ -35,7 +34,7 @@ from daskdl.training.backend import (
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.replica import Replica, process_environment
+from daskdl.training.replica import FitResult, Replica, process_environment
 from daskdl.util import settle
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import cloudpickle
@@ -25,7 +25,7 @@ from daskdl import errors
 from daskdl.callbacks import EpochBegin, Step
 from daskdl.channel.base import BarrierResult, Channel, JoinResult, Stopped
 from daskdl.channel.leasing import SyncPoint, done_of
-from daskdl.channel.protocol import BarrierKind
+from daskdl.channel.protocol import Arrays, BarrierKind
 from daskdl.compression.flat import Untrained
 from daskdl.data import batching
 from daskdl.data.batching import Rows, floating_dtype
@@ -40,8 +40,8 @@ from daskdl.evaluation.evaluate import Score, score_batches
 from daskdl.history import StepRow
 from daskdl.objective import OwnStep
 from daskdl.serialization import Packed, copied
-from daskdl.training.backend import FitResult, arrays_of
 from daskdl.training.base import (
+    CompressionState,
     Exchange,
     Parameters,
     ReplicaContext,
@@ -67,6 +67,7 @@ from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import (
     BatchGroup,
     LossWatch,
+    OptimizerState,
     Stepper,
     Symptoms,
     diagnosis,
@@ -83,6 +84,53 @@ from daskdl.training.telemetry import (
     reports_of,
 )
 from daskdl.util import freed_memory_kept, guarded
+
+
+@dataclass
+class FitResult:
+    """The result of one replica, or the merged result of all replicas.
+
+    Attributes:
+        parameters: The agreed parameters, and the unsent residual.
+        optimizer: One replica's weighted share of the optimizer state, or the sum of
+            all shares; None if the run did not finish.
+        compression: State of the compression; None if no replica left any.
+        schedule: State of the scheduler; empty without scheduler or optimizer.
+        steps: Packed step rows that were not reported before.
+        restored: Whether the parameters are those of the best epoch.
+        met: Whether the replicas have agreed since the start; otherwise the parameters
+            are the initial ones.
+        finished: Whether the replica, or any replica, reached the end of the run;
+            otherwise the other fields describe the last agreed state.
+    """
+
+    parameters: Parameters
+    optimizer: OptimizerState | None = None
+    compression: CompressionState | None = None
+    schedule: bytes = b""
+    steps: bytes = b""
+    restored: bool = False
+    met: bool = True
+    finished: bool = True
+
+
+SHARED, REST = ".shared", ".rest"  # torch forbids such names of tensors
+
+
+def arrays_of(parameters: Parameters) -> Arrays:
+    """Return parameters as arrays for the client; large arrays are not copied."""
+    if parameters.shared_N is not None:
+        rest = replace(parameters, shared_N=None)
+        return {REST: Packed(rest, "model_").payload, SHARED: parameters.shared_N}
+    exact = dict(parameters.exact or {})
+    arrays = {}
+    for name, tensor in exact.items():
+        dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        if dense and tensor.numel():
+            arrays[name] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+            exact[name] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+    rest = replace(parameters, exact=exact)
+    return {**arrays, REST: Packed(rest, "model_").payload}
 
 
 class Replica:

@@ -11,10 +11,11 @@ from torch import nn
 from daskdl.errors import OptionError, SaveError
 from daskdl.objective import OwnStep, objective_of, on_device
 from daskdl.thresholds import Sent
-from daskdl.training.backend import FitResult, merge
+from daskdl.training.backend import merge
 from daskdl.training.base import CompressionState as Left
 from daskdl.training.base import Parameters, load_tensors_, others_in, trained_in
 from daskdl.training.optimizer_step import weigh
+from daskdl.training.replica import FitResult
 
 GRID = 2.0**-24
 NOTHING = Parameters()

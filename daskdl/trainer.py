@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks import Callback
-from daskdl.cluster import client_or_process
 from daskdl.data.batching import Transform
 from daskdl.data.formats import Loader
 from daskdl.data.inputs import Approach, OnBad, ReadOptions, compose
@@ -40,10 +39,10 @@ from daskdl.training.base import TrainingMaster
 from daskdl.training.checkpointing import resume_plan
 from daskdl.training.epoch_control import Scheduling
 from daskdl.training.fit import FitRun
-from daskdl.training.fit_spec import FitSpec
-from daskdl.training.fit_state import FitState, starting_model
+from daskdl.training.fit_spec import FitSpec, FitState, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
+from daskdl.util import client_or_process
 
 
 def predict(

@@ -6,7 +6,7 @@ datasets of torch, is on the page on data.
 
 from daskdl.data.batch_files import BatchFiles
 from daskdl.data.export import export
-from daskdl.data.files import files
+from daskdl.data.files import files, pack_files
 from daskdl.data.formats import Csv, Npy, Npz, Parquet, Safetensors
 from daskdl.data.images import image_folder
 from daskdl.data.normalize import (
@@ -14,7 +14,6 @@ from daskdl.data.normalize import (
     Normalization,
     Standardize,
 )
-from daskdl.data.shards import pack_files
 from daskdl.data.source import Facts, Source
 from daskdl.data.torch_datasets import Stream
 from daskdl.data.validate import Report, validate

@@ -31,13 +31,13 @@ from distributed.client import FutureCancelledError
 from distributed.utils_comm import gather_from_workers
 from typing_extensions import override
 
-from daskdl.cluster import check_installed
 from daskdl.config import Bound, Timeouts
 from daskdl.data import batching
 from daskdl.data.batching import Rows
 from daskdl.data.source import PartGraph, Separate, Source
 from daskdl.errors import DataError, LostPieceError, OptionError, WaitTimeoutError
 from daskdl.serialization import Packed
+from daskdl.util import check_installed
 
 logger = logging.getLogger(__name__)
 

@@ -1,24 +1,37 @@
 """Files as data to train on: loose ones, shards, or batch files, whichever are there.
 
 A part is a file, or several that are read together: files of one example each, or those
-in a shard. A loader makes rows of each, where the part is needed.
+in a shard, a zip or tar archive that `pack_files` made of original files. An object
+store answers a request after tens of milliseconds, whatever its size; a shard of a
+hundred small images comes in one. A shard is read whole and unpacked in memory: 1,000
+images of 3 kB take 26 ms from a zip and 51 ms from a tar, with fsspec's own archives
+82 ms and 1.4 s.
 """
 
 import copy
+import functools
+import hashlib
+import io
+import json
+import logging
+import tarfile
+import zipfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, Protocol, Self, TypeVar
+from typing import Any, BinaryIO, Literal, Protocol, Self, TypeVar
 
+import numpy as np
 from typing_extensions import override
 
-from daskdl.config import check_count
-from daskdl.data import batching, shards
+from daskdl.config import check_choice, check_count
+from daskdl.data import batching
 from daskdl.data.batch_files import BatchFiles, is_export
 from daskdl.data.batching import Rows
+from daskdl.data.distribute import map_parts
 from daskdl.data.formats import (
     Csv,
     Loader,
@@ -31,19 +44,295 @@ from daskdl.data.formats import (
     reading,
     rows_of,
 )
+from daskdl.data.manifest import File, Kind, Manifest
 from daskdl.data.source import SHOWN_ROWS, Facts, Source, facts_of
 from daskdl.data.storage import (
     AnyPath,
+    OpenBytes,
+    Store,
+    common_folder,
+    folder_of,
     is_glob,
     is_local,
     is_path,
     listed,
     opened,
+    path_in,
     store_of,
 )
 from daskdl.errors import DataError, OptionError, ShapeError
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+KIND = Kind(
+    "daskdl shards",
+    1,
+    "shards.json",
+    "daskdl.data.pack_files writes shards",
+    "delete the folder, and pack the files again",
+)
+_READ_AT_A_TIME = 8  # each is a request that mostly waits
+_DIGITS = 8  # of a digest in a file's name: two plans in one folder seldom share it
+_READABLE = 0o644 << 16
+_UNIX = 3
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Files in one archive, which are read together.
+
+    Attributes:
+        store: The folder of the archive.
+        file: The archive; its ``members`` are the names of all files in it.
+        names: Those of them that are read.
+        contents: Reads the archive: the bytes of all files by name; None: anew for
+            each call.
+    """
+
+    store: Store
+    file: File
+    names: Sequence[str]
+    contents: Callable[[], Mapping[str, bytes]] | None = field(default=None, repr=False)
+
+    @property
+    def urls(self) -> list[str]:
+        """URLs by which fsspec finds the files in the archive."""
+        kind, archive = self.file.name[-3:], self.store.url_of(self.file.name)
+        return [f"{kind}://{name}::{archive}" for name in self.names]
+
+    def some(self, which: slice) -> "Shard":
+        """The same archive, and some of the files."""
+        return replace(self, names=self.names[which])
+
+    def each(
+        self, function: Callable[[int, BinaryIO], T], header: bool = False
+    ) -> list[T]:
+        """Call a function of each file's number and the open file, in order."""
+        contents = self._read() if self.contents is None else self.contents()
+        named = enumerate(zip(self.names, self.urls, strict=True))
+        return [function(i, OpenBytes(contents[name], url)) for i, (name, url) in named]
+
+    def held(self) -> "Shard":
+        """The same, for whoever reads the files one by one: the archive is kept."""
+        return replace(self, contents=functools.cache(self._read))
+
+    def _read(self) -> Mapping[str, bytes]:
+        content = self.file.read(self.store, KIND.remedy)
+        return unpacked(self.file.name, content)
+
+
+def shards_in(store: Store) -> list[Shard] | None:
+    """The shards in a folder; None if it has no manifest of shards."""
+    if not store.exists(KIND.name):
+        return None
+    files = Manifest.read(store, KIND).files
+    return [Shard(store, file, file.details["members"]) for file in files]
+
+
+def packed(name: str, files: Iterable[tuple[str, bytes]]) -> bytes:
+    """Put files into an archive: the same files give the same bytes.
+
+    Example:
+        >>> unpacked("x.zip", packed("x.zip", [("a/b.txt", b"hello")]))
+        {'a/b.txt': b'hello'}
+    """
+    target = io.BytesIO()
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
+            for path, content in files:
+                entry = zipfile.ZipInfo(path)  # of 1980, as a tar's is of 1970
+                entry.external_attr, entry.create_system = _READABLE, _UNIX
+                archive.writestr(entry, content)
+        return target.getvalue()
+    with tarfile.open(fileobj=target, mode="w:") as tar:
+        for path, content in files:
+            info = tarfile.TarInfo(path)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return target.getvalue()
+
+
+def unpacked(name: str, content: bytes) -> dict[str, bytes]:
+    """The files in an archive by their relative paths; links are passed over."""
+    if name.endswith(".zip"):
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return {path: archive.read(path) for path in archive.namelist()}
+    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+        opened = ((entry.name, tar.extractfile(entry)) for entry in tar)
+        return {path: file.read() for path, file in opened if file is not None}
+
+
+def pack_files(
+    paths: AnyPath | Sequence[AnyPath],
+    *,
+    url: AnyPath,
+    files_per_shard: int,
+    root: AnyPath | None = None,
+    format: Literal["zip", "tar"] = "zip",
+    seed: int | None = 0,
+    client: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Pack original files into shards, uncompressed archives with their relative paths.
+
+    Shards appear whole or not at all, and their manifest when all are there. Calling it
+    again goes on with what is missing, and does nothing when nothing is; files that
+    were changed meanwhile under the same name are not noticed. The same files and the
+    same seed give the same bytes, however many workers there are. A worker holds the
+    files of one shard in memory for each of its threads.
+
+    Args:
+        paths: A folder, a file, a pattern, or a list of files and patterns; local or at
+            URLs of one kind.
+        url: Folder for the shards and their manifest, ``shards.json``.
+        files_per_shard: Files in a shard, >= 1; the last may have fewer.
+        root: The paths that are kept are relative to this folder. None: the folder
+            given; of a pattern, the one in front of its first wildcard; of a list, the
+            deepest that has all.
+        format: "zip" or "tar".
+        seed: Of the order of the files; None: as listed, which would make shards of
+            images of one class each.
+        client: Of Dask. None: the default client, else this process, as False says.
+        storage_options: Of both file systems, for fsspec, such as credentials; the
+            workers use them too.
+
+    Returns:
+        URLs of the shards.
+
+    Raises:
+        DataError: If there are no files, one cannot be read, or a shard not written.
+        OptionError: If an argument is not as described, or other files are packed
+            there.
+
+    Example:
+        >>> Store("memory://daskdl-notes").write("a/1.txt", b"one")
+        >>> folder = "memory://daskdl-packed"
+        >>> len(pack_files("memory://daskdl-notes", url=folder, files_per_shard=64))
+        1
+    """
+    check_choice("format", format, ("zip", "tar"))
+    check_count("files_per_shard", files_per_shard)
+    target = store_of(url, storage_options)
+    store, names = _originals(paths, root, storage_options)
+    if is_path(paths) and f"{target.place}/".startswith(f"{store.place}/"):
+        raise OptionError(
+            f"url must not be in the root of the files, {store.url}, got {target.url}; "
+            "the shards would be packed the next time"
+        )
+    if seed is not None:
+        order = np.random.default_rng(seed).permutation(len(names))
+        names = [names[i] for i in order]
+    groups = [
+        names[i : i + files_per_shard] for i in range(0, len(names), files_per_shard)
+    ]
+    originals = _Originals(store, groups, format)
+    plan = originals.digest(groups)
+    if target.exists(KIND.name):
+        manifest = Manifest.read(target, KIND)
+        if manifest.content["plan"] != plan:
+            raise OptionError(
+                f"{target.url} has shards of other files, or in another order; delete "
+                "them, or choose another url"
+            )
+    else:
+        files = dict(map_parts(originals, partial(_pack, target), client))
+        ordered = tuple(files[part] for part in range(originals.parts))
+        manifest = Manifest(ordered, {"plan": plan})
+        manifest.write(target, KIND)
+    shown = len(names), len(manifest.files), target.url
+    logger.info("%d files are packed into %d shards at %s", *shown)
+    return [target.url_of(file.name) for file in manifest.files]
+
+
+class _Originals(Source):
+    """Loose files in groups, each of which becomes one shard."""
+
+    lengths = None
+    first = None
+
+    def __init__(
+        self, store: Store, groups: Sequence[Sequence[str]], format: str
+    ) -> None:
+        self.store, self.groups, self.format = store, groups, format
+        self.parts = len(groups)
+
+    @override
+    def name(self, part: int) -> str:
+        """Of the shard; another one for other files."""
+        digest = self.digest(self.groups[part])[:_DIGITS]
+        return f"shard-{part:05d}-{digest}.{self.format}"
+
+    @override
+    def load(self, part: int) -> Rows:
+        raise NotImplementedError("original files are packed, not loaded")
+
+    def contents(self, part: int) -> Iterator[tuple[str, bytes]]:
+        """Pairs (relative path, content) of a group."""
+        names = self.groups[part]
+        with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+            yield from zip(names, pool.map(self.store.read, names), strict=True)
+
+    def digest(self, names: Sequence[Any]) -> str:
+        described = json.dumps([self.store.url, self.format, names])
+        return hashlib.sha256(described.encode()).hexdigest()
+
+
+def _pack(target: Store, source: Source, part: int) -> File:
+    """What is done with each group of files, on a worker."""
+    assert isinstance(source, _Originals)
+    name = source.name(part)
+    content = _written(target, name, source.groups[part])
+    if content is None:
+        content = packed(name, source.contents(part))
+        target.write(name, content)
+    return File.of(name, content, members=list(source.groups[part]))
+
+
+def _written(target: Store, name: str, members: Sequence[str]) -> bytes | None:
+    """The shard that was written before, if it is what it should be."""
+    if not target.exists(name):
+        return None
+    content = target.read(name)
+    try:
+        files = unpacked(name, content)
+    except (zipfile.BadZipFile, tarfile.TarError, EOFError, ValueError):
+        return None
+    same = list(files) == list(members) and packed(name, files.items()) == content
+    return content if same else None
+
+
+def _originals(
+    paths: AnyPath | Sequence[AnyPath],
+    root: AnyPath | None,
+    options: Mapping[str, Any] | None,
+) -> tuple[Store, list[str]]:
+    """The root of the files that a user means, and their paths relative to it."""
+    names = store_of(paths, options).names() if is_path(paths) else []
+    if is_path(paths) and names:  # a folder, with its hidden files
+        folder = store_of(paths, options)
+        if root is None:
+            return folder, names
+        urls = [folder.url_of(name) for name in names]
+    else:
+        urls = listed(paths, None, options)
+    if root is not None:
+        common = store_of(root).url
+    elif is_path(paths):
+        common = folder_of(store_of(paths).url)
+    else:
+        common = common_folder(urls)
+    found: dict[str, str] = {}
+    for url in urls:
+        name = path_in(common, url)
+        if name is None:
+            raise OptionError(f"{url} is not in the root {common}")
+        if name in found:
+            raise DataError(f"{url} is in paths twice")
+        found[name] = url
+    return store_of(common, options), list(found)
+
 
 _READERS: Mapping[str, Reader] = {
     ".npy": Npy(),
@@ -57,11 +346,9 @@ _READERS: Mapping[str, Reader] = {
 # enough that images of a megabyte stay far below a worker's memory.
 FILES_PER_PART = 64
 
-_READ_AT_A_TIME = 8  # where each mostly waits for a server
-
 
 class Group(Protocol):
-    """Files that are read together: `Loose`, or a `daskdl.data.shards.Shard`."""
+    """Files that are read together: `Loose`, or a `daskdl.data.files.Shard`."""
 
     @property
     def urls(self) -> Sequence[str]: ...
@@ -295,7 +582,7 @@ def files(
     if is_path(url) and pattern is None and not is_glob(url):
         if loader is None and not one_example and is_export(url, storage_options):
             return BatchFiles(url, storage_options)
-        groups = shards.shards_in(store_of(url, storage_options))
+        groups = shards_in(store_of(url, storage_options))
     if groups is None:
         urls = listed(url, pattern, storage_options)
         each = (files_per_part or FILES_PER_PART) if one_example else 1

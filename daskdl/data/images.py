@@ -33,8 +33,14 @@ from typing_extensions import override
 
 from daskdl.config import check_count
 from daskdl.data.batching import Rows
-from daskdl.data.files import FILES_PER_PART, Group, GroupedFiles, Loose
-from daskdl.data.shards import Shard, shards_in
+from daskdl.data.files import (
+    FILES_PER_PART,
+    Group,
+    GroupedFiles,
+    Loose,
+    Shard,
+    shards_in,
+)
 from daskdl.data.storage import Store, store_of
 from daskdl.errors import DataError, OptionError, ShapeError
 

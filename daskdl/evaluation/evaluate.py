@@ -16,7 +16,6 @@ import torch
 from distributed import Client
 from torch import Tensor, nn
 
-from daskdl.cluster import client_or_process
 from daskdl.data import batching
 from daskdl.data.batching import (
     Batch,
@@ -55,7 +54,7 @@ from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation.report import Evaluation
 from daskdl.objective import Loss, Objective, OwnStep, batch_loss, is_sum, on_device
 from daskdl.serialization import Packed, PackedModel
-from daskdl.util import freed_memory_kept
+from daskdl.util import client_or_process, freed_memory_kept
 
 if TYPE_CHECKING:  # torchmetrics brings SciPy and matplotlib, some 90 MB
     from daskdl.evaluation.metric_sets import MetricSet

@@ -24,7 +24,6 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from daskdl.cluster import check_outlives, client_or_process
 from daskdl.config import check_count
 from daskdl.data import batching
 from daskdl.data import source as sources
@@ -70,6 +69,7 @@ from daskdl.inference.lazy import Examples, lazy_outputs, with_first_rows
 from daskdl.keras.module import CrossEntropyOfProbabilities
 from daskdl.objective import Objective, OwnStep, Penalised, batch_loss, on_device
 from daskdl.serialization import Packed, PackedModel, copied
+from daskdl.util import check_outlives, client_or_process
 
 logger = logging.getLogger(__name__)
 

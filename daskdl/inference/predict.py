@@ -13,7 +13,6 @@ import torch
 from distributed import Client
 from torch import Tensor, nn
 
-from daskdl.cluster import check_installed, check_outlives, client_or_process
 from daskdl.data import batching
 from daskdl.data.batching import (
     Rows,
@@ -48,7 +47,12 @@ from daskdl.inference.lazy import (
 )
 from daskdl.inference.predictions import write_predictions
 from daskdl.serialization import PackedModel
-from daskdl.util import freed_memory_kept
+from daskdl.util import (
+    check_installed,
+    check_outlives,
+    client_or_process,
+    freed_memory_kept,
+)
 
 Postprocess = Callable[[Tree], Tree]
 

@@ -24,7 +24,6 @@ from distributed import Client
 from torch import Tensor, nn
 from typing_extensions import override
 
-from daskdl.cluster import check_installed, client_or_process
 from daskdl.config import Timeouts, check_count, check_whole
 from daskdl.data import batching
 from daskdl.data.batching import Transform, Tree
@@ -48,6 +47,7 @@ from daskdl.inference.pool import (
     within,
 )
 from daskdl.serialization import Packed, PackedModel
+from daskdl.util import check_installed, client_or_process
 
 T = TypeVar("T")
 

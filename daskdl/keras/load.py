@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from daskdl.errors import ModelError
-from daskdl.keras.convert import JSON, MODELS, modern
 from daskdl.keras.module import (
     ENDING,
+    JSON,
+    MODELS,
     WRONG,
     KerasModule,
     building,
     built,
     gist,
     library,
+    modern,
     vetted,
 )
 

@@ -27,7 +27,7 @@ from daskdl.planning.cost_model import Costs, Measured, Network, Prediction, pre
 from daskdl.planning.measure import BenchmarkSpec, measure
 from daskdl.serialization import Packed, copied
 from daskdl.thresholds import LinkAlgorithm
-from daskdl.training.fit_state import starting_model
+from daskdl.training.fit_spec import starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 
 SHOWN = 16  # rows; of more, those whose number is a power of two, and the last

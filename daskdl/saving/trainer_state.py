@@ -45,7 +45,7 @@ from daskdl.thresholds import (
 )
 from daskdl.training.base import CompressionState, KeptResidual, described
 from daskdl.training.epoch_control import Scheduling
-from daskdl.training.fit_state import (
+from daskdl.training.fit_spec import (
     FitState,
     TrainedOptimizer,
     hyperparameters,

@@ -32,7 +32,6 @@ from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
-from daskdl.cluster import OWN, REMEDY, arrival_plugin, mismatch
 from daskdl.config import VERSION, Bound
 from daskdl.data.distribute import (
     DataPlacement,
@@ -64,6 +63,7 @@ from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import WorkerStore
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.replica import FitResult, Replica, process_environment, warm_up
+from daskdl.util import OWN, REMEDY, arrival_plugin, mismatch
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from tqdm.auto import tqdm
 
 from daskdl import errors
 from daskdl.callbacks import Callback, FitBegin, FitEnd
-from daskdl.cluster import check_installed
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.data import batching
 from daskdl.data.checks import (
@@ -48,6 +47,7 @@ from daskdl.training.backend import (
     Backend,
     EpochEnded,
     Event,
+    LocalBackend,
     ReplicaFailed,
     ReplicaGone,
     RunStopped,
@@ -58,13 +58,11 @@ from daskdl.training.base import KeptResidual, Parameters
 from daskdl.training.checkpointing import ResumePlan, checkpoints_of
 from daskdl.training.dask_backend import dask_backend
 from daskdl.training.epoch_control import EvaluationPlan, LearningRate, StoppingDecision
-from daskdl.training.fit_spec import FitSpec, ReplicaSpec
-from daskdl.training.fit_state import FitState, TrainedOptimizer
-from daskdl.training.local_backend import LocalBackend
+from daskdl.training.fit_spec import FitSpec, FitState, ReplicaSpec, TrainedOptimizer
 from daskdl.training.optimizer_step import restore_
 from daskdl.training.replica import FitResult, check_device
 from daskdl.training.telemetry import RowLog
-from daskdl.util import guarded
+from daskdl.util import check_installed, guarded
 
 logger = logging.getLogger(__name__)
 

@@ -146,7 +146,7 @@ class TestClient:
         def none():
             raise ValueError
 
-        monkeypatch.setattr("daskdl.cluster.default_client", none)
+        monkeypatch.setattr("daskdl.util.default_client", none)
         own = trainer(None)
         own.model_ = mlp()
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from distributed import get_worker
 
-from daskdl.data import shards as module
+from daskdl.data import files as module
 from daskdl.data.distribute import map_parts
-from daskdl.data.files import files
+from daskdl.data.files import KIND, files, pack_files
 from daskdl.data.images import image_folder
-from daskdl.data.shards import KIND, pack_files
 from daskdl.data.storage import Store, store_of
 from daskdl.errors import DataError
 from tests.support.pictures import folder

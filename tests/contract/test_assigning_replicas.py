@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError, WaitTimeoutError
-from daskdl.training.backend import most_replicas
+from daskdl.training.backend import most_replicas, replicas_here
 from daskdl.training.dask_backend import assign_workers
 from daskdl.training.gradient_sharing import GradientSharing
-from daskdl.training.local_backend import replicas_here
 
 
 class Cluster:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from daskdl.data.files import pack_files
 from daskdl.data.images import Decoding, image_folder
-from daskdl.data.shards import pack_files
 from daskdl.data.storage import OpenBytes, Store
 from daskdl.errors import DataError, OptionError
 from tests.support.pictures import encoded, folder, pixels

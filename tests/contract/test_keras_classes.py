@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from daskdl.errors import ModelError, OptionError
-from daskdl.keras.convert import modern
-from daskdl.keras.module import library, vetted
+from daskdl.keras.module import library, modern, vetted
 
 
 def layer(kind="Dense", module="keras.layers", **settings):

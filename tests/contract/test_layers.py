@@ -16,8 +16,8 @@ PATHS = sorted(ROOT.rglob("*.py"))
 # that have a line of their own; inside of one, files must not import in a circle.
 LAYERS = [
     {"errors"},
-    {"config", "util", "codec", "serialization", "objective"},
-    {"cluster"},
+    {"config", "codec", "serialization", "objective"},
+    {"util"},
     {"thresholds", "residuals", "history"},
     {"callbacks"},
     {"compression"},
@@ -42,8 +42,7 @@ OUTSIDE = {
     "config": {"dask"},
     "objective": {"torch"},
     "serialization": {"cloudpickle", "numpy", "torch", "typing_extensions"},
-    "util": set(),
-    "cluster": {"dask", "distributed", "torch"},
+    "util": {"dask", "distributed", "torch"},
     "history": {"numpy", "pandas", "typing_extensions"},
     "residuals": {"typing_extensions"},
     "thresholds": {"torch", "typing_extensions"},
@@ -111,7 +110,6 @@ DISTRIBUTED = {
     "channel.scheduler",
     "channel.sender",  # requests of a replica
     "channel.worker",
-    "cluster",
     "data.distribute",
     "data.inputs",
     "evaluation.evaluate",
@@ -125,6 +123,7 @@ DISTRIBUTED = {
     "trainer",
     "training.dask_backend",
     "training.fit",
+    "util",
 }
 
 

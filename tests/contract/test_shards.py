@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from daskdl.data import Csv, Npz, files
-from daskdl.data import shards as module
-from daskdl.data.shards import pack_files
+from daskdl.data import files as module
+from daskdl.data.files import pack_files
 from daskdl.data.storage import Store, store_of
 from daskdl.errors import DataError, OptionError
 

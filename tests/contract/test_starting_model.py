@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from daskdl.errors import ModelError
-from daskdl.training.fit_state import starting_model
+from daskdl.training.fit_spec import starting_model
 
 
 class TestStartingModel:

@@ -14,9 +14,8 @@ from distributed.utils_test import poll_for
 
 from daskdl import Callback, ReplicaError, RunError, WaitTimeoutError
 from daskdl.history import StepRow, pack_rows
-from daskdl.training.backend import AgreedState
+from daskdl.training.backend import AgreedState, LocalBackend
 from daskdl.training.base import Parameters
-from daskdl.training.local_backend import LocalBackend
 from daskdl.training.replica import arrays_of
 from tests.support.problems import kept, rows, trainer
 from tests.support.promises import EarlyEnds, FailAt, Interrupt, Place

@@ -20,7 +20,7 @@ from daskdl.saving.trainer_state import (
 )
 from daskdl.thresholds import Sent
 from daskdl.training.base import CompressionState
-from daskdl.training.fit_state import FitState, TrainedOptimizer, starting_model
+from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
 from daskdl.training.telemetry import EpochReport, EpochTotals
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import uuid
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,6 @@ import numpy as np
 import pytest
 from distributed import get_worker
 
-from daskdl.data import files as module
 from daskdl.data.distribute import map_parts
 from daskdl.data.files import KIND, files, pack_files
 from daskdl.data.images import image_folder
@@ -18,6 +18,8 @@ from daskdl.data.storage import Store, store_of
 from daskdl.errors import DataError
 from tests.support.pictures import folder
 from tests.support.s3 import options
+
+module = sys.modules["daskdl.data.files"]  # the package has the function
 
 pytestmark = pytest.mark.slow
 

@@ -470,7 +470,7 @@ class ReplicaPool:
         self._sharing = wanted  # most replicas of one place; known when it opens
         self._numbers = itertools.count()
         self._swapping = asyncio.Lock()
-        self._starting: dict[asyncio.Task[None], str] = {}  # and the place
+        self.starting: dict[asyncio.Task[None], str] = {}  # and the place
         self._background: set[asyncio.Task[None]] = set()
         self._failures: Counter[str] = Counter()  # of starts and replicas, by place
         self._pinged_at = 0.0
@@ -498,14 +498,14 @@ class ReplicaPool:
         """Leave no replica anywhere; see `Replica.close`."""
         if self._watching is not None:
             self._watching.cancel()
-        if self._starting:  # what is half open could not be closed
-            await asyncio.wait(self._starting, timeout=self._timeouts.stop)
-        for task in self._starting:
+        if self.starting:  # what is half open could not be closed
+            await asyncio.wait(self.starting, timeout=self._timeouts.stop)
+        for task in self.starting:
             task.cancel()
         for replica in self.ready:
             self._part(replica, wait)
         self.ready.clear()
-        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(*self.starting, return_exceptions=True)
         await asyncio.gather(*self._background)
 
     def lose(self, replica: Replica, why: object) -> None:
@@ -626,7 +626,7 @@ class ReplicaPool:
         for replica in list(self.ready):
             if replica.place not in places:
                 self.lose(replica, "its worker is gone")
-        used = Counter([r.place for r in self.ready] + list(self._starting.values()))
+        used = Counter([r.place for r in self.ready] + list(self.starting.values()))
         while used.total() < self._wanted:
             room = [place for place in places if used[place] < self._sharing]
             if not room:
@@ -634,7 +634,7 @@ class ReplicaPool:
             place = min(room, key=lambda place: (used[place], self._failures[place]))
             used[place] += 1
             task = asyncio.create_task(self._start(place))
-            self._starting[task] = place
+            self.starting[task] = place
             task.add_done_callback(self._started)
         now = asyncio.get_running_loop().time()
         if now - self._pinged_at >= self._timeouts.silence / 4:
@@ -643,7 +643,7 @@ class ReplicaPool:
                 self._in_background(self._ping(replica))
 
     def _started(self, task: asyncio.Task[None]) -> None:
-        place = self._starting.pop(task)
+        place = self.starting.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failures[place] += 1
             logger.warning("no replica could be started on %s: %s", place, error)

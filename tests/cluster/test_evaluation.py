@@ -15,7 +15,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAUROC
 
 import daskdl
-from daskdl.errors import DataError, ModelError
+from daskdl.errors import ModelError
 from tests.support.clusters import still_left_behind
 from tests.support.recording import executed
 
@@ -85,14 +85,6 @@ def test_uneven_and_empty_partitions_are_the_whole(client, model, scores):
     assert still_left_behind(client) == {}
 
 
-def test_arrays_are_the_whole_too(client, model, scores):
-    edges = np.cumsum([size for size in SIZES if size])
-    chunks = tuple(np.diff([0, *edges]).tolist())
-    x = da.from_array(X, (chunks, 4))
-
-    check(measured(model, client, x, da.from_array(Y, (chunks,))), scores)
-
-
 def lost_once(flag, number, span):
     """The first to load the large partition ends its worker."""
     if number == 2 and not os.path.exists(flag):
@@ -122,14 +114,6 @@ def test_what_a_metric_refuses_is_named_with_its_part(client, model):
         measured(model, client, *given)
 
     assert caught.value.__notes__ == ["in rows 0 to 249 of part 2"]
-
-
-def test_a_wrong_label_in_a_block_is_named(client, model):
-    y = Y.copy()
-    y[600] = 3
-
-    with pytest.raises(DataError, match=r"y of part 2\[100\] is 3, but the model gi"):
-        measured(model, client, da.from_array(X, (250, 4)), da.from_array(y, 250))
 
 
 @pytest.mark.parametrize("chunk", [None, 97], ids=["numpy", "dask"])

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from daskdl import DataError, Trainer
 from tests.support.clusters import cluster_of, forget_batches, still_left_behind
@@ -90,21 +89,8 @@ def test_every_worker_scores_a_part_and_nothing_stays(client, expected, options)
     assert still_left_behind(client) == {}
 
 
-def test_a_dataset_and_files_are_scored_in_order(client, expected, tmp_path):
-    own = trainer(client)
-    dataset = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
-
-    of_dataset = own.score_examples(dataset)
-    of_files = own.score_examples(*files(tmp_path), key=list(IDS))
-
-    np.testing.assert_allclose(of_dataset, expected, **CLOSE)
-    np.testing.assert_allclose(of_files[IDS], expected, **CLOSE)
-
-
 def test_lazy_scores_are_computed_by_the_cluster(client, expected):
-    own = trainer(client)
-
-    scores = own.score_examples(*blocks())
+    scores = trainer(client).score_examples(*blocks())
     whole, largest = client.gather(client.compute([scores, scores.max()]))
 
     assert scores.chunks == CHUNKS

@@ -81,21 +81,3 @@ def test_workers_of_this_machine_share_its_cores(monkeypatch):
     assert plan.measured.together.rows == 16
     assert plan.rows[3].samples_per_s < 4 * plan.rows[0].samples_per_s
     assert "processes of this machine" in str(plan)
-
-
-def test_as_many_measure_at_once_as_have_cores(monkeypatch):
-    asked = []
-    module = "daskdl.planning.plan"
-    [costs] = measure.measure(spec())
-    monkeypatch.setattr(f"{module}.CPU_COUNT", 4)
-
-    def measured(packed, processes=1, patience_s=None):
-        asked.append(processes)
-        return [costs] * processes
-
-    monkeypatch.setattr(f"{module}.measure", measured)
-    for workers in (1, 2, 9):
-        daskdl.plan(nn.Linear(6, 3), (X, Y), workers, threads=1)
-    daskdl.plan(nn.Linear(6, 3), (X, Y), 9, daskdl.Network(1e9, 0.0), threads=1)
-
-    assert asked == [1, 1, 2, 1, 4, 1]

@@ -1,3 +1,5 @@
+"""A predictor on the workers of a cluster: what only processes show."""
+
 import os
 import signal
 import threading
@@ -60,49 +62,15 @@ def check(part, outputs, values):
     assert outputs["value"][0] in values
 
 
-def test_answers_are_the_models_own_whoever_asks(client):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.ReLU(), nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    asked = parts(40)
-
-    with (
-        Predictor(model, batch_limit=16, client=client) as predictor,
-        ThreadPoolExecutor(32) as threads,
-    ):
-        tensors = predictor(torch.from_numpy(X[:3]))
-        answers = list(threads.map(predictor, asked))
-        futures = [predictor.submit(part) for part in asked]
-        answers += [future.result(WITHIN_S) for future in futures]
-
-    assert isinstance(tensors, torch.Tensor)
-    with torch.no_grad():
-        expected = [model.eval()(torch.from_numpy(part)).numpy() for part in asked]
-    for answer, own in zip(answers, expected * 2, strict=True):
-        np.testing.assert_allclose(answer, own, **CLOSE)
-
-
-def test_both_workers_answer_and_nothing_is_left_on_them(client):
-    with (
-        Predictor(Constant(1), batch_limit=4, client=client) as predictor,
-        ThreadPoolExecutor(32) as threads,
-    ):
-        asked = [X[:4]] * 200
-        processes = {a["process"][0] for a in threads.map(predictor, asked)}
-        there = client.run(models)
-
-    assert len(processes) == 2
-    assert list(there.values()) == [[1], [1]]
-    assert nothing_left(client) == {}
-
-
-def test_rows_that_the_model_fails_on_fail_alone(client):
+def test_both_workers_answer_and_rows_that_the_model_fails_on_fail_alone(client):
     bad = X[:2] * np.nan
+    asked = [bad if i % 10 == 3 else part for i, part in enumerate(parts(200))]
 
     with (
-        Predictor(Constant(1), client=client) as predictor,
-        ThreadPoolExecutor(16) as threads,
+        Predictor(Constant(1), batch_limit=8, client=client) as predictor,
+        ThreadPoolExecutor(32) as threads,
     ):
-        asked = [bad if i % 10 == 3 else part for i, part in enumerate(parts(40))]
+        processes = set()
         answers = [threads.submit(predictor, part) for part in asked]
         for part, answer in zip(asked, answers, strict=True):
             if part is bad:
@@ -113,18 +81,21 @@ def test_rows_that_the_model_fails_on_fail_alone(client):
                 assert "in forward" in error.value.__notes__[0]
             else:
                 check(part, answer.result(WITHIN_S), [1])
+                processes.add(answer.result()["process"][0])
+        tensors = predictor(torch.from_numpy(X[:3]))
+
+    assert len(processes) == 2
+    assert isinstance(tensors["sum"], torch.Tensor)
+    assert nothing_left(client) == {}
 
 
 def test_a_model_is_swapped_under_load_and_the_old_one_leaves_memory(client):
     stop, wrong = threading.Event(), []
 
     def ask(predictor, number):
-        before = 0
         while not stop.is_set():
             part = parts(number + 1)[-1]
-            outputs = predictor(part)
-            check(part, outputs, range(6))
-            before = max(before, outputs["value"][0])
+            check(part, predictor(part), range(6))
             number += 1
 
     with (

@@ -1,18 +1,17 @@
 """The command of the benchmarks, their results, the page of them, and comparisons."""
 
-import argparse
 import importlib
 import json
 import math
-import sys
 
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import clusters, compare, contest, namespaces, report, time_to_accuracy
+from benchmarks import compare, contest, report, time_to_accuracy
 from benchmarks.contest import CONTESTANTS
+from benchmarks.peers.loop import Arguments, Gauge, Least
 from benchmarks.report import bars
-from benchmarks.results import Question, Result, load, newest
+from benchmarks.results import Question, Result, load
 from benchmarks.work import WORKS
 
 COLUMNS = {"case": "", "ms": ".2f", "ratio": ".2f"}
@@ -48,43 +47,6 @@ class TestCommand:
 
         assert all(importlib.util.find_spec(f"benchmarks.{own}") for own in modules)
 
-    def test_an_unknown_name_is_refused_with_those_there_are(self, monkeypatch, capsys):
-        monkeypatch.setattr(sys, "argv", ["benchmarks", "speed"])
-
-        with pytest.raises(SystemExit):
-            command.main()
-
-        assert "time-to-accuracy" in capsys.readouterr().err
-
-    def test_without_dask_jobqueue_a_queue_is_refused_with_the_remedy(
-        self, monkeypatch
-    ):
-        monkeypatch.setitem(sys.modules, "dask_jobqueue", None)
-        asked = argparse.Namespace(scheduler=None, cluster="slurm")
-
-        with (
-            pytest.raises(SystemExit, match=r"pip install daskdl\[jobqueue\]"),
-            clusters.connected(asked),
-        ):
-            pass
-
-    def test_where_there_are_no_namespaces_the_reason_is_printed(
-        self, monkeypatch, capsys
-    ):
-        monkeypatch.setattr(contest, "unavailable", lambda: "tc of iproute2 not found")
-
-        made = command.question_of("links").main(["--no-results"])
-
-        assert made.rows == ()
-        assert "tc of iproute2 not found" in capsys.readouterr().out
-
-    def test_the_loopback_interface_has_one_rate(self):
-        with (
-            namespaces.hosts(2, loopback=True) as place,
-            pytest.raises(ValueError, match="got '1gbit'"),
-        ):
-            place.limit("1gbit")
-
     def test_all_works_have_rows_that_their_models_take(self):
         for work in WORKS.values():
             split = work.split()
@@ -93,53 +55,18 @@ class TestCommand:
 
 
 class TestResults:
-    def test_a_file_has_all_that_is_needed_to_repeat_it(self, tmp_path):
-        made = result(seeds=[0, 1], notes=["alone"])
-        path = made.save(tmp_path)
-
-        kept = json.loads(path.read_text())
-        assert kept["command"] == "python -m benchmarks encode"
-        assert kept["seeds"] == [0, 1]
-        assert kept["rows"] == ROWS
-        assert kept["commit"]
-        assert {"processor", "cores", "memory_gib", "system"} <= set(kept["hardware"])
-        assert {"python", "torch", "distributed", "numpy"} <= set(kept["versions"])
-        assert load(path) == made
-
-    def test_its_name_says_question_hardware_and_date(self, tmp_path):
-        hardware = {"processor": "Intel(R) Xeon(R) Processor @ 2.50GHz", "cores": 2}
-
-        path = result(hardware=hardware, date="2026-11-22").save(tmp_path)
-
-        assert path.name == "encode_xeon-2.50ghz-2cores_2026-11-22.json"
-
-    def test_numbers_that_json_does_not_have_are_null(self, tmp_path):
-        rows = [{"case": "find", "ratio": math.nan}, {"case": "take", "ratio": -1.5}]
-
-        kept = load(result(rows).save(tmp_path))
-
-        assert [row["ratio"] for row in kept.rows] == [None, -1.5]
-
-    def test_the_newest_of_a_question_is_that_of_the_last_date(self, tmp_path):
-        for date in ("2026-11-03", "2027-01-02", "2026-12-31"):
-            result(date=date).save(tmp_path)
-        result(date="2026-11-09", hardware={"processor": "Z80", "cores": 1}).save(
-            tmp_path
-        )
-
-        assert newest(tmp_path)["encode"].stem.endswith("2027-01-02")
-
     def test_a_question_prints_a_table_and_writes_json(self, tmp_path, capsys):
         made = question(ROWS).main(["--size", "3", "--results", str(tmp_path)])
 
-        printed = capsys.readouterr().out
-        assert "find" in printed
-        assert "1.25" in printed
+        assert "1.25" in capsys.readouterr().out
         assert made.command == (
             f"python -m benchmarks encode --size 3 --results {tmp_path}"
         )
         (path,) = tmp_path.iterdir()
         assert load(path) == made
+        assert json.loads(path.read_text())["commit"]
+        assert {"processor", "cores", "memory_gib", "system"} <= set(made.hardware)
+        assert {"python", "torch", "distributed", "numpy"} <= set(made.versions)
 
     def test_what_is_known_is_kept_where_a_question_ends_early(self, tmp_path):
         def broken():
@@ -153,29 +80,12 @@ class TestResults:
         assert path.name.endswith(".json.part")  # nothing that is rendered
         assert list(load(path).rows) == ROWS
 
-    def test_a_question_that_could_not_be_asked_leaves_no_file(self, tmp_path):
-        assert question([]).main(["--results", str(tmp_path)]).rows == ()
-        assert not list(tmp_path.iterdir())
-
 
 class TestPage:
     def test_the_page_of_the_documentation_is_what_the_command_writes(self):
         assert report.PAGE.read_text() == report.page(), (
             "run `python -m benchmarks report`"
         )
-
-    def test_each_picture_of_the_page_is_there(self):
-        names = [
-            line.partition("](")[2].rstrip(")")
-            for line in report.page().splitlines()
-            if line.startswith("![")
-        ]
-
-        assert len(names) > 9
-        assert [n for n in names if not (report.PAGE.parent / n).exists()] == []
-
-    def test_each_section_has_a_result(self):
-        assert set(report.SECTIONS.values()) <= set(newest())
 
     def test_tables_and_pictures_are_of_the_newest_results(self, tmp_path):
         result([{**ROWS[0], "ms": 7.0}], date="2026-01-01").save(tmp_path)
@@ -194,64 +104,125 @@ class TestPage:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-class TestComparisons:
-    def test_ratios_are_named_by_what_they_are_of(self):
-        rows = [
-            {"contestant": "DDP", "rate": "1gbit", "ratio": 0.5, "samples_per_s": 9.0},
-            {"contestant": "daskdl", "rate": "1gbit", "ratio": None},
-        ]
+def test_a_baseline_is_compared_with_by_the_ratio_of_ratios(tmp_path, capsys):
+    baseline = tmp_path / "baseline.json"
+    path = result().save(tmp_path)
+    arguments = ["--of", str(path), "--baseline", str(baseline)]
 
-        assert compare.ratios(result(rows)) == {"encode, 1gbit, DDP, ratio": 0.5}
+    compare.main([*arguments, "--write"])
+    capsys.readouterr()
+    compare.main(arguments)
 
-    def test_the_ratio_of_ratios_is_now_over_then(self):
-        rows = compare.beside({"a": 0.9, "b": 0.5}, {"a": 0.75, "b": 0.5, "c": 1.0})
+    kept = json.loads(baseline.read_text())
+    assert kept["ratios"] == {"encode, find, 0.001, ratio": 0.5}
+    assert kept["commands"] == ["python -m benchmarks encode"]
+    assert "1.000" in capsys.readouterr().out
+    rows = compare.beside({"a": 0.9, "b": 0.5}, {"a": 0.75, "b": 0.5, "c": 1.0})
+    assert rows[0]["now / then"] == pytest.approx(1.2)
+    assert [row["mark"] for row in rows] == ["!", "", ""]
 
-        assert [row["what"] for row in rows] == ["a", "b", "c"]
-        assert rows[0]["now / then"] == pytest.approx(1.2)
-        assert rows[1]["now / then"] == 1.0
-        assert [row["mark"] for row in rows] == ["!", "", ""]
 
-    def test_a_baseline_that_was_written_is_compared_with(self, tmp_path, capsys):
-        baseline = tmp_path / "baseline.json"
-        path = result().save(tmp_path)
-        arguments = ["--of", str(path), "--baseline", str(baseline)]
+def test_a_time_is_known_only_if_all_seeds_came_to_the_target():
+    reached, not_reached = {"reached_s": 2.0}, {"reached_s": None}
 
-        compare.main([*arguments, "--write"])
-        capsys.readouterr()
-        compare.main(arguments)
-
-        kept = json.loads(baseline.read_text())
-        assert kept["ratios"] == {"encode, find, 0.001, ratio": 0.5}
-        assert kept["commands"] == ["python -m benchmarks encode"]
-        assert "1.000" in capsys.readouterr().out
-
-    def test_the_target_is_the_mean_of_the_last_quarter_of_all_seeds(self):
-        runs = [[(1.0, 0.1), (7.6, 0.8), (10.0, 0.9)], [(4.0, 0.2), (10.0, 0.75)]]
-
-        assert time_to_accuracy.target_of(runs) == pytest.approx(0.8)
-
-    @pytest.mark.parametrize(
-        ("work", "target", "seconds"),
-        [("mlp", 0.8, 2.0), ("mlp", 0.95, None), ("characters", 0.5, 1.0)],
+    made = time_to_accuracy.row(
+        "daskdl",
+        [reached, {"reached_s": 4.0}],
+        [{"reached_s": 6.0}] * 2,
+        [reached, not_reached],
     )
-    def test_a_target_is_reached_by_the_first_score_that_is_as_good(
-        self, work, target, seconds
-    ):
-        curve = [(1.0, 0.5), (2.0, 0.9), (3.0, 0.7)]
 
-        assert time_to_accuracy.first_reached(WORKS[work], curve, target) == seconds
+    assert (made["reached_s"], made["to_single"]) == (3.0, 2.0)
+    assert math.isnan(made["to_ddp"])
+    assert made["reached"] == "2 of 2"
 
-    def test_a_time_is_known_only_if_all_seeds_came_to_the_target(self):
-        reached, not_reached = {"reached_s": 2.0}, {"reached_s": None}
 
-        made = time_to_accuracy.row(
-            "daskdl",
-            [reached, {"reached_s": 4.0}],
-            [{"reached_s": 6.0}] * 2,
-            [reached, not_reached],
-        )
+def test_a_ratio_is_of_the_same_round_and_a_failure_is_named():
+    own = [{"samples_per_s": 10.0}, {"error": "it broke"}, {"samples_per_s": 90.0}]
+    base = [{"samples_per_s": speed} for speed in (10.0, 50.0, 100.0)]
 
-        assert made["reached_s"] == 3.0
-        assert made["to_single"] == 2.0
-        assert math.isnan(made["to_ddp"])
-        assert made["reached"] == "2 of 2"
+    made = contest.row(CONTESTANTS["ddp"], "1gbit", own, base)
+
+    assert made["ratio"] == pytest.approx(0.95)
+    assert (made["ratio_lowest"], made["ratio_highest"]) == (0.9, 1.0)
+    assert (made["samples_per_s"], made["error"]) == (50.0, "it broke")
+
+
+# ---- counting calls and steps
+
+
+class Board:
+    """A meeting of threads of nobody: what is said, is there."""
+
+    def __init__(self):
+        self.said = {}
+
+    def wait_for_all(self, name):
+        pass
+
+    def say(self, name, value):
+        self.said[name] = json.loads(json.dumps(value))
+
+    def hear(self, name):
+        return self.said[name]
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def begun(board, clock, block=None, score=None, least=None, **changes):
+    arguments = {"rank": 0, "world": 2, "address": "127.0.0.1", "port": 1}
+    arguments |= {"own": "127.0.0.1", "interface": "lo", "work": "mlp", "seed": 0}
+    arguments |= {"optimizer": "SGD", "rate_factor": 1.0, "warm_up": 2.0}
+    arguments |= {"seconds": 5.0, "target": None, "began": 0.0} | changes
+    made = Arguments(**arguments)
+    gauge = Gauge(made, board, block, score, least or Least(), clock)
+    gauge.begin()
+    return gauge
+
+
+def train(gauge, clock, step_s, most=1000):
+    """Steps of so many seconds, until it is enough; how many."""
+    for made in range(most):
+        if not gauge.goes_on(64):
+            return made
+        clock.now += step_s
+    raise AssertionError("it never was enough")
+
+
+@pytest.mark.parametrize(
+    ("least", "step_s", "made", "counted"),
+    [(None, 0.5, 14, 10), (Least(warm_up=3, counted=2), 60.0, 5, 2)],
+    ids=["seconds", "steps"],
+)
+def test_steps_of_the_warm_up_are_not_counted(least, step_s, made, counted):
+    clock = Clock()
+    gauge = begun(Board(), clock, least=least)
+
+    assert train(gauge, clock, step_s) == made
+    assert gauge.report.steps == counted
+    assert gauge.report.rows == 64 * counted
+    assert gauge.report.seconds == step_s * counted
+
+
+@pytest.mark.parametrize(
+    ("block", "least_s", "most_s"), [(1, 0.0, 10.0), (None, 1000.0, 2000.0)]
+)
+def test_the_clock_stands_while_only_those_in_step_are_scored(block, least_s, most_s):
+    clock, scores = Clock(), iter([0.5, 0.9])
+
+    def score():
+        clock.now += 1000.0
+        return next(scores)
+
+    gauge = begun(Board(), clock, block, score, target=0.8, seconds=6000.0)
+    train(gauge, clock, step_s=0.5)
+
+    assert [value for _, value in gauge.report.curve] == [0.5, 0.9]
+    assert gauge.report.reached_s == gauge.report.curve[-1][0]
+    assert least_s < gauge.report.reached_s < most_s

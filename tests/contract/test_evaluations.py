@@ -1,4 +1,4 @@
-"""Any number of metrics in one pass beside the loss, in this process."""
+"""Loss, accuracy and any number of metrics in one pass, in this process."""
 
 import functools
 
@@ -20,6 +20,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import daskdl
 from daskdl.errors import DataError, ModelError, OptionError
+from daskdl.evaluation.evaluate import score_batches
 from daskdl.evaluation.report import user_metrics
 from daskdl.metrics import (
     BinaryMetrics,
@@ -27,26 +28,41 @@ from daskdl.metrics import (
     MultilabelMetrics,
     RegressionMetrics,
 )
-from tests.support.sources import Parts
+from tests.support.sources import Parts, Streamed
 
-ROWS = 101
+ROWS = 101  # a prime: no batch size divides it
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(ROWS, 4)).astype(np.float32)
+# Sorted, so that each part of the data has another loss than the others.
 Y = np.sort(GENERATOR.integers(0, 3, ROWS))
 evaluate = functools.partial(daskdl.evaluate, client=False)
 
 
 @pytest.fixture
 def model():
+    """Sensitive to its mode: dropout and batch norm."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)
+    )
 
 
 @pytest.fixture
 def scores(model):
     """Probabilities, in one pass by hand."""
     with torch.no_grad():
-        return model.eval()(torch.from_numpy(X)).double().softmax(1).numpy()
+        scores = model.eval()(torch.from_numpy(X)).double().softmax(1).numpy()
+    model.train()
+    return scores
+
+
+def trainer_of(model, **options):
+    return daskdl.Trainer(
+        model,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        client=False,
+        **options or {"loss": nn.CrossEntropyLoss()},
+    )
 
 
 class TestOnePass:
@@ -76,16 +92,20 @@ class TestOnePass:
             sklearn_metrics.roc_auc_score(Y, scores, multi_class="ovr")
         )
         assert told["ece"] > 0
-        assert sum(passes) - ROWS <= 6  # the rest: two rows at a time, to rehearse
+        assert sum(passes) - ROWS <= 6  # the rest: two rows at a time, a dry run
 
     def test_without_metrics_it_is_loss_and_accuracy(self, model, scores):
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+
         told = evaluate(model, X, Y, loss=nn.CrossEntropyLoss())
 
-        assert told == {
-            "loss": pytest.approx(sklearn_metrics.log_loss(Y, scores), rel=1e-6),
-            "accuracy": pytest.approx((scores.argmax(1) == Y).mean()),
-        }
-        assert list(told) == ["loss", "accuracy"]
+        assert list(told.items()) == [
+            ("loss", pytest.approx(sklearn_metrics.log_loss(Y, scores), rel=1e-6)),
+            ("accuracy", pytest.approx((scores.argmax(1) == Y).mean())),
+        ]
+        assert model.training
+        after = model.state_dict()
+        assert all(torch.equal(before[n], after[n]) for n in before)
 
     def test_of_a_regression(self):
         x, y = X[:, :2], X[:, :2] + X[:, 2:]
@@ -93,11 +113,11 @@ class TestOnePass:
 
         told = evaluate(nn.Identity(), x, y, metrics=metrics, batch_size=7)
 
-        error = X[:, 2:]
         expected = [np.corrcoef(x[:, i], y[:, i])[0, 1] for i in (0, 1)]
         assert list(told) == ["MeanAbsoluteError", "r", "MeanSquaredError"]
         assert told["r"] == pytest.approx(np.array(expected), rel=1e-4)
-        assert told["MeanAbsoluteError"] == pytest.approx(abs(error).mean(), rel=1e-6)
+        mean = abs(X[:, 2:]).mean()
+        assert told["MeanAbsoluteError"] == pytest.approx(mean, rel=1e-6)
 
     @pytest.mark.parametrize(
         ("loss", "last"),
@@ -115,46 +135,28 @@ class TestOnePass:
 
         assert told["probabilities"] == pytest.approx(scores, rel=1e-5)
 
-    def test_a_label_that_the_loss_passes_over_does_not_count(self, model, scores):
-        y = np.where(np.arange(ROWS) % 3, Y, 7)
-        loss = nn.CrossEntropyLoss(ignore_index=7)
+    def test_a_trainer_does_the_same_with_the_names_of_its_classes(self, model):
+        trainer, loss = trainer_of(model), nn.CrossEntropyLoss()
+        names = pd.Categorical.from_codes(Y, ["ant", "bee", "cat"])
+        trainer.fit(X, pd.Series(names))
 
-        told = evaluate(model, X, y, loss=loss, metrics="classification")
-
-        counted = y != 7
-        right = (scores.argmax(1) == Y)[counted].mean()
-        assert told["accuracy"] == pytest.approx(right)
-        assert told["support"].sum() == counted.sum()
-
-    def test_classes_have_the_names_that_the_trainer_has_seen(self, model):
-        names = pd.Series(pd.Categorical.from_codes(Y, ["ant", "bee", "cat"]))
-        trainer = daskdl.Trainer(
-            model,
-            nn.CrossEntropyLoss(),
-            lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-            client=False,
-        )
-        trainer.fit(X, names)
-
-        told = trainer.evaluate(X, Y, metrics="classification")
+        told = trainer.evaluate(X, Y, metrics="classification", batch_size=50)
 
         assert told.sections[0].names == ("ant", "bee", "cat")
+        by_hand = evaluate(trainer.model_, X, Y, loss=loss, metrics="classification")
+        for name in ("loss", "accuracy", "mcc"):
+            assert told[name] == pytest.approx(by_hand[name], rel=1e-6)
 
-    def test_a_trainer_does_the_same(self, model):
-        trainer = daskdl.Trainer(
-            model,
-            nn.CrossEntropyLoss(),
-            lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-            client=False,
-        )
+    def test_a_step_shows_no_outputs(self, model):
+        trainer = trainer_of(model, step=lambda model, batch: model(batch[0]).mean())
         trainer.fit(X, Y)
 
-        told = trainer.evaluate(X, Y, metrics="calibration", batch_size=50)
-
-        loss = nn.CrossEntropyLoss()
-        by_hand = evaluate(trainer.model_, X, Y, loss=loss, metrics="calibration")
-        assert told["ece"] == pytest.approx(by_hand["ece"], rel=1e-6)
-        assert told["loss"] == pytest.approx(by_hand["loss"], rel=1e-6)
+        with pytest.raises(OptionError, match="which a step does not show"):
+            trainer.evaluate(X, Y, metrics="classification")
+        with torch.no_grad():
+            mean = trainer.model_.eval()(torch.from_numpy(X)).mean().item()
+        told = trainer.evaluate(X, Y, batch_size=7)
+        assert told == {"loss": pytest.approx(mean, rel=1e-5)}
 
 
 class First(CatMetric):
@@ -172,77 +174,82 @@ class Kept(ClassificationMetrics):
         return user_metrics({"probabilities": computed["probabilities"].numpy()})
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"X": X.tolist()}, DataError, "X must be a numpy array"),
-        ({"y": Y[1:]}, DataError, "same length, got 101 and 100"),
-        ({"X": X[:0], "y": Y[:0]}, DataError, "X must not be empty"),
-        ({"model": "resnet"}, ModelError, "model must be a torch.nn.Module"),
-        ({"loss": nn.NLLLoss}, ModelError, "loss is the class NLLLoss"),
-        ({"X": X[:, 1:]}, ModelError, r"rows of X, shape \(2, 3\)"),
-        ({"loss": nn.NLLLoss(reduction="none")}, ModelError, r"got shape \(2,\)"),
-        ({"batch_size": 2.5}, OptionError, "batch_size must be .* got 2.5"),
-        ({"client": "tcp://"}, OptionError, "client must be a distributed.Client"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_refused(model, given, error, message):
-    usual = {"model": model, "loss": nn.CrossEntropyLoss(), "X": X, "y": Y}
+class TestLossAndAccuracy:
+    @pytest.mark.parametrize("batch_size", [1, 7, ROWS])
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            nn.CrossEntropyLoss(ignore_index=1),
+            nn.CrossEntropyLoss(torch.tensor([1.0, 0.0, 0.5]), ignore_index=2),
+            nn.CrossEntropyLoss(ignore_index=1, reduction="sum"),
+            functools.partial(functional.cross_entropy, ignore_index=1),
+            functools.partial(
+                functional.cross_entropy, weight=torch.tensor([1.0, 5.0, 0.1])
+            ),
+        ],
+        ids=["ignored", "weights", "sum", "partial", "partial weights"],
+    )
+    def test_the_loss_is_that_of_all_rows_at_once(self, model, loss, batch_size):
+        told = evaluate(model, X, Y, loss=loss, batch_size=batch_size)
 
-    with pytest.raises(error, match=message):
-        evaluate(**(usual | given))
+        with torch.no_grad():
+            whole = loss(model.eval()(torch.from_numpy(X)), torch.from_numpy(Y)).item()
+        if getattr(loss, "reduction", "mean") == "sum":
+            whole /= ROWS
+        # 1e-6: float32 losses of batches, summed in another order.
+        assert told["loss"] == pytest.approx(whole, rel=1e-6)
 
+    def test_steps_of_a_sequence_that_are_ignored_weigh_nothing(self):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(9, 3, 5, generator=generator)
+        y = torch.randint(0, 3, (9, 5), generator=generator)
+        y[:4] = y[6, 2:] = -100
+        loss = nn.CrossEntropyLoss()
 
-class TestTrouble:
-    def test_a_step_shows_no_outputs(self, model):
-        trainer = daskdl.Trainer(
-            model,
-            step=lambda model, batch: model(batch[0]).mean(),
-            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
-            client=False,
-        )
-        trainer.fit(X, Y)
+        told = evaluate(nn.Identity(), x, y, loss=loss, batch_size=1)
 
-        with pytest.raises(OptionError, match="which a step does not show"):
-            trainer.evaluate(X, Y, metrics="classification")
-        assert trainer.evaluate(X, Y).keys() == {"loss"}
+        assert told["loss"] == pytest.approx(loss(x, y).item(), rel=1e-6)
+        assert np.isnan(evaluate(nn.Identity(), x[:4], y[:4], loss=loss)["loss"])
 
-    def test_there_must_be_something_to_measure(self, model):
-        with pytest.raises(OptionError, match="nothing to measure without loss"):
-            evaluate(model, X, X)
+    @pytest.mark.parametrize("metrics", [None, "classification"])
+    def test_a_label_that_the_loss_ignores_is_neither_right_nor_wrong(
+        self, model, scores, metrics
+    ):
+        y = np.where(np.arange(ROWS) % 3, Y, 7)
+        loss = nn.CrossEntropyLoss(ignore_index=7)
 
-    @pytest.mark.parametrize("loss", [None, nn.CrossEntropyLoss()])
-    def test_labels_must_be_there(self, model, loss):
-        with pytest.raises(DataError, match=r"(y|labels) must be given"):
-            evaluate(model, X, loss=loss, metrics="classification")
+        told = evaluate(model, X, y, loss=loss, metrics=metrics)
 
-    @pytest.mark.parametrize("loss", [None, nn.CrossEntropyLoss()])
-    def test_a_label_without_an_output_is_an_error(self, model, loss):
-        wrong = Y.copy()
-        wrong[70] = 3
+        right = (scores.argmax(1) == Y)[y != 7].mean()
+        assert told["accuracy"] == pytest.approx(right)
 
-        with pytest.raises(DataError, match=r"(labels must be|y\[70\] is 3)"):
-            evaluate(model, X, wrong, loss=loss, metrics="classification")
+    def test_each_pixel_has_a_label(self):
+        x = torch.zeros(2, 3, 4, 4)
+        x[:, 1] = 1
+        y = torch.ones(2, 4, 4, dtype=torch.int64)
+        y[0, 0, 0] = 2
 
-    def test_a_class_that_nobody_has_seen_is_told_as_such(self, model):
-        few = Y != 1
+        told = evaluate(nn.Identity(), x, y, loss=nn.CrossEntropyLoss())
 
-        told = evaluate(model, X[few], Y[few], metrics="classification")
+        assert told["accuracy"] == 31 / 32
 
-        assert told["support"][1] == 0
-        assert np.isnan(told["roc_auc_per_class"][1])
-        assert np.isfinite(told["roc_auc"])
+    @pytest.mark.parametrize(
+        ("x", "y"),
+        [
+            (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.int64)),
+            (torch.ones(2, 3, 5), torch.ones(2, 4, dtype=torch.int64)),
+            (torch.ones(2, 3), torch.ones(2)),
+            (torch.ones(2), torch.ones(2, dtype=torch.int64)),
+        ],
+        ids=["one output each", "positions", "floats", "no scores"],
+    )
+    def test_without_one_score_per_class_there_is_no_accuracy(self, x, y):
+        told = evaluate(nn.Identity(), x, y, loss=lambda output, y: output.mean())
 
-    def test_a_model_that_returns_no_tensors_cannot_be_measured(self, model):
-        class Named(nn.Module):
-            def forward(self, x):
-                return ["scores", x]
-
-        with pytest.raises(ModelError, match="need a model that returns tensors"):
-            evaluate(Named(), X, Y, metrics="classification")
+        assert told == {"loss": 1.0}
 
     def test_scores_of_nan_are_never_right(self):
-        x = torch.eye(3)[[0, 1, 2]]
+        x = torch.eye(3)
         x[2, 0] = float("nan")
         y = torch.tensor([0, 1, 0])  # what argmax says of NaN
 
@@ -252,24 +259,111 @@ class TestTrouble:
         assert told["accuracy"] == pytest.approx(2 / 3)
 
 
+class TestLiveModel:
+    """A replica scores the module that it goes on training."""
+
+    rows = ((torch.from_numpy(X[:50]), torch.from_numpy(Y[:50])),)
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_each_submodule_gets_its_own_mode_back(self, model, fails):
+        model[1].eval()
+        seen = []
+
+        def loss(output, labels):
+            seen.append((output.requires_grad, model.training))
+            if fails:
+                raise OSError("broken")
+            return output.mean()
+
+        if fails:
+            with pytest.raises(OSError, match="broken"):
+                score_batches(model, loss, self.rows, "cpu")
+        else:
+            score_batches(model, loss, self.rows, "cpu")
+
+        assert seen == [(False, False)]
+        assert [part.training for part in model] == [True, False, True, True]
+
+    def test_what_it_caches_can_still_be_trained_on(self):
+        class Caching(nn.Linear):
+            cached = None
+
+            def forward(self, x):
+                if self.cached is None:
+                    self.cached = torch.ones(1) * 2
+                return super().forward(x) * self.cached
+
+        module = Caching(4, 3)
+
+        score_batches(module, nn.CrossEntropyLoss(), self.rows, "cpu")
+
+        module(torch.from_numpy(X)).sum().backward()
+        assert module.weight.grad is not None
+
+
+WITH_NAN = np.where(np.arange(ROWS)[:, None] == 50, np.nan, X[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"y": Y[1:]}, DataError, "same length, got 101 and 100"),
+        ({"X": X[:0], "y": Y[:0]}, DataError, "X must not be empty"),
+        ({"model": "resnet"}, ModelError, "model must be a torch.nn.Module"),
+        ({"loss": nn.NLLLoss}, ModelError, "loss is the class NLLLoss"),
+        ({"X": X[:, 1:]}, ModelError, r"rows of X, shape \(2, 3\)"),
+        ({"loss": nn.NLLLoss(reduction="none")}, ModelError, r"got shape \(2,\)"),
+        ({"batch_size": 2.5}, OptionError, "batch_size must be .* got 2.5"),
+        ({"client": "tcp://"}, OptionError, "client must be a distributed.Client"),
+        ({"loss": None, "y": X}, OptionError, "nothing to measure without loss"),
+        ({"y": None, "metrics": "classification"}, DataError, "y must be given"),
+        (
+            {"loss": None, "y": None, "metrics": "classification"},
+            DataError,
+            "labels must be given",
+        ),
+        ({"y": Y + 1}, DataError, r"y\[\d+\] is 3"),
+        (
+            {"loss": None, "y": Y + 1, "metrics": "classification"},
+            DataError,
+            r"labels must be|y\[\d+\] is 3",
+        ),
+        (
+            {"y": WITH_NAN, "loss": None, "metrics": "regression"},
+            DataError,
+            r"y\[50, 0\] is nan",
+        ),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(model, given, error, message):
+    usual = {"model": model, "loss": nn.CrossEntropyLoss(), "X": X, "y": Y}
+
+    with pytest.raises(error, match=message):
+        evaluate(**(usual | given))
+
+
+def test_a_model_that_returns_no_tensors_cannot_be_measured():
+    class Named(nn.Module):
+        def forward(self, x):
+            return ["scores", x]
+
+    with pytest.raises(ModelError, match="need a model that returns tensors"):
+        evaluate(Named(), X, Y, metrics="classification")
+
+
 def test_no_value_takes_the_place_of_another_however_many_sets_there_are():
     chances, labels = np.linspace(0, 1, 5, dtype=np.float32), np.ones(5, np.int64)
     sets = [BinaryMetrics(threshold=at) for at in (0.1, 0.3, 0.6)]
-    model = nn.Identity()
+    loss = nn.BCELoss()
 
-    told = evaluate(model, chances, labels, loss=chance_loss, metrics=sets)
+    told = evaluate(
+        nn.Identity(), chances, labels.astype(np.float32), loss=loss, metrics=sets
+    )
 
     recalls = told["recall"], told["binary_recall"], told["binary_2_recall"]
     assert recalls == (0.8, 0.6, 0.4)
     assert str(told).count("Binary:") == 3
     assert "binary_recall" not in str(told)  # it is in its own section
-
-
-def chance_loss(output, y):
-    return output.mean()
-
-
-chance_loss.scale = "probabilities"
 
 
 @pytest.mark.parametrize("loss", [None, lambda output, y: output.mean()])
@@ -289,12 +383,7 @@ def test_labels_that_are_nan_can_be_masked(kind, loss):
     assert whole[name].tolist() == parts[name].tolist() == counted.sum(0).tolist()
 
 
-def test_labels_that_are_nan_and_not_masked_are_refused():
-    labels = X[:, :3].copy()
-    labels[50, 1] = np.nan
-
-    with pytest.raises(DataError, match=r"y\[50, 1\] is nan"):
-        evaluate(nn.Linear(4, 3), X, labels, metrics="regression")
+# ---- parts
 
 
 def rows(labels):
@@ -304,35 +393,71 @@ def rows(labels):
     return x, y
 
 
-class TestParts:
-    def source(self, *parts):
-        source = Parts(*parts)
-        source.first = rows([0, 1])
-        return source
+def test_empty_parts_and_those_of_one_class_add_nothing_of_their_own():
+    whole = [0] * 5 + [2] * 40 + [1] * 3
+    parts = [rows([]), rows([0] * 5), rows([2] * 40), rows([]), rows([1] * 3)]
+    source = Parts(*parts)
+    source.first = rows([0, 1])
 
-    def test_empty_parts_and_those_of_one_class_add_nothing_of_their_own(self):
-        whole = [0] * 5 + [2] * 40 + [1] * 3
-        parts = [rows([]), rows([0] * 5), rows([2] * 40), rows([]), rows([1] * 3)]
+    told = evaluate(nn.Identity(), source, metrics="classification", batch_size=8)
 
-        told = evaluate(
-            nn.Identity(), self.source(*parts), metrics="classification", batch_size=8
-        )
+    chosen = np.concatenate([x.argmax(1) for x, _ in parts])
+    expected = sklearn_metrics.confusion_matrix(whole, chosen)
+    assert told["confusion_matrix"].tolist() == expected.tolist()
+    macro = sklearn_metrics.f1_score(whole, chosen, average="macro")
+    assert told["f1"] == pytest.approx(macro)
 
-        chosen = np.concatenate([x.argmax(1) for x, _ in parts])
-        expected = sklearn_metrics.confusion_matrix(whole, chosen)
-        assert told["confusion_matrix"].tolist() == expected.tolist()
-        macro = sklearn_metrics.f1_score(whole, chosen, average="macro")
-        assert told["f1"] == pytest.approx(macro)
 
-    def test_a_part_that_cannot_be_read_is_left_out_if_it_may_be(self):
-        source = self.source(rows([0, 1, 2]), DataError("bad"), rows([1]))
+ONES, TWOS = (
+    (np.full((count, 1), value, np.float32), np.zeros((count, 1), np.float32))
+    for count, value in ((2, 1), (6, 2))
+)
 
-        told = evaluate(
-            nn.Identity(), source, metrics="classification", on_bad_batch="skip"
-        )
 
-        assert told["support"].sum() == 4
+def of_parts(*pairs, kind=Parts, **options):
+    source = kind(*pairs)
+    source.first = TWOS
+    options |= {"loss": nn.MSELoss(), "batch_size": 4, "metrics": "regression"}
+    return evaluate(nn.Identity(), source, **options)
 
-    def test_nothing_at_all_is_an_error(self):
-        with pytest.raises(DataError, match="no examples were scored"):
-            evaluate(nn.Identity(), self.source(rows([])), metrics="classification")
+
+@pytest.mark.parametrize("kind", [Parts, Streamed])
+def test_parts_weigh_by_their_rows(kind):
+    told = of_parts(ONES, TWOS, kind=kind)
+
+    assert told["loss"] == told["mse"] == pytest.approx((2 * 1 + 6 * 4) / 8)
+
+
+MISSING = ONES[0], np.full((2, 1), np.nan, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (DataError("bad"), "bad"),
+        (EOFError("torn"), "torn"),
+        (MISSING, r"y of box 1\[0, 0\] is nan"),
+    ],
+    ids=["bad", "torn", "no label"],
+)
+def test_a_part_that_cannot_be_read_is_named_or_left_out(part, message, caplog):
+    with pytest.raises((DataError, EOFError), match=message) as caught:
+        of_parts(ONES, part)
+
+    assert "box 1" in f"{caught.value}{getattr(caught.value, '__notes__', '')}"
+    told = of_parts(ONES, part, TWOS, on_bad_batch="skip")
+    assert told["loss"] == told["mse"] == pytest.approx(3.25)
+    assert caplog.messages[-1] == "1 parts gave nothing to score: [1]"
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (OptionError("pillow is missing"), "pillow is missing"),
+        (DataError("bad"), "no examples were scored"),
+    ],
+    ids=["not about the data", "nothing is left"],
+)
+def test_an_evaluation_of_nothing_is_an_error(part, message):
+    with pytest.raises((DataError, OptionError), match=message):
+        of_parts(part, on_bad_batch="skip")

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import functools
-import itertools
 import threading
 from types import SimpleNamespace
 
@@ -20,7 +19,6 @@ from daskdl.errors import (
     ModelError,
     OptionError,
     ReplicaError,
-    RunError,
     WaitTimeoutError,
 )
 from daskdl.inference.pool import Failure, start_server
@@ -29,7 +27,6 @@ from daskdl.serialization import PackedModel
 from tests.support.replicas import MODEL, TIMEOUTS, serving, soon, turns, values
 
 LONG_S = 1000.0  # nobody waits so long in a test
-NEW = MODEL
 
 
 def on_a_loop(test):
@@ -52,45 +49,28 @@ class TestBatches:
 
             assert batch.values == [1, 2, 3, 4]
             assert [await values(call) for call in calls] == [[10], [20, 30], [40]]
+            calls[1].result()[:] = 0  # they share no memory
+            assert calls[0].result().base is None
+            assert await values(calls[2]) == [40]
 
-    @on_a_loop
-    async def test_one_that_the_next_call_does_not_fit_into_leaves_at_once(self):
-        async with serving("a", wait_s=LONG_S) as desk:
-            desk.call(1, 2, 3), desk.call(4, 5)
-
+            desk.call(1, 2, 3), desk.call(4, 5)  # they do not fit into one
             assert (await desk.asked()).values == [1, 2, 3]
             await turns()
             assert desk.host.made[0].asked.empty()
 
+    @pytest.mark.parametrize(("wait_s", "rows"), [(0.001, [1]), (LONG_S, [1, 2, 3, 4])])
     @on_a_loop
-    async def test_one_that_is_not_full_waits_for_more_rows(self):
-        async with serving("a", wait_s=LONG_S) as desk:
-            desk.call(1)
-            await turns()
-            assert desk.host.made[0].asked.empty()
-
-            desk.call(2, 3, 4)
-
-            assert (await desk.asked()).values == [1, 2, 3, 4]
-
-    @pytest.mark.parametrize("wait_s", [0.0, 0.001])
-    @on_a_loop
-    async def test_and_no_longer_than_it_should(self, wait_s):
+    async def test_one_that_is_not_full_waits_for_more_rows_but_not_for_ever(
+        self, wait_s, rows
+    ):
         async with serving("a", wait_s=wait_s) as desk:
             desk.call(1)
+            if wait_s == LONG_S:
+                await turns()
+                assert desk.host.made[0].asked.empty()
+                desk.call(2, 3, 4)
 
-            assert (await desk.asked()).values == [1]
-
-    @on_a_loop
-    async def test_answers_share_no_memory(self):
-        async with serving("a", wait_s=LONG_S) as desk:
-            one, other = desk.call(2, 2), desk.call(3, 3)
-            (await desk.asked()).answer()
-
-            (await soon(asyncio.wrap_future(one)))[:] = 0
-
-            assert await values(other) == [30, 30]
-            assert one.result().base is None
+            assert (await desk.asked()).values == rows
 
     @on_a_loop
     async def test_they_go_to_the_replica_with_the_fewest(self):
@@ -140,21 +120,6 @@ class TestBatches:
             assert (await desk.asked()).values == [2, 3, 4]
             desk.queue.admit(4)
 
-    @on_a_loop
-    async def test_only_what_waits_for_a_replica_takes_room(self):
-        async with serving("a", queue=4) as desk:
-            desk.call(1, 2, 3, 4), desk.call(5, 6, 7, 8), desk.call(9)
-            with pytest.raises(BusyError, match=r"1 calls wait with 1 rows, 4 more"):
-                desk.queue.admit(4)
-            room = desk.queue.room(4)
-            assert not room.done()
-
-            for _ in range(2):
-                (await desk.asked()).answer()
-            await soon(asyncio.wrap_future(room))
-
-            desk.queue.admit(4)
-
 
 class TestFailures:
     @on_a_loop
@@ -180,6 +145,17 @@ class TestFailures:
             assert "Traceback: ..." in error.value.__notes__[0]
 
     @on_a_loop
+    async def test_what_a_hanging_replica_has_goes_to_another_one(self):
+        impatient = dataclasses.replace(TIMEOUTS, request=0.01)
+        async with serving("a", "b", timeouts=impatient) as desk:
+            answer = desk.call(1)
+            await desk.asked(0)
+
+            (await desk.asked(1)).answer()
+
+            assert await values(answer) == [10]
+
+    @on_a_loop
     async def test_what_a_lost_replica_had_goes_to_another_one(self):
         async with serving("a", "b") as desk:
             calls = [desk.call(1), desk.call(2)]
@@ -194,32 +170,6 @@ class TestFailures:
                 desk.queue.admit(1)
             assert [replica.place for replica in desk.pool.ready] == ["b"]
             assert ("close", "a") in desk.host.log
-
-    @on_a_loop
-    async def test_both_batches_of_a_lost_replica_are_asked_again(self):
-        async with serving("a") as desk:
-            calls = [desk.call(1, 2, 3, 4), desk.call(5, 6, 7, 8)]
-            lost, _ = await desk.asked(), await desk.asked()
-            lost.lose()
-            await turns()
-            await desk.new_replicas()
-
-            for _ in calls:
-                (await desk.asked(1)).answer()
-
-            assert await values(calls[0]) == [10, 20, 30, 40]
-            assert await values(calls[1]) == [50, 60, 70, 80]
-
-    @on_a_loop
-    async def test_what_a_hanging_replica_has_goes_to_another_one(self):
-        impatient = dataclasses.replace(TIMEOUTS, request=0.01)
-        async with serving("a", "b", timeouts=impatient) as desk:
-            answer = desk.call(1)
-            await desk.asked(0)
-
-            (await desk.asked(1)).answer()
-
-            assert await values(answer) == [10]
 
     @on_a_loop
     async def test_a_call_that_ends_every_replica_is_given_up_and_no_other_with_it(
@@ -272,43 +222,6 @@ class TestFailures:
                 await values(answer)
 
 
-class TestTheEnd:
-    @on_a_loop
-    async def test_closing_fails_whoever_waits(self):
-        async with serving("a") as desk:
-            waiting = [desk.call(1), desk.call(2), desk.call(3)]
-            await desk.asked()
-
-            desk.dispatcher.close()
-
-            for call in (*waiting, desk.call(4)):
-                with pytest.raises(RunError, match="before this call was answered"):
-                    await values(call)
-            desk.queue.admit(100)
-
-    @on_a_loop
-    async def test_draining_answers_whoever_waits_and_nobody_else(self):
-        async with serving("a", wait_s=LONG_S) as desk:
-            waiting = desk.call(1)
-            draining = asyncio.create_task(desk.dispatcher.drain(10.0))
-            await turns()
-            late = desk.call(3)
-            (await desk.asked()).answer()
-            await soon(draining)
-
-            assert await values(waiting) == [10]
-            with pytest.raises(RunError, match="the predictor is closed"):
-                await values(late)
-
-    @on_a_loop
-    async def test_draining_ends_though_a_replica_does_not_answer(self):
-        async with serving("a") as desk:
-            waiting = desk.call(1)
-            await soon(desk.dispatcher.drain(0.01))
-
-            assert not waiting.done()
-
-
 KINDS = st.sampled_from("ab")
 STEPS = st.lists(
     st.one_of(
@@ -351,22 +264,6 @@ class TestTheQueue:
             assert [c for c in left if c.kind == kind] == own
         queue.admit(200)
 
-    @given(st.lists(st.tuples(st.integers(1, 4), KINDS), min_size=1, max_size=20))
-    def test_nothing_is_late_and_the_oldest_that_is_due_leaves_first(self, calls):
-        queue, now = BatchQueue(4, 2.0, 100), float(len(calls))
-        for came, (rows, kind) in enumerate(calls):
-            queue.add(queued(float(came), rows, kind))
-
-        firsts = []
-        while batch := queue.take(now):
-            firsts.append(batch[0])
-
-        for first, second in itertools.pairwise(firsts):
-            assert first.came < second.came
-        wait_s = queue.due_in(now)
-        assert wait_s is None or wait_s > 0
-        assert wait_s is None or queue.take(now + wait_s)
-
 
 GATE = threading.Event()
 
@@ -385,8 +282,8 @@ def places(desk):
 
 def lose(desk, place):
     replica = next(r for r in desk.pool.ready if r.place == place)
-    desk.pool.lose(replica, "it hangs")
-    desk.pool.lose(replica, "it hangs")  # twice is once
+    for _ in range(2):  # twice is once
+        desk.pool.lose(replica, "it hangs")
 
 
 class TestReplicas:
@@ -400,39 +297,33 @@ class TestReplicas:
         assert sorted(closed) == ["a", "a", "b"]
 
     @pytest.mark.parametrize(
-        ("fault", "error", "message"),
+        ("verb", "fault", "error", "message"),
         [
-            (None, OptionError, "the cluster has no workers; wait for some"),
+            ("open", None, WaitTimeoutError, r"no replica was made on a .*\.join"),
+            ("stage", None, WaitTimeoutError, r"was not on a within .*\.data"),
             (
-                ("stage", Failure("no module named nets", "Traceback")),
-                ModelError,
+                *("stage", Failure("no module named nets", "Traceback"), ModelError),
                 "cannot be used on a: no module named nets",
             ),
-            (("open", "hang"), WaitTimeoutError, r"no replica was made on a .*\.join"),
-            (("stage", "hang"), WaitTimeoutError, r"was not on a within .*\.data"),
-            (("use", "hang"), WaitTimeoutError, r"did not take the model .*\.request"),
+            ("use", None, WaitTimeoutError, r"did not take the model .*\.request"),
         ],
-        ids=["no place", "refused", "open", "stage", "use"],
+        ids=["open", "stage", "refused", "use"],
     )
     @on_a_loop
     async def test_a_start_that_fails_is_an_error_and_leaves_nothing(
-        self, fault, error, message
+        self, verb, fault, error, message
     ):
         impatient = dataclasses.replace(TIMEOUTS, join=0.01, data=0.01, request=0.01)
-        faults = {}
-        if fault is not None:
-            verb, what = fault
-            faults[verb, "a"] = asyncio.Event() if what == "hang" else what
-        host = []
+        faults, host = {(verb, "a"): fault or asyncio.Event()}, []
 
         with pytest.raises(error, match=message):
-            async with serving(
-                *(["a"] if fault else []), timeouts=impatient, faults=faults, host=host
-            ):
+            async with serving("a", timeouts=impatient, faults=faults, host=host):
+                pass
+        with pytest.raises(OptionError, match="the cluster has no workers; wait for"):
+            async with serving():
                 pass
 
-        closed = [entry for entry in host[0].log if entry[0] == "close"]
-        assert closed == ([("close", "a")] if fault else [])
+        assert [one for one in host[0].log if one[0] == "close"] == [("close", "a")]
 
     @on_a_loop
     async def test_one_that_is_just_being_started_goes_too(self):
@@ -468,22 +359,15 @@ class TestReplicas:
         async with serving("a", "b") as desk:
             desk.host.there = ["a", "b", "c"]
             lose(desk, "a")
-
             await desk.new_replicas()
-
             assert places(desk) == ["b", "c"]
 
-    @on_a_loop
-    async def test_a_start_that_fails_later_is_tried_again(self):
-        async with serving("a", "b") as desk:
-            lose(desk, "a")
+            desk.host.there = ["a", "c"]
             desk.host.faults["open", "a"] = ConnectionError("gone")
             await desk.new_replicas()
-            assert places(desk) == ["b"]
-
-            await desk.new_replicas()
-
-            assert places(desk) == ["a", "b"]
+            assert places(desk) == ["c"]
+            await desk.new_replicas()  # a start that fails is tried again
+            assert places(desk) == ["a", "c"]
 
     @on_a_loop
     async def test_they_are_pinged_from_time_to_time_and_lost_if_they_are_silent(self):
@@ -514,7 +398,7 @@ class TestSwap:
         async with serving("a", "b") as desk:
             desk.host.log.clear()
 
-            await desk.pool.swap(NEW)
+            await desk.pool.swap(MODEL)
 
             assert desk.host.log == [
                 *(("stage", "a", 2), ("stage", "b", 2)),
@@ -528,10 +412,10 @@ class TestSwap:
             desk.host.log.clear()
 
             with pytest.raises(ModelError, match="on b: no module named nets"):
-                await desk.pool.swap(NEW)
+                await desk.pool.swap(MODEL)
 
             assert desk.host.log[-2:] == [("use", "a", 1), ("use", "b", 1)]
-            await desk.pool.swap(NEW)
+            await desk.pool.swap(MODEL)
             assert [replica.version for replica in desk.pool.ready] == [2, 2]
 
     @pytest.mark.parametrize("fault", ["lost", "hangs"])
@@ -544,7 +428,7 @@ class TestSwap:
                 ConnectionError("gone") if fault == "lost" else asyncio.Event()
             )
 
-            await desk.pool.swap(NEW)
+            await desk.pool.swap(MODEL)
             assert places(desk) == ["b"]
             await desk.new_replicas()
 
@@ -558,7 +442,7 @@ class TestSwap:
             await desk.pool.look()
             await turns()
 
-            await desk.pool.swap(NEW)
+            await desk.pool.swap(MODEL)
             slow.set()
             await desk.new_replicas()
 

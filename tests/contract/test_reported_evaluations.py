@@ -1,8 +1,6 @@
 """What an evaluation gives back: a dict, a report, tables, JSON, pictures."""
 
-import copy
 import io
-import itertools
 import json
 import pickle
 import sys
@@ -28,7 +26,6 @@ BEST = torch.tensor([0, 0, 1, 0])
 SCORES = 9 * torch.nn.functional.one_hot(BEST, 4).float() - torch.arange(4) / 10
 CLASSES = torch.tensor([0, 0, 1, 2])
 NAMES = ["cat", "dog", "owl", "yak"]
-BINARY = torch.tensor([-1.0, 2.0, 1.0, -2.0]), torch.tensor([0, 1, 0, 0])
 
 
 def evaluation_of(output, y, *metrics, **facts):
@@ -73,27 +70,6 @@ dog    0    1    0    0
 owl    1    0    0    0
 yak    0    0    0    0"""
 
-
-BINARY_REPORT = """\
-loss  0.2500
-
-Binary: 4 labels, 1 of them 1
-
-accuracy           0.7500
-precision          0.5000
-recall             1.0000
-specificity        0.6667
-F1                 0.6667
-MCC                0.5774
-ROC AUC            1.0000
-average precision  1.0000
-
-Confusion matrix (row: actual, column: predicted):
-
-   0  1
-0  2  1
-1  0  1"""
-
 LABEL_REPORT = """\
 loss  0.2500
 
@@ -125,19 +101,6 @@ mean    1.0000  0.6667  0.9342  -0.5000   0.9820       6
 
 Pearson is not defined where labels or predictions do not vary: 1"""
 
-CALIBRATION_REPORT = """\
-loss  0.2500
-
-Calibration: 3 predictions
-
-expected calibration error  0.3000
-largest calibration error   0.3500
-
-confidence      count  mean confidence  accuracy
-0.000 to 0.333      1           0.2000    0.0000
-0.333 to 0.667      0                -         -
-0.667 to 1.000      2           0.8500    0.5000"""
-
 USER_REPORT = """\
 loss  0.2500
 
@@ -149,7 +112,6 @@ of                  [0 1]"""
 
 REPORTS = {
     "classes": (classified(classes=NAMES), CLASS_REPORT),
-    "binary": (evaluation_of(*BINARY, BinaryMetrics()), BINARY_REPORT),
     "labels": (
         evaluation_of(
             torch.tensor([[1.0, -1.0], [1.0, -2.0], [-1.0, -3.0]]),
@@ -167,15 +129,6 @@ REPORTS = {
         ),
         ERROR_REPORT,
     ),
-    "calibration": (
-        evaluation_of(
-            torch.tensor([0.2, 0.9, 0.8]),
-            torch.tensor([0, 1, 0]),
-            CalibrationMetrics(3),
-            scale="probabilities",
-        ),
-        CALIBRATION_REPORT,
-    ),
     "user": (
         Evaluation(
             {"loss": 0.25},
@@ -191,30 +144,29 @@ def test_it_prints_as_a_report(evaluation, report):
     assert str(evaluation) == repr(evaluation) == report
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))]
-)
 @pytest.mark.parametrize("kind", REPORTS)
-def test_it_can_be_copied_and_sent(kind, copied):
+def test_it_can_be_sent_and_is_json(kind):
     evaluation, report = REPORTS[kind]
 
-    again = copied(evaluation)
+    again = pickle.loads(pickle.dumps(evaluation))
 
     assert str(again) == report
-    assert again.to_json() == evaluation.to_json()
+    read = json.loads(again.to_json())
+    assert read.keys() == evaluation.keys()
+    if kind == "classes":
+        assert read["roc_auc_per_class"][3] is None  # of a class without labels
+        assert read["confusion_matrix"] == evaluation["confusion_matrix"].tolist()
+
+
+def test_without_metrics_it_is_a_dict_and_looks_like_one():
+    evaluation = Evaluation({"loss": 0.5, "accuracy": 0.25})
+
+    assert repr(evaluation) == str(evaluation) == "{'loss': 0.5, 'accuracy': 0.25}"
+    assert json.dumps(evaluation) == '{"loss": 0.5, "accuracy": 0.25}'
+    assert Evaluation({"loss": float("inf")}).to_json() == '{"loss": null}'
 
 
 class TestReport:
-    def test_of_one_class_it_says_what_is_not_defined(self):
-        y = torch.tensor([False, False])
-
-        report = str(
-            evaluation_of(torch.ones(2), y, BinaryMetrics(), classes=["no", "yes"])
-        )
-
-        assert "ROC AUC                 -\n" in report
-        assert "\n\nNo label is yes: ROC AUC is not defined\n\n" in report
-
     @pytest.mark.parametrize(
         ("metrics", "y"),
         [
@@ -230,18 +182,12 @@ class TestReport:
 
         assert own.sections[0].names == ("a", "b")
 
-    def test_up_to_20_classes_are_all_told(self):
-        report = str(many(20))
-
-        assert "Confusion matrix" in report
-        assert "lowest" not in report
-        assert report.count("\n19 ") == 2  # in the table, and in the matrix
-
     def test_of_more_classes_those_with_the_lowest_f1_are_told(self):
         evaluation = many(21)
 
         report = str(evaluation)
 
+        assert "lowest" not in str(many(20))
         assert "Confusion matrix" not in report
         table = report.split("The 10 classes with the lowest F1, of those with labels:")
         told = [int(line.split()[0]) for line in table[1].strip().splitlines()[1:11]]
@@ -277,24 +223,6 @@ class TestReport:
 
 
 class TestValues:
-    def test_without_metrics_it_is_a_dict_and_looks_like_one(self):
-        evaluation = Evaluation({"loss": 0.5, "accuracy": 0.25})
-
-        assert evaluation == {"loss": 0.5, "accuracy": 0.25}
-        assert repr(evaluation) == str(evaluation) == "{'loss': 0.5, 'accuracy': 0.25}"
-        assert evaluation._repr_html_() is None
-        assert json.dumps(evaluation) == '{"loss": 0.5, "accuracy": 0.25}'
-
-    def test_json_is_read_back_as_the_values(self):
-        evaluation = Evaluation({"loss": float("inf")}, classified().sections)
-
-        read = json.loads(evaluation.to_json())
-
-        assert read.keys() == evaluation.keys()
-        assert read["loss"] is None
-        assert read["roc_auc_per_class"][3] is None  # of a class without labels
-        assert read["confusion_matrix"] == evaluation["confusion_matrix"].tolist()
-
     def test_a_dict_of_plain_values_has_no_arrays(self):
         sections = classified().sections
         plain = Evaluation({"of": {"a": np.float64(1)}}, sections).to_dict()
@@ -304,33 +232,17 @@ class TestValues:
         assert plain["support"] == [2, 1, 1, 0]
         assert {type(n) for n in plain["support"]} == {int}
 
-    def test_two_sets_may_have_values_of_the_same_name(self):
-        y = torch.tensor([0, 1, 1])
-        output = torch.tensor([[2.0, 1.0], [1.0, 2.0], [2.0, 1.0]])
-
-        evaluation = evaluation_of(output, y, ClassificationMetrics(), BinaryMetrics())
-
-        assert evaluation["precision"] == 0.75  # the mean of 1 / 2 and 1
-        assert evaluation["binary_precision"] == 1.0
-        assert evaluation["specificity"] == 1.0
-
 
 class TestTable:
     def test_it_has_a_row_for_each_class(self):
         table = classified(CalibrationMetrics(), classes=NAMES).to_pandas()
+        other = CalibrationMetrics(classes=["w", "x", "y", "z"])  # of other classes
 
         assert list(table.index) == NAMES
+        assert "ece_per_class" not in classified(other, classes=NAMES).to_pandas()
         assert table["support"].tolist() == [2, 1, 1, 0]
         assert table.loc["dog", "f1_per_class"] == 1.0
         assert "ece_per_class" in table
-
-    def test_it_is_of_one_kind_of_classes(self):
-        others = CalibrationMetrics(classes=["w", "x", "y", "z"])
-
-        table = classified(others, classes=NAMES).to_pandas()
-
-        assert list(table.index) == NAMES
-        assert "ece_per_class" not in table
 
     def test_of_all_it_has_one_row(self):
         table = classified().to_pandas("all")
@@ -341,31 +253,11 @@ class TestTable:
         alone = Evaluation({"loss": 0.5, "accuracy": 0.25}).to_pandas()
         assert alone.to_dict("records") == [{"loss": 0.5, "accuracy": 0.25}]
 
-    @pytest.mark.parametrize(
-        ("rows", "message"),
-        [
-            ("columns", 'must be "classes", "all" or None, got \'columns\''),
-            ("classes", "there are no classes in this evaluation"),
-        ],
-    )
-    def test_one_that_there_is_not_is_refused(self, rows, message):
-        with pytest.raises(OptionError, match=message):
-            Evaluation({"loss": 0.5}).to_pandas(rows)
-
-    def test_it_needs_pandas(self, monkeypatch):
-        monkeypatch.setitem(sys.modules, "pandas", None)
-
-        with pytest.raises(OptionError, match=r"pip install daskdl\[dataframe\]"):
-            Evaluation({"loss": 0.5}).to_pandas()
-
 
 def many(count, *more):
     y = classes(90, 60 * count, count)
     scores = random(91, len(y), count) + 2 * torch.nn.functional.one_hot(y, count)
     return evaluation_of(scores, y, ClassificationMetrics(), *more)
-
-
-KINDS = ["confusion_matrix", "roc", "precision_recall", "reliability"]
 
 
 @pytest.fixture
@@ -397,19 +289,6 @@ def test_all_that_there_is_is_drawn(three):
     }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_axes_are_named(three, kind):
-    figure = drawn(three.plot(kind))
-
-    assert sum(bool(a.get_title()) for a in figure.findobj(mpl.axes.Axes)) == 1
-    for axes in figure.findobj(mpl.axes.Axes):
-        shares = axes.get_shared_x_axes().get_siblings(axes)
-        below = min(shares, key=lambda a: a.get_position().y0)
-        is_bar = axes.get_label() == "<colorbar>"
-        assert axes.get_ylabel()
-        assert below.get_xlabel() or is_bar
-
-
 def test_a_confusion_matrix_has_its_counts_in_its_cells(three):
     axes = axes_of(three.plot("confusion_matrix"), "Confusion matrix")
 
@@ -420,25 +299,6 @@ def test_a_confusion_matrix_has_its_counts_in_its_cells(three):
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "actual")
 
 
-def test_counts_are_readable_on_every_colour(three):
-    axes = axes_of(three.plot("confusion_matrix"), "Confusion matrix")
-    image = axes.images[0]
-
-    for text in axes.texts:
-        column, row = map(int, text.get_position())
-        red, green, blue, _ = image.cmap(image.norm(image.get_array()[row, column]))
-        behind = 0.2126 * red + 0.7152 * green + 0.0722 * blue
-        ink = 1.0 if text.get_color() == "white" else 0.0
-        assert abs(ink - behind) > 0.4
-
-
-def test_names_are_written_as_they_are_and_cut(three):
-    axes = axes_of(three.plot("confusion_matrix"), "Confusion matrix")
-
-    names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names == ["_cat", "a very long…", r"\$owl\$"]
-
-
 @pytest.mark.parametrize("kind", ["roc", "precision_recall"])
 def test_curves_are_those_of_the_evaluation(three, kind):
     figure = three.plot(kind)
@@ -447,46 +307,6 @@ def test_curves_are_those_of_the_evaluation(three, kind):
     curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
     for line, curve in zip(curves, three[f"{kind}_curves"], strict=True):
         np.testing.assert_array_equal(line.get_xydata().T, curve)
-
-
-def test_each_curve_is_named_with_its_area(three):
-    figure = three.plot("roc")
-
-    (axes,) = figure.findobj(mpl.axes.Axes)
-    texts = [t.get_text().replace("\u200b", "") for t in axes.get_legend().get_texts()]
-    areas = three["roc_auc_per_class"]
-    assert texts == [
-        f"_cat (AUC {areas[0]:.3f})",
-        f"a very long n… (AUC {areas[1]:.3f})",
-        rf"\$owl\$ (AUC {areas[2]:.3f})",
-    ]
-
-
-def test_colours_and_dashes_tell_all_named_curves_apart():
-    figure = many(10).plot("roc")
-
-    (axes,) = figure.findobj(mpl.axes.Axes)
-    looks = [(line.get_color(), line.get_linestyle()) for line in axes.lines]
-    assert len(set(looks)) == len(looks) == 11  # and that of chance
-
-
-def test_of_many_classes_the_lowest_curves_are_named():
-    evaluation = many(30)
-
-    figure = evaluation.plot("precision_recall")
-
-    (axes,) = figure.findobj(mpl.axes.Axes)
-    named = [t.get_text().split()[0] for t in axes.get_legend().get_texts()]
-    lowest = np.argsort(evaluation["average_precision_per_class"])[:10]
-    assert sorted(map(int, named)) == sorted(lowest)
-    assert len(axes.lines) == 30
-
-
-def test_of_many_classes_the_matrix_has_no_counts_and_few_ticks():
-    axes = axes_of(many(30).plot("confusion_matrix"), "Confusion matrix")
-
-    assert list(axes.texts) == []
-    assert len(axes.get_xticks()) <= 10
 
 
 def test_bars_are_the_bins(three):
@@ -520,65 +340,40 @@ def test_nothing_lies_over_anything_else(count):
         assert [j for j in range(i) if box.overlaps(boxes[j])] == []
 
 
-@pytest.mark.parametrize("count", [3, 30, 1000])
-def test_names_at_an_axis_do_not_run_into_each_other(count):
-    y = torch.arange(count)
-    scores = torch.nn.functional.one_hot(y, count).float()
-    evaluation = evaluation_of(scores, y, ClassificationMetrics(thresholds=2))
+@pytest.mark.parametrize(
+    ("show", "hidden", "message"),
+    [
+        (lambda e: e.plot("reliability"), None, "one of 'confusion_matrix', 'roc', 'p"),
+        (lambda e: Evaluation({"loss": 1.0}).plot(), None, "nothing to draw in this"),
+        (lambda e: e.plot(), "matplotlib.figure", r"pip install daskdl\[plots\]"),
+        (lambda e: e.to_pandas("columns"), None, "\"all\" or None, got 'columns'"),
+        (
+            lambda e: Evaluation({"loss": 1.0}).to_pandas("classes"),
+            None,
+            "there are no classes in this evaluation",
+        ),
+        (lambda e: e.to_pandas(), "pandas", r"pip install daskdl\[dataframe\]"),
+    ],
+    ids=["kind", "nothing", "matplotlib", "rows", "no classes", "pandas"],
+)
+def test_what_there_is_not_is_refused(show, hidden, message, monkeypatch):
+    if hidden:
+        monkeypatch.setitem(sys.modules, hidden, None)
 
-    figure = drawn(evaluation.plot("confusion_matrix"))
-
-    axes = axes_of(figure, "Confusion matrix")
-    for labels in (axes.get_xticklabels(), axes.get_yticklabels()):
-        boxes = [label.get_window_extent() for label in labels]
-        for one, two in itertools.pairwise(boxes):
-            assert not one.overlaps(two)
-
-
-def test_a_label_that_is_there_or_not_has_its_pictures():
-    figure = evaluation_of(*BINARY, BinaryMetrics(), CalibrationMetrics()).plot()
-
-    roc = axes_of(figure, "ROC")
-    assert [t.get_text() for t in roc.get_legend().get_texts()] == ["1 (AUC 1.000)"]
-
-
-def test_labels_have_curves_and_no_matrix():
-    output, y = random(92, 9, 3), classes(93, 27, 2).reshape(3, 9).T
-
-    with pytest.raises(OptionError, match="one of 'roc', 'precision_recall', which"):
-        evaluation_of(output, y, MultilabelMetrics()).plot("confusion_matrix")
+    with pytest.raises(OptionError, match=message):
+        show(classified())
 
 
 @pytest.mark.parametrize("value", [0, 1])
 def test_curves_that_are_not_defined_are_left_out(value):
     output, y = random(94, 5), torch.full((5,), value)
 
-    figure = drawn(evaluation_of(output, y, BinaryMetrics()).plot("roc"))
+    evaluation = evaluation_of(output, y, BinaryMetrics(), classes=["no", "yes"])
+
+    figure = drawn(evaluation.plot("roc"))
 
     (axes,) = figure.findobj(mpl.axes.Axes)
     assert axes.get_legend() is None
     assert len(axes.lines) == 1  # that of chance
-
-
-def test_nothing_to_draw_is_said():
-    output, y = random(95, 5), random(96, 5)
-
-    with pytest.raises(OptionError, match="nothing to draw in this evaluation"):
-        evaluation_of(output, y, RegressionMetrics()).plot()
-
-
-def test_pictures_need_matplotlib(three, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-
-    with pytest.raises(OptionError, match=r"pip install daskdl\[plots\]"):
-        three.plot()
-
-
-def test_nothing_of_pyplot_is_used(three):
-    before = sys.modules.pop("matplotlib.pyplot", None)
-
-    drawn(three.plot())
-
-    assert "matplotlib.pyplot" not in sys.modules
-    if before is not None:
-        sys.modules["matplotlib.pyplot"] = before
+    rest = ["yes", "no"][value]
+    assert f"No label is {rest}: ROC AUC is not defined" in str(evaluation)

@@ -1,18 +1,18 @@
 """The presets: parts give what the whole gives, and scikit-learn says the same."""
 
+import functools
 import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sklearn import metrics as sk
-from sklearn.calibration import calibration_curve
-from torch.nn.functional import one_hot
+from torch import nn
+from torch.nn.functional import binary_cross_entropy, one_hot
 from torchmetrics.functional import classification as tm
 
-from daskdl.errors import OptionError
+from daskdl.evaluation.metric_sets import scale_of
+from daskdl.keras import CrossEntropyOfProbabilities
 from daskdl.metrics import (
     BinaryMetrics,
     CalibrationMetrics,
@@ -81,7 +81,6 @@ BINARY = {
     "flat": ({}, SCORES, BITS, LOGITS),
     "column": ({}, SCORES[:, None], BITS.float(), LOGITS),
     "column of labels": ({}, SCORES, BITS[:, None].bool(), LOGITS),
-    "two scores": ({}, torch.stack([-SCORES, SCORES], 1), BITS, LOGITS),
     "probabilities": ({"threshold": 0.8}, SCORES.sigmoid(), BITS, CHANCES),
     "no 1": ({}, SCORES, BITS * 0, LOGITS),
     "no 0": ({}, SCORES, BITS * 0 + 1, LOGITS),
@@ -127,9 +126,7 @@ ERRORS = {
         1e6 + NUMBERS[:, 1:],
         LOGITS,
     ),
-    "far from each other": ({}, random(66, ROWS) + 1e4, NUMBERS[:, 0], LOGITS),
     "tiny": ({}, 1e-6 * random(67, ROWS, 2), 1e-6 * NUMBERS[:, :2], LOGITS),
-    "whole numbers": ({}, random(68, ROWS), torch.arange(ROWS), LOGITS),
     "one far out": (
         {},
         NUMBERS[:, 0] * 1.0,
@@ -327,17 +324,6 @@ def test_values_are_those_of_scikit_learn_however_data_are_cut(
             )
 
 
-@given(st.lists(st.integers(0, ROWS), max_size=12).map(sorted))
-@settings(max_examples=20)
-def test_parts_of_any_size_give_what_the_whole_gives(cuts):
-    _, output, y, facts = CLASSES["steps"]
-    metrics, sample = ClassificationMetrics(thresholds=9), sample_of(output, y, **facts)
-
-    parts = measured(metrics, sample, output, y, cuts)
-
-    np.testing.assert_equal(parts, measured(metrics, sample, output, y))
-
-
 class TestCurves:
     @pytest.mark.parametrize("thresholds", [2, 5, 100])
     @pytest.mark.parametrize("case", [*CLASSES.items(), *LABELS.items()])
@@ -384,29 +370,11 @@ class TestCurves:
             sum(s.numel() for s in live["curves"].metric_state.values()) == 2 * 3 * 50
         )
 
-    def test_a_million_rows_agree_with_scikit_learn(self):
-        y = classes(30, 1_000_000, 2)
-        scores = random(31, len(y), 2) + 0.5 * one_hot(y, 2)
-
-        values = measured(
-            ClassificationMetrics(), sample_of(scores, y), scores, y, [9, 999]
-        )
-
-        chances = softmax(scores)[:, 1]
-        assert values["roc_auc"] == pytest.approx(
-            sk.roc_auc_score(y, chances), abs=1e-9
-        )
-        assert values["average_precision_per_class"][1] == pytest.approx(
-            sk.average_precision_score(y, chances), abs=1e-9
-        )
-        mcc = sk.matthews_corrcoef(y, scores.argmax(dim=1))
-        assert values["mcc"] == pytest.approx(mcc, abs=1e-9)
-
 
 class TestClasses:
     @pytest.mark.parametrize(
         ("count", "given_top", "top"),
-        [(3, None, 2), (5, None, 2), (6, None, 5), (6, 3, 3)],
+        [(5, None, 2), (6, None, 5), (6, 3, 3)],
     )
     def test_the_label_is_among_the_best_scores(self, count, given_top, top):
         scores, y = random(20, ROWS, count), classes(21, ROWS, count)
@@ -417,13 +385,6 @@ class TestClasses:
         expected = sk.top_k_accuracy_score(y, scores, k=top, labels=np.arange(count))
         assert values[f"top_{top}_accuracy"] == pytest.approx(expected, abs=1e-12)
 
-    def test_of_two_classes_both_are_among_the_best_and_that_is_not_told(self):
-        _, output, y, _ = CLASSES["two classes"]
-
-        values = measured(ClassificationMetrics(), sample_of(output, y), output, y)
-
-        assert not [name for name in values if name.startswith("top_")]
-
     def test_a_share_is_as_exact_as_it_can_be(self):
         y = torch.zeros(10, dtype=torch.int64)
         scores = torch.tensor([[1.0, 0.0]]).repeat(10, 1)
@@ -433,26 +394,8 @@ class TestClasses:
 
         assert values["accuracy"] == 0.9  # which float32 is not
 
-    def test_scores_of_batches_far_from_each_other_are_treated_alike(self):
-        """Torchmetrics takes scores for logits if any of them is outside [0, 1]."""
-        scores = torch.tensor([[0.1, 0.6, 0.3], [5.0, -5.0, 0.0]])
-        y, metrics = torch.tensor([1, 0]), ClassificationMetrics()
-
-        parts = measured(metrics, sample_of(scores, y), scores, y, [1])
-
-        np.testing.assert_equal(
-            parts, measured(metrics, sample_of(scores, y), scores, y)
-        )
-
 
 class TestLabels:
-    def test_a_score_on_the_threshold_is_no_1(self):
-        output, y = torch.tensor([0.0, 0.0]), torch.tensor([1, 0])
-
-        values = measured(BinaryMetrics(), sample_of(output, y), output, y)
-
-        assert values["confusion_matrix"].tolist() == [[1, 0], [1, 0]]
-
     def test_what_is_masked_makes_no_row_wrong_and_a_row_of_nothing_none(self):
         output = torch.tensor([[9.0, 9.0], [9.0, NAN], [NAN, 9.0]])
         y = torch.tensor([[1, -1], [0, -1], [-1, -1]])
@@ -462,13 +405,6 @@ class TestLabels:
 
         assert (values["exact_match"], values["rows"]) == (0.5, 2)
         assert values["accuracy"] == 0.5
-
-    def test_a_probability_that_rounding_took_above_1_makes_no_logits_of_others(self):
-        output, y = torch.tensor([1.0000001, 0.2]), torch.tensor([1, 0])
-
-        values = measured(BinaryMetrics(), sample_of(output, y, **CHANCES), output, y)
-
-        assert values["confusion_matrix"].tolist() == [[1, 0], [0, 1]]
 
 
 class TestCalibration:
@@ -486,21 +422,6 @@ class TestCalibration:
             for k, one in enumerate(chances.T.contiguous())
         ]
         np.testing.assert_allclose(values[f"{name}_per_class"], each, atol=1e-6)
-
-    def test_each_class_against_the_others_is_that_of_scikit_learn(self):
-        _, scores, y, _ = CLASSES["balanced"]
-
-        metrics = CalibrationMetrics(10)
-        values = measured(metrics, sample_of(scores, y), scores, y, CUTS["rows"])
-
-        for k, chances in enumerate(softmax(scores).T):
-            accuracy, sure = calibration_curve(k == y, chances, n_bins=10)
-            there = values["bin_count_per_class"][k] > 0
-            ours = [
-                values[f"bin_{n}_per_class"][k][there]
-                for n in ("accuracy", "confidence")
-            ]
-            np.testing.assert_allclose(ours, [accuracy, sure], atol=1e-12)
 
     def test_a_confidence_on_an_edge_is_in_the_upper_bin_and_1_in_the_last(self):
         output, y = torch.tensor([0.0, 0.5, 1.0]), torch.tensor([0, 1, 1])
@@ -531,8 +452,8 @@ class TestRegression:
 
         values = measured(RegressionMetrics(), sample_of(output, y), output, y)
 
-        expected = {"mse": 4.0, "mae": 2.0, "rmse": 2.0, "r2": NAN, "pearson": NAN}
-        assert {n: values[n] for n in expected} == pytest.approx(expected, nan_ok=True)
+        assert (values["mse"], values["mae"]) == (4.0, 2.0)
+        assert math.isnan(values["r2"])
 
     def test_a_column_without_a_value_is_left_out_of_means(self):
         output, y = (
@@ -559,28 +480,31 @@ class TestRegression:
         assert math.isnan(values["pearson"])
 
 
+class Focal(nn.Module):
+    scale = "log_probabilities"
+
+
+SPREAD = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.5, 0.25]])
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("loss", "output", "scale"),
     [
-        (
-            lambda: ClassificationMetrics(top=1),
-            "top must be 2 or more, got 1: 1 is acc",
-        ),
-        (
-            lambda: ClassificationMetrics(thresholds=1),
-            "thresholds must be 2 or more, or",
-        ),
-        (lambda: BinaryMetrics(threshold=-0.1), r"in \[0, 1\), got -0.1"),
-        (lambda: MultilabelMetrics(threshold=1.0), r"in \[0, 1\), got 1.0"),
-        (lambda: CalibrationMetrics(bins=0), "bins must be 1 or more, got 0"),
-        (
-            lambda: ClassificationMetrics(top=3).collection(
-                sample_of(*CLASSES["balanced"][1:3])
-            ),
-            "below the number of classes, got 3 of 3",
-        ),
+        (nn.BCEWithLogitsLoss(), SPREAD.softmax(1), "logits"),
+        (nn.NLLLoss(), SPREAD, "log_probabilities"),
+        (CrossEntropyOfProbabilities(), SPREAD, "probabilities"),
+        (functools.partial(binary_cross_entropy), SPREAD, "probabilities"),
+        (Focal(), SPREAD, "log_probabilities"),
+        # Other losses do not say it.
+        (None, SPREAD, "logits"),
+        (None, SPREAD.softmax(1).bfloat16(), "probabilities"),
+        (None, SPREAD[..., None].log_softmax(1).expand(2, 3, 4), "log_probabilities"),
+        (None, torch.zeros(2, 3), "logits"),
+        (None, torch.tensor([[2.0, -1.0], [1.5, -0.5]]), "logits"),  # their sum is 1
+        (None, torch.ones(2, 1), "logits"),
+        (None, torch.full((2,), 0.5), "logits"),
+        (None, {"a": SPREAD.softmax(1)}, "logits"),
     ],
 )
-def test_options_outside_their_range_are_refused(make, message):
-    with pytest.raises(OptionError, match=message):
-        make()
+def test_the_loss_says_the_scale_of_scores_or_they_do_themselves(loss, output, scale):
+    assert scale_of(loss, output) == scale

@@ -160,29 +160,6 @@ def one_by_one(loss, output, y):
     return torch.stack([loss(output[i : i + 1], y[i : i + 1]) for i in range(len(y))])
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("case", CASES)
-def test_it_is_the_loss_of_a_batch_of_one(case, reduction):
-    kind, options, output, y = CASES[case]
-    loss = kind(**options, reduction=reduction)
-    expected = one_by_one(loss, output, y).double()
-
-    for batch_size in (2, 64):
-        found = scores(loss, output, y, batch_size=batch_size)
-
-        assert found.dtype == torch.float64
-        # 1e-12: the same float64 numbers, which may be added up in another order.
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
-    assert loss.reduction == reduction  # threads share it
-
-
-def test_batchmean_is_the_sum_within_an_example():
-    loss = nn.KLDivLoss(reduction="batchmean")
-    _, _, output, y = OF_NUMBERS["divergence"]
-
-    torch.testing.assert_close(scores(loss, output, y), one_by_one(loss, output, y))
-
-
 SLOW = {  # because rows may share something
     "logits, a weight with an axis of rows",
     "many labels of one axis",
@@ -190,9 +167,12 @@ SLOW = {  # because rows may share something
 }
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("case", CASES)
-def test_all_rows_are_computed_at_once_where_that_is_the_same(case, monkeypatch):
+def test_it_is_the_loss_of_a_batch_of_one(case, reduction, monkeypatch):
     kind, options, output, y = CASES[case]
+    loss = kind(**options, reduction=reduction)
+    expected = one_by_one(loss, output, y).double()
     calls, forward = [], kind.forward
 
     def counted(self, *given):
@@ -201,33 +181,15 @@ def test_all_rows_are_computed_at_once_where_that_is_the_same(case, monkeypatch)
 
     monkeypatch.setattr(kind, "forward", counted)
 
-    scores(kind(**options), output, y)
+    whole = scores(loss, output, y)
 
     # Without rows one by one: the dry run, the trial of both, and the batch.
     assert (len(calls) > 3) == (case in SLOW)
-
-
-# In all others a batch weighs its labels, or takes its rows for classes.
-ALIKE = OF_NUMBERS.keys() - SLOW | {"plain", "sequence", "logarithms"}
-
-
-@pytest.mark.parametrize("case", sorted(ALIKE))
-def test_the_mean_is_the_loss_of_the_batch_where_all_labels_count_alike(case):
-    kind, options, output, y = CASES[case]
-
-    mean = scores(kind(**options), output, y).mean()
-
-    torch.testing.assert_close(mean, kind(**options)(output, y).double())
-
-
-def test_weights_of_classes_cancel_in_an_example_and_not_in_a_batch():
-    weighted, plain = nn.CrossEntropyLoss(weight=WEIGHT), nn.CrossEntropyLoss()
-    output, y = LOGITS[:2], torch.tensor([0, 3])
-
-    found = scores(weighted, output, y)
-
-    torch.testing.assert_close(found, scores(plain, output, y))
-    assert not torch.isclose(found.mean(), weighted(output, y))
+    for found in (whole, scores(loss, output, y, batch_size=2)):
+        assert found.dtype == torch.float64
+        # 1e-12: the same float64 numbers, which may be added up in another order.
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
+    assert loss.reduction == reduction  # threads share it
 
 
 class Focal(nn.CrossEntropyLoss):
@@ -237,15 +199,15 @@ class Focal(nn.CrossEntropyLoss):
         return super().forward(output, y) * len(y) ** 0.5
 
 
-LIKE = {
-    "class": Focal(),
-    "lambda": lambda out, y: functional.cross_entropy(out, y) / out.norm(),
-    "partial": functools.partial(functional.cross_entropy, ignore_index=1),
-    "function": functional.cross_entropy,
-}
-
-
-@pytest.mark.parametrize("loss", LIKE.values(), ids=LIKE)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        Focal(),
+        lambda out, y: functional.cross_entropy(out, y) / out.norm(),
+        functools.partial(functional.cross_entropy, ignore_index=1),
+    ],
+    ids=["class", "function", "partial"],
+)
 def test_what_may_look_at_several_rows_gets_one_at_a_time(loss):
     found = scores(loss, LOGITS, LABELS)
 
@@ -392,16 +354,6 @@ def penalty(model, optimizer):
     return (total - plain)[0].item()
 
 
-def test_each_group_has_its_own_weight_decay():
-    own = linear()
-    groups = [{"params": [own.weight], "weight_decay": 0.25}, {"params": [own.bias]}]
-
-    found = penalty(own, optim.SGD(groups, weight_decay=2.0))
-
-    expected = 0.125 * own.weight.square().sum() + own.bias.square().sum()
-    assert found == pytest.approx(expected.item())
-
-
 KINDS = [
     *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax),
     *(optim.NAdam, optim.RAdam, optim.RMSprop, optim.SGD),
@@ -449,12 +401,6 @@ def test_what_is_no_term_of_the_loss_is_refused(make, message):
         penalty(own, make(own.parameters()))
 
 
-def test_without_weight_decay_there_is_nothing_to_add():
-    own = linear()
-
-    assert penalty(own, optim.AdamW(own.parameters(), weight_decay=0.0)) == 0.0
-
-
 class Ridge(nn.Linear, Penalised):
     def penalty(self):
         return self.weight.square().sum()
@@ -463,10 +409,14 @@ class Ridge(nn.Linear, Penalised):
 def test_what_a_model_adds_of_itself_is_added():
     own = Ridge(3, 2).double()
 
-    found = penalty(own, optim.SGD([own.bias], lr=0.1, weight_decay=2.0))
+    groups = [{"params": [own.weight], "weight_decay": 0.5}, {"params": [own.bias]}]
 
-    expected = own.weight.square().sum() + own.bias.square().sum()
+    found = penalty(own, optim.SGD(groups, weight_decay=2.0))
+
+    expected = 1.25 * own.weight.square().sum() + own.bias.square().sum()
     assert found == pytest.approx(expected.item())
+    undecayed = optim.AdamW(own.parameters(), weight_decay=0.0)
+    assert penalty(own, undecayed) == pytest.approx(own.penalty().item())
 
 
 def test_the_regularizers_of_a_keras_model_are_added():

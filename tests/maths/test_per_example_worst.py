@@ -72,19 +72,6 @@ def test_it_reads_like_a_table(worst):
     assert repr(worst) == "<WorstExamples: 2 of 90>"
 
 
-def test_without_classes_there_is_no_guess_to_show():
-    own = WorstExamples((WorstExample(2.5, "shard 0 of 2", 3),), 10)
-
-    assert str(own).splitlines()[1:] == [
-        "      loss  where",
-        "    2.5000  shard 0 of 2, row 3",
-    ]
-
-
-def test_none_are_shown_as_none():
-    assert str(WorstExamples((), 10)).startswith("the worst 0 of 10 examples")
-
-
 def test_pandas_gets_a_row_for_each(worst):
     table = worst.to_pandas()
 

@@ -70,13 +70,6 @@ def test_the_model_all_generators_the_batch_and_torchs_threads_are_as_they_were(
     assert torch.equal(y, Y)
 
 
-def test_it_works_where_an_event_loop_runs():
-    async def cell():
-        return costs()
-
-    assert asyncio.run(cell()).rows == 16
-
-
 def test_costs_are_those_of_the_batch_and_the_model():
     plan = daskdl.plan(Net, (X.numpy(), Y.numpy()), 4, NETWORK, threads=3)
 
@@ -121,13 +114,12 @@ def slow_loss(output, y):
 
 
 @pytest.mark.parametrize("loss", [None, slow_loss], ids=["steps", "last one repeated"])
-@pytest.mark.parametrize("apply", ["eager", "strict"])
-def test_a_threshold_settles_inside_its_band(apply, loss, monkeypatch):
+def test_a_threshold_settles_inside_its_band(loss, monkeypatch):
     clock = SimpleNamespace(perf_counter=lambda: now[0], thread_time=time.thread_time)
     monkeypatch.setattr(measure, "time", clock if loss else time)
     monkeypatch.setattr(measure, "LEAST_STEPS", 20)
     rule = daskdl.AdaptiveThreshold(initial=1e-9, min_density=0.2, max_density=0.5)
-    master = daskdl.GradientSharing(rule, apply=apply)
+    master = daskdl.GradientSharing(rule)
 
     own = costs(nn.Linear(6, 3), master=master, loss=loss)
 
@@ -137,8 +129,7 @@ def test_a_threshold_settles_inside_its_band(apply, loss, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"exchange_every": 3},
-        {"max_staleness": 0},
+        {"exchange_every": 3, "max_staleness": 0},
         {"max_staleness": None, "update_scale": "sum"},
         {"warmup_steps": 1000, "apply": "strict"},
         {
@@ -158,21 +149,6 @@ def test_every_way_of_sharing_is_measured(options):
     assert 0.5 < own.density <= 1
     assert own.update_bytes >= 64 * len(options.get("threshold", "1"))  # headers
     assert own.apply_s > 0
-
-
-def test_other_thresholds_make_other_updates():
-    dense, sparse = (
-        costs(
-            master=daskdl.GradientSharing(
-                daskdl.FixedThreshold(threshold), warmup_steps=1000
-            )
-        )
-        for threshold in (1e-6, 0.2)
-    )
-
-    assert dense.density > 0.5
-    assert dense.density > 10 * sparse.density
-    assert dense.update_bytes > sparse.update_bytes
 
 
 def test_a_loss_that_diverges_is_an_error():

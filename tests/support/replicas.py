@@ -47,12 +47,12 @@ class FakeReplica(Replica):
     def __init__(self, place, log, faults):
         self.place = place
         self.asked = asyncio.Queue()
-        self._log = log
-        self._faults = faults
+        self.log = log
+        self.faults = faults
 
-    async def _does(self, what, *more):
-        self._log.append((what, self.place, *more))
-        fault = self._faults.pop((what, self.place), None)
+    async def does(self, what, *more):
+        self.log.append((what, self.place, *more))
+        fault = self.faults.pop((what, self.place), None)
         if isinstance(fault, asyncio.Event):
             await fault.wait()
         elif isinstance(fault, Exception):
@@ -61,23 +61,23 @@ class FakeReplica(Replica):
 
     @override
     async def open(self):
-        await self._does("open")
+        await self.does("open")
 
     @override
     async def stage(self, version, model):
-        return await self._does("stage", version)
+        return await self.does("stage", version)
 
     @override
     async def use(self, version):
-        await self._does("use", version)
+        await self.does("use", version)
 
     @override
     async def ping(self):
-        await self._does("ping")
+        await self.does("ping")
 
     @override
     async def close(self, wait):
-        await self._does("close")
+        await self.does("close")
 
     @override
     async def ask(self, x):
@@ -89,12 +89,9 @@ class FakeReplica(Replica):
 class FakeHost(Host):
     """Places that a test may change.
 
-    Attributes:
-        there: Their names.
-        made: All replicas ever.
-        log: What was done to them: a verb, a place, and a version if it has one.
-        faults: By verb and place, what happens the next time: an error, a `Failure`,
-            or an event that is waited for.
+    `log` has what was done to replicas: a verb, a place, and a version if it has one.
+    `faults` has what happens the next time, by verb and place: an error, a `Failure`,
+    or an event that is waited for.
     """
 
     def __init__(self, *there):
@@ -139,7 +136,7 @@ class Desk(NamedTuple):
     async def new_replicas(self):
         """Those who are missing are started."""
         await self.pool.look()
-        await soon(asyncio.gather(*self.pool._starting, return_exceptions=True))
+        await soon(asyncio.gather(*self.pool.starting, return_exceptions=True))
         await turns()
 
 
@@ -164,24 +161,22 @@ async def serving(
     replicas=None,
     wait_s=0.0,
     timeouts=TIMEOUTS,
-    limit=4,
     queue=100,
     faults=(),
     host=None,
     there=None,
 ):
-    """A desk with one replica in each place.
+    """A desk with one replica in each place; a batch has 4 rows at most.
 
-    Args:
-        host: A list that gets the host.
-        there: What asking for the places raises, once it has opened.
+    `host` is a list that gets the host; `there` is raised when it is asked for its
+    places once it has opened.
     """
     own = FakeHost(*places)
     own.faults.update(faults)
     if host is not None:
         host.append(own)
     pool = ReplicaPool(own, MODEL, replicas or max(len(places), 1), timeouts)
-    batches = BatchQueue(limit, wait_s, queue)
+    batches = BatchQueue(4, wait_s, queue)
     dispatcher = Dispatcher(pool, batches, timeouts)
     try:
         await pool.open()

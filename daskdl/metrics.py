@@ -1,20 +1,51 @@
-"""The sets of metrics for `evaluate` and `Evaluate`.
+"""The sets of metrics for `evaluate` and `Evaluate`: frozen, picklable specifications.
 
-Torchmetrics brings SciPy and matplotlib with it, some 90 MB in each process: it is
-imported by whoever measures something, and not by ``import daskdl``.
+Hides what outputs and labels must look like, what live metrics are updated with, and
+which values a user sees. Imported only where something is measured: torchmetrics brings
+SciPy and matplotlib with it, some 90 MB in each process.
+
+B rows, C classes, L labels, N labels that count: each step of a sequence has one.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast, get_args
 
-if TYPE_CHECKING:
-    from daskdl.evaluation.metric_sets import (
-        BinaryMetrics,
-        CalibrationMetrics,
-        ClassificationMetrics,
-        MultilabelMetrics,
-        RegressionMetrics,
-    )
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import (
+    BinaryConfusionMatrix,
+    MulticlassConfusionMatrix,
+    MulticlassStatScores,
+    MultilabelConfusionMatrix,
+)
+from torchmetrics.wrappers import Running
+from typing_extensions import override
+
+from daskdl.data.batching import Tree, outline
+from daskdl.errors import DataError, ModelError, OptionError
+from daskdl.evaluation import report
+from daskdl.evaluation.report import Section
+from daskdl.evaluation.streaming import (
+    MASKED,
+    BinnedCurves,
+    ClassCurves,
+    ErrorSums,
+    ExactMatch,
+    LabelCurves,
+    ReliabilityBins,
+    areas_and_curves,
+    divided,
+    matthews,
+    mean_of,
+    rates,
+    share,
+)
 
 __all__ = [
     "BinaryMetrics",
@@ -24,8 +55,817 @@ __all__ = [
     "RegressionMetrics",
 ]
 
+Scale = Literal["logits", "probabilities", "log_probabilities"]
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("daskdl.evaluation.metric_sets"), name)
+_SCALES: dict[Any, Scale] = {
+    nn.CrossEntropyLoss: "logits",
+    nn.MultiMarginLoss: "logits",
+    nn.BCEWithLogitsLoss: "logits",
+    nn.MultiLabelSoftMarginLoss: "logits",
+    nn.SoftMarginLoss: "logits",
+    nn.NLLLoss: "log_probabilities",
+    nn.BCELoss: "probabilities",
+    functional.cross_entropy: "logits",
+    functional.multi_margin_loss: "logits",
+    functional.binary_cross_entropy_with_logits: "logits",
+    functional.multilabel_soft_margin_loss: "logits",
+    functional.soft_margin_loss: "logits",
+    functional.nll_loss: "log_probabilities",
+    functional.binary_cross_entropy: "probabilities",
+}
+_ROUNDING = 2e-2  # of a sum of probabilities in bfloat16, which has 8 bits
+
+
+Pair = tuple[Any, Any]  # predictions and targets, as torchmetrics takes them
+
+
+class SampleBatch(NamedTuple):
+    """The first rows, which show what outputs and labels look like."""
+
+    output: Tree  # on the CPU
+    y: Tree
+    scale: Scale  # of class scores
+    classes: Sequence[str] | None  # names of the classes 0, 1, ...
+    ignored: int | None  # label that the loss ignores
+
+
+class MetricSet(ABC):
+    """Some metrics that are measured together; frozen, picklable, without state."""
+
+    @property
+    def masks_nan(self) -> bool:
+        """Whether labels that are NaN are masked, by ``ignore=float("nan")``."""
+        ignore = getattr(self, "ignore", None)
+        return ignore is not None and bool(ignore != ignore)
+
+    @abstractmethod
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        """Make live metrics, before any update."""
+
+    @abstractmethod
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        """Return predictions and targets as the metrics take them.
+
+        Rows are independent: it does not matter which are prepared together.
+        """
+
+    @abstractmethod
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        """Report what the merged metrics computed, as numbers and numpy arrays."""
+
+
+def scale_of(loss: Any, output: Any) -> Scale:
+    """Return the scale of class scores.
+
+    The loss states it, by its type or its attribute ``scale``. Otherwise scores over
+    several classes that are >= 0 and sum to 1 are probabilities, those whose
+    exponentials do are log probabilities, and all others are logits.
+
+    Example:
+        >>> scale_of(nn.BCELoss(), None)
+        'probabilities'
+        >>> scale_of(lambda output, y: output.sum(), torch.tensor([[0.25, 0.75]]))
+        'probabilities'
+    """
+    stated: Any = getattr(loss, "scale", None)
+    if isinstance(stated, str) and stated in get_args(Scale):
+        return cast(Scale, stated)
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    for known, scale in _SCALES.items():
+        if function is known or (isinstance(known, type) and isinstance(loss, known)):
+            return scale
+    if isinstance(output, Tensor) and output.ndim > 1 and output.shape[1] > 1:
+        scores = output.double()
+        if bool((scores >= 0).all()) and _is_one(scores.sum(dim=1)):
+            return "probabilities"
+        if bool((scores <= 0).all()) and _is_one(scores.exp().sum(dim=1)):
+            return "log_probabilities"
+    return "logits"
+
+
+def _is_one(sums: Tensor) -> bool:
+    return torch.allclose(sums, torch.ones_like(sums), atol=_ROUNDING, rtol=0)
+
+
+def probabilities(scores: Tensor, scale: Scale, *, over_classes: bool) -> Tensor:
+    """Turn scores into probabilities, float64.
+
+    Example:
+        >>> probabilities(torch.tensor([[0.0, 0.0]]), "logits", over_classes=True)
+        tensor([[0.5000, 0.5000]], dtype=torch.float64)
+    """
+    scores = scores.double()
+    if scale == "logits":
+        return torch.softmax(scores, dim=1) if over_classes else torch.sigmoid(scores)
+    return scores.exp() if scale == "log_probabilities" else scores
+
+
+def check_thresholds(thresholds: int | None) -> None:
+    """Refuse fewer than 2 thresholds of curves."""
+    if thresholds is not None and thresholds < 2:
+        raise OptionError(
+            f"thresholds must be 2 or more, or None for all there are, got {thresholds}"
+        )
+
+
+def check_names(names: Sequence[str] | None, count: int, what: str) -> None:
+    """Refuse another number of names than there are things."""
+    if names is not None and len(names) != count:
+        raise OptionError(f"{what} must be {count} names, got {len(names)}: {names!r}")
+
+
+def class_names(
+    names: Sequence[str] | None, sample: SampleBatch, count: int
+) -> tuple[str, ...]:
+    """Name each class, by its number if there is no better name."""
+    given = list(names or sample.classes or ())[:count]
+    return (*map(str, given), *(str(k) for k in range(len(given), count)))
+
+
+def _one_tensor_each(sample: SampleBatch) -> tuple[Tensor, Tensor]:
+    for what, given in (("output", sample.output), ("labels", sample.y)):
+        if not isinstance(given, Tensor):
+            several = isinstance(given, dict | tuple)
+            got = outline(given) if several else type(given).__name__
+            raise (ModelError if what == "output" else DataError)(
+                f"metrics by name need {what} of one tensor, got {got}: wrap the model "
+                "so that it returns what is measured, or give metrics of your own"
+            )
+    return sample.output, sample.y
+
+
+def is_per_class(output: Tree, y: Tree) -> bool:
+    """Whether there is one score per class, 2 or more, along dimension 1."""
+    return (
+        isinstance(output, Tensor)
+        and isinstance(y, Tensor)
+        and output.ndim == y.ndim + 1
+        and output.shape[1] >= 2
+        and (output.shape[0], *output.shape[2:]) == y.shape
+    )
+
+
+def check_classes(sample: SampleBatch) -> int:
+    """Check that outputs and labels are of classes, and count the classes."""
+    output, y = _one_tensor_each(sample)
+    if y.dtype.is_floating_point or y.dtype == torch.bool:
+        raise DataError(
+            f"labels must be class indices, 0 to classes - 1, as integers, got "
+            f'{y.dtype} of shape {tuple(y.shape)}: for labels 0 and 1 use "binary" or '
+            '"multilabel", for numbers "regression", and of one-hot rows give '
+            "y.argmax(1)"
+        )
+    if not is_per_class(output, y):
+        raise ModelError(
+            f"outputs must be one score per class, 2 classes or more, along dimension "
+            f"1, as (B, C) or (B, C, T) for labels (B,) or (B, T); got outputs "
+            f"{tuple(output.shape)} for labels {tuple(y.shape)}: for one score per "
+            'label use "binary" or "multilabel"'
+        )
+    return output.shape[1]
+
+
+def check_binary(sample: SampleBatch) -> None:
+    """Check that there is one score for each label, or one for each of two classes."""
+    output, y = _one_tensor_each(sample)
+    two = is_per_class(output, y) and output.shape[1] == 2
+    same = output.shape == y.shape or (  # one of both may have a dimension of 1 more
+        output.shape[0] == y.shape[0]
+        and output.numel() == y.numel()
+        and abs(output.ndim - y.ndim) == 1
+        and 1 in (output.shape[-1], y.shape[-1])
+    )
+    if not two and not same:
+        raise ModelError(
+            "outputs must be one score for each label, as (B,) or (B, 1) for labels "
+            "(B,), or two class scores, as (B, 2); got outputs "
+            f"{tuple(output.shape)} for labels {tuple(y.shape)}: for more classes use "
+            '"classification", for more labels "multilabel"'
+        )
+
+
+def is_counted(y: Tensor, *ignored: float | None) -> Tensor:
+    """Return which labels count: those that are none of `ignored`, which may be NaN.
+
+    Example:
+        >>> is_counted(torch.tensor([0, -100]), -100, None)
+        tensor([ True, False])
+    """
+    counted = torch.ones_like(y, dtype=torch.bool)
+    for value in ignored:
+        if value is not None:
+            counted &= ~torch.isnan(y) if value != value else y != value
+    return counted
+
+
+def check_labels(labels: Tensor, allowed: Tensor, range_: str) -> None:
+    """Refuse labels that count and are not allowed."""
+    if not bool(allowed.all()):
+        worst: Any = labels[~allowed][0].item()
+        raise DataError(
+            f"labels must be {range_}, got {worst} ({int((~allowed).sum())} such): "
+            "leave these rows out, or name the label that does not count as ignore="
+        )
+
+
+def checked(scores: Tensor, scale: Scale) -> Tensor:
+    """Return probabilities clamped to [0, 1]; refuse NaN, and more than rounding."""
+    if bool(torch.isnan(scores).any()):
+        rows = int(torch.isnan(scores.reshape(len(scores), -1)).any(dim=1).sum())
+        raise ModelError(
+            f"{rows} of {len(scores)} outputs are NaN or infinite, of which nothing "
+            "can be measured: look at the rows, and whether training diverged"
+        )
+    far = (scores < -1e-3) | (scores > 1 + 1e-3)
+    if bool(far.any()):
+        raise ModelError(
+            f"outputs must be {scale.replace('_', ' ')}, as the loss takes them, got "
+            f"{scores[far][0].item():g} where a probability from 0 to 1 was expected: "
+            "return what the loss takes, or use a loss that takes what is returned"
+        )
+    return scores.clamp(0, 1)
+
+
+def class_rows(
+    sample: SampleBatch, output: Tensor, y: Tensor, ignore: float | None
+) -> Pair:
+    """Return probabilities, float64 (N, C), and class indices, int64 (N,)."""
+    scores_NC = probabilities(output, sample.scale, over_classes=True)
+    counted = is_counted(y, sample.ignored, ignore).flatten()
+    scores_NC = scores_NC.movedim(1, -1).flatten(0, -2)[counted]
+    labels_N = y.flatten()[counted].long()
+    classes = scores_NC.shape[1]
+    allowed = (labels_N >= 0) & (labels_N < classes)
+    check_labels(labels_N, allowed, f"0 to {classes - 1}")
+    return checked(scores_NC, sample.scale), labels_N
+
+
+def binary_rows(
+    sample: SampleBatch, output: Tensor, y: Tensor, ignore: float | None
+) -> Pair:
+    """Return probabilities of 1, float64 (N,), and labels, int64 (N,)."""
+    over_classes = is_per_class(output, y)
+    scores = probabilities(output, sample.scale, over_classes=over_classes)
+    scores = scores[:, 1] if over_classes else scores
+    counted = is_counted(y, sample.ignored, ignore).flatten()
+    labels = y.flatten()[counted]
+    check_labels(labels, (labels == 0) | (labels == 1), "0 or 1")
+    return checked(scores.flatten()[counted], sample.scale), labels.long()
+
+
+def _collection(**metrics: Metric) -> MetricCollection:
+    given: dict[str, Any] = metrics
+    return MetricCollection(given, compute_groups=False)
+
+
+def _macro(each: Mapping[str, Any], seen: Any) -> dict[str, float]:
+    """Average over the classes that were seen, for all names in ``_per_class``."""
+    return {
+        name.removesuffix("_per_class"): mean_of(values, seen)
+        for name, values in each.items()
+        if name.endswith("_per_class")
+    }
+
+
+@dataclass(frozen=True)
+class ClassificationMetrics(MetricSet):
+    """What ``metrics="classification"`` measures of one score per class.
+
+    Outputs are (B, C), or (B, C, T) with a label for each step, and labels are class
+    indices. Precision, recall and F1 of a class are 0 where they would be 0/0; their
+    means ("macro") leave out classes that are neither labelled nor predicted. ROC AUC
+    and average precision are of each class against the others, NaN without examples of
+    both, and their means leave these out.
+
+    Args:
+        top: A prediction is right in top-N accuracy if the label is among this many
+            best scores; of equal scores, those that `torch.topk` takes. None: 5 of 6
+            classes or more, 2 of 3 to 5, and with 2 classes there is none.
+        thresholds: None: areas and curves are exact, and 8 bytes are kept for each
+            class of each row. A number: they are those of that many thresholds, evenly
+            from 0 to 1, and memory does not grow with the data.
+        ignore: A label that does not count, besides the one that the loss ignores.
+        classes: Their names, for the report; None: those of the data, or numbers.
+
+    Raises:
+        OptionError: If an argument is outside its range.
+
+    Example:
+        >>> ClassificationMetrics(top=3)
+        ClassificationMetrics(top=3, thresholds=None, ignore=None, classes=None)
+    """
+
+    top: int | None = None
+    thresholds: int | None = None
+    ignore: int | None = None
+    classes: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.top is not None and self.top < 2:
+            raise OptionError(f"top must be 2 or more, got {self.top}: 1 is accuracy")
+        check_thresholds(self.thresholds)
+
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        classes = check_classes(sample)
+        check_names(self.classes, classes, "classes")
+        unchecked: dict[str, Any] = {"validate_args": False}
+        made: dict[str, Metric] = {
+            "confusion": MulticlassConfusionMatrix(classes, **unchecked)
+        }
+        if (top := self._top(classes)) is not None:
+            made["top"] = MulticlassStatScores(
+                classes, top_k=top, average="micro", **unchecked
+            )
+        if self.thresholds is None:
+            made["curves"] = ClassCurves(classes, **unchecked)
+        else:
+            made["curves"] = BinnedCurves(classes, self.thresholds)
+        return _collection(**made)
+
+    def _top(self, classes: int) -> int | None:
+        if self.top is None:
+            return (5 if classes > 5 else 2) if classes > 2 else None
+        if self.top >= classes:
+            raise OptionError(
+                f"top must be below the number of classes, got {self.top} of {classes}"
+            )
+        return self.top
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        return class_rows(sample, output, y, self.ignore)
+
+    @override
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        confusion = computed["confusion"].numpy()
+        support, predicted = confusion.sum(axis=1), confusion.sum(axis=0)
+        hits = np.diag(confusion)
+        each = {f"{k}_per_class": v for k, v in rates(hits, predicted, support).items()}
+        each |= areas_and_curves(computed["curves"])
+        top = {}
+        if "top" in computed:
+            right, *_, rows = computed["top"].tolist()
+            top[f"top_{self._top(len(support))}_accuracy"] = share(right, rows)
+        values = {
+            "accuracy": share(hits.sum(), support.sum()),
+            **top,
+            **_macro(each, support + predicted > 0),
+            "mcc": matthews(confusion),
+            "support": support,
+            "predicted": predicted,
+            "confusion_matrix": confusion,
+            **each,
+        }
+        names = class_names(self.classes, sample, len(values["support"]))
+        return report.classification(values, names)
+
+
+@dataclass(frozen=True)
+class _LabelMetrics(MetricSet):
+    """Of labels that are 0 or 1."""
+
+    threshold: float = 0.5
+    thresholds: int | None = None
+    ignore: float | None = None
+    classes: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold < 1:
+            raise OptionError(f"threshold must be in [0, 1), got {self.threshold}")
+        check_thresholds(self.thresholds)
+
+    def curves(self, labels: int) -> Metric:
+        """Make the curves of this many labels."""
+        if self.thresholds is not None:
+            return BinnedCurves(labels, self.thresholds)
+        return LabelCurves(labels, ignore_index=MASKED, validate_args=False)
+
+
+@dataclass(frozen=True)
+class BinaryMetrics(_LabelMetrics):
+    """What ``metrics="binary"`` measures of one score, or of two classes.
+
+    Outputs are (B,), (B, 1), or (B, 2) with the score of 1 second; labels are 0 and 1,
+    as integers, bools or floats. Rates are those of 1, and 0 where they would be 0/0.
+    ROC AUC is NaN without labels of both kinds, average precision without a 1.
+
+    Args:
+        threshold: 1 is predicted if its probability is above, in [0, 1).
+        thresholds: Of areas and curves, as of `ClassificationMetrics`.
+        ignore: A label that does not count, besides the one that the loss ignores; may
+            be NaN.
+        classes: Names of 0 and 1, for the report; None: those of the data, or 0 and 1.
+
+    Raises:
+        OptionError: If an argument is outside its range.
+
+    Example:
+        >>> BinaryMetrics(threshold=0.3)
+        BinaryMetrics(threshold=0.3, thresholds=None, ignore=None, classes=None)
+    """
+
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        check_binary(sample)
+        check_names(self.classes, 2, "classes")
+        return _collection(
+            confusion=BinaryConfusionMatrix(self.threshold, validate_args=False),
+            curves=self.curves(1),
+        )
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        scores, labels = binary_rows(sample, output, y, self.ignore)
+        return scores[:, None], labels[:, None]
+
+    @override
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        confusion = computed["confusion"].numpy()
+        (tn, fp), (fn, tp) = confusion
+        curves = areas_and_curves(computed["curves"])
+        values = {
+            "accuracy": share(tp + tn, confusion.sum()),
+            **{k: float(v) for k, v in rates(tp, tp + fp, tp + fn).items()},
+            "specificity": float(divided(tn, tn + fp)),
+            "mcc": matthews(confusion),
+            "roc_auc": float(curves["roc_auc_per_class"][0]),
+            "average_precision": float(curves["average_precision_per_class"][0]),
+            "confusion_matrix": confusion,
+            "roc_curves": curves["roc_curves"],
+            "precision_recall_curves": curves["precision_recall_curves"],
+        }
+        return report.binary(values, class_names(self.classes, sample, 2))
+
+
+@dataclass(frozen=True)
+class MultilabelMetrics(_LabelMetrics):
+    """What ``metrics="multilabel"`` measures of one score for each label.
+
+    Outputs are (B, L), or (B, L, T), and labels are 0 and 1 of the same shape, as
+    integers, bools or floats. Accuracy is the share of right labels, exact match that
+    of rows in which all are. Other numbers are those of each label, and their means,
+    by the rules of `ClassificationMetrics`.
+
+    Args:
+        threshold: A label is predicted if its probability is above, in [0, 1).
+        thresholds: Of areas and curves, as of `ClassificationMetrics`.
+        ignore: A label that does not count, besides the one that the loss ignores; may
+            be NaN. Other labels of its row count.
+        classes: Names of the labels, for the report; None: those of the data, or
+            numbers.
+
+    Raises:
+        OptionError: If an argument is outside its range.
+
+    Example:
+        >>> MultilabelMetrics(ignore=-1)
+        MultilabelMetrics(threshold=0.5, thresholds=None, ignore=-1, classes=None)
+    """
+
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        output, y = _one_tensor_each(sample)
+        if output.shape != y.shape or output.ndim < 2:
+            raise ModelError(
+                "outputs and labels must both be (B, L), or (B, L, T), one score and "
+                f"one 0 or 1 for each label; got outputs {tuple(output.shape)} for "
+                f"labels {tuple(y.shape)}: for one class of each row use "
+                '"classification"'
+            )
+        labels = output.shape[1]
+        check_names(self.classes, labels, "classes")
+        confusion = MultilabelConfusionMatrix(
+            labels, self.threshold, ignore_index=MASKED, validate_args=False
+        )
+        exact = ExactMatch(self.threshold)
+        return _collection(confusion=confusion, curves=self.curves(labels), exact=exact)
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        scores = probabilities(output, sample.scale, over_classes=False)
+        scores, y = (t.movedim(1, -1).flatten(0, -2) for t in (scores, y))
+        counted = is_counted(y, sample.ignored, self.ignore)
+        check_labels(y[counted], ((y == 0) | (y == 1))[counted], "0 or 1")
+        labels = torch.where(counted, y.nan_to_num().long(), MASKED)
+        scores = torch.where(counted, scores, 0)  # a masked score may be NaN
+        return checked(scores, sample.scale), labels
+
+    @override
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        confusion = computed["confusion"].numpy().reshape(-1, 2, 2)
+        tn, fp, fn, tp = confusion.reshape(-1, 4).T
+        all_, predicted, support = tn + fp + fn + tp, tp + fp, tp + fn
+        each = {"accuracy_per_class": divided(tp + tn, all_)}
+        each |= {f"{k}_per_class": v for k, v in rates(tp, predicted, support).items()}
+        each |= areas_and_curves(computed["curves"])
+        matches, rows = computed["exact"]
+        values = {
+            **_macro(each, support + predicted > 0),
+            "accuracy": share((tp + tn).sum(), all_.sum()),
+            "exact_match": share(matches, rows),
+            "rows": rows,
+            "support": support,
+            "predicted": predicted,
+            "confusion_matrices": confusion,
+            **each,
+        }
+        names = class_names(self.classes, sample, len(values["support"]))
+        return report.multilabel(values, names)
+
+
+@dataclass(frozen=True)
+class CalibrationMetrics(MetricSet):
+    """What ``metrics="calibration"`` measures of one score per class, or of one score.
+
+    Of classes, a prediction is the best one, and its confidence is its probability; of
+    one score, (B,) or (B, 1) with labels 0 and 1, it is 1, with the probability of 1.
+    The expected calibration error (ECE) is the mean over predictions of how far the
+    accuracy of their bin is from its mean confidence, and the largest one (MCE) that of
+    the worst bin. The same errors are there for each class against the others.
+
+    Args:
+        bins: Of the same width, from 0 to 1. A confidence on an edge is in the upper
+            bin, 1 in the last.
+        ignore: A label that does not count, besides the one that the loss ignores.
+        classes: Their names, for tables; None: those of the data, or numbers.
+
+    Raises:
+        OptionError: If there is no bin.
+
+    Example:
+        >>> CalibrationMetrics(bins=10)
+        CalibrationMetrics(bins=10, ignore=None, classes=None)
+    """
+
+    bins: int = 15
+    ignore: float | None = None
+    classes: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.bins < 1:
+            raise OptionError(f"bins must be 1 or more, got {self.bins}")
+
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        kinds = 1
+        if is_per_class(sample.output, sample.y):
+            kinds += check_classes(sample)
+            check_names(self.classes, kinds - 1, "classes")
+        else:
+            check_binary(sample)
+        return _collection(bins=ReliabilityBins(kinds, self.bins))
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        if not is_per_class(output, y):
+            scores, labels = binary_rows(sample, output, y, self.ignore)
+            return scores[:, None], labels[:, None] == 1
+        scores_NC, labels = class_rows(sample, output, y, self.ignore)
+        confidence, best = scores_NC.max(dim=1, keepdim=True)
+        right = best == labels[:, None]
+        each = labels[:, None] == torch.arange(scores_NC.shape[1])
+        return torch.cat([confidence, scores_NC], 1), torch.cat([right, each], 1)
+
+    @override
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        # `computed` is the dict that the only metric returns.
+        values = {name: value[0] for name, value in computed.items()}
+        values |= {name: float(values[name]) for name in ("ece", "mce")}
+        values["bin_edges"] = np.linspace(0, 1, self.bins + 1)
+        if len(computed["ece"]) > 1:
+            values |= {f"{name}_per_class": v[1:] for name, v in computed.items()}
+        names = class_names(self.classes, sample, len(values.get("ece_per_class", ())))
+        return report.calibration(values, names)
+
+
+@dataclass(frozen=True)
+class RegressionMetrics(MetricSet):
+    """What ``metrics="regression"`` measures of numbers.
+
+    Outputs and labels are (B,), one column, or (B, n), or (B, T, n) where each step
+    counts as a row; (B, 1) and (B,) go together. The numbers of all columns are the
+    means of those of each, RMSE and R2 too, as scikit-learn's "uniform_average".
+
+    Args:
+        ignore: A label that does not count; may be NaN. Other columns of its row
+            count.
+        columns: Their names, for the report; None: numbers.
+
+    Example:
+        >>> RegressionMetrics(ignore=float("nan"))
+        RegressionMetrics(ignore=nan, columns=None)
+    """
+
+    ignore: float | None = None
+    columns: Sequence[str] | None = None
+
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        output, y = _one_tensor_each(sample)
+        shapes = {
+            tuple(t.shape[:1]) if t.shape[1:] == (1,) else t.shape for t in (output, y)
+        }
+        if len(shapes) > 1 or not output.ndim:
+            raise ModelError(
+                "outputs and labels must have the same shape, (B,), (B, n) or "
+                f"(B, T, n), got outputs {tuple(output.shape)} for labels "
+                f'{tuple(y.shape)}: for class indices use "classification"'
+            )
+        predictions, labels = _columns(output), _columns(y)
+        check_names(self.columns, labels.shape[1], "columns")
+        counted = is_counted(labels, self.ignore, float("nan"))
+        near = [  # the means of the sample, where they are numbers
+            torch.where(counted, each, torch.nan).nanmean(dim=0).nan_to_num(0, 0, 0)
+            for each in (predictions, labels)
+        ]
+        return _collection(errors=ErrorSums(*near))
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        predictions, labels = _columns(output), _columns(y)
+        counted = is_counted(labels, self.ignore)
+        if bad := int((~labels[counted].isfinite()).sum()):
+            raise DataError(
+                f"{bad} labels are NaN or infinite: leave these rows out, or mask NaN "
+                'by RegressionMetrics(ignore=float("nan"))'
+            )
+        if bad := int((~predictions[counted].isfinite()).sum()):
+            raise ModelError(
+                f"{bad} of {int(counted.sum())} outputs are NaN or infinite, of which "
+                "nothing can be measured: look at the rows, and whether training "
+                "diverged"
+            )
+        return predictions, torch.where(counted, labels, torch.nan)
+
+    @override
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        count, each = computed["errors"]
+        every = np.ones(len(count), dtype=bool)
+        values = {
+            **{name: mean_of(values, every) for name, values in each.items()},
+            **{f"{name}_per_column": values for name, values in each.items()},
+            "count": count,
+        }
+        names = self.columns or map(str, range(len(values["count"])))
+        return report.regression(values, tuple(names))
+
+
+def _columns(values: Tensor) -> Tensor:
+    values = values.double()
+    return values[:, None] if values.ndim == 1 else values.flatten(0, -2)
+
+
+@dataclass(frozen=True, eq=False)
+class UserMetrics(MetricSet):
+    """Metrics of torchmetrics that the user brings, by name."""
+
+    metrics: Mapping[str, Metric]  # in the order of the report; not changed
+    # Whether they get probabilities: torchmetrics takes scores for logits if one of
+    # those at hand is outside [0, 1], so that the result would depend on which rows
+    # come together.
+    scored: bool
+
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        made = {name: metric.clone().cpu() for name, metric in self.metrics.items()}
+        for metric in made.values():
+            metric.reset()
+        return _collection(**made)
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        tensors = isinstance(output, Tensor) and isinstance(y, Tensor)
+        if not self.scored or not tensors or not output.is_floating_point():
+            return output, y
+        over_classes = output.ndim == y.ndim + 1
+        scores = probabilities(output, sample.scale, over_classes=over_classes)
+        return checked(scores, sample.scale), y
+
+    @override
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        order = {name: i for i, name in enumerate(self.metrics)}
+        names = sorted(computed, key=lambda name: order.get(name, len(order)))
+        values = {name: _plain(computed[name]) for name in names}
+        return report.user_metrics(values)
+
+
+def _plain(value: Any) -> Any:
+    """Replace tensors by numbers and numpy arrays."""
+    if isinstance(value, Tensor):
+        return value.item() if value.ndim == 0 else value.detach().cpu().numpy()
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def is_scored(metric: Metric) -> bool:
+    """Whether it, or a metric within it, is for classification.
+
+    Example:
+        >>> import torchmetrics
+        >>> is_scored(torchmetrics.AUROC(task="binary"))
+        True
+        >>> is_scored(torchmetrics.MeanSquaredError())
+        False
+    """
+    return any(
+        base.__module__.startswith("torchmetrics.classification.")
+        for module in metric.modules()
+        for base in type(module).__mro__
+    )
+
+
+_PRESETS: dict[str, type[MetricSet]] = {
+    "classification": ClassificationMetrics,
+    "binary": BinaryMetrics,
+    "multilabel": MultilabelMetrics,
+    "regression": RegressionMetrics,
+    "calibration": CalibrationMetrics,
+}
+_ALLOWED = (
+    "the name of a preset, an object of daskdl.metrics, a Metric or MetricCollection "
+    "of torchmetrics, a mapping of names to such metrics, or a sequence of all these"
+)
+
+
+def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
+    """Return the sets of metrics that the argument ``metrics`` means.
+
+    Example:
+        >>> from torchmetrics import MeanAbsoluteError
+        >>> [type(one).__name__ for one in metric_sets(["binary", MeanAbsoluteError()])]
+        ['BinaryMetrics', 'UserMetrics']
+    """
+    sets: list[MetricSet] = []
+    user: dict[str, Metric] = {}
+    for one in _flat(metrics):
+        if isinstance(one, MetricSet):
+            sets.append(one)
+        elif not isinstance(one, str):
+            for name, metric in _named(one):
+                if name == "loss":
+                    raise OptionError(
+                        "metrics must not have one named 'loss', which is there"
+                    )
+                if name in user:
+                    raise OptionError(
+                        f"metrics has two named {name!r}; name them: metrics={{'one': "
+                        f"{type(metric).__name__}(...), 'other': ...}}"
+                    )
+                if any(isinstance(module, Running) for module in metric.modules()):
+                    raise OptionError(
+                        f"metrics[{name!r}] is of the last updates, of which there are "
+                        "none where parts are measured apart; give the metric without "
+                        "Running"
+                    )
+                user[name] = metric
+        elif one in _PRESETS:
+            sets.append(_PRESETS[one]())
+        else:
+            raise OptionError(
+                f"metrics by name are {', '.join(map(repr, _PRESETS))}, got {one!r}: "
+                "give one of these, an object of daskdl.metrics, or metrics of "
+                "torchmetrics"
+            )
+    for scored in (True, False):
+        own = {n: m for n, m in user.items() if is_scored(m) is scored}
+        if own:
+            sets.append(UserMetrics(own, scored))
+    if not sets:
+        raise OptionError(f"metrics must be {_ALLOWED}, got {metrics!r}")
+    return tuple(sets)
+
+
+def _flat(metrics: Any) -> Iterator[Any]:
+    if isinstance(metrics, Sequence) and not isinstance(metrics, str):
+        for one in metrics:
+            yield from _flat(one)
+    else:
+        yield metrics
+
+
+def _named(metrics: Any) -> Iterator[tuple[str, Metric]]:
+    if isinstance(metrics, Metric):
+        yield type(metrics).__name__, metrics
+    elif isinstance(metrics, MetricCollection):
+        yield from ((str(n), one) for n, one in metrics.items(keep_base=False))
+    elif isinstance(metrics, Mapping):
+        for name, metric in metrics.items():
+            if isinstance(metric, MetricCollection):
+                yield from ((f"{name}_{inner}", one) for inner, one in _named(metric))
+            elif isinstance(name, str) and isinstance(metric, Metric):
+                yield name, metric
+            else:
+                raise OptionError(
+                    f"metrics[{name!r}] must be a Metric or MetricCollection of "
+                    f"torchmetrics, by a name, got {_shown(metric)}"
+                )
+    else:
+        raise OptionError(f"metrics must be {_ALLOWED}, got {_shown(metrics)}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}; create one, {value.__name__}(...)"
+    return repr(value)

@@ -50,15 +50,15 @@ from daskdl.data.formats import Loader
 from daskdl.data.inputs import OnBad, ReadOptions, infer_metadata, source_of
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.torch_datasets import split_stream
-from daskdl.errors import DataError, ModelError, OptionError
+from daskdl.errors import DataError, OptionError
 from daskdl.evaluation.report import Evaluation
 from daskdl.objective import Loss, Objective, OwnStep, batch_loss, is_sum, on_device
 from daskdl.serialization import Packed, PackedModel
 from daskdl.util import client_or_process, freed_memory_kept
 
 if TYPE_CHECKING:  # torchmetrics brings SciPy and matplotlib, some 90 MB
-    from daskdl.evaluation.metric_sets import MetricSet
     from daskdl.evaluation.metric_state import MetricSpec, PartStates
+    from daskdl.metrics import MetricSet
 
 logger = logging.getLogger(__name__)
 
@@ -128,25 +128,22 @@ def evaluate_model(
     client: Client | Literal[False] | None,
     classes: Sequence[str] | None = None,
 ) -> Evaluation:
-    """Evaluate a model by a loss or a step; the other arguments are the user's.
+    """Evaluate a model by a loss or a step; the other arguments are the user's."""
+    labelled = not isinstance(objective, OwnStep)
+    sets: Sequence[MetricSet] = ()
+    if metrics is not None:
+        if not labelled:
+            raise OptionError(
+                "metrics need the outputs of the model, which a step does not show; "
+                "use daskdl.evaluate(trainer.model_, ..., metrics=...) if model(x) is "
+                "what is to be measured"
+            )
+        from daskdl.metrics import metric_sets
 
-    Args:
-        model: Not changed, whatever its mode.
-        X: See `evaluate`, as `y`, `metrics` and `client`.
-        y: Labels, or None.
-        objective: Loss or step, or None. Batches weigh by their rows; with class
-            indices by what the loss divides by. A step shows no outputs: of it there
-            is only the loss.
-        metrics: None: accuracy, if labels are class indices.
-        read: How the data are read.
-        client: See `evaluate`.
-        classes: Names of the labels that the model was trained with, or None.
-    """
-    sets = _metric_sets(metrics, objective)
+        sets = metric_sets(metrics)
     check_module(model)
     if objective is not None:
         check_loss(objective)
-    labelled = not isinstance(objective, OwnStep)
     source = source_of(X, y, read, labelled=labelled)
     check_same_classes(source, classes)
     with client_or_process(client) as found:
@@ -157,7 +154,9 @@ def evaluate_model(
         seen = run.output, run.batch[1]
         specs: tuple[MetricSpec, ...] = ()
         if sets:
-            specs = _metric_specs(sets, objective, *seen, source.classes or classes)
+            from daskdl.evaluation.metric_state import metric_specs
+
+            specs = metric_specs(sets, objective, *seen, source.classes or classes)
         elif objective is None and not is_classification(*seen):
             raise OptionError(
                 "there is nothing to measure without loss and metrics where labels are "
@@ -181,45 +180,6 @@ def evaluate_model(
         if found is not False:
             source = split_stream(source, len(workers_of(found)))
         return _merged(source, scorer, found, specs)
-
-
-def _metric_sets(metrics: Any, objective: Objective | None) -> "tuple[MetricSet, ...]":
-    if metrics is None:
-        return ()
-    if isinstance(objective, OwnStep):
-        raise OptionError(
-            "metrics need the outputs of the model, which a step does not show; use "
-            "daskdl.evaluate(trainer.model_, ..., metrics=...) if model(x) is what is "
-            "to be measured"
-        )
-    from daskdl.evaluation.metric_sets import metric_sets
-
-    return metric_sets(metrics)
-
-
-def _metric_specs(
-    sets: "Sequence[MetricSet]",
-    objective: Objective | None,
-    output: Tree,
-    y: Tree,
-    classes: Sequence[str] | None,
-) -> "tuple[MetricSpec, ...]":
-    """Make all sets ready for outputs and labels like these."""
-    if y is None:
-        raise DataError("labels must be given, or data that have them, for metrics")
-    for name, leaf in batching.named(output, "output"):
-        if not isinstance(leaf, Tensor):
-            raise ModelError(
-                "metrics need a model that returns tensors, or tuples and dicts of "
-                f"them; {name} is a {type(leaf).__name__}"
-            )
-    from daskdl.evaluation.metric_sets import SampleBatch, scale_of
-    from daskdl.evaluation.metric_state import metric_spec, on_cpu
-
-    scale, ignored = scale_of(objective, output), ignored_label(objective)
-    sample = SampleBatch(on_cpu([output]), on_cpu([y]), scale, classes, ignored)
-    with torch.no_grad():
-        return tuple(metric_spec(one, sample) for one in sets)
 
 
 def _merged(
@@ -253,26 +213,15 @@ def _merged(
 
 @dataclass(frozen=True)
 class PartScorer:
-    """Scores one part at a time, wherever it is; picklable.
-
-    Attributes:
-        model: Not changed.
-        loss: Loss or step; None: the loss counts as 0.
-        batch_size: Rows per forward pass.
-        transform: Applied to each batch, or None.
-        labels: Which labels are accepted; None: they are not checked.
-        skips: Whether what cannot be read is left out.
-        first: Kinds of the rows that the model was tried with.
-        specs: Metrics beside the loss; None: accuracy, where there is one.
-    """
+    """Scores one part at a time, wherever it is; picklable."""
 
     model: PackedModel
-    loss: Packed[Objective] | None
+    loss: Packed[Objective] | None  # None: it counts as 0
     batch_size: int
     transform: Transform | None
-    labels: LabelCheck | None
-    skips: bool
-    first: Kinds
+    labels: LabelCheck | None  # None: they are not checked
+    skips: bool  # leaves out what cannot be read
+    first: Kinds  # of the rows of the dry run
     specs: "Packed[tuple[MetricSpec, ...]] | None"
 
     def __call__(
@@ -327,29 +276,18 @@ class PartScorer:
 class Score:
     """What a model did on some examples, as sums that can be added up.
 
-    Args:
-        loss_sum: Sum of the losses of the examples.
-        correct: Labels that were predicted right.
-        labels: Labels that were predicted at all; 0 if they are no class indices.
-        examples: Rows of the data.
-        more: By how many rows the loss weighs them as more than they are; negative
-            where it ignores labels, or classes weigh less than 1.
-
     Example:
         >>> (Score(3.0, 1, 2, 2) + Score(1.0, 1, 1, 1)).metrics()
         {'loss': 1.3333333333333333, 'accuracy': 0.6666666666666666}
     """
 
     loss_sum: float = 0.0
-    correct: int = 0
-    labels: int = 0
-    examples: int = 0
+    correct: int = 0  # labels that were predicted right
+    labels: int = 0  # and all that were predicted; 0 if they are no class indices
+    examples: int = 0  # rows
+    # By how many rows the loss weighs them as more than they are; negative where it
+    # ignores labels, or classes weigh less than 1.
     more: float = 0.0
-
-    @property
-    def has_accuracy(self) -> bool:
-        """Whether there were class indices to be right about."""
-        return self.labels > 0
 
     def __iter__(self) -> Iterator[float]:
         """Iterate over the numbers, so that ``Score(*score)`` is the score again."""
@@ -362,18 +300,12 @@ class Score:
         return Score(*sums)
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean loss per example, and the share of right labels if any.
-
-        The loss is NaN if there are examples, but none that counts for it.
-
-        Raises:
-            DataError: If nothing has been scored.
-        """
+        """Return the mean loss, NaN if no example counts for it, and the accuracy."""
         if not self.examples:
             raise DataError("no examples were scored")
         weight = self.examples + self.more
         metrics = {"loss": self.loss_sum / weight if weight else math.nan}
-        if self.has_accuracy:
+        if self.labels:
             metrics["accuracy"] = self.correct / self.labels
         return metrics
 
@@ -389,14 +321,6 @@ def score_batches(
 
     Gradients are off, but not by inference mode: what a live module caches at its
     first forward pass could then not be used in training.
-
-    Args:
-        module: On `device`; its parameters and modes are left as they were.
-        loss: On `device`, as in `evaluate_model`; None: it counts as 0.
-        batches: Pairs (x, y) on any device.
-        device: Where to compute.
-        observe: Called with the outputs and the labels of each batch, which it may
-            keep; labels are not counted then.
 
     Example:
         >>> rows = [(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))]
@@ -416,11 +340,15 @@ def score_batches(
             x, y = batch
             output = module(x)
             loss_sum, more = _loss_sum(loss, output, y, rows)
-            correct, labels = 0, 0
+            correct = labels = 0
             if observe is not None:
                 observe(output, y)
             elif is_classification(output, y):
-                correct, labels = _right(output, y, ignored_label(loss))
+                ignored, best = ignored_label(loss), output.max(dim=1)
+                counted = torch.ones_like(y).bool() if ignored is None else y != ignored
+                # Of NaN scores none is the best.
+                right = (best.indices == y) & counted & ~best.values.isnan()
+                correct, labels = int(right.sum()), int(counted.sum())
             total += Score(loss_sum, correct, labels, rows, more)
     return total
 
@@ -452,14 +380,6 @@ def _loss_sum(
         return 0.0, -rows
     value = loss(output, y).item()
     return value * (1 if is_sum(loss) else weight), weight - rows
-
-
-def _right(output: Tensor, y: Tensor, ignored: int | None) -> tuple[int, int]:
-    """Count the labels predicted right, and all; of NaN scores none is the best."""
-    counted = torch.ones_like(y, dtype=torch.bool) if ignored is None else y != ignored
-    best = output.max(dim=1)
-    right = (best.indices == y) & counted & ~best.values.isnan()
-    return int(right.sum()), int(counted.sum())
 
 
 @contextlib.contextmanager

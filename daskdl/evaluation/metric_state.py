@@ -29,10 +29,11 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from daskdl.data import batching
 from daskdl.data.batching import Tree
-from daskdl.data.checks import USER_ERRORS
+from daskdl.data.checks import USER_ERRORS, ignored_label
 from daskdl.errors import DaskDLError, DataError, ModelError
-from daskdl.evaluation.metric_sets import MetricSet, SampleBatch
 from daskdl.evaluation.report import Section
+from daskdl.metrics import MetricSet, SampleBatch, scale_of
+from daskdl.objective import Objective
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +51,11 @@ class PackedTensor(NamedTuple):
 
 
 class PartState(NamedTuple):
-    """The state of one metric after one part.
+    """The state of one metric after one part."""
 
-    Attributes:
-        updates: Number of updates, > 0.
-        rows: Rows of the part, the weight of its means.
-        values: By the names of the metric's states, tensors packed.
-    """
-
-    updates: int
-    rows: int
-    values: Mapping[str, Any]
+    updates: int  # > 0
+    rows: int  # the weight of its means
+    values: Mapping[str, Any]  # by the names of its states
 
 
 # By place in the collection: "name", or "name.inner" for a metric within a metric.
@@ -93,9 +88,6 @@ def states_of(collection: MetricCollection, rows: int) -> PartStates:
 class StateMerger:
     """Merges the states of parts, in whatever order they come.
 
-    Args:
-        collection: The metrics before any update, without compute groups; not changed.
-
     Example:
         >>> from torchmetrics import MaxMetric
         >>> merger = StateMerger(MetricCollection(MaxMetric(), compute_groups=False))
@@ -119,11 +111,7 @@ class StateMerger:
         }
 
     def add_(self, part: int, states: PartStates) -> None:
-        """Add the states of a part; each part comes once.
-
-        Raises:
-            DataError: If a state that is summed has another shape than before.
-        """
+        """Add the states of a part; each part comes once."""
         for place, (updates, rows, values) in states.items():
             self._updates[place] += updates
             for name, value in values.items():
@@ -229,31 +217,37 @@ def _metrics(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
 
 
 class MetricSpec(NamedTuple):
-    """A set of metrics ready to be measured; picklable.
-
-    Attributes:
-        metrics: The set.
-        sample: The rows that it was tried on.
-        collection: Its metrics before any update; copied, never changed.
-    """
+    """A set of metrics ready to be measured; picklable."""
 
     metrics: MetricSet
     sample: SampleBatch
-    collection: MetricCollection
+    collection: MetricCollection  # before any update; copied, never changed
 
 
-def metric_spec(metrics: MetricSet, sample: SampleBatch) -> MetricSpec:
-    """Make a set ready, and try it on the sample.
-
-    Raises:
-        DataError: If the labels are not what the metrics need.
-        ModelError: If the outputs are not, or a metric fails on them.
-    """
-    with _warnings_logged():
+def metric_specs(
+    sets: Sequence[MetricSet],
+    objective: Objective | None,
+    output: Tree,
+    y: Tree,
+    classes: Sequence[str] | None,
+) -> tuple[MetricSpec, ...]:
+    """Make sets ready for outputs and labels like these, and try them."""
+    if y is None:
+        raise DataError("labels must be given, or data that have them, for metrics")
+    for name, leaf in batching.named(output, "output"):
+        if not isinstance(leaf, Tensor):
+            raise ModelError(
+                "metrics need a model that returns tensors, or tuples and dicts of "
+                f"them; {name} is a {type(leaf).__name__}"
+            )
+    scale, ignored = scale_of(objective, output), ignored_label(objective)
+    sample = SampleBatch(on_cpu([output]), on_cpu([y]), scale, classes, ignored)
+    with _warnings_logged(), torch.no_grad():
+        specs = [MetricSpec(one, sample, one.collection(sample)) for one in sets]
         try:
-            spec = MetricSpec(metrics, sample, metrics.collection(sample))
-            trial = copy.deepcopy(spec.collection)
-            update_(trial, *metrics.prepared(sample, sample.output, sample.y))
+            for spec in specs:
+                trial = copy.deepcopy(spec.collection)
+                update_(trial, *spec.metrics.prepared(sample, sample.output, sample.y))
         except USER_ERRORS as error:
             if isinstance(error, DaskDLError):
                 raise
@@ -268,16 +262,11 @@ def metric_spec(metrics: MetricSet, sample: SampleBatch) -> MetricSpec:
                 f"metrics failed on {batching.length(sample.y)} rows, the output being "
                 f"{shown[0]} and the labels {shown[1]}: {error}"
             ) from error
-    return spec
+    return tuple(specs)
 
 
 class MetricAccumulator:
-    """Live metrics of one part, on the CPU.
-
-    Args:
-        specs: What is measured.
-        name: Of the part, for messages.
-    """
+    """Live metrics of one part, on the CPU."""
 
     def __init__(self, specs: Sequence[MetricSpec], name: str) -> None:
         self._specs = specs
@@ -289,16 +278,7 @@ class MetricAccumulator:
         self._measured = 0  # rows
 
     def add_(self, output: Tree, y: Tree) -> None:
-        """Measure some rows, now or together with later ones.
-
-        Args:
-            output: Outputs of the model, on any device; kept until then.
-            y: Their labels, likewise.
-
-        Raises:
-            DataError: If the metrics cannot be measured on these rows.
-            ModelError: If outputs are NaN.
-        """
+        """Measure some rows, now or together with later ones."""
         shapes = [leaf.shape[1:] for leaf in batching.named_both((output, y)).values()]
         if shapes != self._shapes:
             self._measure()
@@ -334,11 +314,7 @@ class MetricAccumulator:
 
 
 def metric_section(spec: MetricSpec, merger: StateMerger) -> Section:
-    """Report what a set comes to, from the states of all parts.
-
-    Raises:
-        DataError: If a metric cannot be computed of these rows.
-    """
+    """Report what a set comes to, from the states of all parts."""
     with _warnings_logged():
         try:
             computed: Mapping[str, Any] = merger.merged().compute()

@@ -88,17 +88,6 @@ def score_examples(
 ) -> Any:
     """Compute the loss of each example, see :meth:`daskdl.Trainer.score_examples`.
 
-    Args:
-        model: Not changed, whatever its mode.
-        objective: Loss or step.
-        X: Data of any kind.
-        y: Labels, or None.
-        read: How the data are read.
-        client: As the user gives it.
-        key: Keys of the examples, or None.
-        penalty: Added to each loss.
-        classes: Names of the labels that the model was trained with, or None.
-
     Example:
         >>> X, y = np.array([[1.0], [3.0]]), np.zeros((2, 1))
         >>> score_examples(
@@ -141,10 +130,7 @@ def worst_examples(
     top: int = 50,
     wrong_only: bool = False,
 ) -> "WorstExamples":
-    """Find the examples with the largest losses, see :meth:`daskdl.Trainer.errors`.
-
-    Arguments are those of `score_examples`, and those of the user.
-    """
+    """Find the examples with the largest losses, see :meth:`daskdl.Trainer.errors`."""
     check_count("top", top)
     X, keys = keys_apart(X, key)
     with client_or_process(client) as found:
@@ -176,12 +162,11 @@ def worst_examples(
             keys.check_count(total)
         lengths = source.lengths or [rows[part] for part in sorted(rows)]
         starts = [0, *itertools.accumulate(lengths)]
-        places = [Place(p, one.row, starts[p] + one.row) for p, one in worst]
+        places = [(p, one.row, starts[p] + one.row) for p, one in worst]
         own = [None] * len(worst) if keys is None else keys.of(places, found)
-        numbers = [None if source.sequential else place.number for place in places]
         located = (
-            replace(one, number=number, key=key)
-            for (_, one), number, key in zip(worst, numbers, own, strict=True)
+            replace(one, number=None if source.sequential else number, key=key)
+            for (_, one), (*_, number), key in zip(worst, places, own, strict=True)
         )
         return WorstExamples(tuple(located), total, source.classes or classes)
 
@@ -241,45 +226,28 @@ def _like(X: Any, scores: np.ndarray) -> Any:
 # ---- scoring
 
 
-class ClassPredictions(NamedTuple):
-    """What a classifier predicted for each row of a batch, as numpy arrays."""
-
-    labels: np.ndarray
-    predicted: np.ndarray  # the class with the largest output
-    probabilities: np.ndarray | None  # of the label; None: the loss does not say
-
-
 class Scored(NamedTuple):
-    """What a model did on each of some rows."""
+    """What a model did on each of some rows, as numpy arrays."""
 
     losses: np.ndarray  # float64
     ignored: np.ndarray  # bool, whether the loss ignores all labels of a row
-    predictions: ClassPredictions | None  # None: labels are no one class for each row
+    labels: np.ndarray | None = None  # None: not one class for each row
+    predicted: np.ndarray | None = None  # the class with the largest output
+    probabilities: np.ndarray | None = None  # of the label; None: the loss does not say
 
 
 @dataclass(frozen=True)
 class ExampleScorer:
-    """Scores the rows of parts one by one, wherever they are; picklable.
-
-    Attributes:
-        model: Not changed.
-        objective: Loss or step.
-        batch_size: Rows per forward pass, where outputs have a row for each.
-        transform: Applied to each batch, or None.
-        by_rows: Whether outputs have a row for each of the batch.
-        penalty: Added to each loss.
-        labels: Which labels are accepted; None: they are not checked.
-        skips: Whether parts that cannot be read are left out.
-    """
+    """Scores the rows of parts one by one, wherever they are; picklable."""
 
     model: PackedModel
     objective: Packed[Objective]
     batch_size: int
     transform: Transform | None
-    by_rows: bool
-    penalty: float
-    labels: LabelCheck | None
-    skips: bool
+    by_rows: bool  # outputs have a row for each of the batch
+    penalty: float  # added to each loss
+    labels: LabelCheck | None  # None: they are not checked
+    skips: bool  # leaves out parts that cannot be read
 
     def __call__(self, source: Source, part: int) -> np.ndarray:
         """Return the loss of each row of a part, float64."""
@@ -314,8 +282,7 @@ class ExampleScorer:
         dtype = floating_dtype(module)
         # A step may compute gradients with respect to x.
         own = isinstance(objective, OwnStep)
-        losses, ignored = [np.zeros(0)], [np.zeros(0, bool)]
-        predictions: list[Any] = []
+        found: list[Scored] = []
         for batch in batches([whole(rows)], self.batch_size):
             made = batch
             if self.transform is not None:
@@ -326,18 +293,16 @@ class ExampleScorer:
                 each, output = example_losses(
                     module, objective, made, by_rows=self.by_rows
                 )
-                losses.append(each.numpy() + self.penalty)
-                ignored.append(_ignored(objective, made))
-                predictions.append(class_predictions(objective, output, made[1]))
-        joined = None
-        if predictions and all(one is not None for one in predictions):
-            labels, predicted, chances = zip(*predictions, strict=True)
-            joined = ClassPredictions(
-                np.concatenate(labels),
-                np.concatenate(predicted),
-                None if chances[0] is None else np.concatenate(chances),
-            )
-        return Scored(np.concatenate(losses), np.concatenate(ignored), joined)
+                losses, ignored = each.numpy() + self.penalty, _ignored(objective, made)
+                guessed = class_predictions(objective, output, made[1]) or ()
+                found.append(Scored(losses, ignored, *guessed))
+        if not found:
+            return Scored(np.zeros(0), np.zeros(0, bool))
+        joined: Any = (
+            None if any(one is None for one in some) else np.concatenate(some)
+            for some in zip(*found, strict=True)
+        )
+        return Scored(*joined)
 
 
 def check_rows_kept(made: Batch, rows: int) -> None:
@@ -438,21 +403,9 @@ _OF_ROWS = (
 def example_losses(
     module: nn.Module, objective: Objective, batch: Batch, *, by_rows: bool
 ) -> tuple[Tensor, Any]:
-    """Compute the loss of each example, as that of a batch which has only it.
-
-    Args:
-        module: In evaluation mode, so that no row depends on another.
-        objective: Loss, or a step, which is called with one row at a time.
-        batch: On the module's device.
-        by_rows: Whether outputs have a row for each of the batch, see `has_rows`; if
-            not, the module is called with one row at a time, too.
-
-    Returns:
-        The losses, float64 on the CPU, NaN where the loss ignores everything; and the
-        outputs, None if there are only those of single rows.
-    """
+    """Compute the loss of each example, as that of a batch which has only it."""
     ones = (
-        batching.of_both(functools.partial(_rows, slice(i, i + 1)), batch)
+        batching.of_both(lambda tree, i=i: batching.rows(tree, slice(i, i + 1)), batch)
         for i in range(rows_in(batch))
     )
     output = None
@@ -470,10 +423,6 @@ def example_losses(
         ]
     losses = torch.stack([loss.detach().reshape(()) for loss in each])
     return losses.double().cpu(), output
-
-
-def _rows(which: slice, tree: Tree) -> Tree:
-    return batching.rows(tree, which)
 
 
 def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
@@ -506,14 +455,12 @@ def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
     return values.sum(1) / weights.reshape(len(values), -1).sum(1)
 
 
-def class_predictions(loss: Any, output: Any, y: Tree) -> ClassPredictions | None:
-    """Return what a classifier predicted; None unless each row has one class index.
+def class_predictions(
+    loss: Any, output: Any, y: Tree
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
+    """Return labels, predictions and the labels' probabilities, see `Scored`.
 
-    Args:
-        loss: Says what the outputs are: of `CrossEntropyLoss` logits, of `NLLLoss`
-            logarithms of probabilities.
-        output: Of the model; None if it is not known.
-        y: The labels; an ignored one has the probability NaN.
+    None unless each row has one class index. An ignored label has the probability NaN.
     """
     if not is_classification(output, y) or y.ndim != 1:
         return None
@@ -528,11 +475,11 @@ def class_predictions(loss: Any, output: Any, y: Tree) -> ClassPredictions | Non
         chances = scores.exp()
     labels, predicted = (t.cpu().numpy() for t in (y, output.argmax(dim=1)))
     if chances is None:
-        return ClassPredictions(labels, predicted, None)
+        return labels, predicted, None
     known = (y >= 0) & (y < chances.shape[1])
     picked = chances.gather(1, y.where(known, 0)[:, None])[:, 0]
     picked = picked.where(known, torch.nan)
-    return ClassPredictions(labels, predicted, picked.cpu().numpy())
+    return labels, predicted, picked.cpu().numpy()
 
 
 def _ignored(loss: Any, batch: Batch) -> np.ndarray:
@@ -563,14 +510,6 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
     """Return what weight decay and regularizers add to the loss, whatever the examples.
 
     Weight decay adds ``0.5 * weight_decay`` times the sum of squares of each group.
-
-    Args:
-        model: A Keras model may have regularizers of its weights.
-        optimizer: Of its parameters.
-
-    Raises:
-        OptionError: If the optimizer belongs to another model, or decays the weights
-            apart from the gradient, as AdamW does: that is no term of any loss.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -611,26 +550,14 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
 # ---- keys
 
 
-class Place(NamedTuple):
-    """Where an example is."""
-
-    part: int
-    row: int
-    number: int  # among the rows of all parts
-
-
 @dataclass(frozen=True)
 class Keys:
-    """One key for each example.
+    """One key for each example."""
 
-    Attributes:
-        values: A list in the order of the examples, or a Dask collection with the
-            partitions of the data.
-        name: Of a list that was the column of a table, or None.
-    """
-
+    # A list in the order of the examples, or a Dask collection with the partitions of
+    # the data.
     values: Any
-    name: str | None = None
+    name: str | None = None  # of a list that was the column of a table
 
     def check(self, source: Source) -> None:
         """Refuse keys in memory for data without order, or with other rows."""
@@ -677,32 +604,29 @@ class Keys:
             verify_meta=False,
         )
 
-    def of(self, places: Sequence[Place], client: Client | Literal[False]) -> list[Any]:
-        """Return the keys of some examples; computes the partitions they are in."""
+    def of(
+        self, places: Sequence[tuple[int, int, int]], client: Client | Literal[False]
+    ) -> list[Any]:
+        """Return the keys of examples, given by part, row of it, and row of the data.
+
+        Computes the partitions they are in.
+        """
         if isinstance(self.values, list):
-            return [self.values[place.number] for place in places]
+            return [self.values[number] for _, _, number in places]
         rows: dict[int, list[int]] = {}
-        for place in places:
-            rows.setdefault(place.part, []).append(place.row)
+        for part, row, _ in places:
+            rows.setdefault(part, []).append(row)
         take = delayed(_take, pure=False)
         parts = _partitions(self.values)
         tasks = [take(parts[part], own) for part, own in rows.items()]
         scheduler = "synchronous" if client is False else client
         taken = dask.compute(*tasks, scheduler=scheduler)
         keys = {part: iter(own) for part, own in zip(rows, taken, strict=True)}
-        return [next(keys[place.part]) for place in places]
+        return [next(keys[part]) for part, _, _ in places]
 
 
 def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
     """Split data into those without keys, and the keys; a bag keeps its pairs.
-
-    Args:
-        X: The data.
-        key: None; the name of a column of X; a sequence, or for a ``dask.array`` one,
-            with a value per row; of a bag, whether it has pairs (key, example).
-
-    Raises:
-        OptionError: If such a key does not go with such data.
 
     Example:
         >>> keys_apart(np.zeros((2, 3)), "id")
@@ -913,30 +837,30 @@ def _worst_of_part(
     """Return the number of rows of a part, and its worst examples."""
     count, found = 0, list[Found]()
     for rows in scorer.rows(source, part):
-        losses, ignored, predictions = scorer.scored(rows)
+        losses, ignored, labels, predicted, chances = scorer.scored(rows)
         chosen = ~ignored
-        if wrong_only and predictions is not None:
-            chosen &= predictions.predicted != predictions.labels
+        if wrong_only and labels is not None:
+            chosen &= predicted != labels
         candidates = np.flatnonzero(chosen)
         for i in candidates[_worst_first(losses[candidates])[:top]].tolist():
-            x, y = batching.of_both(functools.partial(_row, i), rows)
-            one = WorstExample(float(losses[i]), source.name(part), count + i, x=x, y=y)
-            if predictions is not None:
-                labels, predicted, chances = predictions
-                one = replace(
-                    one,
-                    label=int(labels[i]),
-                    predicted=int(predicted[i]),
-                    probability=None if chances is None else float(chances[i]),
-                )
+            x, y = batching.of_both(
+                lambda tree, i=i: batching.mapped(lambda leaf: np.array(leaf[i]), tree),
+                rows,
+            )
+            one = WorstExample(
+                float(losses[i]),
+                source.name(part),
+                count + i,
+                label=None if labels is None else int(labels[i]),
+                predicted=None if predicted is None else int(predicted[i]),
+                probability=None if chances is None else float(chances[i]),
+                x=x,
+                y=y,
+            )
             found.append((part, one))
         found = _worst(found, top)
         count += len(losses)
     return count, found
-
-
-def _row(i: int, tree: Tree) -> Tree:
-    return batching.mapped(lambda leaf: np.array(leaf[i]), tree)
 
 
 def _worst(found: Sequence[Found], top: int) -> list[Found]:

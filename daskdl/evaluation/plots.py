@@ -35,11 +35,7 @@ _BESIDE: dict[str, Any] = {
 
 
 def figure_of(pictures: "Sequence[Callable[[SubFigure], None]]") -> "Figure":
-    """Draw pictures beside and below each other.
-
-    Raises:
-        OptionError: If matplotlib is missing.
-    """
+    """Draw pictures beside and below each other."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -99,15 +95,7 @@ def draw_curves(
     names: Sequence[str],
     figure: "SubFigure",
 ) -> None:
-    """Draw one curve for each class, named beside the picture.
-
-    Args:
-        kind: "roc" or "precision_recall".
-        curves_C2P: Along x and y; NaN where there is none.
-        areas_C: Below the curves.
-        names: Of the classes.
-        figure: Is drawn on.
-    """
+    """Draw one curve for each class, named beside the picture."""
     roc = kind == "roc"
     title, x, y, area = (
         ("ROC", "false positive rate", "true positive rate", "AUC")
@@ -150,15 +138,7 @@ def draw_reliability(
     accuracy_M: Numbers,
     figure: "SubFigure",
 ) -> None:
-    """Draw how often predictions of each confidence are right, and how many they are.
-
-    Args:
-        edges: Of the M bins, M + 1.
-        count_M: Predictions.
-        confidence_M: Their mean confidence; NaN where there are none.
-        accuracy_M: The share of right ones, likewise.
-        figure: Is drawn on.
-    """
+    """Draw how often predictions of each confidence are right, and their number."""
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     there = count_M > 0
     width = np.diff(edges)

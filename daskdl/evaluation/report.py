@@ -43,16 +43,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The values of one set of metrics, and how they are shown.
-
-    Attributes:
-        kind: One word, which tells sections with the same values apart.
-        values: Numbers and arrays, by the names that the user sees.
-        blocks: Its part of the report.
-        names: What rows of arrays are: classes, labels or columns.
-        columns: What there is of each of `names`, by the names of values.
-        pictures: What can be drawn, by kind; each draws on the figure it is given.
-    """
+    """The values of one set of metrics, and how they are shown."""
 
     kind: str
     values: Values

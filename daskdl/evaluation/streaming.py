@@ -41,11 +41,6 @@ def divided(part: Counts, whole: Counts) -> Numbers:
 def rates(hits_K: Counts, predicted_K: Counts, support_K: Counts) -> dict[str, Numbers]:
     """Compute precision, recall and F1 of each class.
 
-    Args:
-        hits_K: Examples of the class that were predicted as such.
-        predicted_K: Examples predicted as such.
-        support_K: Examples of the class.
-
     Example:
         >>> rates(np.array([1]), np.array([2]), np.array([1]))["f1"]
         array([0.66666667])
@@ -74,9 +69,6 @@ def matthews(confusion_KK: Counts) -> float:
     It is 0 if labels or predictions are all the same, as scikit-learn's is; that of
     torchmetrics is then 1 or -1.
 
-    Args:
-        confusion_KK: Rows are the labels, columns the predictions.
-
     Example:
         >>> matthews(np.array([[2, 0], [0, 3]])), matthews(np.array([[2, 0], [0, 0]]))
         (1.0, 0.0)
@@ -97,15 +89,10 @@ MASKED = -1  # in the place of a label that does not count
 
 
 class Steps(NamedTuple):
-    """Counts of one class at falling thresholds, from 0 to all; both int64, (T + 1,).
+    """Counts at falling thresholds, from 0 to all; both int64, (T + 1,)."""
 
-    Attributes:
-        others: Examples of other classes with a score at least as high.
-        hits: Examples of the class with such a score.
-    """
-
-    others: Counts
-    hits: Counts
+    others: Counts  # examples of other classes with a score at least as high
+    hits: Counts  # and of the class
 
 
 def steps_of(scores_N: Numbers, hit_N: NDArray[np.bool_]) -> Steps:
@@ -113,10 +100,6 @@ def steps_of(scores_N: Numbers, hit_N: NDArray[np.bool_]) -> Steps:
 
     Steps in the middle of a straight line of the ROC curve are left out: they add
     nothing to any area.
-
-    Args:
-        scores_N: Higher for the class; not NaN.
-        hit_N: Whether the example is of the class.
 
     Example:
         >>> steps_of(np.array([0.1, 0.9, 0.9]), np.array([False, True, False]))
@@ -171,10 +154,6 @@ class BinnedCurves(Metric):
 
     Torchmetrics counts the same 40 times as slowly: it compares each score with each
     threshold.
-
-    Args:
-        columns: Classes, or labels of which each is 0, 1 or `MASKED`.
-        thresholds: How many, evenly from 0 to 1; 2 or more.
     """
 
     full_state_update = False
@@ -287,10 +266,6 @@ class ErrorSums(Metric):
     By hand, since torchmetrics masks no single columns, takes labels for constant whose
     squares sum to less than 1e-4, and loses digits where the mean of labels is far
     above their spread. Sums here are of differences to a value near the mean.
-
-    Args:
-        predicted: Near the mean of each column's predictions, (K,), float64.
-        labels: Near the mean of its labels.
     """
 
     full_state_update = False
@@ -351,10 +326,6 @@ class ReliabilityBins(Metric):
 
     By hand, since torchmetrics keeps every confidence, and bins none of the classes.
     A confidence on the edge of two bins is in the upper one, and 1 is in the last one.
-
-    Args:
-        kinds: How many kinds of predictions are counted apart.
-        bins: From 0 to 1.
     """
 
     full_state_update = False
@@ -404,9 +375,6 @@ class ExactMatch(Metric):
     """Number of rows of which every label that is not masked is predicted right.
 
     By hand, since torchmetrics takes a row with a masked label for wrong.
-
-    Args:
-        threshold: A label is predicted above it.
     """
 
     full_state_update = False

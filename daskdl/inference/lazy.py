@@ -112,13 +112,7 @@ def _is_name(key: Any) -> bool:
 
 @dataclass(frozen=True)
 class ExampleReader:
-    """Reads parts that hold lists of examples, or rows; picklable.
-
-    Attributes:
-        rows: Makes rows of a value that is no list of examples.
-        bag: Whether every value is one.
-        keyed: Whether examples have keys; None: not known yet.
-    """
+    """Reads parts that hold lists of examples, or rows; picklable."""
 
     rows: Finish
     bag: bool
@@ -322,19 +316,7 @@ def lazy_outputs(
     y: Any = None,
     names: Sequence[Any] | None = None,
 ) -> Any:
-    """Apply a function to a collection, lazily.
-
-    Args:
-        X: A tree of ``dask.array`` and ``dask.dataframe``, a bag, or a list of Delayed
-            objects and futures.
-        source: The same as a source; for bags and lists `Examples`.
-        ask: Maps rows to outputs; travels once to each worker.
-        empty: Outputs of no rows.
-        client: Its cluster holds `ask` as long as the result lives; False: `ask` is
-            part of the graph.
-        y: Labels that are collections of their own; part of `source`, too.
-        names: Of the columns of a single table, used if there are as many.
-    """
+    """Apply a function to a collection, lazily."""
     parts = partition_outputs(X, source, ask, client, y)
     if isinstance(source, Examples):
         return collection_of_examples(parts, bag=is_bag(X))

@@ -185,14 +185,7 @@ _SERIES = "prediction"  # column of a series, which Parquet needs
 
 @dataclass(frozen=True)
 class TableFormat(Format):
-    """Partitions of a ``dask.dataframe``, or of a series.
-
-    Attributes:
-        empty: Parquet file without rows, in base64.
-        divisions: One whose index has the divisions; empty: they are not known.
-        series: Whether it is a series.
-        named: Whether the columns have names; else they are 0, 1, ...
-    """
+    """Partitions of a ``dask.dataframe``, or of a series."""
 
     empty: str
     divisions: str
@@ -280,9 +273,6 @@ def _as_text(content: bytes) -> str:
 
 def encode_keys(keys: Sequence[Any]) -> bytes:
     """Return keys as JSON, which `decode_keys` reads back exactly.
-
-    Raises:
-        DataError: If a key is of another type.
 
     Example:
         >>> encode_keys(["a", (1, b"b")])

@@ -55,17 +55,7 @@ PAUSE_S = 0.003  # between requests: without it caches would stay warm
 
 @dataclass(frozen=True)
 class BenchmarkSpec:
-    """A step to measure.
-
-    Attributes:
-        model: Model of the user.
-        objective: The loss.
-        optimizer: Makes an optimizer from parameters.
-        rows: X and y of a step.
-        master: How updates are shared.
-        threads: Threads of torch.
-        device: Device, as of a trainer.
-    """
+    """A step to measure."""
 
     model: nn.Module
     objective: Objective
@@ -77,12 +67,7 @@ class BenchmarkSpec:
 
 
 class LoopbackChannel(LocalChannel):
-    """A channel of two replicas that returns each update as the other replica's.
-
-    Args:
-        parameters: Parameters of the replica.
-        in_step: Whether replicas run in lockstep.
-    """
+    """A channel of two replicas that returns each update as the other replica's."""
 
     def __init__(self, parameters: FlatParameters, in_step: bool) -> None:
         timeouts = Timeouts.from_config()
@@ -139,15 +124,7 @@ class _Hastened(ThresholdAlgorithm):
 
 
 class StepBenchmark:
-    """Steps and exchanges of a replica, whose thresholds have settled.
-
-    Args:
-        spec: This benchmark's own copy; its model is trained.
-        device: Device to compute on.
-
-    Raises:
-        DivergedError: If the loss is not finite.
-    """
+    """Steps and exchanges of a replica, whose thresholds have settled."""
 
     def __init__(self, spec: BenchmarkSpec, device: torch.device) -> None:
         self.spec = spec
@@ -266,11 +243,7 @@ class StepBenchmark:
         }
 
     def measure(self) -> Costs:
-        """Time steps for some seconds, then requests while steps go on.
-
-        Raises:
-            DivergedError: If the loss is not finite.
-        """
+        """Time steps for some seconds, then requests while steps go on."""
         for _ in range(WARM_STEPS):
             self.step()
         self._exchange.stats()
@@ -303,11 +276,7 @@ class StepBenchmark:
 
 
 async def request_costs(frame: NDArray[np.uint8]) -> tuple[float, float]:
-    """Send a frame over TCP on this machine; return CPU seconds at either end.
-
-    Returns:
-        Of a request with one update, and of each further update in a request.
-    """
+    """Send a frame over TCP on this machine; return CPU seconds at either end."""
 
     async def take(items: Any) -> dict[str, int]:
         return {"accepted": sum(unwrap(item).nbytes > 0 for item in items)}
@@ -358,17 +327,6 @@ def measure(
 
     One worker is a thread of this process, and several are processes that measure at
     the same time.
-
-    Args:
-        packed: What to measure; every worker measures a copy.
-        processes: Number of workers.
-        patience_s: Longest time to prepare, and to measure, seconds, beyond the
-            time-out `join` for the start of a process; None: no bound.
-
-    Raises:
-        DivergedError: If the loss is not finite.
-        RunError: If a process ended.
-        WaitTimeoutError: If a process took too long.
     """
     bound = Timeouts.from_config().bound("join")
     bound = bound._replace(seconds=bound.seconds + (patience_s or 0.0))

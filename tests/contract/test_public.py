@@ -304,11 +304,6 @@ def test_what_few_need_is_not_imported_by_all(name):
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_a_set_of_metrics_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'NoMetrics'"):
-        daskdl.metrics.NoMetrics  # noqa: B018 - it raises
-
-
 def test_what_is_no_code_is_installed_too():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     package = Path(daskdl.__file__).parent

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy, one_hot
 from torchmetrics.functional import classification as tm
 
-from daskdl.evaluation.metric_sets import scale_of
 from daskdl.keras import CrossEntropyOfProbabilities
 from daskdl.metrics import (
     BinaryMetrics,
@@ -19,6 +18,7 @@ from daskdl.metrics import (
     ClassificationMetrics,
     MultilabelMetrics,
     RegressionMetrics,
+    scale_of,
 )
 from tests.support.metric_parts import (
     CUTS,

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import torch
 
-from daskdl.evaluation.metric_sets import SampleBatch
 from daskdl.evaluation.metric_state import StateMerger, states_of, update_
+from daskdl.metrics import SampleBatch
 
 ROWS = 101  # a prime
 # Where data are cut, by what that makes of parts; labels of most data are sorted.

@@ -1,6 +1,8 @@
 """How tests are ordered and marked, and what tests of several folders need."""
 
+import asyncio
 import gc
+import inspect
 import itertools
 import logging
 import signal
@@ -50,6 +52,18 @@ class ClustersTogether(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config, log):
     """See `ClustersTogether`."""
     return ClustersTogether(config, log)
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test that is a coroutine on an event loop of its own."""
+    test = pyfuncitem.obj
+    if not inspect.iscoroutinefunction(test):
+        return None
+    given = {
+        name: pyfuncitem.funcargs[name] for name in inspect.signature(test).parameters
+    }
+    asyncio.run(test(**given))
+    return True
 
 
 def pytest_collection_modifyitems(items):

@@ -114,9 +114,9 @@ def _is_name(key: Any) -> bool:
 class ExampleReader:
     """Reads parts that hold lists of examples, or rows; picklable."""
 
-    rows: Finish
-    bag: bool
-    keyed: bool | None
+    rows: Finish  # makes rows of a value that is no list of examples
+    bag: bool  # every value is one
+    keyed: bool | None  # None: not known yet
 
     def outputs(self, ask: Ask, value: Any, part: int) -> Any:
         """Return a tree of outputs for rows, else a list: of pairs if keyed."""
@@ -316,7 +316,11 @@ def lazy_outputs(
     y: Any = None,
     names: Sequence[Any] | None = None,
 ) -> Any:
-    """Apply a function to a collection, lazily."""
+    """Apply a function to a collection, lazily.
+
+    The cluster holds `ask` as long as the result lives. `names` are those of the
+    columns of a single table, used if there are as many.
+    """
     parts = partition_outputs(X, source, ask, client, y)
     if isinstance(source, Examples):
         return collection_of_examples(parts, bag=is_bag(X))

@@ -6,6 +6,7 @@ another model. Whatever raises an OSError here means that a replica cannot be re
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -593,17 +594,21 @@ class ReplicaPool:
     def _part(self, replica: Replica, wait: bool = True) -> None:
         """Close a replica, if it can still be reached."""
 
-        async def part() -> None:
-            bound = self._timeouts.bound("stop")
+        def left(error: OSError) -> None:
+            logger.info("a replica on %s was not closed: %s", replica.place, error)
+
+        self._in_background(replica.close(wait), "stop", left)
+
+    def _in_background(
+        self, doing: Awaitable[None], bound: str, failed: Callable[[OSError], None]
+    ) -> None:
+        async def attempt() -> None:
             try:
-                await within(replica.close(wait), bound, "it did not answer")
+                await within(doing, self._timeouts.bound(bound), "it did not answer")
             except OSError as error:
-                logger.info("a replica on %s was not closed: %s", replica.place, error)
+                failed(error)
 
-        self._in_background(part())
-
-    def _in_background(self, doing: Any) -> None:
-        task = asyncio.create_task(doing)
+        task = asyncio.create_task(attempt())
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -640,17 +645,11 @@ class ReplicaPool:
         if now - self._pinged_at >= self._timeouts.silence / 4:
             self._pinged_at = now
             for replica in self.ready:
-                self._in_background(self._ping(replica))
+                lose = functools.partial(self.lose, replica)
+                self._in_background(replica.ping(), "request", lose)
 
     def _started(self, task: asyncio.Task[None]) -> None:
         place = self.starting.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failures[place] += 1
             logger.warning("no replica could be started on %s: %s", place, error)
-
-    async def _ping(self, replica: Replica) -> None:
-        bound = self._timeouts.bound("request")
-        try:
-            await within(replica.ping(), bound, "it did not answer")
-        except OSError as error:
-            self.lose(replica, error)

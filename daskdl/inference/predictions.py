@@ -6,6 +6,7 @@ through the client, and the manifest comes last.
 
 import base64
 import datetime
+import functools
 import io
 import json
 import logging
@@ -140,7 +141,8 @@ class ExampleFormat(Format):
         outputs = value
         if self.keyed:
             keys, outputs = split_keys(value, "the outputs")
-            arrays[_KEYS] = np.frombuffer(encode_keys(keys), np.uint8)
+            plain = json.dumps([_plain(key) for key in keys])
+            arrays[_KEYS] = np.frombuffer(plain.encode(), np.uint8)
         places: defaultdict[Any, list[int]] = defaultdict(list)
         for place, output in enumerate(outputs):
             kinds = [(leaf.dtype.name, leaf.shape) for leaf in batching.leaves(output)]
@@ -164,7 +166,8 @@ class ExampleFormat(Format):
                 outputs[place] = batching.rows(tree, row)
         if not self.keyed:
             return outputs
-        return list(zip(decode_keys(arrays[_KEYS].tobytes()), outputs, strict=True))
+        keys = map(_key, json.loads(arrays[_KEYS].tobytes()))
+        return list(zip(keys, outputs, strict=True))
 
     @override
     def join(self, values: Sequence[Any]) -> Any:
@@ -187,10 +190,10 @@ _SERIES = "prediction"  # column of a series, which Parquet needs
 class TableFormat(Format):
     """Partitions of a ``dask.dataframe``, or of a series."""
 
-    empty: str
-    divisions: str
+    empty: str  # Parquet file without rows, in base64
+    divisions: str  # one whose index has the divisions; empty: they are not known
     series: bool
-    named: bool
+    named: bool  # columns have names; else they are 0, 1, ...
 
     suffix = "parquet"
 
@@ -269,23 +272,6 @@ def _as_text(content: bytes) -> str:
 
 
 # ---- keys as JSON
-
-
-def encode_keys(keys: Sequence[Any]) -> bytes:
-    """Return keys as JSON, which `decode_keys` reads back exactly.
-
-    Example:
-        >>> encode_keys(["a", (1, b"b")])
-        b'["a", {"tuple": [1, {"bytes": "Yg=="}]}]'
-        >>> decode_keys(encode_keys(["a", (1, b"b")]))
-        ['a', (1, b'b')]
-    """
-    return json.dumps([_plain(key) for key in keys]).encode()
-
-
-def decode_keys(content: bytes) -> list[Any]:
-    """Return the keys that `encode_keys` was given."""
-    return [_key(plain) for plain in json.loads(content)]
 
 
 # Types that JSON lacks, how they become plain values, and back.
@@ -464,12 +450,20 @@ def write_predictions(
             parts = partition_outputs(X, source, ask, client)
     _empty_folder(store, overwrite)
     if parts is None:
-        written = map_parts(source, _Writer(ask, store, form), client, send=True)
+        work = functools.partial(_compute_and_write, ask, store, form)
+        written = map_parts(source, work, client, send=True)
         files = [file for _, file in sorted(written, key=itemgetter(0))]
     else:
         write = delayed(_write, pure=False)
         writes = [write(store, form, part, value) for part, value in enumerate(parts)]
-        files = _computed(writes, client)
+        if client is False:
+            files = list(dask.compute(*writes, scheduler="sync"))
+        else:
+            futures = client.compute(writes)
+            try:
+                files = list(client.gather(futures))
+            finally:
+                release(futures)
     (kind,) = (name for name, own in _FORMATS.items() if type(form) is own)
     content = {"format": kind, "reading": asdict(form)}
     Manifest(tuple(files), content).write(store, KIND)
@@ -495,34 +489,20 @@ def _empty_folder(store: Store, overwrite: bool) -> None:
     store.delete(former)
 
 
-def _computed(writes: Sequence[Delayed], client: Client | Literal[False]) -> list[File]:
-    if client is False:
-        return list(dask.compute(*writes, scheduler="sync"))
-    futures = client.compute(list(writes))
-    try:
-        return list(client.gather(futures))
-    finally:
-        release(futures)
-
-
-@dataclass(frozen=True)
-class _Writer:
-    """Writes the outputs of a part of a source that is no collection; picklable."""
-
-    ask: Ask
-    store: Store
-    form: Format
-
-    def __call__(self, source: Source, part: int) -> File:
-        with error_context(f"in {source.name(part)}"):
-            outputs = self.ask(rows_of_part(source, part, STREAMED_ROWS))
-        return _write(self.store, self.form, part, batching.leaves(outputs))
+def _compute_and_write(
+    ask: Ask, store: Store, form: Format, source: Source, part: int
+) -> File:
+    """Write the outputs of a part of a source that is no collection."""
+    with error_context(f"in {source.name(part)}"):
+        outputs = ask(rows_of_part(source, part, STREAMED_ROWS))
+    return _write(store, form, part, batching.leaves(outputs))
 
 
 def _write(store: Store, form: Format, part: int, value: Any) -> File:
     """Write a file, whose name has a checksum.
 
-    So if Dask computes a part twice, neither file damages the other.
+    So if Dask computes a part twice, neither file damages the other. One that a worker
+    writes after the manifest, which does not list it, is never read by `Predictions`.
     """
     rows, content = form.encode(value)
     name = f"part-{part:06d}-{zlib.crc32(content):08x}.{form.suffix}"

@@ -512,7 +512,8 @@ class Predictor:
         check_count("replicas", replicas)
         check_count("batch_limit", batch_limit)
         check_whole("queue_limit", queue_limit, batch_limit)  # a call may have so many
-        _check_wait(wait_ms)
+        if not isinstance(wait_ms, Real) or not 0 <= wait_ms < math.inf:
+            raise OptionError(f"wait_ms must be >= 0 and finite, got {wait_ms!r}")
         check_module(model)
         packed = PackedModel(model, here=client is False)
         made = None if transform is None else Packed(transform, "transform")
@@ -732,11 +733,6 @@ class Predictor:
             if not self._loop.is_running() and not future.done():
                 raise RunError("the predictor's client is closed")
         return True
-
-
-def _check_wait(wait_ms: float) -> None:
-    if not isinstance(wait_ms, Real) or not 0 <= wait_ms < math.inf:
-        raise OptionError(f"wait_ms must be >= 0 and finite, got {wait_ms!r}")
 
 
 def _late(timeout_s: float | None) -> WaitTimeoutError:

@@ -6,7 +6,6 @@ Pure: nothing is measured or sent.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -148,10 +147,17 @@ class Measured:
                 times[name] = max(time_s, min(own, slower))
         return dataclasses.replace(self.alone, **times)
 
-    def changed(self, change: Callable[[Costs], Costs]) -> "Measured":
-        """Return the same with other costs."""
-        together = None if self.together is None else change(self.together)
-        return dataclasses.replace(self, alone=change(self.alone), together=together)
+    def scaled(self, **factors: float) -> "Measured":
+        """Return the same with some costs multiplied; a density is at most 1."""
+
+        def scale(costs: Costs) -> Costs:
+            changed = {name: f * getattr(costs, name) for name, f in factors.items()}
+            if "density" in changed:
+                changed["density"] = min(1.0, changed["density"])
+            return dataclasses.replace(costs, **changed)
+
+        together = None if self.together is None else scale(self.together)
+        return dataclasses.replace(self, alone=scale(self.alone), together=together)
 
 
 @dataclass(frozen=True)

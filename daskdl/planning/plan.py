@@ -23,7 +23,7 @@ from daskdl.data.checks import LabelCheck, check_training, dry_run
 from daskdl.data.tables import check_arrays, first_rows, is_dask_array
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
-from daskdl.planning.cost_model import Costs, Measured, Network, Prediction, predict
+from daskdl.planning.cost_model import Measured, Network, Prediction, predict
 from daskdl.planning.measure import BenchmarkSpec, measure
 from daskdl.serialization import Packed, copied
 from daskdl.thresholds import LinkAlgorithm
@@ -85,14 +85,8 @@ class Plan:
             f"{costs.update_bytes / 1e3:,.1f} KB an update; {where}"
         )
 
-    def _shown(self) -> list[Prediction]:
-        if len(self.rows) <= SHOWN:
-            return list(self.rows)
-        last = self.rows[-1]
-        powers = [row for row in self.rows if not row.workers & (row.workers - 1)]
-        return powers if last in powers else [*powers, last]
-
     def _cells(self) -> list[tuple[str, ...]]:
+        few = len(self.rows) <= SHOWN
         return [
             (
                 f"{row.workers}",
@@ -102,7 +96,8 @@ class Plan:
                 row.limit,
                 f"{row.carried:.0%}",
             )
-            for row in self._shown()
+            for row in self.rows
+            if few or not row.workers & (row.workers - 1) or row is self.rows[-1]
         ]
 
     @override
@@ -239,7 +234,7 @@ def _spec(
     if loss is None:
         floating = torch.from_numpy(first_rows(y, 1)).is_floating_point()
         loss = functional.mse_loss if floating else functional.cross_entropy
-    optimizer = _sgd if optimizer is None else optimizer
+    optimizer = optimizer or functools.partial(torch.optim.SGD, lr=0.01)
     rows = first_rows(X, len(X)), first_rows(y, len(y))
     module = copied(own)
     check_training(module, loss, optimizer)
@@ -248,10 +243,6 @@ def _spec(
         run.labels.check(rows[1])
     threads = torch.get_num_threads() if threads is None else threads
     return Packed(BenchmarkSpec(own, loss, optimizer, rows, master, threads), "model")
-
-
-def _sgd(parameters: Any) -> Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01)
 
 
 def _rows(batch: Any) -> tuple[Any, Any]:
@@ -358,33 +349,14 @@ def _changes(measured: Measured, master: GradientSharing) -> Iterator[list[Chang
     for factor in LONGER:
         every = factor * master.exchange_every
         rarer = dataclasses.replace(master, exchange_every=every)
-        costs = measured.changed(functools.partial(_gathered, factor))
+        names = ("apply_s", "decode_s", "update_bytes", "density")  # all their entries
+        costs = measured.scaled(**dict.fromkeys(names, factor))
         gathering.append((f"exchange_every={every}", costs, rarer))
-        larger = measured.changed(functools.partial(_accumulated, factor))
+        larger = measured.scaled(rows=factor, gradients_s=factor)
         how = f"{factor} times the batch (accumulate={factor})"
         batches.append((how, larger, master))
     density = measured.alone.density
     how = f"a density of {density / SPARSER:.0e} instead of {density:.0e}"
-    yield from (gathering, batches, [(how, measured.changed(_thinned), master)])
-
-
-def _accumulated(batches: int, costs: Costs) -> Costs:
-    rows, gradients_s = batches * costs.rows, batches * costs.gradients_s
-    return dataclasses.replace(costs, rows=rows, gradients_s=gradients_s)
-
-
-def _thinned(costs: Costs) -> Costs:
-    """Return the costs of updates with fewer entries, which save bytes and no time."""
-    nbytes, density = costs.update_bytes / SPARSER, costs.density / SPARSER
-    return dataclasses.replace(costs, update_bytes=nbytes, density=density)
-
-
-def _gathered(updates: int, costs: Costs) -> Costs:
-    """Return the costs of several updates in one, with all entries of each."""
-    return dataclasses.replace(
-        costs,
-        apply_s=updates * costs.apply_s,
-        decode_s=updates * costs.decode_s,
-        update_bytes=updates * costs.update_bytes,
-        density=min(1.0, updates * costs.density),
-    )
+    # Fewer entries save bytes and no time.
+    sparser = measured.scaled(update_bytes=1 / SPARSER, density=1 / SPARSER)
+    yield from (gathering, batches, [(how, sparser, master)])

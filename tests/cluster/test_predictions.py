@@ -14,7 +14,6 @@ from distributed.utils_test import poll_for
 from torch import nn
 
 import daskdl
-from daskdl.errors import ModelError
 from tests.support.clusters import Tracked, cluster_of, still_left_behind
 
 ROWS = 240
@@ -86,19 +85,6 @@ def test_a_large_model_gives_no_warning_about_a_large_graph(client):
     output = daskdl.predict(model, da.from_array(X[:4], chunks=(2, 2)), client=client)
 
     assert client.compute(output[:, :2]).result().shape == (4, 2)
-
-
-def test_an_error_on_a_worker_leaves_nothing_behind(client):
-    class Growing(nn.Module):
-        def forward(self, x):
-            return x[:, : int(x[0, 0]) + 1]
-
-    rows = np.zeros((4, 4))
-    rows[2] = 2
-
-    with pytest.raises(ModelError, match=r"gave the shape \(1, 3\) for 1 rows, after"):
-        daskdl.predict(Growing(), rows, client=client, batch_size=1)
-    assert still_left_behind(client) == {}
 
 
 @pytest.mark.slow

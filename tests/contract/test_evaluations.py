@@ -11,10 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torchmetrics import (
     CatMetric,
-    MeanAbsoluteError,
-    MeanSquaredError,
     MetricCollection,
-    PearsonCorrCoef,
 )
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -106,18 +103,6 @@ class TestOnePass:
         assert model.training
         after = model.state_dict()
         assert all(torch.equal(before[n], after[n]) for n in before)
-
-    def test_of_a_regression(self):
-        x, y = X[:, :2], X[:, :2] + X[:, 2:]
-        metrics = [MeanAbsoluteError(), {"r": PearsonCorrCoef(2)}, MeanSquaredError()]
-
-        told = evaluate(nn.Identity(), x, y, metrics=metrics, batch_size=7)
-
-        expected = [np.corrcoef(x[:, i], y[:, i])[0, 1] for i in (0, 1)]
-        assert list(told) == ["MeanAbsoluteError", "r", "MeanSquaredError"]
-        assert told["r"] == pytest.approx(np.array(expected), rel=1e-4)
-        mean = abs(X[:, 2:]).mean()
-        assert told["MeanAbsoluteError"] == pytest.approx(mean, rel=1e-6)
 
     @pytest.mark.parametrize(
         ("loss", "last"),

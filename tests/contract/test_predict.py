@@ -157,13 +157,6 @@ class TestArrays:
         for scheduler in ("sync", "threads"):
             assert outputs.compute(scheduler=scheduler).tolist() == X.tolist()
 
-    def test_lengths_that_are_not_known_stay_so(self):
-        x = lazy().map_blocks(lambda block: block, chunks=((np.nan,) * 3, (2,)))
-        outputs = predict(Sum(), x)
-
-        assert np.isnan(outputs.shape[0])
-        assert outputs.compute().tolist() == SUMS
-
     def test_nothing_is_computed_before_it_is_asked_for_and_trees_cost_one_pass(self):
         made = []
         outputs = predict(Both(), noting(made))
@@ -329,14 +322,6 @@ class TestKeys:
 
         assert np.array_equal(y, example[0] if isinstance(example, tuple) else example)
 
-    def test_keys_come_back_in_order_and_may_be_equal(self):
-        keys = ["b", "a", "c", "a", "e"]
-        bag = bag_of([(key, np.full(2, float(i))) for i, key in enumerate(keys)])
-
-        found = predict(Sum(), bag).compute()
-
-        assert found == list(zip(keys, range(0, 10, 2), strict=True))
-
     @pytest.mark.parametrize(
         ("keyed", "expected"),
         [(None, [7, 8]), (True, [(7, 1), (8, 2)]), (False, [7, 8])],
@@ -377,14 +362,6 @@ def failing(outputs):
 
 
 class TestPostprocess:
-    @MEMORY_AND_DASK
-    def test_it_makes_the_outputs(self, data):
-        found = predict(nn.Identity(), data, postprocess=lambda x: x.argmax(dim=1))
-
-        assert found.shape == (7,)
-        assert found.dtype == np.int64
-        assert np.asarray(found).tolist() == [1] * 7
-
     @MEMORY_AND_DASK
     def test_it_comes_after_the_transform_and_without_gradients(self, data):
         def transform(batch):

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 import threading
 from types import SimpleNamespace
 
@@ -29,18 +28,7 @@ from tests.support.replicas import MODEL, TIMEOUTS, serving, soon, turns, values
 LONG_S = 1000.0  # nobody waits so long in a test
 
 
-def on_a_loop(test):
-    """Run a coroutine as a test."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        asyncio.run(test(*args, **kwargs))
-
-    return run
-
-
 class TestBatches:
-    @on_a_loop
     async def test_a_full_batch_leaves_at_once_and_each_call_gets_its_own_rows(self):
         async with serving("a", wait_s=LONG_S) as desk:
             calls = [desk.call(1), desk.call(2, 3), desk.call(4)]
@@ -59,7 +47,6 @@ class TestBatches:
             assert desk.host.made[0].asked.empty()
 
     @pytest.mark.parametrize(("wait_s", "rows"), [(0.001, [1]), (LONG_S, [1, 2, 3, 4])])
-    @on_a_loop
     async def test_one_that_is_not_full_waits_for_more_rows_but_not_for_ever(
         self, wait_s, rows
     ):
@@ -72,7 +59,6 @@ class TestBatches:
 
             assert (await desk.asked()).values == rows
 
-    @on_a_loop
     async def test_they_go_to_the_replica_with_the_fewest(self):
         async with serving("a", "b") as desk:
             desk.call(1)
@@ -86,7 +72,6 @@ class TestBatches:
             assert (first.values, second.values) == ([1], [2])
             assert (await desk.asked(1)).values == [3]
 
-    @on_a_loop
     async def test_a_replica_has_two_at_most_and_calls_that_wait_are_joined(self):
         async with serving("a") as desk:
             desk.call(0)
@@ -108,7 +93,6 @@ class TestBatches:
 
             assert (await desk.asked()).values == [9, 10]
 
-    @on_a_loop
     async def test_a_call_that_was_cancelled_is_not_asked_and_makes_room(self):
         async with serving("a", queue=4) as desk:
             desk.call(8, 8, 8, 8), desk.call(9, 9, 9, 9)
@@ -122,7 +106,6 @@ class TestBatches:
 
 
 class TestFailures:
-    @on_a_loop
     async def test_a_model_that_fails_fails_for_the_call_that_made_it_and_no_other(
         self,
     ):
@@ -144,7 +127,6 @@ class TestFailures:
                 await values(calls[1])
             assert "Traceback: ..." in error.value.__notes__[0]
 
-    @on_a_loop
     async def test_what_a_hanging_replica_has_goes_to_another_one(self):
         impatient = dataclasses.replace(TIMEOUTS, request=0.01)
         async with serving("a", "b", timeouts=impatient) as desk:
@@ -155,7 +137,6 @@ class TestFailures:
 
             assert await values(answer) == [10]
 
-    @on_a_loop
     async def test_what_a_lost_replica_had_goes_to_another_one(self):
         async with serving("a", "b") as desk:
             calls = [desk.call(1), desk.call(2)]
@@ -171,7 +152,6 @@ class TestFailures:
             assert [replica.place for replica in desk.pool.ready] == ["b"]
             assert ("close", "a") in desk.host.log
 
-    @on_a_loop
     async def test_a_call_that_ends_every_replica_is_given_up_and_no_other_with_it(
         self,
     ):
@@ -195,7 +175,6 @@ class TestFailures:
             fatal = [batch.values for batch in batches if 666 in batch.values]
             assert fatal == [[666, 1, 2, 3], [666, 1, 2, 3], [666], [666]]
 
-    @on_a_loop
     async def test_without_a_replica_calls_wait_for_one_and_then_for_none(self):
         hopeless = dataclasses.replace(TIMEOUTS, rejoin=0.01)
         async with serving("a", timeouts=hopeless) as desk:
@@ -212,7 +191,6 @@ class TestFailures:
 
             assert await values(again) == [30]
 
-    @on_a_loop
     async def test_nobody_waits_for_ever_because_of_a_fault_of_ours(self):
         async with serving("a") as desk:
             answer = desk.call(1)
@@ -287,7 +265,6 @@ def lose(desk, place):
 
 
 class TestReplicas:
-    @on_a_loop
     async def test_they_are_spread_over_the_places_and_go_in_the_end(self):
         async with serving("a", "b", replicas=3) as desk:
             assert places(desk) == ["a", "a", "b"]
@@ -309,7 +286,6 @@ class TestReplicas:
         ],
         ids=["open", "stage", "refused", "use"],
     )
-    @on_a_loop
     async def test_a_start_that_fails_is_an_error_and_leaves_nothing(
         self, verb, fault, error, message
     ):
@@ -325,7 +301,6 @@ class TestReplicas:
 
         assert [one for one in host[0].log if one[0] == "close"] == [("close", "a")]
 
-    @on_a_loop
     async def test_one_that_is_just_being_started_goes_too(self):
         async with serving("a", "b") as desk:
             lose(desk, "a")
@@ -341,7 +316,6 @@ class TestReplicas:
 
             assert ("close", "a") in desk.host.log
 
-    @on_a_loop
     async def test_one_whose_place_is_gone_is_replaced_where_there_is_room(self):
         async with serving("a", "b") as desk:
             desk.host.there = ["b"]
@@ -354,7 +328,6 @@ class TestReplicas:
 
             assert places(desk) == ["b", "new"]
 
-    @on_a_loop
     async def test_one_that_is_lost_comes_back_where_the_fewest_were_lost(self):
         async with serving("a", "b") as desk:
             desk.host.there = ["a", "b", "c"]
@@ -369,7 +342,6 @@ class TestReplicas:
             await desk.new_replicas()  # a start that fails is tried again
             assert places(desk) == ["a", "c"]
 
-    @on_a_loop
     async def test_they_are_pinged_from_time_to_time_and_lost_if_they_are_silent(self):
         often = dataclasses.replace(TIMEOUTS, silence=1e-9)
         async with serving("a", "b", timeouts=often) as desk:
@@ -382,7 +354,6 @@ class TestReplicas:
             assert ("ping", "a") in desk.host.log
             assert ("close", "b") in desk.host.log
 
-    @on_a_loop
     async def test_if_nobody_will_ever_be_there_calls_are_told(self):
         host = []
         async with serving("a", host=host, there=ChannelError("closed")) as desk:
@@ -393,7 +364,6 @@ class TestReplicas:
 
 
 class TestSwap:
-    @on_a_loop
     async def test_it_stages_everywhere_before_the_first_uses_it(self):
         async with serving("a", "b") as desk:
             desk.host.log.clear()
@@ -405,7 +375,6 @@ class TestSwap:
                 *(("use", "a", 2), ("use", "b", 2)),
             ]
 
-    @on_a_loop
     async def test_a_model_that_one_refuses_is_used_by_none(self):
         async with serving("a", "b") as desk:
             desk.host.faults["stage", "b"] = Failure("no module named nets", "Trace")
@@ -420,7 +389,6 @@ class TestSwap:
 
     @pytest.mark.parametrize("fault", ["lost", "hangs"])
     @pytest.mark.parametrize("verb", ["stage", "use"])
-    @on_a_loop
     async def test_a_replica_that_is_lost_meanwhile_does_not_stop_it(self, verb, fault):
         impatient = dataclasses.replace(TIMEOUTS, data=0.01, request=0.01)
         async with serving("a", "b", timeouts=impatient) as desk:
@@ -434,7 +402,6 @@ class TestSwap:
 
             assert [replica.version for replica in desk.pool.ready] == [2, 2]
 
-    @on_a_loop
     async def test_a_replica_that_starts_meanwhile_has_the_new_model(self):
         async with serving("a", "b") as desk:
             lose(desk, "a")
@@ -475,7 +442,6 @@ async def requested(worker, call, payload=None):
 
 
 class TestOnAWorker:
-    @on_a_loop
     async def test_a_client_that_is_silent_for_too_long_is_not_waited_for(self):
         worker = await opened(silence_s=0.001)
 
@@ -484,7 +450,6 @@ class TestOnAWorker:
         assert not worker.handlers
         assert not worker.extensions
 
-    @on_a_loop
     async def test_while_it_computes_its_client_may_be_silent(self):
         GATE.clear()
         worker = await opened(silence_s=0.001)
@@ -499,7 +464,6 @@ class TestOnAWorker:
         assert (await soon(answer))["status"] == "ok"
         await soon(worker.handlers.gone.wait())
 
-    @on_a_loop
     async def test_it_stops_with_its_worker(self):
         worker = await opened(silence_s=1000.0)
 

@@ -40,14 +40,11 @@ LONG_LABELS = torch.tensor([[0, 1, 3], [3, 3, 3], [1, 1, 0], [1, 2, 3], [3, 3, 1
 
 # Each is evaluated with the mean and with the sum of a batch.
 OF_CLASSES = {
-    "plain": (nn.CrossEntropyLoss, {}, LOGITS, LABELS),
     "sequence": (nn.CrossEntropyLoss, {}, LONG_LOGITS, LONG_LABELS),
-    "weighted": (nn.CrossEntropyLoss, {"weight": WEIGHT}, LOGITS, LABELS),
     "weighted sequence": (
         *(nn.CrossEntropyLoss, {"weight": WEIGHT}),
         *(LONG_LOGITS, LONG_LABELS),
     ),
-    "ignored": (nn.CrossEntropyLoss, {"ignore_index": 1}, LOGITS, LABELS),
     "ignored in a sequence": (
         *(nn.CrossEntropyLoss, {"ignore_index": 3}),
         *(LONG_LOGITS, LONG_LABELS),
@@ -62,10 +59,6 @@ OF_CLASSES = {
     ),
     "smoothed": (
         *(nn.CrossEntropyLoss, {"label_smoothing": 0.1, "weight": WEIGHT}),
-        *(LONG_LOGITS, LONG_LABELS),
-    ),
-    "smoothed and ignored": (
-        *(nn.CrossEntropyLoss, {"label_smoothing": 0.1, "ignore_index": 3}),
         *(LONG_LOGITS, LONG_LABELS),
     ),
     "probabilities of classes": (
@@ -276,10 +269,8 @@ def test_several_outputs_are_cut_only_where_they_follow_the_rows(model, loss):
 CHANCES = LOGITS.softmax(1)
 GUESSED = {
     "module": (nn.CrossEntropyLoss(), LOGITS),
-    "function": (functional.cross_entropy, LOGITS),
     "partial": (functools.partial(functional.cross_entropy, ignore_index=9), LOGITS),
     "nll": (nn.NLLLoss(), LOGITS.log_softmax(1)),
-    "nll function": (functional.nll_loss, LOGITS.log_softmax(1)),
     "keras": (CrossEntropyOfProbabilities(), CHANCES),
     "hinge": (nn.MultiMarginLoss(), LOGITS),
     "own": (lambda out, y: functional.cross_entropy(out, y), LOGITS),

@@ -24,7 +24,8 @@ LAYERS = [
     {"channel", "data"},
     {"keras"},
     {"inference.lazy", "saving"},
-    {"evaluation.report", "evaluation.plots", "evaluation.streaming"},
+    {"evaluation.plots", "evaluation.streaming"},
+    {"evaluation.report"},
     {"metrics"},
     {"evaluation"},
     {"training"},
@@ -83,7 +84,7 @@ OUTSIDE = {
         "torchmetrics",
         "typing_extensions",
     },
-    "metrics": set(),
+    "metrics": {"numpy", "torch", "torchmetrics", "typing_extensions"},
     "training": {
         "cloudpickle",
         "distributed",

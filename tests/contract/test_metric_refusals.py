@@ -100,7 +100,7 @@ def test_outputs_and_labels_that_do_not_go_together_are_refused(case):
     metrics, output, y, message = SHAPES[case]
 
     with pytest.raises((DataError, ModelError, OptionError), match=re.escape(message)):
-        metrics.collection(sample_of(output, y))
+        metrics.collection(sample_of(output, y)._replace(output=output, y=y))
 
 
 @pytest.mark.parametrize("kind", PRESETS)
@@ -113,7 +113,7 @@ def test_other_than_one_tensor_is_refused(kind):
         kind().collection(sample._replace(y=None))
 
 
-INFINITE = torch.tensor([0.0, 0.0, float("inf"), 0.0])
+INFINITE, MISSING = (torch.tensor([0.0, 0.0, x, 0.0]) for x in (float("inf"), NAN))
 ROWS = {
     "too high": (ClassificationMetrics, of(2, 3), [0, 3], "0 to 2, got 3 (1 such)"),
     "negative": (CalibrationMetrics, of(2, 3), [-1, -1], "0 to 2, got -1 (2 such)"),
@@ -128,8 +128,8 @@ ROWS = {
         )
         for kind, output in [
             (ClassificationMetrics, INFINITE[:, None] * torch.ones(3)),
-            (CalibrationMetrics, INFINITE * NAN),
-            (BinaryMetrics, INFINITE * NAN),
+            (CalibrationMetrics, MISSING),
+            (BinaryMetrics, MISSING),
             (RegressionMetrics, INFINITE),
         ]
     },

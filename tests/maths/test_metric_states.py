@@ -36,6 +36,7 @@ from daskdl.evaluation.metric_state import (
     update_,
 )
 from tests.support.metric_parts import merged
+from tests.support.sources import Parts
 
 ROWS = 101  # a prime
 generator = np.random.default_rng(0)
@@ -244,10 +245,11 @@ class TestTotals:
             merged(lambda: MetricCollection([Shaped()]), [40], WANTED)
 
 
-def evaluate(metrics, output, y, batch_size=10):
-    model = nn.Identity()
+def evaluate(metrics, output, y, batch_size=10, model=None):
+    source = Parts((output.numpy(), y.numpy()))
+    source.first = output[:2].numpy(), y[:2].numpy()
     options = {"metrics": metrics, "batch_size": batch_size, "client": False}
-    return daskdl.evaluate(model, output, y, **options)
+    return daskdl.evaluate(model or nn.Identity(), source, **options)
 
 
 class Watched(MeanSquaredError):
@@ -283,7 +285,11 @@ def test_batches_wait_for_each_other(updates, monkeypatch, limit, value, rows):
 
 
 def test_short_floats_are_told_as_long_ones(updates):
-    evaluate(Watched(), SCORES.bfloat16(), SCORES.bfloat16())
+    class Short(nn.Module):
+        def forward(self, x):
+            return x.bfloat16()
+
+    evaluate(Watched(), SCORES, SCORES.float(), model=Short())
 
     assert {preds.dtype for preds in updates} == {torch.float32}
 
@@ -314,7 +320,7 @@ def test_rows_that_a_metric_refuses_are_named():
     wrong = LABELS.clone()
     wrong[57] = 3
 
-    with pytest.raises(DataError, match=r"on rows 0 to 100 of part 0.*: .* \[?3\]?"):
+    with pytest.raises(DataError, match=r"on rows 0 to 100 of box 0: .* \[?3\]?"):
         evaluate(MulticlassAccuracy(3), SCORES, wrong)
 
 
@@ -329,7 +335,7 @@ def test_scores_that_are_no_numbers_are_an_error_that_says_where(metrics, monkey
     with pytest.raises(ModelError, match="2 of 50 outputs are NaN") as caught:
         evaluate(metrics, scores, LABELS)
 
-    assert caught.value.__notes__[0].startswith("in rows 50 to 99 of part 0")
+    assert caught.value.__notes__[0] == "in rows 50 to 99 of box 0"
 
 
 def test_what_cannot_be_computed_is_said():

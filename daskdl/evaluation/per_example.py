@@ -405,7 +405,7 @@ def example_losses(
 ) -> tuple[Tensor, Any]:
     """Compute the loss of each example, as that of a batch which has only it."""
     ones = (
-        batching.of_both(lambda tree, i=i: batching.rows(tree, slice(i, i + 1)), batch)
+        batching.of_both(functools.partial(batching.rows, which=slice(i, i + 1)), batch)
         for i in range(rows_in(batch))
     )
     output = None
@@ -843,10 +843,7 @@ def _worst_of_part(
             chosen &= predicted != labels
         candidates = np.flatnonzero(chosen)
         for i in candidates[_worst_first(losses[candidates])[:top]].tolist():
-            x, y = batching.of_both(
-                lambda tree, i=i: batching.mapped(lambda leaf: np.array(leaf[i]), tree),
-                rows,
-            )
+            x, y = batching.of_both(functools.partial(_row, i), rows)
             one = WorstExample(
                 float(losses[i]),
                 source.name(part),
@@ -861,6 +858,10 @@ def _worst_of_part(
         found = _worst(found, top)
         count += len(losses)
     return count, found
+
+
+def _row(i: int, tree: Tree) -> Tree:
+    return batching.mapped(lambda leaf: np.array(leaf[i]), tree)
 
 
 def _worst(found: Sequence[Found], top: int) -> list[Found]:

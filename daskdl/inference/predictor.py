@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
@@ -24,7 +23,7 @@ from distributed import Client
 from torch import Tensor, nn
 from typing_extensions import override
 
-from daskdl.config import Timeouts, check_count, check_whole
+from daskdl.config import Timeouts, check_count, check_whole, is_number
 from daskdl.data import batching
 from daskdl.data.batching import Transform, Tree
 from daskdl.data.checks import check_module
@@ -512,7 +511,7 @@ class Predictor:
         check_count("replicas", replicas)
         check_count("batch_limit", batch_limit)
         check_whole("queue_limit", queue_limit, batch_limit)  # a call may have so many
-        if not isinstance(wait_ms, Real) or not 0 <= wait_ms < math.inf:
+        if not is_number(wait_ms) or not 0 <= wait_ms < math.inf:
             raise OptionError(f"wait_ms must be >= 0 and finite, got {wait_ms!r}")
         check_module(model)
         packed = PackedModel(model, here=client is False)

@@ -235,6 +235,14 @@ class TestTotals:
             computed = merged(make, [1, 2, 3, 4], each, order=order).compute()
             assert computed["Sum"].item() == 4.000000001
 
+    @pytest.mark.parametrize("bad", [np.inf, np.nan])
+    def test_what_is_not_finite_stays_so(self, bad):
+        rows = torch.tensor([1.0, bad, 2.0], dtype=torch.float64)
+
+        total = merged(live, [1, 2], rows)["own"].sum.item()
+
+        assert total == bad or np.isnan([total, bad]).all()
+
     def test_shapes_that_differ_are_no_sum(self):
         class Shaped(Own):
             def update(self, rows, _=None):
@@ -282,6 +290,19 @@ def test_batches_wait_for_each_other(updates, monkeypatch, limit, value, rows):
     evaluate(Watched(), scores, scores)
 
     assert [len(preds) for preds in updates] == [2, *rows]  # a trial on two first
+
+
+def test_rows_of_another_shape_do_not_come_together(updates):
+    def cut(batch):  # as a collate function that pads each batch
+        length = 2 + int(batch[0][0, 0] > 0.5)
+        return tuple(rows[:, :length] for rows in batch)
+
+    source = Parts((SCORES.numpy(), SCORES.numpy()))
+    source.first = SCORES[:2].numpy(), SCORES[:2].numpy()
+    options = {"metrics": Watched(), "batch_size": 5, "client": False}
+    daskdl.evaluate(nn.Identity(), source, transform=cut, **options)
+
+    assert {preds.shape[1] for preds in updates} == {2, 3}
 
 
 def test_short_floats_are_told_as_long_ones(updates):

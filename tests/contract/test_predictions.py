@@ -202,13 +202,12 @@ class TestFormerPredictions:
         with monkeypatch.context() as patch:
             patch.setattr(Store, "write", stopping)
             with pytest.raises(KeyboardInterrupt):
-                write(lazy(), url)
+                write(lazy(), url, overwrite=True)
 
     @pytest.mark.parametrize("finished", [True, False], ids=["whole", "begun"])
     def test_they_are_replaced_only_if_that_was_said(self, monkeypatch, url, finished):
-        if finished:
-            write(lazy(1), url)
-        else:
+        write(lazy(1), url)
+        if not finished:
             self.interrupted(monkeypatch, url)
             with pytest.raises(DataError, match="there are no finished predictions in"):
                 daskdl.Predictions(url)

@@ -1,8 +1,8 @@
 """The sets of metrics for `evaluate` and `Evaluate`: frozen, picklable specifications.
 
-Hides what outputs and labels must look like, what live metrics are updated with, and
-which values a user sees. Imported only where something is measured: torchmetrics brings
-SciPy and matplotlib with it, some 90 MB in each process.
+Hides the required form of outputs and labels, the input of the live metrics, and the
+values of the report. Imported only where metrics are measured: torchmetrics brings
+SciPy and matplotlib, about 90 MB per process.
 
 B rows, C classes, L labels, N labels that count: each step of a sequence has one.
 """
@@ -80,7 +80,7 @@ Pair = tuple[Any, Any]  # predictions and targets, as torchmetrics takes them
 
 
 class SampleBatch(NamedTuple):
-    """The first rows, which show what outputs and labels look like."""
+    """The first rows, which show the form of outputs and labels."""
 
     output: Tree  # on the CPU
     y: Tree
@@ -90,11 +90,11 @@ class SampleBatch(NamedTuple):
 
 
 class MetricSet(ABC):
-    """Some metrics that are measured together; frozen, picklable, without state."""
+    """Metrics that are measured together; frozen, picklable, without state."""
 
     @property
     def masks_nan(self) -> bool:
-        """Whether labels that are NaN are masked, by ``ignore=float("nan")``."""
+        """Whether NaN labels are masked, by ``ignore=float("nan")``."""
         ignore = getattr(self, "ignore", None)
         return ignore is not None and bool(ignore != ignore)
 
@@ -106,12 +106,12 @@ class MetricSet(ABC):
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
         """Return predictions and targets as the metrics take them.
 
-        Rows are independent: it does not matter which are prepared together.
+        Rows are independent of the rows that are prepared with them.
         """
 
     @abstractmethod
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
-        """Report what the merged metrics computed, as numbers and numpy arrays."""
+        """Report the values of the merged metrics, as numbers and numpy arrays."""
 
 
 def scale_of(loss: Any, output: Any) -> Scale:
@@ -169,7 +169,7 @@ def check_thresholds(thresholds: int | None) -> None:
 
 
 def check_names(names: Sequence[str] | None, count: int, what: str) -> None:
-    """Refuse another number of names than there are things."""
+    """Refuse a number of names other than `count`."""
     if names is not None and len(names) != count:
         raise OptionError(f"{what} must be {count} names, got {len(names)}: {names!r}")
 
@@ -177,7 +177,7 @@ def check_names(names: Sequence[str] | None, count: int, what: str) -> None:
 def class_names(
     names: Sequence[str] | None, sample: SampleBatch, count: int
 ) -> tuple[str, ...]:
-    """Name each class, by its number if there is no better name."""
+    """Name each class, by its number if it has no name."""
     given = list(names or sample.classes or ())[:count]
     return (*map(str, given), *(str(k) for k in range(len(given), count)))
 
@@ -206,7 +206,7 @@ def is_per_class(output: Tree, y: Tree) -> bool:
 
 
 def check_classes(sample: SampleBatch) -> int:
-    """Check that outputs and labels are of classes, and count the classes."""
+    """Check for one score per class and class indices; return the number of classes."""
     output, y = _one_tensor_each(sample)
     if y.dtype.is_floating_point or y.dtype == torch.bool:
         raise DataError(
@@ -226,7 +226,7 @@ def check_classes(sample: SampleBatch) -> int:
 
 
 def check_binary(sample: SampleBatch) -> None:
-    """Check that there is one score for each label, or one for each of two classes."""
+    """Check for one score per label, or scores of two classes."""
     output, y = _one_tensor_each(sample)
     two = is_per_class(output, y) and output.shape[1] == 2
     same = output.shape == y.shape or (  # one of both may have a dimension of 1 more
@@ -245,7 +245,7 @@ def check_binary(sample: SampleBatch) -> None:
 
 
 def is_counted(y: Tensor, *ignored: float | None) -> Tensor:
-    """Return which labels count: those that are none of `ignored`, which may be NaN.
+    """Return which labels are none of `ignored`, which may be NaN.
 
     Example:
         >>> is_counted(torch.tensor([0, -100]), -100, None)
@@ -259,7 +259,7 @@ def is_counted(y: Tensor, *ignored: float | None) -> Tensor:
 
 
 def check_labels(labels: Tensor, allowed: Tensor, range_: str) -> None:
-    """Refuse labels that count and are not allowed."""
+    """Refuse labels that are not allowed."""
     if not bool(allowed.all()):
         worst: Any = labels[~allowed][0].item()
         raise DataError(
@@ -319,7 +319,7 @@ def _collection(**metrics: Metric) -> MetricCollection:
 
 
 def _macro(each: Mapping[str, Any], seen: Any) -> dict[str, float]:
-    """Average over the classes that were seen, for all names in ``_per_class``."""
+    """Average all values named ``*_per_class`` over the classes that were seen."""
     return {
         name.removesuffix("_per_class"): mean_of(values, seen)
         for name, values in each.items()
@@ -423,7 +423,7 @@ class ClassificationMetrics(MetricSet):
 
 @dataclass(frozen=True)
 class _LabelMetrics(MetricSet):
-    """Of labels that are 0 or 1."""
+    """Metrics of labels 0 and 1."""
 
     threshold: float = 0.5
     thresholds: int | None = None
@@ -436,7 +436,7 @@ class _LabelMetrics(MetricSet):
         check_thresholds(self.thresholds)
 
     def curves(self, labels: int) -> Metric:
-        """Make the curves of this many labels."""
+        """Make the metric that keeps the curves of a number of labels."""
         if self.thresholds is not None:
             return BinnedCurves(labels, self.thresholds)
         return LabelCurves(labels, ignore_index=MASKED, validate_args=False)
@@ -718,12 +718,11 @@ def _columns(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class UserMetrics(MetricSet):
-    """Metrics of torchmetrics that the user brings, by name."""
+    """The user's own torchmetrics, by name."""
 
     metrics: Mapping[str, Metric]  # in the order of the report; not changed
-    # Whether they get probabilities: torchmetrics takes scores for logits if one of
-    # those at hand is outside [0, 1], so that the result would depend on which rows
-    # come together.
+    # Whether they get probabilities: torchmetrics treats scores as logits if any score
+    # of an update is outside [0, 1], so the result would depend on the batches.
     scored: bool
 
     @override
@@ -760,7 +759,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_scored(metric: Metric) -> bool:
-    """Whether it, or a metric within it, is for classification.
+    """Whether a metric, or one within it, is for classification.
 
     Example:
         >>> import torchmetrics
@@ -790,7 +789,7 @@ _ALLOWED = (
 
 
 def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
-    """Return the sets of metrics that the argument ``metrics`` means.
+    """Return the sets of metrics for the argument ``metrics`` of `evaluate`.
 
     Example:
         >>> from torchmetrics import MeanAbsoluteError

@@ -1,7 +1,7 @@
 """Loss, accuracy and metrics of a model on data, on a cluster or in this process.
 
-Parts are scored apart and only sums, counts and metric states are merged, never means,
-so that every way of cutting the data gives the same result.
+Each part is scored on its own. Only sums, counts and metric states are merged, never
+means, so the result does not depend on how the data are partitioned.
 """
 
 import contextlib
@@ -128,7 +128,7 @@ def evaluate_model(
     client: Client | Literal[False] | None,
     classes: Sequence[str] | None = None,
 ) -> Evaluation:
-    """Evaluate a model by a loss or a step; the other arguments are the user's."""
+    """Evaluate a model with a loss or a step; see `Trainer.evaluate`."""
     labelled = not isinstance(objective, OwnStep)
     sets: Sequence[MetricSet] = ()
     if metrics is not None:
@@ -188,7 +188,7 @@ def _merged(
     client: Client | Literal[False],
     specs: "Sequence[MetricSpec]",
 ) -> Evaluation:
-    """Score all parts, and merge what they are as they come."""
+    """Score all parts, and merge the results as they arrive."""
     mergers: list[Any] = []
     if specs:
         from daskdl.evaluation.metric_state import StateMerger, metric_section
@@ -213,21 +213,21 @@ def _merged(
 
 @dataclass(frozen=True)
 class PartScorer:
-    """Scores one part at a time, wherever it is; picklable."""
+    """Scores one part, on a worker or here; picklable."""
 
     model: PackedModel
-    loss: Packed[Objective] | None  # None: it counts as 0
+    loss: Packed[Objective] | None  # None: the loss is 0
     batch_size: int
     transform: Transform | None
     labels: LabelCheck | None  # None: they are not checked
-    skips: bool  # leaves out what cannot be read
+    skips: bool  # leave out parts that cannot be read
     first: Kinds  # of the rows of the dry run
     specs: "Packed[tuple[MetricSpec, ...]] | None"
 
     def __call__(
         self, source: Source, part: int
     ) -> "tuple[Score, tuple[PartStates, ...]]":
-        """Score a part; errors of the user's code and of reading come out."""
+        """Score a part; propagates errors of the user's code and of reading."""
         device = auto_device()
         module = self.model.module(lambda copy: copy.eval().to(device))
         loss: Objective | None = None
@@ -274,7 +274,7 @@ class PartScorer:
 
 @dataclass(frozen=True)
 class Score:
-    """What a model did on some examples, as sums that can be added up.
+    """Loss and accuracy on some examples, as sums that can be added.
 
     Example:
         >>> (Score(3.0, 1, 2, 2) + Score(1.0, 1, 1, 1)).metrics()
@@ -282,11 +282,11 @@ class Score:
     """
 
     loss_sum: float = 0.0
-    correct: int = 0  # labels that were predicted right
-    labels: int = 0  # and all that were predicted; 0 if they are no class indices
+    correct: int = 0  # correctly predicted labels
+    labels: int = 0  # predicted labels; 0 if labels are not class indices
     examples: int = 0  # rows
-    # By how many rows the loss weighs them as more than they are; negative where it
-    # ignores labels, or classes weigh less than 1.
+    # Weight of the rows in the loss - number of rows; negative where the loss ignores
+    # labels, or classes weigh less than 1.
     more: float = 0.0
 
     def __iter__(self) -> Iterator[float]:
@@ -317,10 +317,10 @@ def score_batches(
     device: torch.device | str,
     observe: Callable[[Tree, Tree], None] | None = None,
 ) -> Score:
-    """Score a module on batches, in evaluation mode, which is undone afterwards.
+    """Score a module on batches in evaluation mode; its modes are restored afterwards.
 
-    Gradients are off, but not by inference mode: what a live module caches at its
-    first forward pass could then not be used in training.
+    Uses `no_grad` rather than inference mode, since tensors that a live module caches
+    in inference mode cannot be used in training.
 
     Example:
         >>> rows = [(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))]
@@ -346,7 +346,7 @@ def score_batches(
             elif is_classification(output, y):
                 ignored, best = ignored_label(loss), output.max(dim=1)
                 counted = torch.ones_like(y).bool() if ignored is None else y != ignored
-                # Of NaN scores none is the best.
+                # With NaN scores no class is the best.
                 right = (best.indices == y) & counted & ~best.values.isnan()
                 correct, labels = int(right.sum()), int(counted.sum())
             total += Score(loss_sum, correct, labels, rows, more)
@@ -356,11 +356,11 @@ def score_batches(
 def _loss_sum(
     loss: Loss | None, output: Tree, y: Tree, rows: int
 ) -> tuple[float, float]:
-    """Return the loss of a batch, and by how many rows it weighs more than it has.
+    """Return the sum of a batch's losses, and its weight minus its number of rows.
 
     A mean over class indices divides by the labels that are not ignored, weighted by
-    class. If each batch weighed by its rows, one in which all are ignored would make
-    NaN of everything, and the mean would depend on the batch size.
+    class. If batches were weighted by rows, a batch whose labels are all ignored would
+    make the total NaN, and the mean would depend on the batch size.
     """
     if loss is None:
         return 0.0, 0.0
@@ -384,7 +384,7 @@ def _loss_sum(
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set evaluation mode; each submodule gets its own mode back, frozen ones too."""
+    """Set evaluation mode, and restore the mode of each submodule afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -1,9 +1,10 @@
 """Live torchmetrics on a part of the data, and the exact merge of all parts' states.
 
-Torchmetrics weighs processes equally in a "mean" and counts the defaults of those that
-saw nothing; here a mean weighs rows, float sums keep what rounding lost, and kept rows
-stay in the order of the parts, so that the order in which parts arrive is irrelevant.
-Metrics share no state: torchmetrics guesses from the first update which may.
+Torchmetrics weights processes equally in a "mean", and includes the default states of
+processes without data. Here means are weighted by rows, float sums are compensated for
+rounding, and kept rows stay in the order of the parts, so the result does not depend on
+the order in which parts arrive. Metrics share no state: torchmetrics guesses from the
+first update which of them may.
 """
 
 import copy
@@ -63,14 +64,14 @@ PartStates = Mapping[str, PartState]
 
 
 def update_(collection: MetricCollection, *given: Any) -> None:
-    """Update each metric with some rows; without rows none, since some refuse that."""
+    """Update each metric with some rows, if there are any: some metrics refuse none."""
     if batching.length(given[-1]):
         for metric in collection.values(copy_state=False):
             metric.update(*given)
 
 
 def states_of(collection: MetricCollection, rows: int) -> PartStates:
-    """Return what live metrics know of `rows` rows; they are of no further use."""
+    """Return the states of live metrics after `rows` rows, which end their use."""
     return {
         place: PartState(
             metric.update_count,
@@ -86,7 +87,7 @@ def states_of(collection: MetricCollection, rows: int) -> PartStates:
 
 
 class StateMerger:
-    """Merges the states of parts, in whatever order they come.
+    """Merges the states of parts, in any order.
 
     Example:
         >>> from torchmetrics import MaxMetric
@@ -118,7 +119,7 @@ class StateMerger:
                 self._states[place][name].add_(value, rows, part)
 
     def merged(self) -> MetricCollection:
-        """Return metrics, by the same names, that have seen all parts."""
+        """Return metrics with the merged states of all parts."""
         collection = copy.deepcopy(self._collection)
         for place, metric in _metrics(collection):
             if self._updates[place]:
@@ -136,9 +137,9 @@ class _MergedState:
         self._reduction = reduction
         self._rows = 0
         self._total: Any = None  # the sum, or the extreme
-        self._lost: Any = 0  # by rounding the sum: Knuth's two-sum
+        self._lost: Any = 0  # to rounding: Knuth's two-sum
         self._dtype: torch.dtype | None = None
-        self._parts: dict[int, Any] = {}  # what is kept whole
+        self._parts: dict[int, Any] = {}  # states that are not reduced, by part
 
     def add_(self, state: Any, rows: int, part: int) -> None:
         merges = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min)
@@ -209,7 +210,7 @@ def _unpacked(value: Any) -> Any:
 
 
 def _metrics(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
-    """Yield place and metric, also within metrics, but no wrappers: they pass on."""
+    """Yield place and metric, nested ones too; no wrappers, which only delegate."""
     for name, metric in collection.items(keep_base=True, copy_state=False):
         for inner, module in metric.named_modules():
             if isinstance(module, Metric) and not isinstance(module, WrapperMetric):
@@ -231,7 +232,7 @@ def metric_specs(
     y: Tree,
     classes: Sequence[str] | None,
 ) -> tuple[MetricSpec, ...]:
-    """Make sets ready for outputs and labels like these, and try them."""
+    """Prepare sets of metrics for outputs and labels like these, and try them."""
     if y is None:
         raise DataError("labels must be given, or data that have them, for metrics")
     for name, leaf in batching.named(output, "output"):
@@ -291,7 +292,7 @@ class MetricAccumulator:
             self._measure()
 
     def states(self) -> tuple[PartStates, ...]:
-        """Return what each set has measured; the accumulator is of no further use."""
+        """Return the states of each set; do not use the accumulator afterwards."""
         self._measure()
         return tuple(states_of(live, self._measured) for live in self._live)
 
@@ -314,7 +315,7 @@ class MetricAccumulator:
 
 
 def metric_section(spec: MetricSpec, merger: StateMerger) -> Section:
-    """Report what a set comes to, from the states of all parts."""
+    """Compute and report a set of metrics from the states of all parts."""
     with _warnings_logged():
         try:
             computed: Mapping[str, Any] = merger.merged().compute()
@@ -327,7 +328,7 @@ def metric_section(spec: MetricSpec, merger: StateMerger) -> Section:
 
 @contextmanager
 def _warnings_logged() -> Iterator[None]:
-    """Log warnings, such as of a class without rows, which the report shows as well.
+    """Log warnings, such as those of classes without rows; the report shows them too.
 
     On the client only: warning filters belong to the whole process.
     """
@@ -339,7 +340,7 @@ def _warnings_logged() -> Iterator[None]:
 
 
 def on_cpu(parts: Sequence[Tree]) -> Tree:
-    """Join rows as metrics take them: contiguous on the CPU, in float32 or more."""
+    """Join rows on the CPU, contiguous, floats in float32 or wider."""
 
     def joined(*leaves: Tensor) -> Tensor:
         rows = torch.cat(leaves) if len(leaves) > 1 else leaves[0]

@@ -1,8 +1,8 @@
 """The loss of each example, and the examples with the largest losses.
 
-Hides which losses can be computed for a whole batch at once, how examples are named by
-keys and places, and how the worst of all parts are found exactly: in a total order, the
-largest loss first, NaN before all, and of equal losses the first in the data.
+Hides which losses can be computed for a whole batch at once, how keys and positions
+identify examples, and how the worst of all parts are found exactly: NaN first, then the
+largest loss; equal losses keep the order of the data.
 """
 
 import copy
@@ -181,7 +181,7 @@ def _source(
     keyed: bool | None,
     classes: Sequence[str] | None,
 ) -> Source:
-    """Return the data with enough known to begin; of bags and lists `Examples`."""
+    """Return the data with rows for a dry run; `Examples` for bags and lists."""
     check_module(model)
     check_loss(objective)
     source = source_of(X, y, read, labelled=not isinstance(objective, OwnStep))
@@ -200,7 +200,7 @@ def _spread(source: Source, client: Client | Literal[False]) -> Source:
 def _all_losses(
     source: Source, scorer: "ExampleScorer", client: Client | Literal[False]
 ) -> np.ndarray:
-    """Score all parts; rows of a known number that cannot be read are NaN."""
+    """Score all parts; rows that cannot be read are NaN if their number is known."""
     found = dict(map_parts(_spread(source, client), scorer, client, send=True))
     unscored = [part for part in sorted(found) if not len(found[part])]
     if scorer.skips and unscored:  # the workers' logs say why
@@ -212,7 +212,7 @@ def _all_losses(
 
 
 def _like(X: Any, scores: np.ndarray) -> Any:
-    """Return scores as X is: a tensor, a series of pandas, or else an array."""
+    """Return a tensor, a pandas series or an array, depending on X."""
     leaves = batching.leaves(X) if isinstance(X, tuple | dict) else [X]
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         return torch.from_numpy(scores)
@@ -227,7 +227,7 @@ def _like(X: Any, scores: np.ndarray) -> Any:
 
 
 class Scored(NamedTuple):
-    """What a model did on each of some rows, as numpy arrays."""
+    """Losses and predictions of rows, as numpy arrays."""
 
     losses: np.ndarray  # float64
     ignored: np.ndarray  # bool, whether the loss ignores all labels of a row
@@ -238,7 +238,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class ExampleScorer:
-    """Scores the rows of parts one by one, wherever they are; picklable."""
+    """Scores the rows of a part, on a worker or here; picklable."""
 
     model: PackedModel
     objective: Packed[Objective]
@@ -254,7 +254,7 @@ class ExampleScorer:
         return self.losses(self.rows(source, part), check=False)
 
     def losses(self, some: Iterable[Rows], *, check: bool = True) -> np.ndarray:
-        """Return the loss of each of some rows; their labels are checked first."""
+        """Return the loss of each row; labels are checked first."""
         found = [np.zeros(0)]
         for rows in some:
             if check and self.labels is not None:
@@ -306,7 +306,7 @@ class ExampleScorer:
 
 
 def check_rows_kept(made: Batch, rows: int) -> None:
-    """Refuse what a transform has made of a batch, if it has other rows."""
+    """Refuse a transformed batch with another number of rows."""
     for leaf in batching.named_both(made).values():
         if tuple(leaf.shape[:1]) != (rows,):
             raise ModelError(
@@ -325,7 +325,7 @@ def _scorer(
     penalty: float = 0.0,
     wrong_only: bool = False,
 ) -> ExampleScorer:
-    """Try everything on two rows, so that what does not fit is found here."""
+    """Make a scorer, with a dry run on two rows that finds errors early."""
     own = isinstance(objective, OwnStep)
     packed = PackedModel(model, here=here)
     loss = Packed(objective, "step" if own else "loss")
@@ -359,7 +359,7 @@ def _scorer(
 
 
 def has_rows(module: nn.Module, x: Tree) -> bool:
-    """Whether outputs have one row for each of the inputs, tried on two and on three.
+    """Whether outputs have one row per input row, tried with two and three rows.
 
     Example:
         >>> x = torch.zeros(2, 5)
@@ -380,7 +380,7 @@ def has_rows(module: nn.Module, x: Tree) -> bool:
     return all(map(fits, outputs, (2, 3)))
 
 
-# The very classes, since one that is derived from them may compute anything.
+# Exactly these classes: subclasses may compute anything.
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, CrossEntropyOfProbabilities)
 _OF_ROWS = (
     *_OF_CLASSES,
@@ -403,7 +403,10 @@ _OF_ROWS = (
 def example_losses(
     module: nn.Module, objective: Objective, batch: Batch, *, by_rows: bool
 ) -> tuple[Tensor, Any]:
-    """Compute the loss of each example, as that of a batch which has only it."""
+    """Compute the loss of each example, as the loss of a batch of one.
+
+    Also return the outputs; None if the model was called with one row at a time.
+    """
     ones = (
         batching.of_both(functools.partial(batching.rows, which=slice(i, i + 1)), batch)
         for i in range(rows_in(batch))
@@ -426,7 +429,7 @@ def example_losses(
 
 
 def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
-    """Compute all losses together; None where that may not be the loss of each row."""
+    """Compute all losses at once; None where rows may share something."""
     if type(loss) not in _OF_ROWS or not (
         isinstance(output, Tensor) and isinstance(y, Tensor)
     ):
@@ -434,7 +437,7 @@ def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
     classes = is_classification(output, y)
     if not classes and (
         output.shape != y.shape
-        # Such a weight is not one for each row.
+        # Such a weight may differ between rows.
         or any(b.numel() > 1 and b.ndim >= output.ndim for b in loss.buffers())
     ):
         return None
@@ -483,7 +486,7 @@ def class_predictions(
 
 
 def _ignored(loss: Any, batch: Batch) -> np.ndarray:
-    """Return which rows have nothing but labels that the loss ignores."""
+    """Return which rows have only labels that the loss ignores."""
     label, y = ignored_label(loss), batch[1]
     if label is None or not isinstance(y, Tensor) or y.is_floating_point():
         return np.zeros(rows_in(batch), bool)
@@ -507,7 +510,7 @@ _ADD_TO_GRADIENT = (
 
 
 def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
-    """Return what weight decay and regularizers add to the loss, whatever the examples.
+    """Return the penalty that weight decay and regularizers add to any example's loss.
 
     Weight decay adds ``0.5 * weight_decay`` times the sum of squares of each group.
 
@@ -539,7 +542,7 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
             )
         squares = [p.detach().double().square().sum().item() for p in group["params"]]
         total += 0.5 * decay * sum(squares)
-    fresh = copied(model)  # it has not looked at any rows
+    fresh = copied(model)  # a model adds no activity penalties before it sees rows
     if isinstance(fresh, Penalised):
         with torch.no_grad():
             penalty = fresh.penalty()
@@ -560,7 +563,7 @@ class Keys:
     name: str | None = None  # of a list that was the column of a table
 
     def check(self, source: Source) -> None:
-        """Refuse keys in memory for data without order, or with other rows."""
+        """Refuse keys in memory for unordered data, or another number of rows."""
         if not isinstance(self.values, list):
             return
         if source.sequential:
@@ -573,7 +576,7 @@ class Keys:
             self.check_count(rows)
 
     def check_count(self, rows: float) -> None:
-        """Refuse another number of rows than there are keys in memory."""
+        """Refuse a number of rows other than that of the keys in memory."""
         if isinstance(self.values, list) and rows != len(self.values):
             raise DataError(
                 f"key must have one value for each row, got {len(self.values)} for "
@@ -626,7 +629,7 @@ class Keys:
 
 
 def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
-    """Split data into those without keys, and the keys; a bag keeps its pairs.
+    """Split data into data without keys and the keys; a bag keeps its pairs.
 
     Example:
         >>> keys_apart(np.zeros((2, 3)), "id")
@@ -721,19 +724,20 @@ def _take(values: Any, rows: list[int]) -> list[Any]:
 
 @dataclass(frozen=True)
 class WorstExample:
-    """One example, and what a model did on it.
+    """One example, its loss and its prediction.
 
     Attributes:
-        loss: Of a batch that has only it.
-        part: Where it came from: the URL of a file, or the name of a partition.
-        row: Its row there, from 0.
-        number: Its row in the whole data, from 0; None if they have no order.
-        key: That was given for it, or None.
+        loss: Loss of a batch of this example alone.
+        part: Origin: the URL of a file, or the name of a partition.
+        row: Row within the part, from 0.
+        number: Row within all data, from 0; None if the data have no order.
+        key: The key given for it, or None.
         label: A class index; None if the labels are not one class for each row.
-        predicted: The class with the largest output; None likewise.
-        probability: Of the label; None if the loss does not say what outputs are.
-        x: The row itself, arrays without the axis of rows, before any transform.
-        y: Its labels, likewise, or None.
+        predicted: The class with the largest output; None if `label` is.
+        probability: Probability of the label; None if the loss does not imply what the
+            outputs are.
+        x: The row as arrays without the axis of rows, before any transform.
+        y: Its labels in the same form, or None.
     """
 
     loss: float
@@ -753,9 +757,9 @@ class WorstExamples(Sequence[WorstExample]):
     """The worst examples, worst first; a sequence of `WorstExample`.
 
     Attributes:
-        examples: All of them.
-        rows: Of the data that were looked at.
-        classes: Names of the labels 0, 1, ... if there are names.
+        examples: The examples.
+        rows: Number of rows that were scored.
+        classes: Names of the labels 0, 1, ..., or None.
 
     Example:
         >>> found = WorstExample(2.5, "part 0", 3, number=3, label=1, predicted=0)
@@ -865,7 +869,7 @@ def _row(i: int, tree: Tree) -> Tree:
 
 
 def _worst(found: Sequence[Found], top: int) -> list[Found]:
-    """Return the so many worst ones, worst first."""
+    """Return the `top` worst ones, worst first."""
     in_order = sorted(found, key=lambda one: (one[0], one[1].row))
     losses = np.array([one.loss for _, one in in_order], dtype=np.float64)
     return [in_order[i] for i in _worst_first(losses)[:top].tolist()]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[np.float64]
 
-# Okabe and Ito's colors, which differ for every kind of eye, without yellow.
+# Okabe and Ito's colors, distinct for color-blind readers too, without yellow.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", "--")  # with the colors, enough for the curves that are named
 PALE, DARK = "#BBBBBB", "#555555"
@@ -53,7 +53,7 @@ def figure_of(pictures: "Sequence[Callable[[SubFigure], None]]") -> "Figure":
 
 
 def short(name: str, letters: int) -> str:
-    """Cut a name to so many letters."""
+    """Cut a name to a number of letters."""
     return name if len(name) <= letters else f"{name[: letters - 1]}…"
 
 
@@ -69,7 +69,7 @@ def draw_confusion(
     places = range(
         0, len(names), 1 if len(names) <= _COUNTED else -(-len(names) // _TICKS)
     )
-    # Matplotlib reads what is between dollars as mathematics.
+    # Matplotlib typesets text between dollars as mathematics.
     shown = [short(names[k], 12).replace("$", r"\$") for k in places]
     crowded = len(shown) > 12
     upright: dict[str, Any] = {"fontsize": "small" if crowded else "medium"}

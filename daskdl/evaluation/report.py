@@ -54,7 +54,7 @@ class Section:
 
 
 def decimals(value: float) -> str:
-    """Write a number with 4 decimals; "-" for one that is not defined.
+    """Write a number with 4 decimals; "-" for NaN.
 
     Example:
         >>> decimals(0.5), decimals(float("nan")), decimals(1e-7), decimals(123456.0)
@@ -93,7 +93,7 @@ def _aligned(table: Table) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Remove line breaks, tabs and what a terminal would obey."""
+    """Remove line breaks, tabs and control characters."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
@@ -148,7 +148,7 @@ _ERRORS = {"mse": "MSE", "mae": "MAE", "rmse": "RMSE", "r2": "R2", "pearson": "P
 
 
 def user_metrics(values: Values) -> Section:
-    """Report numbers by name, of metrics that only the user knows."""
+    """Report the user's own metrics by name."""
 
     def shown(value: Any) -> str:
         real = isinstance(value, numbers.Real)
@@ -160,7 +160,7 @@ def user_metrics(values: Values) -> Section:
 
 
 def classification(values: Values, names: tuple[str, ...]) -> Section:
-    """Report rates, confusion matrix and curves of classes; each row has one."""
+    """Report rates, confusion matrix and curves; each row has one class."""
     title = f"Classification: {len(names)} classes, {values['support'].sum()} labels"
     blocks = _class_blocks(title, values, names, "class", "with labels")
     if len(names) <= LIMIT:
@@ -171,7 +171,7 @@ def classification(values: Values, names: tuple[str, ...]) -> Section:
 
 
 def binary(values: Values, names: tuple[str, ...]) -> Section:
-    """Report rates at a threshold and curves of something that is there or not."""
+    """Report rates at a threshold and curves of a binary label."""
     matrix = values["confusion_matrix"]
     no, yes = matrix.sum(axis=1)
     blocks: list[Text | Table] = [
@@ -192,7 +192,7 @@ def binary(values: Values, names: tuple[str, ...]) -> Section:
 
 
 def multilabel(values: Values, names: tuple[str, ...]) -> Section:
-    """Report rates and curves of labels, of which a row may have any number."""
+    """Report rates and curves; a row may have any number of labels."""
     title = f"Multilabel: {len(names)} labels, {values['rows']} rows"
     blocks = _class_blocks(title, values, names, "label", "that occur")
     columns = {name: values[name] for name in _PER_CLASS}
@@ -251,7 +251,7 @@ def _class_blocks(
 
 
 def _remarks(remarks: Mapping[str, Any], names: Sequence[str]) -> Iterator[Text]:
-    """Yield a sentence for each remark that applies to any of the names."""
+    """Yield a sentence for each remark that applies to some of the names."""
     for remark, applies in remarks.items():
         which = [names[k] for k in np.flatnonzero(applies).tolist()]
         more = f" and {len(which) - LIMIT} more" if len(which) > LIMIT else ""
@@ -322,7 +322,7 @@ def regression(values: Values, names: tuple[str, ...]) -> Section:
 
 
 def calibration(values: Values, names: tuple[str, ...]) -> Section:
-    """Report how often predictions of each confidence are right."""
+    """Report the accuracy of predictions by confidence."""
     bins = [values[f"bin_{name}"] for name in ("count", "confidence", "accuracy")]
     edges = values["bin_edges"]
     rows = [
@@ -479,7 +479,7 @@ class Evaluation(dict[str, Any]):
 
 
 def _add_free(into: dict[str, Any], section: Section, values: Values) -> None:
-    """Add values; where a name is taken, it begins with the kind of the section."""
+    """Add values; a name that is taken gets the kind of its section as a prefix."""
     taken: Container[str] = set(into)
     for name, value in values.items():
         numbered = (f"{section.kind}_{n}_{name}" for n in itertools.count(2))

@@ -53,12 +53,12 @@ def rates(hits_K: Counts, predicted_K: Counts, support_K: Counts) -> dict[str, N
 
 
 def share(part: int, whole: int) -> float:
-    """Return a share of counted things; NaN of none."""
+    """Divide counts; NaN if `whole` is 0."""
     return int(part) / int(whole) if whole else math.nan
 
 
 def mean_of(values: Numbers, counted: NDArray[np.bool_]) -> float:
-    """Average those that count and are numbers; NaN if there are none."""
+    """Average the counted values that are not NaN; NaN if there are none."""
     counted = counted & ~np.isnan(values)
     return float(values[counted].mean()) if counted.any() else math.nan
 
@@ -66,8 +66,8 @@ def mean_of(values: Numbers, counted: NDArray[np.bool_]) -> float:
 def matthews(confusion_KK: Counts) -> float:
     """Compute Matthews' correlation coefficient.
 
-    It is 0 if labels or predictions are all the same, as scikit-learn's is; that of
-    torchmetrics is then 1 or -1.
+    It is 0 if all labels or all predictions are equal, as in scikit-learn; torchmetrics
+    then returns 1 or -1.
 
     Example:
         >>> matthews(np.array([[2, 0], [0, 3]])), matthews(np.array([[2, 0], [0, 0]]))
@@ -84,8 +84,8 @@ def matthews(confusion_KK: Counts) -> float:
     return (right * total - both) / math.sqrt(spread) if spread else 0.0
 
 
-POINTS = 101  # of a curve that is kept: more than a picture shows
-MASKED = -1  # in the place of a label that does not count
+POINTS = 101  # kept per curve: more than a picture shows
+MASKED = -1  # replaces a label that does not count
 
 
 class Steps(NamedTuple):
@@ -96,10 +96,10 @@ class Steps(NamedTuple):
 
 
 def steps_of(scores_N: Numbers, hit_N: NDArray[np.bool_]) -> Steps:
-    """Count at the scores there are; equal scores are one step.
+    """Count at each distinct score.
 
-    Steps in the middle of a straight line of the ROC curve are left out: they add
-    nothing to any area.
+    Steps inside a straight segment of the ROC curve are left out: they do not change
+    any area.
 
     Example:
         >>> steps_of(np.array([0.1, 0.9, 0.9]), np.array([False, True, False]))
@@ -118,7 +118,7 @@ def steps_of(scores_N: Numbers, hit_N: NDArray[np.bool_]) -> Steps:
 
 
 def _steps_of_each(scores: Any, targets: Any, columns: int) -> list[Steps]:
-    if not len(scores):  # no row has been seen
+    if not len(scores):  # no rows
         return [steps_of(np.zeros(0), np.zeros(0, bool))] * columns
     scores_NK = dim_zero_cat(scores).reshape(-1, columns).numpy()
     targets = dim_zero_cat(targets).numpy()
@@ -129,7 +129,9 @@ def _steps_of_each(scores: Any, targets: Any, columns: int) -> list[Steps]:
         counted = targets[:, k] != MASKED
         return steps_of(scores_NK[counted, k], targets[counted, k] == 1)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy sorts without the lock
+    with ThreadPoolExecutor(
+        os.cpu_count()
+    ) as pool:  # numpy sorts without Python's lock
         return list(pool.map(steps, range(columns)))
 
 
@@ -152,8 +154,7 @@ class LabelCurves(MultilabelPrecisionRecallCurve):
 class BinnedCurves(Metric):
     """Number of rows with a score between thresholds, of the class and of others.
 
-    Torchmetrics counts the same 40 times as slowly: it compares each score with each
-    threshold.
+    Torchmetrics is 40 times slower: it compares each score with each threshold.
     """
 
     full_state_update = False
@@ -198,7 +199,7 @@ def areas_and_curves(steps: list[Steps]) -> dict[str, Any]:
 
 
 def roc_area(steps: Steps) -> float:
-    """Compute the area below the ROC curve; NaN if there is one class only.
+    """Compute the area under the ROC curve; NaN with one class only.
 
     Example:
         >>> roc_area(steps_of(np.array([0.1, 0.9]), np.array([False, True])))
@@ -212,7 +213,7 @@ def roc_area(steps: Steps) -> float:
 
 
 def average_precision(steps: Steps) -> float:
-    """Weight precision at each threshold by what recall gains; NaN without a hit.
+    """Weight precision at each threshold by the gain in recall; NaN without a hit.
 
     Example:
         >>> average_precision(steps_of(np.array([0.1, 0.9]), np.array([True, False])))
@@ -263,9 +264,9 @@ def thinned(curve_2T: Numbers) -> Numbers:
 class ErrorSums(Metric):
     """Sums of labels, predictions and errors of each column, for all of regression.
 
-    By hand, since torchmetrics masks no single columns, takes labels for constant whose
-    squares sum to less than 1e-4, and loses digits where the mean of labels is far
-    above their spread. Sums here are of differences to a value near the mean.
+    Not torchmetrics, which cannot mask single columns, treats labels whose squares sum
+    to less than 1e-4 as constant, and loses digits where the mean of labels is far
+    above their spread. These sums are of differences to a value near the mean.
     """
 
     full_state_update = False
@@ -281,7 +282,7 @@ class ErrorSums(Metric):
 
     @override
     def update(self, predictions_NK: Tensor, labels_NK: Tensor) -> None:
-        """Add rows, both float64; a label that is NaN does not count."""
+        """Add rows, both float64; NaN labels do not count."""
         counted = ~torch.isnan(labels_NK)
         p = torch.where(counted, predictions_NK - self.predicted, 0)
         y = torch.where(counted, labels_NK - self.labels, 0)
@@ -292,10 +293,10 @@ class ErrorSums(Metric):
 
     @override
     def compute(self) -> tuple[Counts, dict[str, Numbers]]:
-        """Return counts, and errors, R2 and correlation, NaN where not defined.
+        """Return counts, and errors, R2 and correlation, NaN where undefined.
 
-        R2 of labels that are all the same is 1 if there is no error, else 0, as that
-        of scikit-learn and torchmetrics.
+        R2 of constant labels is 1 if there is no error, else 0, as in scikit-learn and
+        torchmetrics.
         """
         values = self.count.numpy()
         squared, absolute, y, yy, p, pp, py = self.sums.numpy()
@@ -324,8 +325,8 @@ def _spread(squares: Numbers, total: Numbers, count: Numbers) -> Numbers:
 class ReliabilityBins(Metric):
     """Counts of predictions by their confidence, in bins of the same width.
 
-    By hand, since torchmetrics keeps every confidence, and bins none of the classes.
-    A confidence on the edge of two bins is in the upper one, and 1 is in the last one.
+    Not torchmetrics, which keeps every confidence and does not bin per class. A
+    confidence on the edge of two bins is in the upper one, 1 in the last one.
     """
 
     full_state_update = False
@@ -355,7 +356,7 @@ class ReliabilityBins(Metric):
 
     @override
     def compute(self) -> dict[str, Any]:
-        """Return errors (K,), and what is in the bins (K, M), NaN of empty ones."""
+        """Return errors (K,), and values per bin (K, M), NaN for empty bins."""
         count, right = self.counts.numpy()
         confidence = self.confidences.numpy()
         with np.errstate(invalid="ignore"):  # 0/0 of an empty bin
@@ -372,9 +373,9 @@ class ReliabilityBins(Metric):
 
 
 class ExactMatch(Metric):
-    """Number of rows of which every label that is not masked is predicted right.
+    """Number of rows whose unmasked labels are all predicted correctly.
 
-    By hand, since torchmetrics takes a row with a masked label for wrong.
+    Not torchmetrics, which counts a row with a masked label as wrong.
     """
 
     full_state_update = False
@@ -388,7 +389,7 @@ class ExactMatch(Metric):
 
     @override
     def update(self, scores_NK: Tensor, labels_NK: Tensor) -> None:
-        """Count rows that are not all masked; masked scores are 0, below any."""
+        """Count rows with unmasked labels; masked scores are 0, below any threshold."""
         right = (scores_NK > self.threshold) == (labels_NK == 1)
         right_N = right.all(dim=1)[(labels_NK != MASKED).any(dim=1)]
         self.counts += torch.tensor([int(right_N.sum()), len(right_N)])

@@ -1,1 +1,1 @@
-"""What a model says to data, computed by all workers."""
+"""Predictions: for whole data sets, and for single calls."""

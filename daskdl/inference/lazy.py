@@ -1,7 +1,7 @@
 """Outputs of Dask collections: one task per partition, computed when asked for.
 
-Hides how examples of bags are told from rows and keys from labels, how a model reaches
-each worker once, and how outputs become arrays, dataframes, bags and lists again.
+Hides how examples and rows, keys and labels are distinguished, how a model is sent to
+each worker once, and how outputs become arrays, dataframes, bags and lists.
 """
 
 import copy
@@ -65,7 +65,7 @@ _NAMES = (str, bytes, uuid.UUID, datetime.date, np.datetime64)
 def is_keyed(example: Any) -> bool:
     """Whether an example is (key, x) or (key, (x, y)), rather than (x, y) or x.
 
-    Text, bytes, a UUID or a date is a key; so is a whole number before arrays, and a
+    Text, bytes, a UUID or a date is a key; so are an integer before arrays, and a
     tuple of these.
 
     Example:
@@ -119,7 +119,7 @@ class ExampleReader:
     keyed: bool | None  # None: not known yet
 
     def outputs(self, ask: Ask, value: Any, part: int) -> Any:
-        """Return a tree of outputs for rows, else a list: of pairs if keyed."""
+        """Return a tree of outputs for rows; for examples a list, of pairs if keyed."""
         if not (self.bag or isinstance(value, list)):
             return ask(iter([self.rows([value], part)]))
         name, examples, keys = f"part {part}", list(value), None
@@ -218,8 +218,8 @@ class _FirstRows:
 # ---- tasks
 
 
-# Dask warns about graphs above 10 MB, and while a scheduler reads a message of a
-# gigabyte it does nothing else.
+# Dask warns about graphs above 10 MB, and a scheduler that reads a message of a
+# gigabyte does nothing else meanwhile.
 BLOCK_BYTES = 4 * 2**20
 
 
@@ -342,7 +342,7 @@ def collection_of_examples(parts: list[Delayed], *, bag: bool) -> Any:
 def collection_of_arrays(
     parts: Sequence[Delayed], empty: Tree, rows: Sequence[float]
 ) -> Tree:
-    """Return a tree of ``dask.array`` with so many rows, or NaN, in each block."""
+    """Return a tree of ``dask.array`` with these numbers of rows, or NaN, per block."""
     leaves = enumerate(batching.leaves(empty))
     return batching.filled(empty, [_array(parts, i, x, rows) for i, x in leaves])
 

@@ -1,7 +1,7 @@
 """The replicas of a predictor: on the workers of a cluster, or threads of this process.
 
-Hides where they are, how they are reached, lost and replaced, and how all of them get
-another model. Whatever raises an OSError here means that a replica cannot be reached.
+Hides where they are, how they are reached, lost and replaced, and how their model is
+swapped. An OSError here means that a replica cannot be reached.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Outputs(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Any, rows: int) -> "Outputs":
-        """Return what a model returned, if it is a tree of tensors of so many rows."""
+        """Check that outputs are a tree of tensors with this many rows, and convert."""
         for leaf in batching.leaves(outputs):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
@@ -96,17 +96,18 @@ class Failure(NamedTuple):
         return cls(f"{name}{error}", "".join(traceback.format_exception(error)))
 
     def error(self, what: str) -> ModelError:
-        """Return the error for the caller, who did this."""
+        """Return the error to raise in the caller."""
         error = ModelError(f"{what}: {self.summary}")
         error.add_note(f"where it happened:\n{self.details}")
         return error
 
 
 class Replica(ABC):
-    """A model somewhere, which answers batches in the order in which they come.
+    """A model that answers batches in the order of their arrival.
 
-    All methods are called on one event loop, and raise OSError if it is gone. Only the
-    pool changes `version`, of the model in use, and `staged`, of the one sent last.
+    All methods are called on one event loop, and raise an OSError if the replica is
+    lost. Only the pool changes `version`, of the model in use, and `staged`, of the
+    model sent last.
     """
 
     place: str
@@ -129,11 +130,11 @@ class Replica(ABC):
         """Return the outputs for the rows of a batch, numpy arrays."""
 
     async def ping(self) -> None:  # noqa: B027  # not all need to
-        """Check that it is there, which also tells it that its client is."""
+        """Check that the replica is alive; also shows it that its client is."""
 
     @abstractmethod
     async def close(self, wait: bool) -> None:
-        """Leave nothing behind; wait until the last batch is done and memory free."""
+        """Leave nothing behind; `wait` for the last batch and for free memory."""
 
 
 class Host(ABC):
@@ -141,18 +142,18 @@ class Host(ABC):
 
     @abstractmethod
     async def places(self) -> list[str]:
-        """Return the places that are there now, in a fixed order.
+        """Return the places that exist now, in a fixed order.
 
-        OSError: unknown now; ChannelError: there will not be any more.
+        OSError: unknown now; ChannelError: there will be no more.
         """
 
     @abstractmethod
     def replica(self, place: str, number: int, sharing: int) -> Replica:
-        """Return a replica that is not open yet, one of so many sharing its place."""
+        """Return a replica that is not open yet; `sharing` replicas share a place."""
 
 
 async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
-    """Wait for something; after too long cancel it and raise a WaitTimeoutError."""
+    """Wait, at most for the bound; then cancel and raise a WaitTimeoutError."""
     task = asyncio.ensure_future(doing)
     try:
         await asyncio.wait({task}, timeout=bound.seconds)
@@ -160,7 +161,7 @@ async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
             raise WaitTimeoutError(f"{what} within {bound}")
         return task.result()
     finally:
-        task.cancel()  # also if nobody waits any more; one that is done stays so
+        task.cancel()  # also if the wait is cancelled; a finished task is not affected
 
 
 # ---- in one process
@@ -169,7 +170,7 @@ async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
 class ModelThread(Replica):
     """A model in this process, and the thread that computes with it.
 
-    Methods are called on one event loop; what takes time runs in the thread.
+    Methods are called on one event loop; the computations run in the thread.
     """
 
     place = "this process"
@@ -224,7 +225,7 @@ class ModelThread(Replica):
         def attempt() -> T | Failure:
             return function()
 
-        # asyncio cannot take every error from a thread: no StopIteration.
+        # asyncio cannot pass a StopIteration from a thread.
         future = self._executor.submit(lambda: guarded(attempt, Failure.of))
         return await asyncio.wrap_future(future)
 
@@ -301,7 +302,7 @@ class ReplicaServer:
     async def _answer(
         self, call: str, version: Natural, payload: Any, wait: bool
     ) -> Fields:
-        """Do what the client asks for; `Guard` refuses anybody else."""
+        """Answer a request of the client; `Guard` refuses malformed ones."""
         if self._model.closed and call in ("ask", "stage"):
             raise GoneError("the replica is closed")
         result: Outputs | Failure | None = None
@@ -328,7 +329,7 @@ class ReplicaServer:
         return {"result": None if result is None else wrap(result)}
 
     async def close(self) -> None:
-        """Stop; Dask calls it when the worker closes."""
+        """Stop; called by Dask when the worker closes."""
         self._timer.cancel()
         await self._model.close(wait=False)
 
@@ -354,7 +355,7 @@ async def start_server(*args: Any, dask_worker: Worker) -> None:
 
 
 class RemoteReplica(Replica):
-    """A replica on a worker, as its client sees it; used on the client's event loop."""
+    """The client's end of a replica on a worker; used on the client's event loop."""
 
     def __init__(
         self, client: Client, place: str, name: str, options: tuple[Any, ...]
@@ -441,18 +442,19 @@ class ClusterHost(Host):
 # ---- the pool
 
 
-LOOK_S = 0.5  # between looks at who is there: one small request of the scheduler
+LOOK_S = 0.5  # between two calls of `look`: one small request to the scheduler
 
 
 class ReplicaPool:
-    """As many replicas as were asked for, all with one model. Used on one event loop.
+    """A fixed number of replicas of one model. Used on one event loop.
 
     A lost replica is replaced where there is room. No place gets more than its share,
-    which is set at the start: the place of a worker that dies stays free until another
-    one comes, so that the others do not become slower for good.
+    which is set at the start: the place of a worker that dies stays free until a new
+    worker arrives, so that the other workers do not become slower permanently.
 
-    `ready` has the replicas that can be asked. `lost` is called with each that is lost,
-    `changed` when one has become ready, `ended` with an error if there will be no more.
+    `ready` lists the replicas that can be asked. `lost` is called with each lost
+    replica, `changed` when one becomes ready, `ended` with an error if there will be no
+    more.
     """
 
     ready: list[Replica]
@@ -478,7 +480,7 @@ class ReplicaPool:
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Start all of them; raises an OptionError if there is no place."""
+        """Start all replicas; raises an OptionError if there is no place."""
         places = await self._host.places()
         if not places:
             raise OptionError(
@@ -499,7 +501,7 @@ class ReplicaPool:
         """Leave no replica anywhere; see `Replica.close`."""
         if self._watching is not None:
             self._watching.cancel()
-        if self.starting:  # what is half open could not be closed
+        if self.starting:  # a half-open replica could not be closed
             await asyncio.wait(self.starting, timeout=self._timeouts.stop)
         for task in self.starting:
             task.cancel()
@@ -522,9 +524,9 @@ class ReplicaPool:
     # ---- models
 
     async def swap(self, model: PackedModel) -> None:
-        """Answer all later batches by another model, sent to all replicas beforehand.
+        """Send a model to all replicas, then answer all later batches with it.
 
-        Raises a ModelError if one of them cannot use it; the former one then stays.
+        Raises a ModelError if a replica cannot use it; all then keep the former model.
         """
         async with self._swapping:
             version = self._version + 1
@@ -532,17 +534,17 @@ class ReplicaPool:
                 self.ready, lambda replica: self._stage(replica, version, model)
             )
             if refusals:
-                await self._each(self.ready, self._use)  # which drops the other one
+                await self._each(self.ready, self._use)  # drops the staged model
                 raise next(iter(refusals.values()))
             self._version, self._model = version, model
             while behind := [r for r in self.ready if r.version != version]:
                 for replica, error in (await self._each(behind, self._update)).items():
-                    self.lose(replica, error)  # it came meanwhile
+                    self.lose(replica, error)  # it was started meanwhile
 
     async def _each(
         self, replicas: list[Replica], do: Callable[[Replica], Awaitable[None]]
     ) -> dict[Replica, ModelError]:
-        """Do something with each replica, and lose those that are gone."""
+        """Call a function with each replica, and lose those that cannot be reached."""
         asked = list(replicas)
         done = await asyncio.gather(*map(do, asked), return_exceptions=True)
         refusals = {}
@@ -556,8 +558,8 @@ class ReplicaPool:
         return refusals
 
     async def _update(self, replica: Replica) -> None:
-        """Let a replica use the current model, whatever it had."""
-        while replica.version != self._version:  # it may be swapped meanwhile
+        """Make a replica use the current model."""
+        while replica.version != self._version:  # the model may be swapped meanwhile
             if replica.staged != self._version:
                 await self._stage(replica, self._version, self._model)
             else:
@@ -577,7 +579,7 @@ class ReplicaPool:
         await within(replica.use(version), bound, what)
         replica.version = version
 
-    # ---- who is there
+    # ---- membership
 
     async def _start(self, place: str) -> None:
         replica = self._host.replica(place, next(self._numbers), self._sharing)
@@ -625,7 +627,7 @@ class ReplicaPool:
             self.ended(error)
 
     async def look(self) -> None:
-        """See which places are there, start missing replicas and ping the others."""
+        """Check which places exist, start missing replicas and ping the others."""
         bound = self._timeouts.bound("request")
         places = await within(self._host.places(), bound, "no answer of the scheduler")
         for replica in list(self.ready):

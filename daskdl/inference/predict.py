@@ -155,7 +155,7 @@ class OutputSpec(NamedTuple):
     dtype: torch.dtype
 
     def empty(self) -> np.ndarray:
-        """The outputs of no rows, with the dtype that numpy has for them."""
+        """Return outputs of no rows, with numpy's dtype for them."""
         return as_numpy(torch.empty((0, *self.shape), dtype=self.dtype))
 
 
@@ -215,8 +215,8 @@ def _shown(output: Any) -> str:
 class BatchPredictor:
     """Applies a model batch by batch; picklable.
 
-    Threads of a process that have the same one share the tensors of the model. If not
-    `exact`, outputs of each batch may have another shape, with as many axes.
+    Threads of a process share the tensors of the model. If not `exact`, the shape of
+    outputs may differ between batches, but not the number of axes.
     """
 
     model: PackedModel

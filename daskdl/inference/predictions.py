@@ -322,10 +322,10 @@ def _key(plain: Any) -> Any:
 
 
 class Predictions:
-    """What `predict` has written to a URL, a file for each part of the data.
+    """Predictions that `predict` has written to a URL, a file per part of the data.
 
-    Predictions for a ``dask.dataframe`` are Parquet files, which others can read too;
-    all else are files of safetensors.
+    Predictions for a ``dask.dataframe`` are Parquet files, readable by other tools; all
+    others are safetensors files.
 
     Args:
         url: The folder that was given as ``output``.
@@ -426,8 +426,8 @@ def write_predictions(
 ) -> Predictions:
     """Write the outputs of all parts, each on the worker that computes it.
 
-    See `lazy_outputs` for the arguments. Former predictions are an OptionError, unless
-    they are to be overwritten.
+    See `lazy_outputs` for the arguments. Raises an OptionError for former
+    predictions, unless `overwrite`.
     """
     form: Format
     parts: Sequence[Delayed] | None = None
@@ -474,7 +474,7 @@ def write_predictions(
 
 
 def _empty_folder(store: Store, overwrite: bool) -> None:
-    """Delete former predictions, finished or not, if they may be; other files stay."""
+    """Delete former predictions, finished or not, if allowed; other files stay."""
     if is_export(store.url, store.options):
         raise OptionError(f"there are batch files in {store.url}; give another URL")
     former = store.names(_PARTS)
@@ -485,7 +485,7 @@ def _empty_folder(store: Store, overwrite: bool) -> None:
             f"there are predictions in {store.url}; give overwrite=True to replace "
             "them, or another URL"
         )
-    store.delete([KIND.name])  # first, so that nobody begins to read
+    store.delete([KIND.name])  # first, so that no reader starts
     store.delete(former)
 
 
@@ -501,8 +501,8 @@ def _compute_and_write(
 def _write(store: Store, form: Format, part: int, value: Any) -> File:
     """Write a file, whose name has a checksum.
 
-    So if Dask computes a part twice, neither file damages the other. One that a worker
-    writes after the manifest, which does not list it, is never read by `Predictions`.
+    If Dask computes a part twice, neither file damages the other. `Predictions` ignores
+    files that are not in the manifest, such as those of a worker believed dead.
     """
     rows, content = form.encode(value)
     name = f"part-{part:06d}-{zlib.crc32(content):08x}.{form.suffix}"

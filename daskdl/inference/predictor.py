@@ -1,7 +1,7 @@
 """A predictor: calls from any thread wait in a bounded queue and leave in batches.
 
-Hides which calls share a batch, who asks which replica, and what becomes of calls whose
-batch fails or whose replica is lost.
+Hides which calls share a batch, which replica gets a batch, and how calls are retried
+when their batch fails or their replica is lost.
 """
 
 import asyncio
@@ -56,10 +56,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Call:
-    """Rows whose outputs somebody waits for, in memory of their own.
+    """A copy of the rows of one call, and the future of its outputs.
 
-    Calls of one `kind` may share a batch. One that has `begun`, as it has been with a
-    replica, cannot be cancelled.
+    Calls of one `kind` may share a batch. A call that has `begun`, because it was sent
+    to a replica, cannot be cancelled.
     """
 
     x: Tree
@@ -73,7 +73,7 @@ class Call:
 
     @classmethod
     def of(cls, x: Any, most: int) -> "Call":
-        """Check and copy the rows of a call, which may have so many.
+        """Check and copy the rows of a call, at most `most`.
 
         Example:
             >>> print(Call.of(np.zeros((3, 2), np.float32), 32))
@@ -101,13 +101,13 @@ class Call:
         return cls(copied, count, repr(kind), tensors, time.monotonic())
 
     def begin(self) -> bool:
-        """Whether it is still wanted; from now on it cannot be cancelled."""
+        """Return whether the call was not cancelled; from now on it cannot be."""
         if not self.begun:
             self.begun = self.answer.set_running_or_notify_cancel()
         return self.begun
 
     def separate(self) -> None:
-        """Let it go without others, as something went wrong with them."""
+        """Put the call into a batch of its own, after a failure with others."""
         self.kind = str(id(self))
 
     @override
@@ -120,7 +120,7 @@ class Call:
 
 
 def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
-    """Return each call's own outputs, in memory of their own."""
+    """Return the outputs of each call, in separate memory."""
     answers, start = [], 0
     for call in calls:
         own = batching.rows(outputs.tree, slice(start, start + call.rows))
@@ -138,9 +138,9 @@ def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
 class BatchQueue:
     """Calls that wait for a replica, in one line per kind, oldest first.
 
-    A batch is the beginning of a line, so that no call is overtaken by one of its kind.
-    It is due when no more fits in, or when its first call has waited for `wait_s`; the
-    oldest that is due leaves first. No clock, no event loop.
+    A batch is the beginning of a line, so that no call overtakes one of its kind. It is
+    due when it is full, or when its first call has waited for `wait_s`; the oldest due
+    batch leaves first. No clock, no event loop.
     """
 
     _lines: dict[str, deque[Call]]  # none of them is empty
@@ -173,7 +173,7 @@ class BatchQueue:
             self._calls += 1
 
     def room(self, rows: int) -> Future[None]:
-        """Return a future that is done when it is worth it to call `admit` again."""
+        """Return a future that is done when `admit` may succeed."""
         waiter: Future[None] = Future()
         with self._lock:
             if self._rows + rows > self._queue_limit:
@@ -183,7 +183,7 @@ class BatchQueue:
         return waiter
 
     def _release(self, calls: Iterable[Call]) -> None:
-        """Free the room of calls, unless they have been with a replica before."""
+        """Free the room of calls that no replica has had before."""
         left = [call.rows for call in calls if not call.begun]
         with self._lock:
             self._rows -= sum(left)
@@ -196,17 +196,17 @@ class BatchQueue:
     # ---- event loop
 
     def add(self, call: Call) -> None:
-        """Put a call that was admitted at the end of its line."""
+        """Put an admitted call at the end of its line."""
         self._lines.setdefault(call.kind, deque()).append(call)
 
     def put_back(self, calls: Sequence[Call]) -> None:
-        """Put calls that had left at the front of their line, in the same order."""
+        """Put calls back at the front of their line, in the same order."""
         for call in reversed(calls):
             call.came = -math.inf  # it is due
             self._lines.setdefault(call.kind, deque()).appendleft(call)
 
     def withdraw(self, call: Call) -> None:
-        """Remove a call that nobody wants any more, if it waits."""
+        """Remove a cancelled call, if it waits."""
         line = self._lines.get(call.kind, deque())
         if call in line:
             line.remove(call)
@@ -217,7 +217,7 @@ class BatchQueue:
     def take(
         self, now: float, *, full: bool = False, hurry: bool = False
     ) -> list[Call]:
-        """Remove the calls of the next batch that is due; or that is full, or any."""
+        """Remove the next batch: due, only a full one, or in a `hurry` any."""
         due = [
             line
             for line in self._lines.values()
@@ -308,7 +308,7 @@ class Dispatcher:
         self._send()
 
     async def drain(self, seconds: float) -> None:
-        """Answer all that wait, for so long, and accept nothing more."""
+        """Accept no more calls, and wait for the others at most this long."""
         self._closing = True
         self._send()
         idle = asyncio.ensure_future(self._idle.wait())
@@ -326,7 +326,7 @@ class Dispatcher:
     # ---- sending
 
     def _send(self) -> None:
-        """Give batches that are due to replicas that can take one more."""
+        """Send due batches to replicas that can take one more."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         idle = False
@@ -353,7 +353,7 @@ class Dispatcher:
             self._due = loop.call_later(wait_s, self._send)
 
     def _freest(self) -> Replica | None:
-        """Return the replica with the fewest batches, if it may have one more."""
+        """Return the replica with the fewest batches, if it can take one more."""
         replica = min(self._pool.ready, key=self._load, default=None)
         return replica if replica and self._load(replica) < AHEAD else None
 
@@ -367,7 +367,7 @@ class Dispatcher:
         outputs = await within(replica.ask(rows), bound, what)
         return outputs if isinstance(outputs, Failure) else answers_of(outputs, calls)
 
-    # ---- what came of it
+    # ---- outcomes
 
     def _asked(self, task: Asking) -> None:
         replica, calls = self._asking[task]
@@ -377,21 +377,21 @@ class Dispatcher:
         del self._asking[task]
         if task.cancelled() or isinstance(error, OSError):
             self._retry(calls, error)
-        elif error is not None:  # a fault of ours: nobody may wait for ever
+        elif error is not None:  # a bug in daskdl: no caller may wait forever
             self._fail(calls, error)
         elif not isinstance(outcome := task.result(), Failure):
             for call, answer in zip(calls, outcome, strict=True):
                 call.answer.set_result(answer)
         elif len(calls) == 1:
             self._fail(calls, outcome.error(f"the model failed on {calls[0]}"))
-        else:  # whichever of the calls it is, the others are answered
+        else:  # retried one by one, so that only the faulty call fails
             for call in calls:
                 call.separate()
             self._queue.put_back(calls)
         self._send()
 
     def _retry(self, calls: list[Call], error: BaseException | None) -> None:
-        """Let another replica answer, unless the calls are what ends replicas."""
+        """Retry calls on another replica, unless they have ended too many."""
         for call in calls:
             if call.losses > MOST_LOSSES:
                 lost = ReplicaError(
@@ -407,10 +407,10 @@ class Dispatcher:
                 # Each raises in a thread of its own, which adds to its traceback.
                 call.answer.set_exception(copy.copy(error))
 
-    # ---- of the pool
+    # ---- events of the pool
 
     def _lost(self, replica: Replica) -> None:
-        """Ask others what a lost replica was asked; it was at the oldest batch."""
+        """Retry the batches of a lost replica; it was computing the oldest."""
         asked = [(t, own) for t, (r, own) in self._asking.items() if r is replica]
         for task, _ in asked:
             task.cancel()
@@ -440,7 +440,7 @@ class Dispatcher:
         )
 
     def _end(self, error: BaseException) -> None:
-        """Fail all calls: nobody will answer."""
+        """Fail all calls."""
         self._failure = error
         asked = list(self._asking.items())
         self._asking.clear()
@@ -452,10 +452,10 @@ class Dispatcher:
         self._idle.set()
 
 
-# ---- the public face
+# ---- public
 
 
-LOOK_S = 1.0  # between looks at whether there is still somebody to wait for
+LOOK_S = 1.0  # between checks that the event loop still runs
 
 
 class Predictor:
@@ -578,7 +578,7 @@ class Predictor:
             if self._done(call.answer, deadline):
                 return call.answer.result()
         finally:
-            call.answer.cancel()  # if nobody waits any more; what is done stays so
+            call.answer.cancel()  # if the wait failed; no effect on a finished call
         raise _late(timeout_s)
 
     async def acall(self, x: Any, timeout_s: float | None = None) -> Any:
@@ -630,7 +630,7 @@ class Predictor:
         self._enter(call)
         return call.answer
 
-    # ---- what is done to it
+    # ---- swap and close
 
     def swap(self, model: nn.Module) -> None:
         """Answer by another model, without a pause.
@@ -715,12 +715,12 @@ class Predictor:
             raise RunError("the predictor's client is closed") from error
 
     def _run(self, doing: Coroutine[Any, Any, T]) -> T:
-        """Return what a coroutine returns, whose waits all have time-outs."""
+        """Run a coroutine, all of whose waits are bounded, and return its result."""
         future = asyncio.run_coroutine_threadsafe(doing, self._loop)
         try:
             return future.result()
         finally:
-            future.cancel()  # if this thread was interrupted; what is done stays so
+            future.cancel()  # if this thread was interrupted; no effect if done
 
     def _done(self, future: Future[Any], deadline: float | None) -> bool:
         """Wait in this thread; return whether the future is done by the deadline."""
@@ -742,7 +742,7 @@ def _late(timeout_s: float | None) -> WaitTimeoutError:
 
 
 def _check_elsewhere(loop: asyncio.AbstractEventLoop) -> None:
-    """Refuse to wait in the thread of this event loop, for its own work."""
+    """Refuse to block the thread of this event loop."""
     # What asyncio sets: `get_running_loop` raises where there is none.
     if asyncio._get_running_loop() is loop:
         raise RunError(
@@ -753,7 +753,7 @@ def _check_elsewhere(loop: asyncio.AbstractEventLoop) -> None:
 
 @contextlib.contextmanager
 def _loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    """Yield an event loop that runs in another thread meanwhile."""
+    """Yield an event loop that runs in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(
         target=loop.run_forever, name="daskdl-predictor-loop", daemon=True

@@ -1,1 +1,1 @@
-"""Predicts what the workers of a cluster would be worth, from costs measured here."""
+"""Predicts the speed of a cluster from costs measured on this machine."""

@@ -1,4 +1,4 @@
-"""Predicts how fast several workers train, from what a step costs one replica.
+"""Predicts how fast several workers train from the costs of a step of one replica.
 
 Hides how exchanges, requests, the link and shared cores add up to the length of a step.
 Pure: nothing is measured or sent.
@@ -109,7 +109,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on this machine.
+    """Costs measured on this machine.
 
     Attributes:
         alone: Costs of one process.
@@ -199,7 +199,7 @@ class Prediction:
 
 
 class _Traffic(NamedTuple):
-    """What one step of all replicas takes; seconds, except for `queue`."""
+    """Costs of one step of all replicas, in seconds, except for `queue`."""
 
     messages_s: float  # on each worker's event loop
     relay_s: float  # on the scheduler's event loop
@@ -314,7 +314,7 @@ def _traffic(
 def _bounds(
     master: GradientSharing, traffic: _Traffic, busy_s: float
 ) -> list[tuple[float, str]]:
-    """Return how long a step is at least, because of updates on their way."""
+    """Return lower bounds of a step's length due to updates in transit."""
     staleness, every = master.max_staleness, master.exchange_every
     if staleness is None:  # nobody waits; what is not carried is put off
         return []

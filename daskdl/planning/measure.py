@@ -1,7 +1,7 @@
 """Measures on this machine what a step, an exchange and a request cost one replica.
 
-Hides that a replica's exchange runs against a channel that returns its own updates, and
-that Dask workers measure, several at once where workers would share the machine.
+Hides the channel that returns a replica's own updates, and the Dask workers that
+measure, several at once where workers would share the machine.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ class LoopbackChannel(LocalChannel):
 
 @dataclass(frozen=True)
 class _Hastened(ThresholdAlgorithm):
-    """A rule each of whose changes is made several times over."""
+    """A rule that applies each of its changes several times."""
 
     rule: ThresholdAlgorithm
     changes: list[float] = field(default_factory=list)
@@ -116,7 +116,7 @@ class _Hastened(ThresholdAlgorithm):
 
     @property
     def moving(self) -> bool:
-        """Whether the threshold moves on: it changes, and not back again."""
+        """Whether the threshold still changes, without reversing."""
         if not self.changes:
             return True
         former, change = self.changes[-2:][0], self.changes[-1]
@@ -159,10 +159,10 @@ class StepBenchmark:
         )
 
     def _settle(self) -> None:
-        """Bring thresholds to where they are after some hundred exchanges.
+        """Bring thresholds to their values after some hundred exchanges.
 
-        First with steps. Where these take too long, the last one's movement is made
-        again and again, and taken back in the end; what it left in the residual stays.
+        Starts with steps. If these take too long, repeats the movement of the last step
+        and undoes it at the end; its residual stays.
         """
         rules = {p: _Hastened(rule) for p, rule in self._master.thresholds.items()}
         self._attach(dataclasses.replace(self._master, threshold=rules))
@@ -204,9 +204,9 @@ class StepBenchmark:
         return time.perf_counter()
 
     def _move(self) -> list[float]:
-        """Make an optimizer step; return when gradients and parameters were there."""
+        """Make an optimizer step; return the times of gradients and parameters."""
         x, y = self.spec.rows
-        # The same batch again would be learned by heart.
+        # The model would overfit a batch that is always the same.
         drawn = self._random.integers(0, len(x), len(x))
         loss = self._stepper.backward(
             [(torch.from_numpy(x[drawn]), torch.from_numpy(y[drawn]))]
@@ -254,8 +254,8 @@ class StepBenchmark:
         ):
             times.append(self.step())
         stats = self._exchange.stats()
-        # Means: medians leave out the pauses that others' work on the same cores makes,
-        # and the few exchanges that send something where most send nothing.
+        # Means: medians would hide pauses caused by other work on the same cores, and
+        # the few exchanges that send something where most send nothing.
         means = {n: float(np.mean([own[n] for own in times])) for n in times[0]}
         frame = np.zeros(max(1, round(means["update_bytes"])), np.uint8)
         requests = run_in_thread(
@@ -314,7 +314,7 @@ def _measured(benchmark: StepBenchmark) -> Costs:
 
 
 def _wait(client: Client, futures: Sequence[Future], timeout_s: float | None) -> None:
-    """Wait for all, or for the first error, which is raised."""
+    """Wait for all futures, or raise the first error."""
     for future in as_completed(futures, loop=client.loop, timeout=timeout_s):
         if future.status == "error":
             future.result()

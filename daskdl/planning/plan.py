@@ -1,6 +1,6 @@
-"""`daskdl.plan`: what workers would be worth, from a measurement on this machine.
+"""`daskdl.plan`: predicts the benefit of workers from a measurement on this machine.
 
-Hides what is measured for which numbers of workers, and how the advice is found.
+Hides what is measured for which numbers of workers, and how the advice is derived.
 """
 
 import dataclasses
@@ -259,7 +259,7 @@ def _rows(batch: Any) -> tuple[Any, Any]:
 
 
 def _measure(spec: Packed[BenchmarkSpec], workers_here: int) -> Measured:
-    """Measure alone, and with others if several workers share this machine."""
+    """Measure one process, and several if workers share this machine."""
     began = time.perf_counter()
     [alone] = measure(spec)
     took_s = time.perf_counter() - began
@@ -309,7 +309,7 @@ def advise(
         said = f"Pays up to {_as_fast(paying)}; then {cause}."
     remedies = []
     for kind in _changes(measured, master):
-        for how, changed, other in kind:  # the mildest that helps is enough
+        for how, changed, other in kind:  # the mildest change that helps is enough
             better = _paying([predict(changed, other, link, n) for n in workers])
             if better is not None and better.workers > now:
                 remedies.append(f"{better.workers} with {how}")
@@ -340,7 +340,7 @@ def _as_fast(row: Prediction) -> str:
     return f"{row.workers} workers, {row.speed:.2g} times as fast as one"
 
 
-Change = tuple[str, Measured, GradientSharing]  # how, and what it comes to
+Change = tuple[str, Measured, GradientSharing]  # its name, costs and master
 
 
 def _changes(measured: Measured, master: GradientSharing) -> Iterator[list[Change]]:
@@ -349,7 +349,12 @@ def _changes(measured: Measured, master: GradientSharing) -> Iterator[list[Chang
     for factor in LONGER:
         every = factor * master.exchange_every
         rarer = dataclasses.replace(master, exchange_every=every)
-        names = ("apply_s", "decode_s", "update_bytes", "density")  # all their entries
+        names = (
+            "apply_s",
+            "decode_s",
+            "update_bytes",
+            "density",
+        )  # of several updates in one
         costs = measured.scaled(**dict.fromkeys(names, factor))
         gathering.append((f"exchange_every={every}", costs, rarer))
         larger = measured.scaled(rows=factor, gradients_s=factor)

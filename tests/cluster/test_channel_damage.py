@@ -1,4 +1,4 @@
-"""What is not understood is refused and counted, and does no harm."""
+"""Unreadable requests and frames are refused and counted, and do no harm."""
 
 import math
 
@@ -12,67 +12,103 @@ from daskdl.config import VERSION
 from daskdl.errors import ChannelError
 from daskdl.training.replica import failure_of
 from tests.support.channels import (
-    GRID,
     RUN,
-    SIZE,
     a_run,
     frame_of,
     in_thread,
     item_of,
-    next_stamp,
+    lease,
     publish,
     totals,
-    two_workers,
+    workers,
 )
-from tests.support.run_states import of_one
+from tests.support.run_states import GRID, SIZE
 
-STAMP = codec.Stamp(RUN, origin=0, sequence=1, step=0)
 UPDATE = tuple(Message("update", 0, 1, 0, 0))
-GOOD = {"replica": 0, "messages": [], "progress": (0, 0, -1)}
-
-MALFORMED = {
-    "items that are a number": {"messages": 5},
-    "no items at all": {"messages": None},
-    "an item that is a number": {"messages": [5]},
-    "an item with missing fields": {"messages": [("update", 0, 1)]},
-    "an item with too many fields": {"messages": [(*UPDATE, None)]},
-    "a kind that does not exist": {"messages": [("nonsense", *UPDATE[1:])]},
-    "a sequence number that is text": {"messages": [("update", 0, "1", 0, 0, None)]},
-    "a negative size": {"messages": [("update", 0, 1, 0, -5, None)]},
-    "a good item before a bad one": {"messages": [UPDATE, ("update", 0, 1)]},
-    "an update of somebody else": {"messages": [("update", 1, 1, 0, 0, None)]},
-    "the word to stop": {"messages": [("stop", 0, 0, 0, 4, "stop")]},
-    "a loss": {"messages": [("failed", 0, 0, 0, 0, None)]},
-    "progress without an epoch": {"messages": [("progress", 0, 0, 0, 0, None)]},
-    "a replica that is no member": {"replica": 9},
-    "a replica that is a list": {"replica": [0]},
-    "a step that is text": {"progress": ["far", 0, -1]},
-    "a step without end": {"progress": [math.inf, 0, -1]},
-    "an interval that is nothing": {"progress": [1, 0, None]},
-    "no progress": {"progress": None},
-    "a field that does not exist": {"colour": "red"},
+GOOD = {
+    "publish": {"replica": 0, "messages": [], "progress": (0, 0, -1)},
+    "lease": {
+        "replica": 0,
+        "phase": "train",
+        "epoch": 0,
+        "finished": [],
+        "wait": False,
+    },
+    "barrier": {
+        "replica": 0,
+        "key": "end",
+        "payload": None,
+        "client_payload": b"",
+        "kind": "meet",
+    },
+    "fail": {"replica": 0, "failure": failure_of(RuntimeError("boom"), step=3)},
+    "join": {"replica": 0, "version": VERSION},
 }
+REFUSED = [
+    ("publish", {"messages": 5}),
+    ("publish", {"messages": None}),
+    ("publish", {"messages": [5]}),
+    ("publish", {"messages": [("update", 0, 1)]}),
+    ("publish", {"messages": [(*UPDATE, None)]}),
+    ("publish", {"messages": [("nonsense", *UPDATE[1:])]}),
+    ("publish", {"messages": [("update", 0, "1", 0, 0, None)]}),
+    ("publish", {"messages": [("update", 0, 1, 0, -5, None)]}),
+    ("publish", {"messages": [UPDATE, ("update", 0, 1)]}),
+    ("publish", {"messages": [("update", 1, 1, 0, 0, None)]}),  # of another origin
+    ("publish", {"messages": [("stop", 0, 0, 0, 4, "stop")]}),
+    ("publish", {"messages": [("failed", 0, 0, 0, 0, None)]}),
+    ("publish", {"messages": [("progress", 0, 0, 0, 0, None)]}),
+    ("publish", {"progress": ["far", 0, -1]}),
+    ("publish", {"progress": [math.inf, 0, -1]}),
+    ("publish", {"progress": [1, 0, None]}),
+    ("publish", {"progress": None}),
+    ("publish", {"colour": "red"}),
+    ("lease", {"phase": "nonsense"}),
+    ("lease", {"epoch": [0]}),
+    ("lease", {"epoch": -1}),
+    ("lease", {"finished": [{}]}),
+    ("lease", {"finished": [1]}),
+    ("join", {"version": "0.0"}),
+    *((name, {"replica": other}) for name in GOOD for other in (9, [0])),
+]
 
 
-@pytest.mark.parametrize("wrong", MALFORMED.values(), ids=MALFORMED)
-@two_workers()
-async def test_a_malformed_publish_is_refused_and_a_good_one_still_arrives(
-    c, s, a, b, wrong
+@pytest.mark.parametrize(("operation", "wrong"), REFUSED, ids=repr)
+@workers(2)
+async def test_an_invalid_request_is_refused_and_changes_nothing(
+    c, s, a, b, operation, wrong
 ):
-    async with a_run(c, s, a, b) as run:
-        answer = await run.ask("daskdl_publish", run=RUN, **{**GOOD, **wrong})
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
+        fields = {**GOOD[operation], **wrong}
+        answer = await run.ask(f"daskdl_{operation}", run=RUN, **fields)
 
         assert answer["status"] == "refused"
-        assert answer["reason"].startswith("handle_publish: ")
+        assert answer["reason"].startswith(f"handle_{operation}: ")
         assert run.record.refused == 1
+        assert run.record.stopped is None
         assert publish(run.channels[0], 5)
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
         assert run.channels[1].drain().updates[0].entries_K.tolist() == [5]
-        assert run.record.stopped is None
+        assert await lease(run.channels[1]) == (0, "p")
 
 
-@two_workers()
-async def test_who_was_given_up_publishes_to_nobody_and_is_told(c, s, a, b):
+@pytest.mark.parametrize("operation", ["publish", "lease", "barrier", "fail"])
+@workers(2)
+async def test_a_lost_replica_is_told_so_and_changes_nothing(c, s, a, b, operation):
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
+        run.lose(1)
+
+        fields = {**GOOD[operation], "replica": 1}
+        answer = await run.ask(f"daskdl_{operation}", run=RUN, **fields)
+
+        assert answer["status"] == "unknown"
+        assert "replica 1 is not a member any more" in answer["reason"]
+        assert (run.record.refused, run.record.stopped) == (0, None)
+        assert await lease(run.channels[0]) == (0, "p")
+
+
+@workers(2)
+async def test_a_replica_that_was_given_up_has_to_stop(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         channel = run.channels.pop(1)
         run.live.lose(1, "cut off")
@@ -81,86 +117,11 @@ async def test_who_was_given_up_publishes_to_nobody_and_is_told(c, s, a, b):
 
         with pytest.raises(Stopped, match="replica 1 is not a member any more"):
             await in_thread(channel.wait_for_updates, {0: 1})
-        assert run.record.refused == 0
         assert totals(run.channels[0].drain()) == [0] * SIZE
         await in_thread(channel.leave)
 
 
-REQUESTS = {
-    "lease": (
-        "daskdl_lease",
-        {"phase": "train", "epoch": 0, "finished": [], "wait": False},
-    ),
-    "gather": (
-        "daskdl_barrier",
-        {"key": "end", "payload": None, "client_payload": b"", "kind": "meet"},
-    ),
-    "fail": ("daskdl_fail", {"failure": failure_of(RuntimeError("boom"), step=3)}),
-}
-
-
-@pytest.mark.parametrize(("operation", "fields"), REQUESTS.values(), ids=REQUESTS)
-@pytest.mark.parametrize("replica", [9, 1, [1]], ids=["never there", "lost", "list"])
-@two_workers()
-async def test_only_a_member_can_ask_for_something(
-    c, s, a, b, replica, operation, fields
-):
-    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
-        run.vanish(1)
-        run.live.lose(1, "cut off")
-
-        answer = await run.ask(operation, run=RUN, replica=replica, **fields)
-
-        lost = replica == 1
-        assert answer["status"] == ("unknown" if lost else "refused")
-        assert "is not a member" in answer["reason"] or replica == [1]
-        assert run.record.refused == (0 if lost else 1)
-        assert run.record.stopped is None
-        assert of_one(await in_thread(run.channels[0].lease, "train", 0, [])) == (
-            0,
-            "p",
-        )
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"phase": "nonsense", "epoch": 0, "finished": [], "wait": False},
-        {"phase": "train", "epoch": [0], "finished": [], "wait": False},
-        {"phase": "train", "epoch": -1, "finished": [], "wait": False},
-        {"phase": "train", "epoch": 0, "finished": [{}], "wait": False},
-        {"phase": "train", "epoch": 0, "finished": [1], "wait": False},
-    ],
-    ids=["phase", "epoch", "no epoch", "no piece", "list"],
-)
-@two_workers()
-async def test_a_malformed_lease_takes_no_piece(c, s, a, b, fields):
-    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
-        answer = await run.ask("daskdl_lease", run=RUN, replica=0, **fields)
-
-        assert answer["status"] == "refused"
-        assert run.record.refused == 1
-        assert of_one(await in_thread(run.channels[1].lease, "train", 0, [])) == (
-            0,
-            "p",
-        )
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"replica": 0, "version": "0.0"}, "the worker has daskdl 0.0, the scheduler"),
-        ({"replica": 9, "version": VERSION}, "no replica 9 in this run"),
-    ],
-    ids=["version", "replica"],
-)
-@two_workers()
-async def test_who_cannot_take_part_is_told_why(c, s, a, b, fields, reason):
-    async with a_run(c, s, a, b) as run:
-        answer = await run.ask("daskdl_join", run=RUN, **fields)
-
-        assert answer["status"] == "refused"
-        assert reason in answer["reason"]
+STAMP = codec.Stamp(RUN, origin=0, sequence=1, step=0)
 
 
 def flipped(frame):
@@ -170,36 +131,26 @@ def flipped(frame):
     return damaged
 
 
-def offgrid():
-    entries_K = np.array([1], np.int32)
-    return codec.encode(STAMP, SIZE, 1.5 * GRID, entries_K)
-
-
 DAMAGED = {
     "random bytes": np.random.default_rng(0).integers(0, 256, 200, np.uint8),
     "a frame cut short": frame_of(STAMP, 1, 2)[:-1],
     "a flipped bit": flipped(frame_of(STAMP, 1, 2)),
     "another run": frame_of(STAMP._replace(run=8), 1),
     "another size": frame_of(STAMP, 1, size=SIZE + 1),
-    "a threshold off the grid": offgrid(),
+    "a threshold off the grid": frame_of(STAMP, 1, count=1.5),
     "another origin in its stamp": frame_of(STAMP._replace(origin=1), 1),
     "another sequence in its stamp": frame_of(STAMP._replace(sequence=2), 1),
-    "counts of another grid": codec.encode_dense(
-        STAMP, 2 * GRID, np.ones(SIZE, np.int32)
-    ),
+    "another grid": codec.encode_dense(STAMP, 2 * GRID, np.ones(SIZE, np.int32)),
 }
 
 
 @pytest.mark.parametrize("frame", DAMAGED.values(), ids=DAMAGED)
-@two_workers()
+@workers(2)
 async def test_a_damaged_frame_is_refused_and_a_good_one_still_arrives(
     c, s, a, b, frame
 ):
     async with a_run(c, s, a, b) as run:
-        stamp = next_stamp(run.channels[0], 0)
-        assert stamp == STAMP
-
-        answer = await run.deliver(1, item_of(stamp, frame))
+        answer = await run.deliver(1, item_of(STAMP, frame))
 
         assert answer == {"status": "ok", "accepted": 1}
         assert run.channels[1].stats().refused == 1
@@ -210,43 +161,31 @@ async def test_a_damaged_frame_is_refused_and_a_good_one_still_arrives(
 
 
 @pytest.mark.parametrize(
-    "items", [[5], [("update", 0)], [("progress", 0, 0, 0, 0, None)]], ids=repr
-)
-@two_workers()
-async def test_a_malformed_delivery_is_refused_and_counted(c, s, a, b, items):
-    async with a_run(c, s, a, b) as run:
-        answer = await run.deliver(1, *items)
-
-        assert answer["status"] == "refused"
-        assert run.channels[1].stats().refused == 1
-        assert publish(run.channels[0])
-        await in_thread(run.channels[1].wait_for_updates, {0: 1})
-
-
-@pytest.mark.parametrize(
-    ("run_id", "replica", "status"),
+    ("fields", "status"),
     [
-        (8, 1, "unknown"),
-        (RUN, 0, "unknown"),
-        (RUN, [1], "refused"),
-        ("7", 1, "refused"),
+        ({"messages": [5]}, "refused"),
+        ({"messages": [("update", 0)]}, "refused"),
+        ({"messages": [("progress", 0, 0, 0, 0, None)]}, "refused"),
+        ({"run": 8}, "unknown"),
+        ({"replica": 0}, "unknown"),
+        ({"replica": [1]}, "refused"),
+        ({"run": "7"}, "refused"),
     ],
     ids=repr,
 )
-@two_workers()
-async def test_a_delivery_for_nobody_here_is_counted(
-    c, s, a, b, run_id, replica, status
-):
+@workers(2)
+async def test_an_invalid_delivery_is_refused_and_counted(c, s, a, b, fields, status):
     async with a_run(c, s, a, b) as run:
         answer = await s.rpc(b.address).daskdl_deliver(
-            run=run_id, replica=replica, messages=[]
+            **{"run": RUN, "replica": 1, "messages": [], **fields}
         )
 
         assert answer["status"] == status
-        assert run.worker_plugin(1).refused + run.channels[1].stats().refused == 1
+        plugin = b.extensions["daskdl-channel"]
+        assert plugin.refused + run.channels[1].stats().refused == 1
 
 
-@two_workers()
+@workers(2)
 async def test_a_replica_learns_that_the_scheduler_has_no_plugin(
     c, s, a, b, monkeypatch
 ):

@@ -1,7 +1,4 @@
-"""Replicas that are lost, leave, fail or say nothing, and the run they were in.
-
-Pieces that others take over, or that are lost, over Dask.
-"""
+"""Replicas that fail, leave or fall silent, and parts that are lost, over Dask."""
 
 import asyncio
 import re
@@ -13,108 +10,102 @@ from daskdl import codec
 from daskdl.channel.base import Stopped
 from tests.support.channels import (
     EITHER,
-    GRID,
-    PATIENCE_S,
-    SIZE,
+    RUN,
     a_run,
     begin,
     bounds,
     in_thread,
-    next_stamp,
+    lease,
     publish,
-    three_workers,
-    two_workers,
+    workers,
 )
-from tests.support.run_states import of_one
+from tests.support.run_states import GRID, SIZE
 
 
 @EITHER
-@three_workers()
-async def test_a_lost_worker_ends_nobody_elses_wait(c, s, *workers, routing):
-    async with a_run(
-        c, s, *workers, pieces={"train": ("p", "q")}, routing=routing, fan_out=1
-    ) as run:
+@workers(3)
+async def test_a_lost_worker_ends_no_wait_and_its_lease_is_repeated(
+    c, s, *workers, routing
+):
+    parts = {"train": ("p", "q")}
+    async with a_run(c, s, *workers, pieces=parts, routing=routing) as run:
         assert publish(run.channels[2], 3)
-        assert of_one(await in_thread(run.channels[2].lease, "train", 0, [])) == (
-            0,
-            "p",
-        )
+        assert await lease(run.channels[2]) == (0, "p")
         await in_thread(run.channels[0].wait_for_updates, {2: 1})
-        gathers = [begin(run.channels[r].barrier, "end", {"from": r}) for r in (0, 1)]
+        meeting = [begin(run.channels[r].barrier, "end", r) for r in (0, 1)]
         run.vanish(2)
 
         await workers[2].close()
 
-        for gathered in await asyncio.gather(*gathers):
-            assert gathered.payloads == {0: {"from": 0}, 1: {"from": 1}}
-            assert gathered.gone.keys() == {2}
-            assert routing == "mesh" or gathered.gone == {2: 1}
+        for met in await asyncio.gather(*meeting):
+            assert met.payloads == {0: 0, 1: 1}
+            assert met.gone.keys() == {2}
+            assert routing == "mesh" or met.gone == {2: 1}
         await in_thread(run.channels[1].wait_for_updates, {2: 1})
         events = await run.events()
-        while len(events) < 2:  # Dask may remove the worker after we give it up
+        while len(events) < 2:  # Dask may remove the worker later
             events += await run.events()
         lost, removed = sorted(events, key=lambda event: event["kind"])
         assert removed == {"kind": "removed", "replica": 2}
         assert (lost["kind"], lost["replica"]) == ("lost", 2)
         assert lost["summary"].startswith(f"lost replica 2 on {workers[2].address}")
-        again = [await in_thread(run.channels[0].lease, "train", 0, [])]
-        again += [await in_thread(run.channels[0].lease, "train", 0, [])]
-        assert [of_one(piece) for piece in again] == [(1, "q"), (0, "p")]
+        again = [await lease(run.channels[0]) for _ in range(2)]
+        assert again == [(1, "q"), (0, "p")]
         assert run.record.leases["train"].repeated == 1
 
 
 @EITHER
-@two_workers()
+@workers(2)
 async def test_a_run_without_replicas_is_stopped(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
         for replica, worker in enumerate((a, b)):
             run.vanish(replica)
             await worker.close()
 
-        await run.live.until(lambda: False, PATIENCE_S)  # it is stopped
+        await run.until(lambda: False)  # it is stopped
         kinds = [event["kind"] for event in await run.events()]
-        # Nobody may be left to confirm that a replica is removed.
+        # No replica may be left to confirm that one is removed.
         kinds = [kind for kind in kinds if kind != "removed"]
         assert kinds == ["lost", "lost", "failed", "stopped"]
         assert run.record.stopped.startswith("no replica is left: lost replica")
 
 
 @EITHER
-@two_workers()
+@workers(2)
 async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
         leaver = run.channels.pop(1)
         waiting = begin(leaver.barrier, "end", None)
-        await run.live.until(lambda: bool(run.record.barriers), PATIENCE_S)
+        await run.until(lambda: bool(run.record.barriers))
+        counts_N = np.arange(SIZE, dtype=np.int32)
+
+        def encode(stamp):
+            return codec.encode_dense(stamp, GRID, counts_N)
 
         closing = asyncio.ensure_future(b.close())
         with pytest.raises(Stopped, match="its worker closes"):
             await waiting
         assert leaver.closing
-        stamp = next_stamp(leaver, 4)
-        frame = codec.encode_dense(stamp, GRID, np.arange(SIZE, dtype=np.int32))
-        await in_thread(leaver.publish, lambda _: frame, stamp.step, force=True)
+        await in_thread(leaver.publish, encode, 4, force=True)
         await in_thread(leaver.leave)
-        await asyncio.wait_for(closing, PATIENCE_S)
+        await asyncio.wait_for(closing, 20)
 
         await in_thread(run.channels[0].wait_for_updates, {1: 1})
         (update,) = run.channels[0].drain().updates
-        assert update.counts_N.tolist() == list(range(SIZE))
+        assert update.counts_N.tolist() == counts_N.tolist()
         assert run.record.members.gone.keys() == {1}
         assert routing == "mesh" or run.record.members.gone == {1: 1}
-        assert (await in_thread(run.channels[0].barrier, "end", 0)).payloads.keys() == {
-            0,
-            1,
-        }
+        met = await in_thread(run.channels[0].barrier, "end", 0)
+        assert met.payloads.keys() == {0, 1}
 
 
 @EITHER
-@two_workers()
-async def test_a_silent_replica_is_given_up_and_named(c, s, a, b, routing):
+@workers(2)
+async def test_a_silent_replica_is_removed_and_named(c, s, a, b, routing):
     async with a_run(c, s, a, b, timeouts=bounds(silence=2.0), routing=routing) as run:
         waiting = begin(run.channels[0].barrier, "end", None)
 
-        run.link(1).stop_sending()  # it is there, and says nothing any more
+        run.link(1).stop_sending()
 
         assert (await waiting).gone == {1: 0}
         (lost,) = await run.events()
@@ -126,35 +117,25 @@ async def test_a_silent_replica_is_given_up_and_named(c, s, a, b, routing):
         )
 
 
-@EITHER
-@two_workers()
-async def test_a_piece_that_was_lost_is_asked_for_under_its_new_key(
-    c, s, a, b, routing
-):
-    async with a_run(c, s, a, b, pieces={"train": ("p",)}, routing=routing) as run:
-        await in_thread(run.channels[0].lease, "train", 0, [])
-        waiting = begin(run.channels[0].missing, "train", 0, "p")
-
-        (missing,) = await run.events()
-        assert missing.pop("kind") == "missing"
-        assert missing.pop("worker") == a.address
-        assert missing == {"phase": "train", "part": 0, "key": "p", "avoid": ()}
-        await run.ask("daskdl_restore", run=7, phase="train", part=0, key="again")
-
-        assert await waiting == "again"
-
-
-@two_workers()
-async def test_a_piece_that_only_takes_its_time_stays_as_it_is(c, s, a, b):
+@workers(2)
+async def test_a_part_is_lost_with_a_hanging_worker_and_gets_a_new_key(c, s, a, b):
     data = await c.scatter({"daskdl-p": 1}, workers=[b.address])
-    async with a_run(c, s, a, b, pieces={"train": tuple(data)}) as run:
-        asked = (run.channels[0].missing, "train", 0, "daskdl-p")
+    async with a_run(c, s, a, b, pieces={"train": (*data, "gone")}) as run:
+        missing = run.channels[0].missing
 
-        assert await in_thread(*asked) == "daskdl-p"
+        assert await in_thread(missing, "train", 0, "daskdl-p") == "daskdl-p"
 
         run.live.hanging.add(b.address)
-        waiting = begin(*asked)
-        (missing,) = await run.events()
-        assert missing["avoid"] == (b.address,)
-        await run.ask("daskdl_restore", run=7, phase="train", part=0, key="again")
-        assert await waiting == "again"
+        for part, key in enumerate(("daskdl-p", "gone")):
+            waiting = begin(missing, "train", part, key)
+            (event,) = await run.events()
+            assert event == {
+                "kind": "missing",
+                "phase": "train",
+                "part": part,
+                "key": key,
+                "worker": a.address,
+                "avoid": (b.address,),
+            }
+            await run.ask("daskdl_restore", run=RUN, phase="train", part=part, key="x")
+            assert await waiting == "x"

@@ -1,4 +1,4 @@
-"""What an inbox takes in, what ends its waits, and what is drained from it."""
+"""The inbox of a replica: what it accepts, what ends its waits, and what is drained."""
 
 import concurrent.futures
 import dataclasses
@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl import codec
-from daskdl.channel.inbox import UPDATE_BYTES, Inbox, Peers, ReceivedSet
-from daskdl.channel.leasing import RunSpec
+from daskdl.channel.inbox import UPDATE_BYTES, Peers, ReceivedSet
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.channel.protocol import ChannelSpec, MessageKind, PeerProgress
+from daskdl.channel.protocol import MessageKind, PeerProgress
 from tests.support.run_states import (
     GRID,
     SIZE,
-    TIMEOUTS,
+    SPEC,
     control,
-    extents,
     filled,
     item_of,
+    plan_of,
+    put,
     sparse,
 )
 
@@ -32,37 +32,16 @@ def steps(inbox):
     return {origin: p.step for origin, p in inbox.peers.progress.items()}
 
 
-def put(inbox, origin, sequence, step=None):
-    update = sparse(origin, sequence, [1], step=step)
-    return inbox.put(item_of(update), update)
-
-
 class TestBarrier:
-    def test_holding_takes_in_nothing_but_what_all_settled_on(self):
-        inbox = filled(sparse(1, 1, [1]))
+    def test_held_back_is_what_was_neither_received_nor_agreed_on(self):
+        inbox = filled((1, 1))
 
         assert inbox.hold([]) == {1: (1, ())}
         inbox.barrier.open({1: (2, ())})
 
+        messages = [item_of(sparse(1, sequence, [1])) for sequence in (1, 2, 3)]
+        assert [inbox.holds_back(m) for m in messages] == [False, False, True]
         assert [put(inbox, 1, sequence) for sequence in (2, 3)] == [True, False]
-        assert inbox.holds_back(item_of(sparse(1, 3, [1])))
-
-    def test_what_was_received_or_may_come_now_is_not_asked_for_again(self):
-        inbox = filled(sparse(1, 1, [1]))
-        inbox.hold([])
-        inbox.barrier.open({2: (1, ())})
-
-        items = [item_of(sparse(*key, [1])) for key in ((1, 1), (2, 1), (1, 2))]
-
-        assert [inbox.holds_back(item) for item in items] == [False, False, True]
-
-    def test_a_second_copy_is_not_taken_in(self):
-        inbox = filled(sparse(1, 1, [1]), sparse(1, 2, [2]))
-
-        assert not put(inbox, 1, 1)
-
-        assert len(inbox.pending.take()[0]) == 2
-        assert inbox.received_bytes == 2 * 64
 
     def test_afterwards_only_failed_replicas_are_kept_out(self):
         inbox = filled()
@@ -73,59 +52,63 @@ class TestBarrier:
         assert [put(inbox, origin, 1) for origin in (1, 7)] == [True, False]
         assert not inbox.holds_back(item_of(sparse(7, 1, [1])))
 
-    def test_a_snapshot_takes_the_place_of_what_waits(self):
-        inbox = filled(sparse(1, 1, [1]), sparse(1, 2, [2]), limit_bytes=0)
 
-        inbox.begin({1: (5, (7,))}, GRID / 2)
-        put(inbox, 1, 6)
+def test_a_second_copy_is_dropped():
+    inbox = filled((1, 1), (1, 2))
 
-        assert inbox.received.by_origin() == {1: (7, ())}
-        assert inbox.pending.take()[1][:2].tolist() == [2, 0]
+    assert not put(inbox, 1, 1)
+
+    assert len(inbox.pending.take()[0]) == 2
+    assert inbox.received_bytes == 2 * 64
+
+
+def test_a_snapshot_replaces_pending_updates():
+    inbox = filled((1, 1), (1, 2), limit_bytes=0)
+
+    inbox.begin({1: (5, (7,))}, GRID / 2)
+    put(inbox, 1, 6)
+
+    assert inbox.received.by_origin() == {1: (7, ())}
+    assert inbox.pending.take()[1][:2].tolist() == [2, 0]
+
+
+def test_updates_in_a_snapshot_are_not_received_again():
+    received = ReceivedSet({0: (2, (4,)), 1: [3, []]})  # lists as from the wire
+
+    assert [received.accept(0, s) for s in (1, 2, 4, 3)] == [False] * 3 + [True]
+    assert received.by_origin() == {0: (4, ()), 1: (3, ())}
 
 
 class TestProgress:
-    def test_a_step_counts_when_no_update_before_it_is_missing(self):
-        inbox = Inbox(SIZE, GRID, 10**9, in_order=False)
-        put(inbox, 1, 1, step=1)
-        put(inbox, 1, 3, step=3)
+    def test_a_step_counts_once_no_earlier_update_is_missing(self):
+        inbox = filled((1, 1), (1, 3), in_order=False)
         assert steps(inbox) == {1: 1}
         assert inbox.received.behind({1: 3}) == {1: [2]}
 
-        put(inbox, 1, 2, step=2)
+        put(inbox, 1, 2)
 
         assert steps(inbox) == {1: 3}
 
-    def test_or_when_a_snapshot_contains_those_updates(self):
-        inbox = Inbox(SIZE, GRID, 10**9, in_order=False)
-        inbox.note(control(MessageKind.PROGRESS, 1, 9, payload=0)._replace(sequence=4))
+    def test_or_once_a_snapshot_contains_those_updates(self):
+        inbox = filled(in_order=False)
+        inbox.note(control(MessageKind.PROGRESS, 1, 9, payload=0, sequence=4))
         assert steps(inbox) == {}
 
         inbox.begin({1: (4, ())}, GRID)
 
         assert steps(inbox) == {1: 9}
 
-    def test_a_late_message_takes_nothing_back(self):
-        inbox = Inbox(SIZE, GRID, 10**9, in_order=False)
-        for sequence in (1, 2):
-            put(inbox, 1, sequence)
-        inbox.announce(1, PeerProgress(9, 4))  # those updates are under way
-
-        inbox.announce(1, PeerProgress(1, 1))
-
-        assert steps(inbox) == {1: 2}
-
-    def test_a_step_whose_updates_are_here_counts_though_a_later_one_is_announced(self):
-        inbox = Inbox(SIZE, GRID, 10**9, in_order=False)
+    def test_a_received_step_counts_though_a_later_one_is_announced(self):
+        inbox = filled(in_order=False)
         inbox.announce(1, PeerProgress(9, 4))
 
         put(inbox, 1, 1)
+        inbox.announce(1, PeerProgress(0, 0))  # a late message
 
         assert steps(inbox) == {1: 1}
 
     def test_a_failed_replica_has_none_any_more(self):
-        inbox = filled()
-        for origin in (1, 2):
-            inbox.announce(origin, PeerProgress(0))
+        inbox = filled((1, 1), (2, 1))
         inbox.note(control(MessageKind.FAILED, 1, 3))
 
         for origin in (1, 2):
@@ -133,13 +116,13 @@ class TestProgress:
 
         assert steps(inbox) == {2: 6}
 
-    def test_the_last_of_each_is_described_with_its_age(self):
+    def test_the_last_announcement_of_each_is_described_with_its_age(self):
         now = 10.0
         peers = Peers(clock=lambda: now)
         peers.announce(2, PeerProgress(5, 1))
         peers.announce(1, PeerProgress(7, 4))
         now = 12.0
-        peers.announce(1, PeerProgress(7, 4))  # says nothing new
+        peers.announce(1, PeerProgress(7, 4))  # nothing new
         peers.announce(2, PeerProgress(6, 1))
         now = 12.5
 
@@ -149,15 +132,8 @@ class TestProgress:
         )
 
 
-def test_what_a_snapshot_has_received_is_not_received_again():
-    received = ReceivedSet({0: (2, (4,)), 1: [3, []]})  # lists as from the wire
-
-    assert [received.accept(0, s) for s in (1, 2, 4, 3)] == [False] * 3 + [True]
-    assert received.by_origin() == {0: (4, ()), 1: (3, ())}
-
-
 def begun_wait(inbox, ready):
-    """A thread that waits, once it has looked for the first time; and its answer."""
+    """A thread that waits and has checked `ready` once; and its result."""
     waiting, came = threading.Event(), []
 
     def look():
@@ -173,66 +149,38 @@ def begun_wait(inbox, ready):
 
 
 @pytest.mark.parametrize(
-    "stop",
-    [
-        lambda inbox: inbox.stop("enough"),
-        lambda inbox: inbox.note(control(MessageKind.STOP, payload="enough")),
-    ],
-    ids=["own", "message"],
-)
-def test_the_first_reason_to_stop_ends_a_wait_and_stays(stop):
-    inbox = filled()
-    thread, came = begun_wait(inbox, lambda: False)
-
-    stop(inbox)
-    thread.join(PATIENCE_S / 2)  # sooner than the wait itself would give up
-    inbox.stop("later")
-
-    assert came == [True]
-    assert inbox.stopped == "enough"
-
-
-@pytest.mark.parametrize(
     "message",
-    [control(MessageKind.FAILED, 1), control(MessageKind.PROGRESS, 1, 9, payload=0)],
-    ids=["failed", "progress"],
+    [
+        control(MessageKind.STOP, payload="enough"),
+        control(MessageKind.FAILED, 1),
+        control(MessageKind.PROGRESS, 1, 9, payload=0),
+    ],
+    ids=["stop", "failed", "progress"],
 )
-def test_a_wait_for_a_replica_ends_when_it_has_failed_or_come_as_far(message):
+def test_a_wait_for_a_replica_ends_when_it_fails_catches_up_or_must_stop(message):
     inbox = filled()
     inbox.announce(1, PeerProgress(0))
     thread, came = begun_wait(inbox, lambda: steps(inbox).get(1, 9) == 9)
 
     inbox.note(message)
-    thread.join(PATIENCE_S / 2)
+    thread.join(PATIENCE_S / 2)  # less than the timeout of the wait
+    inbox.stop("later")
 
     assert came == [True]
+    assert inbox.stopped == ("enough" if message.payload == "enough" else "later")
 
 
-# ---- what `Channel.drain` returns
-
+# ---- `Channel.drain`
 
 EACH = UPDATE_BYTES + 4  # of an update with one entry
 
 
 def channels(count=3, **options):
-    """Those of a run among threads, which all have joined."""
-    spec = ChannelSpec(7, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
-    spec = dataclasses.replace(spec, **options)
-    plan = RunSpec(
-        run=7,
-        replicas=dict.fromkeys(range(count), "here"),
-        sizes=extents({"train": ()}),
-        seed=None,
-        epochs_before=0,
-        synchronous=spec.in_step,
-        relay_bytes=0,
-        min_replicas=1,
-        timeouts=dataclasses.asdict(TIMEOUTS),
-    )
-    run = LocalRun(plan)
+    """The channels of a run among threads that all have joined."""
+    spec = dataclasses.replace(SPEC, **options)
+    run = LocalRun(plan_of(count, synchronous=spec.in_step))
     made = [
-        LocalChannel(run, dataclasses.replace(spec, replica=replica))
-        for replica in range(count)
+        LocalChannel(run, dataclasses.replace(spec, replica=r)) for r in range(count)
     ]
     with concurrent.futures.ThreadPoolExecutor(count) as pool:
         list(pool.map(LocalChannel.join, made))
@@ -249,22 +197,11 @@ def stamps(drained):
     return [update.stamp[1:3] for update in drained.updates]
 
 
-def counts(drained):
-    """An independent sum of what was drained, in steps of the grid."""
-    total_N = np.zeros(SIZE, np.int64)
-    if drained.folded_N is not None:
-        total_N += drained.folded_N
-    for update in drained.updates:
-        signs = np.sign(update.entries_K) * round(update.threshold / GRID)
-        total_N[np.abs(update.entries_K) - 1] += signs
-    return total_N.tolist()
-
-
 def folded(drained, first):
     return [] if drained.folded_N is None else drained.folded_N[:first].tolist()
 
 
-def test_they_come_by_replica_and_in_order_whenever_they_arrived():
+def test_updates_come_by_replica_and_in_order_whenever_they_arrived():
     own, *others = channels()
     for replica in (2, 1, 2, 1):
         publish(others[replica - 1], replica)
@@ -287,29 +224,22 @@ def test_at_the_bound_nothing_is_folded_and_beyond_it_everything_once():
     assert own.drain().folded_N is None
 
 
-def test_only_what_stays_counts_towards_the_bound():
-    own, other = channels(2, inbox_bytes=2 * EACH)
-    for step in (1, 2):
-        publish(other, 1, step=step)
-    own.drain(up_to_step=1)
-
-    publish(other, 1, step=3)
-    before = own.stats().folds
-    publish(other, 1, step=3)
-
-    assert (before, own.stats().folds) == (0, 1)
-
-
-def test_up_to_a_step_includes_that_step():
-    own, other = channels(2)
+def test_the_updates_up_to_a_step_are_drained_and_only_the_rest_counts():
+    own, other = channels(2, inbox_bytes=3 * EACH)
     for step in (1, 2, 3):
         publish(other, 1, step=step)
 
     assert stamps(own.drain(up_to_step=2)) == [(1, 1), (1, 2)]
-    assert stamps(own.drain()) == [(1, 3)]
+    for step in (4, 5):
+        publish(other, 1, step=step)
+    before = own.stats().folds
+    publish(other, 1, step=5)
+
+    assert (before, own.stats().folds) == (0, 1)
+    assert folded(own.drain(), 1) == [4]
 
 
-def test_what_was_folded_leaves_room_for_others():
+def test_a_fold_makes_room_for_others():
     own, other = channels(2, inbox_bytes=2 * EACH)
     for _ in range(6):
         publish(other, 1)
@@ -318,7 +248,7 @@ def test_what_was_folded_leaves_room_for_others():
     assert own.stats().folds == 2
 
 
-def test_a_fold_counts_in_steps_of_the_grid_that_the_replicas_agreed_on():
+def test_a_fold_counts_in_steps_of_the_agreed_grid():
     own, other = channels(2, inbox_bytes=0)
     own.sync(0, GRID / 2)
     publish(other, 1)
@@ -327,7 +257,7 @@ def test_a_fold_counts_in_steps_of_the_grid_that_the_replicas_agreed_on():
 
 
 class TestInStep:
-    def test_what_is_folded_of_a_later_step_stays(self):
+    def test_folded_updates_of_a_later_step_stay(self):
         own, *others = channels(in_step=True, inbox_bytes=EACH)
         for other in others:
             for step in (4, 5):
@@ -350,7 +280,7 @@ class TestInStep:
 
         assert (stamps(drained), folded(drained, 6)) == ([], [1, 1, 1, 1, 1, 0])
 
-    def test_all_that_is_folded_is_drained_as_one(self):
+    def test_all_folded_steps_are_drained_as_one(self):
         own, other = channels(2, in_step=True, inbox_bytes=0)
         publish(other, 1, step=4)
         publish(other, 2, step=5)
@@ -371,17 +301,25 @@ UPDATES = st.lists(
 
 
 @given(UPDATES, st.integers(0, 3 * EACH), st.randoms())
-def test_folded_or_not_it_is_the_sum_of_what_was_published(
+def test_folded_or_not_the_sum_is_the_sum_of_the_published(
     updates, inbox_bytes, chance
 ):
     own, *others = channels(inbox_bytes=inbox_bytes)
-    expected, got = np.zeros(SIZE, np.int64), np.zeros(SIZE, np.int64)
+    expected_N, got_N = np.zeros(SIZE, np.int64), np.zeros(SIZE, np.int64)
+
+    def drain():
+        drained = own.drain()
+        if drained.folded_N is not None:
+            got_N[:] += drained.folded_N
+        for update in drained.updates:
+            signs = np.sign(update.entries_K) * round(update.threshold / GRID)
+            got_N[np.abs(update.entries_K) - 1] += signs
+
     for number, positions, sign, count in updates:
         publish(others[number], *(sign * p for p in positions), count=count)
-        expected[np.array(positions, int) - 1] += sign * count
+        expected_N[np.array(positions, int) - 1] += sign * count
         if chance.random() < 0.3:
-            got += counts(own.drain())
+            drain()
+    drain()
 
-    got += counts(own.drain())
-
-    assert got.tolist() == expected.tolist()
+    assert got_N.tolist() == expected_N.tolist()

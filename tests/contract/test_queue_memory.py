@@ -1,4 +1,4 @@
-"""The bounds of queues are of memory, not of frames alone."""
+"""The bounds of queues are bounds on memory, not on frames alone."""
 
 import gc
 import itertools
@@ -21,126 +21,106 @@ from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 
 BOUND = 2**20
 ROOT = Path(__file__).parents[2]
-
-
 SIZE = 2**24  # parameters
 THRESHOLD = 2.0**-10
-BATCH = 64  # items of one message
+BATCH = 64  # messages in one request
 
 
-def frame_of(entries: int):
-    rng = np.random.default_rng(0)
-    positions_K = np.sort(rng.choice(SIZE, entries, replace=False)).astype(np.int32)
-    stamp = codec.Stamp(1, 1, 1, 1)
-    return codec.encode(stamp, SIZE, THRESHOLD, positions_K + np.int32(1))
-
-
-def published(entries: int):
-    """Items as the replica keeps them that makes them."""
-    frame = frame_of(entries)
-    for sequence in itertools.count(1000):  # numbers that Python has no object for yet
+def published():
+    """Messages as the replica that makes them keeps them, with one entry each."""
+    entries_K = np.array([SIZE // 2], np.int32)
+    frame = codec.encode(codec.Stamp(1, 1, 1, 1), SIZE, THRESHOLD, entries_K)
+    for sequence in itertools.count(1000):  # Python caches smaller numbers
         stamp = codec.Stamp(1, 1, sequence, sequence + 1)
         yield Message.update(stamp, sequence + 2, frame.nbytes, compact(frame.copy()))
 
 
-def arrived(entries: int, deserialize: bool):
-    """Items as they come out of a message, in batches."""
-    source = published(entries)
+def arrived(deserialize):
+    """Messages as they come out of a request, in batches."""
+    source = published()
     while True:
-        fields = [next(source).to_wire() for _ in range(BATCH)]
-        sent = dumps({"items": fields})
+        sent = dumps({"items": [next(source).to_wire() for _ in range(BATCH)]})
         ends = np.cumsum([memoryview(frame).nbytes for frame in sent])
         view = memoryview(bytearray().join(sent))
         starts = [0, *ends[:-1]]
         frames = [view[a:b] for a, b in zip(starts, ends, strict=True)]
-        message = loads(frames, deserialize=deserialize)
-        yield from (Message.from_wire(item) for item in message["items"])
+        request = loads(frames, deserialize=deserialize)
+        for fields in request["items"]:
+            message = Message.from_wire(fields)
+            yield (
+                message._replace(payload=owned(message.payload))
+                if deserialize
+                else message
+            )
 
 
-def from_worker(entries: int):
-    for item in arrived(entries, deserialize=True):
-        yield item._replace(payload=owned(item.payload))
+def fill_buffer(buffer, messages):
+    """Until as many went through as stay, or there is no room."""
+    for count, message in enumerate(messages, start=1):
+        buffer.keep(message)
+        if count == 2 * len(buffer) or not buffer.has_room():
+            return
 
 
-def from_scheduler(entries: int):
-    return arrived(entries, deserialize=False)
+def fill_outbox(outbox, messages):
+    for message in messages:
+        if not outbox.offer(message):
+            return
 
 
-def fill_ring(ring: RetransmitBuffer, items, bound: int) -> int:
-    for count, item in enumerate(items, start=1):
-        ring.keep(item)
-        if count == 2 * len(ring):  # as much again went through
-            return len(ring)
-    raise AssertionError("items have no end")
+def fill_inbox(pending, messages):
+    for count, message in enumerate(messages, start=1):
+        pending.add(codec.decode(message.payload))
+        if pending.nbytes + pending.nbytes // count >= BOUND:
+            return
 
 
-def fill_outbox(outbox: Outbox, items, bound: int) -> int:
-    full = 0
-    for item in items:
-        if outbox.offer(item):
-            continue
-        full += 1
-        if full == 2:
-            return len(outbox)
-        outbox.drop(len(outbox))
-    raise AssertionError("items have no end")
+def from_worker():
+    return arrived(deserialize=True)
 
 
-def fill_unconfirmed(own: RetransmitBuffer, items, bound: int) -> int:
-    full = 0
-    for item in items:
-        own.keep(item)
-        if own.has_room():
-            continue
-        full += 1
-        if full == 2:
-            return len(own)
-        own.acknowledge(item.sequence)
-    raise AssertionError("items have no end")
+def from_scheduler():
+    return arrived(deserialize=False)
 
 
-def fill_pile(pile: PendingUpdates, items, bound: int) -> int:
-    for count, item in enumerate(items, start=1):
-        pile.add(codec.decode(item.payload))
-        if pile.nbytes + pile.nbytes // count >= bound:
-            return count
-    raise AssertionError("items have no end")
+def unacknowledged():
+    return RetransmitBuffer(BOUND, evicts=False)
 
 
 QUEUES = {
-    "mesh: recent updates of others": (
-        lambda bound: RetransmitBuffer(bound),
-        fill_ring,
+    "recent updates of others": (
+        lambda: RetransmitBuffer(BOUND),
+        fill_buffer,
         from_worker,
         INBOX_BYTES,
     ),
-    "mesh: own, until all have them": (
-        lambda bound: RetransmitBuffer(bound, evicts=False),
-        fill_unconfirmed,
+    "own recent updates": (
+        lambda: RetransmitBuffer(BOUND),
+        fill_buffer,
         published,
         OUTBOX_BYTES,
     ),
-    "relayed: own recent updates": (
-        lambda bound: RetransmitBuffer(bound),
-        fill_ring,
+    "own unacknowledged updates": (
+        unacknowledged,
+        fill_buffer,
         published,
         OUTBOX_BYTES,
     ),
     "outbox of a replica": (
-        lambda bound: Outbox(bound),
+        lambda: Outbox(BOUND),
         fill_outbox,
         published,
         OUTBOX_BYTES,
     ),
-    "scheduler: for one replica": (
-        lambda bound: Outbox(bound),
+    "outbox of the scheduler": (
+        lambda: Outbox(BOUND),
         fill_outbox,
         from_scheduler,
         RELAY_BYTES,
     ),
-    "inbox: waiting to be applied": (
-        lambda bound: PendingUpdates(SIZE, THRESHOLD, bound),
-        fill_pile,
+    "pending updates": (
+        lambda: PendingUpdates(SIZE, THRESHOLD, BOUND),
+        fill_inbox,
         from_worker,
         INBOX_BYTES,
     ),
@@ -148,16 +128,16 @@ QUEUES = {
 
 
 def sizes(name):
-    """What a full queue counts, and what Python has allocated for it; bytes."""
+    """The bytes that a full queue counts, and those that Python allocated for it."""
     make, fill, source, _ = QUEUES[name]
-    items = source(1)
-    next(items)
+    messages = source()
+    next(messages)
     gc.collect()
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        queue = make(BOUND)
-        fill(queue, items, BOUND)
+        queue = make()
+        fill(queue, messages)
         gc.collect()
         return queue.nbytes, tracemalloc.get_traced_memory()[0] - before
     finally:
@@ -166,9 +146,8 @@ def sizes(name):
 
 @pytest.fixture(scope="module")
 def measured():
-    """Of all queues, in a process where no other thread allocates anything."""
-    own = __name__
-    code = f"import json, {own} as t; "
+    """The sizes of all queues, in a process where no other thread allocates."""
+    code = f"import json, {__name__} as t; "
     code += "print(json.dumps({n: t.sizes(n) for n in t.QUEUES}))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
@@ -178,7 +157,7 @@ def measured():
 
 
 @pytest.mark.parametrize("name", QUEUES)
-def test_a_full_queue_takes_what_it_counts(name, measured):
+def test_a_full_queue_takes_the_memory_that_it_counts(name, measured):
     counted, taken = measured[name]
 
     assert QUEUES[name][-1] >= BOUND

@@ -1,4 +1,4 @@
-"""What the scheduler knows of a run and decides, a call at a time."""
+"""What the scheduler decides about a run, a call at a time."""
 
 import dataclasses
 import re
@@ -14,126 +14,80 @@ from daskdl.channel.leasing import (
 )
 from daskdl.channel.protocol import BarrierKind, Message, PeerProgress
 from daskdl.channel.run_state import RunState
-from tests.support.run_states import (
-    EACH,
-    TIMEOUTS,
-    joined,
-    plan_of,
-    said,
-    update,
-    waiting,
-)
-
-NOBODY_IS_NEAR = {"is_near": lambda key: False}
-
+from tests.support.run_states import EACH, TIMEOUTS, joined, plan_of, queued, update
 
 # ---- updates and progress
 
 
-def test_an_item_for_which_one_receiver_has_no_room_goes_to_nobody():
-    record = joined(relay_bytes=2 * EACH)
-    record.publish(
-        0, [update(0, 1)], PeerProgress(1)
-    )  # fills replicas 1 and 2 a little
-    record.outboxes[2].drop(2)  # and 2 has read it
+def test_an_update_for_which_one_receiver_has_no_room_goes_to_nobody():
+    state = joined(relay_bytes=2 * EACH)
+    state.publish(0, [update(0, 1)], PeerProgress(1))
+    state.outboxes[2].drop(2)  # replica 2 has read them, replica 1 has not
 
-    accepted = record.publish(0, [update(0, 2), update(0, 3)], PeerProgress(3))
+    accepted = state.publish(0, [update(0, 2), update(0, 3)], PeerProgress(3))
 
     assert accepted == 0
-    assert [item.sequence for item in said(record, 1, "update")] == [1]
-    assert said(record, 2, "update") == []
-    assert record.members.replicas[0].progress.sequence == 1
-    assert record.members.replicas[0].progress.step == 1
+    assert [message.sequence for message in queued(state, 1, "update")] == [1]
+    assert queued(state, 2, "update") == []
+    assert state.members.replicas[0].progress == (1, 1, -1)
 
 
-def test_the_items_before_the_one_that_finds_no_room_are_taken():
-    record = joined(relay_bytes=2 * EACH)
+def test_updates_before_the_one_without_room_are_accepted():
+    state = joined(relay_bytes=2 * EACH)
 
-    accepted = record.publish(0, [update(0, s) for s in (1, 2, 3)], PeerProgress(9))
+    accepted = state.publish(0, [update(0, s) for s in (1, 2, 3)], PeerProgress(9))
 
     assert accepted == 2
-    assert [item.sequence for item in waiting(record, 1)] == [1, 2]
-    assert said(record, 1, "progress") == []  # it would overtake the third
+    assert [message.sequence for message in queued(state, 1)] == [1, 2]
+    assert queued(state, 1, "progress") == []  # it would overtake the third
 
 
-def test_progress_is_told_once_to_all_others():
-    record = joined()
+def test_progress_is_announced_once_to_all_others():
+    state = joined()
 
-    record.publish(1, [], PeerProgress(4, 0, -1))
-    record.publish(1, [], PeerProgress(4, 0, -1))
+    for _ in range(2):
+        state.publish(1, [], PeerProgress(4))
 
-    for other in (0, 2):
-        assert waiting(record, other) == [Message("progress", 1, 0, 4, 0, -1)]
-    assert waiting(record, 1) == []
-
-
-# ---- members and barriers
+    news = [Message("progress", 1, 0, 4, 0, -1)]
+    assert [queued(state, replica) for replica in range(3)] == [news, [], news]
 
 
-def test_the_others_are_told_of_a_loss_with_its_last_step():
-    record = joined()
-    record.publish(0, [update(0, 1, step=3)], PeerProgress(5))
-
-    record.remove(0)
-
-    assert record.members.present == [1, 2]
-    for other in (1, 2):
-        assert waiting(record, other)[-1] == Message("failed", 0, 0, 5, 0)
+# ---- barriers
 
 
-def test_nobody_is_silent_while_all_wait_for_one_to_join():
-    record = RunState(plan_of(2))
-    record.join(0, now=100.0)
-
-    assert record.members.timed_out(140) == []
-    record.join(1, now=150.0)
-    assert record.members.timed_out(145) == []
-    assert record.members.timed_out(151) == [0, 1]
-
-
-def test_a_piece_is_finished_by_its_holder_only():
-    record = joined()
-    number = record.lease(0, "train", 0, lambda key: False).number
-
-    for replica, rows_left in ((1, 4), (0, 3)):
-        finished = [{"lease": number, "examples": 1}]
-        record.give_back(replica, "train", 0, finished, now=0.0)
-        assert record.leases["train"].unfinished == rows_left
-
-
-def arrive(record, key, *replicas, kind="meet"):
-    """Each is there with a payload of its own; returns where the last of them is."""
+def arrive(state, key, *replicas, kind="meet"):
+    """Let replicas arrive with a payload each; return the barrier of the last."""
     for replica in replicas:
-        barrier = record.arrive(key, replica, f"of {replica}", b"%d" % replica, kind)
+        barrier = state.arrive(key, replica, f"of {replica}", b"%d" % replica, kind)
     return barrier
 
 
 def test_a_barrier_is_the_same_for_all_until_it_is_complete():
-    record = joined(2)
+    state = joined(2)
 
-    barrier = arrive(record, "end", 0)
+    barrier = arrive(state, "end", 0)
 
-    assert arrive(record, "other", 1) is not barrier
+    assert arrive(state, "other", 1) is not barrier
     assert not barrier.complete
-    assert arrive(record, "end", 1) is barrier
+    assert arrive(state, "end", 1) is barrier
     assert barrier.complete
-    assert arrive(record, "end", 0) is not barrier
+    assert arrive(state, "end", 0) is not barrier
 
 
-def test_everybody_reads_the_same_at_a_barrier_whoever_goes_meanwhile():
-    record = joined()
-    barrier = arrive(record, "end", 0, 1)
-    record.remove(2)
+def test_all_read_the_same_at_a_barrier_whoever_fails_meanwhile():
+    state = joined()
+    barrier = arrive(state, "end", 0, 1)
+    state.remove(2)
 
-    record.remove(1)
+    state.remove(1)
 
     assert barrier.gone == {2: 0}
     assert barrier.payloads == {0: "of 0", 1: "of 1"}
 
 
-def test_no_barrier_is_complete_without_anybody_to_read_it_or_once_all_leave():
+def test_no_barrier_is_complete_without_a_reader_or_after_the_stop():
     deserted, stopped = joined(2), joined(2)
-    barriers = [arrive(record, "end", 0) for record in (deserted, stopped)]
+    barriers = [arrive(state, "end", 0) for state in (deserted, stopped)]
 
     deserted.remove(0)
     deserted.remove(1)
@@ -143,182 +97,127 @@ def test_no_barrier_is_complete_without_anybody_to_read_it_or_once_all_leave():
     assert [barrier.complete for barrier in barriers] == [False, False]
 
 
-def test_one_that_fails_while_it_waits_for_a_lease_has_no_part_in_later_rounds():
-    record = joined(3)
-    record.give_back(2, "train", 0, [], 0.0, idle_payload="of 2")
-    record.remove(2)
-    barrier = arrive(record, "round", 0, kind="round")
+def test_a_replica_that_fails_while_it_is_idle_has_no_part_in_later_rounds():
+    state = joined(3)
+    state.give_back(2, "train", 0, [], 0.0, idle_payload="of 2")
+    state.remove(2)
+    barrier = arrive(state, "round", 0, kind="round")
     assert not barrier.complete
 
-    arrive(record, "round", 1, kind="round")
+    arrive(state, "round", 1, kind="round")
 
     assert barrier.payloads == {0: "of 0", 1: "of 1"}
 
 
-def test_a_round_is_complete_once_the_others_wait_for_a_lease():
-    record = joined(2)
-    barrier = arrive(record, "round", 0, kind="round")
+def test_updates_are_held_back_between_two_barriers_and_then_passed_on():
+    state = joined()
+    arrive(state, "end", 0, 1, 2, kind="agree")
 
-    record.give_back(1, "train", 0, [], 0.0, idle_payload="said before")
-
-    assert barrier.payloads == {0: "of 0", 1: "said before"}
-
-
-def test_updates_are_held_between_two_barriers_and_then_passed_on():
-    record = joined()
-    arrive(record, "end", 0, 1, 2, kind="agree")
-
-    accepted = record.publish(2, [update(2, 1)], PeerProgress(1))
-    record.remove(2)
-    held = said(record, 0, "update")
-    arrive(record, "report", 0, 1, kind="report")
+    accepted = state.publish(2, [update(2, 1, step=3)], PeerProgress(5))
+    state.remove(2)
+    held = queued(state, 0, "update")
+    arrive(state, "report", 0, 1, kind="report")
 
     assert (accepted, held) == (1, [])
-    assert said(record, 0, "update") == said(record, 1, "update") == [update(2, 1)]
-    assert record.members.gone == {2: 1}
-    arrive(record, "next", 0, 1)
-    assert len(said(record, 0, "update")) == 1
+    assert queued(state, 0, "update") == queued(state, 1, "update")
+    assert queued(state, 0, "update") == [update(2, 1, step=3)]
+    assert queued(state, 0, "failed") == [Message("failed", 2, 0, 5, 0)]
+    assert state.members.gone == {2: 1}
+    arrive(state, "next", 0, 1)
+    assert len(queued(state, 0, "update")) == 1
 
 
-def test_the_client_is_told_what_all_said_and_what_was_counted():
-    record = joined(2)
-    record.refused = 3
+def test_the_client_reads_what_was_reported_and_counted():
+    state = joined(2)
+    state.refused = 3
 
-    arrive(record, "end", 1, 0, kind="report")
+    arrive(state, "end", 1, 0, kind="report")
 
-    assert record.take_events() == [
-        {
-            "kind": "report",
-            "key": "end",
-            "epoch": 0,
-            "payloads": [[0, "of 0"], [1, "of 1"]],
-            "client_payloads": [b"0", b"1"],
-            "refused": 3,
-            "repeated": 0,
-            "departed": [],
-        }
-    ]
-    assert record.report == [[0, "of 0"], [1, "of 1"]]  # for those that come later
+    [event] = state.take_events()
+    assert event["payloads"] == [[0, "of 0"], [1, "of 1"]]
+    assert event["client_payloads"] == [b"0", b"1"]
+    assert (event["epoch"], event["refused"], event["departed"]) == (0, 3, [])
 
 
-def test_what_others_did_in_an_epoch_that_is_resumed_counts_in_that_epoch_alone():
+def test_work_done_before_a_resumed_position_counts_in_that_epoch_alone():
     resumed = SyncPoint(0, [RemainingWork(NOBODY, (Range(1, 0, 1),))], [Done(1.5, 3)])
-    intervals = SyncIntervals(resumed=resumed)
-    record = RunState(dataclasses.replace(plan_of(1), intervals=intervals))
-    record.join(0, 0.0)
+    state = joined(1, intervals=SyncIntervals(resumed=resumed))
 
     departed = [
-        arrive(record, key, 0, kind=kind).counted["departed"]
+        arrive(state, key, 0, kind=kind).counted["departed"]
         for key, kind in (("pause", "sync"), ("end", "report"), ("next", "report"))
     ]
 
     assert departed == [[Done(1.5, 3)], [Done(1.5, 3)], []]
 
 
-def test_one_that_fails_at_a_sync_point_leaves_its_examples_and_no_part_of_it():
-    record = joined()
+def test_a_gone_replica_leaves_the_examples_of_its_own_leases():
+    state = joined()
+    lease = take(state, 1)
     for replica in (0, 1):
-        lease = take(record, replica)
         finished = [{"lease": lease.number, "examples": 5, "loss": 2.0}]
-        record.give_back(replica, "train", 0, finished, now=0.0)
-    arrive(record, "pause", 1, kind="sync")
-    record.remove(1)
+        state.give_back(replica, "train", 0, finished, now=0.0)
+    arrive(state, "pause", 1, kind="sync")
+    state.remove(1)
+    state.remove(0)
 
-    barrier = arrive(record, "pause", 0, 2, kind="sync")
+    barrier = arrive(state, "pause", 2, kind="sync")
 
-    assert barrier.counted["departed"] == [Done(10.0, 5)]
+    assert barrier.counted["departed"] == [Done(0.0, 0), Done(10.0, 5)]
 
 
 # ---- sync intervals
 
 
-def in_intervals(seed=None, **intervals):
-    """A run of two replicas, of four parts of a row each."""
-    record = RunState(
-        dataclasses.replace(
-            plan_of(2, seed=seed), intervals=SyncIntervals(replicas=2, **intervals)
-        )
-    )
-    for replica in range(2):
-        record.join(replica, 0.0)
-    return record
+def take(state, replica, epoch=0):
+    return state.lease(replica, "train", epoch, is_near=lambda key: False)
 
 
-def take(record, replica, phase="train", epoch=0):
-    lease = record.lease(replica, phase, epoch, **NOBODY_IS_NEAR)
-    return None if isinstance(lease, SyncPoint) else lease
-
-
-def pause_of(record, replica):
-    lease = record.lease(replica, "train", record.epoch, **NOBODY_IS_NEAR)
-    assert lease is None or isinstance(lease, SyncPoint)
-    return lease
-
-
-def finish(record, replica, lease, epoch=0, now=0.0):
+def finish(state, replica, lease, epoch=0):
     finished = [{"lease": lease.number, "examples": 1, "loss": 0.0}]
-    record.give_back(replica, "train", epoch, finished, now)
+    state.give_back(replica, "train", epoch, finished, 0.0)
 
 
-def meet(record, kind):
-    arrive(record, str(kind), 0, 1, kind=kind)
+def test_a_sync_interval_ends_after_its_time_and_the_next_one_begins_anew():
+    state = joined(2, intervals=SyncIntervals(replicas=2, seconds=10.0))
+    state.give_back(0, "train", 0, [], 50.0)
+    first = take(state, 0)
+
+    state.give_back(0, "train", 0, [], 59.9)
+    second = take(state, 1)
+    state.give_back(0, "train", 0, [], 60.0)
+
+    assert take(state, 0) is None  # no sync point: other replicas hold leases
+    assert not state.can_lease(0, "train", 0)
+    finish(state, 0, first)
+    finish(state, 1, second)
+    assert state.can_lease(0, "train", 0)
+    remaining = take(state, 0).remaining
+    assert sum(one.rows for work in remaining for one in work.ranges) == 2
+
+    arrive(state, "pause", 0, 1, kind=BarrierKind.SYNC)
+    state.give_back(0, "train", 0, [], 65.0)  # the first request of the interval
+    state.give_back(0, "train", 0, [], 74.0)
+    assert (state.epoch, state.interval) == (0, 1)
+    assert take(state, 1).ranges
 
 
-def test_a_lap_ends_when_it_has_taken_long_enough():
-    record = in_intervals(seconds=10.0)
-    record.give_back(0, "train", 0, [], 50.0)
-    first = take(record, 0)
-
-    record.give_back(0, "train", 0, [], 59.9)
-    second = take(record, 1)
-    record.give_back(0, "train", 0, [], 60.0)
-
-    assert second is not None
-    assert take(record, 0) is None
-    assert pause_of(record, 0) is None  # somebody holds a piece
-    assert not record.can_lease(0, "train", 0)
-    finish(record, 0, first)
-    finish(record, 1, second)
-    assert record.can_lease(0, "train", 0)
-    pause = pause_of(record, 0)
-    assert sum(one.rows for work in pause.remaining for one in work.ranges) == 2
-
-
-def test_after_a_pause_all_go_on_in_the_same_epoch_and_time_begins_anew():
-    record = in_intervals(seconds=10.0)
-    record.give_back(0, "train", 0, [], 0.0)
-    finish(record, 0, take(record, 0))
-    record.give_back(0, "train", 0, [], 10.0)
-    assert pause_of(record, 1) is not None
-
-    meet(record, BarrierKind.SYNC)
-    record.give_back(0, "train", 0, [], 15.0)  # the first look of the lap
-    record.give_back(0, "train", 0, [], 24.0)
-
-    assert (record.epoch, record.interval) == (0, 1)
-    assert take(record, 1) is not None
-
-
-def test_the_end_of_an_epoch_is_that_of_a_lap_too():
-    record = in_intervals(rows=1)
+def test_the_end_of_an_epoch_is_the_end_of_a_sync_interval_too():
+    state = joined(2, intervals=SyncIntervals(replicas=2, rows=1))
     for replica in range(2):
-        finish(record, replica, take(record, replica))
-    assert pause_of(record, 0) is not None
+        finish(state, replica, take(state, replica))
+    assert isinstance(take(state, 0), SyncPoint)
 
-    meet(record, BarrierKind.REPORT)
+    arrive(state, "end", 0, 1, kind=BarrierKind.REPORT)
 
-    assert (record.epoch, record.interval) == (1, 1)
-    assert take(record, 0, epoch=1) is not None
+    assert (state.epoch, state.interval) == (1, 1)
+    assert take(state, 0, epoch=1).ranges
 
 
-def test_plan_and_pause_come_over_the_wire_as_they_were():
-    record = in_intervals(rows=1)
-    finish(record, 0, take(record, 0))
-    finish(record, 1, take(record, 1))
-    pause = pause_of(record, 0)
-    pause = pause._replace(departed=[Done(0.5, 3)])
-    intervals = SyncIntervals(2, 1, 0.5, pause)
-    plan = dataclasses.replace(record.spec, intervals=intervals)
+def test_a_plan_and_its_sync_point_survive_the_wire():
+    remaining = [RemainingWork(NOBODY, (Range(1, 0, 1), Range(3, 0, -1)))]
+    sync_point = SyncPoint(5, remaining, [Done(0.5, 3)])
+    plan = plan_of(intervals=SyncIntervals(2, 1, 0.5, sync_point))
 
     def sent(value):
         """As msgpack leaves it: tuples become lists."""
@@ -326,105 +225,85 @@ def test_plan_and_pause_come_over_the_wire_as_they_were():
             return {key: sent(one) for key, one in value.items()}
         return [*map(sent, value)] if isinstance(value, list | tuple) else value
 
-    assert SyncPoint.from_wire(sent(pause.to_wire())) == pause
+    assert SyncPoint.from_wire(sent(sync_point.to_wire())) == sync_point
     again = RunSpec.from_wire(sent(vars(plan)))
     assert again.intervals == plan.intervals
     assert again.order != dataclasses.replace(again, seed=5).order
 
 
-# ---- replicas that send to each other
+# ---- joining replicas in a mesh
 
 
-def newcomer(record):
-    replica = record.members.assign("tcp://worker-new")
-    record.join(replica, 100.0)
+def newcomer(state):
+    replica = state.members.assign("tcp://worker-new")
+    state.join(replica, 100.0)
     return replica
 
 
-def acknowledge(record, replica, progress, generation, adopted_at=0, received=()):
-    own = PeerProgress(*progress)
-    return record.acknowledge(replica, own, generation, adopted_at, dict(received))
+def acknowledge(state, replica, sequence, generation, adopted_at=0, received=()):
+    own = PeerProgress(1, sequence)
+    state.acknowledge(replica, own, generation, adopted_at, dict(received))
 
 
-def told_routes(record, replica):
-    return [item.payload for item in said(record, replica, "members")]
+def test_every_join_and_loss_changes_the_membership_of_all():
+    state = joined(2, relayed=False)
 
-
-def test_every_join_and_loss_changes_the_routes_for_all():
-    record = joined(2, relayed=False)
-
-    replica = newcomer(record)
-    record.remove(0)
-
-    generations = [
-        (generation, [r for r, _ in members])
-        for generation, members in told_routes(record, 1)
-    ]
-    assert generations == [(3, [0, 1, 2]), (4, [1, 2])]
-    assert told_routes(record, replica) == told_routes(record, 1)
-
-
-def test_a_newcomer_is_cut_off_where_all_have_heard_of_it():
-    record = joined(2, relayed=False)
-    replica = newcomer(record)
-    generation = record.members.generation
-    acknowledge(record, 0, (1, 9, -1), generation, adopted_at=7)
-    assert not record.can_cut(generation)
-
-    acknowledge(record, 1, (1, 4, -1), generation, adopted_at=4)
-
-    assert record.can_cut(generation)
-    assert record.cut(replica) == {0: 7, 1: 4}
-
-
-def test_nothing_is_forgotten_that_a_newcomer_may_still_need():
-    record = joined(2, relayed=False)
-    acknowledge(record, 0, (1, 5, -1), 2)
-    replica = newcomer(record)  # at that time it needs nothing up to 5
-    acknowledge(record, 0, (1, 9, -1), 3, adopted_at=7)
-    acknowledge(record, 1, (1, 0, -1), 3, received={0: 9})
-    assert record.received_by_all(0) == 5
-
-    record.cut(replica)
-    assert record.received_by_all(0) == 7
-    acknowledge(record, replica, (0, 0, -1), 3, received={0: 8})
-
-    assert record.received_by_all(0) == 8
-
-
-# ---- leases
-
-
-def test_a_joining_replica_is_as_far_as_the_state_that_it_has_taken():
-    state = joined(1)
     replica = newcomer(state)
-
-    state.activate(replica, 7)
-
-    assert state.members.replicas[replica].progress.step == 7
-
-
-def test_examples_of_a_lease_count_for_its_holder_alone():
-    state = joined(3)
-    lease = take(state, 0)
-    for replica in (1, 0):
-        finished = [{"lease": lease.number, "examples": 5, "loss": 2.0}]
-        state.give_back(replica, "train", 0, finished, now=0.0)
     state.remove(0)
-    state.remove(1)
 
-    barrier = arrive(state, "end", 2, kind="report")
+    memberships = [message.payload for message in queued(state, 1, "members")]
+    assert [(g, [r for r, _ in members]) for g, members in memberships] == [
+        (3, [0, 1, 2]),
+        (4, [1, 2]),
+    ]
+    assert queued(state, replica, "members") == queued(state, 1, "members")
 
-    assert barrier.counted["departed"] == [Done(10.0, 5), Done(0.0, 0)]
+
+def test_a_snapshot_has_to_contain_what_was_sent_before_all_adopted_the_newcomer():
+    state = joined(2, relayed=False)
+    replica = newcomer(state)
+    generation = state.members.generation
+    acknowledge(state, 0, 9, generation, adopted_at=7)
+    assert not state.can_cut(generation)
+
+    acknowledge(state, 1, 4, generation, adopted_at=4)
+
+    assert state.can_cut(generation)
+    assert state.cut(replica) == {0: 7, 1: 4}
+
+
+def test_no_update_is_forgotten_that_a_newcomer_may_still_need():
+    state = joined(2, relayed=False)
+    acknowledge(state, 0, 5, 2)
+    replica = newcomer(state)  # it needs no update up to 5
+    acknowledge(state, 0, 9, 3, adopted_at=7)
+    acknowledge(state, 1, 0, 3, received={0: 9})
+    assert state.received_by_all(0) == 5
+
+    state.cut(replica)
+    assert state.received_by_all(0) == 7
+    acknowledge(state, replica, 0, 3, received={0: 8})
+
+    assert state.received_by_all(0) == 8
 
 
 # ---- how a run ends
 
 
-def test_a_run_is_given_up_if_not_all_have_joined_in_time():
+def test_no_heartbeat_is_missed_before_all_have_joined():
+    state = RunState(plan_of(2))
+    state.join(0, now=100.0)
+
+    assert state.members.timed_out(140) == []
+    state.join(1, now=150.0)
+    assert state.members.timed_out(145) == []
+    assert state.members.timed_out(151) == [0, 1]
+
+
+def test_a_run_is_given_up_if_not_all_join_in_time():
     state = RunState(plan_of(2), now=10.0)
     state.join(0, 10.0)
-    assert state.check_deadlines(10.0 + TIMEOUTS.join) == []
+    state.check_deadlines(10.0 + TIMEOUTS.join)
     assert state.stopped is None
 
     state.check_deadlines(10.1 + TIMEOUTS.join)
@@ -434,9 +313,7 @@ def test_a_run_is_given_up_if_not_all_have_joined_in_time():
 
 
 def test_a_run_with_too_few_replicas_is_given_up_unless_others_come_in_time():
-    state = RunState(dataclasses.replace(plan_of(2), min_replicas=2))
-    for replica in range(2):
-        state.join(replica, 0.0)
+    state = joined(2, now=0.0, min_replicas=2)
     state.members.replicas[0].heartbeat_at = 1000.0
     state.check_deadlines(5.0)
     state.remove(1)
@@ -457,13 +334,16 @@ def test_replicas_without_a_heartbeat_have_failed():
     assert state.stopped is None
 
 
-def test_a_run_that_all_have_left_at_its_end_is_no_failure():
+def test_a_run_that_its_last_replica_leaves_at_the_end_is_no_failure():
     state = joined(2)
+    replica = newcomer(state)
 
     state.lose(1, "it was cut off", 101.0)
     state.leave(0, 102.0)
+    state.lose(replica, "it was not started", 103.0)
 
-    assert [event["kind"] for event in state.take_events()] == ["lost", "over"]
+    kinds = [event["kind"] for event in state.take_events()]
+    assert kinds == ["lost", "over", "lost"]
     assert state.stopped is None
 
 
@@ -482,7 +362,7 @@ def test_a_run_whose_replicas_all_failed_says_which_and_why():
     )
 
 
-def test_what_a_joining_replica_cannot_do_ends_nobodys_run():
+def test_a_failure_of_a_joining_replica_ends_no_run():
     state = joined(1)
     replica = newcomer(state)
 

@@ -3,132 +3,123 @@
 import asyncio
 import contextlib
 import dataclasses
-import re
 import threading
-from collections.abc import Sequence
+import time
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.channel import routing
-from daskdl.channel.protocol import MESSAGE_BYTES, ChannelSpec, Message, MessageKind
+from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.channel.routing import LinkMeter
 from daskdl.channel.sender import Connection, Outbox, RetransmitBuffer, SendLoop
 from daskdl.channel.worker import ReplicaEndpoint
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
-from tests.support.run_states import GRID, SIZE, TIMEOUTS, filled
+from tests.support.run_states import EACH, GRID, SPEC, TIMEOUTS, filled, update
 
-EACH = 100 + MESSAGE_BYTES  # what one item of the tests weighs
-
-
-def update(sequence, nbytes=100, origin=3):
-    return Message(MessageKind.UPDATE.value, origin, sequence, 0, nbytes)
+# ---- outboxes
 
 
-def test_items_are_taken_up_to_the_bound_exactly():
+def box_of(*messages, limit_bytes=10**12):
+    box = Outbox(limit_bytes)
+    for message in messages:
+        box.offer(message, force=True)
+    return box
+
+
+def test_messages_are_accepted_up_to_the_bound_exactly():
     box = Outbox(2 * EACH)
 
-    accepted = [box.offer(update(sequence)) for sequence in (1, 2, 3)]
+    accepted = [box.offer(update(3, sequence)) for sequence in (1, 2, 3)]
 
     assert accepted == [True, True, False]
     assert box.nbytes == 2 * EACH
 
 
-def test_an_empty_box_takes_one_item_of_any_size():
+def test_an_empty_outbox_accepts_one_message_of_any_size():
     box = Outbox(EACH)
 
     assert box.has_room(10**9)
-    assert box.offer(update(1, nbytes=10**9))
+    assert box.offer(update(3, 1, nbytes=10**9))
     assert not box.has_room(1)
 
 
-def test_what_is_forced_is_taken_beyond_the_bound_and_what_arrived_makes_room():
-    dropped, box = [], Outbox(2 * EACH)
+def test_forced_messages_exceed_the_bound_and_arrived_ones_make_room():
+    dropped, box = (
+        [],
+        box_of(update(3, 1), update(4, 2), update(3, 3), limit_bytes=EACH),
+    )
     box.on_drop = lambda: dropped.append(box.nbytes)
-    for sequence, origin in ((1, 3), (2, 4), (3, 3)):
-        assert box.offer(update(sequence, origin=origin), force=True)
     assert (box.nbytes, box.bytes_of(3)) == (3 * EACH, 2 * EACH)
 
-    box.drop(2)
+    box.drop(3)
 
-    assert dropped == [EACH]
-    assert (box.bytes_of(3), box.bytes_of(4)) == (EACH, 0)
-    assert box.offer(update(4))
+    assert dropped == [0]
+    assert (box.bytes_of(3), box.bytes_of(4)) == (0, 0)
+    assert box.offer(update(4, 4))
 
 
 @pytest.mark.parametrize(("limit", "count"), [(0, 1), (2 * EACH, 2), (3 * EACH - 1, 2)])
-def test_a_request_takes_the_oldest_up_to_its_bound_and_one_at_least(limit, count):
-    box = Outbox(10**9)
-    for sequence in range(1, 5):
-        box.offer(update(sequence))
+def test_a_batch_has_the_oldest_up_to_its_bound_and_at_least_one(limit, count):
+    box = box_of(*(update(3, sequence) for sequence in range(1, 5)))
 
-    head = [message.sequence for message in box.head(limit)]
+    batch = [message.sequence for message in box.head(limit)]
 
-    assert head == [*range(1, count + 1)]
+    assert batch == [*range(1, count + 1)]
 
+
+# ---- send loops
 
 PATIENCE_S = 20
 NEVER = asyncio.Event  # a request that waits for one of these is never answered
 
 
 class Receiver:
-    """The other end: what it was asked, and what it answers, in order.
+    """The other end: its requests, and its answers in order.
 
-    An answer is how many items it takes (None: all), an exception, or an event to
-    wait for before it takes all. After the last answer it takes all.
+    An answer is the number of accepted messages (None: all), an exception, or an event
+    to wait for before all are accepted. After the last answer all are accepted.
     """
 
-    def __init__(self, *answers) -> None:
+    def __init__(self, *answers):
         self.answers = list(answers)
-        self.requests: asyncio.Queue[list[int]] = asyncio.Queue()
-        self.in_flight = 0
-        self.most_in_flight = 0
+        self.requests = asyncio.Queue()
+        self.in_flight = self.most_in_flight = 0
 
-    async def send(self, items: Sequence[Message]) -> int:
+    async def send(self, messages):
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        self.requests.put_nowait([item.sequence for item in items])
+        self.requests.put_nowait([message.sequence for message in messages])
         try:
-            return await self._answer(items)
+            answer = self.answers.pop(0) if self.answers else None
+            if isinstance(answer, Exception):
+                raise answer
+            if isinstance(answer, asyncio.Event):
+                await answer.wait()
+                answer = None
+            return len(messages) if answer is None else answer
         finally:
             self.in_flight -= 1
 
-    async def _answer(self, items: Sequence[Message]) -> int:
-        answer = self.answers.pop(0) if self.answers else None
-        if isinstance(answer, Exception):
-            raise answer
-        if isinstance(answer, asyncio.Event):
-            await answer.wait()
-            answer = None
-        return len(items) if answer is None else answer
-
-    async def request(self) -> list[int]:
+    async def request(self):
         return await asyncio.wait_for(self.requests.get(), PATIENCE_S)
 
 
-def box_of(*items):
-    box = Outbox(10**12)
-    for item in items:
-        assert box.offer(item)
-    return box
-
-
 @contextlib.asynccontextmanager
-async def pumping(box, receiver, *, pace_s=0.0, beat_s=PATIENCE_S, timeout_s=5.0):
-    pump = SendLoop(
+async def sending(box, receiver, *, pace_s=0.0, timeout_s=5.0):
+    loop = SendLoop(
         box,
         receiver.send,
         pace_s=pace_s,
-        beat_s=beat_s,
+        beat_s=PATIENCE_S,
         bound=Bound(timeout_s, ("request",)),
         destination="replica 7",
     )
-    box.on_offer = pump.wake
-    pump.wake()
-    task = asyncio.ensure_future(pump.run())
+    box.on_offer = loop.wake
+    loop.wake()
+    task = asyncio.ensure_future(loop.run())
     try:
         yield task
     finally:
@@ -136,14 +127,14 @@ async def pumping(box, receiver, *, pace_s=0.0, beat_s=PATIENCE_S, timeout_s=5.0
         await asyncio.wait([task])
 
 
-def test_one_request_is_in_flight_and_what_comes_meanwhile_goes_together():
+def test_one_request_is_in_flight_and_later_messages_go_together():
     async def body():
         answered = asyncio.Event()
-        box, receiver = box_of(update(1)), Receiver(answered)
-        async with pumping(box, receiver):
+        box, receiver = box_of(update(3, 1)), Receiver(answered)
+        async with sending(box, receiver):
             assert await receiver.request() == [1]
-            box.offer(update(2))
-            box.offer(update(3))
+            box.offer(update(3, 2))
+            box.offer(update(3, 3))
             assert receiver.requests.empty()
             answered.set()
             assert await receiver.request() == [2, 3]
@@ -153,29 +144,28 @@ def test_one_request_is_in_flight_and_what_comes_meanwhile_goes_together():
 
 
 @pytest.mark.parametrize("lost", [NEVER, OSError("reset")], ids=["silent", "broken"])
-def test_a_lost_answer_is_asked_for_once_more_with_the_same_items(lost):
+def test_a_request_without_an_answer_is_sent_once_more(lost):
     async def body():
         answer = lost() if lost is NEVER else lost
-        box, receiver = box_of(update(1)), Receiver(answer)
-        async with pumping(box, receiver, timeout_s=0.05):
+        box, receiver = box_of(update(3, 1)), Receiver(answer)
+        async with sending(box, receiver, timeout_s=0.05):
             assert await receiver.request() == [1]
             assert await receiver.request() == [1]
-            box.offer(update(2))
+            box.offer(update(3, 2))
             assert await receiver.request() == [2]
 
     asyncio.run(body())
 
 
-def test_two_lost_answers_are_an_error_that_says_who_and_what_waits():
+def test_two_lost_answers_are_an_error_that_names_the_destination_and_the_backlog():
     async def body():
-        box = box_of(update(1), update(2))
-        async with pumping(box, Receiver(NEVER(), NEVER()), timeout_s=0.02) as task:
+        box = box_of(update(3, 1), update(3, 2))
+        async with sending(box, Receiver(NEVER(), NEVER()), timeout_s=0.02) as task:
             with pytest.raises(WaitTimeoutError) as caught:
                 await asyncio.wait_for(task, PATIENCE_S)
-        waiting = 2 * (100 + MESSAGE_BYTES)
         assert str(caught.value) == (
             "replica 7 did not answer within 0.02 s (daskdl.timeouts.request), 2 "
-            f"times, to 2 items ({waiting} bytes waiting); it never answered before"
+            f"times, to 2 items ({2 * EACH} bytes waiting); it never answered before"
         )
 
     asyncio.run(body())
@@ -184,16 +174,14 @@ def test_two_lost_answers_are_an_error_that_says_who_and_what_waits():
 def test_a_destination_that_cannot_be_reached_twice_is_an_error():
     async def body():
         receiver = Receiver(OSError("first"), OSError("second"))
-        async with pumping(box_of(update(1)), receiver) as task:
+        async with sending(box_of(update(3, 1)), receiver) as task:
             with pytest.raises(OSError, match="second"):
                 await asyncio.wait_for(task, PATIENCE_S)
 
     asyncio.run(body())
 
 
-def test_a_full_destination_is_asked_less_and_less_often_until_it_takes_one(
-    monkeypatch,
-):
+def test_requests_to_a_full_destination_become_rarer_until_it_has_room(monkeypatch):
     pauses, sleep = [], asyncio.sleep
 
     async def noted(seconds):
@@ -204,7 +192,8 @@ def test_a_full_destination_is_asked_less_and_less_often_until_it_takes_one(
 
     async def body():
         receiver = Receiver(*[0] * 6, 1)
-        async with pumping(box_of(*map(update, range(3))), receiver, pace_s=1.0):
+        box = box_of(*(update(3, sequence) for sequence in range(3)))
+        async with sending(box, receiver, pace_s=1.0):
             for _ in range(8):
                 await receiver.request()
 
@@ -212,76 +201,47 @@ def test_a_full_destination_is_asked_less_and_less_often_until_it_takes_one(
     assert pauses[:7] == [2, 4, 8, 16, 16, 16, 1]
 
 
-def metered(nbytes=100):
-    return Message(MessageKind.UPDATE.value, 3, 1, 0, nbytes)
+# ---- the meter
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    class Clock:
-        now = 50.0
-
-        def perf_counter(self):
-            return self.now
-
-    clock = Clock()
-    monkeypatch.setattr(routing, "time", clock)
-    return clock
-
-
-def test_time_counts_while_a_request_with_frames_is_under_way(clock):
+def test_parallel_requests_count_once_and_pauses_do_not(monkeypatch):
+    now = 50.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     meter = LinkMeter()
+    first, second = meter.request([update(3, 1)]), meter.request([update(3, 2)])
 
-    with meter.request([metered()]):
-        clock.now += 2.0
-    clock.now += 10.0  # the pause
-    with meter.request([metered()]):
-        clock.now += 0.5
-
-    assert meter.take(1).busy_s == 2.5
-
-
-def test_requests_side_by_side_count_once_and_at_the_end_of_each(clock):
-    meter = LinkMeter()
-
-    first, second = meter.request([metered()]), meter.request([metered()])
-    first.__enter__()
-    clock.now += 1.0
-    second.__enter__()
-    clock.now += 2.0
-    first.__exit__(None, None, None)
+    with first:
+        now += 1.0
+        second.__enter__()
+        now += 2.0
     half_way = meter.take(1)
-    clock.now += 4.0
+    now += 4.0
     second.__exit__(None, None, None)
+    now += 10.0
+    with meter.request([]):  # a heartbeat
+        now += 10.0
 
     assert (half_way.busy_s, meter.take(1).busy_s) == (3.0, 4.0)
 
 
-SPEC = ChannelSpec(7, 3, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
+# ---- the event loop and the scheduler
 
 
 @pytest.fixture
-def loop():
-    """One that stands still; at the end it does what it was asked to."""
+def worker():
+    """A worker whose event loop stands still until the end of the test."""
     loop = asyncio.new_event_loop()
-    yield loop
+    yield SimpleNamespace(loop=SimpleNamespace(asyncio_loop=loop))
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
 
 
-def test_an_event_loop_that_does_nothing_is_not_waited_for_without_end(loop):
-    worker = SimpleNamespace(loop=SimpleNamespace(asyncio_loop=loop))
-    bounds = dataclasses.replace(TIMEOUTS, request=0.05)
-    link = ReplicaEndpoint(worker, dataclasses.replace(SPEC, timeouts=bounds))
+def test_the_wait_for_an_event_loop_that_hangs_is_bounded(worker):
+    timeouts = dataclasses.replace(TIMEOUTS, request=0.05)
+    endpoint = ReplicaEndpoint(worker, dataclasses.replace(SPEC, timeouts=timeouts))
 
-    with pytest.raises(
-        WaitTimeoutError,
-        match=re.escape(
-            "replica 3 waited 0.05 s (daskdl.timeouts.request) for the event loop of "
-            "its own worker"
-        ),
-    ):
-        link.begin({}, GRID)
+    with pytest.raises(WaitTimeoutError, match=r"0\.05 s .* event loop of its own"):
+        endpoint.begin({}, GRID)
 
 
 @pytest.mark.parametrize(
@@ -292,8 +252,7 @@ def test_an_event_loop_that_does_nothing_is_not_waited_for_without_end(loop):
     ],
     ids=["gone", "silent"],
 )
-def test_every_wait_ends_with_an_error_of_daskdls_own(loop, error, kind, message):
-    worker = SimpleNamespace(loop=SimpleNamespace(asyncio_loop=loop))
+def test_a_lost_scheduler_ends_every_wait(worker, error, kind, message):
     inbox = filled()
     connection = Connection(worker, SPEC, inbox.stop)
 
@@ -303,73 +262,61 @@ def test_every_wait_ends_with_an_error_of_daskdls_own(loop, error, kind, message
     assert inbox.stopped == str(connection.failure) == message
 
 
-WEIGHT = 36 + MESSAGE_BYTES
-KEYS = st.tuples(st.integers(0, 2), st.integers(1, 6))
-KEPT = st.lists(st.tuples(KEYS, st.integers(0, 150)), max_size=40)
+# ---- retransmission
 
 
-def kept_update(origin, sequence, nbytes=36, payload=None):
-    return Message(MessageKind.UPDATE.value, origin, sequence, 0, nbytes, payload)
+def buffer_of(*sequences, limit_bytes=10**6, evicts=True):
+    buffer = RetransmitBuffer(limit_bytes, evicts=evicts)
+    for sequence in sequences:
+        buffer.keep(update(0, sequence))
+    return buffer
 
 
-def ring_of(*keys, limit_bytes=10**6):
-    ring = RetransmitBuffer(limit_bytes)
-    for key in keys:
-        ring.keep(kept_update(*key))
-    return ring
+def kept(buffer, origin=0):
+    return [message.sequence for message in buffer.find(origin, range(1, 10))]
 
 
-def bytes_of(items):
-    return sum(item.nbytes + MESSAGE_BYTES for item in items)
+def test_an_update_above_the_bound_is_not_kept_and_evicts_nothing():
+    buffer = buffer_of(1, limit_bytes=EACH)
+
+    buffer.keep(update(0, 2, nbytes=101))
+
+    assert (kept(buffer), buffer.nbytes) == ([1], EACH)
 
 
-def kept(ring, origin, sequences=range(1, 10)):
-    return [item.sequence for item in ring.find(origin, sequences)]
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 6), st.integers(0, 150)),
+        max_size=40,
+    ),
+    st.integers(0, 2000),
+)
+def test_the_latest_updates_that_fit_are_kept_once(updates, limit_bytes):
+    buffer, expected = RetransmitBuffer(limit_bytes), []
 
-
-def test_one_larger_than_the_bound_is_not_kept_and_displaces_nothing():
-    ring = ring_of((0, 1), limit_bytes=WEIGHT)
-
-    ring.keep(kept_update(0, 2, 37))
-
-    assert kept(ring, 0) == [1]
-    assert ring.nbytes == WEIGHT
-
-
-def test_one_that_is_here_counts_once_and_stays_as_old_as_it_is():
-    ring = ring_of((0, 1), (0, 2), (0, 1), (0, 3), limit_bytes=2 * WEIGHT)
-
-    assert kept(ring, 0) == [2, 3]
-    assert ring.nbytes == 2 * WEIGHT
-
-
-@given(KEPT, st.integers(0, 1000))
-def test_it_holds_the_latest_that_fit_and_counts_them(updates, limit_bytes):
-    ring, expected = RetransmitBuffer(limit_bytes), []
-
-    for key, nbytes in updates:
-        item = kept_update(*key, nbytes)
-        ring.keep(item)
-        if item.nbytes + MESSAGE_BYTES <= limit_bytes and key not in {
-            i[1:3] for i in expected
-        }:
-            expected.append(item)
-        while bytes_of(expected) > limit_bytes:
+    for origin, sequence, nbytes in updates:
+        message = update(origin, sequence, nbytes=nbytes)
+        buffer.keep(message)
+        if nbytes + MESSAGE_BYTES <= limit_bytes and not [
+            m for m in expected if m[1:3] == message[1:3]
+        ]:
+            expected.append(message)
+        while sum(m.nbytes + MESSAGE_BYTES for m in expected) > limit_bytes:
             expected.pop(0)
 
-    held = [item for origin in range(3) for item in ring.find(origin, range(1, 7))]
-    assert held == sorted(expected, key=lambda item: item[1:3])
-    assert ring.nbytes == bytes_of(expected)
-    assert len(ring) == len(expected)
+    found = [message for o in range(3) for message in buffer.find(o, range(1, 7))]
+    assert found == sorted(expected, key=lambda message: message[1:3])
+    assert buffer.nbytes == sum(m.nbytes + MESSAGE_BYTES for m in expected)
+    assert len(buffer) == len(expected)
 
 
 def test_two_threads_lose_no_count():
-    ring = RetransmitBuffer(50 * WEIGHT)
+    buffer = RetransmitBuffer(50 * EACH)
 
     def fill(origin):
         for sequence in range(1, 3000):
-            ring.keep(kept_update(origin, sequence))
-            ring.find(1 - origin, [sequence])
+            buffer.keep(update(origin, sequence))
+            buffer.find(1 - origin, [sequence])
 
     threads = [threading.Thread(target=fill, args=(origin,)) for origin in (0, 1)]
     for thread in threads:
@@ -377,25 +324,22 @@ def test_two_threads_lose_no_count():
     for thread in threads:
         thread.join()
 
-    held = [item for origin in (0, 1) for item in ring.find(origin, range(3000))]
-    assert len(held) == len(ring)
-    assert ring.nbytes == len(held) * WEIGHT <= 50 * WEIGHT
+    found = [message for o in (0, 1) for message in buffer.find(o, range(3000))]
+    assert len(found) == len(buffer)
+    assert buffer.nbytes == len(found) * EACH <= 50 * EACH
 
 
-class TestUntilAcknowledged:
-    def test_what_all_have_is_forgotten_and_nothing_else(self):
-        ring = RetransmitBuffer(10**6, evicts=False)
-        for sequence in (1, 2, 3):
-            ring.keep(kept_update(0, sequence))
+def test_acknowledged_updates_are_forgotten_and_no_others():
+    buffer = buffer_of(1, 2, 3, evicts=False)
 
-        assert [ring.acknowledge(2), ring.acknowledge(2)] == [True, False]
+    assert [buffer.acknowledge(2), buffer.acknowledge(2)] == [True, False]
 
-        assert kept(ring, 0) == [3]
-        assert ring.nbytes == WEIGHT
+    assert (kept(buffer), buffer.nbytes) == ([3], EACH)
 
-    def test_one_of_any_size_is_taken_while_there_is_nothing(self):
-        ring = RetransmitBuffer(1, evicts=False)
 
-        assert ring.has_room()
-        ring.keep(kept_update(0, 1))
-        assert not ring.has_room()
+def test_a_buffer_that_evicts_nothing_has_room_for_one_of_any_size():
+    buffer = buffer_of(limit_bytes=1, evicts=False)
+
+    assert buffer.has_room()
+    buffer.keep(update(0, 1))
+    assert not buffer.has_room()

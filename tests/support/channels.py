@@ -11,39 +11,30 @@ import pytest
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from daskdl import codec
-from daskdl.channel.leasing import WHOLE_EPOCHS, RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.channel.protocol import (
-    NAME,
-    BarrierKind,
-    ChannelSpec,
-    Message,
-    MessageKind,
-    wrap,
-)
+from daskdl.channel.protocol import NAME, BarrierKind, Message, wrap
 from daskdl.channel.remote import RemoteChannel
-from daskdl.channel.routing import ROUTINGS, Routing
+from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
-from tests.support.run_states import extents
+from tests.support.run_states import GRID, SIZE, SPEC, plan_of
 
-RUN = 7
-SIZE = 50
-GRID = 2.0**-24
+RUN = SPEC.run
 PATIENCE_S = 20  # far above what anything here takes
 EITHER = pytest.mark.parametrize("routing", ["plain", "mesh"])
 TIMEOUTS = Timeouts(join=30, request=10, silence=30, stop=2, rejoin=300, data=30)
 
 
 def bounds(**changed):
-    """The time-outs of the tests, some of them shorter."""
+    """The timeouts of the tests, some of them shorter."""
     return dataclasses.replace(TIMEOUTS, **changed)
 
 
-def on_workers(**options):
-    """Dask's decorator; of a TimeoutError that leaves a test it would never return."""
-    decorate = gen_cluster(client=True, timeout=60, **options)
+def workers(count, **options):
+    """Dask's decorator, which would never return if a TimeoutError left a test."""
+    nthreads = [("127.0.0.1", 1)] * count
+    decorate = gen_cluster(client=True, timeout=60, nthreads=nthreads, **options)
 
     def decorated(test):
         @functools.wraps(test)
@@ -58,11 +49,7 @@ def on_workers(**options):
     return decorated
 
 
-two_workers = on_workers  # of Dask's default
-
-
-def three_workers(**options):
-    return on_workers(nthreads=[("127.0.0.1", 1)] * 3, **options)
+# ---- updates
 
 
 def frame_of(stamp, *entries, count=1, size=SIZE):
@@ -71,32 +58,29 @@ def frame_of(stamp, *entries, count=1, size=SIZE):
 
 
 def item_of(stamp, frame):
-    return tuple(
-        Message(MessageKind.UPDATE.value, *stamp[1:], frame.nbytes, wrap(frame))
-    )
+    """The wire form of a message with a frame."""
+    return Message.update(stamp, stamp.step, frame.nbytes, wrap(frame)).to_wire()
 
 
 def publish(channel, *entries, step=0, count=1, **options):
-    """Publish entries, by default position 1 only; say whether they were accepted."""
+    """Publish entries, by default position 1; return whether they were accepted."""
     entries = entries or (1,)
     return channel.publish(
         lambda stamp: frame_of(stamp, *entries, count=count), step, **options
     )
 
 
-def next_stamp(channel, step):
-    """The stamp of what the channel publishes next."""
-    return codec.Stamp(channel.run, channel._replica, channel.published + 1, step)
-
-
-def totals(arrived, size=SIZE):
-    """What has arrived in all, in steps of the grid."""
-    total = [0] * size if arrived.folded_N is None else arrived.folded_N.tolist()
-    for update in arrived.updates:
+def totals(drained, first=SIZE):
+    """The sum of what was drained, in steps of the grid; its first values."""
+    total = [0] * SIZE if drained.folded_N is None else drained.folded_N.tolist()
+    for update in drained.updates:
         for entry in update.entries_K.tolist():
             sign = 1 if entry > 0 else -1
             total[abs(entry) - 1] += sign * round(update.threshold / GRID)
-    return total
+    return total[:first]
+
+
+# ---- threads, requests and waits
 
 
 async def in_thread(function, *arguments, **keywords):
@@ -113,19 +97,116 @@ def wait_until(ready):
     return async_poll_for(ready, PATIENCE_S)
 
 
+def held_up(handlers, operation, monkeypatch):
+    """Let requests of one kind wait for an event, which is returned."""
+    released, handler = asyncio.Event(), handlers[operation]
+
+    async def waiting(**fields):
+        await released.wait()
+        return await handler(**fields)
+
+    monkeypatch.setitem(handlers, operation, waiting)
+    return released
+
+
+def recorded(handlers, operation, monkeypatch):
+    """The fields of each request of one kind, from now on."""
+    requests, handler = [], handlers[operation]
+
+    async def recording(**fields):
+        requests.append(fields)
+        return await handler(**fields)
+
+    monkeypatch.setitem(handlers, operation, recording)
+    return requests
+
+
+def done(number, examples=5, loss=0.5):
+    """A finished lease."""
+    return {"lease": number, "examples": examples, "loss": loss}
+
+
+async def lease(channel, *finished, phase="train", epoch=0):
+    """Lease a part of one row: its number and its key; None if there is none."""
+    leased = await in_thread(channel.lease, phase, epoch, finished)
+    return leased and (leased.number, leased.keys[leased.ranges[0].part])
+
+
+async def all_wait_for(run, last):
+    """Wait in each channel for updates; those of the replica itself do not count."""
+    channels = run.channels.values()
+    await asyncio.gather(*(in_thread(c.wait_for_updates, last) for c in channels))
+
+
 async def meet(run, key, kind=BarrierKind.MEET):
-    """Let all replicas meet at a barrier, each with its number as its note."""
+    """Let all replicas meet at a barrier, each with its number as its payload."""
     channels = run.channels.items()
-    await asyncio.gather(*(in_thread(c.barrier, key, r, kind) for r, c in channels))
+    return await asyncio.gather(
+        *(in_thread(c.barrier, key, r, kind) for r, c in channels)
+    )
+
+
+def applied_by(channel):
+    """A snapshot function of a replica, of the sum of all that it drained."""
+    total_N = np.zeros(SIZE, np.int32)
+
+    def make():
+        nonlocal total_N
+        drained = channel.drain()
+        received = drained.received
+        total_N = total_N + np.array(totals(drained), np.int32)
+        return {
+            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
+            "grid": GRID,
+            "step": 3,
+            "total_N": total_N,
+        }
+
+    return make
+
+
+# ---- runs
+
+
+def settings(replicas, pieces=None, relay_bytes=2**20, **options):
+    """The specs of the channels of replicas and of their run."""
+    names = {"min_replicas", "synchronous", "intervals"} & options.keys()
+    plan = {name: options.pop(name) for name in names}
+    spec = dataclasses.replace(SPEC, **{"timeouts": TIMEOUTS, "fan_out": 1, **options})
+    return spec, plan_of(
+        replicas,
+        pieces or {"train": ()},
+        spec.timeouts,
+        run=spec.run,
+        relay_bytes=relay_bytes,
+        relayed=ROUTINGS[spec.routing].relayed,
+        **plan,
+    )
 
 
 class Run:
-    """One run on a cluster, and its channels by replica."""
+    """A run, and its channels by replica."""
 
-    def __init__(self, client, scheduler, workers, spec):
-        self.client, self.scheduler, self.workers = client, scheduler, list(workers)
+    def __init__(self, spec):
         self.spec = spec
         self.channels = {}
+
+    def next_stamp(self, replica, step=0):
+        """The stamp of the next update of a replica."""
+        number = self.channels[replica].published + 1
+        return codec.Stamp(self.spec.run, replica, number, step)
+
+    async def join(self):
+        joins = [in_thread(channel.join) for channel in self.channels.values()]
+        await asyncio.gather(*joins)
+
+
+class DaskRun(Run):
+    """A run on a cluster."""
+
+    def __init__(self, client, scheduler, workers, spec):
+        super().__init__(spec)
+        self.client, self.scheduler, self.workers = client, scheduler, list(workers)
 
     @property
     def plugin(self):
@@ -139,18 +220,20 @@ class Run:
     def record(self):
         return self.live.state
 
-    def worker_plugin(self, replica):
-        return self.workers[replica].extensions[NAME]
-
     def link(self, replica):
-        return self.worker_plugin(replica).endpoints[self.spec.run, replica]
+        plugin = self.workers[replica].extensions[NAME]
+        return plugin.endpoints[self.spec.run, replica]
+
+    def received(self, replica, origin):
+        """The updates of an origin that a replica has received."""
+        return self.link(replica).inbox.received.by_origin().get(origin, (0, ()))
 
     async def ask(self, operation, **fields):
-        """What a client or a replica gets for an answer."""
+        """The answer of the scheduler to a client or a replica."""
         return await getattr(self.client.scheduler, operation)(**fields)
 
     async def deliver(self, replica, *items, run=None):
-        """Hand items to a worker as the relay does."""
+        """Hand messages to a worker as the relay does."""
         return await self.scheduler.rpc(self.workers[replica].address).daskdl_deliver(
             run=self.spec.run if run is None else run,
             replica=replica,
@@ -159,41 +242,34 @@ class Run:
 
     def open_channel(self, replica):
         spec = dataclasses.replace(self.spec, replica=replica)
-        channel = RemoteChannel(self.worker_plugin(replica), spec)
-        self.channels[replica] = channel
-        return channel
+        plugin = self.workers[replica].extensions[NAME]
+        self.channels[replica] = RemoteChannel(plugin, spec)
+        return self.channels[replica]
 
-    async def open(self, relay_bytes, pieces, min_replicas, synchronous, intervals):
-        plan = {
-            "run": self.spec.run,
-            "replicas": {r: w.address for r, w in enumerate(self.workers)},
-            "sizes": extents(pieces),
-            "seed": None,
-            "epochs_before": 0,
-            "synchronous": synchronous,
-            "relay_bytes": relay_bytes,
-            "min_replicas": min_replicas,
-            "timeouts": dataclasses.asdict(self.spec.timeouts),
-            "relayed": ROUTINGS[self.spec.routing].relayed,
-            "intervals": intervals,
-        }
-        answer = await self.ask("daskdl_open", spec=plan, client=self.client.id)
-        assert answer["status"] == "ok"
-        for replica in range(len(self.workers)):
-            self.open_channel(replica)
+    async def newcomer(self, worker):
+        """Assign one more replica to a worker; its channel has not joined."""
+        answer = await self.ask(
+            "daskdl_assign", run=RUN, worker=worker.address, replicas=2
+        )
+        (replica,) = answer["replicas"]
+        self.workers.append(worker)
+        return replica, self.open_channel(replica)
 
     async def join(self):
-        joins = [in_thread(channel.join) for channel in self.channels.values()]
-        await asyncio.gather(*joins)
-        boxes = self.record.outboxes.values()  # of what says who the members are
-        await async_poll_for(lambda: not any(len(box) for box in boxes), PATIENCE_S)
+        await super().join()
+        boxes = self.record.outboxes.values()  # memberships
+        await wait_until(lambda: not any(len(box) for box in boxes))
 
     def where(self, replica):
         return self.workers[replica].address
 
     async def until(self, ready):
-        """Wait until the record is as it should be."""
+        """Wait until the state of the run is ready."""
         await self.live.until(ready, PATIENCE_S)
+
+    async def has_left(self, replica):
+        """Wait until all that a replica has published arrived at its destinations."""
+        await wait_until(self.link(replica).routing.sent)
 
     async def stop(self, reason):
         await self.ask("daskdl_stop", run=self.spec.run, reason=reason)
@@ -205,54 +281,44 @@ class Run:
         answer = await self.ask("daskdl_watch", run=self.spec.run, timeout_s=PATIENCE_S)
         return list(answer["events"])
 
+    def lose(self, replica):
+        """Lose a replica without a word; its worker stays, and so does its channel."""
+        self.vanish(replica)
+        self.live.lose(replica, "in the middle of sending")
+
     def vanish(self, replica):
-        """The replica is gone without a word; its worker is still there."""
+        """End a replica unnoticed; its worker stays."""
         self.link(replica).stop_sending()
-        del self.worker_plugin(replica).endpoints[self.spec.run, replica]
-        return self.channels.pop(replica)
+        plugin = self.workers[replica].extensions[NAME]
+        del plugin.endpoints[self.spec.run, replica], self.channels[replica]
 
     async def close(self):
         for channel in self.channels.values():
             await in_thread(channel.leave)
-        tasks = list(self.live.tasks) if self.is_open else []
-        await self.ask("daskdl_close", run=self.spec.run)
+        is_open = self.spec.run in self.plugin.runs
+        tasks = list(self.live.tasks) if is_open else []
+        await self.shut()
         if tasks:
             await asyncio.wait(tasks, timeout=PATIENCE_S)
         assert all(task.done() for task in tasks)
-        assert not self.is_open
+        assert self.spec.run not in self.plugin.runs
         for worker in self.workers:
-            links = worker.extensions[NAME].endpoints
-            assert not [key for key in links if key[0] == self.spec.run]
-
-    @property
-    def is_open(self):
-        return self.spec.run in self.plugin.runs
-
-
-async def register(client):
-    await client.register_plugin(ChannelSchedulerPlugin())
-    await client.register_plugin(ChannelWorkerPlugin())
+            endpoints = worker.extensions[NAME].endpoints
+            assert not [key for key in endpoints if key[0] == self.spec.run]
 
 
 @contextlib.asynccontextmanager
-async def a_run(
-    client,
-    scheduler,
-    *workers,
-    join=True,
-    pieces=None,
-    relay_bytes=2**20,
-    min_replicas=1,
-    synchronous=False,
-    intervals=WHOLE_EPOCHS,
-    **options,
-):
-    """A run with a replica on each worker; leaves nothing behind, and checks it."""
-    await register(client)
-    spec = ChannelSpec(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
-    run = Run(client, scheduler, workers, dataclasses.replace(spec, **options))
-    pieces = pieces or {"train": ()}
-    await run.open(relay_bytes, pieces, min_replicas, synchronous, intervals)
+async def a_run(client, scheduler, *workers, join=True, **options):
+    """A run with a replica on each worker; checks that nothing is left behind."""
+    await client.register_plugin(ChannelSchedulerPlugin())
+    await client.register_plugin(ChannelWorkerPlugin())
+    addresses = {r: worker.address for r, worker in enumerate(workers)}
+    spec, plan = settings(addresses, **options)
+    run = DaskRun(client, scheduler, workers, spec)
+    answer = await run.ask("daskdl_open", spec=vars(plan), client=client.id)
+    assert answer["status"] == "ok"
+    for replica in addresses:
+        run.open_channel(replica)
     try:
         if join:
             await run.join()
@@ -261,149 +327,71 @@ async def a_run(
         await run.close()
 
 
-def held_up(handlers, operation, monkeypatch):
-    """Let requests of one kind wait; the event lets them go on."""
-    released, handler = asyncio.Event(), handlers[operation]
+class ThreadsRun(Run):
+    """A run among threads."""
 
-    async def waiting(**fields):
-        await released.wait()
-        return await handler(**fields)
+    def __init__(self, spec, plan):
+        super().__init__(spec)
+        self.run = LocalRun(plan)
+        for replica in plan.replicas:
+            self.open_channel(replica)
 
-    monkeypatch.setitem(handlers, operation, waiting)
-    return released
+    @property
+    def record(self):
+        return self.run.state
+
+    def where(self, replica):
+        return self.record.members.replicas[replica].worker
+
+    def open_channel(self, replica):
+        spec = dataclasses.replace(self.spec, replica=replica)
+        self.channels[replica] = LocalChannel(self.run, spec)
+
+    async def until(self, ready):
+        def wait():
+            with self.run.changed:
+                assert self.run.changed.wait_for(ready, PATIENCE_S)
+
+        await in_thread(wait)
+
+    async def has_left(self, replica):
+        pass  # updates arrive before `publish` returns
+
+    async def events(self):
+        return await in_thread(self.run.watch, PATIENCE_S)
+
+    async def stop(self, reason):
+        self.run.stop(reason)
+
+    async def shut(self):
+        self.run.stop("the run was closed")
 
 
-def applied_by(channel):
-    """A replica that serves what it has applied; entries as in `totals`."""
-    total_N = np.zeros(SIZE, np.int32)
-
-    def make():
-        nonlocal total_N
-        arrived = channel.drain()
-        received = arrived.received
-        total_N = total_N + np.array(totals(arrived), np.int32)
-        return {
-            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
-            "grid": GRID,
-            "step": 3,
-            "total_N": total_N,
-        }
-
-    return make
-
-
-async def newcomer(run, worker):
-    """Seat one more replica, on this worker; its channel has not joined."""
-    answer = await run.ask("daskdl_assign", run=RUN, worker=worker.address, replicas=2)
-    (replica,) = answer["replicas"]
-    run.workers.append(worker)
-    return replica, run.open_channel(replica)
+@contextlib.asynccontextmanager
+async def a_threads_run(replicas, join=True, **options):
+    run = ThreadsRun(*settings(replicas, **options))
+    try:
+        if join:
+            await run.join()
+        yield run
+    finally:
+        for channel in run.channels.values():
+            await in_thread(channel.leave)
+        assert run.run.here == []
+        assert run.record.outboxes == {}
 
 
 KINDS = ("plain", "mesh", "local")
 
 
-class ThreadsRun:
-    """A run among threads, and its channels; as `channels.Run` is over Dask."""
-
-    def __init__(self, replicas, spec, pieces, **plan):
-        self.spec = spec
-        self.channels = {}
-        self._run = LocalRun(
-            RunSpec(
-                run=spec.run,
-                replicas={r: self.where(r) for r in range(replicas)},
-                sizes=extents(pieces),
-                seed=None,
-                epochs_before=0,
-                relay_bytes=0,
-                timeouts=dataclasses.asdict(spec.timeouts),
-                **plan,
-            )
-        )
-        for replica in range(replicas):
-            self.open_channel(replica)
-
-    @property
-    def record(self):
-        return self._run.state
-
-    def where(self, replica):
-        return f"chair {replica}"
-
-    def open_channel(self, replica):
-        spec = dataclasses.replace(self.spec, replica=replica)
-        self.channels[replica] = LocalChannel(self._run, spec)
-
-    async def join(self):
-        joins = [in_thread(channel.join) for channel in self.channels.values()]
-        await asyncio.gather(*joins)
-
-    async def until(self, ready):
-        def wait():
-            with self._run.changed:
-                assert self._run.changed.wait_for(ready, PATIENCE_S)
-
-        await in_thread(wait)
-
-    async def events(self):
-        return await in_thread(self._run.watch, PATIENCE_S)
-
-    async def stop(self, reason):
-        self._run.stop(reason)
-
-    async def shut(self):
-        self._run.stop("the run was closed")
-
-    async def close(self):
-        for channel in self.channels.values():
-            await in_thread(channel.leave)
-        assert self._run.here == []
-        assert self.record.outboxes == {}
-
-
-@contextlib.asynccontextmanager
-async def a_threads_run(
-    replicas,
-    join=True,
-    pieces=None,
-    min_replicas=1,
-    synchronous=False,
-    intervals=WHOLE_EPOCHS,
-    fan_out=1,
-    **options,
-):
-    spec = ChannelSpec(RUN, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS, fan_out=fan_out)
-    spec = dataclasses.replace(spec, **options)
-    plan = {
-        "min_replicas": min_replicas,
-        "synchronous": synchronous,
-        "intervals": intervals,
-    }
-    run = ThreadsRun(replicas, spec, pieces or {"train": ()}, **plan)
-    try:
-        if join:
-            await run.join()
-        yield run
-    finally:
-        await run.close()
-
-
 def every_channel(replicas=2, kinds=KINDS):
-    """Call a test with a function that opens a run, once for each kind of channel.
-
-    Args:
-        replicas: In the run.
-        kinds: Of channels, some of `KINDS`.
-    """
+    """Call a test with a function that opens a run, once for each kind of channel."""
 
     def decorate(test):
         async def over_dask(c, s, *workers, kind, call):
-            options = {"routing": kind, "fan_out": 1}
-            await call(functools.partial(a_run, c, s, *workers, **options))
+            await call(functools.partial(a_run, c, s, *workers, routing=kind))
 
-        workers = [("127.0.0.1", 1)] * replicas
-        over_dask = on_workers(nthreads=workers)(over_dask)
+        over_dask = workers(replicas)(over_dask)
 
         @functools.wraps(test)
         def one(self, kind, **parameters):
@@ -420,18 +408,3 @@ def every_channel(replicas=2, kinds=KINDS):
         return pytest.mark.parametrize("kind", kinds)(one)
 
     return decorate
-
-
-class Direct(Routing):
-    """Each replica sends to every other one itself, however many there are."""
-
-    relayed = False
-
-    def destinations(self):
-        others = [replica for replica in self.workers if replica != self._replica]
-        return [n for r in others if (n := self.neighbour(r)) is not None]
-
-
-@pytest.fixture
-def direct(monkeypatch):
-    monkeypatch.setitem(ROUTINGS, "direct", Direct)

@@ -29,23 +29,9 @@ from typing_extensions import override
 
 from daskdl.data.batching import Tree, outline
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.evaluation import report
+from daskdl.evaluation import report, streaming
 from daskdl.evaluation.report import Section
-from daskdl.evaluation.streaming import (
-    MASKED,
-    BinnedCurves,
-    ClassCurves,
-    ErrorSums,
-    ExactMatch,
-    LabelCurves,
-    ReliabilityBins,
-    areas_and_curves,
-    divided,
-    matthews,
-    mean_of,
-    rates,
-    share,
-)
+from daskdl.evaluation.streaming import MASKED
 
 __all__ = [
     "BinaryMetrics",
@@ -321,7 +307,7 @@ def _collection(**metrics: Metric) -> MetricCollection:
 def _macro(each: Mapping[str, Any], seen: Any) -> dict[str, float]:
     """Average all values named ``*_per_class`` over the classes that were seen."""
     return {
-        name.removesuffix("_per_class"): mean_of(values, seen)
+        name.removesuffix("_per_class"): streaming.mean_of(values, seen)
         for name, values in each.items()
         if name.endswith("_per_class")
     }
@@ -378,9 +364,9 @@ class ClassificationMetrics(MetricSet):
                 classes, top_k=top, average="micro", **unchecked
             )
         if self.thresholds is None:
-            made["curves"] = ClassCurves(classes, **unchecked)
+            made["curves"] = streaming.ClassCurves(classes, **unchecked)
         else:
-            made["curves"] = BinnedCurves(classes, self.thresholds)
+            made["curves"] = streaming.BinnedCurves(classes, self.thresholds)
         return _collection(**made)
 
     def _top(self, classes: int) -> int | None:
@@ -401,17 +387,22 @@ class ClassificationMetrics(MetricSet):
         confusion = computed["confusion"].numpy()
         support, predicted = confusion.sum(axis=1), confusion.sum(axis=0)
         hits = np.diag(confusion)
-        each = {f"{k}_per_class": v for k, v in rates(hits, predicted, support).items()}
-        each |= areas_and_curves(computed["curves"])
+        each = {
+            f"{k}_per_class": v
+            for k, v in streaming.rates(hits, predicted, support).items()
+        }
+        each |= streaming.areas_and_curves(computed["curves"])
         top = {}
         if "top" in computed:
             right, *_, rows = computed["top"].tolist()
-            top[f"top_{self._top(len(support))}_accuracy"] = share(right, rows)
+            top[f"top_{self._top(len(support))}_accuracy"] = streaming.share(
+                right, rows
+            )
         values = {
-            "accuracy": share(hits.sum(), support.sum()),
+            "accuracy": streaming.share(hits.sum(), support.sum()),
             **top,
             **_macro(each, support + predicted > 0),
-            "mcc": matthews(confusion),
+            "mcc": streaming.matthews(confusion),
             "support": support,
             "predicted": predicted,
             "confusion_matrix": confusion,
@@ -438,8 +429,8 @@ class _LabelMetrics(MetricSet):
     def curves(self, labels: int) -> Metric:
         """Make the metric that keeps the curves of a number of labels."""
         if self.thresholds is not None:
-            return BinnedCurves(labels, self.thresholds)
-        return LabelCurves(labels, ignore_index=MASKED, validate_args=False)
+            return streaming.BinnedCurves(labels, self.thresholds)
+        return streaming.LabelCurves(labels, ignore_index=MASKED, validate_args=False)
 
 
 @dataclass(frozen=True)
@@ -483,12 +474,12 @@ class BinaryMetrics(_LabelMetrics):
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         confusion = computed["confusion"].numpy()
         (tn, fp), (fn, tp) = confusion
-        curves = areas_and_curves(computed["curves"])
+        curves = streaming.areas_and_curves(computed["curves"])
         values = {
-            "accuracy": share(tp + tn, confusion.sum()),
-            **{k: float(v) for k, v in rates(tp, tp + fp, tp + fn).items()},
-            "specificity": float(divided(tn, tn + fp)),
-            "mcc": matthews(confusion),
+            "accuracy": streaming.share(tp + tn, confusion.sum()),
+            **{k: float(v) for k, v in streaming.rates(tp, tp + fp, tp + fn).items()},
+            "specificity": float(streaming.divided(tn, tn + fp)),
+            "mcc": streaming.matthews(confusion),
             "roc_auc": float(curves["roc_auc_per_class"][0]),
             "average_precision": float(curves["average_precision_per_class"][0]),
             "confusion_matrix": confusion,
@@ -538,7 +529,7 @@ class MultilabelMetrics(_LabelMetrics):
         confusion = MultilabelConfusionMatrix(
             labels, self.threshold, ignore_index=MASKED, validate_args=False
         )
-        exact = ExactMatch(self.threshold)
+        exact = streaming.ExactMatch(self.threshold)
         return _collection(confusion=confusion, curves=self.curves(labels), exact=exact)
 
     @override
@@ -556,14 +547,17 @@ class MultilabelMetrics(_LabelMetrics):
         confusion = computed["confusion"].numpy().reshape(-1, 2, 2)
         tn, fp, fn, tp = confusion.reshape(-1, 4).T
         all_, predicted, support = tn + fp + fn + tp, tp + fp, tp + fn
-        each = {"accuracy_per_class": divided(tp + tn, all_)}
-        each |= {f"{k}_per_class": v for k, v in rates(tp, predicted, support).items()}
-        each |= areas_and_curves(computed["curves"])
+        each = {"accuracy_per_class": streaming.divided(tp + tn, all_)}
+        each |= {
+            f"{k}_per_class": v
+            for k, v in streaming.rates(tp, predicted, support).items()
+        }
+        each |= streaming.areas_and_curves(computed["curves"])
         matches, rows = computed["exact"]
         values = {
             **_macro(each, support + predicted > 0),
-            "accuracy": share((tp + tn).sum(), all_.sum()),
-            "exact_match": share(matches, rows),
+            "accuracy": streaming.share((tp + tn).sum(), all_.sum()),
+            "exact_match": streaming.share(matches, rows),
             "rows": rows,
             "support": support,
             "predicted": predicted,
@@ -614,7 +608,7 @@ class CalibrationMetrics(MetricSet):
             check_names(self.classes, kinds - 1, "classes")
         else:
             check_binary(sample)
-        return _collection(bins=ReliabilityBins(kinds, self.bins))
+        return _collection(bins=streaming.ReliabilityBins(kinds, self.bins))
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
@@ -679,7 +673,7 @@ class RegressionMetrics(MetricSet):
             torch.where(counted, each, torch.nan).nanmean(dim=0).nan_to_num(0, 0, 0)
             for each in (predictions, labels)
         ]
-        return _collection(errors=ErrorSums(*near))
+        return _collection(errors=streaming.ErrorSums(*near))
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
@@ -703,7 +697,7 @@ class RegressionMetrics(MetricSet):
         count, each = computed["errors"]
         every = np.ones(len(count), dtype=bool)
         values = {
-            **{name: mean_of(values, every) for name, values in each.items()},
+            **{name: streaming.mean_of(values, every) for name, values in each.items()},
             **{f"{name}_per_column": values for name, values in each.items()},
             "count": count,
         }

@@ -16,35 +16,9 @@ import torch
 from distributed import Client
 from torch import Tensor, nn
 
-from daskdl.data import batching
-from daskdl.data.batching import (
-    Batch,
-    Chunk,
-    Kinds,
-    Rows,
-    Transform,
-    Tree,
-    auto_device,
-    batches,
-    floating_dtype,
-    rows_in,
-    to_device,
-    whole,
-)
-from daskdl.data.checks import (
-    UNREADABLE,
-    LabelCheck,
-    ShapeCheck,
-    check_loss,
-    check_module,
-    check_same_classes,
-    dry_run,
-    ignored_label,
-    is_classification,
-    is_left_out,
-    join_readable,
-    load_each,
-)
+from daskdl.data import batching, checks
+from daskdl.data.batching import Batch, Chunk, Kinds, Rows, Transform, Tree, batches
+from daskdl.data.checks import LabelCheck, ShapeCheck
 from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.formats import Loader
 from daskdl.data.inputs import OnBad, ReadOptions, infer_metadata, source_of
@@ -141,23 +115,23 @@ def evaluate_model(
         from daskdl.metrics import metric_sets
 
         sets = metric_sets(metrics)
-    check_module(model)
+    checks.check_module(model)
     if objective is not None:
-        check_loss(objective)
+        checks.check_loss(objective)
     source = source_of(X, y, read, labelled=labelled)
-    check_same_classes(source, classes)
+    checks.check_same_classes(source, classes)
     with client_or_process(client) as found:
         if source.first is None:
             source = infer_metadata(source, found, skips=read.skips)
         packed = PackedModel(model, here=found is False)
-        run = dry_run(packed.unpack(), source.first, read.transform, objective)
+        run = checks.dry_run(packed.unpack(), source.first, read.transform, objective)
         seen = run.output, run.batch[1]
         specs: tuple[MetricSpec, ...] = ()
         if sets:
             from daskdl.evaluation.metric_state import metric_specs
 
             specs = metric_specs(sets, objective, *seen, source.classes or classes)
-        elif objective is None and not is_classification(*seen):
+        elif objective is None and not checks.is_classification(*seen):
             raise OptionError(
                 "there is nothing to measure without loss and metrics where labels are "
                 "not class indices; give loss=, metrics=, or both"
@@ -228,7 +202,7 @@ class PartScorer:
         self, source: Source, part: int
     ) -> "tuple[Score, tuple[PartStates, ...]]":
         """Score a part; propagates errors of the user's code and of reading."""
-        device = auto_device()
+        device = batching.auto_device()
         module = self.model.module(lambda copy: copy.eval().to(device))
         loss: Objective | None = None
         if self.loss is not None:
@@ -263,13 +237,15 @@ class PartScorer:
         try:
             for rows in rows_of_part(source, part, self.batch_size):
                 check(rows, name)
-                yield whole(rows)
-        except UNREADABLE as error:
-            if not is_left_out(error, name, self.skips):
+                yield batching.whole(rows)
+        except checks.UNREADABLE as error:
+            if not checks.is_left_out(error, name, self.skips):
                 raise
-            left, _ = join_readable(load_each(source.separate(part), skips=True), check)
+            left, _ = checks.join_readable(
+                checks.load_each(source.separate(part), skips=True), check
+            )
             if left is not None:
-                yield whole(left)
+                yield batching.whole(left)
 
 
 @dataclass(frozen=True)
@@ -328,11 +304,11 @@ def score_batches(
         Score(loss_sum=-1.0, correct=1, labels=1, examples=1, more=0.0)
     """
     total = Score()
-    dtype = floating_dtype(module)
+    dtype = batching.floating_dtype(module)
     with _evaluating(module), torch.no_grad():
         for x, y in batches:
-            batch = to_device(x, y, device, dtype)
-            rows = rows_in(batch)
+            batch = batching.to_device(x, y, device, dtype)
+            rows = batching.rows_in(batch)
             if isinstance(loss, OwnStep):
                 mean = batch_loss(loss, module, batch).item()
                 total += Score(mean * rows, examples=rows)
@@ -343,8 +319,8 @@ def score_batches(
             correct = labels = 0
             if observe is not None:
                 observe(output, y)
-            elif is_classification(output, y):
-                ignored, best = ignored_label(loss), output.max(dim=1)
+            elif checks.is_classification(output, y):
+                ignored, best = checks.ignored_label(loss), output.max(dim=1)
                 counted = torch.ones_like(y).bool() if ignored is None else y != ignored
                 # With NaN scores no class is the best.
                 right = (best.indices == y) & counted & ~best.values.isnan()
@@ -365,8 +341,8 @@ def _loss_sum(
     if loss is None:
         return 0.0, 0.0
     weight: float = rows
-    ignored = ignored_label(loss)
-    if ignored is not None and not is_sum(loss) and is_classification(output, y):
+    ignored = checks.ignored_label(loss)
+    if ignored is not None and not is_sum(loss) and checks.is_classification(output, y):
         counted = y != ignored
         if isinstance(loss, functools.partial):
             weights_C = loss.keywords.get("weight")

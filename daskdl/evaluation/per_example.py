@@ -25,40 +25,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from daskdl.config import check_count
-from daskdl.data import batching
+from daskdl.data import batching, checks, dask_collections
 from daskdl.data import source as sources
-from daskdl.data.batching import (
-    Batch,
-    Rows,
-    Transform,
-    Tree,
-    auto_device,
-    batches,
-    floating_dtype,
-    rows_in,
-    to_device,
-    whole,
-)
-from daskdl.data.checks import (
-    UNREADABLE,
-    USER_ERRORS,
-    LabelCheck,
-    check_loss,
-    check_module,
-    check_same_classes,
-    dry_run,
-    ignored_label,
-    is_classification,
-    is_left_out,
-    preserved_random_state,
-)
-from daskdl.data.dask_collections import (
-    Collections,
-    is_bag,
-    is_dask_frame,
-    is_lazy,
-    is_lazy_list,
-)
+from daskdl.data.batching import Batch, Rows, Transform, Tree
+from daskdl.data.checks import LabelCheck
+from daskdl.data.dask_collections import Collections
 from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
 from daskdl.data.source import SHOWN_ROWS, Source, rows_of_part
@@ -96,7 +67,7 @@ def score_examples(
         array([1., 9.])
     """
     X, keys = keys_apart(X, key)
-    if is_lazy(X):
+    if dask_collections.is_lazy(X):
         check_outlives(client)
         if read.skips:
             raise OptionError(
@@ -108,9 +79,9 @@ def score_examples(
         source = _source(model, objective, X, y, read, found, keyed, classes)
         if keys is not None:
             keys.check(source)
-        here = found is False and not is_lazy(X)
+        here = found is False and not dask_collections.is_lazy(X)
         scorer = _scorer(model, objective, source, read, penalty=penalty, here=here)
-        if isinstance(source, Collections) and is_lazy(X):
+        if isinstance(source, Collections) and dask_collections.is_lazy(X):
             scores = lazy_outputs(X, source, scorer.losses, np.zeros(0), found, y)
         else:
             scores = _like(X, _all_losses(source, scorer, found))
@@ -134,7 +105,7 @@ def worst_examples(
     check_count("top", top)
     X, keys = keys_apart(X, key)
     with client_or_process(client) as found:
-        if is_bag(X):
+        if dask_collections.is_bag(X):
             keyed = key
             if not read.skips:  # the first example shows whether there are keys
                 keyed = with_first_rows(Examples(X, key), found).reader.keyed
@@ -182,13 +153,13 @@ def _source(
     classes: Sequence[str] | None,
 ) -> Source:
     """Return the data with rows for a dry run; `Examples` for bags and lists."""
-    check_module(model)
-    check_loss(objective)
+    checks.check_module(model)
+    checks.check_loss(objective)
     source = source_of(X, y, read, labelled=not isinstance(objective, OwnStep))
-    check_same_classes(source, classes)
+    checks.check_same_classes(source, classes)
     if read.skips:
         return infer_metadata(source, client, skips=True)
-    if is_bag(X) or is_lazy_list(X):
+    if dask_collections.is_bag(X) or dask_collections.is_lazy_list(X):
         source = Examples(X, keyed)
     return with_first_rows(source, client)
 
@@ -270,25 +241,25 @@ class ExampleScorer:
                 if self.labels is not None:
                     self.labels.check(rows[1], name)
                 yield rows
-        except UNREADABLE as error:
-            if not is_left_out(error, name, self.skips):
+        except checks.UNREADABLE as error:
+            if not checks.is_left_out(error, name, self.skips):
                 raise
 
     def scored(self, rows: Rows) -> Scored:
         """Score rows, in order; there may be none."""
-        device = auto_device()
+        device = batching.auto_device()
         module = self.model.module(lambda copy: copy.eval().to(device))
         objective = self.objective.shared(lambda copy: on_device(copy, device))
-        dtype = floating_dtype(module)
+        dtype = batching.floating_dtype(module)
         # A step may compute gradients with respect to x.
         own = isinstance(objective, OwnStep)
         found: list[Scored] = []
-        for batch in batches([whole(rows)], self.batch_size):
+        for batch in batching.batches([batching.whole(rows)], self.batch_size):
             made = batch
             if self.transform is not None:
                 made = self.transform(batch)
-                check_rows_kept(made, rows_in(batch))
-            made = to_device(*made, device, dtype)
+                check_rows_kept(made, batching.rows_in(batch))
+            made = batching.to_device(*made, device, dtype)
             with torch.no_grad() if own else torch.inference_mode():
                 each, output = example_losses(
                     module, objective, made, by_rows=self.by_rows
@@ -329,9 +300,9 @@ def _scorer(
     own = isinstance(objective, OwnStep)
     packed = PackedModel(model, here=here)
     loss = Packed(objective, "step" if own else "loss")
-    with preserved_random_state():
+    with checks.preserved_random_state():
         module = packed.unpack()
-        run = dry_run(module, source.first, read.transform, objective)
+        run = checks.dry_run(module, source.first, read.transform, objective)
         if run.labels is not None:
             run.labels.check_source(source)
         check_rows_kept(run.batch, SHOWN_ROWS)
@@ -342,7 +313,7 @@ def _scorer(
                 _, output = example_losses(
                     module, loss.unpack(), run.batch, by_rows=by_rows
                 )
-        except USER_ERRORS as error:
+        except checks.USER_ERRORS as error:
             raise ModelError(
                 f"{'step' if own else 'loss'} failed on a batch of one row, which is "
                 f"how each example gets a score: {error}"
@@ -409,7 +380,7 @@ def example_losses(
     """
     ones = (
         batching.of_both(functools.partial(batching.rows, which=slice(i, i + 1)), batch)
-        for i in range(rows_in(batch))
+        for i in range(batching.rows_in(batch))
     )
     output = None
     if isinstance(objective, OwnStep) or not by_rows:
@@ -434,7 +405,7 @@ def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
         isinstance(output, Tensor) and isinstance(y, Tensor)
     ):
         return None
-    classes = is_classification(output, y)
+    classes = checks.is_classification(output, y)
     if not classes and (
         output.shape != y.shape
         # Such a weight may differ between rows.
@@ -465,7 +436,7 @@ def class_predictions(
 
     None unless each row has one class index. An ignored label has the probability NaN.
     """
-    if not is_classification(output, y) or y.ndim != 1:
+    if not checks.is_classification(output, y) or y.ndim != 1:
         return None
     function = loss.func if isinstance(loss, functools.partial) else loss
     scores = output.double()
@@ -487,9 +458,9 @@ def class_predictions(
 
 def _ignored(loss: Any, batch: Batch) -> np.ndarray:
     """Return which rows have only labels that the loss ignores."""
-    label, y = ignored_label(loss), batch[1]
+    label, y = checks.ignored_label(loss), batch[1]
     if label is None or not isinstance(y, Tensor) or y.is_floating_point():
-        return np.zeros(rows_in(batch), bool)
+        return np.zeros(batching.rows_in(batch), bool)
     ignored: np.ndarray = (y == label).reshape(len(y), -1).all(dim=1).cpu().numpy()
     return ignored
 
@@ -638,7 +609,7 @@ def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
 ndarray; give one value for each row
     """
     kind = type(key).__name__
-    if isinstance(key, bool) and not is_bag(X):
+    if isinstance(key, bool) and not dask_collections.is_bag(X):
         raise OptionError(
             f"key={key} says whether a bag has pairs (key, example), and X is a "
             f"{type(X).__name__}"
@@ -646,7 +617,9 @@ ndarray; give one value for each row
     if key is None or isinstance(key, bool):
         return X, None
     if isinstance(key, str):
-        frame = is_dask_frame(X) or (is_frame(X) and hasattr(X, "iloc"))
+        frame = dask_collections.is_dask_frame(X) or (
+            is_frame(X) and hasattr(X, "iloc")
+        )
         if not frame or X.ndim != 2:
             raise OptionError(
                 f"key={key!r} must name a column of a table, and X is a "
@@ -656,11 +629,11 @@ ndarray; give one value for each row
             raise OptionError(
                 f"key={key!r} must name a column of X, which has {list(X.columns)}"
             )
-        column = X[key] if is_dask_frame(X) else X[key].tolist()
+        column = X[key] if dask_collections.is_dask_frame(X) else X[key].tolist()
         return X.drop(columns=[key]), Keys(column, key)
     if is_dask_array(key):
         return X, Keys(_cut_alike(X, key))
-    if is_lazy(X):
+    if dask_collections.is_lazy(X):
         raise OptionError(
             "key must be lazy where X is: the name of a column, a dask.array of one "
             f"axis, or True for a bag of pairs (key, example); got a {kind}"

@@ -88,25 +88,28 @@ POINTS = 101  # kept per curve: more than a picture shows
 MASKED = -1  # replaces a label that does not count
 
 
-class Steps(NamedTuple):
+class ThresholdCounts(NamedTuple):
     """Counts at falling thresholds, from 0 to all; both int64, (T + 1,)."""
 
     others: Counts  # examples of other classes with a score at least as high
     hits: Counts  # and of the class
 
 
-def steps_of(scores_N: Numbers, hit_N: NDArray[np.bool_]) -> Steps:
+def counts_at_thresholds(
+    scores_N: Numbers, hit_N: NDArray[np.bool_]
+) -> ThresholdCounts:
     """Count at each distinct score.
 
     Steps inside a straight segment of the ROC curve are left out: they do not change
     any area.
 
     Example:
-        >>> steps_of(np.array([0.1, 0.9, 0.9]), np.array([False, True, False]))
-        Steps(others=array([0, 1, 2]), hits=array([0, 1, 1]))
+        >>> scores, hits = np.array([0.1, 0.9, 0.9]), np.array([False, True, False])
+        >>> counts_at_thresholds(scores, hits)
+        ThresholdCounts(others=array([0, 1, 2]), hits=array([0, 1, 1]))
     """
     if not len(scores_N):
-        return Steps(np.zeros(1, np.int64), np.zeros(1, np.int64))
+        return ThresholdCounts(np.zeros(1, np.int64), np.zeros(1, np.int64))
     order = np.argsort(-scores_N)
     falling = scores_N[order]
     last = np.append(np.flatnonzero(falling[1:] != falling[:-1]), len(falling) - 1)
@@ -114,24 +117,22 @@ def steps_of(scores_N: Numbers, hit_N: NDArray[np.bool_]) -> Steps:
     gained = np.append(hits[0] > 0, hits[1:] > hits[:-1])
     corner = gained | np.append(gained[1:], True)
     last, hits = last[corner], hits[corner]
-    return Steps(np.append(0, last + 1 - hits), np.append(0, hits))
+    return ThresholdCounts(np.append(0, last + 1 - hits), np.append(0, hits))
 
 
-def _steps_of_each(scores: Any, targets: Any, columns: int) -> list[Steps]:
+def _counts_of_each(scores: Any, targets: Any, columns: int) -> list[ThresholdCounts]:
     if not len(scores):  # no rows
-        return [steps_of(np.zeros(0), np.zeros(0, bool))] * columns
+        return [counts_at_thresholds(np.zeros(0), np.zeros(0, bool))] * columns
     scores_NK = dim_zero_cat(scores).reshape(-1, columns).numpy()
     targets = dim_zero_cat(targets).numpy()
 
-    def steps(k: int) -> Steps:
+    def steps(k: int) -> ThresholdCounts:
         if targets.ndim == 1:
-            return steps_of(scores_NK[:, k].copy(), targets == k)
+            return counts_at_thresholds(scores_NK[:, k].copy(), targets == k)
         counted = targets[:, k] != MASKED
-        return steps_of(scores_NK[counted, k], targets[counted, k] == 1)
+        return counts_at_thresholds(scores_NK[counted, k], targets[counted, k] == 1)
 
-    with ThreadPoolExecutor(
-        os.cpu_count()
-    ) as pool:  # numpy sorts without Python's lock
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # sorting needs no Python lock
         return list(pool.map(steps, range(columns)))
 
 
@@ -139,16 +140,16 @@ class ClassCurves(MulticlassPrecisionRecallCurve):
     """All scores and labels of classes, as torchmetrics keeps them: exact curves."""
 
     @override
-    def compute(self) -> list[Steps]:  # type: ignore[override]
-        return _steps_of_each(self.preds, self.target, self.num_classes)
+    def compute(self) -> list[ThresholdCounts]:  # type: ignore[override]
+        return _counts_of_each(self.preds, self.target, self.num_classes)
 
 
 class LabelCurves(MultilabelPrecisionRecallCurve):
     """All scores, and labels 0, 1 or `MASKED`, as torchmetrics keeps them."""
 
     @override
-    def compute(self) -> list[Steps]:  # type: ignore[override]
-        return _steps_of_each(self.preds, self.target, self.num_labels)
+    def compute(self) -> list[ThresholdCounts]:  # type: ignore[override]
+        return _counts_of_each(self.preds, self.target, self.num_labels)
 
 
 class BinnedCurves(Metric):
@@ -180,79 +181,49 @@ class BinnedCurves(Metric):
         self.counts += counts.reshape(self.shape)
 
     @override
-    def compute(self) -> list[Steps]:
+    def compute(self) -> list[ThresholdCounts]:
         falling = self.counts.flip(-1).cumsum(-1).numpy()
         padded = np.pad(falling, ((0, 0), (0, 0), (1, 0)))
-        return [Steps(*both) for both in padded.transpose(1, 0, 2)]
+        return [ThresholdCounts(*both) for both in padded.transpose(1, 0, 2)]
 
 
-def areas_and_curves(steps: list[Steps]) -> dict[str, Any]:
-    """Return areas and curves of each class or label, by name."""
-    return {
-        "roc_auc_per_class": np.array([roc_area(s) for s in steps]),
-        "average_precision_per_class": np.array([average_precision(s) for s in steps]),
-        "roc_curves": np.stack([_roc_curve(s) for s in steps]),
-        "precision_recall_curves": np.stack(
-            [_precision_recall_curve(s) for s in steps]
-        ),
-    }
+def areas_and_curves(each: list[ThresholdCounts]) -> dict[str, Any]:
+    """Return areas and curves of each class or label, NaN where undefined, by name.
 
-
-def roc_area(steps: Steps) -> float:
-    """Compute the area under the ROC curve; NaN with one class only.
+    Average precision weights precision at each threshold by the gain in recall.
 
     Example:
-        >>> roc_area(steps_of(np.array([0.1, 0.9]), np.array([False, True])))
-        1.0
+        >>> scores, hits = np.array([0.1, 0.5, 0.9]), np.array([False, True, True])
+        >>> areas = areas_and_curves([counts_at_thresholds(scores, hits)])
+        >>> areas["roc_auc_per_class"], areas["average_precision_per_class"]
+        (array([1.]), array([1.]))
     """
-    others, hits = steps  # whole numbers: exact, whatever the number of steps
-    if not (others[-1] and hits[-1]):
-        return math.nan
-    twice = np.sum(np.diff(others) * (hits[1:] + hits[:-1]))
-    return float(twice / 2 / (float(others[-1]) * float(hits[-1])))
+    names = ("roc_auc", "average_precision")
+    found: dict[str, Any] = {f"{name}_per_class": [] for name in names}
+    found |= {"roc_curves": [], "precision_recall_curves": []}
+    for others, hits in each:
+        area = average = math.nan
+        roc = precision_recall = np.full((2, POINTS), np.nan)
+        if others[-1] and hits[-1]:
+            # Whole numbers: exact, whatever the number of steps.
+            twice = np.sum(np.diff(others) * (hits[1:] + hits[:-1]))
+            area = float(twice / 2 / (float(others[-1]) * float(hits[-1])))
+            roc = _thinned(np.stack([others / others[-1], hits / hits[-1]]))
+        if hits[-1]:
+            recall, predicted = hits / hits[-1], others + hits
+            precision = np.ones(len(hits))
+            np.divide(hits, predicted, out=precision, where=predicted > 0)
+            average = float(np.sum(np.diff(recall) * precision[1:]))
+            precision_recall = _thinned(np.stack([recall, precision]))
+        for values, own in zip(
+            found.values(), (area, average, roc, precision_recall), strict=True
+        ):
+            values.append(own)
+    return {name: np.array(values) for name, values in found.items()}
 
 
-def average_precision(steps: Steps) -> float:
-    """Weight precision at each threshold by the gain in recall; NaN without a hit.
-
-    Example:
-        >>> average_precision(steps_of(np.array([0.1, 0.9]), np.array([True, False])))
-        0.5
-    """
-    if not steps.hits[-1]:
-        return math.nan
-    recall, precision = _recall_and_precision(steps)
-    return float(np.sum(np.diff(recall) * precision[1:]))
-
-
-def _recall_and_precision(steps: Steps) -> Numbers:
-    others, hits = steps
-    found = others + hits
-    precision = np.divide(hits, found, out=np.ones(len(hits)), where=found > 0)
-    return np.stack([hits / hits[-1], precision])
-
-
-def _roc_curve(steps: Steps) -> Numbers:
-    others, hits = steps
-    if not (others[-1] and hits[-1]):
-        return np.full((2, POINTS), np.nan)
-    return thinned(np.stack([others / others[-1], hits / hits[-1]]))
-
-
-def _precision_recall_curve(steps: Steps) -> Numbers:
-    if not steps.hits[-1]:
-        return np.full((2, POINTS), np.nan)
-    return thinned(_recall_and_precision(steps))
-
-
-def thinned(curve_2T: Numbers) -> Numbers:
-    """Keep `POINTS` points, evenly along the curve; the last one repeats.
-
-    Example:
-        >>> thinned(np.array([[0.0, 1.0], [0.0, 1.0]]))[:, :3]
-        array([[0., 1., 1.],
-               [0., 1., 1.]])
-    """
+def _thinned(curve_2T: Numbers) -> Numbers:
+    """Keep `POINTS` points, evenly along the curve; the last one repeats."""
     count = curve_2T.shape[1]
     if count <= POINTS:
         return np.pad(curve_2T, ((0, 0), (0, POINTS - count)), mode="edge")

@@ -22,17 +22,9 @@ from distributed import Client
 from torch import Tensor
 from typing_extensions import override
 
-from daskdl.data import batching
+from daskdl.data import batching, dask_collections
 from daskdl.data.batching import Rows, Tree
-from daskdl.data.dask_collections import (
-    Collections,
-    Finish,
-    is_bag,
-    pair,
-    pairs,
-    stacked,
-    tasks_of,
-)
+from daskdl.data.dask_collections import Collections, Finish
 from daskdl.data.distribute import map_parts, new_key, workers_of
 from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.tables import is_dask_array
@@ -76,7 +68,7 @@ def is_keyed(example: Any) -> bool:
     """
     if not _is_pair(example) or not _is_key(example[0]):
         return False
-    x, _ = pair(example[1])
+    x, _ = dask_collections.pair(example[1])
     arrays = all(isinstance(leaf, np.ndarray | Tensor) for leaf in batching.leaves(x))
     return arrays or _is_name(example[0])
 
@@ -129,7 +121,7 @@ class ExampleReader:
         for places in _by_shape(examples):  # a batch has examples of one shape
             cuts = range(0, len(places), STREAMED_ROWS)
             some = ([examples[i] for i in places[c : c + STREAMED_ROWS]] for c in cuts)
-            rows = ask(stacked(together, name) for together in some)
+            rows = ask(dask_collections.stacked(together, name) for together in some)
             for row, place in enumerate(places):
                 outputs[place] = batching.rows(rows, row)
         return outputs if keys is None else list(zip(keys, outputs, strict=True))
@@ -146,7 +138,7 @@ class ExampleReader:
         keyed = is_keyed(examples[0]) if self.keyed is None else self.keyed
         if keyed:
             _, examples = split_keys(examples, f"part {part}")
-        return stacked(examples, f"part {part}"), keyed
+        return dask_collections.stacked(examples, f"part {part}"), keyed
 
 
 def _by_shape(examples: Sequence[Any]) -> list[list[int]]:
@@ -158,7 +150,7 @@ def _by_shape(examples: Sequence[Any]) -> list[list[int]]:
     """
     places: defaultdict[Any, list[int]] = defaultdict(list)
     for place, example in enumerate(examples):
-        named = batching.named_both(pair(example))
+        named = batching.named_both(dask_collections.pair(example))
         shapes = tuple((name, *np.shape(leaf)) for name, leaf in named.items())
         places[shapes].append(place)
     return list(places.values())
@@ -177,10 +169,10 @@ class Examples(Collections):
     """
 
     def __init__(self, collection: Any, keyed: bool | None) -> None:
-        tasks, keys = tasks_of(collection)
+        tasks, keys = dask_collections.tasks_of(collection)
         super().__init__(tasks, [(key,) for key in keys], _unread)
-        rows = pairs(collection).finish
-        self.reader = ExampleReader(rows, is_bag(collection), keyed)
+        rows = dask_collections.pairs(collection).finish
+        self.reader = ExampleReader(rows, dask_collections.is_bag(collection), keyed)
 
 
 def with_first_rows(source: S, client: Client | Literal[False]) -> S:
@@ -294,7 +286,7 @@ def _partitions(X: Any, y: Any) -> list[Sequence[Any]]:
     """Return the partitions of each collection, Delayed or futures."""
     if isinstance(X, list):
         return [X]
-    if is_bag(X):
+    if dask_collections.is_bag(X):
         return [X.to_delayed()]
     leaves = list(batching.named_both((X, y)).values())
     first = leaves[0]
@@ -323,7 +315,7 @@ def lazy_outputs(
     """
     parts = partition_outputs(X, source, ask, client, y)
     if isinstance(source, Examples):
-        return collection_of_examples(parts, bag=is_bag(X))
+        return collection_of_examples(parts, bag=dask_collections.is_bag(X))
     first = batching.leaves(X)[0]
     if is_dask_array(first):
         return collection_of_arrays(parts, empty, first.chunks[0])

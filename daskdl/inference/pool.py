@@ -35,15 +35,7 @@ from daskdl.channel.protocol import (
 )
 from daskdl.config import Bound, Timeouts
 from daskdl.data import batching
-from daskdl.data.batching import (
-    Transform,
-    Tree,
-    auto_device,
-    floating_dtype,
-    inputs_to_device,
-    rows_in,
-    tensors,
-)
+from daskdl.data.batching import Transform, Tree
 from daskdl.data.tables import as_numpy
 from daskdl.errors import (
     ChannelError,
@@ -193,7 +185,9 @@ class ModelThread(Replica):
 
     @override
     async def stage(self, version: int, model: PackedModel) -> Failure | None:
-        unpacked = await self._run(lambda: model.unpack().eval().to(auto_device()))
+        unpacked = await self._run(
+            lambda: model.unpack().eval().to(batching.auto_device())
+        )
         if isinstance(unpacked, Failure):
             return unpacked
         self._staged[version] = unpacked
@@ -234,13 +228,15 @@ class ModelThread(Replica):
     def _outputs(self, x: Tree) -> Outputs:
         model = self._model
         assert model is not None
-        batch = tensors((x, None))  # copied: a first layer may work in place
-        rows = rows_in(batch)
+        batch = batching.tensors((x, None))  # copied: a first layer may work in place
+        rows = batching.rows_in(batch)
         if self._transform is not None:
             batch = self._transform.shared()(batch)
         own, _ = batch
         with torch.inference_mode():
-            moved = inputs_to_device(own, auto_device(), floating_dtype(model))
+            moved = batching.inputs_to_device(
+                own, batching.auto_device(), batching.floating_dtype(model)
+            )
             return Outputs.of(model(moved), rows)
 
     def _end(self) -> None:

@@ -13,24 +13,8 @@ import torch
 from distributed import Client
 from torch import Tensor, nn
 
-from daskdl.data import batching
-from daskdl.data.batching import (
-    Rows,
-    Transform,
-    Tree,
-    auto_device,
-    batches,
-    floating_dtype,
-    inputs_to_device,
-    rows_in,
-    whole,
-)
-from daskdl.data.checks import (
-    USER_ERRORS,
-    check_module,
-    dry_run,
-    preserved_random_state,
-)
+from daskdl.data import batching, checks
+from daskdl.data.batching import Rows, Transform, Tree
 from daskdl.data.dask_collections import Collections, is_bag, is_lazy, is_lazy_list
 from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, source_of
@@ -84,7 +68,7 @@ def predict(
                [2.]], dtype=float32)
     """
     _check_options(X, output, postprocess, keyed)
-    check_module(model)
+    checks.check_module(model)
     if is_lazy(X) and output == "same":
         check_outlives(client)
     with client_or_process(client) as found:
@@ -166,20 +150,20 @@ def output_spec(
     postprocess: Postprocess | None,
 ) -> Tree:
     """Return a tree of lists of one `OutputSpec`, from a dry run on two rows."""
-    with preserved_random_state():
+    with checks.preserved_random_state():
         rows = None if source.first is None else (source.first[0], None)
-        run = dry_run(module, rows, transform)
+        run = checks.dry_run(module, rows, transform)
         output = run.output
         if postprocess is not None:
             shown = _shown(output)
             try:
                 with torch.no_grad():
                     output = postprocess(output)
-            except USER_ERRORS as error:
+            except checks.USER_ERRORS as error:
                 raise ModelError(
                     f"postprocess failed on the outputs of two rows, {shown}: {error}"
                 ) from error
-    count = rows_in(run.batch)
+    count = batching.rows_in(run.batch)
 
     def refusal(got: Any) -> ModelError:
         blamed, remedy = "postprocess", ""
@@ -233,20 +217,20 @@ class BatchPredictor:
 
     def outputs(self, parts: Iterator[Rows]) -> Tree:
         """Return the outputs of blocks of rows, one after the other, numpy arrays."""
-        device = auto_device()
+        device = batching.auto_device()
         self.model.opened(lambda copy: copy.eval().to(device))
         module = self.model.module()
-        dtype = floating_dtype(module)
-        chunks = (whole((x, None)) for x, _ in parts)
+        dtype = batching.floating_dtype(module)
+        chunks = (batching.whole((x, None)) for x, _ in parts)
         made = []
         with freed_memory_kept(), torch.inference_mode():
-            for batch in batches(chunks, self.batch_size):
+            for batch in batching.batches(chunks, self.batch_size):
                 x, _ = batch if self.transform is None else self.transform(batch)
-                output = module(inputs_to_device(x, device, dtype))
+                output = module(batching.inputs_to_device(x, device, dtype))
                 if self.postprocess is not None:
                     with error_context("in postprocess"):
                         output = self.postprocess(output)
-                made.append(self._checked(output, rows_in(batch)))
+                made.append(self._checked(output, batching.rows_in(batch)))
         if not made:
             return batching.mapped(lambda boxed: boxed[0].empty(), self.spec)
         return batching.joined(made)

@@ -37,16 +37,8 @@ from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
 from daskdl.data.storage import Store, store_of
 from daskdl.data.tables import is_dask_array
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.inference.lazy import (
-    Ask,
-    Examples,
-    collection_of_arrays,
-    collection_of_examples,
-    error_context,
-    lazy_outputs,
-    partition_outputs,
-    split_keys,
-)
+from daskdl.inference import lazy
+from daskdl.inference.lazy import Ask, Examples
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +102,7 @@ class ArrayFormat(Format):
     @override
     def to_dask(self, parts: list[Delayed], rows: Sequence[int]) -> Any:
         empty = (np.zeros((0, *shape), dtype) for dtype, shape in self.leaves)
-        return collection_of_arrays(parts, restored(self.outline, empty), rows)
+        return lazy.collection_of_arrays(parts, restored(self.outline, empty), rows)
 
     def _names(self) -> list[str]:
         tree = restored(self.outline, iter(range(len(self.leaves))))
@@ -140,7 +132,7 @@ class ExampleFormat(Format):
         arrays: dict[str, np.ndarray] = {_ROWS: np.array([len(value)])}
         outputs = value
         if self.keyed:
-            keys, outputs = split_keys(value, "the outputs")
+            keys, outputs = lazy.split_keys(value, "the outputs")
             plain = json.dumps([_plain(key) for key in keys])
             arrays[_KEYS] = np.frombuffer(plain.encode(), np.uint8)
         places: defaultdict[Any, list[int]] = defaultdict(list)
@@ -175,7 +167,7 @@ class ExampleFormat(Format):
 
     @override
     def to_dask(self, parts: list[Delayed], rows: Sequence[int]) -> Any:
-        return collection_of_examples(parts, bag=self.bag)
+        return lazy.collection_of_examples(parts, bag=self.bag)
 
     def _tree(self, arrays: Mapping[str, np.ndarray], before: str) -> Tree:
         numbers = restored(self.outline, iter(range(len(arrays))))
@@ -434,9 +426,9 @@ def write_predictions(
     if isinstance(source, Examples):
         keyed = bool(source.reader.keyed)
         form = ExampleFormat(outline_of(empty), keyed, is_bag(X))
-        parts = partition_outputs(X, source, ask, client)
+        parts = lazy.partition_outputs(X, source, ask, client)
     elif isinstance(source, Collections) and not is_dask_array(batching.leaves(X)[0]):
-        table = lazy_outputs(X, source, ask, empty, client, names=names)
+        table = lazy.lazy_outputs(X, source, ask, empty, client, names=names)
         if isinstance(table, dict | tuple):
             raise ModelError(
                 "outputs must make one table to be written for a dask.dataframe, got "
@@ -447,7 +439,7 @@ def write_predictions(
     else:
         form = ArrayFormat.of(empty)
         if isinstance(source, Collections):
-            parts = partition_outputs(X, source, ask, client)
+            parts = lazy.partition_outputs(X, source, ask, client)
     _empty_folder(store, overwrite)
     if parts is None:
         work = functools.partial(_compute_and_write, ask, store, form)
@@ -493,7 +485,7 @@ def _compute_and_write(
     ask: Ask, store: Store, form: Format, source: Source, part: int
 ) -> File:
     """Write the outputs of a part of a source that is no collection."""
-    with error_context(f"in {source.name(part)}"):
+    with lazy.error_context(f"in {source.name(part)}"):
         outputs = ask(rows_of_part(source, part, STREAMED_ROWS))
     return _write(store, form, part, batching.leaves(outputs))
 

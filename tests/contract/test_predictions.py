@@ -1,4 +1,4 @@
-"""Predictions in a folder: what is written comes back, and damage is found."""
+"""What predict returns and writes for each kind of data, in this process."""
 
 import datetime
 import uuid
@@ -19,18 +19,30 @@ from daskdl.errors import DataError, ModelError, OptionError
 from tests.support import s3
 
 X = np.arange(14.0, dtype=np.float32).reshape(7, 2)
+SUMS = X.sum(axis=1).tolist()
 TABLE = pd.DataFrame(X, columns=["a", "b"], index=pd.Index(list("tuvwxyz"), name="who"))
 NOW = datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.UTC)
+ID = uuid.UUID(int=7)
+
+
+class Sum(nn.Module):
+    def forward(self, x):
+        return x.sum(dim=1)
 
 
 class Both(nn.Module):
     def forward(self, x):
-        return {"sum": x.sum(dim=1), "twice": (2 * x,)}
+        return {"sum": x.sum(dim=1), "parts": (2 * x, x[:, :1].to(torch.int32))}
 
 
 class Columns(nn.Module):
     def forward(self, x):
         return {"sum": x.sum(dim=1), "first": x[:, 0].to(torch.int32)}
+
+
+class OfTwo(nn.Module):
+    def forward(self, x):
+        return x["one"] + x["other"][0]
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +60,35 @@ def url(request, tmp_path):
     Store("memory://daskdl-test-predictions").delete_all()
 
 
-def lazy(rows=3):
-    return da.from_array(X, chunks=(rows, 2))
+def predict(model, data, **options):
+    options = {"batch_size": 2, "client": False} | options
+    return daskdl.predict(model, data, **options)
 
 
 def write(data, url, model=None, **options):
-    model = nn.Identity() if model is None else model
-    return daskdl.predict(model, data, client=False, output=url, **options)
+    return predict(model or nn.Identity(), data, output=url, **options)
+
+
+def lazy(values=X, rows=3):
+    return da.from_array(values, chunks=(rows, *values.shape[1:]))
+
+
+def table(partitions=3):
+    return dd.from_pandas(TABLE, npartitions=partitions)
+
+
+def bag_of(examples, partitions=2):
+    return dask.bag.from_sequence(examples, npartitions=partitions)
+
+
+def noting(made):
+    """The data, whose blocks write down their rows when they are made."""
+
+    def note(block):
+        made.append(len(block))
+        return block
+
+    return lazy().map_blocks(note, dtype=X.dtype, meta=X[:0])
 
 
 def listed(tree):
@@ -67,74 +101,375 @@ def listed(tree):
 
 
 BAG = [((i, b"k"), np.full(1 + i % 2, i, np.float32)) for i in range(5)]
-BOTH = {"sum": X.sum(axis=1).tolist(), "twice": [(2 * X).tolist()]}
+EXAMPLES = [
+    {"sum": 21.0, "parts": [[20.0, 22.0], [10]]},
+    {"sum": 25.0, "parts": [[24.0, 26.0], [12]]},
+]
+# Data, a model, the rows in each part, and the outputs.
 KINDS = {
-    "an array": (lazy((3, 0, 4)), nn.Identity(), (3, 0, 4), X.tolist()),
+    "an array": (lazy(rows=(3, 0, 4)), nn.Identity(), (3, 0, 4), X.tolist()),
     "several outputs of unknown lengths": (
         lazy().map_blocks(lambda block: block, chunks=((np.nan,) * 3, (2,))),
-        *(Both(), (3, 3, 1), BOTH),
+        *(Both(), (3, 3, 1)),
+        {"sum": SUMS, "parts": [(2 * X).tolist(), X[:, :1].astype(int).tolist()]},
     ),
-    "rows in memory": (X, nn.Identity(), (7,), X.tolist()),
-    "a bag with keys and shapes": (
-        dask.bag.from_sequence(BAG, npartitions=2),
-        nn.Identity(),
-        (3, 2),
-        listed(BAG),
+    "several inputs, cut in different ways": (
+        {"one": lazy(), "other": (lazy(X * 10, rows=2),)},
+        *(OfTwo(), (3, 3, 1), (X * 11).tolist()),
     ),
+    "rows in memory": (X, nn.Identity(), (2, 2, 2, 1), X.tolist()),
+    "a bag with keys and shapes": (bag_of(BAG), nn.Identity(), (3, 2), listed(BAG)),
     "a bag with empty partitions and several outputs": (
-        dask.bag.from_sequence(list(X), npartitions=3).filter(lambda row: row[0] > 9),
-        Both(),
-        (0, 1, 1),
-        [
-            {"sum": 21.0, "twice": [[20.0, 22.0]]},
-            {"sum": 25.0, "twice": [[24.0, 26.0]]},
-        ],
+        bag_of(list(X), 3).filter(lambda row: row[0] > 9),
+        *(Both(), (0, 1, 1), EXAMPLES),
     ),
     "a list of rows and of examples": (
-        [dask.delayed(X[:4]), dask.delayed(list(X[4:]), traverse=False)],
-        nn.Identity(),
-        (4, 3),
-        [X[:4].tolist(), X[4:].tolist()],
+        [
+            dask.delayed((X[:0], None), traverse=False),
+            dask.delayed(X[:4]),
+            dask.delayed(list(X[4:]), traverse=False),
+        ],
+        *(nn.Identity(), (0, 4, 3), [[], X[:4].tolist(), X[4:].tolist()]),
     ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_written_is_read_back_in_memory_and_lazily(url, kind):
+def test_outputs_are_like_the_data_and_are_written_and_read_back(url, kind):
     data, model, rows, expected = KINDS[kind]
 
+    same = predict(model, data)
     write(data, url, model)
     found = daskdl.Predictions(url)
 
     assert found.rows == rows
-    assert listed(found.load()) == expected
-    (computed,) = dask.compute(found.to_dask())
-    assert listed(computed) == expected
-    if isinstance(data, da.Array) and not isinstance(expected, dict):
-        assert found.to_dask().chunks == (rows, (2,))
-        assert found.load().dtype == found.to_dask().dtype == np.float32
+    lazily = found.to_dask()
+    for outputs in (same, found.load(), lazily):
+        assert listed(*dask.compute(outputs)) == expected
+    if kind == "an array":
+        assert same.chunks == lazily.chunks == (rows, (2,))
+        assert same.dtype == lazily.dtype == found.load().dtype == np.float32
+        assert listed(same.compute(scheduler="threads")) == expected
+    elif kind != "rows in memory":
+        assert type(same) is type(lazily)
+    if kind.startswith("a bag"):
+        assert same.npartitions == len(rows)
+
+
+class TestInMemory:
+    @pytest.mark.parametrize("batch_size", [1, 3, 100])
+    def test_numpy_gets_numpy_and_the_model_and_the_rows_stay_as_they_were(
+        self, batch_size
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.ReLU(inplace=True), nn.Linear(2, 4), nn.BatchNorm1d(4)),
+            *(nn.Dropout(0.5), nn.Linear(4, 3)),
+        ).train()
+        before, x = {n: v.clone() for n, v in model.state_dict().items()}, X - 7
+        outputs = predict(model, x, batch_size=batch_size)
+
+        assert type(outputs) is np.ndarray
+        assert outputs.dtype == np.float32
+        np.testing.assert_array_equal(x, X - 7)
+        assert model.training
+        assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+        with torch.no_grad():
+            expected = model.eval()(torch.tensor(x)).numpy()
+        # Batches of another size may use another matrix kernel, which rounds otherwise.
+        np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-6)
+
+    def test_outputs_have_the_dtype_of_the_model_but_for_numpy_without_bfloat16(self):
+        model = nn.Linear(2, 3).bfloat16()
+
+        outputs = predict(model, torch.from_numpy(X))
+
+        assert outputs.dtype == torch.bfloat16
+        assert not outputs.requires_grad
+        assert predict(model, lazy()).dtype == np.float32
+        assert predict(model, lazy()).compute().dtype == np.float32
+        assert predict(nn.Identity(), np.arange(6).reshape(3, 2)).dtype == np.int64
+
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [
+            (nn.Linear, "model must be a torch.nn.Module"),
+            (nn.Linear(3, 2), r"model failed on 2 rows of X, shape \(2, 2\)"),
+            (nn.Flatten(0), r"one row per example .* \(4,\) for two"),
+            (nn.LSTM(2, 2), r"got \(1, 2\) for two rows"),
+        ],
+        ids=["class", "shape", "one long row", "state"],
+    )
+    def test_a_model_that_does_not_fit_is_refused(self, model, message):
+        with pytest.raises(ModelError, match=message):
+            predict(model, X)
+
+    @pytest.mark.parametrize(
+        ("data", "options", "error", "message"),
+        [
+            (X[:0], {}, DataError, "X must not be empty"),
+            (da.zeros((4, 4), chunks=2), {}, DataError, r"X.rechunk\({1: -1}\)"),
+            (X, {"postprocess": 3}, OptionError, "postprocess must be a function"),
+            (X, {"keyed": True}, OptionError, r"keyed=True is for a bag.* a ndarray"),
+            (X, {"keyed": 7}, OptionError, "keyed must be True, False or None, got 7"),
+        ],
+        ids=["empty", "chunks", "postprocess", "keys", "keyed"],
+    )
+    def test_data_and_options_that_cannot_be_used_are_refused(
+        self, data, options, error, message
+    ):
+        with pytest.raises(error, match=message):
+            predict(nn.Identity(), data, **options)
+
+    def test_outputs_that_change_their_shape_are_refused(self):
+        class Growing(nn.Module):
+            def forward(self, x):
+                return x[:, : 1 + int(x.max() > 9)]
+
+        for data in (X, lazy()):
+            with pytest.raises(ModelError, match=r"\(\d, 2\) for \d rows, after"):
+                np.asarray(predict(Growing(), data))
+
+
+def test_nothing_is_computed_before_it_is_asked_for_and_trees_cost_one_pass():
+    made = []
+    outputs = predict(Both(), noting(made))
+    assert made == []
+    assert outputs["sum"][6:].compute().tolist() == SUMS[6:]
+    assert made == [1]
+
+    dask.compute(outputs)
+
+    assert sorted(made) == [1, 1, 3, 3]
 
 
 class TestTables:
+    def test_they_become_series_and_frames_with_the_same_index(self):
+        outputs = predict(Both(), table())
+
+        assert isinstance(outputs["sum"], dd.Series)
+        assert outputs["sum"].divisions == table().divisions
+        sums = dict(zip("tuvwxyz", SUMS, strict=True))
+        assert outputs["sum"].compute().to_dict() == sums
+        twice = outputs["parts"][0]
+        assert isinstance(twice, dd.DataFrame)
+        assert list(twice.columns) == [0, 1]
+        assert list(twice.compute().index) == list(TABLE.index)
+        assert twice.compute().to_numpy().tolist() == (2 * X).tolist()
+        few = table()[table()["a"] > 11]  # partitions without rows
+        assert predict(Sum(), few).compute().to_dict() == {"z": 25.0}
+
+    def test_a_dict_of_columns_makes_one_frame(self):
+        found = predict(
+            nn.Identity(),
+            table(),
+            postprocess=lambda x: {"best": x.argmax(1), "score": x.amax(1)},
+        )
+
+        expected = pd.DataFrame({"best": [1] * 7, "score": X[:, 1]}, TABLE.index)
+        assert found.divisions == table().divisions
+        assert found.dtypes.to_dict() == expected.dtypes.to_dict()
+        pd.testing.assert_frame_equal(found.compute(), expected, check_index_type=False)
+
+    @pytest.mark.parametrize(
+        ("classes", "columns"),
+        [(("cat", "dog"), ["cat", "dog"]), (("a", "b", "c"), [0, 1]), (None, [0, 1])],
+        ids=["fit", "do not fit", "none"],
+    )
+    def test_names_of_classes_are_those_of_columns_where_they_fit(
+        self, classes, columns
+    ):
+        trainer = daskdl.Trainer(
+            nn.Identity, nn.MSELoss(), torch.optim.Adam, client=False
+        )
+        trainer.model_, trainer.classes_ = nn.Identity(), classes
+
+        found = trainer.predict(table())
+
+        assert list(found.columns) == list(found.compute().columns) == columns
+        assert found.compute().to_numpy().tolist() == X.tolist()
+
+    def test_outputs_that_are_no_table_are_refused(self):
+        with pytest.raises(ModelError, match=r"shape \(1, 2\) for each row, which doe"):
+            predict(nn.Unflatten(1, (1, 2)), table())
+
+
+SHAPES = []  # of batches
+
+
+def mean(x):
+    SHAPES.append(tuple(x.shape))
+    return x.mean(dim=1)
+
+
+class TestExamples:
+    def test_each_batch_has_one_shape_and_outputs_the_order_of_the_examples(self):
+        lengths = [3, 5, 3, 4, 5, 3, 3, 5]
+        bag = bag_of([np.full(n, float(i)) for i, n in enumerate(lengths)], 1)
+        outputs = predict(nn.Identity(), bag, postprocess=mean)
+        SHAPES.clear()
+
+        assert outputs.compute() == list(range(8))
+        assert SHAPES == [(2, 3), (2, 3), (2, 5), (1, 5), (1, 4)]
+
+    def test_outputs_may_have_the_shape_of_their_example(self):
+        bag = bag_of([torch.ones(n, 2) for n in (1, 4, 2, 4)])
+
+        outputs = predict(nn.Linear(2, 3), bag).compute()
+
+        assert [one.shape for one in outputs] == [(1, 3), (4, 3), (2, 3), (4, 3)]
+
+    def test_only_the_first_part_is_computed_before_it_is_asked_for(self):
+        computed = []
+
+        def note(example):
+            computed.append(example)
+            return np.full(2, float(example))
+
+        predict(Sum(), bag_of(list(range(6)), 3).map(note))
+
+        assert computed == [0, 1]
+
+    def test_partitions_without_examples_stay_so_and_one_is_needed(self):
+        bag = bag_of([(i, np.full(2, i, np.float32)) for i in range(6)], 3)
+
+        outputs = predict(Sum(), bag.filter(lambda pair: pair[0] > 3))
+
+        assert outputs.npartitions == 3
+        assert outputs.compute() == [(4, 8.0), (5, 10.0)]
+        with pytest.raises(DataError, match="must not be empty, got no rows in 3 part"):
+            predict(Sum(), bag.filter(lambda pair: False))
+
+
+KEYED = [
+    ("cat", 1.5),
+    *((key, np.zeros(2)) for key in ("cat", b"cat", ID, NOW, NOW.date(), ("a", (1,)))),
+    (np.datetime64("2026-01-02"), np.zeros(2)),
+    *((key, np.zeros(2)) for key in (3, np.int64(3), (1, 2))),
+    (3, (np.zeros(2), 1)),
+]
+NOT_KEYED = [
+    np.zeros(2),
+    (np.zeros(2), 1),
+    (np.zeros(2), np.zeros(1)),
+    (3, 1),
+    (1.5, 2),
+]
+
+
+class TestKeys:
+    @pytest.mark.parametrize("example", KEYED, ids=repr)
+    def test_a_name_is_a_key_and_a_number_before_arrays_and_labels_are_left_out(
+        self, example
+    ):
+        key, x = example
+
+        ((found, y),) = predict(nn.Identity(), bag_of([example], 1))
+
+        assert found == key
+        assert type(found) is type(key)
+        assert np.array_equal(y, x[0] if isinstance(x, tuple) else x)
+
+    @pytest.mark.parametrize("example", NOT_KEYED, ids=repr)
+    def test_other_pairs_are_inputs_and_labels(self, example):
+        (y,) = predict(nn.Identity(), bag_of([example], 1))
+
+        assert np.array_equal(y, example[0] if isinstance(example, tuple) else example)
+
+    @pytest.mark.parametrize(
+        ("keyed", "expected"),
+        [(None, [7, 8]), (True, [(7, 1), (8, 2)]), (False, [7, 8])],
+        ids=str,
+    )
+    def test_what_cannot_be_seen_can_be_said(self, keyed, expected):
+        bag = bag_of([(7, 1), (8, 2)])
+
+        assert predict(nn.Identity(), bag, keyed=keyed).compute() == expected
+
+    def test_an_example_without_a_key_among_others_is_refused_where_it_is(self):
+        bag = bag_of([*((key, X[0]) for key in "abc"), X[0]])
+
+        with pytest.raises(
+            DataError, match=r"example 1 of part 1 must be a pair .* nd"
+        ):
+            predict(nn.Identity(), bag).compute()
+
+
+MEMORY_AND_DASK = pytest.mark.parametrize("data", [X, lazy()], ids=["numpy", "dask"])
+
+
+def failing(outputs):
+    if outputs.shape[0] == 2 and outputs.max() > 8:
+        raise ZeroDivisionError("mine")
+    return outputs
+
+
+class TestPostprocess:
+    @MEMORY_AND_DASK
+    def test_it_comes_after_the_transform_and_without_gradients(self, data):
+        def transform(batch):
+            assert batch[1] is None
+            return 2 * batch[0], None
+
+        def postprocess(outputs):
+            assert not outputs.requires_grad
+            return outputs
+
+        model = nn.Linear(2, 2)
+        nn.init.eye_(model.weight), nn.init.zeros_(model.bias)
+
+        found = predict(model, data, transform=transform, postprocess=postprocess)
+
+        assert np.asarray(found).tolist() == (2 * X).tolist()
+
+    @MEMORY_AND_DASK
+    def test_its_errors_say_where_they_were(self, data):
+        with pytest.raises(ZeroDivisionError, match="mine") as caught:
+            np.asarray(predict(nn.Identity(), data, postprocess=failing))
+
+        assert caught.value.__notes__[0] == "in postprocess"
+        assert caught.value.__notes__[1].startswith("in part ")
+        assert "failing" in [frame.name for frame in caught.traceback]
+
+    @pytest.mark.parametrize(
+        ("postprocess", "message"),
+        [
+            (lambda x: x["y"], r"failed on the outputs of two rows, shape \(2,"),
+            (lambda x: x.sum(), r"must give .* got \(\) for two rows"),
+            (lambda x: x[:1], r"must give .* got \(1, 2\) for two rows"),
+            (lambda x: [x], r"must give .* got <class 'list'>"),
+            (lambda x: {}, r"must give .* got <class 'dict'>"),
+            (lambda x: {"a": 1}, r"must give .* got <class 'int'>"),
+        ],
+        ids=["fails", "a number", "fewer rows", "a list", "nothing", "no tensor"],
+    )
+    def test_one_that_cannot_be_used_is_refused_on_two_rows(self, postprocess, message):
+        with pytest.raises(ModelError, match=f"postprocess {message}"):
+            predict(nn.Identity(), X, postprocess=postprocess)
+
+
+# ---- written
+
+
+class TestWrittenTables:
     def test_it_comes_back_with_its_index_and_divisions(self, url):
-        table = dd.from_pandas(TABLE, npartitions=3)
         expected = pd.DataFrame(
             {"sum": X.sum(axis=1), "first": X[:, 0].astype(np.int32)}, TABLE.index
         )
 
-        found = write(table, url, Columns())
+        found = write(table(), url, Columns())
 
         pd.testing.assert_frame_equal(found.load(), expected)
-        assert found.to_dask().divisions == table.divisions
+        assert found.to_dask().divisions == table().divisions
         pd.testing.assert_frame_equal(found.to_dask().compute(), expected)
-        few = write(table[table["a"] > 11], url, overwrite=True)
+        few = write(table()[table()["a"] > 11], url, overwrite=True)
         assert few.rows == (0, 0, 1)
         assert few.load().index.tolist() == ["z"]
         assert few.to_dask().compute().index.tolist() == ["z"]
 
     @pytest.mark.filterwarnings("ignore:The inplace keyword")  # Dask's, of pandas 3.1
     def test_it_can_be_read_by_others(self, tmp_path):
-        write(dd.from_pandas(TABLE, npartitions=3), str(tmp_path), Columns())
+        write(table(), str(tmp_path), Columns())
 
         assert dd.read_parquet(str(tmp_path)).compute().index.tolist() == [*"tuvwxyz"]
         assert pd.read_parquet(tmp_path)["sum"].tolist() == X.sum(axis=1).tolist()
@@ -144,7 +479,7 @@ class TestTables:
     )
     def test_columns_without_names_come_back_without(self, url, model):
         frame = dd.from_pandas(TABLE[["a"]], npartitions=2)
-        expected = daskdl.predict(model, frame, client=False).compute()
+        expected = predict(model, frame).compute()
 
         found = write(frame, url, model)
 
@@ -157,7 +492,7 @@ class TestTables:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"model": Both()}, r"one table .* got \{'sum': \., 'twice'"),
+            ({"model": Both()}, r"one table .* got \{'sum': \., 'parts'"),
             (
                 {"postprocess": lambda rows: {5: rows[:, 0], 7: rows[:, 1]}},
                 r"must have text as names .* got \[5, 7\]",
@@ -167,24 +502,24 @@ class TestTables:
     )
     def test_outputs_that_parquet_cannot_hold_are_refused(self, url, options, message):
         with pytest.raises(ModelError, match=message):
-            write(dd.from_pandas(TABLE, npartitions=2), url, **options)
+            write(table(2), url, **options)
 
 
 KEYS = [
-    *("ä", b"\x00\xff", 7, 2**80, True, 1.5, uuid.UUID(int=7), NOW, NOW.date()),
+    *("ä", b"\x00\xff", 7, 2**80, True, 1.5, ID, NOW, NOW.date()),
     *(("a", (1, b"b")), np.int64(7), np.str_("x"), np.str_("")),
     np.datetime64("2026-01-02", "D"),
 ]
 
 
 def test_keys_are_read_back_exactly(tmp_path):
-    bag = dask.bag.from_sequence([(key, X[0]) for key in KEYS], npartitions=1)
+    bag = bag_of([(key, X[0]) for key in KEYS], 1)
 
     found = [key for key, _ in write(bag, str(tmp_path), keyed=True).load()]
 
     assert found == KEYS
     assert list(map(type, found)) == list(map(type, KEYS))
-    unknown = dask.bag.from_sequence([(frozenset(), X[0])], npartitions=1)
+    unknown = bag_of([(frozenset(), X[0])], 1)
     with pytest.raises(DataError, match=r"must be str, .* got frozenset\(\), a frozen"):
         write(unknown, str(tmp_path / "other"), keyed=True)
 
@@ -206,7 +541,7 @@ class TestFormerPredictions:
 
     @pytest.mark.parametrize("finished", [True, False], ids=["whole", "begun"])
     def test_they_are_replaced_only_if_that_was_said(self, monkeypatch, url, finished):
-        write(lazy(1), url)
+        write(lazy(rows=1), url)
         if not finished:
             self.interrupted(monkeypatch, url)
             with pytest.raises(DataError, match="there are no finished predictions in"):
@@ -225,7 +560,7 @@ class TestFormerPredictions:
 
     @pytest.mark.parametrize(
         ("data", "model"),
-        [(lazy(), nn.Linear(9, 9)), (dd.from_pandas(TABLE, npartitions=2), Both())],
+        [(lazy(), nn.Linear(9, 9)), (table(2), Both())],
         ids=["model", "tables"],
     )
     def test_a_call_that_is_refused_deletes_nothing(self, url, data, model):

@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import tempfile
 import uuid
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from typing_extensions import override
 
 from daskdl.data.batch_files import BatchFiles
-from daskdl.data.export import ExportOptions, Progress, export, temporary_batches
+from daskdl.data.export import export
 from daskdl.data.storage import Store
 from daskdl.errors import DataError
 from tests.support.clusters import still_left_behind
@@ -28,26 +27,6 @@ def small(monkeypatch):
     monkeypatch.setattr(sys.modules["daskdl.data.export"], "BUCKET_BYTES", 20 * 17)
 
 
-class Noted(Numbered):
-    """Each loading of a part is noted in a folder."""
-
-    def __init__(self, folder):
-        super().__init__(LENGTHS)
-        self.folder = Path(folder)
-
-    @override
-    def load(self, part):
-        (self.folder / f"{part}-{uuid.uuid4().hex}").touch()
-        return super().load(part)
-
-    def loads(self):
-        """Which parts have been loaded since the last call, in order."""
-        files = list(self.folder.iterdir())
-        for file in files:
-            file.unlink()
-        return sorted(int(file.name.partition("-")[0]) for file in files)
-
-
 def first_time(folder):
     """Whether nobody has asked before."""
     try:
@@ -57,60 +36,34 @@ def first_time(folder):
     return True
 
 
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class DiesOnce(Numbered):
-    """The worker that is the first to load the last part is killed."""
-
-    def __init__(self, folder):
-        super().__init__(LENGTHS)
-        self.folder = folder
-
-    @override
-    def load(self, part):
-        if part == self.parts - 1 and first_time(self.folder):
-            die()
-        return super().load(part)
-
-
-class Interrupts(Noted):
+class Interrupts(Numbered):
     """The first loading of the last part interrupts the client, and then waits.
 
     Args:
-        folder: For notes.
-        gate: A named pipe; when "go on" is written into it, loading goes on.
+        folder: Where each loading of a part is noted.
+        gate: A named pipe; what is written into it ends the wait, in failure.
     """
 
     def __init__(self, folder, gate):
-        super().__init__(folder)
-        self.client = os.getpid()
-        self.gate = gate
+        super().__init__(LENGTHS)
+        self.folder, self.gate, self.client = folder, gate, os.getpid()
 
     @override
     def load(self, part):
+        (self.folder / f"{part}-{uuid.uuid4().hex}").touch()
         rows = super().load(part)
         if part == self.parts - 1 and first_time(self.gate.parent):
             os.kill(self.client, signal.SIGINT)
-            if self.gate.read_text() != "go on":
-                raise OSError("this loading is to fail")
+            self.gate.read_text()
+            raise OSError("this loading is to fail")
         return rows
 
-
-@pytest.fixture
-def gate(tmp_path):
-    (tmp_path / "gate").mkdir()
-    path = tmp_path / "gate" / "pipe"
-    os.mkfifo(path)
-    return path
-
-
-@pytest.fixture
-def interrupting(tmp_path, gate):
-    folder = tmp_path / "notes"
-    folder.mkdir()
-    return Interrupts(folder, gate)
+    def loads(self):
+        """Which parts have been loaded since the last call, in order."""
+        files = list(self.folder.iterdir())
+        for file in files:
+            file.unlink()
+        return sorted(int(file.name.partition("-")[0]) for file in files)
 
 
 @pytest.fixture
@@ -142,24 +95,12 @@ def test_files_are_the_same_whatever_the_number_of_workers(client, here, url):
     assert complete(url, made)
 
 
-@pytest.mark.slow
-def test_a_worker_killed_while_it_reads_loses_and_doubles_nothing(
-    three, here, url, tmp_path
-):
-    made = export(DiesOnce(tmp_path), url=url, batch_size=4, client=three)
-
-    assert (tmp_path / "asked").exists()
-    assert made.files == here.files
-    assert complete(url, made)
-
-
-@pytest.mark.slow
 def test_a_worker_killed_while_it_writes_loses_and_doubles_nothing(
     three, here, url, tmp_path
 ):
     def dies_once(batch):
         if 107 in batch[0]["id"].tolist() and first_time(tmp_path):
-            die()
+            os.kill(os.getpid(), signal.SIGKILL)
         return batch
 
     made = export(
@@ -172,13 +113,19 @@ def test_a_worker_killed_while_it_writes_loses_and_doubles_nothing(
 
 
 def test_an_interrupted_export_goes_on_where_it_stopped(
-    three, here, url, ctrl_c, interrupting, gate
+    three, here, url, ctrl_c, tmp_path
 ):
+    for name in ("gate", "notes"):
+        (tmp_path / name).mkdir()
+    gate = tmp_path / "gate" / "pipe"
+    os.mkfifo(gate)
+    interrupting = Interrupts(tmp_path / "notes", gate)
     with pytest.raises(KeyboardInterrupt):
         export(interrupting, url=url, batch_size=4, client=three)
     gate.write_text("fail")
     assert still_left_behind(three) == {}
-    done = Progress(Store(url)).done("part")
+    records = Store(url).names(".unfinished/part-*.json")
+    done = {int(name[-11:-5]) for name in records}
     interrupting.loads()
     with pytest.raises(DataError, match="has not been finished; run it again"):
         BatchFiles(url)
@@ -189,28 +136,3 @@ def test_an_interrupted_export_goes_on_where_it_stopped(
     assert interrupting.loads() == [part for part in range(12) if part not in done]
     assert made.files == here.files
     assert complete(url, made)
-
-
-@pytest.mark.slow
-def test_temporary_files_do_not_come_back_after_an_interruption(
-    three, ctrl_c, interrupting, gate, tmp_path, monkeypatch
-):
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    own = temporary_batches(interrupting, ExportOptions(4), three)
-
-    with pytest.raises(KeyboardInterrupt):
-        own.__enter__()
-
-    gate.write_text("go on")
-    assert still_left_behind(three) == {}
-    assert list(folder.iterdir()) == []
-
-
-def test_temporary_files_are_seen_by_all_workers_of_this_machine(client, tmp_path):
-    with temporary_batches(Numbered(LENGTHS), ExportOptions(4), client) as source:
-        lengths = client.submit(lambda: [len(source.load(p)[1]) for p in range(3)])
-
-        assert lengths.result() == [4, 4, 4]
-        lengths.release()

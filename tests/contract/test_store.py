@@ -1,14 +1,26 @@
-"""Files at a URL: the same promises on an S3 server, in memory and on disk."""
+"""Files at a URL: the same promises on an S3 server, in memory and on disk.
 
+What fails is tried again if that can help; a file is there as a whole or not at all.
+"""
+
+import errno
+import os
 import pickle
 import uuid
+from typing import ClassVar
+from unittest.mock import Mock
 
-import fsspec
+import aiohttp
+import botocore.exceptions
 import pytest
+import yarl
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from s3fs import S3FileSystem
 
 from daskdl.data import storage
-from daskdl.data.storage import Store, store_of
+from daskdl.data.storage import TEMPORARY, Store, attempt, put, store_of
 from daskdl.errors import DataError, OptionError
 from tests.support import s3
 
@@ -52,31 +64,21 @@ def test_a_part_of_a_file_is_read(store, start, stop, part):
     assert store.read("a", start, stop) == part
 
 
-def test_a_file_without_bytes_is_a_file(store):
-    store.write("empty", b"")
-
-    assert store.exists("empty")
-    assert store.read("empty") == b""
-
-
 def test_a_file_is_replaced(store):
     store.write("a", b"long content")
-    store.write("a", b"new")
+    store.write("a", b"")
 
-    assert store.read("a") == b"new"
+    assert store.exists("a")
+    assert store.read("a") == b""
     assert store.names() == ["a"]
 
 
 def test_a_file_that_is_not_there_is_named(store):
-    with pytest.raises(DataError, match="there is no such file") as raised:
-        store.read("missing.npy")
+    for ask in (store.read, store.size):
+        with pytest.raises(DataError, match="there is no such file") as raised:
+            ask("missing.npy")
 
-    assert store.url_of("missing.npy") in str(raised.value)
-
-
-def test_the_size_of_a_file_that_is_not_there_is_refused(store):
-    with pytest.raises(DataError, match=r"missing\.npy: there is no such file"):
-        store.size("missing.npy")
+        assert store.url_of("missing.npy") in str(raised.value)
 
 
 def test_only_a_file_exists(store):
@@ -133,29 +135,13 @@ def test_what_another_process_wrote_is_seen(s3_endpoint, bucket):
     assert store.names() == ["sub/a", "sub/b"]
 
 
-def test_a_file_system_is_told_to_forget_its_listings(monkeypatch):
-    store = Store(f"memory://{uuid.uuid4().hex}")
-    store.write("a", b"1")
-    system, calls = fsspec.filesystem("memory"), []
-    monkeypatch.setattr(system, "invalidate_cache", lambda: calls.append("forget"))
-    find = system.find
-    monkeypatch.setattr(system, "find", lambda path: calls.append("find") or find(path))
-
-    assert store.names() == ["a"]
-    assert calls == ["forget", "find"]
-
-
 def test_there_are_no_files_in_a_file(store):
     store.write("a", b"hello")
+    below = Store(store.url_of("a"), store.options)
 
-    assert not Store(store.url_of("a"), store.options).exists("b")
-    assert not Store(store.url_of("a"), store.options).exists("b/c")
-
-
-def test_a_file_has_no_names_below_it(store):
-    store.write("a", b"1")
-
-    assert Store(store.url_of("a"), store.options).names() == []
+    assert not below.exists("b")
+    assert not below.exists("b/c")
+    assert below.names() == []
 
 
 def test_a_folder_that_cannot_be_listed_is_not_passed_over(tmp_path, monkeypatch):
@@ -193,20 +179,9 @@ def test_options_are_not_shown():
     assert "geheim" not in repr(Store("s3://x", {"secret": "geheim"}))
 
 
-def test_a_store_is_a_value():
-    assert len({Store("s3://x", {"a": 1}), Store("s3://x", {"a": 1})}) == 1
-
-
-@pytest.mark.parametrize("url", ["nothing://x", "memory://x"])
-def test_what_cannot_be_opened_is_named(url, monkeypatch):
-    def fail(*_, **__):
-        raise ImportError("install it")
-
-    if url == "memory://x":
-        monkeypatch.setattr("fsspec.core.url_to_fs", fail)
-
-    with pytest.raises(OptionError, match=f"cannot open {url}"):
-        Store(url).names()
+def test_a_url_that_cannot_be_opened_is_named():
+    with pytest.raises(OptionError, match="cannot open nothing://x"):
+        Store("nothing://x").names()
 
 
 @pytest.mark.parametrize("dropped", [1, 3])
@@ -220,21 +195,6 @@ def test_a_dropped_connection_is_tried_again(s3_endpoint, bucket, at_once, dropp
     assert door.visits > dropped
 
 
-def test_a_server_that_drops_every_connection_is_named_with_the_file(
-    bucket, s3_endpoint, at_once, monkeypatch
-):
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # else with waits of its own
-
-    with s3.door(s3_endpoint, 10**9) as door:
-        store = Store(bucket, s3.options(door.endpoint))
-        with pytest.raises(DataError) as raised:
-            store.read("a")
-
-    assert str(raised.value).startswith(f"cannot read {bucket}/a: ")
-    assert str(raised.value).endswith("(attempts: 4)")
-    assert door.visits >= 4  # who asks for a region or on a kept connection adds some
-
-
 def test_a_dropped_connection_does_not_make_a_file_missing(
     bucket, s3_endpoint, at_once, monkeypatch
 ):
@@ -243,8 +203,9 @@ def test_a_dropped_connection_does_not_make_a_file_missing(
     with s3.door(s3_endpoint, 10**9) as door:
         store = Store(bucket, s3.options(door.endpoint))
 
-        with pytest.raises(DataError, match="cannot read"):
-            store.exists("a")
+        for ask in (store.exists, store.read):
+            with pytest.raises(DataError, match=f"cannot read {bucket}/a: .*: 4\\)$"):
+                ask("a")
         with pytest.raises(DataError, match="cannot list"):
             store.names()
 
@@ -301,3 +262,193 @@ def test_a_url_has_a_folder_and_a_name_in_it(url, folder, name):
 )
 def test_the_deepest_folder_that_has_all_is_found(urls, common):
     assert storage.common_folder(urls) == common
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The waits that were waited for, at once."""
+    waited = []
+    monkeypatch.setattr(storage.time, "sleep", waited.append)
+    return waited
+
+
+def failing(*errors):
+    """Raises these, one each time, then returns."""
+    return Mock(side_effect=[*errors, "done"])
+
+
+def status(number):
+    url = yarl.URL("https://x/a")
+    request = aiohttp.RequestInfo(url, "GET", {}, url)
+    return aiohttp.ClientResponseError(request, (), status=number)
+
+
+PASSING = [
+    ConnectionResetError(),
+    TimeoutError(),
+    OSError(errno.EIO, "failed"),
+    OSError("no number"),
+    aiohttp.ClientPayloadError(),
+    aiohttp.ClientOSError(errno.EINVAL, "a connection's"),
+    status(503),
+    botocore.exceptions.EndpointConnectionError(endpoint_url="x"),
+]
+LASTING = [
+    PermissionError(),
+    OSError(errno.ENOSPC, "full"),
+    OSError(errno.EINVAL, "wrong"),
+    status(403),
+    botocore.exceptions.NoCredentialsError(),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_what_may_pass_is_tried_again(error, waits):
+    action = failing(error)
+
+    assert attempt(action, "read", "s3://x/a") == "done"
+    assert action.call_count == 2
+    assert waits == [0.1]
+
+
+@pytest.mark.parametrize("error", LASTING, ids=repr)
+def test_what_does_not_pass_is_raised_at_once_with_the_url(error, waits):
+    action = failing(error)
+
+    with pytest.raises(DataError, match="cannot read s3://x/a") as raised:
+        attempt(action, "read", "s3://x/a")
+
+    assert raised.value.__cause__ is error
+    assert type(error).__name__ in str(raised.value)
+    assert "attempts" not in str(raised.value)
+    assert (action.call_count, waits) == (1, [])
+
+
+class BadRequest(OSError):
+    """As gcsfs refuses who is unknown."""
+
+    code = 401
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PermissionError("Forbidden"), BadRequest(errno.EPERM), *LASTING[-2:]],
+    ids=lambda error: type(error).__name__,
+)
+def test_missing_credentials_are_told_with_the_place_and_the_remedy(error, waits):
+    with pytest.raises(DataError) as raised:
+        attempt(failing(error), "read", "s3://x/a")
+    with pytest.raises(DataError) as local:
+        attempt(failing(error), "read", "/x/a")
+
+    message = str(raised.value)
+    assert message.startswith("cannot read s3://x/a on ")
+    assert "storage_options=..., or configure fsspec on the workers" in message
+    assert "storage_options" not in str(local.value)
+
+
+def test_waits_grow_and_the_last_attempt_is_told(waits):
+    action = failing(*[ConnectionResetError(104, "reset")] * 9)
+
+    with pytest.raises(DataError, match=r"cannot read x: .*reset \(attempts: 4\)$"):
+        attempt(action, "read", "x")
+
+    assert action.call_count == 4
+    assert waits == [0.1, 0.4, 1.6]
+
+
+def test_an_attempt_that_took_long_is_the_last(waits, monkeypatch):
+    monkeypatch.setattr(storage, "ENOUGH_S", 0.3)  # less than the second wait
+    action = failing(*[ConnectionResetError()] * 9)
+
+    with pytest.raises(DataError, match=r"\(attempts: 2\)"):
+        attempt(action, "read", "x")
+
+    assert waits == [0.1]
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("a"), KeyError("a")], ids=repr)
+def test_what_is_no_failure_of_a_file_system_comes_out_as_it_is(error, waits):
+    with pytest.raises(type(error)) as raised:
+        attempt(failing(error), "read", "x")
+
+    assert raised.value is error
+    assert waits == []
+
+
+def test_the_bytes_are_on_the_disk_before_the_name_is(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "a"
+    order = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(number):
+        order.append(("bytes", path.exists()))
+        fsync(number)
+
+    monkeypatch.setattr("os.fsync", synced)
+    monkeypatch.setattr(
+        "os.replace", lambda *names: (order.append("name"), replace(*names))
+    )
+
+    Store(str(tmp_path)).write("new/a", b"1")
+
+    assert path.read_bytes() == b"1"
+    assert order[0] == ("bytes", False)
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    store = Store(str(tmp_path))
+    store.write("a", b"old")
+
+    def fail(_):
+        raise PermissionError("no")
+
+    monkeypatch.setattr("os.fsync", fail)
+
+    with pytest.raises(DataError, match=f"cannot write {tmp_path}/a: PermissionError"):
+        store.write("a", b"new")
+
+    assert store.read("a") == b"old"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_files_being_written_are_not_listed_but_deleted(tmp_path):
+    store = Store(f"{tmp_path}/x")
+    store.write(f".1234{TEMPORARY}", b"half")
+    store.write("a", b"whole")
+
+    assert store.names() == ["a"]
+    store.delete_all()
+    assert not (tmp_path / "x").exists()
+
+
+def test_elsewhere_a_temporary_file_is_moved(tmp_path):
+    names = []
+
+    class Recording(DirFileSystem):
+        protocol = "other"
+
+        def pipe_file(self, path, *args, **kwargs):
+            names.append(path)
+            return super().pipe_file(path, *args, **kwargs)
+
+    put(Recording(str(tmp_path), LocalFileSystem()), "new/a", b"1")
+
+    assert (tmp_path / "new" / "a").read_bytes() == b"1"
+    assert os.listdir(tmp_path / "new") == ["a"]
+    assert names[0].endswith(TEMPORARY)
+
+
+def test_an_object_store_gets_one_put_and_no_folder():
+    class Recording(MemoryFileSystem):
+        calls: ClassVar[list] = []
+
+        def pipe_file(self, path, value, **_):
+            self.calls.append((path, value))
+
+        def makedirs(self, *_, **__):
+            raise AssertionError("a folder is made")
+
+    put(Recording(), "/no/such/folder/a", b"1")
+
+    assert Recording.calls == [("/no/such/folder/a", b"1")]

@@ -13,8 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from daskdl.data import Csv, Npy, Npz, Parquet, Safetensors, files
-from daskdl.data import storage as module
+from daskdl.data import Csv, Npy, Npz, Parquet, Safetensors, files, storage
 from daskdl.data.storage import Store
 from daskdl.errors import DataError, OptionError
 
@@ -113,35 +112,14 @@ class TestFunctions:
         if y is not None:
             np.testing.assert_array_equal(got_y, y)
 
-    def test_results_may_be_trees(self, loaded):
-        x, y = loaded(lambda file: ({"a": X, "b": (X, X)}, (Y, Y)), b"")
+    def test_one_example_has_one_row(self, loaded):
+        example = {"a": torch.from_numpy(X), "n": 3.5}, 7
 
-        assert x["b"][1].shape == (6, 2)
-        assert y[1].tolist() == Y.tolist()
+        x, y = loaded(lambda file: example, b"", one_example=True)
 
-    def test_no_rows_are_a_result(self, looked):
-        assert looked(lambda file: (X[:0], Y[:0]), b"").rows == 0
-
-    @pytest.mark.parametrize(
-        ("result", "x", "y"),
-        [
-            (({"a": X, "n": 3.5}, 7), {"a": (1, 6, 2), "n": (1,)}, [7]),
-            (torch.zeros(2), (1, 2), None),
-        ],
-        ids=["numbers", "alone"],
-    )
-    def test_one_example_has_one_row(self, loaded, result, x, y):
-        got_x, got_y = loaded(lambda file: result, b"", one_example=True)
-
-        shapes = {k: v.shape for k, v in got_x.items()} if isinstance(x, dict) else None
-        assert (shapes or got_x.shape) == x
-        assert (got_y if y is None else got_y.tolist()) == y
-
-    @pytest.mark.parametrize("one_example", [False, True])
-    def test_a_reader_may_give_one_example(self, loaded, one_example):
-        x, _ = loaded(Npy(), npy(X), one_example=one_example)
-
-        assert x.shape == ((1, 6, 2) if one_example else (6, 2))
+        assert {k: v.shape for k, v in x.items()} == {"a": (1, 6, 2), "n": (1,)}
+        assert y.tolist() == [7]
+        assert loaded(Npy(), npy(X), one_example=True)[0].shape == (1, 6, 2)
 
     @pytest.mark.parametrize(
         ("result", "message"),
@@ -150,7 +128,6 @@ class TestFunctions:
             (({"a": X, "b": X[1:]}, Y), r"but x\['a'\] has 6, x\['b'\] has 5, y has 6"),
             (([1.0, 2.0], Y), "x of {} must be a numpy array, .* got a list"),
             ((np.array(["a", "b", "c"]), Y), "x of {} must hold real numbers"),
-            ((np.float64(3), Y), "x of {} must be a numpy array"),
             ((np.array(3.0), Y), "x of {} must have examples along its first axis"),
             (((), Y), r"x of {} must not be empty, got \(\)"),
             (None, "x of {} must be a numpy array, .* got None"),
@@ -163,27 +140,16 @@ class TestFunctions:
         with pytest.raises(DataError, match=message.format(store.url_of("a"))):
             loaded(lambda file: result, b"")
 
-    @pytest.mark.parametrize(
-        "error",
-        [
-            ValueError("bad"),
-            OSError("bad"),
-            EOFError("bad"),
-            KeyError("bad"),
-            SyntaxError("bad"),
-            zipfile.BadZipFile("bad"),
-        ],
-        ids=lambda error: type(error).__name__,
-    )
+    @pytest.mark.parametrize("error", [OSError, EOFError, KeyError, zipfile.BadZipFile])
     def test_a_damaged_file_is_named(self, store, loaded, error):
         def fail(_):
-            raise error
+            raise error("bad")
 
-        message = f"cannot read {store.url}/a: {type(error).__name__}: .*bad"
+        message = f"cannot read {store.url}/a: {error.__name__}: .*bad"
         with pytest.raises(DataError, match=message) as raised:
             loaded(fail, b"")
 
-        assert raised.value.__cause__ is error
+        assert type(raised.value.__cause__) is error
 
     @pytest.mark.parametrize("error", [TypeError, ZeroDivisionError, DataError])
     def test_a_mistake_in_a_loader_comes_out_as_it_is(self, loaded, error):
@@ -193,16 +159,13 @@ class TestFunctions:
         with pytest.raises(error, match=r"^mine$"):
             loaded(fail, b"")
 
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            (Npy, r"got the class Npy; write Npy\(...\)"),
-            ("csv", "loader must be a function .* got 'csv'"),
-        ],
-    )
-    def test_what_is_no_loader_is_refused(self, loaded, given, message):
-        with pytest.raises(OptionError, match=message):
-            loaded(given, b"")
+    def test_what_is_no_loader_is_refused(self, loaded):
+        with pytest.raises(OptionError, match=r"got the class Npy; write Npy\(...\)"):
+            loaded(Npy, b"")
+        with pytest.raises(
+            OptionError, match=r"loader must be a function .* got 'csv'"
+        ):
+            loaded("csv", b"")
 
 
 class TestNpy:
@@ -225,11 +188,13 @@ class TestNpy:
         with pytest.raises(DataError, match=rf"/a must be a table .* 2 .*{shape[0]}"):
             loaded(Npy(label_column=2), npy(np.zeros(shape)))
 
-    def test_objects_are_not_unpickled(self, loaded):
+    def test_objects_are_not_unpickled_and_one_array_is_no_npz(self, loaded):
         content = npy(np.array([{}, {}]), allow_pickle=True)
 
         with pytest.raises(DataError, match=r"cannot read .*allow_pickle"):
             loaded(Npy(), content)
+        with pytest.raises(DataError, match=r"must be an \.npz file, .* use Npy"):
+            loaded(Npz(), npy(X))
 
     @pytest.mark.parametrize("dtype", ["f4", ">i2", "?"])
     @pytest.mark.parametrize("rows", [5000, 1])
@@ -239,14 +204,6 @@ class TestNpy:
         assert facts.rows == rows
         assert facts.first[0].shape == (min(rows, 2), 2, 3)
         assert facts.first[0].dtype == np.dtype(dtype).newbyteorder("=")
-
-    def test_looking_at_another_version_and_at_a_number(self, looked):
-        file = io.BytesIO()
-        np.lib.format.write_array(file, X, version=(2, 0))
-
-        assert looked(Npy(), file.getvalue()).rows == 6
-        with pytest.raises(DataError, match="/a must have examples"):
-            looked(Npy(), npy(np.array(3.0)))
 
 
 @pytest.mark.parametrize(
@@ -283,18 +240,12 @@ class TestNames:
                 act(kind(), written(x=X, y=Y[1:]))
 
 
-def test_one_array_is_not_an_npz_file(loaded):
-    with pytest.raises(DataError, match=r"must be an \.npz file, .* use Npy"):
-        loaded(Npz(), npy(X))
-
-
 class TestSafetensors:
     @pytest.mark.parametrize(
         ("dtype", "expected"),
         [
             (torch.bfloat16, np.float32),
             (torch.float16, np.float16),
-            (torch.uint8, np.uint8),
             (torch.bool, np.bool_),
             (torch.float8_e4m3fn, np.float32),
         ],
@@ -303,17 +254,13 @@ class TestSafetensors:
     def test_dtypes_are_the_same_looked_at_and_loaded(
         self, looked, loaded, dtype, expected
     ):
-        content = tensors(x=torch.zeros(4, 2).to(dtype), y=torch.arange(4))
+        arrays = {"x": torch.zeros(4, 2).to(dtype), "y": torch.arange(4)}
+        content = safetensors.torch.save(arrays, {"made": "today"})
 
         rows, (x, _) = looked(Safetensors(), content)
 
         assert rows == 4
         assert x.dtype == loaded(Safetensors(), content)[0].dtype == expected
-
-    def test_there_may_be_metadata(self, looked):
-        content = safetensors.torch.save({"x": torch.zeros(3, 2)}, {"made": "today"})
-
-        assert looked(Safetensors(y=None), content).rows == 3
 
     @pytest.mark.parametrize(
         ("content", "message"),
@@ -389,12 +336,6 @@ class TestCsv:
 
         assert (x.shape, y.shape, y.dtype) == ((0, 2), (0,), np.int64)
 
-    def test_nan_is_a_number(self, loaded):
-        x, _ = loaded(Csv(), b"a,b\nnan,inf\n")
-
-        assert np.isnan(x[0, 0])
-        assert np.isinf(x[0, 1])
-
     @pytest.mark.parametrize(
         ("loader", "content", "message"),
         [
@@ -403,7 +344,6 @@ class TestCsv:
             (Csv(["b"], "y"), b"a,y\n1,2\n", "feature 'b' is not a column"),
             (Csv(label="a"), b"a,a\n1,2\n", "label 'a' is the name of several columns"),
             (Csv(["a"], "a"), b"a,b\n1,2\n", "label 'a' .* meant once, and not"),
-            (Csv(label=["a", "a"]), b"a,b\n1,2\n", "label 'a' .* must be meant once"),
             (Csv(label="a"), b"a\n1\n", "/a has no columns for x, only 'a'"),
             (Csv(), b"", "/a must have rows, got an empty file"),
             (Csv(), b"a,b\n1,2\n\n3\n", "column 'b' .* numbers, got '' in row 1"),
@@ -414,7 +354,6 @@ class TestCsv:
             (Csv(label="y"), b"a,y\n1,1\n1,1.5\n", "'y' .* 1.5 in row 1; for regress"),
             (Csv(label="y"), b"a,y\n1,inf\n", "'y' .* whole numbers, got inf in row 0"),
             (Csv(label="y"), b"a,y\n1,\n1,1.5\n", "'y' .* got 1.5 in row 1"),
-            (Csv(label="y"), b"a,y\n1,\n1,x\n", "'y' of .* got 'x' in row 1; leave"),
             (Csv(label="y"), b"a,y\n1,1\n1,1_0\n", "numbers, got '1_0' in row 1"),
             (Csv(label="y"), b"a,y\n,1\n", "column 'a' .* got '' in row 0"),
             (
@@ -423,11 +362,6 @@ class TestCsv:
                 "'kind' of .* label 'cat, big' in row 0, .* the classes 'dog'",
             ),
             (Csv(), b"a\n\xff\n", "cannot read .*/a: UnicodeDecodeError"),
-            (
-                Csv(label="y"),
-                ",".join(f"c{i}" for i in range(30)).encode(),
-                r"'c0', .* 'c9' and 20 more$",
-            ),
         ],
     )
     def test_what_is_wrong_is_named(self, loaded, loader, content, message):
@@ -440,7 +374,7 @@ class TestCsv:
             (Csv(label="y"), (b"1", b"", b" "), "float64"),
             (Csv(label="y"), (b"1", b"nan", b"NaN"), "float64"),
             (Csv(label="y", label_dtype="float32"), (b"1", b"", b"nan"), "float32"),
-            (Csv(label="y", classes=["a", "b"]), (b"b", b"", b" "), "float64"),
+            (Csv(label="y", classes=["01", "1"]), (b"1", b"", b" "), "float64"),
         ],
         ids=["empty", "nan", "regression", "names"],
     )
@@ -455,17 +389,13 @@ class TestCsv:
         known = looked(loader, b"a,y\n" + lines).first[1].dtype
         assert known == (dtype if dtype == "float32" else "int64")
 
-    def test_names_of_classes_may_be_numbers(self, loaded):
-        loader = Csv(label="y", classes=["01", "1"])
-
-        assert loaded(loader, b"a,y\n1,1\n2,01\n")[1].tolist() == [1, 0]
-
 
 COLUMNS = {
     "a": np.arange(5, dtype=np.int16),
     "b": np.arange(5) / 2,
     "y": np.array([0, 1, 2, 1, 0]),
     "kind": ["cat", "dog", "cat", "cat", "dog"],
+    "dict": pa.array(["cat", "dog", "cat", "cat", "dog"]).dictionary_encode(),
 }
 
 
@@ -475,10 +405,11 @@ class TestParquet:
         [
             (Parquet(["a", "b"], "y"), [0, 0.0], [0, 1, 2, 1, 0]),
             (Parquet(["b"], "kind", classes=["dog", "cat"]), [0.0], [1, 0, 1, 1, 0]),
+            (Parquet(["b"], "dict", classes=["dog", "cat"]), [0.0], [1, 0, 1, 1, 0]),
             (Parquet(["b", 0], ["y"]), [0.0, 0], [[0], [1], [2], [1], [0]]),
             (Parquet(["b"]), [0.0], None),
         ],
-        ids=["numbers", "classes", "several", "no labels"],
+        ids=["numbers", "classes", "dictionary", "several", "no labels"],
     )
     def test_columns_are_loaded_and_looked_at(self, loaded, looked, loader, x, y):
         got_x, got_y = loaded(loader, parquet(COLUMNS))
@@ -505,39 +436,13 @@ class TestParquet:
         assert (x.tolist(), y.tolist()) == ([[1, 1], [2, 0]], [1, 2])
         assert (y.dtype, whole.dtype) == (np.float64, np.int64)
 
-    def test_labels_may_be_dictionaries(self, loaded):
-        kinds = pa.array(["b", "a", "b"]).dictionary_encode()
-
-        content = parquet({"x": [1, 2, 3], "y": kinds})
-
-        assert loaded(Parquet(label="y", classes=["a", "b"]), content)[1].tolist() == [
-            1,
-            0,
-            1,
-        ]
-
     @pytest.mark.parametrize(
         ("loader", "columns", "message"),
         [
             (Parquet(label="z"), {"a": [1]}, "label 'z' is not a column .*; it has 'a"),
             (Parquet(), {"a": [1, None]}, "column 'a' of .* has 1 missing values"),
-            (Parquet(), {"a": [1.0, None]}, "column 'a' of .* has 1 missing values"),
             (Parquet(), {"a": [1], "t": ["x"]}, "'t' .* numbers, got 'x' in row 0; l"),
-            (
-                Parquet(),
-                {"t": pa.array(["x"]).dictionary_encode()},
-                "column 't' .* must hold numbers, got 'x'",
-            ),
-            (
-                Parquet(),
-                {"t": pa.array([1], pa.timestamp("s"))},
-                "'t' .* got Timestamp",
-            ),
-            (
-                Parquet(label="y"),
-                {"a": [1], "y": ["c"]},
-                "'y' .* got 'c'.*; .*classes=",
-            ),
+            (Parquet(), {"t": pa.array([1], pa.timestamp("s"))}, "'t' .* got Timest"),
             (
                 Parquet(label="y", classes=["d"]),
                 {"a": [1], "y": ["c"]},
@@ -584,14 +489,14 @@ LARGE = {
 @pytest.mark.parametrize("kind", LARGE)
 def test_of_a_large_file_only_the_header_is_read_to_look(looked, monkeypatch, kind):
     loader, content = LARGE[kind]
-    read, sizes = module.read, []
+    read, sizes = storage.read, []
 
     def recorded(*arguments):
         content = read(*arguments)
         sizes.append(len(content))
         return content
 
-    monkeypatch.setattr(module, "read", recorded)
+    monkeypatch.setattr(storage, "read", recorded)
 
     assert looked(loader, content).rows == 50_000
     assert 0 < sum(sizes) < len(content) / 5

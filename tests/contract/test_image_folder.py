@@ -64,33 +64,16 @@ def test_each_image_comes_once_with_its_own_pixels_and_label(url):
         assert source.classes[y] == name.split("/", maxsplit=1)[0]
 
 
-def test_classes_are_sorted_and_labels_their_numbers(url):
-    source = image_folder(url)
-
-    _, y = source.load(0)
-
-    assert source.classes == ["ant", "bee", "cat"]
-    assert y.dtype == np.int64
-    assert source.load(0)[0].dtype == np.float32
-
-
 def test_it_knows_its_lengths_and_what_a_row_is_like(url):
-    source = image_folder(url, files_per_part=4)
+    source = pickle.loads(pickle.dumps(image_folder(url, files_per_part=4)))
 
     lengths = [len(source.load(part)[0]) for part in range(source.parts)]
 
     assert list(source.lengths) == lengths == [4, 4, 4, 3]
     assert source.first[0].shape == (1, 3, 4, 6) == (1, *source.shape)
     assert source.first[1].tolist() == source.load(0)[1][:1].tolist()
-
-
-def test_it_travels(url):
-    source = image_folder(url, files_per_part=4)
-
-    copy = pickle.loads(pickle.dumps(source))
-
-    np.testing.assert_array_equal(copy.load(1)[0], source.load(1)[0])
-    assert copy.classes == source.classes
+    assert source.classes == ["ant", "bee", "cat"]
+    assert [part.dtype for part in source.load(0)] == [np.float32, np.int64]
 
 
 def test_classes_are_mixed_in_the_same_order_each_time(tmp_path):
@@ -104,15 +87,6 @@ def test_classes_are_mixed_in_the_same_order_each_time(tmp_path):
     assert image_folder(tmp_path, seed=None).paths == sorted(NAMES)
 
 
-def test_a_size_makes_all_images_alike(tmp_path):
-    store = folder(tmp_path, ["a/1.png"])
-    store.write("a/2.png", encoded(pixels(1, (9, 3, 3))))
-
-    source = image_folder(tmp_path, size=(5, 7), channels=1)
-
-    assert source.load(0)[0].shape == (2, 1, 5, 7)
-
-
 def test_the_size_is_that_of_the_first_image_that_can_be_read(tmp_path):
     store = folder(tmp_path, ["a/1.png", "a/2.png", "a/3.png"])
     store.write("a/1.png", b"no image")
@@ -122,7 +96,8 @@ def test_the_size_is_that_of_the_first_image_that_can_be_read(tmp_path):
 
     where = re.escape(store.url_of("a/2.png"))
     assert source.first[0].shape == (1, 3, 4, 6)
-    with pytest.raises(DataError, match=f"has 9 x 3, but {where} has 4 x 6"):
+    message = f"3.png has 9 x 3, but {where} has 4 x 6 .* give size="
+    with pytest.raises(DataError, match=message):
         source.separate(0)[2][1]()
 
 
@@ -151,24 +126,13 @@ def test_with_a_size_no_image_has_to_be_opened_to_know_the_shape(
         store.write(name, b"no image")
 
     source = image_folder(tmp_path, size=(5, 7), channels=1, scale=scale)
+    for seed, name in enumerate(store.names()):
+        store.write(name, encoded(pixels(1, (9, 3 + seed, 3))))
 
     x, y = source.first
     assert (x.shape, x.dtype) == ((1, 1, 5, 7), dtype)
     assert y.shape == (1,)
-
-
-def test_different_sizes_are_refused_with_both_names(tmp_path):
-    store = folder(tmp_path, ["a/1.png"])
-    store.write("a/2.png", encoded(pixels(1, (9, 3, 3))))
-
-    source = image_folder(tmp_path, seed=None)
-
-    message = (
-        rf"^{re.escape(store.url_of('a/2.png'))} has 9 x 3, but "
-        rf"{re.escape(store.url_of('a/1.png'))} has 4 x 6 .* give size="
-    )
-    with pytest.raises(DataError, match=message):
-        source.load(0)
+    assert source.load(0)[0].shape == (2, 1, 5, 7)
 
 
 def test_an_unreadable_image_is_named_and_the_others_can_be_read(tmp_path):
@@ -205,7 +169,7 @@ def test_other_files_are_passed_over_and_counted(tmp_path, caplog):
     assert f"4 of 7 files in {tmp_path} are not images" in caplog.text
 
 
-@pytest.mark.parametrize("extensions", ["xyz", [".XYZ"], ("png2", "xyz")])
+@pytest.mark.parametrize("extensions", ["xyz", [".XYZ"]])
 def test_other_extensions_may_be_images(tmp_path, extensions):
     store = folder(tmp_path, ["a/1.png"])
     store.write("a/2.xyz", encoded(pixels(1)))
@@ -214,93 +178,41 @@ def test_other_extensions_may_be_images(tmp_path, extensions):
 
 
 @pytest.mark.parametrize(
-    ("names", "options", "error", "message"),
+    ("names", "options", "message"),
     [
-        ([], {}, DataError, "^{} has no images; "),
-        (["a/1.txt"], {}, DataError, "^{} has no images, but 1 other"),
-        (["1.png", "a/2.png"], {}, DataError, r"^{}/1\.png is in no class folder; "),
-        (["t/1.png", "t/a/2.png"], {"split": "t"}, DataError, r"^{}/t/1\.png is in no"),
-        (["a/1.png", "b/"], {}, DataError, r"^{}/b has no images \(1 such"),
-        (
-            ["t/a/1.png", "t/b/x.txt"],
-            {"split": "t"},
-            DataError,
-            "^{}/t/b has no images",
-        ),
-        (
-            ["train/a/1.png", "val/a/1.png"],
-            {},
-            OptionError,
-            "give split='train' or split='val'$",
-        ),
-        (
-            ["a/1.png", "c/1.png"],
-            {"classes": ["a", "b"]},
-            DataError,
-            r"{}/c/1\.png is of the class 'c', which is not in classes",
-        ),
-        *(
-            (
-                ["a/1.png"],
-                {"classes": classes},
-                OptionError,
-                "classes must be a list of",
-            )
-            for classes in ([], ["a", "a"], "a")
-        ),
-        (
-            ["a.png", "b.png"],
-            {"labels": {"a.png": "a"}},
-            DataError,
-            r"labels has no class for {}/b\.png",
-        ),
-        *(
-            (["a/1.png"], {"extensions": bad}, OptionError, "extensions must be some")
-            for bad in ((), "", ["."], [1])
-        ),
-        *(
-            (
-                ["a/1.png"],
-                {"files_per_part": bad},
-                OptionError,
-                "files_per_part must be",
-            )
-            for bad in (0, 1.5, True, "4")
-        ),
+        ("", {}, "^{} has no images; "),
+        ("a/1.txt", {}, "^{} has no images, but 1 other"),
+        ("1.png a/2.png", {}, r"^{}/1\.png is in no class folder; "),
+        ("t/1.png t/a/2.png", {"split": "t"}, r"^{}/t/1\.png is in no"),
+        ("a/1.png b/x.txt", {}, r"^{}/b has no images \(1 such"),
+        ("train/a/1.png val/a/1.png", {}, "give split='train' or split='val'$"),
+        ("a/1.png c/1.png", {"classes": ["a"]}, r"{}/c/1\.png is of the class 'c', wh"),
+        ("a/1.png", {"classes": []}, "classes must be a list of"),
+        ("a/1.png", {"classes": "a"}, "classes must be a list of"),
+        ("a.png b.png", {"labels": {"a.png": "a"}}, r"labels has no class for {}/b\.p"),
+        ("a/1.png", {"extensions": ()}, "extensions must be some"),
+        ("a/1.png", {"extensions": [1]}, "extensions must be some"),
+        ("a/1.png", {"files_per_part": 0}, "files_per_part must be"),
     ],
 )
-def test_what_cannot_be_used_is_named(tmp_path, names, options, error, message):
-    folder(tmp_path, [name for name in names if name.endswith(".png")])
-    for name in names:
-        if not name.endswith(".png"):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name).mkdir() if name[-1] == "/" else (
-                tmp_path / name
-            ).write_text("?")
+def test_what_cannot_be_used_is_named(tmp_path, names, options, message):
+    folder(tmp_path, names.split())
 
-    with pytest.raises(error, match=message.format(re.escape(str(tmp_path)))):
+    with pytest.raises(
+        (DataError, OptionError), match=message.format(re.escape(str(tmp_path)))
+    ):
         image_folder(tmp_path, **options)
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["loose", "packed"])
-def test_only_the_images_of_the_split_come(tmp_path, packed):
-    folder(tmp_path / "i", ["train/a/1.png", "train/b/1.png", "val/a/2.png"])
-    url = tmp_path / "i"
-    if packed:
-        pack(url, tmp_path / "packed", 2)
-        url = tmp_path / "packed"
-
-    assert labelled(image_folder(url, split="val")) == {"val/a/2.png": "a"}
-    assert len(image_folder(url, split="train/").paths) == 2
-
-
-def test_classes_of_training_are_kept_for_the_test_and_empty_folders_are_fine(tmp_path):
+def test_a_split_may_lack_images_of_classes_that_are_given(tmp_path):
     folder(tmp_path, ["train/a/1.png", "train/b/1.png", "test/b/2.png"])
     (tmp_path / "test" / "a").mkdir()
-    train = image_folder(tmp_path, split="train")
+    train = image_folder(tmp_path, split="train/")
 
     test = image_folder(tmp_path, split="test", classes=train.classes)
 
+    assert sorted(train.paths) == ["train/a/1.png", "train/b/1.png"]
+    assert test.paths == ["test/b/2.png"]
     assert test.load(0)[1].tolist() == [1]
 
 
@@ -345,28 +257,22 @@ class TestTinyImageNet:
         pack(tmp_path / "tiny", tmp_path / "packed", 5)
         return Store(str(tmp_path / "packed"))
 
-    def test_classes_are_in_the_order_of_the_file(self, root):
-        source = image_folder(root.url, split="train")
+    def test_classes_are_in_the_order_of_the_file_and_validation_is_annotated(
+        self, root
+    ):
+        train, val = (image_folder(root.url, split=name) for name in ("train", "val"))
+        test = image_folder(root.url, split="test")
 
-        assert source.classes == ["n02", "n01", "n03"]
-        assert source.readable == ["cat", "goldfish, carp", "n03"]
-        assert labelled(source) == {
+        assert train.classes == val.classes == ["n02", "n01", "n03"]
+        assert train.readable == ["cat", "goldfish, carp", "n03"]
+        assert labelled(train) == {
             f"train/{w}/images/{w}_{i}.JPEG": w for w in self.WNIDS for i in range(2)
         }
-
-    def test_validation_is_labelled_by_the_annotations(self, root):
-        source = image_folder(root.url, split="val")
-
-        assert source.classes == ["n02", "n01", "n03"]
-        assert labelled(source) == {
+        assert labelled(val) == {
             f"val/images/val_{i}.JPEG": w for i, w in enumerate(self.WNIDS)
         }
-
-    def test_the_test_has_no_labels(self, root):
-        source = image_folder(root.url, split="test")
-
-        assert source.paths == ["test/images/test_0.JPEG"]
-        assert source.load(0)[1] is None
+        assert test.paths == ["test/images/test_0.JPEG"]
+        assert test.load(0)[1] is None
 
     def test_classes_may_be_given_in_another_order(self, root):
         source = image_folder(root.url, split="val", classes=["n01", "n02", "n03"])
@@ -374,12 +280,9 @@ class TestTinyImageNet:
         assert source.readable == ["goldfish, carp", "cat", "n03"]
         assert labelled(source)["val/images/val_0.JPEG"] == "n02"
 
-    @pytest.mark.parametrize("split", [None, "valid"])
-    def test_a_split_must_be_chosen(self, root, split):
-        with pytest.raises(
-            OptionError, match=r'split must be "train", "val" or "test"'
-        ):
-            image_folder(root.url, split=split)
+    def test_a_split_must_be_chosen(self, root):
+        with pytest.raises(OptionError, match='split must be "train", "val" or "test"'):
+            image_folder(root.url)
 
 
 class TestDamagedTinyImageNet:
@@ -390,15 +293,6 @@ class TestDamagedTinyImageNet:
         store.write("wnids.txt", b"n1\n")
         store.write("val/val_annotations.txt", b"v.JPEG\tn1\t0\t0\t9\t9\n")
         return store
-
-    def test_validation_may_be_sorted_into_class_folders(self, root):
-        root.delete(["val/val_annotations.txt", "val/images/v.JPEG"])
-        root.write("val/n1/images/v.JPEG", encoded(pixels(0)))
-
-        source = image_folder(root.url, split="val")
-
-        assert labelled(source) == {"val/n1/images/v.JPEG": "n1"}
-        assert source.readable is None  # there is no words.txt
 
     @pytest.mark.parametrize(
         ("name", "content", "split", "message"),
@@ -415,17 +309,13 @@ class TestDamagedTinyImageNet:
         ids=["empty class", "unknown class", "no annotation"],
     )
     def test_what_does_not_fit_is_named(self, root, name, content, split, message):
+        assert labelled(image_folder(root.url, split="val")) == {
+            "val/images/v.JPEG": "n1"
+        }
         root.write(name, content)
 
         with pytest.raises(DataError, match=message):
             image_folder(root.url, split=split)
-
-
-def test_a_manifest_of_something_else_is_passed_over(tmp_path):
-    store = folder(tmp_path, ["a/1.png"])
-    store.write("manifest.json", b'{"title": "holidays"}')
-
-    assert image_folder(tmp_path).paths == ["a/1.png"]
 
 
 def decoded(content, **options):
@@ -512,11 +402,11 @@ class TestDecoding:
         ("content", "reason"),
         [
             (b"", "it is not an image"),
-            (b"not an image", "it is not an image"),
             (encoded(pixels(0, (64, 64, 3)))[:2000], "truncated"),
-            (encoded(pixels(0, (64, 64, 3)), "JPEG")[:2000], "truncated"),
+            (encoded(np.full((2, 2), 1e6, "float32"), "TIFF"), "its pixels .* loader"),
+            (encoded(np.full((2, 2), 10**6, "int32"), "TIFF"), "its pixels .* loader"),
         ],
-        ids=["empty", "text", "png", "jpeg"],
+        ids=["empty", "png", "floats", "wide"],
     )
     def test_a_file_that_cannot_be_decoded_is_named(self, content, reason):
         with pytest.raises(DataError, match=rf"^cannot read s3://b/x\.png: .*{reason}"):
@@ -546,23 +436,13 @@ class TestDecoding:
 
         assert unreadable > 0
 
-    @pytest.mark.parametrize("mode", ["F", "I"])
-    def test_pixels_that_eight_bits_cannot_hold_are_refused(self, mode):
-        file = io.BytesIO()
-        Image.fromarray(np.full((2, 2), 1e6)).convert(mode).save(file, "TIFF")
-
-        with pytest.raises(DataError, match=r"cannot read .*: its pixels .* loader"):
-            decoded(file.getvalue())
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
             ({"size": 0}, r"size must be .* got 0"),
             ({"size": (1, 2, 3)}, r"size must be .* got \(1, 2, 3\)"),
             ({"size": (8.5, 8)}, r"size must be .* got \(8.5, 8\)"),
-            ({"size": True}, "size must be .* got True"),
             ({"channels": 2}, "channels must be 1, 3 or 4, got 2"),
-            ({"channels": [3]}, r"channels must be 1, 3 or 4, got \[3\]"),
             ({"scale": 0}, "scale must be > 0 and finite, or None, got 0"),
             ({"scale": float("nan")}, "scale must be .* got nan"),
         ],

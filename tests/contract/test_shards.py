@@ -3,7 +3,6 @@
 import io
 import pickle
 import re
-import sys
 import tarfile
 import uuid
 import zipfile
@@ -13,12 +12,10 @@ import fsspec
 import numpy as np
 import pytest
 
-from daskdl.data import Csv, Npz, files
-from daskdl.data.files import pack_files
+from daskdl.data import Npz, files
+from daskdl.data.files import pack_files, shards_in
 from daskdl.data.storage import Store, store_of
 from daskdl.errors import DataError, OptionError
-
-module = sys.modules["daskdl.data.files"]  # the package has the function
 
 FILES = {f"{'abc'[i % 3]}/{i}.txt": f"file {i}".encode() for i in range(11)}
 MANIFEST = "shards.json"
@@ -50,9 +47,7 @@ def pack(paths, target, per_shard=4, **options):
 
 def members(target):
     """Names of all files in the shards of a folder, in order."""
-    return [
-        name for shard in module.shards_in(store_of(target)) for name in shard.names
-    ]
+    return [name for shard in shards_in(store_of(target)) for name in shard.names]
 
 
 def contents(target):
@@ -79,6 +74,9 @@ class TestArchives:
         assert found == FILES
         assert len(urls) == 3
         assert sorted(members(target)) == sorted(FILES)
+        for shard in shards_in(store_of(target)):
+            with fsspec.open(shard.urls[0]) as file:
+                assert file.read() == FILES[shard.names[0]]
 
     def test_the_same_files_give_the_same_bytes(self, root, target, kind, tmp_path):
         pack(root, target, format=kind)
@@ -100,14 +98,6 @@ class TestArchives:
         files(target, lambda file: seen.append(file.read()) or np.zeros(1)).load(0)
         assert (members(target), seen) == ([name], [b"hello"])
 
-    def test_a_url_of_a_file_is_one_that_fsspec_opens(self, root, target, kind):
-        pack(root, target, format=kind)
-
-        for shard in module.shards_in(store_of(target)):
-            for name, url in zip(shard.names, shard.urls, strict=True):
-                with fsspec.open(url) as file:
-                    assert file.read() == FILES[name]
-
 
 class TestPaths:
     def test_the_order_is_random_from_the_seed(self, root, target, tmp_path):
@@ -125,7 +115,6 @@ class TestPaths:
         [
             ("*/1.txt", ["b/1.txt"]),
             ("a/*.txt", ["0.txt", "3.txt", "6.txt", "9.txt"]),
-            ("a", ["0.txt", "3.txt", "6.txt", "9.txt"]),
             ("a/", ["0.txt", "3.txt", "6.txt", "9.txt"]),
             ("b/1.txt", ["1.txt"]),
             ("**/1*.txt", ["b/1.txt", "b/10.txt"]),
@@ -143,10 +132,8 @@ class TestPaths:
     @pytest.mark.parametrize(
         ("paths", "options", "expected"),
         [
-            ("{}/a/*.txt", {"root": "{}"}, [n for n in sorted(FILES) if n[0] == "a"]),
             ("{}/a", {"root": "{}"}, [n for n in sorted(FILES) if n[0] == "a"]),
             (["{}/a/0.txt", "{}/a/3.txt"], {}, ["0.txt", "3.txt"]),
-            (["{}/a/0.txt", "{}/b/1.txt"], {}, ["a/0.txt", "b/1.txt"]),
             (["file://{}/a/0.txt", "{}/b/1.txt"], {}, ["a/0.txt", "b/1.txt"]),
             (["{}/a/0.txt"], {"root": "{}/.."}, None),
         ],
@@ -166,13 +153,6 @@ class TestPaths:
 
         assert sorted(members(target)) == expected
 
-    def test_a_relative_path_is_one_of_this_process(self, root, target, monkeypatch):
-        monkeypatch.chdir(root.parent)
-
-        pack(["root/a/0.txt", Path("root/b/1.txt")], target.name)
-
-        assert sorted(members(target)) == ["a/0.txt", "b/1.txt"]
-
     def test_folders_have_wildcards_and_files_no_folder(self, tmp_path, target):
         fill(tmp_path / "x[1]")
         name = f"{uuid.uuid4().hex}.txt"
@@ -190,7 +170,6 @@ class TestPaths:
         [
             ("{}/nothing", DataError, "there .* {}/nothing$"),
             ("{}/*.png", DataError, r"there .* {}/\*\.png$"),
-            ("memory://no/thing", DataError, "there .* memory://no/thing$"),
             ([], OptionError, r"paths must be a path, .* got \[\]"),
             (["{}/a/0.txt"] * 2, DataError, r"a/0\.txt is in paths twice"),
             (["{}/a/0.txt", "memory://x/y"], OptionError, "must be on one file system"),
@@ -212,38 +191,23 @@ class TestPaths:
         with pytest.raises(OptionError, match="url must not be in the root"):
             pack(root, inner.format(root))
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"format": "rar"}, "format must be 'zip' or 'tar', got 'rar'"),
-            ({"per_shard": 0}, "files_per_shard must be a whole number >= 1, got 0"),
-        ],
-    )
-    def test_options_outside_what_is_allowed_are_refused(
-        self, root, target, options, message
-    ):
-        with pytest.raises(OptionError, match=message):
-            pack(root, target, **options)
+    def test_options_outside_what_is_allowed_are_refused(self, root, target):
+        with pytest.raises(OptionError, match="'zip' or 'tar', got 'rar'"):
+            pack(root, target, format="rar")
+        with pytest.raises(OptionError, match="files_per_shard must be a whole"):
+            pack(root, target, 0)
 
 
 class TestAgain:
     """What was begun is finished; what is finished is left alone."""
 
-    @pytest.fixture
-    def written(self, monkeypatch):
-        """Names of all files that are written."""
-        names, write = [], Store.write
-
-        def noted(store, name, content):
-            names.append(name)
-            write(store, name, content)
-
-        monkeypatch.setattr(Store, "write", noted)
-        return names
-
     def test_the_manifest_comes_last_and_only_what_is_missing_is_packed(
-        self, root, target, written
+        self, root, target, monkeypatch
     ):
+        written, write = [], Store.write
+        monkeypatch.setattr(
+            Store, "write", lambda *a: (written.append(a[1]), write(*a))
+        )
         urls = pack(root, target)
         shards, before = [Path(url).name for url in urls], contents(target)
         assert written == [*shards, MANIFEST]
@@ -257,24 +221,6 @@ class TestAgain:
         assert pack(root, target) == urls
         assert written == [shards[1], MANIFEST]
         assert contents(target) == before
-
-    def test_it_goes_on_after_a_failure(self, root, target, written, monkeypatch):
-        packed = module.packed
-
-        def third(name, contents):
-            if len(written) == 2:
-                raise KeyboardInterrupt
-            return packed(name, contents)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(module, "packed", third)
-            with pytest.raises(KeyboardInterrupt):
-                pack(root, target)
-
-        urls = pack(root, target)
-
-        assert written == [*(Path(url).name for url in urls), MANIFEST]
-        assert sorted(members(target)) == sorted(FILES)
 
     @KINDS
     @pytest.mark.parametrize("damage", [b"", b"no archive", "cut", "other"])
@@ -337,7 +283,7 @@ class TestReading:
         return str(tmp_path / "out")
 
     def test_each_file_may_give_many_rows(self, url):
-        source = files(url, Npz())
+        source = pickle.loads(pickle.dumps(files(url)))
 
         known = source.known([source.look(part) for part in range(source.parts)])
 
@@ -357,22 +303,6 @@ class TestReading:
         assert source.load(1)[1].tolist() == [2, 3]
         assert source.look(2).rows == 1
 
-    def test_without_a_loader_the_extension_decides(self, url):
-        assert len(files(url).load(1)[0]) == 5
-
-    def test_a_source_travels(self, url):
-        again = pickle.loads(pickle.dumps(files(url, Npz())))
-
-        assert again.load(2)[1].tolist() == [6, 7, 8, 9]
-
-    def test_csv_files_are_packed_and_read(self, tmp_path):
-        fill(tmp_path / "in", {f"{i}.csv": f"a,y\n{i},1\n".encode() for i in range(3)})
-        pack(tmp_path / "in", tmp_path / "out", 2, format="tar", seed=None)
-
-        x, y = files(tmp_path / "out", Csv(label="y")).load(0)
-
-        assert (x.tolist(), y.tolist()) == ([[0], [1]], [1, 1])
-
     def test_files_are_loaded_one_by_one_from_a_shard_that_is_read_once(
         self, url, monkeypatch
     ):
@@ -388,22 +318,19 @@ class TestReading:
         assert len(reads) == 1
 
     def test_what_does_not_fit_together_is_named(self, tmp_path):
-        fill(tmp_path / "in", {"a.npz": npz(2), "b.npz": npz(2, width=3)})
-        pack(tmp_path / "in", tmp_path / "out", seed=None)
+        contents = {"a.npz": npz(2), "b.npz": npz(2, width=3), "c.npz": b"torn"}
+        fill(tmp_path / "in", contents)
+        pack(tmp_path / "in", tmp_path / "out", 2, seed=None)
+        source = files(tmp_path / "out")
 
         with pytest.raises(
             DataError, match=r"zip://b\.npz::.* has .*\(3,\).* and zip://a\.npz"
         ):
-            files(tmp_path / "out").load(0)
-
-    def test_what_cannot_be_loaded_is_named(self, tmp_path):
-        fill(tmp_path / "in", {"a.npz": b"torn"})
-        pack(tmp_path / "in", tmp_path / "out")
-
+            source.load(0)
         with pytest.raises(
-            DataError, match=r"cannot read zip://a\.npz::/.*shard-00000"
+            DataError, match=r"cannot read zip://c\.npz::/.*shard-00001"
         ):
-            files(tmp_path / "out").load(0)
+            source.load(1)
 
     @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
     def test_a_damaged_shard_is_named(self, url, damage):

@@ -2,7 +2,6 @@
 
 import itertools
 import sys
-import zipfile
 import zlib
 
 import dask
@@ -13,9 +12,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import TensorDataset
 
-from daskdl.data import Csv, Parquet, Report, export, files, image_folder, pack_files
+from daskdl.data import Csv, Parquet, Report, export, image_folder, pack_files
+from daskdl.data.batching import named_both
 from daskdl.data.storage import Store
 from daskdl.data.validate import KINDS, Offender, validate
 from daskdl.errors import DataError, OptionError
@@ -23,6 +22,7 @@ from tests.support import s3
 from tests.support.pictures import encoded, folder, pixels
 from tests.support.sources import Parts, Streamed
 
+MODULE = sys.modules["daskdl.data.validate"]  # the package has the function
 NONE = dict.fromkeys(KINDS, 0)
 X3, Y3 = np.zeros((4, 2), np.float32), np.array([0, 1, 2, 3])
 
@@ -54,6 +54,8 @@ class TestReport:
         report = Report(3, 12, 1, dict(self.COUNTS), self.OFFENDERS)
 
         assert not report.ok
+        assert report.to_pandas()["part"].tolist() == ["s3://x/a", "s3://x/bcd"]
+        assert str(Report(1, None, 5, {})) == "1 part, 5 rows\nnothing is wrong"
         assert str(report).splitlines() == [
             "12 files in 3 parts, 1 row",
             "missing     0 files",
@@ -66,18 +68,6 @@ class TestReport:
             "... and more, 2 shown",
         ]
 
-    def test_without_offenders_it_is_short(self):
-        report = Report(1, None, 5, {"missing": 0})
-
-        assert report.ok
-        assert report.summary() == "1 part, 5 rows\nnothing is wrong"
-
-    def test_offenders_go_to_a_frame(self):
-        frame = Report(3, 12, 1, {}, self.OFFENDERS).to_pandas()
-
-        assert list(frame.columns) == ["part", "row", "kind", "message"]
-        assert frame["part"].tolist() == ["s3://x/a", "s3://x/bcd"]
-
 
 class TestExpectations:
     @pytest.mark.parametrize(
@@ -85,14 +75,8 @@ class TestExpectations:
         [
             ((X3, Y3), {}),
             ((X3, None), {}),
-            (
-                (X3, Y3),
-                {
-                    "shapes": {"x": (2,), "y": ()},
-                    "dtypes": {"x": "float32", "y": torch.int64},
-                    "labels": 4,
-                },
-            ),
+            ((X3, Y3), {"shapes": {"x": (2,), "y": ()}, "labels": 4}),
+            ((X3, Y3), {"dtypes": {"x": "float32", "y": torch.int64}}),
             ((X3, Y3), {"shapes": (-1,), "labels": range(3, -1, -1)}),
             ((X3.astype(">f4"), Y3 / 1), {"dtypes": "float32", "labels": {0, 1, 2, 3}}),
             (
@@ -102,35 +86,22 @@ class TestExpectations:
             ((X3 > 0, Y3 > 0), {"labels": 2}),
             ((X3[:0], Y3[:0]), {"shapes": (2,), "labels": 4}),
         ],
-        ids=range(8),
+        ids=range(9),
     )
     def test_nothing_is_wrong_with_what_is_as_expected(self, rows, options):
         report = validated(rows, **options)
 
-        assert report == Report(1, None, len(next(iter(report_rows(rows)))), NONE)
+        assert report == Report(
+            1, None, len(next(iter(named_both(rows).values()))), NONE
+        )
 
     @pytest.mark.parametrize(
         ("rows", "options", "kind", "message"),
         [
-            (
-                (X3, Y3),
-                {"shapes": (3, None)},
-                "shape",
-                "rows of x .* expected (3, any)",
-            ),
+            ((X3, Y3), {"shapes": (3, None)}, "shape", "of x .* expected (3, any)"),
             ((X3, X3), {"shapes": {"y": ()}}, "shape", "rows of y .* expected ()"),
-            (
-                ({"a": X3}, Y3),
-                {"shapes": {"b": (2,)}},
-                "shape",
-                "x['a'], expected x['b",
-            ),
-            (
-                (X3, Y3[:3]),
-                {},
-                "shape",
-                "it has rows of different numbers: 4 of x, 3 o",
-            ),
+            (({"a": X3}, Y3), {"shapes": {"b": (2,)}}, "shape", "x['a'], expected x["),
+            ((X3, Y3[:3]), {}, "shape", "rows of different numbers: 4 of x, 3 of"),
             ((np.ones(()), Y3), {}, "shape", "x has no rows"),
             ((X3, Y3), {"dtypes": "f8"}, "dtype", "x is float32, expected float64"),
             ((np.array(["a"] * 4), Y3), {}, "dtype", "x is <U1, expected real numbers"),
@@ -148,17 +119,10 @@ class TestExpectations:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"shapes": "3"}, "shapes must have the shape of a row .* got '3' for x"),
             ({"shapes": {"y": 3}}, "shapes must have .* got 3 for y"),
             ({"shapes": (3, -2)}, r"got 3 for x\[0\]"),
-            ({"shapes": (True,)}, r"got True for x\[0\]"),
-            (
-                {"dtypes": "number"},
-                "dtypes must be dtypes of numpy, got 'number' for x",
-            ),
+            ({"dtypes": "number"}, "dtypes must be dtypes .*, got 'number' for x"),
             ({"labels": 0}, "labels must be a number of classes, .* got 0"),
-            ({"labels": True}, "labels must be"),
-            ({"labels": set()}, "labels must be"),
             ({"labels": ["cat"]}, "labels must be"),
         ],
     )
@@ -167,18 +131,10 @@ class TestExpectations:
             validated(AssertionError(), **options)
 
 
-def report_rows(rows):
-    x = rows[0]
-    return x.values() if isinstance(x, dict) else [x]
-
-
 class TestRows:
     @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
     def test_values_that_are_not_finite_are_found_once_a_row(self, value):
-        x = {
-            "a": changed(value, (1, 0), (1, 1)),
-            "b": changed(value, (1, 0), (3, 1)),
-        }
+        x = {"a": changed(value, (1, 0), (1, 1)), "b": changed(value, (1, 0), (3, 1))}
 
         report = validated((x, Y3))
 
@@ -188,9 +144,8 @@ class TestRows:
             (3, f"x['b'] is {value}"),
         ]
 
-    @pytest.mark.parametrize("labels", [None, 4])
-    def test_labels_that_are_nan_are_missing_and_not_invalid(self, labels):
-        report = validated((X3, changed(np.nan, 2, like=Y3)), labels=labels)
+    def test_labels_that_are_nan_are_missing_and_not_invalid(self):
+        report = validated((X3, changed(np.nan, 2, like=Y3)), labels=4)
 
         assert report.offenders == (Offender("box 0", 2, "missing label", "y is nan"),)
 
@@ -215,12 +170,7 @@ class TestRows:
             (changed(np.inf, 1, like=Y3), None, [1], "y is inf"),
             ({"a": Y3, "b": Y3}, {"a": 3, "b": {0, 2, 3}}, [1, 3], "y['b'] is 1, all"),
             ((Y3, Y3[::-1]), 3, [0, 3], "y[1] is 3, allowed are 0 to 2"),
-            (
-                Y3[:, None, None] * [[0, 1], [2, 0]],
-                5,
-                [3],
-                "y is 6, allowed are 0 to 4",
-            ),
+            (Y3[:, None, None] * [[0, 1], [2, 0]], 5, [3], "y is 6, allowed are 0 t"),
             (Y3.astype(np.uint8), range(9, 0, -1), [0], "y is 0, allowed"),
         ],
         ids=range(8),
@@ -263,17 +213,11 @@ class TestParts:
         ("error", "kind", "message"),
         [
             (missing(), "missing", "cannot read s3://x: there is no such file"),
-            (
-                FileNotFoundError(2, "No", "a"),
-                "missing",
-                "FileNotFoundError: [Errno 2]",
-            ),
+            (FileNotFoundError("a"), "missing", "FileNotFoundError: a"),
             (DataError("torn"), "unreadable", "torn"),
-            (PermissionError("no"), "unreadable", "PermissionError: no"),
             (KeyError("label"), "unreadable", "KeyError: 'label'"),
             (EOFError(), "unreadable", "EOFError"),
             (zlib.error("torn"), "unreadable", "error: torn"),
-            (zipfile.BadZipFile("torn"), "unreadable", "BadZipFile: torn"),
         ],
         ids=repr,
     )
@@ -284,11 +228,8 @@ class TestParts:
         assert (report.rows, counted(report)) == (4, {kind: 1})
         assert one[:3] == ("box 1", None, kind)
         assert one.message.startswith(message)
-
-    @pytest.mark.parametrize("error", [OptionError("pip install"), ImportError("no")])
-    def test_what_says_nothing_about_the_data_comes_out(self, error):
-        with pytest.raises(type(error), match=str(error)):
-            validated(error)
+        with pytest.raises(OptionError, match="pip install"):  # not about the data
+            validated(OptionError("pip install"))
 
     def test_what_came_before_a_stream_broke_counts(self):
         class Breaking(Streamed):
@@ -315,8 +256,8 @@ class TestParts:
             def each(source, function, client, order=order):
                 return [(part, function(source, part)) for part in order]
 
-            monkeypatch.setattr(sys.modules["daskdl.data.validate"], "map_parts", each)
-            monkeypatch.setattr(sys.modules["daskdl.data.validate"], "SHOWN", 6)
+            monkeypatch.setattr(MODULE, "map_parts", each)
+            monkeypatch.setattr(MODULE, "SHOWN", 6)
             reports.append(validate(source, labels=3, client=False))
 
         assert all(report == reports[0] for report in reports)
@@ -402,14 +343,6 @@ def test_rows_have_the_numbers_of_their_parts_or_of_memory(kind):
     assert_found(report, [f"part {i}" for i in range(1 if whole else PARTS)])
 
 
-def test_labels_that_a_dataset_has_not_are_counted_if_they_are_expected():
-    dataset = TensorDataset(torch.zeros(3, 2))
-
-    found = [counted(validate(dataset, labels=n, client=False)) for n in (None, 2)]
-
-    assert found == [{}, {"missing label": 3}]
-
-
 def test_names_that_are_missing_in_a_lazy_table_are_counted():
     names = pd.Series(np.array(["ant", "bee"] * 50), dtype="category")
 
@@ -465,18 +398,10 @@ class TestImages:
         report = validate(source, client=False)
 
         urls = [url for group in source.groups for url in group.urls]
-        wrong = {url for url in urls if url_is_in(url, sorted(NAMES)[:count])}
+        wrong = {u for u in urls if any(n in u for n in sorted(NAMES)[:count])}
         assert counted(report) == {"unreadable": count}
         assert {one.part for one in report.offenders} == wrong
         assert (report.rows, report.files) == (len(NAMES) - count, len(NAMES))
-
-    def test_labels_beyond_the_classes_are_counted_row_by_row(self, damage):
-        source = image_folder(damage(0), seed=None)
-
-        report = validate(source, labels=1, client=False)
-
-        assert counted(report) == {"invalid label": 6}
-        assert {one.row for one in report.offenders} == {0}  # of each file
 
     def test_one_of_another_size_is_named(self, tmp_path):
         store = folder(tmp_path, NAMES)
@@ -489,47 +414,35 @@ class TestImages:
         assert counted(report) == {"wrong shape": 1}
 
 
-def url_is_in(url, names):
-    return any(name in url for name in names)
+def test_batch_files_that_are_damaged_or_gone_are_named(tmp_path):
+    options = {"url": tmp_path, "batch_size": 40, "shuffle": False}
+    export(lazy(X), lazy(Y), **options, client=False)
+    store = Store(str(tmp_path))
+    names = store.names("*.safetensors")
+    assert_found(
+        validate(store.url, labels=3, client=False), [*map(store.url_of, names)]
+    )
+    store.delete(names[:1])
+    store.write(names[1], b"torn")
+
+    report = validate(store.url, labels=3, client=False)
+
+    assert [one[:3] for one in report.offenders] == [
+        (store.url_of(names[0]), None, "missing"),
+        (store.url_of(names[1]), None, "unreadable"),
+        (store.url_of(names[2]), 19, "invalid label"),
+    ]
 
 
-class TestBatchFiles:
-    @pytest.fixture
-    def store(self, tmp_path):
-        options = {"url": tmp_path, "batch_size": 40, "shuffle": False}
-        export(lazy(X), lazy(Y), **options, client=False)
-        return Store(str(tmp_path))
-
-    def test_labels_are_counted_row_by_row(self, store):
-        report = validate(store.url, labels=3, client=False)
-
-        assert_found(report, [store.url_of(n) for n in store.names("*.safetensors")])
-
-    @pytest.mark.parametrize("kind", ["missing", "unreadable"])
-    def test_one_that_is_not_what_it_was_is_named(self, store, kind):
-        name = store.names("*.safetensors")[1]
-        store.delete([name]) if kind == "missing" else store.write(name, b"torn")
-
-        report = validate(store.url, client=False)
-
-        assert report.counts[kind] == 1
-        assert Offender(store.url_of(name), None, kind, "").part in {
-            one.part for one in report.offenders if one.kind == kind
-        }
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_files_on_a_server_are_read_with_the_options(s3_endpoint, bucket, packed):
+def test_files_on_a_server_are_read_with_the_options(s3_endpoint, bucket):
     store = Store(f"{bucket}/x", s3.options(s3_endpoint))
     options = {"client": False, "storage_options": store.options}
     store.write("a.csv", b"a,y\n1,0\n2,1\n")
     store.write("b.csv", b"a,y\n1,7\n")
-    url = f"{store.url}-packed" if packed else store.url
-    if packed:
-        pack_files(store.url, url=url, files_per_shard=1, **options)
+    packed = f"{store.url}-packed"
+    pack_files(store.url, url=packed, files_per_shard=1, **options)
 
-    report = validate(url, labels=2, loader=Csv(label="y"), **options)
+    for url in (store.url, packed):
+        report = validate(url, labels=2, loader=Csv(label="y"), **options)
 
-    assert (report.rows, counted(report)) == (3, {"invalid label": 1})
-    source = files(url, Csv(label="y"), storage_options=store.options)
-    assert validate(source, labels=2, client=False) == report
+        assert (report.rows, counted(report)) == (3, {"invalid label": 1})

@@ -1,9 +1,10 @@
-"""Checkpoints of workers that are processes: who goes on from them, and who is missed.
+"""Checkpoints and saves of workers that are processes, which come and go.
 
 Which moment a process is killed at, and what is then there, is in `test_kills`.
 """
 
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -12,16 +13,18 @@ import uuid
 import numpy as np
 import pytest
 import torch
+from distributed.utils_test import poll_for
 
-from daskdl import Checkpoint, ParameterAveraging, SaveError, WaitTimeoutError
-from daskdl.saving.checkpoints import COMMON, Part, Series, of_replica
+from daskdl import Checkpoint, ParameterAveraging, SaveError, Trainer, WaitTimeoutError
+from daskdl.saving.checkpoints import COMMON, Part, Series, complete_at, of_replica
 from tests.support import s3
-from tests.support.clusters import Script, cluster_of, enough, nothing
+from tests.support.clusters import Script, TookPart, cluster_of, enough
 from tests.support.problems import adam, kept, normalised, rows, trainer
 from tests.support.recording import Recorded, delivered, records
-from tests.support.watched import TrainedRows
+from tests.support.watched import KillAt, TrainedRows
 
 X, Y = rows()
+MANY, LABELS = rows(count=960)
 BATCH = 16
 
 
@@ -54,66 +57,73 @@ def check_same(resumed, uninterrupted):
             assert torch.equal(value, states[number][name]), (number, name)
 
 
-class TestAsMany:
-    @pytest.mark.parametrize(
-        "master",
-        [kept(max_staleness=0), ParameterAveraging(frequency=3)],
-        ids=["sharing", "averaging"],
+@pytest.mark.parametrize(
+    "master",
+    [kept(max_staleness=0), ParameterAveraging(frequency=3)],
+    ids=["sharing", "averaging"],
+)
+def test_on_a_new_cluster_it_is_as_if_there_had_been_no_break(
+    client, another, tmp_path, master
+):
+    without = with_checkpoints(client, tmp_path, master=master)
+    history = without.fit(X, Y, epochs=4, batch_size=BATCH)
+    url = tmp_path / "checkpoint-000002"
+
+    own = with_checkpoints(another, tmp_path / "b", master=master)
+    rest = own.fit(X, Y, epochs=4, batch_size=BATCH, resume=url)
+
+    check_same(own, without)
+    assert rest.column("epoch") == [0, 1, 2, 3]
+    assert rest.column("loss") == history.column("loss")
+    assert Series.at(tmp_path / "b").numbers() == [1, 2]
+
+
+def test_nothing_is_lost_where_replicas_do_not_wait_for_each_other(
+    client, another, tmp_path
+):
+    with_checkpoints(client, tmp_path).fit(X, Y, epochs=2, batch_size=BATCH)
+    newest = Series.at(tmp_path).newest()
+    start, residual = agreed_and_residual(newest)
+
+    folder = tmp_path / "records"
+    folder.mkdir()
+    own = with_checkpoints(
+        another, tmp_path, master=Recorded(str(folder), kept(), atol=4e-6)
     )
-    def test_on_a_new_cluster_it_is_as_if_there_had_been_no_break(
-        self, client, another, tmp_path, master
-    ):
-        without = with_checkpoints(client, tmp_path, master=master)
-        history = without.fit(X, Y, epochs=4, batch_size=BATCH)
-        url = tmp_path / "checkpoint-000002"
+    own.fit(X, Y, epochs=4, batch_size=BATCH, resume=True)
 
-        own = with_checkpoints(another, tmp_path / "b", master=master)
-        rest = own.fit(X, Y, epochs=4, batch_size=BATCH, resume=url)
+    ends = records(folder, epoch=1)  # of this run
+    assert np.abs(residual).max() > 1e-5
+    # Above 1 a parameter of float32 has not all bits of the grid.
+    np.testing.assert_array_equal(ends[0]["start"], start.astype(np.float32))
+    carried = sum(end["carried"] for end in ends.values())
+    np.testing.assert_allclose(carried, residual, rtol=0, atol=1e-7)
+    expected = start + sum(end["progress"] for end in ends.values())
+    # Two replicas, each rounded to float32 for each of 60 moves.
+    got = delivered(own).numpy()
+    np.testing.assert_allclose(got, expected, rtol=0, atol=8e-6)
 
-        check_same(own, without)
-        assert rest.column("epoch") == [0, 1, 2, 3]
-        assert rest.column("loss") == history.column("loss")
-        assert Series.at(tmp_path / "b").numbers() == [1, 2]
 
-    def test_nothing_is_lost_where_replicas_do_not_wait_for_each_other(
-        self, client, another, tmp_path
-    ):
-        with_checkpoints(client, tmp_path).fit(X, Y, epochs=2, batch_size=BATCH)
-        newest = Series.at(tmp_path).newest()
-        start, residual = agreed_and_residual(newest)
+@pytest.mark.slow
+def test_from_s3_with_options_that_workers_do_not_have(client, bucket, s3_endpoint):
+    options, url = s3.options(s3_endpoint), f"{bucket}/run-17"
+    chosen = {"master": kept(max_staleness=0), "storage_options": options}
+    without = with_checkpoints(client, url, **chosen)
+    without.fit(X, Y, epochs=3, batch_size=BATCH)
 
-        folder = tmp_path / "records"
-        folder.mkdir()
-        own = with_checkpoints(
-            another, tmp_path, master=Recorded(str(folder), kept(), atol=4e-6)
-        )
-        own.fit(X, Y, epochs=4, batch_size=BATCH, resume=True)
+    own = with_checkpoints(client, f"{url}-b", **chosen)
+    resume = {"resume": f"{url}/checkpoint-000001", "storage_options": options}
+    own.fit(X, Y, epochs=3, batch_size=BATCH, **resume)
 
-        ends = records(folder, epoch=1)  # of this run
-        assert np.abs(residual).max() > 1e-5
-        # Above 1 a parameter of float32 has not all bits of the grid.
-        np.testing.assert_array_equal(ends[0]["start"], start.astype(np.float32))
-        carried = sum(end["carried"] for end in ends.values())
-        np.testing.assert_allclose(carried, residual, rtol=0, atol=1e-7)
-        expected = start + sum(end["progress"] for end in ends.values())
-        # Two replicas, each rounded to float32 for each of 60 moves.
-        got = delivered(own).numpy()
-        np.testing.assert_allclose(got, expected, rtol=0, atol=8e-6)
-
-    @pytest.mark.slow
-    def test_from_s3_with_options_that_workers_do_not_have(
-        self, client, bucket, s3_endpoint
-    ):
-        options, url = s3.options(s3_endpoint), f"{bucket}/run-17"
-        chosen = {"master": kept(max_staleness=0), "storage_options": options}
-        without = with_checkpoints(client, url, **chosen)
-        without.fit(X, Y, epochs=3, batch_size=BATCH)
-
-        own = with_checkpoints(client, f"{url}-b", **chosen)
-        resume = {"resume": f"{url}/checkpoint-000001", "storage_options": options}
-        own.fit(X, Y, epochs=3, batch_size=BATCH, **resume)
-
-        check_same(own, without)
+    check_same(own, without)
+    for _ in range(2):  # the second over the first
+        own.save(f"{url}/save", storage_options=options)
+    how = {"client": client, "storage_options": options}
+    loaded = Trainer.load(f"{url}/save", model=normalised, **how)
+    check_same(loaded, own)
+    assert loaded.evaluate(X, Y) == own.evaluate(X, Y)
+    with pytest.raises(SaveError, match=f"cannot read {url}/nothing"):
+        Trainer.load(f"{url}/nothing", **how)
 
 
 def agreed_and_residual(whole):
@@ -158,23 +168,6 @@ def test_on_another_number_of_workers_each_row_is_trained_on_once(
     assert history[3]["loss"] < history[1]["loss"] < history[0]["loss"]
 
 
-@pytest.mark.slow
-def test_one_that_joined_before_has_its_part(growing, another, tmp_path):
-    script = Script((1, lambda: growing.cluster.scale(2)), (2, nothing), (2, enough))
-    script.run(with_checkpoints(growing, tmp_path), X, Y)
-    series = Series.at(tmp_path)
-
-    newest = series.newest()
-
-    assert newest.members == [0, 1]
-    assert newest.header["rows"][-1]["replicas"] == 2
-    own = with_checkpoints(another, tmp_path)
-    epochs = newest.header["epoch"] + 1
-    history = own.fit(X, Y, epochs=epochs, batch_size=BATCH, resume=True)
-    assert history.column("epoch") == list(range(epochs))
-    assert history.column("replicas")[-1] == 2
-
-
 def ends_at_part(number):
     """In a worker: its process ends when it is to write its part of a checkpoint."""
     write = Part.write
@@ -211,6 +204,113 @@ def test_a_part_that_was_never_written_leaves_the_checkpoint_before(
     check_same(own, without)
     assert series.numbers() == [1, 2, 4]  # what was broken off is gone
     assert series.newest().members == [0, 1]
+
+
+def each(folder, every="4 steps"):
+    """A checkpoint after every few steps; all are kept."""
+    return Checkpoint(folder, every, keep_last=None)
+
+
+def in_the_middle(folder, epoch):
+    """URLs of the checkpoints within an epoch, the first of them first."""
+    series = Series.at(folder)
+    found = [complete_at(series.folder(number)) for number in series.numbers()]
+    inner = [
+        one for one in found if one is not None and one.header["sync_point"] is not None
+    ]
+    return [one.store.url for one in inner if one.header["epoch"] == epoch]
+
+
+@pytest.mark.slow
+def test_fewer_go_on_with_the_rows_that_are_left(three, tmp_path):
+    numbers = np.arange(len(MANY))
+    before, after = (TrainedRows(tmp_path / name) for name in ("before", "after"))
+    for watched in (before, after):
+        os.mkdir(watched.folder)
+    first = trainer(three, loss=before, callbacks=[before, each(tmp_path / "all")])
+    first.fit(MANY, numbers, epochs=1, batch_size=BATCH)
+    (url, *_) = in_the_middle(tmp_path / "all", epoch=0)
+
+    three.cluster.scale(1)
+    poll_for(lambda: len(three.nthreads()) == 1, timeout=30)
+    own = trainer(three, loss=after, callbacks=[after])
+    own.fit(MANY, numbers, epochs=2, batch_size=BATCH, resume=url)
+
+    rest, whole = after.by_epoch()
+    assert max(rest.values()) == 1
+    assert len(rest) == len(MANY) - 3 * 4 * BATCH
+    assert whole == dict.fromkeys(range(len(MANY)), 1)
+    assert own.history_.column("examples") == [len(MANY)] * 2
+
+
+@pytest.mark.slow
+def test_what_a_killed_worker_had_trained_counts_in_the_epoch_that_goes_on(
+    three, tmp_path
+):
+    first = trainer(three, callbacks=[KillAt(6), each(tmp_path / "all")])
+    first.fit(MANY, LABELS, epochs=1, batch_size=BATCH)
+    after = in_the_middle(tmp_path / "all", epoch=0)[2:]  # 8 steps of each
+
+    own, last = trainer(three, callbacks=[each(tmp_path / "again")]), trainer(three)
+    own.fit(MANY, LABELS, epochs=1, batch_size=BATCH, resume=after[0])
+    url = in_the_middle(tmp_path / "again", epoch=0)[-1]  # and of that again
+    last.fit(MANY, LABELS, epochs=2, batch_size=BATCH, resume=url)
+
+    assert first.history_.column("examples") == [len(MANY)]
+    assert own.history_.column("examples") == [len(MANY)]
+    assert last.history_.column("examples") == [len(MANY)] * 2
+    loss = first.history_[0]["loss"]
+    assert own.history_[0]["loss"] == pytest.approx(loss, rel=0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("master", [kept(), ParameterAveraging(frequency=3)])
+def test_workers_may_die_and_come_between_two_meetings(three, tmp_path, master):
+    pids = three.run(os.getpid)
+    worker = pids[sorted(pids)[1]]
+    (tmp_path / "rows").mkdir()
+    watched = TrainedRows(tmp_path / "rows")
+    took_part = TookPart(tmp_path)
+    kill = functools.partial(os.kill, worker, signal.SIGKILL)
+    script = Script((3, kill), (took_part.by(3), enough))
+    own = trainer(
+        three,
+        master=master,
+        loss=watched,
+        callbacks=[
+            watched,
+            took_part,
+            Checkpoint(tmp_path / "all", "4 steps", keep_last=4),
+        ],
+    )
+
+    script.run(own, MANY, np.arange(len(MANY)))
+
+    # The last epoch is broken off, and the one of the death has pieces twice.
+    for trained in watched.by_epoch()[: len(script.rows)]:
+        assert set(trained) == set(range(len(MANY)))
+    newest = Series.at(tmp_path / "all").newest()
+    assert newest is not None
+    again = trainer(three, master=master, loss=watched)
+    epoch = newest.header["epoch"]
+    again.fit(
+        MANY,
+        np.arange(len(MANY)),
+        epochs=epoch + 1,
+        batch_size=BATCH,
+        resume=newest.store.url,
+    )
+    assert again.history_[-1]["examples"] == len(MANY)
+
+
+@pytest.mark.slow
+def test_time_passes_too(client, tmp_path):
+    own = trainer(client, callbacks=[each(tmp_path, every="50 ms")])
+
+    own.fit(MANY, LABELS, epochs=2, batch_size=4)
+
+    assert any(in_the_middle(tmp_path, epoch) for epoch in range(2))
+    assert own.history_.column("examples") == [len(MANY)] * 2
 
 
 def test_a_folder_that_each_worker_has_for_itself_is_named(client):

@@ -4,7 +4,6 @@ Whoever writes such a one knows how, so it is no accident that a checksum finds.
 damage nevertheless: a `SaveError` that names the file and the field.
 """
 
-import copy
 import random
 
 import pytest
@@ -35,7 +34,6 @@ MASTERS = {
 }
 # torch makes them anew, or they are not looked at without an EarlyStopping.
 UNUSED = {"initial_lr", "monitor", "best_epoch"}
-SAMPLE = 8  # of each part, where not all are tried
 
 
 def trainer(kind, *callbacks):
@@ -116,36 +114,36 @@ def outcome(kind, url):
     return None
 
 
-def tried(kept, folder, part, sample=None):
-    """What was not told as damage of a field, of what was tried."""
-    kind, store = kept
+def rewritten(store, folder, part, change):
+    """Copy a checkpoint, with the header and state of a part changed."""
     for name in store.names():
         (folder / name).write_bytes(store.read(name))
     target = Part(Series.at(folder).store, part)
-    (stamp, said), (_, state) = target.header(), target.read()
-    own = {name: value for name, value in state.items() if name not in said}
-    all_of_them = list(damages(own))
-    if sample is not None:
-        all_of_them = random.Random(f"{kind} {part}").sample(all_of_them, sample)
-    for how, path in all_of_them:
-        changed = copy.deepcopy(own)
-        how(at(changed, path[:-1]), path[-1])
-        target.write(target.copied(stamp, said, changed))
-        found = outcome(kind, folder)
-        named = f"{part}.json" in str(found) and str(path[0]) in str(found)
-        if not (isinstance(found, SaveError) and named):
-            yield how.__name__, path, repr(found)[:200]
+    (stamp, header), (_, state) = target.header(), target.read()
+    state = {name: value for name, value in state.items() if name not in header}
+    change(header, state)
+    target.write(target.copied(stamp, header, state))
 
 
+@pytest.mark.parametrize("sample", [8, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("part", ["common", "replica-0"])
-def test_a_wrong_field_is_damage_and_named(kept, tmp_path, part):
-    assert list(tried(kept, tmp_path, part, SAMPLE)) == []
+def test_a_wrong_field_is_damage_and_named(kept, tmp_path, part, sample):
+    kind, store = kept
+    header, state = Part(store, part).header()[1], Part(store, part).read()[1]
+    cases = list(damages({n: v for n, v in state.items() if n not in header}))
+    if sample:
+        cases = random.Random(f"{kind} {part}").sample(cases, sample)
 
+    for how, path in cases:
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["common", "replica-0"])
-def test_any_wrong_field_is_damage_and_named(kept, tmp_path, part):
-    assert list(tried(kept, tmp_path, part)) == []
+        def change(_, state, how=how, path=path):
+            how(at(state, path[:-1]), path[-1])
+
+        rewritten(store, tmp_path, part, change)
+        found = outcome(kind, tmp_path)
+        assert isinstance(found, SaveError), (how, path, found)
+        assert f"{part}.json" in str(found), (how, path)
+        assert str(path[0]) in str(found), (how, path)
 
 
 @pytest.fixture(scope="module")
@@ -160,13 +158,7 @@ def in_an_epoch(tmp_path_factory):
 def resumed_with(kept, folder, change):
     """What a fit makes of a checkpoint whose header was changed."""
     kind, store = kept
-    for name in store.names():
-        (folder / name).write_bytes(store.read(name))
-    target = Part(Series.at(folder).store, "common")
-    (stamp, said), (_, state) = target.header(), target.read()
-    own = {name: value for name, value in state.items() if name not in said}
-    change(said)
-    target.write(target.copied(stamp, said, own))
+    rewritten(store, folder, "common", lambda header, _: change(header))
     return outcome(kind, folder)
 
 
@@ -188,29 +180,21 @@ BEST = [-1, float("nan"), -1, float("nan")]
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("epoch", "3"),
         ("epoch", -1),
         ("epoch", True),
         ("epoch", 0),  # there is a row of an epoch
         ("rows", [3]),
-        ("rows", [{}]),
         ("rows", [{"epoch": 0, "loss": 1.0}]),
-        ("stopping", []),
         ("stopping", [["x", 1.0, 1, 1.0], None, None, ""]),
-        ("stopping", [[1, 1.0, 1], None, None, ""]),
         ("stopping", [BEST, "x", None, ""]),
         ("stopping", [BEST, 1.0, "mood", ""]),
-        ("stopping", [BEST, 1.0, [], ""]),
         ("stopping", [BEST, 1.0, "patience", None]),
         ("epochs_before", -1),
         ("fingerprint", [{}, "SGD"]),
         ("fingerprint", [{}, 3, None]),
-        ("fingerprint", [{}, "SGD", 3]),
         ("count", 0),
-        ("count", True),
         ("members", []),
         ("members", [0, 0]),
-        ("members", [-1]),
         ("members", ["../../x"]),
     ],
     ids=repr,
@@ -225,13 +209,10 @@ def test_a_header_that_cannot_be_is_damage(kept, tmp_path, field, value):
 @pytest.mark.parametrize(
     "remaining",
     [
-        "x",
         [["x", []]],
         [[0, [[0, 1]]]],
-        [[0, [[0, 1, "x"]]]],
         [[0, [[0, 3, 2]]]],
         [[0, [[-1, 0, 2]]]],
-        [[0, [[0, -1, 2]]]],
         [[0, [[0, 0, 5]]]],  # of a part of 4 rows
         [[0, [[0, 0, -1]]]],  # the part has a known length
         [[0, [[6, 0, 4]]]],  # of 6 parts

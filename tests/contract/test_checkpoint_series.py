@@ -68,23 +68,6 @@ def resuming(store, stamp, members):
     )
 
 
-def test_a_count_that_cannot_be_is_refused(series):
-    put(series, 3, count=0)
-
-    with pytest.raises(SaveError, match="is damaged: count must be"):
-        complete_at(series.folder(3))
-
-
-def test_a_store_that_cannot_be_read_is_an_error(series, monkeypatch):
-    def fails(self, name):
-        raise DataError("no permission")
-
-    monkeypatch.setattr(Store, "exists", fails)
-
-    with pytest.raises(SaveError, match=r"cannot read .*: no permission"):
-        complete_at(series.folder(1))
-
-
 class TestNewest:
     def test_it_is_the_last_whole_one(self, series):
         for number in (9, 10, 11):
@@ -120,27 +103,23 @@ class TestNewest:
             series.newest()
         assert complete_at(series.folder(1)) is not None
 
-    def test_a_folder_that_cannot_be_listed_is_an_error(self, series, monkeypatch):
-        def fails(self):
+    @pytest.mark.parametrize(
+        ("method", "verb"), [("folders", "list"), ("exists", "read")]
+    )
+    def test_a_store_that_cannot_be_read_is_an_error(
+        self, series, monkeypatch, method, verb
+    ):
+        def fails(*_):
             raise DataError("no permission")
 
-        monkeypatch.setattr(Store, "folders", fails)
+        put(series, 1)
+        monkeypatch.setattr(Store, method, fails)
 
-        with pytest.raises(SaveError, match=r"cannot list .*: no permission"):
-            series.numbers()
+        with pytest.raises(SaveError, match=f"cannot {verb} .*: no permission"):
+            series.newest()
 
 
 class TestPrune:
-    def test_only_those_that_are_kept_stay(self, series):
-        for number in range(1, 8):
-            put(series, number)
-
-        plan_of(series, keep_last=2, keep_every=3).prune()
-
-        assert series.numbers() == [3, 6, 7]
-        assert complete_at(series.folder(3)) is not None
-        assert not [name for name in series.store.names() if "000005" in name]
-
     def test_it_counts_in_the_fit_and_not_in_the_folder(self, series):
         for number in range(11, 16):
             put(series, number, count=number - 10)
@@ -158,15 +137,6 @@ class TestPrune:
         plan_of(series).prune()
 
         assert series.numbers() == [1, 2, 4]
-
-    def test_those_of_earlier_runs_of_the_fit_go(self, series):
-        for number in (1, 2):
-            put(series, number, run="earlier run")
-        put(series, 3)
-
-        plan_of(series).prune()
-
-        assert series.numbers() == [3]
 
     def test_one_that_was_broken_off_before_goes(self, series):
         put_part(series, Stamp("fit", "run", 1), 0)

@@ -25,12 +25,9 @@ DENSE = np.array([1, -1, 2**31 - 1, -(2**31)], np.int32)
         ({"stamp": STAMP._replace(run=2**64)}, "run must be in 0 .. 2**64 - 1"),
         ({"stamp": STAMP._replace(origin=2**32)}, "origin must be in 0 .. 2**32 - 1"),
         ({"stamp": STAMP._replace(sequence=-1)}, "2**64 - 1, got -1"),
-        ({"stamp": STAMP._replace(step=2**64)}, "step must be in 0 .. 2**64 - 1"),
         ({"size": 0}, "parameters must be in 1 .. 2**31 - 1, got 0"),
         ({"size": 2**31}, "parameters must be in 1 .. 2**31 - 1, got 2147483648"),
         ({"threshold": 0.0}, "threshold must be finite and > 0, got 0.0"),
-        ({"threshold": -0.5}, "threshold must be finite and > 0, got -0.5"),
-        ({"threshold": float("nan")}, "threshold must be finite and > 0, got nan"),
         ({"threshold": float("inf")}, "threshold must be finite and > 0, got inf"),
         ({"threshold": 1e-3}, "exact in float32, got 0.001, the nearest is 0.00100000"),
         ({"threshold": 1e39}, "exact in float32, got 1e+39, the nearest is inf"),
@@ -39,7 +36,6 @@ DENSE = np.array([1, -1, 2**31 - 1, -(2**31)], np.int32)
             {"entries_K": ENTRIES[::-1]},
             "ascending in position, got 10 and then -4 at 1",
         ),
-        ({"entries_K": np.array([4, -4], np.int32)}, "got 4 and then -4 at 1"),
         ({"entries_K": np.array([0], np.int32)}, "or negative, got 0 at 0"),
         ({"entries_K": np.array([1, -(2**31)], np.int32)}, "got -2147483648 at 1"),
         ({"entries_K": ENTRIES.astype(np.int64)}, "int32, got int64 of shape (3,)"),
@@ -55,6 +51,10 @@ def test_what_could_not_be_read_back_is_not_written(changes, message):
         encode(**(arguments | changes))
 
 
+def eight(scales, values):
+    return Quantized(np.array(scales, np.int32), np.array(values, np.int8))
+
+
 @pytest.mark.parametrize(
     ("grid", "counts", "message"),
     [
@@ -62,27 +62,9 @@ def test_what_could_not_be_read_back_is_not_written(changes, message):
         (0.5, DENSE[:0], "parameters must be in 1 .. 2**31 - 1, got 0"),
         (0.5, DENSE.astype(np.int64), "got int64 of shape (4,)"),
         (0.5, DENSE[None], "got int32 of shape (1, 4)"),
-    ],
-    ids=["grid", "empty", "dtype", "shape"],
-)
-def test_dense_counts_that_could_not_be_read_back_are_not_written(
-    grid, counts, message
-):
-    with pytest.raises(CodecError, match=re.escape(message)):
-        encode_dense(STAMP, grid, counts)
-
-
-def eight(scales, values):
-    return Quantized(np.array(scales, np.int32), np.array(values, np.int8))
-
-
-@pytest.mark.parametrize(
-    ("grid", "quantized", "message"),
-    [
         (0.1, eight([1], [1]), "threshold must be exact in float32, got 0.1"),
         (0.5, eight([], []), "parameters must be in 1 .. 2**31 - 1, got 0"),
         (0.5, eight([1, 1], [1]), "got (2,) scales for (1,)"),
-        (0.5, eight([], [1]), "got (0,) scales for (1,)"),
         (0.5, eight([[1]], [1]), "got (1, 1) scales for (1,)"),
         (0.5, eight([1], [[1]]), "got (1,) scales for (1, 1)"),
         (0.5, eight([1], [-128]), "got -128 in block 0"),
@@ -91,13 +73,8 @@ def eight(scales, values):
         (0.5, Quantized(DENSE[:1].astype(np.int64), DENSE.astype(np.int8)), "int64"),
         (0.5, Quantized(DENSE[:1], DENSE), "and values of int8, got int32 and int32"),
     ],
-    ids=[
-        *("grid", "empty", "scales", "no scale", "scales shape", "values shape"),
-        *("low", "zero", "negative", "scales dtype", "values dtype"),
-    ],
+    ids=str,
 )
-def test_eight_bits_that_could_not_be_read_back_are_not_written(
-    grid, quantized, message
-):
+def test_counts_that_could_not_be_read_back_are_not_written(grid, counts, message):
     with pytest.raises(CodecError, match=re.escape(message)):
-        encode_dense(STAMP, grid, quantized)
+        encode_dense(STAMP, grid, counts)

@@ -14,6 +14,7 @@ from daskdl.codec import (
     encode,
     encode_dense,
     golomb,
+    quantize,
     read_kind,
 )
 from daskdl.errors import CodecError
@@ -182,7 +183,39 @@ CODES = {
 }
 
 
-REFUSED = (HEADERS, LENGTHS, BODIES, CODES)
+# Blocks of 256 and of 4 parameters: scales 3 and 2, then the values.
+DENSE8 = encode_dense(
+    STAMP, 0.5, quantize(np.array([381, *[0] * 255, 2, 0, -254, 0], np.int32))
+).tobytes()
+DENSE8_BODY = integers(3, 2) + b"\x7f" + bytes(255) + b"\x01\x00\x81\x00"
+EIGHT = {
+    "entries": (patched(DENSE8, 40, "I", 1), "must be in 0 .. 0, got 1"),
+    "body": (patched(DENSE8, 48, "Q", 264), "have 268 .. 268 bytes, got 264"),
+    "truncated": (repaired(DENSE8[:-1]), "of "),
+    "minus 128": (
+        rebodied(DENSE8, DENSE8_BODY[:-1] + b"\x80"),
+        "values must be in -127 .. 127, got -128 in block 1",
+    ),
+    "scale without values": (
+        rebodied(DENSE8, DENSE8_BODY[:-4] + bytes(4)),
+        "block 1 must have the scale 0 if, and only if, all of it is 0",
+    ),
+    "values without scale": (
+        rebodied(DENSE8, integers(0) + DENSE8_BODY[4:]),
+        "block 0 must have the scale 0 if",
+    ),
+    "product beyond int32": (
+        rebodied(DENSE8, integers(3, 16_909_321) + DENSE8_BODY[8:]),
+        "scales must be in 0 .. 16909320, got 16909321 of block 1",
+    ),
+    "scale negative": (
+        rebodied(DENSE8, integers(3, -1) + DENSE8_BODY[8:]),
+        "scales must be in 0 .. 16909320, got 4294967295 of block 1",
+    ),
+}
+
+
+REFUSED = (HEADERS, LENGTHS, BODIES, CODES, EIGHT)
 
 
 @pytest.mark.parametrize(
@@ -195,30 +228,24 @@ def test_a_damaged_frame_is_refused(frame, message):
         decode(frame)
 
 
-@pytest.mark.parametrize("frame", [RAW32, GAPS, BITMAP, DENSE32, EMPTY, ROW])
+@pytest.mark.parametrize("frame", [RAW32, GAPS, BITMAP, DENSE32, DENSE8, EMPTY, ROW])
 def test_the_frames_damaged_above_are_sound_before(frame):
     assert decode(frame, run=1).stamp == STAMP
 
 
 @pytest.mark.parametrize("frame", [RAW32, DENSE32], ids=["sparse", "dense"])
-def test_a_frame_of_another_run_is_refused(frame):
+def test_a_frame_of_another_run_or_model_is_refused(frame):
     with pytest.raises(CodecError, match=r"frame of run 1, this is run 7"):
         decode(frame, run=7)
+    for size in (1, 11):
+        with pytest.raises(CodecError, match=f"parameters, this model has {size}"):
+            decode(frame, size=size)
 
 
-@pytest.mark.parametrize("frame", [RAW32, DENSE32], ids=["sparse", "dense"])
-@pytest.mark.parametrize("size", [1, 11], ids=["smaller", "larger"])
-def test_a_frame_for_another_model_is_refused(frame, size):
-    with pytest.raises(CodecError, match=f"parameters, this model has {size}"):
-        decode(frame, size=size)
+@pytest.mark.parametrize("name", ["nothing", "short", "magic", "version"])
+def test_no_kind_is_read_from_what_is_no_frame(name):
+    frame, message = HEADERS[name]
 
-
-@pytest.mark.parametrize(
-    ("frame", "message"),
-    [HEADERS[name] for name in ("nothing", "short", "magic", "version")],
-    ids=["nothing", "short", "magic", "version"],
-)
-def test_no_kind_is_read_from_what_is_no_frame(frame, message):
     with pytest.raises(CodecError, match=re.escape(message)):
         read_kind(frame)
 

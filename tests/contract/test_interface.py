@@ -6,10 +6,8 @@ be passed by position, and methods are those that users call or override.
 """
 
 import inspect
-import re
 from pathlib import Path
 
-import dask.config
 import pytest
 from torch import nn
 
@@ -17,6 +15,8 @@ import daskdl
 import daskdl.data
 import daskdl.keras
 import daskdl.metrics
+from daskdl.channel.protocol import WaitCause
+from daskdl.history import COLUMNS, STEP_COLUMNS
 from tests.support.problems import rows, trainer
 
 HERE = Path(__file__).parent
@@ -64,17 +64,11 @@ def test_a_package_has_these_public_names(package):
     assert set(PACKAGES[package].__all__) - {"__version__"} == set(STUBS[package])
 
 
-@pytest.mark.parametrize(
-    ("real", "stub"), [c for c in CASES if not isinstance(c.values[1], type)]
-)
-def test_a_function_is_called_like_this(real, stub):
-    assert_called_alike(real, stub)
+CALLED = [c for c in CASES if c not in CLASSES or "__init__" in vars(c.values[1])]
 
 
-@pytest.mark.parametrize(
-    ("real", "stub"), [c for c in CLASSES if "__init__" in vars(c.values[1])]
-)
-def test_a_class_is_made_like_this(real, stub):
+@pytest.mark.parametrize(("real", "stub"), CALLED)
+def test_it_is_called_like_this(real, stub):
     assert_called_alike(real, stub)
 
 
@@ -104,144 +98,53 @@ def test_a_class_is_a_subclass_of_these(real, stub):
         assert issubclass(real, getattr(package, base.__name__) if own else base)
 
 
-def test_the_configuration_has_these_names():
-    names = dask.config.get("daskdl")
-
-    assert names.keys() == {"timeouts", "export"}
-    bounds = {"join", "request", "silence", "stop", "rejoin", "data"}
-    assert names["timeouts"].keys() == bounds
-    assert names["export"].keys() == {"url", "storage_options"}
+INTEGERS = {"epoch", "examples", "sent_bytes", "received_bytes", "dense_bytes"}
+INTEGERS |= {"replicas", "repeated_pieces", "skipped_examples", "refused_messages"}
+INTEGERS |= {"repaired_updates", "withheld", "folds", "step", "replica"}
 
 
-COLUMNS = {
-    "epoch": int,
-    "loss": float,
-    "examples": int,
-    "seconds": float,
-    "examples_per_s": float,
-    "density": float,
-    "threshold": float,
-    "learning_rate": float,
-    "sent_bytes": int,
-    "received_bytes": int,
-    "dense_bytes": int,
-    "staleness": float,
-    "waits": dict,
-    "clipped": float,
-    "replicas": int,
-    "repeated_pieces": int,
-    "skipped_examples": int,
-    "refused_messages": int,
-    "repaired_updates": int,
-    "withheld": int,
-    "folds": int,
-}
-CAUSES = {
-    "staleness",
-    "room",
-    "lease",
-    "gather",
-    "fetch",
-    "flush",
-    "updates",
-    "checkpoint",
-    "data",
-    "missing",
-    "repair",
-    "join",
-    "snapshot",
-    "activate",
-}
-STEP_COLUMNS = {
-    "epoch": int,
-    "step": int,
-    "replica": int,
-    "loss": float,
-    "learning_rate": float,
-    "threshold": float,
-    "density": float,
-    "sent_bytes": int,
-    "kind": str,
-    "residual_norm": float,
-    "residual_p50": float,
-    "residual_p90": float,
-    "residual_p99": float,
-    "staleness": int,
-    "wait_s": float,
-    "encode_s": float,
-    "apply_s": float,
-    "step_s": float,
-}
-MASTERS = {
-    "sharing": daskdl.GradientSharing(replicas_per_worker=2),
-    "averaging": daskdl.ParameterAveraging(replicas_per_worker=2),
-}
+def type_of(column):
+    return int if column in INTEGERS else {"waits": dict}.get(column, float)
 
 
-@pytest.fixture(scope="module", params=MASTERS)
-def fitted(request):
+@pytest.mark.parametrize(
+    "master",
+    [daskdl.GradientSharing, daskdl.ParameterAveraging],
+    ids=["sharing", "averaging"],
+)
+def test_a_fit_has_these_columns_and_attributes(master):
     X, y = rows(count=96)
-    own = trainer(False, master=MASTERS[request.param], telemetry_every=1)
-    own.fit(X, y, epochs=2, batch_size=8, validation=(X, y))
-    return own
+    own = trainer(False, master=master(replicas_per_worker=2), telemetry_every=1)
+
+    history = own.fit(X, y, epochs=2, batch_size=8, validation=(X, y))
+
+    for row in history:
+        assert list(row) == [*COLUMNS, "val_loss", "val_accuracy"]
+        assert {k: type(v) for k, v in row.items()} == {k: type_of(k) for k in row}
+        assert {"lease", "gather"} <= row["waits"].keys() <= {*WaitCause}
+        assert {type(seconds) for seconds in row["waits"].values()} == {float}
+    assert "join" in history[0]["waits"]
+    assert len(history.steps) == 2 * 96 / 8
+    for row in history.steps:
+        assert list(row) == list(STEP_COLUMNS)
+        kind = {"kind": type(row["kind"])}  # None: nothing was sent
+        expected = {k: type_of(k) for k in row} | kind | {"staleness": int}
+        assert {k: type(v) for k, v in row.items()} == expected
+        assert row["kind"] is None or isinstance(row["kind"], str)
+    learned = {n for n in dir(own) if n.endswith("_") and not n.startswith("_")}
+    scheduled = {"optimizer_", "scheduler_"}
+    assert learned == {"model_", "history_", "classes_"} | scheduled
+    assert history.stopping is None
+    assert set(own.evaluate(X, y)) == {"loss", "accuracy"}
 
 
-class TestAFit:
-    def test_a_row_of_the_history_has_these_columns_of_these_types(self, fitted):
-        scores = {"val_loss": float, "val_accuracy": float}
-
-        for row in fitted.history_:
-            assert {k: type(v) for k, v in row.items()} == COLUMNS | scores
-            assert list(row) == [*COLUMNS, *scores]
-
-    def test_waits_are_seconds_by_cause(self, fitted):
-        waits = [row["waits"] for row in fitted.history_]
-
-        assert set().union(*waits) <= CAUSES
-        assert set().union(*waits) >= {"join", "lease", "gather"}
-        assert {type(s) for each in waits for s in each.values()} == {float}
-
-    def test_a_row_of_the_steps_has_these_columns_of_these_types(self, fitted):
-        steps = list(fitted.history_.steps)
-
-        assert len(steps) == 2 * 96 / 8
-        for row in steps:
-            types = {k: type(v) for k, v in row.items()}
-            if row["kind"] is None:  # nothing was sent
-                types["kind"] = str
-            assert types == STEP_COLUMNS
-            assert list(row) == list(STEP_COLUMNS)
-
-    def test_a_trainer_has_these_attributes_afterwards(self, fitted):
-        learned = {n for n in dir(fitted) if n.endswith("_") and not n.startswith("_")}
-
-        scheduled = {"optimizer_", "scheduler_"}
-        assert learned == {"model_", "history_", "classes_"} | scheduled
-
-    def test_nothing_has_stopped_it(self, fitted):
-        assert fitted.history_.stopping is None
-
-    def test_evaluating_gives_these_scores(self, fitted):
-        assert set(fitted.evaluate(*rows(count=96))) == {"loss", "accuracy"}
-
-
-def test_without_classes_there_is_no_accuracy():
+def test_without_classes_there_is_no_accuracy_and_without_data_no_score():
     X, _ = rows(count=96)
+    y = X[:, :1]
     own = trainer(False, model=nn.Linear(20, 1), loss=nn.MSELoss())
 
-    history = own.fit(X, X[:, :1], batch_size=8, validation=(X, X[:, :1]))
+    with_data = own.fit(X, y, batch_size=8, validation=(X, y))
+    without = own.fit(X, y, batch_size=8)
 
-    assert list(history[0]) == [*COLUMNS, "val_loss"]
-
-
-def test_without_validation_data_there_are_no_scores():
-    history = trainer(False).fit(*rows(count=96), batch_size=8)
-
-    assert list(history[0]) == list(COLUMNS)
-
-
-def test_every_cause_of_waiting_is_explained():
-    page = (HERE.parents[1] / "docs" / "tuning.md").read_text()
-    section = page.split("\n## Waiting\n")[1].split("\n## ")[0]
-
-    assert set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)) == CAUSES
+    assert list(with_data[0]) == [*COLUMNS, "val_loss"]
+    assert list(without[0]) == list(COLUMNS)

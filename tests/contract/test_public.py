@@ -21,17 +21,13 @@ from daskdl.history import COLUMNS, STEP_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+PACKAGES = [daskdl, daskdl.data, daskdl.keras, daskdl.metrics]
 PUBLIC = {
-    **{name: getattr(daskdl, name) for name in daskdl.__all__ if name[0] != "_"},
-    **{f"data.{name}": getattr(daskdl.data, name) for name in daskdl.data.__all__},
-    **{f"keras.{name}": getattr(daskdl.keras, name) for name in daskdl.keras.__all__},
-    **{f"metrics.{n}": getattr(daskdl.metrics, n) for n in daskdl.metrics.__all__},
+    f"{package.__name__}.{name}".removeprefix("daskdl."): getattr(package, name)
+    for package in PACKAGES
+    for name in package.__all__
+    if name != "__version__"
 }
-PACKAGES = pytest.mark.parametrize(
-    "package",
-    [daskdl, daskdl.data, daskdl.keras, daskdl.metrics],
-    ids=lambda p: p.__name__,
-)
 
 
 def table(page: str, heading: str) -> dict[str, list[str]]:
@@ -41,22 +37,14 @@ def table(page: str, heading: str) -> dict[str, list[str]]:
     return {name: re.split(r"(?<!\\) ?\| ?", cells) for name, cells in rows}
 
 
-@PACKAGES
-def test_every_public_name_is_there(package):
-    assert [name for name in package.__all__ if not hasattr(package, name)] == []
-
-
-@PACKAGES
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.__name__)
 def test_the_list_of_public_names_is_sorted_and_without_repeats(package):
     assert package.__all__ == sorted(set(package.__all__))
 
 
 def test_nothing_is_imported_into_the_package_that_is_not_public():
-    public = {
-        name
-        for name, value in vars(daskdl).items()
-        if not name.startswith("_") and not isinstance(value, type(sys))
-    }
+    values = {n: v for n, v in vars(daskdl).items() if not n.startswith("_")}
+    public = {n for n, v in values.items() if not isinstance(v, type(sys))}
 
     assert public == set(daskdl.__all__) - {"__version__"}
 
@@ -64,11 +52,7 @@ def test_nothing_is_imported_into_the_package_that_is_not_public():
 def test_the_reference_documents_the_public_names_and_no_others():
     documented = re.findall(r"^::: daskdl\.(\S+)$", (DOCS / "api.md").read_text(), re.M)
 
-    of_data = [f"data.{name}" for name in daskdl.data.__all__]
-    of_keras = [f"keras.{name}" for name in daskdl.keras.__all__]
-    of_metrics = [f"metrics.{name}" for name in daskdl.metrics.__all__]
-    public = [*daskdl.__all__, *of_data, *of_keras, *of_metrics]
-    assert sorted(documented) == sorted(public)
+    assert sorted(documented) == sorted([*PUBLIC, "__version__"])
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -94,19 +78,15 @@ def test_what_users_call_of_a_public_class_is_documented(name):
     assert undocumented == []
 
 
-def test_the_reference_lists_the_columns_of_the_history():
-    rows = {
-        name: cells[0].replace("\\|", "|")
-        for name, cells in table("api.md", "History").items()
-    }
+@pytest.mark.parametrize(
+    ("heading", "columns"), [("History", COLUMNS), ("Steps", STEP_COLUMNS)]
+)
+def test_the_reference_lists_the_columns(heading, columns):
+    rows = table("api.md", heading)
 
-    assert rows == COLUMNS
-
-
-def test_the_reference_lists_the_columns_of_the_steps():
-    rows = {name: cells[0] for name, cells in table("api.md", "Steps").items()}
-
-    assert rows == STEP_COLUMNS
+    assert {
+        name: cells[0].replace("\\|", "|") for name, cells in rows.items()
+    } == columns
 
 
 def written(strategy):
@@ -128,41 +108,28 @@ def defaults_of(fields):
     }
 
 
-@pytest.mark.parametrize(
-    ("heading", "master"),
-    [
-        ("GradientSharing", daskdl.GradientSharing),
-        ("ParameterAveraging", daskdl.ParameterAveraging),
-    ],
-)
-def test_the_page_of_options_lists_those_of_a_master_with_their_defaults(
-    heading, master
-):
-    defaults = defaults_of(dataclasses.fields(master))
-
-    rows = table("options.md", heading)
-
-    assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
-
-
-def test_the_page_of_options_lists_those_of_a_trainer_with_their_defaults():
-    fields = [f for f in dataclasses.fields(daskdl.Trainer) if f.init and f.kw_only]
-
-    rows = table("options.md", "Trainer")
-
-    defaults = defaults_of(fields)
-    assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
-
-
 def arguments_of(function):
     parameters = inspect.signature(function).parameters.values()
     return {p.name: repr(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def test_the_page_of_options_lists_those_of_a_fit_with_their_defaults():
-    rows = table("options.md", "Fit")
+def fields_of(kind):
+    return [f for f in dataclasses.fields(kind) if f.init]
 
-    defaults = arguments_of(daskdl.Trainer.fit)
+
+@pytest.mark.parametrize(
+    ("heading", "defaults"),
+    [
+        ("GradientSharing", defaults_of(fields_of(daskdl.GradientSharing))),
+        ("ParameterAveraging", defaults_of(fields_of(daskdl.ParameterAveraging))),
+        ("Trainer", defaults_of(f for f in fields_of(daskdl.Trainer) if f.kw_only)),
+        ("Fit", arguments_of(daskdl.Trainer.fit)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_page_of_options_lists_all_with_their_defaults(heading, defaults):
+    rows = table("options.md", heading)
+
     assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
 
 
@@ -180,41 +147,31 @@ def test_the_page_of_options_says_which_of_them_others_have_too(method, heading)
     assert defaults.items() <= arguments.items()
 
 
-def test_predicting_with_any_model_takes_what_a_trainer_takes():
-    of_trainers = arguments_of(daskdl.Trainer.predict)
+def test_functions_take_what_a_trainer_takes():
+    predict, evaluate = map(arguments_of, (daskdl.predict, daskdl.evaluate))
 
-    assert arguments_of(daskdl.predict) == of_trainers | {"client": "None"}
-
-
-def test_evaluating_any_model_takes_what_a_trainer_takes():
-    more = {"loss": "None", "client": "None"}
-    of_trainers = arguments_of(daskdl.Trainer.evaluate)
-
-    assert arguments_of(daskdl.evaluate) == of_trainers | more
+    more = {"client": "None"}
+    assert predict == arguments_of(daskdl.Trainer.predict) | more
+    assert evaluate == arguments_of(daskdl.Trainer.evaluate) | more | {"loss": "None"}
 
 
-def test_the_page_of_options_lists_the_time_outs_with_their_defaults():
+def test_the_page_of_options_lists_the_configuration():
     (file,) = dask.config.collect_yaml([str(FILE)])
-    defaults = {
+    own = file["daskdl"]
+    timeouts = {
         f"daskdl.timeouts.{name}": re.sub(r"(?<=\d)s$", " s", value)
-        for name, value in file["daskdl"]["timeouts"].items()
+        for name, value in own["timeouts"].items()
     }
+    folders = {f"daskdl.export.{name}": "null" for name in own["export"]}
 
-    rows = table("options.md", "Timeouts")
+    listed = [table("options.md", h) for h in ("Timeouts", "Temporary batch files")]
 
-    assert {name: cells[0] for name, cells in rows.items()} == defaults
-
-
-def test_the_page_of_options_lists_where_batch_files_go():
-    (file,) = dask.config.collect_yaml([str(FILE)])
-    names = {f"daskdl.export.{name}" for name in file["daskdl"]["export"]}
-
-    rows = table("options.md", "Temporary batch files")
-
-    assert set(file["daskdl"]["export"].values()) == {None}
-    assert {name: cells[0].strip("`") for name, cells in rows.items()} == dict.fromkeys(
-        names, "null"
-    )
+    assert own.keys() == {"timeouts", "export"}
+    assert {*own["export"].values()} == {None}
+    assert [{n: c[0].strip("`") for n, c in rows.items()} for rows in listed] == [
+        timeouts,
+        folders,
+    ]
 
 
 def test_the_page_on_tuning_lists_every_cause_of_waiting():

@@ -11,7 +11,6 @@ from torch import nn
 from daskdl import DataError, OptionError, SaveError
 from daskdl.data.manifest import Kind, Manifest
 from daskdl.data.storage import Store
-from daskdl.saving import folder as folder_module
 from daskdl.saving.folder import (
     DTYPES,
     Folder,
@@ -106,26 +105,6 @@ class TestFolder:
 
         assert numbers(folder) == (2, 2)
 
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda content: content[:-1], "bytes instead of"),
-            (lambda content: content[:-1] + b"\1", "checksum is wrong"),
-            (None, "there is no such"),
-        ],
-        ids=["truncated", "changed", "missing"],
-    )
-    def test_a_damaged_file_is_an_error_with_its_name(self, folder, change, message):
-        write(folder, 1)
-        (name,) = folder.store.names("model-*")
-        if change is None:
-            folder.store.delete([name])
-        else:
-            folder.store.write(name, change(folder.store.read(name)))
-
-        with pytest.raises(SaveError, match=rf"model-\w+\.safetensors.*{message}"):
-            folder.read()
-
     def test_a_file_of_an_unknown_role_is_refused(self, folder):
         write(folder, 1)
 
@@ -147,11 +126,6 @@ class TestFolder:
 
         with pytest.raises(SaveError, match=r"cannot write .*: PermissionError"):
             write(folder, 1)
-
-    @pytest.mark.parametrize("url", [None, 3, b"x", ["x"]])
-    def test_what_is_no_url_is_refused(self, url):
-        with pytest.raises(OptionError, match="url must be a URL or a path"):
-            folder_store(url)
 
 
 def to_bytes(named):
@@ -178,7 +152,7 @@ class TestTensors:
             torch.empty(0, 2),
             nn.Parameter(torch.ones(2)),
         ],
-        ids=["transposed", "part", "expanded", "scalar", "empty", "parameter"],
+        ids=repr,
     )
     def test_any_view_comes_back_as_a_whole_tensor(self, tensor):
         (read,) = decode_tensors(to_bytes({"x": tensor})).values()
@@ -217,20 +191,13 @@ class TestTensors:
             b"\0" * 8,
             (2**63).to_bytes(8, "little") + b"{}",
             (2).to_bytes(8, "little") + b"[]",
-            (2).to_bytes(8, "little") + b"\xff\xff",
             pickle.dumps({"x": 1}),
             to_bytes({"x": torch.arange(3)})[:-1],
             to_bytes({"x": torch.arange(3)}) + b"\0",
             safetensors.torch.save({"x": torch.ones(2, dtype=torch.complex64)}),
         ],
-        ids=["no", "zero", "huge", "list", "text", "pickle", "short", "more", "C64"],
+        ids=["no", "zero", "huge", "list", "pickle", "short", "more", "C64"],
     )
     def test_what_is_no_whole_file_is_refused(self, content):
         with pytest.raises(SaveError, match=r"no safetensors file|never saved"):
             decode_tensors(content)
-
-    def test_a_header_longer_than_the_file_is_refused_unread(self, monkeypatch):
-        monkeypatch.setattr(folder_module, "load", lambda _: pytest.fail("it was read"))
-
-        with pytest.raises(SaveError, match=r"a header of 2147483648 bytes, of 10"):
-            decode_tensors((2**31).to_bytes(8, "little") + b"{}")

@@ -1,7 +1,6 @@
 """A fitted trainer, saved and loaded: all of it comes back, or is asked for."""
 
 import functools
-import inspect
 import json
 import math
 import sys
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field, is_dataclass
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
@@ -32,7 +30,7 @@ from daskdl import (
 from daskdl.data import MinMax, Standardize
 from daskdl.data.inputs import Compose
 from daskdl.history import Stopping
-from daskdl.keras import CrossEntropyOfProbabilities, KerasModule
+from daskdl.keras import CrossEntropyOfProbabilities
 from daskdl.saving.trainer_state import KNOWN, NAMES, load, save
 from tests.support.keras_models import small
 from tests.support.saves import fitted, layers, signed
@@ -52,10 +50,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.layers(x)
-
-
-def make_net():
-    return Net(5)
 
 
 def own_loss(output, labels):
@@ -103,8 +97,12 @@ class Thawed(Callback):
     rate: float = 0.5
 
 
-class Counting(Callback):
-    """Keeps what it has seen, so it is no plain value."""
+NORMALIZERS = [Standardize(), MinMax(-1, 1)]
+TABLE = {"a": np.array([[0.1, 7], [3, 1e-9]]), 3: np.arange(2.0)[:, None]}
+
+
+def stepped(optimizer):
+    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
 def back(one, url, optimizer=True, trusted=("tests",), **passed):
@@ -116,13 +114,9 @@ def states(optimizer):
     return optimizer.state_dict()["state"]
 
 
-def index_of(folder):
-    return json.loads((folder / "trainer.json").read_text())
-
-
 def change(folder, steps, wrong):
     """Write something else into the JSON of a save, with a checksum that fits."""
-    index = index_of(folder)
+    index = json.loads((folder / "trainer.json").read_text())
     inner = index["content"]
     for step in steps[:-1]:
         inner = inner[step]
@@ -145,13 +139,11 @@ def check_goes_on(loaded, one):
     assert theirs.rate.position() == ours.rate.position()
 
 
-class TestWhatComesBack:
-    def test_a_trainer_comes_back_whole(self, tmp_path):
-        one = fitted(scheduler=lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5))
-        one.history.stopping = Stopping("loss", "target", "", {0: 2.0}, 0, 2.0, True)
+def test_a_trainer_comes_back_whole_and_can_be_saved_again(tmp_path):
+    one = fitted(scheduler=stepped)
+    one.history.stopping = Stopping("loss", "target", "", {0: 2.0}, 0, 2.0, True)
 
-        loaded = back(one, tmp_path)
-
+    for loaded in (back(one, tmp_path), back(back(one, tmp_path), tmp_path)):
         check_goes_on(loaded, one)
         assert loaded.fit_state.compression == one.fit_state.compression
         assert (loaded.fit_state.epochs, loaded.fit_state.class_count) == (2, 2)
@@ -160,125 +152,76 @@ class TestWhatComesBack:
         assert loaded.history[0]["waits"] == {"end": 0.5}
         assert loaded.history.stopping == one.history.stopping
         assert repr(list(loaded.history.steps)) == repr(list(one.history.steps))
+    kinds = Counter(path.suffix for path in tmp_path.iterdir())
+    assert kinds == {".json": 1, ".safetensors": 3}  # nothing is pickled
 
-    def test_every_argument_of_a_trainer_is_saved(self, tmp_path):
-        save(fitted(), tmp_path, True)
 
-        fields = {f for f in Trainer.__dataclass_fields__.values() if f.init}
-        names = {f.name for f in fields} - {"_", "client"}
-        assert set(NAMES) == names
-        assert set(index_of(tmp_path)["content"]["arguments"]) == names
+def test_every_argument_of_a_trainer_is_saved():
+    fields = {f.name for f in Trainer.__dataclass_fields__.values() if f.init}
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("device", "cpu"),
-            ("seed", 2**63 - 1),
-            ("progress", False),
-            ("autocast", torch.bfloat16),
-            ("clip_grad_norm", 0.1),
-            ("telemetry_every", None),
-            ("callbacks", [FailureInjection("sleep", steps=[3], seconds=0.1), Own(5)]),
-            ("callbacks", [Checkpoint("s3://bucket/x", 2, keep_best="loss")]),
-            ("optimizer", own_optimizer),
-            ("loss", own_loss),
-            ("loss", nn.functional.mse_loss),
-            ("step", own_step),
-            ("scheduler", own_scheduler),
-            ("transform", doubled),
-            ("transform", Compose(doubled, doubled)),
-            ("master", GradientSharing(LinkThreshold(share=0.5), KeepResidual())),
-            (
-                "master",
-                GradientSharing({"*.bias": FixedThreshold(), "*": AdaptiveThreshold()}),
-            ),
-            ("master", GradientSharing(max_staleness=None, update_scale=0.5)),
-        ],
-    )
-    def test_an_argument_comes_back_equal(self, tmp_path, name, value):
-        loaded = back(fitted(**{name: value}), tmp_path)
+    assert {*NAMES} == fields - {"_", "client"}
 
-        assert loaded.arguments[name] == value
 
-    def test_a_class_of_daskdl_may_move_to_another_module(self):
-        bases = (Callback, daskdl.TrainingMaster, daskdl.ThresholdAlgorithm)
-        kinds = [kind for kind in vars(daskdl).values() if isinstance(kind, type)]
-        bases = (*bases, daskdl.ResidualPostProcessor)
-        written = {k for k in kinds if issubclass(k, bases) and is_dataclass(k)}
+def test_a_class_of_daskdl_may_move_to_another_module():
+    bases = (Callback, daskdl.TrainingMaster, daskdl.ThresholdAlgorithm)
+    bases = (*bases, daskdl.ResidualPostProcessor)
+    kinds = [kind for kind in vars(daskdl).values() if isinstance(kind, type)]
+    written = {k for k in kinds if issubclass(k, bases) and is_dataclass(k)}
 
-        assert len(written) >= 10
-        assert written <= set(KNOWN.values())
+    assert len(written) >= 10
+    assert written <= set(KNOWN.values())
 
-    def test_a_torch_device_comes_back_as_its_name(self, tmp_path):
-        loaded = back(fitted(device=torch.device("cpu")), tmp_path)
 
-        assert loaded.arguments["device"] == "cpu"
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device", "cpu"),
+        ("seed", 2**63 - 1),
+        ("autocast", torch.bfloat16),
+        ("telemetry_every", None),
+        ("callbacks", [FailureInjection("sleep", steps=[3], seconds=0.1), Own(5)]),
+        ("callbacks", [Checkpoint("s3://bucket/x", 2, keep_best="loss")]),
+        ("optimizer", own_optimizer),
+        ("loss", own_loss),
+        ("loss", nn.functional.mse_loss),
+        ("step", own_step),
+        ("scheduler", own_scheduler),
+        ("transform", Compose(doubled, doubled)),
+        ("transform", Standardize().fit(TABLE, client=False)),
+        ("transform", MinMax(-1, 1).fit(TABLE, client=False)),
+        ("master", GradientSharing(LinkThreshold(share=0.5), KeepResidual())),
+        (
+            "master",
+            GradientSharing({"0.*": FixedThreshold(), "*": AdaptiveThreshold()}),
+        ),
+        ("master", GradientSharing(max_staleness=None, update_scale=0.5)),
+    ],
+)
+def test_an_argument_comes_back_equal(tmp_path, name, value):
+    given = torch.device(value) if name == "device" else value
 
-    @pytest.mark.parametrize("rule", [Standardize(), MinMax(-1, 1)])
-    def test_a_normalizer_comes_back_equal(self, tmp_path, rule):
-        x = {"a": np.array([[0.1, 7], [3, 1e-9]]), 3: np.arange(2.0)[:, None]}
-        transform = rule.fit(x, client=False)
+    assert back(fitted(**{name: given}), tmp_path).arguments[name] == value
 
-        loaded = back(fitted(transform=transform), tmp_path)
 
-        assert loaded.arguments["transform"] == transform
+@pytest.mark.parametrize("model", [Net, functools.partial(Net, width=6)])
+def test_a_model_gets_all_that_its_code_does_not_make(tmp_path, model):
+    one, drawn = fitted(model), torch.get_rng_state()
+    one.model.hidden.fill_(7)
+    one.model.cache = torch.ones(3)
+    one.model.tied.bias.requires_grad_(False)
+    one.model.layers[1].eval()
 
-    @pytest.mark.parametrize(
-        "model",
-        [Net, make_net, functools.partial(Net, width=6)],
-        ids=["class", "function", "partial"],
-    )
-    def test_a_model_gets_all_that_its_code_does_not_make(self, tmp_path, model):
-        one = fitted(model)
-        one.model.hidden.fill_(7)
-        one.model.cache = torch.ones(3)
-        one.model.tied.bias.requires_grad_(False)
-        one.model.layers[1].eval()
+    module = back(one, tmp_path, optimizer=False).model
 
-        module = back(one, tmp_path, optimizer=False).model
-
-        for name, tensor in one.model.state_dict().items():
-            assert torch.equal(module.state_dict()[name], tensor), name
-        assert module.hidden.tolist() == [7, 7]
-        assert module.cache.tolist() == [1, 1, 1]
-        assert module.tied.weight is module.layers[0].weight
-        frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
-        assert frozen == ["tied.bias"]
-        assert (module.training, module.layers[1].training) == (True, False)
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-    def test_a_model_in_another_precision_comes_back(self, tmp_path, dtype):
-        one = fitted(lambda: layers().to(dtype))
-
-        check_goes_on(back(one, tmp_path, model=one.arguments["model"]), one)
-
-    def test_what_was_loaded_can_be_saved_again(self, tmp_path):
-        one = fitted(scheduler=lambda o: lr_scheduler.MultiStepLR(o, [1, 5]))
-
-        loaded = back(back(one, tmp_path), tmp_path)
-
-        check_goes_on(loaded, one)
-        kinds = Counter(path.suffix for path in tmp_path.iterdir())
-        assert kinds == {".json": 1, ".safetensors": 3}  # nothing is pickled
-
-    def test_random_numbers_go_on_as_if_nothing_had_been_loaded(self, tmp_path):
-        save(fitted(make_net), tmp_path, True)
-        state = torch.get_rng_state()
-
-        load(tmp_path, {}, ["tests"])
-
-        assert torch.equal(torch.get_rng_state(), state)
-
-    def test_weights_are_a_state_dict_for_others(self, tmp_path):
-        one = fitted()
-        save(one, tmp_path, True)
-        (file,) = tmp_path.glob("model-*.safetensors")
-
-        module = layers()
-        module.load_state_dict(safetensors.torch.load_file(file))
-
-        for name, tensor in one.model.state_dict().items():
-            assert torch.equal(module.state_dict()[name], tensor)
+    for name, tensor in one.model.state_dict().items():
+        assert torch.equal(module.state_dict()[name], tensor), name
+    assert module.hidden.tolist() == [7, 7]
+    assert module.cache.tolist() == [1, 1, 1]
+    assert module.tied.weight is module.layers[0].weight
+    frozen = [n for n, p in module.named_parameters() if not p.requires_grad]
+    assert frozen == ["tied.bias"]
+    assert (module.training, module.layers[1].training) == (True, False)
+    assert torch.equal(torch.get_rng_state(), drawn)  # as if nothing had been made
 
 
 LOSSES = [
@@ -325,44 +268,47 @@ class TestWhatNeverHasToBePassed:
         one = fitted(**options)
         loaded = back(one, tmp_path, trusted=(), model=layers)
         check_goes_on(loaded, one)
-        return one, loaded
+        return loaded.arguments
 
     @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
     def test_losses_of_torch_and_daskdl(self, tmp_path, loss):
-        _, loaded = self.loaded(tmp_path, loss=loss)
+        read = self.loaded(tmp_path, loss=loss)["loss"]
 
-        read = loaded.arguments["loss"]
-        names = inspect.signature(type(loss)).parameters.keys()
-        for name in names - {"size_average", "reduce"}:
-            ours, theirs = getattr(loss, name), getattr(read, name)
-            assert (
-                torch.equal(ours, theirs)
-                if name[-6:] == "weight" and (ours is not None)
-                else ours == theirs
-            ), name
+        assert type(read) is type(loss)
+        for name, ours in vars(loss).items():
+            assert name == "_buffers" or getattr(read, name) == ours, name
+        for name, ours in loss.named_buffers():
+            assert torch.equal(getattr(read, name), ours), name
+
+    def test_partials_of_functions_of_torch(self, tmp_path):
+        loss = functools.partial(nn.functional.mse_loss, reduction="sum")
+
+        read = self.loaded(tmp_path, loss=loss)["loss"]
+
+        assert (read.func, read.keywords) == (loss.func, loss.keywords)
 
     @pytest.mark.parametrize("make", OPTIMIZERS)
     def test_optimizers_of_torch(self, tmp_path, make):
-        one, loaded = self.loaded(tmp_path, optimizer=make)
+        parameters = list(layers().parameters())
 
-        parameters = [p for p in one.model.parameters() if p.requires_grad]
-        made, again = make(parameters), loaded.arguments["optimizer"](parameters)
+        read = self.loaded(tmp_path, optimizer=make)["optimizer"]
+
+        made, again = make(parameters), read(parameters)
         assert type(again) is type(made)
         assert again.defaults == made.defaults
         for ours, theirs in zip(made.param_groups, again.param_groups, strict=True):
-            assert list(map(id, ours.pop("params"))) == [
-                id(p) for p in theirs.pop("params")
-            ]
+            ids = [[*map(id, group.pop("params"))] for group in (ours, theirs)]
+            assert ids[0] == ids[1]
             assert ours == theirs
 
     @pytest.mark.parametrize("make", SCHEDULERS)
     def test_schedulers_of_torch(self, tmp_path, make):
-        _, loaded = self.loaded(tmp_path, scheduler=make, optimizer=OPTIMIZERS[0])
+        options = {"scheduler": make, "optimizer": OPTIMIZERS[0]}
 
-        both = [make, loaded.arguments["scheduler"]]
-        made, again = (
-            one(OPTIMIZERS[0]([nn.Parameter(torch.zeros(2))])) for one in both
-        )
+        read = self.loaded(tmp_path, **options)["scheduler"]
+
+        optimizers = [OPTIMIZERS[0]([nn.Parameter(torch.zeros(2))]) for _ in range(2)]
+        made, again = make(optimizers[0]), read(optimizers[1])
         for step in range(12):
             for one in (made, again):
                 one.optimizer.step()
@@ -376,171 +322,20 @@ class TestWhatNeverHasToBePassed:
         loaded = back(one, tmp_path, trusted=())
 
         check_goes_on(loaded, one)
-        assert type(loaded.model) is KerasModule
+        assert type(loaded.model) is type(one.model)
         assert loaded.model.get_config() == one.model.get_config()
 
-    def test_partials_of_functions_of_torch(self, tmp_path):
-        loss = functools.partial(nn.functional.mse_loss, reduction="sum")
 
-        _, loaded = self.loaded(tmp_path, loss=loss)
+def test_without_optimizer_its_scheduler_and_thresholds_begin_anew(tmp_path):
+    loaded = back(fitted(scheduler=stepped), tmp_path, optimizer=False)
 
-        read = loaded.arguments["loss"]
-        assert (read.func, read.keywords) == (loss.func, loss.keywords)
-
-
-class TestWithoutOptimizer:
-    def test_optimizer_scheduler_and_thresholds_begin_anew(self, tmp_path):
-        one = fitted(scheduler=lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5))
-
-        loaded = back(one, tmp_path, optimizer=False)
-
-        trained = loaded.fit_state.optimizer
-        assert states(trained.optimizer) == {}
-        assert trained.optimizer.param_groups[0]["lr"] == 0.01
-        assert trained.rate.position()[0] == 0
-        assert loaded.fit_state.compression is None
-        assert loaded.fit_state.epochs == 2
-        assert not list(tmp_path.glob("optimizer-*"))
-
-    def test_anything_but_true_and_false_is_refused(self, tmp_path):
-        with pytest.raises(OptionError, match="optimizer must be True or False, got 1"):
-            save(fitted(), tmp_path, 1)
-
-    def test_a_state_that_is_no_plain_value_is_refused_by_name(self, tmp_path):
-        one = fitted()
-        optimizer = one.fit_state.optimizer.optimizer
-        optimizer.state[next(one.model.parameters())]["own"] = object()
-
-        with pytest.raises(
-            OptionError, match=r"state\.state\.0\.own is a builtins.obj"
-        ):
-            save(one, tmp_path, True)
-
-    def test_an_optimizer_that_was_exchanged_since_is_refused(self, tmp_path):
-        one = fitted()
-        one.arguments["optimizer"] = own_optimizer
-
-        with pytest.raises(OptionError, match="save without it, optimizer=False"):
-            save(one, tmp_path, True)
-        assert not list(tmp_path.iterdir())
-
-    def test_of_a_scheduler_that_was_exchanged_since_no_state_is_saved(self, tmp_path):
-        one = fitted(scheduler=lambda o: lr_scheduler.StepLR(o, 1))
-        one.arguments["scheduler"] = own_scheduler
-
-        loaded = back(one, tmp_path)
-
-        assert loaded.fit_state.optimizer.rate.position()[0] == 0
-
-
-def more_attributes():
-    loss = nn.MSELoss()
-    loss.own = 3
-    return loss
-
-
-def hooked():
-    loss = nn.MSELoss()
-    loss.register_forward_hook(lambda *_: None)
-    return loss
-
-
-class TestWhatHasToBePassed:
-    @pytest.mark.parametrize(
-        ("options", "name", "why"),
-        [
-            ({"model": lambda: Net(7)}, "model", "<lambda>' cannot be imported by"),
-            ({"model": Net(7)}, "model", r"model is a tests.*Net, which cannot be"),
-            ({"loss": lambda o, y: own_loss(o, y)}, "loss", "cannot be imported"),
-            ({"loss": more_attributes()}, "loss", "own of the loss is no argument"),
-            ({"loss": hooked()}, "loss", "_forward_hooks of the loss is no argument"),
-            ({"step": lambda m, b: own_step(m, b)}, "step", "cannot be imported"),
-            (
-                {"optimizer": lambda p: own_optimizer(p)},
-                "optimizer",
-                "OwnSGD, which is not of torch, and .* cannot be imported",
-            ),
-            (
-                {"scheduler": lambda o: own_scheduler(o)},
-                "scheduler",
-                "LambdaLR",
-            ),
-            (
-                {"scheduler": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 9)},
-                "scheduler",
-                "OneCycleLR",
-            ),
-            ({"transform": lambda b: doubled(b)}, "transform", "cannot be imported"),
-            ({"callbacks": [Counting()]}, "callbacks", r"callbacks\.0 is a"),
-            ({"callbacks": [Thawed()]}, "callbacks", r"callbacks\.0 is a"),
-            ({"callbacks": [Inexact()]}, "callbacks", "is read in its place"),
-        ],
-        ids=lambda value: value if isinstance(value, str) else "",
-    )
-    def test_what_cannot_be_made_without_code_is_asked_for(
-        self, tmp_path, options, name, why
-    ):
-        one = fitted(**options)
-        save(one, tmp_path, True)
-
-        with pytest.raises(
-            OptionError, match=rf"pass {name} to(.|\n)*- {name}: .*{why}"
-        ):
-            load(tmp_path, {}, ["tests"])
-        check_goes_on(load(tmp_path, options, ["tests"]), one)
-
-    def test_all_of_it_is_asked_for_at_once(self, tmp_path):
-        save(fitted(lambda: Net(7), loss=lambda o, y: own_loss(o, y)), tmp_path, True)
-
-        with pytest.raises(OptionError, match=r"pass model and loss to(.|\n)*\n- loss"):
-            Trainer.load(tmp_path)
-
-    def test_what_is_passed_wins_and_none_does_not(self, tmp_path):
-        save(fitted(seed=3, loss=nn.MSELoss()), tmp_path, True)
-
-        loaded = Trainer.load(
-            tmp_path, model=layers, loss=own_loss, optimizer=None, seed=4, client=False
-        )
-
-        assert (loaded.seed, loaded.loss) == (4, own_loss)
-        assert type(loaded.optimizer_) is torch.optim.Adam
-
-    def test_an_unknown_argument_is_refused(self, tmp_path):
-        save(fitted(), tmp_path, True)
-
-        with pytest.raises(OptionError, match="Trainer has no argument 'sed'"):
-            Trainer.load(tmp_path, sed=4)
-
-    @pytest.mark.parametrize(
-        ("passed", "message"),
-        [
-            ({"model": Net}, r"count is missing in the save, and int64 \(1,\) in the"),
-            (
-                {"model": lambda: nn.Sequential(layers())},
-                r"0.0.weight is missing in the save",
-            ),
-            ({"model": lambda: layers().double()}, r"float32 .* and float64"),
-            ({"model": lambda: layers()[:1]}, r"1.bias is .* missing in the model"),
-            ({"model": lambda: None}, "model must make a torch.nn.Module"),
-            ({"model": lambda: 1 / 0}, "model failed: division by zero"),
-            ({"optimizer": own_optimizer}, "optimizer makes a .*OwnSGD, and the saved"),
-            (
-                {"optimizer": lambda p: torch.optim.Adam(p[1:])},
-                "optimizer has other parameters",
-            ),
-            ({"optimizer": lambda p: None}, "optimizer must return"),
-            ({"optimizer": lambda p: 1 / 0}, "optimizer failed on"),
-            ({"scheduler": own_scheduler}, "scheduler makes a .*LambdaLR"),
-        ],
-    )
-    def test_what_does_not_fit_what_was_saved_is_refused(
-        self, tmp_path, passed, message
-    ):
-        one = fitted(scheduler=lambda o: lr_scheduler.StepLR(o, 1))
-        save(one, tmp_path, True)
-
-        with pytest.raises((OptionError, SaveError), match=message):
-            load(tmp_path, passed, ["tests"])
+    trained = loaded.fit_state.optimizer
+    assert states(trained.optimizer) == {}
+    assert trained.optimizer.param_groups[0]["lr"] == 0.01
+    assert trained.rate.position()[0] == 0
+    assert loaded.fit_state.compression is None
+    assert loaded.fit_state.epochs == 2
+    assert not list(tmp_path.glob("optimizer-*"))
 
 
 class Untied(Net):
@@ -565,28 +360,174 @@ class Extra(nn.Linear):
         return {"calls": 3}
 
 
+def with_odd_state():
+    one = fitted()
+    optimizer = one.fit_state.optimizer.optimizer
+    optimizer.state[next(one.model.parameters())]["own"] = object()
+    return one
+
+
+def with_another_optimizer():
+    one = fitted()
+    one.arguments["optimizer"] = own_optimizer
+    return one
+
+
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("make", "message"),
     [
-        (Untied, "tied.weight is tied to layers.0.weight in the save, and float32"),
-        (WithoutBuffer, "hidden is no buffer of the model"),
-        (Refusing, "the model refuses its state: not now"),
-        (lambda: Extra(3, 2), "_extra_state of the model's state is a dict"),
+        (with_odd_state, r"state\.state\.0\.own is a builtins.obj"),
+        (with_another_optimizer, "save without it, optimizer=False"),
+        (
+            lambda: fitted(lambda: Extra(3, 2), 0),
+            "_extra_state of the model's state is",
+        ),
     ],
 )
-def test_a_model_that_is_not_alike_is_refused_by_what_differs(tmp_path, model, message):
-    save(fitted(Net), tmp_path, True)
+def test_what_cannot_be_saved_is_refused_by_name(tmp_path, make, message):
+    with pytest.raises(OptionError, match=message):
+        save(make(), tmp_path, True)
+    assert not list(tmp_path.iterdir())
 
-    with pytest.raises(SaveError, match=rf"cannot load {tmp_path}: {message}"):
-        load(tmp_path, {"model": model})
+
+def test_of_a_scheduler_that_was_exchanged_since_no_state_is_saved(tmp_path):
+    one = fitted(scheduler=stepped)
+    one.arguments["scheduler"] = own_scheduler
+
+    assert back(one, tmp_path).fit_state.optimizer.rate.position()[0] == 0
 
 
-def test_a_state_of_a_model_that_is_no_tensor_is_refused_by_name(tmp_path):
-    one = fitted(steps=0)
-    one.model[0] = Extra(3, 4)
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda url: Trainer.load(url), SaveError, "cannot read .*no such"),
+        (lambda url: Trainer.load(url, sed=4), OptionError, "has no argument 'sed'"),
+        (
+            lambda url: save(fitted(), url, 1),
+            OptionError,
+            "must be True or False, got 1",
+        ),
+        (
+            lambda url: Trainer(layers, nn.MSELoss(), torch.optim.SGD).save(url),
+            OptionError,
+            "no model_ yet; call fit first",
+        ),
+    ],
+)
+def test_calls_that_cannot_be_are_refused(tmp_path, call, error, message):
+    with pytest.raises(error, match=message):
+        call(tmp_path)
 
-    with pytest.raises(OptionError, match="_extra_state of the model's state is a"):
-        save(one, tmp_path, True)
+
+def more_attributes():
+    loss = nn.MSELoss()
+    loss.own = 3
+    return loss
+
+
+def hooked():
+    loss = nn.MSELoss()
+    loss.register_forward_hook(lambda *_: None)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("model", lambda: Net(7), "<lambda>' cannot be imported by"),
+        ("model", Net(7), r"model is a tests.*Net, which cannot be"),
+        ("loss", lambda o, y: own_loss(o, y), "cannot be imported"),
+        ("loss", more_attributes(), "own of the loss is no argument"),
+        ("loss", hooked(), "_forward_hooks of the loss is no argument"),
+        ("step", lambda m, b: own_step(m, b), "cannot be imported"),
+        (
+            "optimizer",
+            lambda p: own_optimizer(p),
+            "OwnSGD, which is not of torch, and ",
+        ),
+        ("scheduler", lambda o: own_scheduler(o), "LambdaLR"),
+        ("scheduler", lambda o: lr_scheduler.OneCycleLR(o, 0.1, 9), "OneCycleLR"),
+        ("transform", lambda b: doubled(b), "cannot be imported"),
+        ("callbacks", [Thawed()], r"callbacks\.0 is a"),
+        ("callbacks", [Inexact()], "is read in its place"),
+    ],
+)
+def test_what_cannot_be_made_without_code_is_asked_for(tmp_path, name, value, why):
+    one = fitted(**{name: value})
+    save(one, tmp_path, True)
+
+    with pytest.raises(OptionError, match=rf"pass {name} to(.|\n)*- {name}: .*{why}"):
+        load(tmp_path, {}, ["tests"])
+    check_goes_on(load(tmp_path, {name: value}, ["tests"]), one)
+
+
+def test_all_of_it_is_asked_for_at_once(tmp_path):
+    save(fitted(lambda: Net(7), loss=lambda o, y: own_loss(o, y)), tmp_path, True)
+
+    with pytest.raises(OptionError, match=r"pass model and loss to(.|\n)*\n- loss"):
+        Trainer.load(tmp_path)
+
+
+def test_what_is_passed_wins_and_none_does_not(tmp_path):
+    save(fitted(seed=3, loss=nn.MSELoss()), tmp_path, True)
+
+    loaded = Trainer.load(
+        tmp_path, model=layers, loss=own_loss, optimizer=None, seed=4, client=False
+    )
+
+    assert (loaded.seed, loaded.loss) == (4, own_loss)
+    assert type(loaded.optimizer_) is torch.optim.Adam
+
+
+def chained(model):
+    return lambda: nn.Sequential(model())
+
+
+@pytest.mark.parametrize(
+    ("saved", "name", "value", "message"),
+    [
+        (
+            layers,
+            "model",
+            Net,
+            r"count is missing in the save, and int64 \(1,\) in the",
+        ),
+        (layers, "model", chained(layers), r"0.0.weight is missing in the save"),
+        (layers, "model", lambda: layers().double(), r"float32 .* and float64"),
+        (layers, "model", lambda: layers()[:1], r"1.bias is .* missing in the model"),
+        (layers, "model", lambda: None, "model must make a torch.nn.Module"),
+        (layers, "model", lambda: 1 / 0, "model failed: division by zero"),
+        (
+            layers,
+            "optimizer",
+            own_optimizer,
+            "optimizer makes a .*OwnSGD, and the saved",
+        ),
+        (
+            layers,
+            "optimizer",
+            lambda p: torch.optim.Adam(p[1:]),
+            "has other parameters",
+        ),
+        (layers, "optimizer", lambda p: None, "optimizer must return"),
+        (layers, "optimizer", lambda p: 1 / 0, "optimizer failed on"),
+        (layers, "scheduler", own_scheduler, "scheduler makes a .*LambdaLR"),
+        (Net, "model", Untied, "tied.weight is tied to layers.0.weight in the save"),
+        (Net, "model", WithoutBuffer, "hidden is no buffer of the model"),
+        (Net, "model", Refusing, "the model refuses its state: not now"),
+        (
+            Net,
+            "model",
+            lambda: Extra(3, 2),
+            "_extra_state of the model's state is a dict",
+        ),
+    ],
+)
+def test_what_does_not_fit_the_save_is_refused(tmp_path, saved, name, value, message):
+    save(fitted(saved, scheduler=stepped), tmp_path, True)
+
+    with pytest.raises((OptionError, SaveError), match=message):
+        load(tmp_path, {name: value}, ["tests"])
 
 
 def put_module(folder, name, monkeypatch):
@@ -606,14 +547,11 @@ class TestTrust:
     @pytest.mark.parametrize(
         ("name", "value"),
         [
-            ("model", Net),
-            ("model", make_net),
             ("model", functools.partial(Net, 6)),
             ("loss", own_loss),
             ("step", own_step),
             ("optimizer", own_optimizer),
             ("scheduler", own_scheduler),
-            ("transform", doubled),
             ("transform", Compose(doubled, doubled)),
             ("callbacks", [Own(5)]),
         ],
@@ -627,7 +565,6 @@ class TestTrust:
             OptionError, match=rf"pass {name} to(.|\n)*trusted=\['tests'"
         ):
             load(tmp_path, others)
-        check_goes_on(load(tmp_path, {name: value, **others}), one)
         check_goes_on(load(tmp_path, others, [__name__]), one)
 
     @pytest.mark.parametrize("trusted", [[], ["booby.more"], ["boo"]])
@@ -642,7 +579,6 @@ class TestTrust:
         with pytest.raises(OptionError, match=r"pass trusted=\['booby'\]"):
             load(folder, {}, trusted)
         assert not ran.exists()
-        assert "booby" not in sys.modules
 
         loaded = load(folder, {}, ["booby"])
         assert type(loaded.model).__name__ == "Net"
@@ -660,7 +596,6 @@ class TestTrust:
             ("sound:number", "no class or function of that module"),
             ("sound:pathlib.os.system", "no class or function of that module"),
             ("../evil:Net", "cannot be imported by that name"),
-            (".evil:Net", "cannot be imported by that name"),
             ("a:b:c", "cannot be imported by that name"),
             ("a" * 500 + ":b", "cannot be imported by that name"),
             ("", "cannot be imported by that name"),
@@ -682,8 +617,6 @@ class TestTrust:
         "trusted", ["my_nets", b"x", None, 3, [None], [nn], ["a b"], [""], ["a."]]
     )
     def test_what_is_no_list_of_modules_is_refused(self, tmp_path, trusted):
-        save(fitted(), tmp_path, True)
-
         with pytest.raises(OptionError, match="trusted must be a list of names of"):
             Trainer.load(tmp_path, trusted=trusted)
 
@@ -692,58 +625,39 @@ def deep(levels=70):
     return functools.reduce(lambda inner, _: [inner], range(levels), [])
 
 
+def of_loss(value):
+    return ("arguments", "loss"), {"value": value}
+
+
 @pytest.mark.parametrize(
     ("steps", "wrong"),
     [
-        (("fit",), {"dict": []}),
         (("fit", "dict", 3, 1), {"dict": []}),
-        (("fit", "dict", 4, 1), {"tuple": ["StepLR", 1]}),
-        (("fit", "dict", 4, 1, "tuple", 1), "1"),
         (("fit", "dict", 4, 1, "tuple", 2), {"dict": [["step", 3]]}),
         (("fit", "dict", 5, 1), {"dict": [["*", {"tuple": [-1.0, 0.5]}]]}),
-        (("fit", "dict", 6, 1), 2.5),
         (("fit", "dict", 7, 1), {"tuple": [{"tensor": "x"}, 1.0]}),
         (("arguments", "own"), {"value": 1}),
-        (("arguments", "seed"), {"import": "torch.nn.modules.linear:Linear"}),
-        *((("arguments", "loss"), {"value": value}) for value in (
-            {"float": "1"},
-            {"tuple": 3},
-            {"dict": [[1, 2, 3]]},
-            {"dict": [[[], 2]]},
-            {"dtype": "Tensor"},
-            {"dtype": 3},
-            {"tensor": "x"},
-            {"code": "x"},
-            {"float": "nan", "tuple": []},
-            {"object": {"class": "AdaptiveThreshold", "fields": {"initial": -1}}},
-            {"object": {"class": "AdaptiveThreshold", "fields": {"other": 1}}},
-            {"object": {"class": "AdaptiveThreshold", "fields": []}},
-            {"object": {"class": f"{__name__}:Thawed", "fields": {}}},
-            {"loss": {"class": "Linear", "arguments": {"dict": []}}},
-            {"loss": {"class": "MSELoss", "arguments": {"dict": [["own", 1]]}}},
-            {"torch": "hub.load"},
-            {"torch": "nn.functional.torch"},
-            {"normalization": {"x": {"shift": 1}}},
-            {"keras": {"class_name": "Lambda", "config": {}}},
-            deep(),
-        )),
+        of_loss({"dict": [[[], 2]]}),
+        of_loss({"dtype": "Tensor"}),
+        of_loss({"code": "x"}),
+        of_loss({"object": {"class": "AdaptiveThreshold", "fields": {"initial": -1}}}),
+        of_loss({"object": {"class": f"{__name__}:Thawed", "fields": {}}}),
+        of_loss({"loss": {"class": "Linear", "arguments": {"dict": []}}}),
+        of_loss({"loss": {"class": "MSELoss", "arguments": {"dict": [["own", 1]]}}}),
+        of_loss({"normalization": {"x": {"shift": 1}}}),
+        of_loss({"keras": {"class_name": "Lambda", "config": {}}}),
+        of_loss(deep()),
         (("model", "ties"), {"a": "b"}),
-        (("model", "frozen"), 1),
-        (("model",), {}),
         (("epochs",), -1),
-        (("class_count",), "2"),
         (("classes",), [1]),
-        (("history",), {"dict": []}),
-        (("history", "rows"), {"dict": []}),
         (("history", "stopping"), "patience"),
         (("history", "step_columns"), [["number", "<i8"]]),
         (("history", "step_columns"), [["loss", "|O8"]]),
-        (("history", "step_columns"), 5),
     ],
     ids=lambda value: str(value)[:60],
-)  # fmt: skip
+)
 def test_what_is_not_as_it_is_written_is_an_error_with_the_url(tmp_path, steps, wrong):
-    save(fitted(scheduler=lambda o: lr_scheduler.StepLR(o, 1)), tmp_path, True)
+    save(fitted(scheduler=stepped), tmp_path, True)
     change(tmp_path, steps, wrong)
 
     with pytest.raises(SaveError, match=f"cannot load {tmp_path}: "):
@@ -759,15 +673,3 @@ def test_tensors_with_names_that_look_alike_are_told_apart(tmp_path):
     read = states(back(one, tmp_path).fit_state.optimizer.optimizer)[0]
 
     assert (read["a.b"]["c"].tolist(), read["a"]["b.c"].tolist()) == ([1, 1], [0])
-
-
-def test_a_trainer_without_a_fit_is_not_saved(tmp_path):
-    trainer = Trainer(nn.Linear(2, 1), nn.MSELoss(), torch.optim.SGD, client=False)
-
-    with pytest.raises(OptionError, match="no model_ yet; call fit first"):
-        trainer.save(tmp_path)
-
-
-def test_nothing_there_is_an_error_with_the_url(tmp_path):
-    with pytest.raises(SaveError, match=rf"cannot read {tmp_path}"):
-        Trainer.load(tmp_path)

@@ -1,75 +1,91 @@
-"""A save of version 1, kept for good: every later release loads it."""
+"""Saves and checkpoints of version 1, kept for good: every later release reads them."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from daskdl import Trainer
-from daskdl.thresholds import Sent
-from tests.golden.make_trainer_v1 import (
-    FOLDER,
-    MASTER,
-    PREDICTIONS,
-    inputs,
-    labels,
-    normalizer,
-)
+from daskdl.saving.checkpoints import COMMON, Part, Series
+from tests.golden import make_checkpoint_v1 as checkpoints
+from tests.golden import make_trainer_v1 as saves
 
-# Of the manifest, which has those of the other files.
-SHA256 = "dd39752c7a6431211f8360ddff74bd612b9b75003ef77e10393165611683731d"
+# Of the manifests, which have those of the other files.
+SHA256 = {
+    saves: "dd39752c7a6431211f8360ddff74bd612b9b75003ef77e10393165611683731d",
+    checkpoints: "3cafafeca125b3f5297746d18919877f79fbb18f253c122258eddb4bfd853960",
+}
 
 
-@pytest.fixture(scope="module")
-def loaded():
-    return Trainer.load(FOLDER, client=False, trusted=["tests.golden"])
+def load():
+    return Trainer.load(saves.FOLDER, client=False, trusted=["tests.golden"])
 
 
-def test_the_save_is_the_first_one_made():
-    index = (FOLDER / "trainer.json").read_bytes()
+@pytest.mark.parametrize("made", SHA256)
+def test_they_are_the_first_ones_made(made):
+    digest = hashlib.sha256()
+    for path in sorted(made.FOLDER.rglob("*.json")):
+        digest.update(path.read_bytes())
 
-    assert hashlib.sha256(index).hexdigest() == SHA256
-
-
-def test_its_model_predicts_what_it_did(loaded):
-    expected = json.loads(PREDICTIONS.read_text())
-
-    # Another machine may add up in another order: some ulps of numbers about 1.
-    np.testing.assert_allclose(loaded.predict(inputs()), expected, atol=1e-5)
+    assert digest.hexdigest() == SHA256[made]
 
 
-def test_its_options_are_what_they_were(loaded):
-    assert loaded.master == MASTER
-    assert loaded.transform == normalizer()
+def test_a_trainer_comes_back_as_it_was():
+    loaded = load()
+    optimizer, history = loaded.optimizer_.state_dict(), loaded.history_
+    [file] = saves.FOLDER.glob("model-*.safetensors")
+    model = saves.model().eval()
+    model.load_state_dict(safetensors.torch.load_file(file))
+    x = torch.from_numpy(saves.normalizer()((saves.inputs(), None))[0])
+
+    predictions = torch.from_numpy(loaded.predict(saves.inputs()))
+
+    torch.testing.assert_close(predictions, model(x).detach())
+    assert loaded.master == saves.MASTER
+    assert loaded.transform == saves.normalizer()
     assert (loaded.telemetry_every, loaded.progress, loaded.seed) == (1, False, 0)
     assert loaded.loss.weight.tolist() == [1.0, 1.5]
-
-
-def test_its_history_is_what_it_was(loaded):
-    assert loaded.history_.column("epoch") == [0, 1]
-    assert loaded.history_.column("examples") == [48, 48]
-    assert len(loaded.history_.steps) == 12
-    assert {row["kind"] for row in loaded.history_.steps} <= {"GAPS", "BITMAP"}
-
-
-def test_optimizer_scheduler_and_thresholds_are_where_they_were(loaded):
-    optimizer, state = loaded.optimizer_.state_dict(), loaded._state
-
     assert type(loaded.optimizer_) is torch.optim.Adam
     assert [entry["step"].item() for entry in optimizer["state"].values()] == [6.0] * 6
     assert optimizer["param_groups"][0]["lr"] == 0.0025
     assert loaded.scheduler_.last_epoch == 2
-    assert (state.epochs, state.class_count, state.compression.steps) == (2, 2, 6)
-    assert state.compression.sent["*.bias"] == Sent(1e-2, pytest.approx(0.5, abs=0.5))
+    assert history.column("epoch") == [0, 1]
+    assert history.column("examples") == [48, 48]
+    assert len(history.steps) == 12
+    assert {row["kind"] for row in history.steps} <= {"GAPS", "BITMAP"}
 
 
-def test_it_is_fitted_on():
-    trainer = Trainer.load(FOLDER, client=False, trusted=["tests.golden"])
+def test_a_trainer_is_fitted_on(tmp_path):
+    trainer = load()
 
-    history = trainer.fit(inputs(), labels(), batch_size=8)
+    history = trainer.fit(saves.inputs(), saves.labels(), batch_size=8)
 
     assert history[0]["learning_rate"] == 0.0025
     assert trainer.optimizer_.param_groups[0]["lr"] == 0.00125
-    assert trainer._state.epochs == 3
+    assert trainer.optimizer_.state_dict()["state"][0]["step"] == 9
+
+
+@pytest.mark.parametrize("name", checkpoints.WRITTEN)
+def test_a_checkpoint_is_read_and_a_fit_goes_on(name):
+    store = Series.at(checkpoints.FOLDER / name).store
+    stamp, state = Part(store, COMMON).read()
+    in_the_middle = stamp.number == 3
+
+    own = checkpoints.resumed(name)
+
+    assert state["members"] == ([0] if name.startswith("one") else [0, 1])
+    assert state["epoch"] == 1
+    assert (state["sync_point"] is not None) == in_the_middle
+    np.testing.assert_equal(dict(own.history_[0]), dict(state["rows"][0]))  # has NaN
+    assert own.history_.column("learning_rate") == [0.01, 0.005, 0.0025]
+    assert own.history_.column("examples") == [48] * checkpoints.EPOCHS
+    assert own.history_.stopping.scores.keys() == {0, 1, 2}
+    assert own.history_[2]["loss"] < own.history_[0]["loss"]
+    assert own.optimizer_.param_groups[0]["lr"] == 0.00125
+
+
+@pytest.mark.parametrize("master", checkpoints.MASTERS)
+def test_the_newest_checkpoint_is_found(master):
+    assert Series.at(checkpoints.FOLDER / master).newest().stamp.number == 3

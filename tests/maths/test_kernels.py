@@ -111,16 +111,6 @@ class TestFind:
 
 
 class TestCommit:
-    def test_shared_moves_and_local_stays(self, kernel):
-        kernels, make = kernel
-        local, shared = make([1.0, 0.5, -1.0]), make([0, 5, 0], torch.int32)
-
-        mass = kernels.commit_(local, shared, make([1, -3], torch.int32), 64, GRID)
-
-        assert mass == 0.0
-        assert local.tolist() == [1.0, 0.5, -1.0]
-        assert shared.tolist() == [64, 5, -64]
-
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     @pytest.mark.parametrize("multiple", [1.0, 1.7, 5.0], ids=str)
     def test_cutting_the_entries_is_cutting_everything(self, kernel, dtype, multiple):
@@ -140,17 +130,6 @@ class TestCommit:
         moved = (before.double() - local.double()).abs().sum().item()
         assert moved > 0
         assert mass == pytest.approx(moved, rel=1e-12)  # order of a float64 sum
-
-
-class TestApply:
-    def test_local_and_shared_both_move(self, kernel):
-        kernels, make = kernel
-        local, shared = make([0.5, 0.25, -1.0]), make([0, 5, 0], torch.int32)
-
-        kernels.apply_(local, shared, make([1, -3], torch.int32), 64, GRID)
-
-        assert local.tolist() == [0.5 + 64 * GRID, 0.25, -1.0 - 64 * GRID]
-        assert shared.tolist() == [64, 5, -64]
 
 
 class TestFold:

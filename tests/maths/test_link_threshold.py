@@ -6,7 +6,6 @@ parameters is represented by some of them, and its frames are as much larger.
 """
 
 import math
-import pickle
 from collections import deque
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 
 from daskdl import LinkThreshold, codec
 from daskdl.codec import dense8
-from daskdl.errors import OptionError
 from daskdl.thresholds import (
     HEADER_BYTES,
     HOLD,
@@ -345,43 +343,6 @@ def test_without_a_link_everything_is_sent_from_the_second_exchange_on():
     assert rule.sends_dense(Sent(1.0, 1e-4, link))
     link = rule.learn(link, Measured(10**5, 1.0, 10**5, True, 1.0, drained))
     assert rule.sends_dense(Sent(1.0, 1.0, link))
-
-
-def sent(density, threshold=0.5):
-    return Sent(threshold, 0.1, Link(10, density))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"initial": 0.0}, "initial must be finite and > 0, got 0.0"),
-        ({"initial": math.inf}, "initial must be finite and > 0, got inf"),
-        ({"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
-        ({"share": 1.01}, r"share must be in \(0, 1\], got 1.01"),
-        ({"min_density": 0.0}, r"min_density must be in \(0, 1/e\), got 0.0"),
-        ({"min_density": 0.4}, r"min_density must be in \(0, 1/e\), got 0.4"),
-        ({"min_density": math.nan}, r"min_density must be in \(0, 1/e\), got nan"),
-    ],
-    ids=str,
-)
-def test_wrong_values_are_refused(options, message):
-    with pytest.raises(OptionError, match=message):
-        LinkThreshold(**options)
-
-
-def test_what_it_knows_travels():
-    replica = training()
-    replica.steps(8)
-
-    assert pickle.loads(pickle.dumps(replica.sent)) == replica.sent
-
-
-def measured(*drained, density=0.01, nbytes=90, dense=False):
-    """What is known of a link after exchanges that delivered this."""
-    link = Link(1000, 0.01)
-    for one in drained:
-        link = link.after(Measured(1000, density, nbytes, dense, 1.0, one))
-    return link
 
 
 @pytest.mark.parametrize("density", [1e-3, 1e-2, 0.1, 0.3, 1.0])

@@ -1,3 +1,5 @@
+"""Rules of thresholds and residuals; test_link_threshold.py has another one."""
+
 import math
 import pickle
 
@@ -5,6 +7,7 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError
+from daskdl.residuals import KeepResidual, ResidualClipping
 from daskdl.thresholds import (
     DENSE_DENSITY,
     AdaptiveThreshold,
@@ -47,19 +50,69 @@ RESIDUAL = Untouched()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: type(a).__name__)
-class TestEveryThreshold:
-    @pytest.mark.parametrize("last", [None, Sent(1e-3, 0.0), Sent(1e-3, 1.0)], ids=str)
-    def test_is_a_positive_number_and_makes_no_residual(self, algorithm, last):
-        assert 0 < algorithm.next_threshold(RESIDUAL, last) < math.inf
+@pytest.mark.parametrize("last", [None, Sent(1e-3, 0.0), Sent(1e-3, 1.0)], ids=str)
+def test_every_threshold_is_positive_and_makes_no_residual(algorithm, last):
+    assert 0 < algorithm.next_threshold(RESIDUAL, last) < math.inf
 
-    def test_travels_to_a_worker(self, algorithm):
-        assert pickle.loads(pickle.dumps(algorithm)) == algorithm
+
+@pytest.mark.parametrize("rule", [*ALGORITHMS, ResidualClipping(), KeepResidual()])
+def test_every_rule_travels_to_a_worker(rule):
+    assert pickle.loads(pickle.dumps(rule)) == rule
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (AdaptiveThreshold, {"initial": 0}, "initial must be finite and > 0, got 0"),
+        (AdaptiveThreshold, {"initial": math.nan}, "initial must be .* got nan"),
+        (AdaptiveThreshold, {"initial": math.inf}, "initial must be .* got inf"),
+        (AdaptiveThreshold, {"min_density": 0.0}, "need 0 < min_density .* 0.0 and"),
+        (
+            AdaptiveThreshold,
+            {"min_density": 0.02},
+            "min_density <= max_density .* 0.02",
+        ),
+        (AdaptiveThreshold, {"max_density": 1.5}, "max_density <= 1, got 0.0001 and"),
+        (AdaptiveThreshold, {"max_density": math.nan}, "got 0.0001 and nan"),
+        (AdaptiveThreshold, {"decay": 0.49}, r"decay must be in \[0.5, 1\), got 0.49"),
+        (AdaptiveThreshold, {"decay": 1.0}, r"decay must be in \[0.5, 1\), got 1.0"),
+        (FixedThreshold, {"value": -1.0}, "value must be .* > 0, got -1.0"),
+        (FixedThreshold, {"value": math.inf}, "value must be .* > 0, got inf"),
+        (TargetSparsityThreshold, {"initial": 0.0}, "initial must be"),
+        (
+            TargetSparsityThreshold,
+            {"target": 0.0},
+            r"target must be in \(0, 1/16\), got",
+        ),
+        (TargetSparsityThreshold, {"target": 1 / 16}, "target must be .* got 0.0625"),
+        (TargetSparsityThreshold, {"decay": 0.4}, "decay must be"),
+        (LinkThreshold, {"initial": 0.0}, "initial must be finite and > 0, got 0.0"),
+        (LinkThreshold, {"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
+        (LinkThreshold, {"share": 1.01}, r"share must be in \(0, 1\], got 1.01"),
+        (LinkThreshold, {"min_density": 0.4}, r"min_density must be in \(0, 1/e\)"),
+        (LinkThreshold, {"min_density": math.nan}, "min_density must be .* got nan"),
+        (ResidualClipping, {"multiple": 0.99}, "multiple must be finite and >= 1, got"),
+        (ResidualClipping, {"multiple": math.inf}, "multiple must be .* got inf"),
+        (ResidualClipping, {"frequency": 0}, "frequency must be an integer >= 1, got"),
+        (ResidualClipping, {"frequency": 2.5}, "frequency must be .* got 2.5"),
+    ],
+    ids=str,
+)
+def test_wrong_values_are_refused(kind, options, message):
+    with pytest.raises(OptionError, match=message):
+        kind(**options)
+
+
+def test_clipping_cuts_every_few_exchanges_but_not_the_first():
+    rule = ResidualClipping(multiple=3.0, frequency=4)
+
+    assert [rule.bound(n, 0.5) for n in range(9)] == (
+        [math.inf] * 4 + [1.5] + [math.inf] * 3 + [1.5]
+    )
+    assert KeepResidual().bound(5, 0.5) == math.inf
 
 
 class TestAdaptiveThreshold:
-    def test_starts_at_the_initial_threshold(self):
-        assert AdaptiveThreshold(initial=0.25).next_threshold(RESIDUAL, None) == 0.25
-
     @pytest.mark.parametrize(
         ("values", "band", "expected"),
         [
@@ -105,36 +158,6 @@ class TestAdaptiveThreshold:
         assert fourth == third * 0.95
         assert fifth == pytest.approx(fourth * 0.95, rel=1e-15)
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"initial": 0}, "initial must be finite and > 0, got 0"),
-            ({"initial": -1.0}, "initial must be finite and > 0, got -1.0"),
-            ({"initial": math.nan}, "initial must be finite and > 0, got nan"),
-            ({"initial": math.inf}, "initial must be finite and > 0, got inf"),
-            ({"min_density": 0.0}, "need 0 < min_density .* got 0.0 and 0.01"),
-            ({"min_density": 0.02}, "min_density <= max_density .* 0.02 and 0.01"),
-            ({"max_density": 1.5}, "max_density <= 1, got 0.0001 and 1.5"),
-            ({"max_density": math.nan}, "got 0.0001 and nan"),
-            ({"decay": 0.49}, r"decay must be in \[0.5, 1\), got 0.49"),
-            ({"decay": 1.0}, r"decay must be in \[0.5, 1\), got 1.0"),
-        ],
-        ids=str,
-    )
-    def test_wrong_values_are_refused(self, options, message):
-        with pytest.raises(OptionError, match=message):
-            AdaptiveThreshold(**options)
-
-
-class TestFixedThreshold:
-    def test_stays_whatever_happens(self):
-        assert FixedThreshold(0.3).next_threshold(RESIDUAL, Sent(9.0, 1.0)) == 0.3
-
-    @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf], ids=str)
-    def test_wrong_values_are_refused(self, value):
-        with pytest.raises(OptionError, match=f"value must be .* > 0, got {value}"):
-            FixedThreshold(value)
-
 
 class TestTargetSparsityThreshold:
     @pytest.mark.parametrize(
@@ -152,17 +175,3 @@ class TestTargetSparsityThreshold:
         rule = TargetSparsityThreshold(initial=0.25, target=0.01, decay=0.5)
 
         assert rule.next_threshold(RESIDUAL, last) == expected
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"initial": 0.0}, "initial must be"),
-            ({"target": 0.0}, r"target must be in \(0, 1/16\), got 0.0"),
-            ({"target": 1 / 16}, r"target must be in \(0, 1/16\), got 0.0625"),
-            ({"decay": 0.4}, "decay must be"),
-        ],
-        ids=str,
-    )
-    def test_wrong_values_are_refused(self, options, message):
-        with pytest.raises(OptionError, match=message):
-            TargetSparsityThreshold(**options)

@@ -9,7 +9,7 @@ from torch.nn import functional
 import daskdl
 from daskdl.keras import CrossEntropyOfProbabilities, KerasModule, from_config
 from daskdl.keras.module import library
-from tests.support.keras_models import MODELS, adam, pictures, sgd
+from tests.support.keras_models import MODELS, sgd
 from tests.support.problems import kept, rows
 
 keras = library()
@@ -33,24 +33,6 @@ def small(**options):
         keras.layers.Dense(4),
     ]
     return keras.Sequential(layers)
-
-
-@pytest.mark.slow
-def test_the_network_of_eight_convolutions_learns_and_is_saved(tmp_path):
-    x, y = pictures()
-    # As Keras 3 writes it; the workers of a cluster have it as Keras 2 does.
-    network = MODELS / "cifar10_keras3.json"
-    own = trainer(lambda: from_config(network), optimizer=adam)
-
-    history = own.fit(x, y, epochs=6, batch_size=8)
-    predicted = own.predict(x)
-    own.model_.save(tmp_path / "trained.keras")
-
-    assert history[-1]["loss"] < 0.97 * history[0]["loss"]
-    loaded = keras.saving.load_model(tmp_path / "trained.keras")
-    for model in (own.model_, loaded):
-        by_keras = model.predict(x, verbose=0)
-        np.testing.assert_allclose(predicted, by_keras, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["two_by_two_keras2", "two_by_two_keras3"])
@@ -91,16 +73,6 @@ def test_a_keras_model_is_taken_as_it_is():
         np.testing.assert_array_equal(given, kept_as)
 
 
-def test_batch_normalisation_follows_all_replicas():
-    own = trainer(small(), nn.CrossEntropyLoss())
-
-    own.fit(X + 3, Y, epochs=3, batch_size=16)
-
-    mean, variance = own.model_.get_layer(index=1).get_weights()[2:]
-    assert (mean != 0).any()
-    assert (variance != 1).all()
-
-
 def test_one_replica_is_a_plain_loop(one_thread):
     model = KerasModule(small(kernel_regularizer="l2"))
     own = trainer(model, nn.CrossEntropyLoss(), replicas=1)
@@ -118,14 +90,6 @@ def test_one_replica_is_a_plain_loop(one_thread):
     expected = model.state_dict()
     trained = own.model_.state_dict()
     assert all(torch.equal(trained[name], expected[name]) for name in expected)
-
-
-def test_the_seed_of_a_trainer_decides_the_start():
-    starts = [trainer(small, nn.CrossEntropyLoss(), seed=seed) for seed in (1, 1, 2)]
-
-    losses = [own.fit(X, Y, batch_size=160)[0]["loss"] for own in starts]
-
-    assert losses[0] == losses[1] != losses[2]
 
 
 def test_a_plan_is_made_for_a_keras_model():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import DataError, Trainer
+from daskdl import Trainer
 from tests.support.clusters import cluster_of, forget_batches, still_left_behind
 from tests.support.recording import executed
 
@@ -145,14 +145,6 @@ def test_the_worst_are_found_exactly(client, expected, tmp_path, kind):
     assert [one.key for one in worst] == IDS[rows].tolist()
     np.testing.assert_array_equal([one.x for one in worst], X[rows])
     assert still_left_behind(client) == {}
-
-
-def test_a_label_in_a_block_that_the_model_does_not_have_is_named(client):
-    x, y = blocks()
-    wrong = y.rechunk(CHUNKS).map_blocks(lambda own: own + 3 * (own == 2))
-
-    with pytest.raises(DataError, match=r"y of part \d\[\d+\] is 5, but the model"):
-        trainer(client).errors(x, wrong)
 
 
 @pytest.mark.slow

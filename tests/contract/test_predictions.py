@@ -191,35 +191,38 @@ class TestInMemory:
         assert predict(nn.Identity(), np.arange(6).reshape(3, 2)).dtype == np.int64
 
     @pytest.mark.parametrize(
-        ("model", "message"),
+        ("model", "data", "options", "error", "message"),
         [
-            (nn.Linear, "model must be a torch.nn.Module"),
-            (nn.Linear(3, 2), r"model failed on 2 rows of X, shape \(2, 2\)"),
-            (nn.Flatten(0), r"one row per example .* \(4,\) for two"),
-            (nn.LSTM(2, 2), r"got \(1, 2\) for two rows"),
+            (nn.Linear, X, {}, ModelError, "model must be a torch.nn.Module"),
+            (
+                nn.Linear(3, 2),
+                X,
+                {},
+                ModelError,
+                r"failed on 2 rows of X, shape \(2, 2",
+            ),
+            (
+                nn.Flatten(0),
+                X,
+                {},
+                ModelError,
+                r"one row per example .* \(4,\) for two",
+            ),
+            (nn.LSTM(2, 2), X, {}, ModelError, r"got \(1, 2\) for two rows"),
+            (Sum(), X[:0], {}, DataError, "X must not be empty"),
+            (Sum(), da.zeros((4, 4), chunks=2), {}, DataError, r"X.rechunk\({1: -1}\)"),
+            (Sum(), X, {"postprocess": 3}, OptionError, "postprocess must be a func"),
+            (Sum(), X, {"keyed": True}, OptionError, r"keyed=True is .* a ndarray"),
+            (Sum(), X, {"keyed": 7}, OptionError, "keyed must be True, .* got 7"),
         ],
-        ids=["class", "shape", "one long row", "state"],
-    )
-    def test_a_model_that_does_not_fit_is_refused(self, model, message):
-        with pytest.raises(ModelError, match=message):
-            predict(model, X)
-
-    @pytest.mark.parametrize(
-        ("data", "options", "error", "message"),
-        [
-            (X[:0], {}, DataError, "X must not be empty"),
-            (da.zeros((4, 4), chunks=2), {}, DataError, r"X.rechunk\({1: -1}\)"),
-            (X, {"postprocess": 3}, OptionError, "postprocess must be a function"),
-            (X, {"keyed": True}, OptionError, r"keyed=True is for a bag.* a ndarray"),
-            (X, {"keyed": 7}, OptionError, "keyed must be True, False or None, got 7"),
+        ids=[
+            *("class", "shape", "one long row", "state"),
+            *("empty", "chunks", "postprocess", "keys", "keyed"),
         ],
-        ids=["empty", "chunks", "postprocess", "keys", "keyed"],
     )
-    def test_data_and_options_that_cannot_be_used_are_refused(
-        self, data, options, error, message
-    ):
+    def test_what_cannot_be_used_is_refused(self, model, data, options, error, message):
         with pytest.raises(error, match=message):
-            predict(nn.Identity(), data, **options)
+            predict(model, data, **options)
 
     def test_outputs_that_change_their_shape_are_refused(self):
         class Growing(nn.Module):
@@ -341,40 +344,28 @@ class TestExamples:
             predict(Sum(), bag.filter(lambda pair: False))
 
 
+ZEROS = np.zeros(2)
 KEYED = [
     ("cat", 1.5),
-    *((key, np.zeros(2)) for key in ("cat", b"cat", ID, NOW, NOW.date(), ("a", (1,)))),
-    (np.datetime64("2026-01-02"), np.zeros(2)),
-    *((key, np.zeros(2)) for key in (3, np.int64(3), (1, 2))),
-    (3, (np.zeros(2), 1)),
+    *((key, ZEROS) for key in ("cat", b"cat", ID, NOW, NOW.date(), ("a", (1,)))),
+    *((key, ZEROS) for key in (np.datetime64("2026-01-02"), 3, np.int64(3), (1, 2))),
+    (3, (ZEROS, 1)),
 ]
-NOT_KEYED = [
-    np.zeros(2),
-    (np.zeros(2), 1),
-    (np.zeros(2), np.zeros(1)),
-    (3, 1),
-    (1.5, 2),
-]
+NOT_KEYED = [ZEROS, (ZEROS, 1), (ZEROS, np.zeros(1)), (3, 1), (1.5, 2)]
 
 
 class TestKeys:
-    @pytest.mark.parametrize("example", KEYED, ids=repr)
+    @pytest.mark.parametrize("example", [*KEYED, *NOT_KEYED], ids=repr)
     def test_a_name_is_a_key_and_a_number_before_arrays_and_labels_are_left_out(
         self, example
     ):
-        key, x = example
+        (found,) = predict(nn.Identity(), bag_of([example], 1))
 
-        ((found, y),) = predict(nn.Identity(), bag_of([example], 1))
-
-        assert found == key
-        assert type(found) is type(key)
-        assert np.array_equal(y, x[0] if isinstance(x, tuple) else x)
-
-    @pytest.mark.parametrize("example", NOT_KEYED, ids=repr)
-    def test_other_pairs_are_inputs_and_labels(self, example):
-        (y,) = predict(nn.Identity(), bag_of([example], 1))
-
-        assert np.array_equal(y, example[0] if isinstance(example, tuple) else example)
+        key, x = example if any(example is one for one in KEYED) else (None, example)
+        if key is not None:
+            own, found = found
+            assert (own, type(own)) == (key, type(key))
+        assert np.array_equal(found, x[0] if isinstance(x, tuple) else x)
 
     @pytest.mark.parametrize(
         ("keyed", "expected"),

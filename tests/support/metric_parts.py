@@ -1,5 +1,6 @@
 """Measure parts as a cluster does, and cut data into such parts."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -18,28 +19,30 @@ CUTS = {
 }
 
 
-def merged(make, cuts, *given, order=None):
-    """Metrics that have seen parts apart; the last part comes first, if not told."""
+def merged(make, cuts, *given, order=None, prepared=lambda *given: given):
+    """Metrics that have seen parts apart; the last part comes first, if not told.
+
+    An empty part has no state.
+    """
     merger = StateMerger(make())
     spans = list(enumerate(itertools.pairwise([0, *cuts, len(given[0])])))
     for part, (start, end) in [spans[i] for i in order or reversed(range(len(spans)))]:
         live = make()
         if start < end:
-            update_(live, *(values[start:end] for values in given))
+            update_(live, *prepared(*(values[start:end] for values in given)))
         merger.add_(part, states_of(live, end - start))
     return merger.merged()
 
 
 def section_of(metrics, sample, output, y, cuts=()):
-    """What parts come to; an empty part has no state."""
-    merger = StateMerger(metrics.collection(sample))
-    spans = itertools.pairwise([0, *cuts, len(y)])
-    for part, (start, end) in reversed(list(enumerate(spans))):
-        live = metrics.collection(sample)
-        if start < end:
-            update_(live, *metrics.prepared(sample, output[start:end], y[start:end]))
-        merger.add_(part, states_of(live, end - start))
-    return metrics.section(sample, merger.merged().compute())
+    """The report of a set of metrics on parts."""
+
+    def prepared(output, y):
+        return metrics.prepared(sample, output, y)
+
+    make = functools.partial(metrics.collection, sample)
+    own = merged(make, cuts, output, y, prepared=prepared)
+    return metrics.section(sample, own.compute())
 
 
 def measured(metrics, sample, output, y, cuts=()):

@@ -1,5 +1,9 @@
 """Scores of examples and the worst of them, in this process."""
 
+import itertools
+import math
+import pickle
+
 import dask
 import dask.array as da
 import dask.bag as db
@@ -9,33 +13,36 @@ import pandas as pd
 import pytest
 import torch
 from dask import delayed
-from torch import nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn, optim
 from torch.utils.data import IterableDataset, TensorDataset
 
-from daskdl import DataError, ModelError, OptionError, Trainer
-
-ROWS = 90
-X = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
-Y = np.random.default_rng(1).integers(0, 3, ROWS)
-IDS = [f"id {i}" for i in range(ROWS)]
-NAMES = list("abcd")
-CHUNKS = ((31, 0, 29, 30),)
-
-
-def trainer(model=None, **options):
-    """One that has a model, without having been trained."""
-    torch.manual_seed(0)
-    module = nn.Linear(4, 3) if model is None else model
-    chosen = {"loss": nn.CrossEntropyLoss(), "client": False, **options}
-    own = Trainer(
-        model=module,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
-        **chosen,
-    )
-    own.model_ = module
-    parameters = list(module.parameters()) or [nn.Parameter(torch.zeros(1))]
-    own.optimizer_ = own.optimizer(parameters)
-    return own
+from daskdl import (
+    DataError,
+    ModelError,
+    OptionError,
+    Trainer,
+    WorstExample,
+    WorstExamples,
+)
+from tests.support.scored import (
+    CHUNKS,
+    CLOSE,
+    IDS,
+    NAMES,
+    ROWS,
+    X,
+    Y,
+    blocks,
+    files,
+    frame,
+    keyed_pairs,
+    pairs,
+    table,
+    trainer,
+)
+from tests.support.sources import Parts, Streamed
 
 
 def losses(own, x=X, y=Y):
@@ -46,30 +53,6 @@ def losses(own, x=X, y=Y):
     return each.double().numpy()
 
 
-def frame():
-    return pd.DataFrame(X, columns=NAMES, index=np.arange(ROWS) * 10).assign(
-        id=IDS, label=Y
-    )
-
-
-def table():
-    return dd.from_pandas(frame(), npartitions=4)
-
-
-def blocks():
-    return da.from_array(X, chunks=(*CHUNKS, 4)), da.from_array(Y, chunks=CHUNKS)
-
-
-def pairs():
-    return db.from_sequence([(X[i], Y[i]) for i in range(ROWS)], npartitions=4)
-
-
-def keyed_pairs():
-    return db.from_sequence(
-        [(IDS[i], (X[i], Y[i])) for i in range(ROWS)], npartitions=4
-    )
-
-
 def now(lazy):
     (value,) = dask.compute(lazy, scheduler="synchronous")
     return value
@@ -78,10 +61,6 @@ def now(lazy):
 @pytest.fixture
 def own():
     return trainer()
-
-
-# Batches of another size may use another matrix kernel, which rounds otherwise.
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def unknown_lengths():
@@ -97,13 +76,6 @@ def with_empty_partition():
 
 def torch_rows():
     return torch.from_numpy(X), torch.from_numpy(Y)
-
-
-def files(folder):
-    for number in range(3):
-        rows = slice(30 * number, 30 * number + 30)
-        np.savez(folder / f"{number}.npz", x=X[rows], y=Y[rows])
-    return (folder,)
 
 
 KINDS = {
@@ -395,3 +367,84 @@ def test_before_a_fit_there_is_nothing_to_score_with(method):
 
     with pytest.raises(OptionError, match="call fit first"):
         getattr(own, method)(X, Y)
+
+
+# ---- how the worst are found and shown
+
+
+LOSSES = st.sampled_from(
+    [0.0, -0.0, 1.0, 1.0, 2.5, -1.0, math.inf, -math.inf, math.nan]
+)
+
+
+def worst_first(losses):
+    """Missing ones first, then the largest; of equal ones the first."""
+    missing = [i for i, loss in enumerate(losses) if math.isnan(loss)]
+    others = [i for i in range(len(losses)) if i not in missing]
+    return missing + sorted(others, key=lambda i: -losses[i])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    losses=st.lists(LOSSES, min_size=1, max_size=20),
+    cuts=st.lists(st.integers(0, 20), max_size=4),
+    top=st.integers(1, 6),
+    kind=st.sampled_from([Parts, Streamed]),
+)
+def test_the_worst_of_all_parts_are_found_in_order(losses, cuts, top, kind):
+    edges = [0, *sorted(min(cut, len(losses)) for cut in cuts), len(losses)]
+    rows = np.array(losses, np.float32)[:, None]
+    labels = np.zeros(len(losses), np.float32)
+    spans = [slice(a, b) for a, b in itertools.pairwise(edges)]
+    source = kind(*((rows[span], labels[span]) for span in spans))
+    source.first = rows[:2], labels[:2]
+    own = Trainer(nn.Identity(), lambda x, y: x.sum(), optim.SGD, client=False)
+    own.model_ = own.model
+
+    found = own.errors(source, top=top, batch_size=3)
+
+    names = [source.name(part) for part in range(source.parts)]
+    places = [edges[names.index(one.part)] + one.row for one in found]
+    assert places == worst_first(losses)[:top]
+    assert found.rows == len(losses)
+
+
+@pytest.fixture
+def worst():
+    examples = (
+        WorstExample(math.nan, "s3://b/1.npz", 4, 34, "k34", 2, 0, math.nan),
+        WorstExample(2.5, "s3://b/0.npz", 1, 1, "k1", 1, 0, 0.0821),
+    )
+    return WorstExamples(examples, 90, ("cat", "dog"))
+
+
+def test_it_reads_like_a_table(worst):
+    assert str(worst).splitlines() == [
+        "the worst 2 of 90 examples",
+        "      loss  label     predicted       p  where",
+        "       nan  2         cat           nan  "
+        "row 34 (s3://b/1.npz, row 4), key 'k34'",
+        "    2.5000  dog       cat        0.0821  "
+        "row 1 (s3://b/0.npz, row 1), key 'k1'",
+    ]
+    assert repr(worst) == "<WorstExamples: 2 of 90>"
+
+
+def test_pandas_gets_a_row_for_each(worst):
+    table = worst.to_pandas()
+
+    assert list(table["key"]) == ["k34", "k1"]
+    assert list(table["number"]) == [34, 1]
+    assert table["probability"].isna().tolist() == [True, False]
+    assert list(table.columns) == [
+        *("loss", "label", "predicted", "probability"),
+        *("part", "row", "number", "key"),
+    ]
+    assert isinstance(WorstExamples((), 0).to_pandas(), pd.DataFrame)
+
+
+def test_it_is_a_sequence_that_travels(worst):
+    assert len(worst) == 2
+    assert worst[1] in worst
+    assert list(worst[:1]) == [worst[0]]
+    assert str(pickle.loads(pickle.dumps(worst))) == str(worst)

@@ -101,20 +101,6 @@ def test_the_size_is_that_of_the_first_image_that_can_be_read(tmp_path):
         source.separate(0)[2][1]()
 
 
-def test_after_eight_images_that_cannot_be_read_no_more_are_tried(tmp_path):
-    names = [f"a/{i}.png" for i in range(9)]
-    store = folder(tmp_path, names)
-    for name in names[:8]:
-        store.write(name, b"no image")
-
-    message = (
-        "the size of the images is not known, as none of the first 8 can be read: "
-        f"cannot read {store.url_of('a/0.png')}: it is not an image"
-    )
-    with pytest.raises(DataError, match=f"^{re.escape(message)}.*; give size="):
-        image_folder(tmp_path, seed=None)
-
-
 @pytest.mark.parametrize(
     ("scale", "dtype"), [(None, "uint8"), (1.0, "float32")], ids=["bytes", "floats"]
 )
@@ -133,28 +119,6 @@ def test_with_a_size_no_image_has_to_be_opened_to_know_the_shape(
     assert (x.shape, x.dtype) == ((1, 1, 5, 7), dtype)
     assert y.shape == (1,)
     assert source.load(0)[0].shape == (2, 1, 5, 7)
-
-
-def test_an_unreadable_image_is_named_and_the_others_can_be_read(tmp_path):
-    store = folder(tmp_path / "in", NAMES)
-    store.write("bee/3.png", b"no image")
-    pack(tmp_path / "in", tmp_path / "out", 4)
-
-    for url in (tmp_path / "in", tmp_path / "out"):
-        source = image_folder(url, size=(4, 6))
-        (part,) = (
-            p for p in range(source.parts) if "bee/3.png" in str(source.groups[p])
-        )
-        separate = dict(source.separate(part))
-        (where,) = (name for name in separate if "bee/3.png" in name)
-        message = f"cannot read {re.escape(where)}: it is not an image"
-        with pytest.raises(DataError, match=message):
-            source.load(part)
-        with pytest.raises(DataError, match=message):
-            separate.pop(where)()
-        for load in separate.values():
-            x, y = load()
-            assert (x.shape, y.shape) == ((1, 3, 4, 6), (1,))
 
 
 def test_other_files_are_passed_over_and_counted(tmp_path, caplog):

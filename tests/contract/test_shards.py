@@ -153,18 +153,6 @@ class TestPaths:
 
         assert sorted(members(target)) == expected
 
-    def test_folders_have_wildcards_and_files_no_folder(self, tmp_path, target):
-        fill(tmp_path / "x[1]")
-        name = f"{uuid.uuid4().hex}.txt"
-        fill("memory://", {name: b"one"})
-
-        pack(tmp_path / "x[1]", target)
-        pack(f"memory://{name}", tmp_path / "one")
-
-        assert sorted(members(target)) == sorted(FILES)
-        assert members(tmp_path / "one") == [name]
-        Store("memory://").delete([name])
-
     @pytest.mark.parametrize(
         ("paths", "error", "message"),
         [

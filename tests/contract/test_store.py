@@ -248,22 +248,6 @@ def test_a_url_has_a_folder_and_a_name_in_it(url, folder, name):
     assert storage.path_in(folder, url) == name
 
 
-@pytest.mark.parametrize(
-    ("urls", "common"),
-    [
-        (["/a/b/1", "/a/bc/2"], "/a"),
-        (["/a/1", "/b/2"], "/"),
-        (["/1", "/b/2"], "/"),
-        (["memory://1", "memory://a/2"], "memory://"),
-        (["file:///a/b/1", "/a/c/2"], "/a"),
-        (["s3://bucket/a/1", "s3://bucket/b/2"], "s3://bucket"),
-        (["zip://a/1::/x.zip", "zip://b/2::/x.zip"], "zip://::/x.zip"),
-    ],
-)
-def test_the_deepest_folder_that_has_all_is_found(urls, common):
-    assert storage.common_folder(urls) == common
-
-
 @pytest.fixture
 def waits(monkeypatch):
     """The waits that were waited for, at once."""

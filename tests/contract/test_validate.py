@@ -1,6 +1,5 @@
 """What is wrong with data is counted row by row, and named, of every kind of data."""
 
-import itertools
 import sys
 import zlib
 
@@ -249,19 +248,15 @@ class TestParts:
     ):
         both = changed(np.nan, 2, 0), Y3
         source = Parts(both, (X3, Y3), DataError("torn"), (changed(np.nan, 1), Y3))
-        reports = []
 
-        for order in itertools.permutations(range(4)):
+        def each(source, function, client):
+            return [(part, function(source, part)) for part in (2, 3, 1, 0)]
 
-            def each(source, function, client, order=order):
-                return [(part, function(source, part)) for part in order]
+        monkeypatch.setattr(MODULE, "map_parts", each)
+        monkeypatch.setattr(MODULE, "SHOWN", 6)
+        report = validate(source, labels=3, client=False)
 
-            monkeypatch.setattr(MODULE, "map_parts", each)
-            monkeypatch.setattr(MODULE, "SHOWN", 6)
-            reports.append(validate(source, labels=3, client=False))
-
-        assert all(report == reports[0] for report in reports)
-        assert [(one.part, one.row, one.kind) for one in reports[0].offenders] == [
+        assert [(one.part, one.row, one.kind) for one in report.offenders] == [
             ("box 0", 0, "non-finite"),
             ("box 0", 2, "non-finite"),
             ("box 0", 3, "invalid label"),
@@ -341,14 +336,6 @@ def test_rows_have_the_numbers_of_their_parts_or_of_memory(kind):
     report = validate(x, y, labels=3, client=False)
 
     assert_found(report, [f"part {i}" for i in range(1 if whole else PARTS)])
-
-
-def test_names_that_are_missing_in_a_lazy_table_are_counted():
-    names = pd.Series(np.array(["ant", "bee"] * 50), dtype="category")
-
-    report = validate(*frames(names.mask(np.isnan(Y))), client=False)
-
-    assert counted(report) == {"missing label": 2}
 
 
 @pytest.mark.parametrize(

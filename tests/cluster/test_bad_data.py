@@ -1,17 +1,44 @@
-"""Data that cannot be trained on are refused by name, with the remedy."""
+"""What cannot be trained on is refused by name: at once, or by whoever reads it."""
 
+import asyncio
 import re
+import threading
 
 import dask.array as da
+import dask.bag as db
 import numpy as np
 import pytest
+import torch
+from dask import delayed
+from distributed import Client
 from torch import nn
 
-import daskdl
-from daskdl import DataError, ModelError
-from tests.support.problems import rows, trainer
+from daskdl import Callback, DataError, EarlyStopping, Evaluate, ModelError, OptionError
+from daskdl import data as daskdl_data
+from tests.support.kinds import (
+    NAMES,
+    Given,
+    Items,
+    Joining,
+    Where,
+    X,
+    Y,
+    blocks,
+    files,
+    frame,
+    load,
+    save_npz,
+    save_table,
+    tables,
+)
+from tests.support.problems import mlp, plain, trainer
 
-X, Y = rows(64)
+
+def fit(client, given, options=(), **fit_options):
+    options = {"model": Joining, "optimizer": plain, **dict(options)}
+    own = trainer(client, **options)
+    own.fit(given.x, given.y, batch_size=8, **given.options, **fit_options)
+    return own
 
 
 def changed(array, position, value):
@@ -20,97 +47,294 @@ def changed(array, position, value):
     return array
 
 
-BLOCKS = da.from_array(X, chunks=(16, 20))
+def uneven_tables():
+    own = tables()
+    return Given(own[NAMES], own["label"].repartition(npartitions=2))
 
-TARGETS = changed(Y.astype(np.float32)[:, None], 2, np.nan)
 
+def lazy_positive():
+    x, _ = blocks(30, 30)
+    return x[x[:, 0] > 0]
+
+
+# What the client sees by itself, before it asks a worker for anything.
 DATA = {
-    "lengths": (X[:-1], Y, {}, "X and y must have the same length, got 63 and 64"),
-    "empty": (X[:0], Y[:0], {}, r"X must not be empty, got the shape \(0, 20\)"),
-    "a list": (X.tolist(), Y, {}, r"X must be a .* got a list; convert it with"),
-    "no label": (X, None, {}, r"y must be given, or data of pairs \(x, y\): the loss"),
-    "too large": (X, changed(Y, 3, 4), {}, r"y\[3\] is 4, .* must be in \[0, 4\)"),
-    "negative": (X, changed(Y, 5, -1), {}, r"y\[5\] is -1, .* must be in \[0, 4\)"),
-    "kept apart": (BLOCKS, Y, {}, r"y is in memory .* use dask.array.from_array\(y, "),
+    "partitions": (uneven_tables, "must be partitioned alike, got 3 of X, 2 of y part"),
     "unlike": (
-        BLOCKS[BLOCKS[:, 0] > 0],
-        da.from_array(Y, chunks=32),
-        {},
-        "lengths are not known must be partitioned alike, got 4 of X, 2 of y part",
+        lambda: Given(lazy_positive(), da.from_array(Y, chunks=45)),
+        "lengths are not known must be partitioned alike, got 3 of X, 2 of y part",
     ),
-    "validation lengths": (
-        X,
-        Y,
-        {"validation": (X, Y[:-1])},
-        "validation: X and y must have the same length, got 64 and 63",
+    "y and Dataset": (
+        lambda: Given(Items(), Y),
+        "y must not be given with a Items, which brings its labels",
     ),
-    "validation label": (
-        X,
-        Y,
-        {"validation": (X, changed(Y, 7, 9))},
-        r"validation: y\[7\] is 9, but the model gives 4 outputs",
+    "bag and y": (
+        lambda: Given(db.from_sequence([1, 2]), Y),
+        "y must not be given with a Bag, which brings its labels",
+    ),
+    "Delayed": (lambda: Given(delayed(load)("x")), r"put it into a list, \[X\]"),
+    "too large": (
+        lambda: Given(X, changed(Y, 3, 4)),
+        r"y\[3\] is 4, .* must be in \[0, 3\)",
+    ),
+    "no folder": (lambda: Given("/nowhere/x"), "there are no files at /nowhere/x"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), DATA.values(), ids=DATA)
+def test_data_are_refused_before_a_worker_is_asked(untouched, make, message):
+    with pytest.raises(DataError, match=message):
+        fit(untouched, make())
+
+
+VALIDATION = {
+    "lengths": ((X, Y[:-1]), DataError, "validation: X and y must have the same leng"),
+    "label": ((X, changed(Y, 7, 9)), DataError, r"validation: y\[7\] is 9, but the mo"),
+    "narrow": ((X[:, :3], Y), ModelError, "validation: model failed on 2 rows of X"),
+    "no labels": (X, OptionError, r"validation: y must be given, or data of pairs"),
+}
+
+
+@pytest.mark.parametrize(
+    ("validation", "error", "message"), VALIDATION.values(), ids=VALIDATION
+)
+def test_data_to_validate_with_are_too(untouched, validation, error, message):
+    with pytest.raises(error, match=message):
+        fit(untouched, Given(X, Y), validation=validation)
+
+
+class Locked(nn.Sequential):
+    """It holds what cannot be pickled."""
+
+    def __init__(self):
+        super().__init__(Joining())
+        self.lock = threading.Lock()
+
+
+class LockedCallback(Callback):
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def on_step_end(self, step):
+        """It would have to travel."""
+
+
+def locked_loss():
+    loss = nn.CrossEntropyLoss()
+    loss.lock = threading.Lock()
+    return loss
+
+
+PARTS = {
+    "not seen yet": (
+        {"model": nn.LazyLinear(4)},
+        "the shape of model.weight is not known yet; run the model on one batch",
+    ),
+    "locked": ({"model": Locked()}, r"model\.lock \(a _thread\.lock\) cannot"),
+    "locked loss": ({"loss": locked_loss()}, r"loss\.lock \(a _thread\.lock\) cannot"),
+    "optimizer of nothing": (
+        {"optimizer": lambda params: None},
+        "optimizer must return a torch.optim.Optimizer, got None",
+    ),
+    "locked callback": (
+        {"callbacks": [LockedCallback()]},
+        r"trainer\.callbacks\[0\]\.lock \(a _thread\.lock\) cannot be pickled",
     ),
 }
 
 
-@pytest.mark.parametrize(("x", "y", "options", "message"), DATA.values(), ids=DATA)
-def test_data_that_cannot_be_trained_on(untouched, x, y, options, message):
+@pytest.mark.parametrize(("options", "message"), PARTS.values(), ids=PARTS)
+def test_so_are_models_losses_optimizers_and_callbacks(untouched, options, message):
+    with pytest.raises(ModelError, match=message):
+        fit(untouched, Given(X, Y), options)
+
+
+OPTIONS = {
+    "loader": ({}, {"loader": load}, "loader is for paths and URLs, got other data"),
+    "collate": (
+        {},
+        {"collate_fn": print},
+        "collate_fn is for a torch Dataset, got oth",
+    ),
+    "stopping": (
+        {"callbacks": [EarlyStopping(patience=1)]},
+        {},
+        "monitor='val_loss' needs validation data",
+    ),
+    "accuracy": (
+        {"callbacks": [EarlyStopping("val_accuracy", patience=1)]}
+        | {"model": lambda: nn.Linear(4, 1), "loss": nn.MSELoss()},
+        {"validation": (X, X[:, :1])},
+        "monitor='val_accuracy' needs labels that are class indices",
+    ),
+    "evaluation": (
+        {"callbacks": [Evaluate(every=2)]},
+        {},
+        r"Evaluate\(every=2\) needs validation data",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "fit_options", "message"), OPTIONS.values(), ids=OPTIONS
+)
+def test_so_are_options_that_do_not_go_with_the_data(
+    untouched, options, fit_options, message
+):
+    y = X[:, :1] if "loss" in options else Y
+    with pytest.raises(OptionError, match=message):
+        fit(untouched, Given(X, y), options, **fit_options)
+
+
+class TestClient:
+    def test_text_is_refused(self):
+        with pytest.raises(OptionError, match="client must be a distributed"):
+            trainer("tcp://127.0.0.1:8786").fit(X, Y)
+
+    def test_a_closed_one_is_refused(self, idle):
+        with Client(idle.cluster, set_as_default=False) as closed:
+            pass
+
+        with pytest.raises(OptionError, match=r"and running, .* 'closed'"):
+            trainer(closed).fit(X, Y)
+
+    def test_an_asynchronous_one_is_refused(self, untouched):
+        async def fit():
+            async with Client(
+                untouched.cluster.scheduler_address,
+                asynchronous=True,
+                set_as_default=False,
+            ) as client:
+                trainer(client).fit(X, Y)
+
+        with pytest.raises(OptionError, match="asynchronous=True; use Client"):
+            asyncio.run(fit())
+
+    def test_a_cluster_without_workers_is_refused(self, no_workers):
+        with pytest.raises(OptionError, match="has no workers; wait for some with"):
+            fit(no_workers, Given(X, Y))
+
+    def test_a_lazy_prediction_needs_a_cluster_that_stays(self, monkeypatch):
+        def none():
+            raise ValueError
+
+        monkeypatch.setattr("daskdl.util.default_client", none)
+        own = trainer(None)
+        own.model_ = mlp()
+
+        with pytest.raises(OptionError, match="client must be given to predict on a"):
+            own.predict(blocks()[0])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the workers have the device")
+def test_a_device_that_a_worker_has_not(client):
+    message = r"^replica \d on \w+://.*: device='cuda' is not there: torch finds 0 CUDA"
+
+    with pytest.raises(OptionError, match=f"{message}.*take device='auto'"):
+        fit(client, Given(X, Y), {"device": "cuda"})
+
+
+def damaged_npz(where):
+    url = files(where, ".npz", save_npz)
+    (where.folder / "1.npz").write_bytes(b"nonsense")
+    return Given(url)
+
+
+def npz(where, loader):
+    return Given(files(where, ".npz", save_npz), options={"loader": loader})
+
+
+def npy(where):
+    loader = daskdl_data.Npy(label_column=9)
+    return Given(files(where, ".npy", save_table), options={"loader": loader})
+
+
+def missing_value(where):
+    import dask.dataframe as dd
+
+    own = frame().assign(label=Y)
+    own.loc[40, "b"] = np.nan
+    lazy = dd.from_pandas(own, npartitions=3)
+    return Given(lazy[NAMES], lazy["label"])
+
+
+def with_label(row, value):
+    x, _ = blocks(30, 30)
+    return x, da.from_array(changed(Y, row, value), chunks=30)
+
+
+# What only those see who read the data.
+ON_READING = {
+    "damaged": (damaged_npz, r"cannot read \S*/1\.npz: "),
+    "column": (npy, r"\.npy must be a table with the column 9 .*, got the shape"),
+    "names": (
+        lambda w: npz(w, daskdl_data.Npz(y="target")),
+        r"\S*\.npz must have an array named 'target', but has \['x', 'y'\]",
+    ),
+    "shapes": (
+        lambda w: Given(db.from_sequence([(X[0], 0), (X[0][:2], 1)], npartitions=1)),
+        "examples of part 0 must all have one shape for X",
+    ),
+    "lengths": (
+        lambda w: Given([delayed(lambda: (X, Y[1:]), pure=False)()]),
+        "part 0 has rows that do not go together: 90 of X, 89 of y",
+    ),
+    "missing": (missing_value, "column 'b' of X of part 1 has 1 missing values; fill"),
+    "label": (
+        lambda w: Given(*with_label(67, 9)),
+        r"^replica \d on tcp://\S+: y of part 2 of the train data\[7\] is 9.*"
+        r" in \[0, 3",
+    ),
+    "rows": (
+        lambda w: Given(lazy_positive(), da.from_array(Y, chunks=30)),
+        r"replica \d on tcp://\S+: part \d has rows that do not go together: "
+        r"\d+ of X, 30 of y; partition X and y alike",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), ON_READING.values(), ids=ON_READING)
+def test_what_reading_shows_is_named(client, tmp_path, make, message):
     with pytest.raises(DataError, match=message):
-        trainer(untouched).fit(x, y, **options)
+        fit(client, make(Where(client, tmp_path)))
 
 
-def test_a_target_that_is_missing(untouched):
-    own = trainer(untouched, model=nn.Linear(20, 1), loss=nn.MSELoss())
-
-    with pytest.raises(DataError, match=r"y\[2, 0\] is nan; remove such examples"):
-        own.fit(X, TARGETS)
-
-
-def test_validation_data_that_the_model_does_not_fit(untouched):
-    with pytest.raises(ModelError, match="validation: model failed on 2 rows of X"):
-        trainer(untouched).fit(X, Y, validation=(X[:, :3], Y))
-
-
-class TestOnWorkers:
-    """What only a worker can see: the content of blocks that no client has loaded."""
-
-    def test_a_wrong_label_in_a_block_is_named(self, client):
-        y = changed(Y, 37, 9)
-
-        with pytest.raises(DataError) as caught:
-            trainer(client).fit(BLOCKS, da.from_array(y, chunks=16))
-
-        assert "y of part 2 of the train data[5] is 9" in str(caught.value)
-        assert "labels must be in [0, 4)" in str(caught.value)
-        assert any(worker in str(caught.value) for worker in client.nthreads())
-
-    def test_a_wrong_label_in_a_block_of_validation_data_is_named(self, client):
-        wrong = (BLOCKS, da.from_array(changed(Y, 20, -3), chunks=16))
-
-        with pytest.raises(
-            DataError, match=r"y of part 1 of the validation data\[4\] is -3"
-        ):
-            trainer(client).fit(X, Y, validation=wrong)
-
-    def test_rows_of_unknown_number_that_do_not_go_with_the_labels_are_named(
-        self, client
+def test_a_wrong_label_in_a_block_of_validation_data_is_named(client):
+    with pytest.raises(
+        DataError, match=r"y of part 1 of the validation data\[4\] is -3"
     ):
-        some = BLOCKS[BLOCKS[:, 0] > 0]
+        fit(client, Given(X, Y), validation=with_label(34, -3))
 
-        with pytest.raises(DataError) as caught:
-            trainer(client).fit(some, da.from_array(Y, chunks=16))
 
-        assert re.search(
-            r"replica \d on tcp://\S+: part \d has rows that do not go together: "
-            r"\d+ of X, 16 of y; partition X and y alike",
-            str(caught.value),
-        )
+def test_what_the_users_own_loader_raises_comes_out_with_the_file(client, tmp_path):
+    def failing(path):
+        raise ZeroDivisionError("of one's own")
 
-    def test_a_missing_target_in_a_block_is_named(self, client):
-        targets = changed(X[:, :1], 50, np.nan)
-        own = trainer(client, model=nn.Linear(20, 1), loss=nn.MSELoss())
+    with pytest.raises(ZeroDivisionError, match="of one's own") as caught:
+        fit(client, npz(Where(client, tmp_path), failing))
+    assert re.fullmatch(r"in \S*\.npz", caught.value.__notes__[0])
 
-        with pytest.raises(
-            daskdl.DaskDLError, match=r"y of part 3 of the train data\[2, 0\] is nan"
-        ):
-            own.fit(BLOCKS, da.from_array(targets, chunks=(16, 1)))
+
+def test_one_bad_batch_file_is_named_or_left_out_and_counted(client, tmp_path):
+    rows = 2  # of each file
+    made = daskdl_data.export(
+        np.tile(X, (3, 1))[: 100 * rows],
+        np.tile(Y, 3)[: 100 * rows],
+        url=str(tmp_path),
+        batch_size=rows,
+        client=False,
+    )
+    path = tmp_path / made.files[57].name
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    given = Given(str(tmp_path))
+
+    with pytest.raises(
+        DataError, match=r"batch-000057\.safetensors is damaged: .*; ex"
+    ):
+        fit(client, given)
+    own = fit(client, given, on_bad_batch="skip", epochs=2)
+    assert own.history_.column("examples") == [198, 198]
+    assert own.history_.column("skipped_examples") == [2, 2]
+    assert own.evaluate(str(tmp_path), on_bad_batch="skip")["loss"] > 0

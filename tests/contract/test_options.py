@@ -4,121 +4,170 @@ import math
 import re
 import threading
 
+import dask
 import pytest
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from daskdl import Callback, GradientSharing, OptionError, Trainer
+from daskdl import Callback, GradientSharing, OptionError, ParameterAveraging, Trainer
 from daskdl.errors import ModelError
-from daskdl.residuals import ResidualClipping
 from daskdl.thresholds import AdaptiveThreshold, FixedThreshold
-from daskdl.training.epoch_control import Scheduling
 from tests.support.problems import shown
 
 
+def sgd(parameters=None):
+    parameters = nn.Linear(2, 1).parameters() if parameters is None else parameters
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+class Locked(StepLR):
+    def __init__(self, optimizer):
+        super().__init__(optimizer, 1)
+        self.lock = threading.Lock()
+
+
 def trainer(**options):
-    parts = {
-        "model": nn.Linear(2, 1),
-        "loss": nn.MSELoss(),
-        "optimizer": torch.optim.SGD,
-    }
+    parts = {"model": nn.Linear(2, 1), "loss": nn.MSELoss(), "optimizer": sgd}
     return Trainer(**{**parts, "client": False, **options})
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("seed", 2**63 - 1),
-        ("device", "cpu"),
-        ("device", torch.device("cpu")),
-        ("callbacks", (Callback(), Callback())),
-        ("progress", True),
-        ("progress", False),
-        ("telemetry_every", 1),
-        ("telemetry_every", None),
-        ("max_loss_rise", 3),
-        ("max_loss_rise", None),
-        ("autocast", torch.bfloat16),
-        ("autocast", torch.float16),
-        ("accumulate", 64),
-        ("clip_grad_norm", 1),
-        ("clip_grad_norm", 0.5),
-    ],
-    ids=shown,
-)
-def test_an_option_of_a_trainer_is_taken(option, value):
-    assert getattr(trainer(**{option: value}), option) is value
+def fit(options, **fit_options):
+    trainer(**options).fit(torch.zeros(4, 2), torch.zeros(4, 1), **fit_options)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("master", GradientSharing, "master must be a daskdl.TrainingMaster, got <cl"),
-        ("seed", -1, "seed must be a whole number in [0, 2**63), got -1"),
-        ("seed", 2**63, "in [0, 2**63), got 9223372036854775808"),
-        ("seed", True, "seed must be a whole number in [0, 2**63), got True"),
-        ("seed", 0.0, "seed must be a whole number in [0, 2**63), got 0.0"),
-        ("progress", 1, "progress must be True, False or None, got 1"),
-        ("callbacks", Callback(), "callbacks must be a list of daskdl.Callback, got <"),
-        ("callbacks", [Callback(), 5], "callbacks must be daskdl.Callback, got 5"),
-        ("device", 0, "device must be 'auto' or a torch device, got 0"),
-        ("device", None, "device must be 'auto' or a torch device, got None"),
-        ("device", "quantum", "device must be 'auto' or a torch device, got 'quantum'"),
-        ("optimizer", None, "optimizer must be a function that makes one from param"),
-        ("autocast", torch.float64, "torch.float16 or None, got torch.float64"),
-        (
-            "autocast",
-            "bfloat16",
-            "must be torch.bfloat16, torch.float16 or None, got '",
-        ),
-        ("autocast", True, "or None, got True"),
-        ("accumulate", 0, "accumulate must be a whole number >= 1, got 0"),
-        ("accumulate", 2.0, "accumulate must be a whole number >= 1, got 2.0"),
-        ("accumulate", None, "accumulate must be a whole number >= 1, got None"),
-        ("clip_grad_norm", 0, "clip_grad_norm must be a number > 0 or None, got 0"),
-        ("clip_grad_norm", -1.0, "must be a number > 0 or None, got -1.0"),
-        ("clip_grad_norm", math.inf, "must be a number > 0 or None, got inf"),
-        ("clip_grad_norm", math.nan, "must be a number > 0 or None, got nan"),
-        ("clip_grad_norm", True, "must be a number > 0 or None, got True"),
-        ("clip_grad_norm", "1", "must be a number > 0 or None, got '1'"),
-        ("telemetry_every", 0, "a whole number >= 1 or 'auto' or None, got 0"),
-        ("telemetry_every", 1.5, "a whole number >= 1 or 'auto' or None, got 1.5"),
-        ("telemetry_every", True, "a whole number >= 1 or 'auto' or None, got True"),
-        ("telemetry_every", "all", "a whole number >= 1 or 'auto' or None, got 'all'"),
-        ("max_loss_rise", 0, "max_loss_rise must be a number > 0 or None, got 0"),
-        ("max_loss_rise", True, "a number > 0 or None, got True"),
-        ("max_loss_rise", math.inf, "a number > 0 or None, got inf"),
-        ("max_loss_rise", math.nan, "a number > 0 or None, got nan"),
-        ("max_loss_rise", "10", "a number > 0 or None, got '10'"),
+WHOLE = "a whole number >= 1"
+RATIO = "a number > 0 or None"
+SEEDS = "seed must be a whole number in [0, 2**63)"
+TRAINER = [
+    ("master", GradientSharing, "master must be a daskdl.TrainingMaster"),
+    *[("seed", value, SEEDS) for value in (-1, 2**63, True, 0.0)],
+    ("progress", 1, "progress must be True, False or None"),
+    ("callbacks", Callback(), "callbacks must be a list of daskdl.Callback"),
+    ("callbacks", [Callback(), 5], "callbacks must be daskdl.Callback, got 5"),
+    *[("device", v, "device must be 'auto' or a torch device") for v in (0, "quantum")],
+    ("optimizer", None, "optimizer must be a function that makes one from param"),
+    *[
+        ("autocast", value, "must be torch.bfloat16, torch.float16 or None")
+        for value in (torch.float64, "bfloat16", True)
     ],
-    ids=shown,
-)
+    *[("accumulate", value, f"accumulate must be {WHOLE}") for value in (0, 2.0, None)],
+    *[
+        ("clip_grad_norm", value, f"clip_grad_norm must be {RATIO}")
+        for value in (0, -1.0, math.inf, math.nan, True, "1")
+    ],
+    *[
+        ("telemetry_every", value, f"telemetry_every must be {WHOLE} or 'auto' or None")
+        for value in (0, 1.5, True, "all")
+    ],
+    *[
+        ("max_loss_rise", value, f"max_loss_rise must be {RATIO}")
+        for value in (0, True, math.inf, math.nan, "10")
+    ],
+    ("loss", None, "exactly one of loss and step must be given, got neither"),
+    ("step", print, "exactly one of loss and step must be given, got loss=MSELoss()"),
+    ("scheduler", 3, "scheduler must be a function that makes one from an optimizer"),
+    ("scheduler_every", "day", "scheduler_every must be 'epoch' or 'step'"),
+    ("scheduler_every", "step", "scheduler_every='step' needs a scheduler, got None"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "message"), TRAINER, ids=shown)
 def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
-    with pytest.raises(OptionError, match=re.escape(message)):
+    with pytest.raises(OptionError, match=re.escape(message)) as caught:
         trainer(**{option: value})
+    assert "got " in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("epochs", 0, "epochs must be a whole number >= 1, got 0"),
-        ("epochs", 1.5, "epochs must be a whole number >= 1, got 1.5"),
-        ("epochs", True, "epochs must be a whole number >= 1, got True"),
-        ("shuffle", 1, "shuffle must be True or False, got 1"),
-        ("shuffle", None, "shuffle must be True or False, got None"),
-        ("drop_last", 1, "drop_last must be True or False, got 1"),
-        ("prefetch", -1, "prefetch must be a whole number >= 0, got -1"),
-        ("prefetch", 0.5, "prefetch must be a whole number >= 0, got 0.5"),
-        ("prefetch", True, "prefetch must be a whole number >= 0, got True"),
-        ("approach", "copy", "approach must be 'direct' or 'export', got 'copy'"),
-        ("approach", True, "approach must be 'direct' or 'export', got True"),
-    ],
-    ids=shown,
-)
+FIT = [
+    *[("epochs", value, f"epochs must be {WHOLE}") for value in (0, 1.5, True)],
+    *[(name, 1, f"{name} must be True or False") for name in ("shuffle", "drop_last")],
+    *[("prefetch", v, "prefetch must be a whole number >= 0") for v in (-1, 0.5, True)],
+    *[("approach", v, "approach must be 'direct' or 'export'") for v in ("copy", True)],
+]
+
+
+@pytest.mark.parametrize(("option", "value", "message"), FIT, ids=shown)
 def test_an_option_of_a_fit_is_refused_by_name(option, value, message):
-    with pytest.raises(OptionError, match=re.escape(message)):
-        trainer().fit(torch.zeros(4, 2), torch.zeros(4, 1), **{option: value})
+    with pytest.raises(OptionError, match=re.escape(f"{message}, got {value!r}")):
+        fit({}, **{option: value})
+
+
+def test_a_timeout_that_is_no_time_is_refused():
+    with (
+        dask.config.set({"daskdl.timeouts.silence": "soon"}),
+        pytest.raises(OptionError, match=r"daskdl\.timeouts\.silence must .* 'soon'"),
+    ):
+        fit({})
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
+def test_cuda_that_is_not_there_is_refused_at_once(device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = f"device='{device}' is not there: torch finds 0 CUDA devices in this pro"
+
+    with pytest.raises(OptionError, match=f"^{re.escape(message)}"):
+        fit({"device": device, "optimizer": lambda p: pytest.fail("too late")})
+
+
+def halves(kind):
+    return lambda p: kind([torch.optim.SGD(p[:1], 0.1), torch.optim.Adam(p[1:])])
+
+
+# What the client sees when it tries them.
+TRIED = [
+    *[
+        ({"optimizer": halves(kind)}, ModelError, "got several (SGD, Adam)")
+        for kind in (list, tuple, lambda two: dict(zip("ab", two, strict=True)))
+    ],
+    (
+        {"autocast": torch.float16, "model": lambda: nn.Linear(2, 1).half()},
+        OptionError,
+        "autocast=torch.float16 needs a model with float32 parameters, got 'weight'",
+    ),
+    *[
+        ({"loss": None, "step": step}, ModelError, message)
+        for step, message in (
+            (lambda model, batch: model(batch), "step failed on two rows, x being sha"),
+            (lambda model, batch: model(batch[0]), "step must return one floating num"),
+            (lambda model, batch: 1.0, "step must return a tensor, got 1.0"),
+        )
+    ],
+    *[
+        ({"master": GradientSharing(threshold=mapping)}, OptionError, message)
+        for mapping, message in (
+            ({"*s": FixedThreshold()}, "no pattern that parameter 'weight' matches"),
+            (
+                {"3.*": FixedThreshold(), "*": FixedThreshold()},
+                "pattern '3.*' matches no trainable",
+            ),
+        )
+    ],
+    *[
+        ({"scheduler": make, "scheduler_every": every}, OptionError, message)
+        for make, every, message in (
+            (
+                lambda o: o,
+                "epoch",
+                "scheduler must return a torch.optim.lr_scheduler.L",
+            ),
+            (
+                lambda o: StepLR(sgd(), 1),
+                "epoch",
+                "works on an optimizer it was not gi",
+            ),
+            (ReduceLROnPlateau, "step", "must be 'epoch' for ReduceLROnPlateau, which"),
+            (StepLR, "epoch", "scheduler failed on a SGD: "),
+        )
+    ],
+    ({"scheduler": lambda o: Locked(o)}, ModelError, "scheduler cannot be sent"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), TRIED)
+def test_what_fails_when_it_is_tried_is_refused(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        fit(options)
 
 
 WRONG = [
@@ -179,23 +228,6 @@ WRONG = [
 ]
 
 
-def test_the_defaults_are_those_that_are_documented():
-    assert GradientSharing() == GradientSharing(
-        threshold=AdaptiveThreshold(initial=None),
-        residual=ResidualClipping(),
-        apply="eager",
-        update_scale="mean",
-        max_staleness=8,
-        exchange_every=1,
-        warmup_steps=0,
-        routing="auto",
-        replicas_per_worker=1,
-        min_replicas=1,
-        rejoin_timeout=None,
-        fan_out=8,
-    )
-
-
 @pytest.mark.parametrize(
     ("option", "value", "allowed"), WRONG, ids=[f"{o}={v!r}" for o, v, _ in WRONG]
 )
@@ -219,68 +251,19 @@ def test_auto_is_a_mesh_from_nine_workers_on(routing, workers, expected):
     assert GradientSharing(routing=routing).routing_for(workers) == expected
 
 
-def sgd():
-    return torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=1.0)
+AVERAGING = [
+    ({"frequency": 0}, "frequency must be a whole number >= 1, got 0"),
+    ({"average_optimizer": 1}, "average_optimizer must be True or False, got 1"),
+    ({"outer": 0.7}, "outer must be a function .* got 0.7"),
+    ({"compression": "gzip"}, "compression must be 'dense8' or None, got 'gzip'"),
+    ({"replicas_per_worker": 0}, "replicas_per_worker must be a whole number >= 1"),
+    ({"min_replicas": 0}, "min_replicas must be a whole number >= 1"),
+    ({"fan_out": 0}, "fan_out must be a whole number >= 1"),
+    ({"rejoin_timeout": 0}, "rejoin_timeout must be seconds > 0 or None, got 0"),
+]
 
 
-def halved(optimizer):
-    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-
-def plateau(optimizer):
-    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-
-
-def on_another(optimizer):
-    return lr_scheduler.StepLR(sgd(), 1)
-
-
-class Locked(lr_scheduler.StepLR):
-    def __init__(self, optimizer):
-        super().__init__(optimizer, 1)
-        self.lock = threading.Lock()
-
-
-class TestOptions:
-    @pytest.mark.parametrize(
-        ("make", "every", "message"),
-        [
-            (3, "epoch", "scheduler must be a function that makes one from an "
-             "optimizer, such as lambda optimizer: StepLR(optimizer, step_size=10), "
-             "or None; got 3"),
-            (lr_scheduler.StepLR(sgd(), 1), "epoch", "or None; got <torch.optim.lr_s"),
-            (halved, "batch", "scheduler_every must be 'epoch' or 'step', got 'batch'"),
-            (halved, None, "scheduler_every must be 'epoch' or 'step', got None"),
-            (None, "step", "scheduler_every='step' needs a scheduler, got None"),
-        ],
-        ids=["number", "built", "batch", "never", "none"],
-    )  # fmt: skip
-    def test_what_can_be_seen_at_once_is_refused(self, make, every, message):
-        with pytest.raises(OptionError, match=re.escape(message)):
-            Scheduling(make, every)
-
-    @pytest.mark.parametrize(
-        ("make", "every", "message"),
-        [
-            (lambda optimizer: optimizer, "epoch", "scheduler must return a torch.optim"
-             ".lr_scheduler.LRScheduler, got SGD"),
-            (lambda optimizer: None, "epoch", "LRScheduler, got None"),
-            (on_another, "epoch", "scheduler works on an optimizer it was not given"),
-            (plateau, "step", "scheduler_every must be 'epoch' for ReduceLROnPlateau, "
-             "which needs the loss of an epoch, got 'step'"),
-            (lambda: None, "epoch", "scheduler failed on a SGD: "),
-            (lambda o: lr_scheduler.StepLR(o), "epoch", "scheduler failed on a SGD: "),
-        ],
-        ids=["optimizer", "nothing", "another", "plateau", "no argument", "fails"],
-    )  # fmt: skip
-    def test_what_is_seen_when_it_is_made_is_refused(self, make, every, message):
-        with pytest.raises(OptionError, match=re.escape(message)):
-            Scheduling(make, every).check(sgd_of, nn.Linear(2, 1))
-
-    def test_one_whose_state_cannot_travel_is_refused(self):
-        with pytest.raises(ModelError, match=r"scheduler cannot be sent .*lock"):
-            Scheduling(Locked).check(sgd_of, nn.Linear(2, 1))
-
-
-def sgd_of(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+@pytest.mark.parametrize(("options", "message"), AVERAGING, ids=shown)
+def test_an_option_of_averaging_is_refused_by_name(options, message):
+    with pytest.raises(OptionError, match=message):
+        ParameterAveraging(**options)

@@ -31,6 +31,8 @@ class New(TorchDispatchMode):
 class Watched(torch.optim.SGD):
     """Watches from the beginning of each step to where the parameters move."""
 
+    made = ()  # how many, of each step
+
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
         self.new = New()
@@ -38,26 +40,22 @@ class Watched(torch.optim.SGD):
 
     def step(self, closure=None):
         self.new.__exit__(None, None, None)
-        MADE[-1].append(len(self.new.made))
+        Watched.made += (len(self.new.made),)
         return super().step(closure)
 
 
-MADE = []  # how many, of each step of a fit
-
-
-def test_as_many_are_made_with_clipping_as_without():
-    MADE.clear()
-
+def test_as_many_are_made_with_clipping_as_without(monkeypatch):
+    counts = []
     for norm in (None, 1e-3):
-        MADE.append([])
+        monkeypatch.setattr(Watched, "made", ())
         trainer(
             False,
             model=lambda: nn.Sequential(nn.Linear(20, 512), nn.Linear(512, 4)),
             optimizer=lambda parameters: Watched(parameters, lr=0.1),
             clip_grad_norm=norm,
         ).fit(X, Y, batch_size=4)
+        counts.append(Watched.made)
 
-    without, clipped = MADE
-    assert clipped == without
-    assert len(clipped) == 16
-    assert min(clipped) >= 1  # the gradient itself
+    assert counts[0] == counts[1]
+    assert len(counts[0]) == 16
+    assert min(counts[0]) >= 1  # the gradient itself

@@ -1,11 +1,13 @@
-"""An epoch in which drop_last=True leaves out everything ends the fit with a word."""
+"""Rows that fill no batch with drop_last=True."""
 
 import dask.array as da
 import pytest
+import torch
+from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from daskdl import Callback, DataError, GradientSharing
-from tests.support.problems import rows, trainer
+from daskdl import Callback, DataError, GradientSharing, ModelError
+from tests.support.problems import kept, normalised, rows, trainer
 
 X, Y = rows(200)
 
@@ -22,42 +24,28 @@ class Stream(IterableDataset):
             yield X[i], Y[i]
 
 
-@pytest.fixture
-def stream(monkeypatch):
+class Shrink(Callback):
+    """From an epoch on there are 20 rows."""
+
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def on_epoch_begin(self, begin):
+        Stream.rows = 20 if begin.epoch >= self.epoch else 200
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_epoch_that_drops_all_ends_the_fit(replicas, epoch, monkeypatch):
     monkeypatch.setattr(Stream, "rows", 200)
-    return Stream()
+    master = GradientSharing(replicas_per_worker=replicas)
+    own = trainer(False, master=master, callbacks=[Shrink(epoch)])
+    message = f"in epoch {epoch}: drop_last=True left out 20 exam.*batch_size, fewer"
 
+    with pytest.raises(DataError, match=message):
+        own.fit(Stream(), batch_size=32, drop_last=True, epochs=3)
 
-def fit(own, data, **options):
-    return own.fit(data, batch_size=32, drop_last=True, **options)
-
-
-def of(replicas, **options):
-    return trainer(
-        False, master=GradientSharing(replicas_per_worker=replicas), **options
-    )
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_fit_that_drops_all_says_so_in_its_first_epoch(replicas, stream):
-    Stream.rows = 20
-
-    with pytest.raises(DataError, match=r"in epoch 0: drop_last=True .*out 20 exam"):
-        fit(of(replicas), stream)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_later_epoch_that_drops_all_ends_the_fit(replicas, stream):
-    class Shrink(Callback):
-        def on_epoch_begin(self, begin):
-            Stream.rows = 20 if begin.epoch else 200
-
-    own = of(replicas, callbacks=[Shrink()])
-
-    with pytest.raises(DataError, match=r"epoch 1: drop_last=True .*batch_size, fewer"):
-        fit(own, stream, epochs=3)
-
-    assert [row["examples"] > 0 for row in own.history_] == [True]
+    assert [row["examples"] > 0 for row in own.history_] == [True] * epoch
 
 
 def test_rows_that_cannot_be_used_are_named_beside_those_that_fill_no_batch():
@@ -67,4 +55,34 @@ def test_rows_that_cannot_be_used_are_named_beside_those_that_fill_no_batch():
 
     message = "drop_last=True left out 30 .*; all other 10 examples .*, the first becau"
     with pytest.raises(DataError, match=message):
-        fit(of(1), x, y=y, on_bad_batch="skip")
+        trainer(False).fit(x, y, batch_size=32, drop_last=True, on_bad_batch="skip")
+
+
+batches = []  # of inputs, in the order in which they were trained on
+
+
+def step(model, batch):
+    x, y = batch
+    if model.training and torch.is_grad_enabled():
+        batches.append(len(x))
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def test_what_fills_no_batch_is_not_trained_on():
+    batches.clear()
+    own = trainer(False, loss=None, step=step, master=kept())
+
+    history = own.fit(X[:100], Y[:100], batch_size=32, epochs=2, drop_last=True)
+
+    assert batches == [32, 32, 32] * 2
+    assert history.column("examples") == [96, 96]
+
+
+def test_it_is_the_remedy_for_batch_norm_and_one_row():
+    own = trainer(False, model=normalised)
+    message = r"^replica 0 .*one row: Expected more than 1 value.*drop_last=True"
+
+    with pytest.raises(ModelError, match=message):
+        own.fit(X[:33], Y[:33])
+
+    assert own.fit(X[:33], Y[:33], drop_last=True).column("examples") == [32]

@@ -18,13 +18,20 @@ from daskdl import (
     ParameterAveraging,
     Trainer,
 )
-from tests.support.problems import mlp, normalised, rows, start_of, trainer
-from tests.support.recording import vector
+from tests.support.problems import (
+    check_shows_what_was_validated,
+    kept,
+    mlp,
+    normalised,
+    rows,
+    start_of,
+    trainer,
+)
+from tests.support.recording import delivered, vector
 
 X, Y = rows(600)
-HELD_X, HELD_Y = X[480:], Y[480:]
+HELD = X[480:], Y[480:]
 X, Y = X[:480], Y[:480]
-HELD = HELD_X, HELD_Y
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
@@ -41,52 +48,35 @@ MASTERS = {
 }
 
 
-def of(master, replicas):
-    return dataclasses.replace(master, replicas_per_worker=replicas)
-
-
-def shows_what_was_validated(own):
-    last, scored = own.history_[-1], own.evaluate(*HELD)
-    assert scored["loss"] == pytest.approx(last["val_loss"], rel=1e-5)
-    assert scored["accuracy"] == pytest.approx(last["val_accuracy"])
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_model_that_comes_back_is_the_one_validated_last(
     master, replicas, optimizer
 ):
-    own = trainer(
-        False, model=normalised, master=of(master, replicas), optimizer=optimizer
-    )
+    master = dataclasses.replace(master, replicas_per_worker=replicas)
+    own = trainer(False, model=normalised, master=master, optimizer=optimizer)
 
     for _ in range(2):  # the second one begins with what the first has left
         own.fit(X, Y, epochs=2, batch_size=16, validation=HELD)
 
-        shows_what_was_validated(own)
+        check_shows_what_was_validated(own, HELD)
 
 
 class Book:
     """What all replicas' steps have moved, added up; they are threads here."""
 
-    def __init__(self):
-        self.lock, self.last = threading.Lock(), threading.local()
-        self.clear()
-
-    def clear(self):
-        self.moved, self.rate = np.zeros(SIZE), 0.05
+    lock, last = threading.Lock(), threading.local()
+    moved = 0.0
 
 
 class Booked(torch.optim.SGD):
     """Says how far each step went; some are only rehearsed."""
 
     def step(self, closure=None):
-        for group in self.param_groups:
-            group["lr"] = BOOK.rate
         before = self.now()
         super().step(closure)
-        BOOK.last.move = self.now() - before
+        Book.last.move = self.now() - before
 
     def now(self):
         parameters = self.param_groups[0]["params"]
@@ -97,37 +87,35 @@ class Enter(Callback):
     """Those that count are entered in the book."""
 
     def on_step_end(self, step):
-        with BOOK.lock:
-            BOOK.moved += BOOK.last.move
+        with Book.lock:
+            Book.moved += Book.last.move
 
 
-SIZE = len(vector(mlp()))
-BOOK = Book()
+@pytest.fixture(autouse=True)
+def nothing_moved():
+    Book.moved = 0.0
 
 
-@pytest.fixture
-def book():
-    BOOK.clear()
-    return BOOK
+def booked_sgd(parameters):
+    return Booked(parameters, lr=0.05)
 
 
-def booked(**options):
-    options = {"master": sharing(2), "callbacks": [Enter()], **options}
-    return trainer(False, **{"optimizer": Booked, **options})
+def still(parameters):
+    return Booked(parameters, lr=0.0)
+
+
+def booked():
+    callbacks, options = [Enter()], {"optimizer": booked_sgd, "master": sharing(2)}
+    return trainer(False, callbacks=callbacks, **options)
 
 
 def sharing(replicas, **options):
-    options = {"threshold": FixedThreshold(2.0**-7), **options}
-    return GradientSharing(
-        residual=KeepResidual(),
-        update_scale="sum",
-        replicas_per_worker=replicas,
-        **options,
-    )
+    options = {"threshold": FixedThreshold(2.0**-7), "update_scale": "sum", **options}
+    return kept(replicas_per_worker=replicas, **options)
 
 
-def fit(own, **options):
-    return own.fit(X, Y, **{"batch_size": 16, **options})
+def fit(own):
+    own.fit(X, Y, batch_size=16)
 
 
 def load(folder):
@@ -135,7 +123,7 @@ def load(folder):
         folder,
         client=False,
         model=mlp,
-        optimizer=Booked,
+        optimizer=booked_sgd,
         callbacks=[],
         loss=nn.CrossEntropyLoss(),
     )
@@ -166,16 +154,9 @@ class TestConservation:
 
     START = vector(start_of(mlp)).double().numpy()
 
-    def delivered(self, own, book):
-        """What comes back when nothing is left out, of a fit that moves nothing."""
-        book.rate = 0.0
-        own.master = sharing(1)
-        fit(own)
-        return model_of(own)
-
     @pytest.mark.parametrize("options", [{}, {"apply": "strict"}], ids=str)
     @pytest.mark.parametrize("replicas", [(2,), (2, 2), (3, 2), (2, 3), (2, 1, 2)])
-    def test_nothing_is_lost_and_nothing_counts_twice(self, replicas, options, book):
+    def test_nothing_is_lost_and_nothing_counts_twice(self, replicas, options):
         own = booked()
 
         for count in replicas:
@@ -183,19 +164,19 @@ class TestConservation:
             fit(own)
         shown = model_of(own)
 
-        expected = self.START + book.moved
-        np.testing.assert_allclose(self.delivered(own, book), expected, **CLOSE)
+        expected = self.START + Book.moved
+        np.testing.assert_allclose(delivered(own), expected, **CLOSE)
         assert np.abs(shown - expected).max() > 1e-3  # there was something left
 
-    def test_a_fit_that_fails_before_its_replicas_have_met_keeps_it(self, book):
+    def test_a_fit_that_fails_before_its_replicas_have_met_keeps_it(self):
         class Fail(Callback):
             def on_step_end(self, step):
                 raise RuntimeError
 
         own = booked()
         fit(own)
-        shown, expected = model_of(own), self.START + book.moved
-        book.rate = 0.0
+        shown, expected = model_of(own), self.START + Book.moved
+        own.optimizer = still
 
         for replicas in (2, 1):
             own.master, own.callbacks = sharing(replicas), [Fail()]
@@ -203,27 +184,24 @@ class TestConservation:
                 fit(own)
             np.testing.assert_array_equal(model_of(own), shown)
 
-        own.callbacks = []
-        np.testing.assert_allclose(self.delivered(own, book), expected, **CLOSE)
+        np.testing.assert_allclose(delivered(own), expected, **CLOSE)
 
     @pytest.mark.parametrize("replicas", [1, 2])
     @pytest.mark.parametrize("outer", [None, lambda p: torch.optim.SGD(p, lr=1.0)])
-    def test_averaging_begins_with_all_of_it(self, replicas, outer, book):
+    def test_averaging_begins_with_all_of_it(self, replicas, outer):
         own = booked()
         fit(own)
-        expected = self.START + book.moved
+        expected = self.START + Book.moved
 
-        book.rate = 0.0
+        own.optimizer = still
         own.master = ParameterAveraging(replicas_per_worker=replicas, outer=outer)
-        fit(own)
-
-        np.testing.assert_allclose(model_of(own), expected, **CLOSE)
-        fit(own)  # and only once
-        np.testing.assert_allclose(model_of(own), expected, **CLOSE)
+        for _ in range(2):  # and only once
+            fit(own)
+            np.testing.assert_allclose(model_of(own), expected, **CLOSE)
 
     @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
     def test_the_next_fit_starts_from_weights_that_the_user_has_changed(
-        self, change, book, caplog, tmp_path
+        self, change, caplog, tmp_path
     ):
         own = booked()
         fit(own)
@@ -233,8 +211,8 @@ class TestConservation:
         again = load(tmp_path)
 
         with caplog.at_level(logging.WARNING, logger="daskdl"):
-            got = self.delivered(own, book)
+            got = delivered(own)
 
         np.testing.assert_allclose(got, expected, **CLOSE)
         assert "what its replicas had not sent yet is dropped" in caplog.text
-        np.testing.assert_allclose(self.delivered(again, book), expected, **CLOSE)
+        np.testing.assert_allclose(delivered(again), expected, **CLOSE)

@@ -9,50 +9,36 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from daskdl import (
-    Callback,
-    FixedThreshold,
-    LearningRateMonitor,
-    PrintProgress,
-)
+from daskdl import Callback, FixedThreshold, LearningRateMonitor, PrintProgress
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import delivered
 
 X, Y = rows()
-OTHER = rows(seed=5)
 TWO = kept(replicas_per_worker=2)
 
 
 class Told(Callback):
-    """Keeps what it is told on the client, and pickles count."""
+    """Keeps what it is told on the client; and what the copies of replicas know."""
+
+    seen = ()
 
     def __init__(self):
-        self.fits, self.rows, self.ends, self.packed = [], [], [], 0
-
-    def __getstate__(self):
-        self.packed += 1
-        return {"fits": self.fits, "rows": self.rows, "ends": self.ends, "packed": 0}
+        self.fits, self.rows, self.ends = [], [], []
 
     def on_fit_begin(self, fit):
         self.fits.append(fit)
+
+    def on_epoch_begin(self, epoch):
+        Told.seen += ((self, epoch),)
+
+    def on_step_end(self, step):
+        Told.seen += ((self, step),)
 
     def on_epoch_end(self, row):
         self.rows.append(row)
 
     def on_fit_end(self, end):
         self.ends.append(end)
-
-
-class ToldThere(Told):
-    """So do replicas, of which each notes what the copy knows."""
-
-    seen = ()
-
-    def on_epoch_begin(self, epoch):
-        ToldThere.seen += ((self, epoch, len(self.fits)),)
-
-    def on_step_end(self, step):
-        ToldThere.seen += ((self, step, len(self.rows)),)
 
 
 class Ends(Callback):
@@ -75,9 +61,12 @@ class Ends(Callback):
 
 
 class TestHooks:
-    def test_each_is_told_of_its_side(self, monkeypatch):
-        monkeypatch.setattr(ToldThere, "seen", ())
-        told = ToldThere()
+    @pytest.fixture(autouse=True)
+    def nothing_seen(self, monkeypatch):
+        monkeypatch.setattr(Told, "seen", ())
+
+    def test_each_is_told_of_its_side(self):
+        told = Told()
         own = trainer(False, master=TWO, callbacks=[told])
         own.fit(X, Y, epochs=2, batch_size=16)
 
@@ -96,53 +85,31 @@ class TestHooks:
         assert told.rows[2:] == list(history)
         assert [end.error for end in told.ends] == [None, None]
         assert told.ends[1].history is history
-        copies = {id(copy) for copy, _, _ in ToldThere.seen}  # kept, so none is reused
+        copies = {id(copy) for copy, _ in Told.seen}  # kept, so none is reused
         assert len(copies) == 4  # two replicas in each of two fits
         assert id(told) not in copies
 
-    def test_an_epoch_begins_before_its_steps(self, monkeypatch):
-        monkeypatch.setattr(ToldThere, "seen", ())
-        own = trainer(
-            False,
-            callbacks=[ToldThere()],
-            scheduler=lambda optimizer: lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-        )
+    def test_an_epoch_begins_before_its_steps(self):
+        halved = functools.partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
+        own = trainer(False, callbacks=[Told()], scheduler=halved)
 
         own.fit(X, Y, epochs=2, batch_size=240)
 
-        shown = [
-            (type(told).__name__, told.epoch, told.learning_rate)
-            for _, told, _ in ToldThere.seen
-        ]
-        assert shown == [
-            ("EpochBegin", 0, 0.05),
-            ("Step", 0, 0.05),
-            ("Step", 0, 0.05),
-            ("EpochBegin", 1, 0.025),
-            ("Step", 1, 0.025),
-            ("Step", 1, 0.025),
-        ]
-        assert ToldThere.seen[0][1]._asdict() == {
-            "replica": 0, "epoch": 0, "replicas": 1, "learning_rate": 0.05
-        }  # fmt: skip
+        shown = [(type(t).__name__, t.epoch, t.learning_rate) for _, t in Told.seen]
+        one = [("EpochBegin", 0, 0.05), *[("Step", 0, 0.05)] * 2]
+        assert shown == [*one, ("EpochBegin", 1, 0.025), *[("Step", 1, 0.025)] * 2]
+        begin = Told.seen[0][1]
+        assert (begin.replica, begin.replicas) == (0, 1)
 
-    def test_what_the_beginning_of_a_fit_raises_comes_out_and_nothing_is_trained(
-        self, monkeypatch
-    ):
-        monkeypatch.setattr(ToldThere, "seen", ())
-
-        class Refuse(Callback):
-            def on_fit_begin(self, fit):
-                raise ZeroDivisionError("not today")
-
+    def test_what_the_beginning_of_a_fit_raises_comes_out_and_nothing_is_trained(self):
         told = Told()
-        own = trainer(False, master=TWO, callbacks=[told, Refuse(), ToldThere()])
+        own = trainer(False, master=TWO, callbacks=[told, Ends("fit", [], begin=True)])
 
-        with pytest.raises(ZeroDivisionError, match="not today"):
+        with pytest.raises(ZeroDivisionError, match="fit begins"):
             own.fit(X, Y)
 
         assert isinstance(told.ends[0].error, ZeroDivisionError)
-        assert ToldThere.seen == ()
+        assert Told.seen == ()
         assert not hasattr(own, "model_")
 
     def test_the_end_comes_in_reverse_order_and_only_to_those_that_began(self):
@@ -222,9 +189,10 @@ class TestChanges:
             master=master,
             callbacks=callbacks,
         )
-        X = np.random.default_rng(0).uniform(1.0, 1.1, (2 * 20 * 4, 3))
-        own.fit(X.astype(np.float32), np.zeros(len(X)), epochs=2, batch_size=4)
-        return delivered(own)
+        x = np.random.default_rng(0).uniform(1.0, 1.1, (2 * 20 * 4, 3))
+        x, y = x.astype(np.float32), np.zeros(len(x))
+        own.fit(x, y, epochs=2, batch_size=4)
+        return delivered(own, x, y)
 
     @pytest.mark.parametrize(
         ("hook", "staleness"), [("step", 0), ("epoch", None)], ids=["step", "epoch"]
@@ -252,14 +220,10 @@ class TestChanges:
 
 def test_the_monitor_and_the_printer_see_a_fit(capsys):
     monitor, steps = LearningRateMonitor(), LearningRateMonitor("step")
-    own = trainer(
-        False,
-        master=TWO,
-        callbacks=[monitor, steps, PrintProgress()],
-        telemetry_every=1,
-    )
+    callbacks = [monitor, steps, PrintProgress()]
+    own = trainer(False, master=TWO, callbacks=callbacks, telemetry_every=1)
 
-    history = own.fit(X, Y, epochs=2, validation=OTHER)
+    history = own.fit(X, Y, epochs=2, validation=rows(seed=5))
 
     assert [rate.learning_rate for rate in monitor.rates] == [0.05, 0.05]
     assert len(steps.rates) == len(history.steps) > 0

@@ -12,14 +12,14 @@ import pytest
 import torch
 from distributed.utils_test import poll_for
 
-from daskdl import Callback, ReplicaError, RunError, WaitTimeoutError
+from daskdl import Callback, ModelError, ReplicaError, RunError, WaitTimeoutError
 from daskdl.history import StepRow, pack_rows
 from daskdl.training.backend import AgreedState, LocalBackend
 from daskdl.training.base import Parameters
 from daskdl.training.replica import arrays_of
 from tests.support.problems import kept, rows, trainer
 from tests.support.promises import EarlyEnds, FailAt, Interrupt, Place
-from tests.support.recording import Recorded, records, vector
+from tests.support.recording import Recorded, vector
 
 X, Y = rows()
 TWO = kept(replicas_per_worker=2)
@@ -50,6 +50,23 @@ class Unpacked(Exception):
 
     def __reduce__(self):
         return divmod, (1, 0 if self.where == "there" else 1 // 0)
+
+
+class OwnError(ModelError):
+    """Of the user, derived from an error of daskdl."""
+
+
+@pytest.mark.parametrize("error", [KeyError("wanted"), OwnError("wanted")])
+def test_the_caller_gets_the_traceback_and_the_cause(error):
+    own = trainer(False, master=TWO, callbacks=[FailAt(lambda: error)])
+
+    with pytest.raises(ReplicaError) as caught:
+        own.fit(X, Y, epochs=100)
+
+    message, kind = str(caught.value), type(error)
+    assert message.startswith(f"replica 1 on this machine: {kind.__name__}: {error}")
+    assert "raise self.make()" in message  # the very line
+    assert type(caught.value.__cause__) is kind
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
@@ -84,47 +101,34 @@ def test_a_failed_fit_holds_nothing_of_the_data_without_a_collection(where, ctrl
         gc.enable()
 
 
-class TestFailures(EarlyEnds):
-    def test_the_caller_gets_the_traceback_and_the_cause(self):
-        own = trainer(False, master=TWO, callbacks=[FailAt(lambda: KeyError("wanted"))])
+def test_what_a_callback_raises_here_stops_the_run():
+    class Stop(Callback):
+        def on_epoch_end(self, row):
+            raise ZeroDivisionError
 
-        with pytest.raises(ReplicaError) as caught:
-            own.fit(X, Y, epochs=100)
+    own = trainer(False, master=TWO, callbacks=[Stop()])
 
-        message = str(caught.value)
-        assert message.startswith("replica 1 on this machine: KeyError: 'wanted'")
-        assert "raise self.make()" in message  # the very line
-        assert type(caught.value.__cause__) is KeyError
+    with pytest.raises(ZeroDivisionError):
+        own.fit(X, Y, epochs=100)
 
-    def test_what_a_callback_raises_here_stops_the_run(self):
-        class Stop(Callback):
-            def on_epoch_end(self, row):
-                raise ZeroDivisionError
-
-        own = trainer(False, master=TWO, callbacks=[Stop()])
-
-        with pytest.raises(ZeroDivisionError):
-            own.fit(X, Y, epochs=100)
-
-        assert len(own.history_) == 1
+    assert len(own.history_) == 1
 
 
-class TestCtrlC:
-    def test_it_leaves_nothing_behind_and_keeps_what_was_agreed(self, ctrl_c, tmp_path):
-        master = Recorded(str(tmp_path), TWO)
-        own = trainer(False, master=master, callbacks=[Interrupt()])
+class TestEarlyEnds(EarlyEnds):
+    pass
 
-        with pytest.raises(KeyboardInterrupt):
-            own.fit(X, Y, epochs=10_000, batch_size=16)
 
-        assert len(own.history_) == 1
-        agreed = [
-            records(tmp_path, epoch)[0]["shared"]
-            for epoch in range(10_000)
-            if (tmp_path / f"0-{epoch}.npz").exists()
-        ]
-        model = vector(own.model_).numpy()
-        assert any(np.array_equal(model, shared) for shared in agreed)
+def test_after_ctrl_c_the_model_is_what_was_agreed_on(ctrl_c, tmp_path):
+    master = Recorded(str(tmp_path), TWO)
+    own = trainer(False, master=master, callbacks=[Interrupt()])
+
+    with pytest.raises(KeyboardInterrupt):
+        own.fit(X, Y, epochs=10_000, batch_size=16)
+
+    assert len(own.history_) == 1
+    shared = [np.load(path)["shared"] for path in tmp_path.glob("0-*[0-9].npz")]
+    model = vector(own.model_).numpy()
+    assert any(np.array_equal(model, one) for one in shared)
 
 
 class Hang(Callback):

@@ -18,14 +18,16 @@ def named(labels, categories=NAMES):
     return pd.Series(pd.Categorical(np.array(NAMES)[labels], categories=categories))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trainer():
-    return daskdl.Trainer(
+    own = daskdl.Trainer(
         model=lambda: nn.Linear(3, 3),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
         client=False,
     )
+    own.fit(X, named(Y), epochs=1)
+    return own
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,6 @@ def trainer():
 )
 @pytest.mark.parametrize("method", ["evaluate", "score_examples", "errors"])
 def test_names_with_other_numbers_are_refused(trainer, method, categories):
-    trainer.fit(X, named(Y), epochs=1)
     kept = np.isin(np.array(NAMES)[Y], categories)
 
     with pytest.raises(DataError, match="'cat', 'dog', 'owl', got the names '") as told:
@@ -51,7 +52,6 @@ def test_those_of_validation_data_are_refused_too(trainer):
 
 @pytest.mark.parametrize("categories", [NAMES, NAMES[:2]], ids=["the same", "first"])
 def test_names_with_the_same_numbers_are_as_good_as_these(trainer, categories):
-    trainer.fit(X, named(Y), epochs=1)
     kept = np.isin(np.array(NAMES)[Y], categories)
 
     by_name = trainer.evaluate(X[kept], named(Y[kept], categories))

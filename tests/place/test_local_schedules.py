@@ -1,24 +1,16 @@
-"""Learning-rate schedulers among threads: the options of a trainer."""
+"""Learning-rate schedules of several replicas, among threads."""
 
 import itertools
 import math
 import threading
 
-import numpy as np
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import OneCycleLR
 
-from daskdl import Callback
-from tests.support.problems import (
-    kept,
-    mlp,
-    parameters_of,
-    plain_loop,
-    rows,
-    sgd,
-    trainer,
-)
+from daskdl import Callback, OptionError
+from tests.support.problems import kept, rows, trainer
 
 X, Y = rows()
 
@@ -27,28 +19,27 @@ def halved(optimizer):
     return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
-def warmed(optimizer):
-    return lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (1 + step) / 8))
-
-
-def cycled(optimizer):
-    """Changes the momentum too."""
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=60)
-
-
 def plateau(optimizer):
     return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
 
 
+def slowly(optimizer):
+    return lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+
+
+def steps_of(rate):
+    """How often `slowly` was stepped."""
+    return round(math.log(rate / 0.05, 0.99))
+
+
 class Noting(torch.optim.SGD):
-    """Notes the rates and momenta it steps with, by thread."""
+    """Notes the rates it steps with, by thread."""
 
     seen = ()
 
     def step(self, closure=None):
-        group = self.param_groups[0]
         name = threading.current_thread().name
-        Noting.seen += ((name, group["lr"], group["momentum"]),)
+        Noting.seen += ((name, self.param_groups[0]["lr"]),)
         return super().step(closure)
 
 
@@ -59,7 +50,7 @@ def seen(monkeypatch):
 
     def rates(replica):
         name = f"daskdl-replica-{replica}"
-        return [rate for own, rate, _ in Noting.seen if own == name]
+        return [rate for own, rate in Noting.seen if own == name]
 
     return rates
 
@@ -68,13 +59,25 @@ def noting(parameters):
     return Noting(parameters, lr=0.05, momentum=0.9)
 
 
-def slowly(optimizer):
-    return lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+@pytest.mark.parametrize(
+    ("apply", "scale"), [("eager", "mean"), ("strict", "mean"), ("strict", "sum")]
+)
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_each_epoch_has_one_rate_for_all(seen, replicas, apply, scale):
+    options = {"apply": apply, "update_scale": scale, "max_staleness": 0}
+    master = kept(replicas_per_worker=replicas, **options)
+    own = trainer(False, optimizer=noting, scheduler=halved, master=master)
 
+    history = own.fit(X, Y, epochs=3, batch_size=16)
 
-def steps_of(rate):
-    """How often `slowly` was stepped."""
-    return round(math.log(rate / 0.05, 0.99))
+    rates = [0.05, 0.025, 0.0125]
+    assert history.column("learning_rate") == rates
+    factor = 1 / replicas if (apply, scale) == ("strict", "mean") else 1.0
+    for replica in range(replicas):
+        each = [rate for rate, _ in itertools.groupby(seen(replica))]
+        assert each == [rate * factor for rate in rates]
+    assert own.optimizer_.param_groups[0]["lr"] == 0.00625
+    assert own.scheduler_.last_epoch == 3
 
 
 STALLED = threading.Event()
@@ -90,143 +93,90 @@ class Stall(Callback):
             STALLED.set()
 
 
-class TestOneReplica:
-    """Promise 8: one replica is plain PyTorch, bit for bit."""
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"scheduler": halved},
-            {"scheduler": warmed, "scheduler_every": "step"},
-            {"scheduler": cycled, "scheduler_every": "step"},
-            {"scheduler": warmed, "scheduler_every": "step", "accumulate": 2},
-        ],
-        ids=["epoch", "step", "momentum", "accumulated"],
+def test_one_that_made_fewer_steps_catches_up_at_the_end_of_the_epoch(seen):
+    STALLED.clear()
+    own = trainer(
+        False,
+        optimizer=noting,
+        scheduler=slowly,
+        scheduler_every="step",
+        master=kept(replicas_per_worker=2, max_staleness=None, update_scale="sum"),
+        callbacks=[Stall()],
     )
-    @pytest.mark.parametrize("fits", [1, 2])
-    def test_equals_a_plain_loop(self, one_thread, options, fits):
-        own = trainer(False, seed=3, **options)
-        for _ in range(fits):
-            own.fit(X, Y, epochs=4 // fits, batch_size=50, shuffle=False)
 
-        loop = {"seed": 3, "epochs": 4, "batch_size": 50, "x": X, "y": Y}
-        plain = plain_loop(mlp, sgd, **loop, more=options)
+    history = own.fit(X, Y, epochs=2, batch_size=8)
 
-        for name, value in parameters_of(own.model_).items():
-            np.testing.assert_array_equal(value, plain[name], err_msg=name)
+    ahead, behind = ([steps_of(rate) for rate in seen(i)] for i in (0, 1))
+    made = steps_of(history[0]["learning_rate"])  # in the first epoch, by the first
+    assert made > 40  # of 60
+    assert ahead == list(range(len(ahead)))
+    own_steps = behind.index(made)
+    assert own_steps == 60 - made
+    later = range(made, made + len(behind) - own_steps)
+    assert behind == [*range(own_steps), *later]
+    assert own.scheduler_.last_epoch == max(ahead[-1], behind[-1]) + 1
 
 
-class TestSeveral:
-    @pytest.mark.parametrize(
-        ("apply", "scale"), [("eager", "mean"), ("strict", "mean"), ("strict", "sum")]
-    )
-    @pytest.mark.parametrize("replicas", [1, 2, 3])
-    def test_each_epoch_has_one_rate_for_all(self, seen, replicas, apply, scale):
-        options = {"apply": apply, "update_scale": scale, "max_staleness": 0}
-        master = kept(replicas_per_worker=replicas, **options)
-        own = trainer(False, optimizer=noting, scheduler=halved, master=master)
+def test_the_validation_loss_of_all_decides_where_the_rate_is_reduced(seen):
+    master = kept(replicas_per_worker=2, max_staleness=0)
+    own = trainer(False, optimizer=noting, scheduler=plateau, master=master)
+    wrong = (X, (Y + 1) % 4)  # gets worse while the training loss falls
 
-        history = own.fit(X, Y, epochs=3, batch_size=16)
+    history = own.fit(X, Y, epochs=4, batch_size=16, validation=wrong)
 
-        rates = [0.05, 0.025, 0.0125]
-        assert history.column("learning_rate") == rates
-        factor = 1 / replicas if (apply, scale) == ("strict", "mean") else 1.0
-        for replica in range(replicas):
-            each = [rate for rate, _ in itertools.groupby(seen(replica))]
-            assert each == [rate * factor for rate in rates]
-        assert own.optimizer_.param_groups[0]["lr"] == 0.00625
-        assert own.scheduler_.last_epoch == 3
+    losses, rates = history.column("val_loss"), history.column("learning_rate")
+    assert losses == sorted(losses)  # or the test shows nothing
+    assert rates == [0.05, 0.05, 0.025, 0.0125]
+    assert {*seen(0), *seen(1)} == set(rates)
 
-    def test_one_that_made_fewer_steps_catches_up_at_the_end_of_the_epoch(self, seen):
-        STALLED.clear()
-        master = kept(replicas_per_worker=2, max_staleness=None, update_scale="sum")
-        own = trainer(
-            False,
-            optimizer=noting,
-            scheduler=slowly,
-            scheduler_every="step",
-            master=master,
-            callbacks=[Stall()],
-        )
 
-        history = own.fit(X, Y, epochs=2, batch_size=8)
-
-        ahead, behind = ([steps_of(rate) for rate in seen(i)] for i in (0, 1))
-        made = steps_of(history[0]["learning_rate"])  # in the first epoch, by the first
-        assert made > 40  # of 60
-        assert ahead == list(range(len(ahead)))
-        own_steps = behind.index(made)
-        assert own_steps == 60 - made
-        assert behind == [
-            *range(own_steps),
-            *range(made, made + len(behind) - own_steps),
+@pytest.mark.parametrize(
+    "options", [{"scheduler": halved}, {"scheduler": slowly, "scheduler_every": "step"}]
+)
+def test_another_fit_goes_on_where_the_schedule_stood(options):
+    rates = []
+    for fits, epochs in ((1, 2), (2, 1)):
+        master = kept(replicas_per_worker=2, max_staleness=0)
+        own = trainer(False, master=master, **options)
+        rows = [
+            row["learning_rate"]
+            for _ in range(fits)
+            for row in own.fit(X, Y, epochs=epochs, batch_size=80)
         ]
-        assert own.scheduler_.last_epoch == max(ahead[-1], behind[-1]) + 1
+        rates.append((rows, own.scheduler_.last_epoch))
 
-    def test_the_loss_of_all_decides_where_the_rate_is_reduced(self, seen):
-        master = kept(replicas_per_worker=2, max_staleness=0)
-        own = trainer(False, optimizer=noting, scheduler=plateau, master=master)
-        wrong = (X, (Y + 1) % 4)  # gets worse while the training loss falls
-
-        history = own.fit(X, Y, epochs=4, batch_size=16, validation=wrong)
-
-        losses, rates = history.column("val_loss"), history.column("learning_rate")
-        assert losses == sorted(losses)  # or the test shows nothing
-        assert rates == [0.05, 0.05, 0.025, 0.0125]
-        assert {*seen(0), *seen(1)} == set(rates)
-
-    def test_without_validation_the_training_loss_decides(self):
-        master = kept(replicas_per_worker=2, max_staleness=0)
-        own = trainer(False, scheduler=plateau, master=master)
-
-        history = own.fit(X, Y, epochs=4, batch_size=16)
-
-        losses = history.column("loss")
-        assert losses == sorted(losses, reverse=True)
-        assert history.column("learning_rate") == [0.05] * 4
-        assert own.scheduler_.best == losses[-1]
+    assert rates[0] == rates[1]
+    assert rates[0][0][0] != rates[0][0][1]
 
 
-class TestFitAgain:
-    @pytest.mark.parametrize("replicas", [1, 2])
-    @pytest.mark.parametrize(
-        "options",
-        [{"scheduler": halved}, {"scheduler": warmed, "scheduler_every": "step"}],
-        ids=["epoch", "step"],
-    )
-    def test_it_goes_on_where_the_schedule_stood(self, replicas, options):
-        rates = []
-        for fits, epochs in ((1, 2), (2, 1)):
-            master = kept(replicas_per_worker=replicas, max_staleness=0)
-            own = trainer(False, master=master, **options)
-            rows = [
-                row["learning_rate"]
-                for _ in range(fits)
-                for row in own.fit(X, Y, epochs=epochs, batch_size=80)
-            ]
-            rates.append((rows, own.scheduler_.last_epoch))
+def test_a_fit_that_fails_keeps_the_state_and_the_schedule_of_the_one_before():
+    own = trainer(False, scheduler=halved)
+    own.fit(X, Y, epochs=2)
+    before = own.optimizer_.state_dict()["state"]
 
-        assert rates[0] == rates[1]
-        assert rates[0][0][0] != rates[0][0][1]
+    class Fail(Callback):
+        def on_step_end(self, step):
+            if step.epoch == 1:
+                raise RuntimeError
 
-    def test_a_fit_that_fails_keeps_the_state_and_the_schedule_of_the_one_before(self):
-        own = trainer(False, scheduler=halved)
+    own.callbacks = [Fail()]
+    with pytest.raises(RuntimeError):
         own.fit(X, Y, epochs=2)
-        before = own.optimizer_.state_dict()["state"]
 
-        class Fail(Callback):
-            def on_step_end(self, step):
-                if step.epoch == 1:
-                    raise RuntimeError
+    assert own.scheduler_.last_epoch == 2
+    assert own.optimizer_.param_groups[0]["lr"] == 0.0125
+    after = own.optimizer_.state_dict()["state"]
+    assert after.keys() == before.keys() != set()
+    for number, state in before.items():
+        momentum = after[number]["momentum_buffer"]
+        assert torch.equal(momentum, state["momentum_buffer"])
 
-        own.callbacks = [Fail()]
-        with pytest.raises(RuntimeError):
-            own.fit(X, Y, epochs=2)
 
-        assert own.scheduler_.last_epoch == 2
-        assert own.optimizer_.param_groups[0]["lr"] == 0.0125
-        after = own.optimizer_.state_dict()["state"]
-        assert after.keys() == before.keys() != set()
-        for number, state in before.items():
-            momentum = after[number]["momentum_buffer"]
-            assert torch.equal(momentum, state["momentum_buffer"])
+def test_one_cycle_that_is_too_short_says_how_many_steps_are_needed():
+    def fit(total):
+        own = trainer(False, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=total))
+        return own.fit(X, Y, epochs=5)
+
+    with pytest.raises(OptionError, match=r"total_steps=3, before .*total_steps=5 or"):
+        fit(3)
+    assert len(fit(5)) == 5

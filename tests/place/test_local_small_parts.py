@@ -1,4 +1,4 @@
-"""Fits on many small parts among threads."""
+"""Fits on many small parts, which are leased and loaded together, among threads."""
 
 import collections
 
@@ -7,19 +7,15 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import daskdl
-from tests.support.problems import mlp, rows, trainer
+from tests.support.problems import rows, trainer
 from tests.support.watched import TrainedRows
 
 COUNT, EACH = 480, 2
 X, Y = rows(COUNT)
 NUMBERS = np.arange(COUNT)
-
-
-def parts():
-    return [slice(start, start + EACH) for start in range(0, COUNT, EACH)]
+PARTS = [slice(start, start + EACH) for start in range(0, COUNT, EACH)]
 
 
 def lazy(folder, y=Y):
@@ -27,11 +23,12 @@ def lazy(folder, y=Y):
 
 
 def delayed(folder, y=Y):
-    return ([dask.delayed((X[own], y[own])) for own in parts()],)
+    return ([dask.delayed((X[own], y[own])) for own in PARTS],)
 
 
 def files(folder, y=Y):
-    for i, own in enumerate(parts()):
+    folder.mkdir()
+    for i, own in enumerate(PARTS):
         np.savez(folder / f"{i:03}.npz", x=X[own], y=y[own])
     return (str(folder),)
 
@@ -44,7 +41,7 @@ def test_without_shuffling_the_steps_are_those_of_arrays_in_memory(tmp_path, kin
     """Bit for bit."""
     one, other = trainer(False), trainer(False)
 
-    one.fit(*kind(tmp_path), batch_size=32, shuffle=False)
+    one.fit(*kind(tmp_path / "data"), batch_size=32, shuffle=False)
     other.fit(X, Y, batch_size=32, shuffle=False)
 
     for name, value in one.model_.state_dict().items():
@@ -54,9 +51,7 @@ def test_without_shuffling_the_steps_are_those_of_arrays_in_memory(tmp_path, kin
 @KINDS
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_every_row_is_trained_on_once_in_each_epoch(tmp_path, kind, replicas):
-    trained = TrainedRows(tmp_path / "notes")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "data").mkdir()
+    trained = TrainedRows(tmp_path)
     master = daskdl.GradientSharing(replicas_per_worker=replicas)
     own = trainer(False, master=master, loss=trained, callbacks=[trained])
 
@@ -65,50 +60,30 @@ def test_every_row_is_trained_on_once_in_each_epoch(tmp_path, kind, replicas):
     assert trained.by_epoch() == [collections.Counter(range(COUNT))] * 2
 
 
-class Mean(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x):
-        return self.layer(x.mean(dim=1))
-
-
-def test_parts_of_several_shapes_are_not_put_together(tmp_path):
+def test_parts_of_several_shapes_are_not_put_together():
     made = [
         dask.delayed((np.ones((4, 2 + i // 50, 3), np.float32), np.zeros(4, int)))
         for i in range(150)
     ]
+    model = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d((1, 3)), torch.nn.Flatten())
+    model.append(torch.nn.Linear(3, 2))
 
-    history = trainer(False, model=Mean).fit(made, batch_size=8)
+    history = trainer(False, model=model).fit(made, batch_size=8)
 
     assert history.column("examples") == [600]
 
 
-def test_one_that_is_bad_is_named(tmp_path):
+def test_one_that_is_bad_is_named_or_goes_alone(tmp_path):
     wrong = Y.copy()
     wrong[123] = 7
 
     with pytest.raises(daskdl.DataError, match=r"part 61\b.*\[1\] is 7") as caught:
-        trainer(False, model=mlp).fit(
-            lazy(tmp_path)[0], da.from_array(wrong, chunks=EACH)
-        )
-    assert caught.value.__cause__.__notes__ == [
-        "in part 60 and 2 more of the train data"
-    ]
-    (url,) = files(tmp_path)
-    np.savez(tmp_path / "061.npz", x=X[122:124], y=wrong[122:124])
+        trainer(False).fit(*lazy(tmp_path, wrong))
+    notes = caught.value.__cause__.__notes__
+    assert notes == ["in part 60 and 2 more of the train data"]
+    (url,) = files(tmp_path / "data", wrong)
     with pytest.raises(daskdl.DataError, match=r"061\.npz\[1\] is 7"):
         trainer(False).fit(url)
-
-
-def test_one_that_is_bad_goes_alone(tmp_path):
-    (url,) = files(tmp_path)
-    wrong = Y[122:124].copy()
-    wrong[1] = 7
-    np.savez(tmp_path / "061.npz", x=X[122:124], y=wrong)
-
     history = trainer(False).fit(url, on_bad_batch="skip")
-
     assert history.column("examples") == [COUNT - EACH]
     assert history.column("skipped_examples") == [EACH]

@@ -8,33 +8,30 @@ from tests.support.problems import ShardedStream, Stream, trainer
 REMEDY = r"2 parts.* used 2 times.*get_worker_info\(\).*daskdl\.data\.Stream"
 
 
-def two():
-    return trainer(False, master=daskdl.GradientSharing(replicas_per_worker=2))
-
-
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_a_stream_that_every_replica_trains_on_whole_is_warned_of(shuffled):
-    with pytest.warns(UserWarning, match=REMEDY):
-        history = two().fit(Stream(64, shuffled), batch_size=16)
-
-    assert history[-1]["examples"] == 2 * 64
-
-
-def test_so_is_one_to_validate_with():
-    own = two()
-    own.fit(ShardedStream(64), batch_size=16)
+@pytest.mark.parametrize(
+    ("data", "options", "examples"),
+    [
+        (Stream(64), {}, 128),
+        (Stream(64, shuffled=True), {}, 128),
+        (ShardedStream(64), {"validation": Stream(32)}, 64),
+    ],
+    ids=["in order", "shuffled", "validation"],
+)
+def test_a_stream_that_every_replica_uses_whole_is_warned_of(data, options, examples):
+    own = trainer(False, master=daskdl.GradientSharing(replicas_per_worker=2))
 
     with pytest.warns(UserWarning, match=REMEDY):
-        own.fit(ShardedStream(64), validation=Stream(32), batch_size=16)
+        history = own.fit(data, batch_size=16, **options)
+
+    assert history[-1]["examples"] == examples
 
 
-def test_a_stream_in_shards_trains_on_every_row_once():
-    history = two().fit(ShardedStream(64), batch_size=16)
+@pytest.mark.parametrize(
+    ("replicas", "data"),
+    [(2, ShardedStream(64)), (1, Stream(64))],
+    ids=["shards", "one"],
+)
+def test_others_train_on_every_row_once(replicas, data):
+    own = trainer(False, master=daskdl.GradientSharing(replicas_per_worker=replicas))
 
-    assert history[-1]["examples"] == 64
-
-
-def test_one_replica_may_have_all_of_a_stream():
-    history = trainer(False).fit(Stream(64), batch_size=16)
-
-    assert history[-1]["examples"] == 64
+    assert own.fit(data, batch_size=16)[-1]["examples"] == 64

@@ -27,9 +27,6 @@ from tests.support.problems import (
 X, Y = rows(160)
 
 
-MASTERS = {"sharing": GradientSharing, "averaging": ParameterAveraging}
-
-
 class Own(nn.Module):
     """With all that is state, and a lock."""
 
@@ -51,23 +48,54 @@ class Own(nn.Module):
         return self.factor * self.last(x)
 
 
+KINDS = {
+    "weight norm": parametrizations.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+}
+
+
+class Symmetric(nn.Module):
+    """A parametrization of a user's own."""
+
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+def made(kind):
+    """A function that makes a network with it; its own layer has another one too."""
+
+    def make():
+        first = KINDS[kind](nn.Linear(20, 20))
+        second = nn.Linear(20, 20)
+        parametrize.register_parametrization(second, "weight", Symmetric())
+        return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(20, 4))
+
+    return make
+
+
+EVERY = {model.__name__: model for model in MODELS} | {k: made(k) for k in KINDS}
+
+
+@pytest.mark.parametrize("master", [GradientSharing, ParameterAveraging])
+@pytest.mark.parametrize("model", EVERY.values(), ids=EVERY)
+def test_two_replicas_train_and_the_trained_model_is_used(model, master):
+    own = trainer(False, model=model, master=master(replicas_per_worker=2))
+
+    first = own.fit(X, Y, epochs=2, validation=(X, Y))
+    second = own.fit(X, Y, epochs=2, validation=(X, Y))
+
+    assert second[-1]["loss"] < first[0]["loss"]
+    with torch.no_grad():
+        output = own.model_.eval()(torch.from_numpy(X))
+    np.testing.assert_allclose(own.predict(X), output, rtol=1e-4, atol=1e-5)
+    loss = nn.functional.cross_entropy(output, torch.from_numpy(Y)).item()
+    assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
+    assert second[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
+
+
 @pytest.mark.parametrize("model", MODELS)
 class TestEveryKind:
-    @pytest.mark.parametrize("master", MASTERS)
-    def test_two_replicas_train_and_what_comes_of_it_is_used(self, model, master):
-        own = trainer(False, model=model, master=MASTERS[master](replicas_per_worker=2))
-
-        first = own.fit(X, Y, epochs=2, validation=(X, Y))
-        second = own.fit(X, Y, epochs=2, validation=(X, Y))
-
-        assert second[-1]["loss"] < first[0]["loss"]
-        with torch.no_grad():
-            output = own.model_.eval()(torch.from_numpy(X))
-        np.testing.assert_allclose(own.predict(X), output, rtol=1e-4, atol=1e-5)
-        loss = nn.functional.cross_entropy(output, torch.from_numpy(Y)).item()
-        assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
-        assert second[-1]["val_loss"] == pytest.approx(loss, rel=1e-4)
-
     def test_one_replica_is_a_plain_loop(self, model):
         own = trainer(False, model=model, master=kept())
         expected = plain_loop(model, sgd, seed=0, epochs=2, batch_size=16, x=X, y=Y)
@@ -176,49 +204,3 @@ def test_a_function_that_returns_the_same_module_again_is_refused(part):
 
     with pytest.raises(ModelError, match=r"model must make a new module at each call"):
         trainer(False, model=model).fit(X, Y)
-
-
-KINDS = {
-    "weight norm": parametrizations.weight_norm,
-    "spectral norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
-}
-
-
-class Symmetric(nn.Module):
-    """A parametrization of a user's own."""
-
-    def forward(self, weight):
-        return weight.triu() + weight.triu(1).transpose(-1, -2)
-
-
-def made(kind):
-    """A function that makes a network with it; its own layer has another one too."""
-
-    def make():
-        first = KINDS[kind](nn.Linear(20, 20))
-        second = nn.Linear(20, 20)
-        parametrize.register_parametrization(second, "weight", Symmetric())
-        return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(20, 4))
-
-    return make
-
-
-@pytest.mark.parametrize("kind", KINDS)
-class TestParametrized:
-    @pytest.mark.parametrize("master", MASTERS)
-    def test_two_replicas_train_and_what_comes_of_it_is_used(self, kind, master):
-        own = trainer(
-            False, model=made(kind), master=MASTERS[master](replicas_per_worker=2)
-        )
-
-        first = own.fit(X, Y, epochs=2, validation=(X, Y))
-        second = own.fit(X, Y, epochs=2, validation=(X, Y))
-
-        assert second[-1]["loss"] < first[0]["loss"]
-        assert parametrize.is_parametrized(own.model_[0], "weight")
-        with torch.no_grad():
-            output = own.model_.eval()(torch.from_numpy(X))
-        np.testing.assert_allclose(own.predict(X), output, rtol=1e-4, atol=1e-5)
-        loss = nn.functional.cross_entropy(output, torch.from_numpy(Y)).item()
-        assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)

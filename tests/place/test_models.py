@@ -33,10 +33,6 @@ def tied():
     return Tied()
 
 
-def bfloat16():
-    return mlp().bfloat16()
-
-
 class TestModels:
     def test_what_is_frozen_stays_as_it_is(self):
         def partly():
@@ -61,7 +57,7 @@ class TestModels:
         assert (own.model_.first.weight - start).abs().max() > 1e-3
 
     def test_dtypes_stay_and_nothing_is_a_view_of_a_flat_vector(self):
-        own = trainer(False, master=TWO, model=bfloat16)
+        own = trainer(False, master=TWO, model=lambda: mlp().bfloat16())
         own.fit(X, Y)
 
         for parameter in own.model_.parameters():

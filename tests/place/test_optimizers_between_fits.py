@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from daskdl import GradientSharing
-from tests.support.problems import rows, trainer
+from tests.support.problems import check_shows_what_was_validated, rows, trainer
 
 X, Y = rows()
 
@@ -77,27 +77,18 @@ def test_another_class_begins_anew_and_the_log_says_so(replicas, caplog):
     assert type(own.optimizer_) is torch.optim.Adam
 
 
-IMPLEMENTATIONS = [
-    {"foreach": True},
-    {"fused": True},
-    {"maximize": True},
-]
-
-
-@pytest.mark.parametrize("flag", IMPLEMENTATIONS, ids=str)
+@pytest.mark.parametrize("flag", ["foreach", "fused", "maximize"])
 def test_another_implementation_goes_on_with_the_state(replicas, flag, caplog):
     own = fitted(replicas, optimizer=adam())
 
-    for now in (flag, {}):  # on, and off again
+    for now in ({flag: True}, {}):  # on, and off again
         before = max(steps(own))
         own.optimizer = adam(**now)
         with caplog.at_level(logging.INFO, logger="daskdl"):
             fit(own)
 
         assert min(steps(own)) > before
-        assert all(
-            own.optimizer_.param_groups[0][name] == now.get(name) for name in now
-        )
+        assert bool(own.optimizer_.param_groups[0][flag]) == bool(now)
     assert caplog.text.count("goes on with its state") == 2
 
 
@@ -131,5 +122,4 @@ def test_other_parameters_begin_anew_and_what_was_not_sent_is_dropped(
     assert (dropped in caplog.text) == (replicas == 2)
     trained = dict(own.model_.named_parameters())
     assert all(p.equal(before[n]) != p.requires_grad for n, p in trained.items())
-    loss = own.history_[-1]["val_loss"]
-    assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-5)
+    check_shows_what_was_validated(own, (X, Y))

@@ -9,7 +9,7 @@ from torch import nn
 
 from daskdl import Checkpoint, GradientSharing, ParameterAveraging
 from daskdl.errors import ModelError
-from tests.support.problems import rows, trainer
+from tests.support.problems import check_shows_what_was_validated, rows, trainer
 
 X, Y = rows(600)
 HELD = X[480:], Y[480:]
@@ -44,16 +44,9 @@ class Teacher(nn.Module):
         return self.student(x)
 
 
-def of(kind, replicas, *, of_master=None, **options):
-    own = {"replicas_per_worker": replicas, **(of_master or {})}
-    master = dataclasses.replace(MASTERS[kind], **own)
+def of(kind, replicas, **options):
+    master = dataclasses.replace(MASTERS[kind], replicas_per_worker=replicas)
     return trainer(False, master=master, **{"model": Teacher, **options})
-
-
-def shows_what_was_validated(own):
-    last, scored = own.history_[-1], own.evaluate(*HELD)
-    assert scored["loss"] == pytest.approx(last["val_loss"], rel=1e-5)
-    assert scored["accuracy"] == pytest.approx(last["val_accuracy"])
 
 
 def check_followed(own):
@@ -70,7 +63,7 @@ def test_a_frozen_mean_comes_back_as_it_was_validated(kind, replicas):
 
     own.fit(X, Y, epochs=6, batch_size=8, validation=HELD)
 
-    shows_what_was_validated(own)
+    check_shows_what_was_validated(own, HELD)
     check_followed(own)
     assert own.history_[-1]["val_accuracy"] > 0.8
     most = 6 * 480 // 8
@@ -84,7 +77,7 @@ def test_a_checkpoint_and_the_fit_that_resumes_it_have_it(kind, tmp_path):
 
     own.fit(X, Y, epochs=3, batch_size=8, validation=HELD, resume=tmp_path)
 
-    shows_what_was_validated(own)
+    check_shows_what_was_validated(own, HELD)
     check_followed(own)
 
 
@@ -152,7 +145,7 @@ def test_what_a_forward_pass_registers_comes_back_from_one_replica(kind, how):
     for _ in range(2):
         own.fit(X, Y, epochs=1, batch_size=8, validation=HELD)
 
-        shows_what_was_validated(own)
+        check_shows_what_was_validated(own, HELD)
         assert own.model_.mask.tolist() == [1.0] * 20
         assert ("mask" in own.model_.state_dict()) == (how in ("a place", "nothing"))
         assert own.model_.once is None

@@ -16,6 +16,7 @@ import torch
 from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
 from daskdl.training.base import Exchange
+from tests.support.problems import rows
 
 
 def peak_bytes():
@@ -38,13 +39,16 @@ def vector(module):
     return torch.cat([p.detach().double().reshape(-1) for p in module.parameters()])
 
 
-def delivered(trainer):
-    """Its model with what replicas had not sent; float64."""
-    residual = trainer._state.residual
-    if residual is None or not residual.fits(trainer.model_):
-        return vector(trainer.model_)
-    counts_N = torch.from_numpy(residual.counts_N).double()
-    return vector(trainer.model_) + counts_N * residual.grid
+def delivered(trainer, *data):
+    """Its parameters with what replicas had not sent; float64.
+
+    A fit of one replica that moves nothing adds it.
+    """
+    trainer.client, trainer.callbacks, trainer.scheduler = False, [], None
+    trainer.master = GradientSharing(residual=KeepResidual(), update_scale="sum")
+    trainer.optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.0)
+    trainer.fit(*(data or rows(64)))
+    return vector(trainer.model_)
 
 
 def counts_of(update, grid):
@@ -220,7 +224,7 @@ class Recording(Exchange):
             torch.testing.assert_close(local, expected, rtol=0, atol=self._atol)
 
     def _weight(self):
-        return self._inner._compressor.vector.lead
+        return self._inner.learning_rate_scale / self._inner.update_scale
 
     def sync(self, epoch, examples, *, ended):
         self._inner.sync(epoch, examples, ended=ended)

@@ -63,7 +63,6 @@ class BenchmarkSpec:
     rows: tuple[NDArray[Any], NDArray[Any]]
     master: GradientSharing
     threads: int
-    device: str = "auto"
 
 
 class LoopbackChannel(LocalChannel):
@@ -304,12 +303,12 @@ async def request_costs(frame: NDArray[np.uint8]) -> tuple[float, float]:
 
 def _prepared(packed: Packed[BenchmarkSpec]) -> StepBenchmark:
     spec = packed.unpack()
-    with process_environment(spec.device, spec.threads) as device:
+    with process_environment("auto", spec.threads) as device:
         return StepBenchmark(spec, device)
 
 
 def _measured(benchmark: StepBenchmark) -> Costs:
-    with process_environment(benchmark.spec.device, benchmark.spec.threads):
+    with process_environment("auto", benchmark.spec.threads):
         return benchmark.measure()
 
 

@@ -46,25 +46,13 @@ SHAPES = {
         "2 classes or more, along dimension 1, as (B, C) or (B, C, T) for labels (B,) "
         "or (B, T); got outputs (4, 1) for labels (4,)",
     ),
-    "classes last": (
-        *(ClassificationMetrics(), of(4, 5, 3), of(4, 5, dtype=torch.int64)),
-        "got outputs (4, 5, 3) for labels (4, 5)",
-    ),
     "three scores": (
         *(BinaryMetrics(), of(4, 3), INDICES),
         'got outputs (4, 3) for labels (4,): for more classes use "classification"',
     ),
-    "two rows of one": (
-        *(BinaryMetrics(), of(4, 2), of(4, 1)),
-        "got outputs (4, 2) for labels (4, 1)",
-    ),
     "one score of many": (
         *(MultilabelMetrics(), of(4, 3), INDICES),
         "got outputs (4, 3) for labels (4,): for one class of each row use",
-    ),
-    "one dimension": (
-        *(MultilabelMetrics(), of(4), of(4)),
-        "both be (B, L), or (B, L, T)",
     ),
     "other columns": (
         *(RegressionMetrics(), of(4, 2), of(4, 3)),

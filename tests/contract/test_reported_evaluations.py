@@ -321,25 +321,6 @@ def test_bars_are_the_bins(three):
     assert [bar.get_height() for bar in below.patches] == three["bin_count"].tolist()
 
 
-@pytest.mark.parametrize("count", [3, 30])
-def test_nothing_lies_over_anything_else(count):
-    figure = drawn(many(count, CalibrationMetrics()).plot())
-
-    boxes = []
-    for axes in figure.findobj(mpl.axes.Axes):
-        boxes.append(axes.get_tightbbox(for_layout_only=True))
-        if axes.get_legend():
-            boxes.append(axes.get_legend().get_window_extent())
-            # Beside the axes, not over the curves.
-            assert not axes.get_legend().get_window_extent().overlaps(axes.bbox)
-            boxes[-2] = axes.bbox
-    whole = figure.bbox
-    for i, box in enumerate(boxes):
-        assert whole.x0 <= box.x0
-        assert box.x1 <= whole.x1 + 1
-        assert [j for j in range(i) if box.overlaps(boxes[j])] == []
-
-
 @pytest.mark.parametrize(
     ("show", "hidden", "message"),
     [

@@ -77,10 +77,6 @@ CASES = {
         *(2, {"master": IN_STEP, "link": slow(1e9, 0.05)}),
         {"wait_s": 2 * 0.05 + RELAYED_S, "limit": "latency"},
     ),
-    "who may be ahead does not wait for the way": (
-        *(2, {"link": slow(1e9, 0.05)}),
-        {"wait_s": 0},
-    ),
     "who may be ahead a little waits for a very long way": (
         *(2, {"master": GradientSharing(max_staleness=1), "link": slow(1e9, 0.05)}),
         # To the relay and on, each time just after a request has gone.
@@ -111,13 +107,11 @@ CASES = {
         {"limit": "messages"},
     ),
     "each applies an update of each other one": (64, {}, {"apply_s": 63 * 0.002}),
-    "which may be the limit": (64, {"apply_s": 0.02}, {"limit": "apply"}),
     "beyond eight they send to each other": (
         *(9, {}),
         # Eight others: a request to each and from each; each update once to each.
         {"messages_s": 16 * 0.001 + 16 * 0.0001 + 8 * 0.001},
     ),
-    "little is lacking": (2, {"encode_s": 0.001}, {"limit": "compute"}),
     "here the scheduler takes its share of the cores": (
         *(2, {"link": None}),
         {"step_s": 0.1152 + 0.0044 / 2},
@@ -247,10 +241,6 @@ ADVICE = {
             "It would pay up to",
             "16 times the batch (accumulate=1",
         ],
-    ),
-    "faster than one is not yet paid for": (
-        *(UP_TO_64, {"encode_s": 0.5}),
-        ["Hardly pays: 64 workers, ", "with 16 times the batch (accumulate=16)."],
     ),
     "the mildest change is named": (
         *(UP_TO_64, {"encode_s": 0.15}),

@@ -1,11 +1,15 @@
-"""Measuring for a plan in this process: what is measured, and what stays as it was."""
+"""Measuring for a plan: what is measured, what stays as it was, and what fails."""
 
-import asyncio
 import copy
+import functools
+import os
 import random
+import signal
+import threading
 import time
 from types import SimpleNamespace
 
+import dask
 import numpy as np
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torch import nn
 
 import daskdl
 from daskdl.planning import measure
+from daskdl.serialization import Packed
 
 pytestmark = pytest.mark.slow
 
@@ -159,11 +164,57 @@ def test_a_loss_that_diverges_is_an_error():
         )
 
 
-def test_larger_requests_cost_more():
-    (small, _), (large, item) = (
-        asyncio.run(measure.request_costs(np.zeros(nbytes, np.uint8)))
-        for nbytes in (100, 2_000_000)
-    )
+# ---- processes of this machine, which measure at the same time
 
-    assert large > small > 0
-    assert item > 0
+
+def failures():
+    """Losses of processes that measure, and what becomes of them."""
+    parent = os.getpid()
+
+    def failing(output, y):
+        raise RuntimeError("not on a Saturday")
+
+    def ending(output, y):
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hanging(output, y):
+        threading.Event().wait()
+
+    return {
+        "fails": (failing, 60.0, RuntimeError, "not on a Saturday"),
+        "ends": (ending, 60.0, daskdl.RunError, "a process that measures costs has en"),
+        "hangs": (
+            hanging,
+            0.5,
+            daskdl.WaitTimeoutError,
+            r"within 5\.5 s \(daskdl.time",
+        ),
+    }
+
+
+@pytest.mark.parametrize("failure", ["fails", "ends", "hangs"])
+def test_a_process_that_cannot_measure_is_an_error(failure):
+    loss, patience_s, error, message = failures()[failure]
+    sgd = functools.partial(torch.optim.SGD, lr=0.01)
+    rows, master = (X.numpy(), Y.numpy()), daskdl.GradientSharing()
+    spec = measure.BenchmarkSpec(nn.Linear(6, 3), loss, sgd, rows, master, 1)
+
+    with (
+        dask.config.set(
+            {"daskdl.timeouts.join": "5s" if failure == "hangs" else "60s"}
+        ),
+        pytest.raises(error, match=message),
+    ):
+        measure.measure(Packed(spec, "model"), 2, patience_s)
+
+
+def test_workers_of_this_machine_share_its_cores(monkeypatch):
+    monkeypatch.setattr("daskdl.planning.plan.CPU_COUNT", 2)
+
+    plan = daskdl.plan(nn.Linear(6, 3), (X, Y), 4, threads=1)
+
+    assert plan.measured.processes == 2
+    assert plan.measured.together.rows == 16
+    assert plan.rows[3].samples_per_s < 4 * plan.rows[0].samples_per_s
+    assert "processes of this machine" in str(plan)

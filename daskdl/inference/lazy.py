@@ -7,13 +7,14 @@ each worker once, and how outputs become arrays, dataframes, bags and lists.
 import copy
 import dataclasses
 import datetime
+import functools
 import math
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from dask.delayed import Delayed, delayed
@@ -184,7 +185,8 @@ def with_first_rows(source: S, client: Client | Literal[False]) -> S:
     if source.first is not None and reader is None:
         return source
     for part in range(source.parts):
-        look = map_parts(source, _FirstRows(reader), client, parts=[part])
+        first_rows = functools.partial(_first_rows, reader)
+        look = map_parts(source, first_rows, client, parts=[part])
         for _, (first, keyed) in look:
             if first is not None:
                 known = copy.copy(source)
@@ -195,16 +197,14 @@ def with_first_rows(source: S, client: Client | Literal[False]) -> S:
     raise DataError(f"X must not be empty, got no rows in {source.parts} parts")
 
 
-@dataclass(frozen=True)
-class _FirstRows:
-    reader: ExampleReader | None
-
-    def __call__(self, source: Source, part: int) -> tuple[Rows | None, bool]:
-        with error_context(f"in {source.name(part)}"):
-            if self.reader is not None:
-                return self.reader.first_rows(source.load(part)[0], part)
-            facts = source.look(part)
-            return (facts.first if facts.rows else None), False
+def _first_rows(
+    reader: ExampleReader | None, source: Source, part: int
+) -> tuple[Rows | None, bool]:
+    with error_context(f"in {source.name(part)}"):
+        if reader is not None:
+            return reader.first_rows(source.load(part)[0], part)
+        facts = source.look(part)
+        return (facts.first if facts.rows else None), False
 
 
 # ---- tasks
@@ -378,14 +378,15 @@ def collection_of_tables(
             )
     partitions = frame.to_delayed()
 
-    def made(columns: _Columns) -> Any:
+    def made(outputs: Sequence[int], columns: tuple[Any, ...] | None = None) -> Any:
         import dask.dataframe
 
-        make = delayed(_table, pure=False)
+        table = functools.partial(_table, outputs, columns)
+        make = delayed(table, pure=False)
         values = zip(parts, partitions, strict=True)
         return dask.dataframe.from_delayed(
-            [make(columns, part, partition) for part, partition in values],
-            meta=_table(columns, leaves, frame._meta),
+            [make(part, partition) for part, partition in values],
+            meta=table(leaves, frame._meta),
             divisions=frame.divisions,
             verify_meta=False,
         )
@@ -393,28 +394,26 @@ def collection_of_tables(
     if isinstance(empty, dict) and all(
         isinstance(leaf, np.ndarray) and leaf.ndim == 1 for leaf in empty.values()
     ):
-        return made(_Columns(range(len(leaves)), tuple(empty)))
+        return made(range(len(leaves)), tuple(empty))
     if isinstance(empty, np.ndarray):
         fit = names is not None and empty.shape[1:] == (len(names),)
-        return made(_Columns([0], tuple(names or ()) if fit else None))
-    return batching.filled(empty, [made(_Columns([i])) for i in range(len(leaves))])
+        return made([0], tuple(names or ()) if fit else None)
+    return batching.filled(empty, [made([i]) for i in range(len(leaves))])
 
 
-class _Columns(NamedTuple):
-    """Which outputs are in a table, and the names of its columns."""
-
-    outputs: Sequence[int]
-    names: tuple[Any, ...] | None = None
-
-
-def _table(columns: _Columns, leaves: Sequence[np.ndarray], like: Any) -> Any:
-    """Return the outputs of a partition as a pandas object with its index."""
+def _table(
+    outputs: Sequence[int],
+    columns: tuple[Any, ...] | None,
+    leaves: Sequence[np.ndarray],
+    like: Any,
+) -> Any:
+    """Return some outputs of a partition as a pandas object with its index."""
     import pandas
 
-    own = [leaves[number] for number in columns.outputs]
+    own = [leaves[number] for number in outputs]
     if own[0].ndim == 2:
-        return pandas.DataFrame(own[0], index=like.index, columns=columns.names)
-    if columns.names is None:
+        return pandas.DataFrame(own[0], index=like.index, columns=columns)
+    if columns is None:
         return pandas.Series(own[0], index=like.index)
-    named = dict(zip(columns.names, own, strict=True))
+    named = dict(zip(columns, own, strict=True))
     return pandas.DataFrame(named, index=like.index)

@@ -6,7 +6,7 @@ Numpy in, numpy out; torch in, torch out; lazy collections in, lazy ones out; or
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -85,7 +85,7 @@ def predict(
         predictor = BatchPredictor(
             packed, spec, read.batch_size, read.transform, postprocess, exact
         )
-        empty = batching.mapped(lambda boxed: boxed[0].empty(), spec)
+        empty = batching.mapped(OutputSpec.empty, spec)
         if found is not False and not is_lazy(X):
             source = split_stream(source, workers)
         if output != "same":
@@ -104,7 +104,7 @@ def predict(
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return outputs
     return batching.mapped(
-        lambda boxed, array: torch.from_numpy(array).to(boxed[0].dtype), spec, outputs
+        lambda own, array: torch.from_numpy(array).to(own.dtype), spec, outputs
     )
 
 
@@ -132,7 +132,8 @@ def _check_options(
         )
 
 
-class OutputSpec(NamedTuple):
+@dataclass(frozen=True)
+class OutputSpec:
     """Shape and dtype of one output for one row."""
 
     shape: tuple[int, ...]
@@ -149,7 +150,7 @@ def output_spec(
     transform: Transform | None,
     postprocess: Postprocess | None,
 ) -> Tree:
-    """Return a tree of lists of one `OutputSpec`, from a dry run on two rows."""
+    """Return a tree of `OutputSpec`, from a dry run on two rows."""
     with checks.preserved_random_state():
         rows = None if source.first is None else (source.first[0], None)
         run = checks.dry_run(module, rows, transform)
@@ -174,12 +175,12 @@ def output_spec(
             f"tuples and dicts of such, got {got} for two rows{remedy}"
         )
 
-    def spec(leaf: Any) -> list[OutputSpec]:
+    def spec(leaf: Any) -> OutputSpec:
         if not isinstance(leaf, Tensor):
             raise refusal(type(leaf))
         if leaf.ndim == 0 or len(leaf) != count:
             raise refusal(tuple(leaf.shape))
-        return [OutputSpec(tuple(leaf.shape[1:]), leaf.dtype)]  # a tuple is a tree
+        return OutputSpec(tuple(leaf.shape[1:]), leaf.dtype)
 
     if not isinstance(output, dict | tuple | Tensor) or not batching.leaves(output):
         raise refusal(type(output))
@@ -232,14 +233,14 @@ class BatchPredictor:
                         output = self.postprocess(output)
                 made.append(self._checked(output, batching.rows_in(batch)))
         if not made:
-            return batching.mapped(lambda boxed: boxed[0].empty(), self.spec)
+            return batching.mapped(OutputSpec.empty, self.spec)
         return batching.joined(made)
 
     def _checked(self, output: Any, rows: int) -> Tree:
         """Return the outputs of a batch as numpy arrays, if they match the spec."""
 
-        def array(boxed: list[OutputSpec], leaf: Any) -> np.ndarray:
-            shape = boxed[0].shape
+        def array(own: OutputSpec, leaf: Any) -> np.ndarray:
+            shape = own.shape
             alike = isinstance(leaf, Tensor) and (
                 leaf.shape == (rows, *shape)
                 if self.exact

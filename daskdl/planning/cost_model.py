@@ -148,12 +148,10 @@ class Measured:
         return dataclasses.replace(self.alone, **times)
 
     def scaled(self, **factors: float) -> "Measured":
-        """Return the same with some costs multiplied; a density is at most 1."""
+        """Return the same with some costs multiplied."""
 
         def scale(costs: Costs) -> Costs:
             changed = {name: f * getattr(costs, name) for name, f in factors.items()}
-            if "density" in changed:
-                changed["density"] = min(1.0, changed["density"])
             return dataclasses.replace(costs, **changed)
 
         together = None if self.together is None else scale(self.together)

@@ -349,13 +349,8 @@ def _changes(measured: Measured, master: GradientSharing) -> Iterator[list[Chang
     for factor in LONGER:
         every = factor * master.exchange_every
         rarer = dataclasses.replace(master, exchange_every=every)
-        names = (
-            "apply_s",
-            "decode_s",
-            "update_bytes",
-            "density",
-        )  # of several updates in one
-        costs = measured.scaled(**dict.fromkeys(names, factor))
+        # An update then has the entries of several.
+        costs = measured.scaled(apply_s=factor, decode_s=factor, update_bytes=factor)
         gathering.append((f"exchange_every={every}", costs, rarer))
         larger = measured.scaled(rows=factor, gradients_s=factor)
         how = f"{factor} times the batch (accumulate={factor})"
@@ -363,5 +358,5 @@ def _changes(measured: Measured, master: GradientSharing) -> Iterator[list[Chang
     density = measured.alone.density
     how = f"a density of {density / SPARSER:.0e} instead of {density:.0e}"
     # Fewer entries save bytes and no time.
-    sparser = measured.scaled(update_bytes=1 / SPARSER, density=1 / SPARSER)
+    sparser = measured.scaled(update_bytes=1 / SPARSER)
     yield from (gathering, batches, [(how, sparser, master)])

@@ -342,6 +342,19 @@ class TestCurves:
                 ours = values[f"{name}_per_class"][k]
                 assert ours == pytest.approx(theirs, abs=1e-6)
 
+    def test_areas_are_those_below_the_curves(self):
+        _, output, y, _ = BINARY["flat"]
+
+        values = measured(BinaryMetrics(), sample_of(output, y), output, y)
+
+        (others, hits), (recall, precision) = (
+            values[f"{kind}_curves"][0] for kind in ("roc", "precision_recall")
+        )
+        area = np.sum(np.diff(others) * (hits[1:] + hits[:-1]) / 2)
+        average = np.sum(np.diff(recall) * precision[1:])
+        assert values["roc_auc"] == pytest.approx(area, abs=1e-12)
+        assert values["average_precision"] == pytest.approx(average, abs=1e-12)
+
     def test_thresholds_bound_what_is_kept(self):
         _, output, y, _ = CLASSES["balanced"]
         metrics, sample = ClassificationMetrics(thresholds=50), sample_of(output, y)

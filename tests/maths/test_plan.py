@@ -112,6 +112,7 @@ CASES = {
         # Eight others: a request to each and from each; each update once to each.
         {"messages_s": 16 * 0.001 + 16 * 0.0001 + 8 * 0.001},
     ),
+    "little is lacking": (2, {"encode_s": 0.001}, {"limit": "compute"}),
     "here the scheduler takes its share of the cores": (
         *(2, {"link": None}),
         {"step_s": 0.1152 + 0.0044 / 2},
@@ -180,6 +181,8 @@ def test_in_step_a_long_way_is_waited_for_once_for_each_exchange():
     one, rare = (plain(master=own, link=slow(1e9, 0.05)) for own in (IN_STEP, four))
 
     assert rare.wait_s < one.wait_s / 3
+    # Of updates that come to the relay together, all but one wait for its next request.
+    assert plain(3, IN_STEP, slow(1e9, 0.05)).wait_s > 2 * 0.05 + (0.01 + 2 * 0.05)
 
 
 def test_efficiency_falls_with_the_number_of_workers():

@@ -557,7 +557,7 @@ class Predictor:
 
         Raises:
             DataError: If x cannot be used.
-            BusyError: If as many rows wait as may, and still do after the time-out.
+            BusyError: If as many rows wait as may, and still do after the timeout.
             ModelError: If the model, or the transform, fails on these rows.
             ReplicaError: If it ends every worker it comes to.
             WaitTimeoutError: If there is no answer in time, or no replica is left.

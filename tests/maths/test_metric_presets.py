@@ -355,6 +355,18 @@ class TestCurves:
         assert values["roc_auc"] == pytest.approx(area, abs=1e-12)
         assert values["average_precision"] == pytest.approx(average, abs=1e-12)
 
+    def test_of_many_rows_a_curve_has_few_points_from_end_to_end(self):
+        y = classes(30, 3000, 2)
+        output = random(31, len(y)) + y
+
+        values = measured(BinaryMetrics(), sample_of(output, y), output, y)
+
+        (others, hits) = values["roc_curves"][0]
+        assert len(others) == 101
+        assert (others[0], hits[0], others[-1], hits[-1]) == (0, 0, 1, 1)
+        area = np.sum(np.diff(others) * (hits[1:] + hits[:-1]) / 2)
+        assert values["roc_auc"] == pytest.approx(area, abs=2e-3)
+
     def test_thresholds_bound_what_is_kept(self):
         _, output, y, _ = CLASSES["balanced"]
         metrics, sample = ClassificationMetrics(thresholds=50), sample_of(output, y)

@@ -82,6 +82,16 @@ class Task:
         return functools.partial(kinds[name], lr=self.rates[name])
 
 
+def by_name(*tasks: tuple[Any, ...]) -> dict[str, Task]:
+    """Make tasks; the last value of each are the rates of SGD, momentum and AdamW."""
+    names = "SGD", "momentum", "AdamW"
+    made = (Task(*own, dict(zip(names, rates, strict=True))) for *own, rates in tasks)
+    return {task.name: task for task in made}
+
+
+CROSS_ENTROPY = nn.CrossEntropyLoss()
+
+
 def small_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (1, 8, 8)),
@@ -174,41 +184,18 @@ def text(length: int = 32, lines: int = 1800) -> Split:
     return Split(x[train], y[train], x[test], y[test])
 
 
-TASKS = {
-    task.name: task
-    for task in (
-        Task(
-            "digits",
-            small_cnn,
-            nn.CrossEntropyLoss(),
-            digits,
-            batch_size=16,
-            epochs=12,
-            score="accuracy",
-            rates={"SGD": 0.1, "momentum": 0.03, "AdamW": 0.003},
-        ),
-        Task(
-            "diabetes",
-            regressor,
-            nn.MSELoss(),
-            diabetes,
-            batch_size=8,
-            epochs=40,
-            score="loss",
-            rates={"SGD": 0.003, "momentum": 0.0003, "AdamW": 0.0003},
-        ),
-        Task(
-            "text",
-            NextCharacter,
-            nn.CrossEntropyLoss(),
-            text,
-            batch_size=8,
-            epochs=2,
-            score="loss",
-            rates={"SGD": 0.3, "momentum": 0.03, "AdamW": 0.001},
-        ),
-    )
-}
+# Name, model, loss, data, batch size, epochs, score and rates.
+TASKS = by_name(
+    (
+        *("digits", small_cnn, CROSS_ENTROPY, digits),
+        *(16, 12, "accuracy", (0.1, 0.03, 0.003)),
+    ),
+    (
+        *("diabetes", regressor, nn.MSELoss(), diabetes),
+        *(8, 40, "loss", (0.003, 0.0003, 0.0003)),
+    ),
+    ("text", NextCharacter, CROSS_ENTROPY, text, 8, 2, "loss", (0.3, 0.03, 0.001)),
+)
 
 
 SIDE = 28  # of an image, as MNIST has it
@@ -254,41 +241,20 @@ def characters() -> nn.Module:
     return NextCharacter(width=352)
 
 
-WORKS = {
-    work.name: work
-    for work in (
-        Task(
-            "mlp",
-            mlp,
-            nn.CrossEntropyLoss(),
-            functools.partial(images, (SIDE * SIDE,)),
-            batch_size=64,
-            epochs=1,
-            score="accuracy",
-            rates={"SGD": 0.05, "momentum": 0.005, "AdamW": 0.0003},
-        ),
-        Task(
-            "cnn",
-            cnn,
-            nn.CrossEntropyLoss(),
-            functools.partial(images, (1, SIDE, SIDE)),
-            batch_size=64,
-            epochs=1,
-            score="accuracy",
-            rates={"SGD": 0.1, "momentum": 0.01, "AdamW": 0.001},
-        ),
-        Task(
-            "characters",
-            characters,
-            nn.CrossEntropyLoss(),
-            lines,
-            batch_size=16,
-            epochs=2,
-            score="loss",
-            rates={"SGD": 0.3, "momentum": 0.03, "AdamW": 0.001},
-        ),
-    )
-}
+WORKS = by_name(
+    (
+        *("mlp", mlp, CROSS_ENTROPY, functools.partial(images, (SIDE * SIDE,))),
+        *(64, 1, "accuracy", (0.05, 0.005, 0.0003)),
+    ),
+    (
+        *("cnn", cnn, CROSS_ENTROPY, functools.partial(images, (1, SIDE, SIDE))),
+        *(64, 1, "accuracy", (0.1, 0.01, 0.001)),
+    ),
+    (
+        *("characters", characters, CROSS_ENTROPY, lines),
+        *(16, 2, "loss", (0.3, 0.03, 0.001)),
+    ),
+)
 
 
 def batches(

@@ -77,12 +77,7 @@ class Timeouts:
 
     @classmethod
     def from_config(cls) -> "Timeouts":
-        """Return the configured time-outs: numbers of seconds, or text like ``"30s"``.
-
-        Raises:
-            OptionError: If a value cannot be parsed or is not > 0, or a name does not
-                exist.
-        """
+        """Return the configured timeouts: numbers of seconds, or text as "30s"."""
         known = [field.name for field in fields(cls)]
         configured: Any = dask.config.get("daskdl.timeouts", None)
         for name in configured if isinstance(configured, dict) else ():

@@ -152,10 +152,6 @@ class _Maker:
 def made(function: Callable[[], nn.Module]) -> nn.Module:
     """Make a module with a function that is called again for copies of the module.
 
-    Args:
-        function: Must not change random states. May return another value than a module,
-            which is then returned as it is.
-
     Example:
         >>> class Locked(nn.Linear):
         ...     def __init__(self):
@@ -308,9 +304,6 @@ class Packed(Generic[T]):
 
         Threads share the copy, so it must not be changed; :meth:`unpack` returns a copy
         to train.
-
-        Args:
-            prepare: Called with the copy at the first call; returns the copy to share.
         """
         with self._lock:
             if self._content is None:

@@ -206,11 +206,7 @@ class LinkAlgorithm(ThresholdAlgorithm):
 
     @abstractmethod
     def sends_dense(self, last: Sent | None) -> bool:
-        """Return whether to send 8 bits for every parameter instead of entries.
-
-        Args:
-            last: As for :meth:`next_threshold`, which is not called if this is True.
-        """
+        """Return whether to send 8 bits for every parameter instead of entries."""
 
     @abstractmethod
     def learn(self, link: Link | None, measured: Measured) -> Link:
@@ -226,13 +222,6 @@ class LinkAlgorithm(ThresholdAlgorithm):
 
 def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
     """Average the outcomes of several replicas, for the next run or a joining replica.
-
-    Args:
-        outcomes: One per replica; None for replicas without an exchange.
-
-    Returns:
-        Mean threshold and mean density, ignoring None; None if all are None. Links are
-        left out: each replica measures its own.
 
     Example:
         >>> average_sent([Sent(1.0, 0.25), None, Sent(2.0, 0.75)])
@@ -270,16 +259,7 @@ def threshold_for(density: float, residual: Residual) -> float | None:
 
 
 def first_threshold(initial: float | None, density: float, residual: Residual) -> float:
-    """Return a given first threshold, or the threshold for a density.
-
-    Args:
-        initial: Parameter units; None: use a sample of the residual.
-        density: Entries / parameters to send, if `initial` is None.
-        residual: Read only if `initial` is None.
-
-    Returns:
-        Parameter units, > 0; Deeplearning4j's 1e-4 if all sampled values are zero.
-    """
+    """Return a given first threshold, or the threshold for a density."""
     if initial is not None:
         return initial
     return threshold_for(density, residual) or DL4J_INITIAL

@@ -137,12 +137,7 @@ Found = Mapping[str, str]  # versions of "daskdl" and "torch", and "error"; "": 
 def client_or_process(
     client: Client | Literal[False] | None,
 ) -> Iterator[Client | Literal[False]]:
-    """Yield a synchronous client, or False; close a cluster started here on exit.
-
-    Args:
-        client: A synchronous client. None: the default client if there is one, else a
-            :class:`distributed.LocalCluster` with Dask's defaults. False: this process.
-    """
+    """Yield a synchronous client, or False; close a cluster started here on exit."""
     found = _default() if client is None else client
     if found is None:
         with (

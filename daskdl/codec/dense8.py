@@ -110,15 +110,6 @@ def quantize(counts_N: npt.NDArray[np.int32]) -> Quantized:
     value is the count divided by the scale, rounded to nearest. Thus rounding changes a
     count by half a scale at most, and blocks with counts up to 127 are exact.
 
-    Args:
-        counts_N: Steps of the grid, int32, any value, one-dimensional.
-
-    Returns:
-        Scales and values; :func:`counts_of` returns the rounded counts.
-
-    Raises:
-        CodecError: If the counts are not one-dimensional int32.
-
     Example:
         >>> import numpy as np
         >>> quantized = quantize(np.array([0, 127, -300], np.int32))
@@ -139,11 +130,7 @@ def quantize(counts_N: npt.NDArray[np.int32]) -> Quantized:
 
 
 def check_counts(counts_N: npt.NDArray[np.int32]) -> None:
-    """Check the shape and dtype of counts.
-
-    Raises:
-        CodecError: If the counts are not one-dimensional int32.
-    """
+    """Check the shape and dtype of counts."""
     if counts_N.ndim != 1 or counts_N.dtype != np.int32:
         raise CodecError(
             "counts must be one-dimensional int32, "
@@ -152,17 +139,7 @@ def check_counts(counts_N: npt.NDArray[np.int32]) -> None:
 
 
 def counts_of(quantized: Quantized) -> npt.NDArray[np.int32]:
-    """Return the counts that receivers compute.
-
-    Returns:
-        Steps of the grid, int32, shape (N,), a new array.
-
-    Raises:
-        CodecError: If dtypes differ, or the number of scales is not that of blocks; if
-            a scale is negative or so large that products could overflow int32; if a
-            value is -128; if the scale of a block of zeros is not 0, or the scale of
-            another block is 0.
-    """
+    """Return the counts that receivers compute."""
     scales_B, values_N = quantized
     if scales_B.dtype != np.int32 or values_N.dtype != np.int8:
         raise CodecError(
@@ -185,9 +162,6 @@ def counts_of(quantized: Quantized) -> npt.NDArray[np.int32]:
 def pack(quantized: Quantized) -> npt.NDArray[np.uint8]:
     """Write a body.
 
-    Raises:
-        CodecError: If `unpack` would refuse the body, see :func:`counts_of`.
-
     Example:
         >>> import numpy as np
         >>> pack(quantize(np.array([0, 1, -300], np.int32))).tobytes().hex(" ")
@@ -200,18 +174,7 @@ def pack(quantized: Quantized) -> npt.NDArray[np.uint8]:
 
 
 def unpack(body: npt.NDArray[np.uint8], size: int) -> npt.NDArray[np.int32]:
-    """Read a body written by :func:`pack`.
-
-    Args:
-        body: ``length(size)`` bytes.
-        size: N.
-
-    Returns:
-        Counts, int32, shape (N,), a new array.
-
-    Raises:
-        CodecError: See :func:`counts_of`.
-    """
+    """Read a body written by :func:`pack`."""
     cut = 4 * blocks(size)
     scales_B = body[:cut].view("<i4").astype(np.int32)
     # Copied, so that numba compiles the reader once: frames may be read-only.

@@ -107,9 +107,6 @@ def encode(
     Returns:
         The frame, uint8, one-dimensional, a new array.
 
-    Raises:
-        CodecError: If an argument is invalid.
-
     Example:
         >>> import numpy as np
         >>> stamp = Stamp(run=7, origin=1, sequence=12, step=40)
@@ -158,9 +155,6 @@ def encode_dense(stamp: Stamp, grid: float, counts_N: Integers | Quantized) -> B
     Returns:
         The frame, uint8, one-dimensional, a new array.
 
-    Raises:
-        CodecError: If an argument is invalid.
-
     Example:
         >>> import numpy as np
         >>> stamp, counts = Stamp(7, 1, 12, 40), np.array([300, -1], np.int32)
@@ -179,12 +173,7 @@ def encode_dense(stamp: Stamp, grid: float, counts_N: Integers | Quantized) -> B
 
 
 def _check_given(stamp: Stamp, size: int, threshold: float) -> None:
-    """Check that a stamp, N and a threshold survive encoding unchanged.
-
-    Raises:
-        CodecError: If a number of the stamp does not fit its field, N is outside
-            ``1 .. 2**31 - 1``, or the threshold is not a positive, finite float32.
-    """
+    """Check that a stamp, N and a threshold survive encoding unchanged."""
     for name, value, bits in zip(Stamp._fields, stamp, STAMP_BITS, strict=True):
         if not 0 <= value < 2**bits:
             raise CodecError(f"{name} must be in 0 .. 2**{bits} - 1, got {value}")
@@ -208,12 +197,7 @@ def _check_numbers(size: int, threshold: float) -> None:
 
 
 def _positions(entries_K: Integers, size: int) -> Integers:
-    """Return the zero-based positions of entries, a new array.
-
-    Raises:
-        CodecError: If the entries are not one-dimensional int32, an entry is
-            zero or beyond N, or positions are not strictly ascending.
-    """
+    """Return the zero-based positions of entries, a new array."""
     if entries_K.ndim != 1 or entries_K.dtype != np.int32:
         raise CodecError(
             "entries must be one-dimensional int32, "
@@ -293,16 +277,6 @@ def _checksum(frame: memoryview) -> int:
 def payload_sizes(size: int, entries_K: Integers) -> dict[Kind, int]:
     """Return the length of the body for each sparse kind, without packing it.
 
-    Args:
-        size: N.
-        entries_K: As for :func:`encode`.
-
-    Returns:
-        Bytes of the body, exact, before lz4 and without the header's 64 bytes.
-
-    Raises:
-        CodecError: If N or an entry is invalid.
-
     Example:
         >>> import numpy as np
         >>> payload_sizes(1000, np.arange(1, 1001, 10, dtype=np.int32))
@@ -376,15 +350,7 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
 
 
 def read_kind(frame: Buffer) -> Kind:
-    """Read the kind of a frame for statistics, without checking the rest.
-
-    Args:
-        frame: A frame, or at least its first 64 bytes.
-
-    Raises:
-        CodecError: If the frame is too short, its magic or version is wrong, or its
-            kind is unknown.
-    """
+    """Read the kind of a frame for statistics, without checking the rest."""
     return _kind_of(_open(frame)[1])
 
 
@@ -409,12 +375,7 @@ class Header(NamedTuple):
 
 
 def _open(frame: Buffer) -> tuple[memoryview, Header]:
-    """View a frame as read-only bytes, and read its header.
-
-    Raises:
-        CodecError: If the frame is not contiguous or too short, or its magic or version
-            is wrong.
-    """
+    """View a frame as read-only bytes, and read its header."""
     view = memoryview(frame)
     if not view.c_contiguous:
         raise CodecError(
@@ -449,9 +410,6 @@ def _body_of(kind: Kind, header: Header, payload: memoryview) -> Bytes:
 
     Lengths are checked against N, K and the payload before memory is allocated, so a
     short frame cannot cause a large allocation.
-
-    Raises:
-        CodecError: If a length is impossible or the lz4 block is damaged.
     """
     length = header.body_length
     least, most = _length_range(kind, header.size, header.entries)
@@ -499,12 +457,7 @@ def _length_range(kind: Kind, size: int, count: int) -> tuple[int, int]:
 
 
 def _signed_entries(kind: Kind, body: Bytes, size: int, count: int) -> Integers:
-    """Read positions, followed by one sign bit for each.
-
-    Raises:
-        CodecError: If the positions are invalid, or a bit after the last sign is not
-            zero.
-    """
+    """Read positions, followed by one sign bit for each."""
     signs_at = len(body) - (count + 7) // 8
     if kind is Kind.GAPS:
         entries_K = golomb.unpack(body[:signs_at], size, count)

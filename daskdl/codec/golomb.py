@@ -314,20 +314,7 @@ def read_blocks(
 
 
 def unpack(body: npt.NDArray[np.uint8], size: int, count: int) -> npt.NDArray[np.int32]:
-    """Read a body written by :func:`daskdl.codec.golomb.pack`.
-
-    Args:
-        body: Bytes, of a length within ``length_range``.
-        size: N.
-        count: K, 1 or more.
-
-    Returns:
-        Zero-based positions, int32, shape (K,), ascending, a new array.
-
-    Raises:
-        CodecError: If a Rice parameter or a block's count is invalid, codes run past
-            the end or leave the vector, bytes are left over, or padding is not zero.
-    """
+    """Read a body written by :func:`daskdl.codec.golomb.pack`."""
     stream = body[1:]
     # Whole words, and one more of zeros.
     padded = np.zeros(4 * (len(stream) // 4 + 2), np.uint8)

@@ -110,11 +110,7 @@ class ParameterGroup:
     exchanges: int = 0
 
     def next_threshold(self, last: Sent | None, grid: float) -> float:
-        """Return the algorithm's next threshold, limited to the range of the grid.
-
-        Raises:
-            OptionError: If the algorithm's threshold is not finite and > 0.
-        """
+        """Return the algorithm's next threshold, limited to the range of the grid."""
         threshold = self.algorithm.next_threshold(self.residual, last)
         if not 0 < threshold < math.inf:
             raise OptionError(
@@ -145,9 +141,6 @@ class Compressor:
         residual: Limits the residual after an exchange.
         apply: "eager" (the module computes with local) or "strict" (with shared).
         last: Outcomes of an earlier run to continue from, by pattern.
-
-    Raises:
-        OptionError: If ``apply`` is invalid, or patterns and parameters do not match.
 
     Example:
         >>> import torch
@@ -211,15 +204,9 @@ class Compressor:
 
         Quanta that would move shared beyond ``2**30`` steps stay in the residual.
 
-        Args:
-            dense: Send the whole residual in eight bits, whatever the thresholds.
-
         Returns:
             One update for each pattern, least often committed patterns first; or a
             single dense update of the whole residual.
-
-        Raises:
-            OptionError: If an algorithm returns a threshold that is not finite and > 0.
         """
         grid = self.vector.grid
         if dense or any(rule.sends_dense(group.sent) for group, rule in self._linked):
@@ -254,10 +241,6 @@ class Compressor:
         Args:
             update: Returned by the last :meth:`propose`, committed once; empty updates
                 count as exchanges too.
-
-        Raises:
-            OptionError: If the grid has changed since :meth:`propose`, or the residual
-                rule returns a bound below the threshold; nothing is changed.
         """
         if update.grid != self.vector.grid:
             raise OptionError(

@@ -166,13 +166,6 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
 def grid_for(parameters: FlatParameters) -> float:
     """Return the grid, the unit of shared: a power of two, at least 2**-24.
 
-    Args:
-        parameters: Parameters at the start of a run; only the largest absolute value
-            matters.
-
-    Returns:
-        ``2**(ceil(log2(max(1, max |parameter|))) - 24)``, parameter units.
-
     Example:
         >>> math.log2(grid_for(FlatParameters(torch.nn.Linear(2, 1))))
         -24.0
@@ -201,9 +194,6 @@ def load_counts_(
         counts_N: Values in steps of ``grid``, in the order of FlatParameters.
         grid: Size of one step, parameter units, a power of two.
         add: Add the values to the parameters instead of replacing them.
-
-    Raises:
-        ModelError: If the number of trainable parameters differs.
 
     Example:
         >>> layer = torch.nn.Linear(2, 1)
@@ -264,9 +254,6 @@ class Untrained:
         Exchanges call this before sending the arrays, and after steps 1, 2, 4, 8 and so
         on: a model that changes a frozen parameter mostly does so in every step from
         some step on, and a pass after each step would be expensive.
-
-        Raises:
-            ModelError: If the shape or dtype of a frozen parameter or buffer changed.
         """
         self._check()
         for name, checksum in _checksums(self._module).items():
@@ -291,9 +278,6 @@ class Untrained:
             One-dimensional arrays by name: float64 of all floating buffers (complex
             ones as pairs), int64 of all integer and bool ones, each in the order of
             ``named_buffers``, and each frozen parameter.
-
-        Raises:
-            ModelError: See `look`.
         """
         self._check()
         arrays = {}
@@ -325,9 +309,6 @@ def average_untrained(
         Each array, averaged over the replicas that have it. Floating arrays: the mean
         weighted by examples, unweighted if all weights are 0; values on which all
         replicas agree are unchanged, infinities included. Others: the maximum.
-
-    Raises:
-        ModelError: If arrays of one name have different sizes.
 
     Example:
         >>> one, two = {"frozen a": np.float32([1])}, {"frozen a": np.float32([4])}
@@ -367,16 +348,7 @@ def _average(
 
 
 def load_untrained_(module: nn.Module, arrays: Mapping[str, Any]) -> None:
-    """Load buffers and frozen parameters into a module.
-
-    Args:
-        module: Built like the source module. Changed in place.
-        arrays: Arrays from `Untrained.take` or :func:`average_untrained`; other names
-            are ignored.
-
-    Raises:
-        ModelError: If sizes differ; nothing is written.
-    """
+    """Load buffers and frozen parameters into a module."""
     places = {n: place for n, place in _places(module).items() if n in arrays}
     for name, (_, tensors) in places.items():
         size = sum(tensor.numel() for tensor in tensors)

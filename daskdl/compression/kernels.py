@@ -98,19 +98,6 @@ class Kernels:
         other position can exceed the bound (it would be an entry), so this equals
         clipping the whole residual.
 
-        Args:
-            local_N: Changed in place at the entries.
-            shared_N: Changed in place.
-            entries_K: Entries from `find`, int32.
-            count: As for `find`.
-            grid: As for `find`.
-            bound: Largest ``|residual|`` to keep, parameter units; infinity: no limit.
-            base: As for `find`.
-            lead: As for `find`.
-
-        Returns:
-            Clipped mass: sum of the absolute changes of the residual, parameter units.
-
         Example:
             >>> local, shared = torch.tensor([1.5, 0.0]), torch.zeros(2).int()
             >>> entries = torch.tensor([1], dtype=torch.int32)
@@ -148,14 +135,6 @@ class Kernels:
     ) -> None:
         """Move local and shared by another replica's entries; the residual stays.
 
-        Args:
-            local_N: Changed in place.
-            shared_N: Changed in place.
-            entries_K: Entries within the vector, int32.
-            count: As for `find`.
-            grid: As for `find`.
-            base: As for `find`.
-
         Example:
             >>> local, shared = torch.zeros(2), torch.zeros(2).int()
             >>> entries = torch.tensor([-2], dtype=torch.int32)
@@ -178,13 +157,8 @@ class Kernels:
     ) -> None:
         """Move shared by a dense update, and local by ``factor`` times the update.
 
-        Args:
-            local_N: Changed in place.
-            shared_N: Changed in place.
-            counts_N: The update, int32, steps of ``grid``.
-            grid: As for `find`.
-            factor: 1 for another replica's update, which leaves the residual unchanged;
-                ``1 - lead`` for an own update, which is taken out of the residual.
+        The factor is 1 for another replica's update, and ``1 - lead`` for an own one,
+        which is taken out of the residual.
 
         Example:
             >>> local, shared = torch.zeros(2), torch.zeros(2).int()
@@ -209,16 +183,6 @@ class Kernels:
         The counts are rounded half to even, and limited so that neither they nor shared
         plus the counts overflow int32. NaN becomes 0, so diverged replicas do not send
         it.
-
-        Args:
-            local_N: As for `find`.
-            shared_N: As for `find`.
-            grid: As for `find`.
-            most: Bound on ``|shared + result|``, steps, in [1, 2**31 - 1].
-            lead: As for `find`.
-
-        Returns:
-            Counts, int32, shape (N,), a new tensor on the CPU.
 
         Example:
             >>> local, shared = torch.tensor([1.1, -9.0]), torch.tensor([2, 0]).int()

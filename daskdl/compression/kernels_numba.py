@@ -261,13 +261,7 @@ def _apply_counts_(
 
 @compiled
 def fold_(total_N: Array, entries_K: Array, count: int) -> None:
-    """Add entries of one update to a dense sum of counts.
-
-    Args:
-        total_N: Int32, steps of the grid. Changed in place.
-        entries_K: Entries within the sum, int32.
-        count: Quantum in steps of the grid.
-    """
+    """Add entries of one update to a dense sum of counts."""
     for k in range(entries_K.size):
         entry = np.int64(entries_K[k])
         total_N[abs(entry) - 1] += count if entry > 0 else -count

@@ -48,9 +48,6 @@ RUN = 16  # neighbouring values in a sample: a cache line of float32
 def count_of(threshold: float, grid: float) -> int:
     """Return a received quantum in steps of the grid.
 
-    Raises:
-        CodecError: If the quantum is not a whole number of steps in [1, 2**22].
-
     Example:
         >>> count_of(0.75, grid=0.25)
         3
@@ -65,11 +62,6 @@ def count_of(threshold: float, grid: float) -> int:
 
 def fold_(total_N: Counts, update: Update, grid: float) -> None:
     """Add a decoded update to a dense sum of counts.
-
-    Args:
-        total_N: Sum so far, int32, steps of ``grid``. Changed in place.
-        update: Update of the same size and grid.
-        grid: One step, parameter units.
 
     Example:
         >>> from daskdl.codec import Kind, SparseUpdate, Stamp
@@ -194,11 +186,7 @@ class ReplicaVector:
             group.flat[where] = self._shown(group, where)
 
     def _local_groups(self) -> Sequence[VectorGroup]:
-        """Return the groups for methods that read or move local.
-
-        Raises:
-            RunError: Inside `showing_shared`.
-        """
+        """Return the groups for methods that read or move local."""
         if self._showing:
             raise RunError("the module shows shared; leave showing_shared() first")
         return self.groups
@@ -287,16 +275,7 @@ class ReplicaVector:
         return 1.0
 
     def commit_(self, entries_K: Counts, count: int, bound: float) -> float:
-        """Take own entries out of the residual and move shared by them.
-
-        Args:
-            entries_K: Entries, int32, ascending positions of the model.
-            count: Quantum in steps of the grid, in [1, 2**22].
-            bound: Largest ``|residual|`` to keep at the entries, parameter units.
-
-        Returns:
-            Mass clipped from the residual, parameter units.
-        """
+        """Take own entries out of the residual and move shared by them."""
         removed = 0.0
         for group, part_K in self._split(entries_K):
             removed += group.kernels.commit_(
@@ -314,15 +293,7 @@ class ReplicaVector:
         return removed
 
     def apply_(self, update: Update) -> None:
-        """Move local and shared by another replica's update; the residual stays.
-
-        Args:
-            update: Update from :func:`daskdl.codec.decode`; its entries are not checked
-                again.
-
-        Raises:
-            CodecError: If size or grid differ; nothing is changed.
-        """
+        """Move local and shared by another replica's update; the residual stays."""
         if isinstance(update, DenseUpdate):
             if update.grid != self.grid:
                 raise CodecError(f"grid must be {self.grid}, got {update.grid}")
@@ -344,9 +315,6 @@ class ReplicaVector:
         Args:
             counts_N: Int32, shape (N,), steps of the grid.
             own: The update is this replica's own: take it out of the residual.
-
-        Raises:
-            CodecError: If shape or dtype differ; nothing is changed.
         """
         factor = 1.0 - self.lead if own else 1.0
         for group, where, part_N in self._split_counts(counts_N):
@@ -370,9 +338,6 @@ class ReplicaVector:
         Args:
             counts_N: Int32, shape (N,), steps of ``grid``.
             grid: One step of the counts, parameter units; may differ from `self.grid`.
-
-        Raises:
-            CodecError: If shape or dtype differ; nothing is changed.
         """
         for group, where, part_N in self._split_counts(counts_N):
             counts = part_N.to(group.local_N.dtype)
@@ -385,9 +350,6 @@ class ReplicaVector:
         Above ``2**28`` steps the grid is multiplied by the smallest power of two that
         brings shared below ``2**25``. The result depends on shared alone, so replicas
         keep agreeing. Local is unchanged: rounding errors move to the residual.
-
-        Returns:
-            The new grid, parameter units.
         """
         groups = [group for group in self._local_groups() if group.shared_N.numel()]
         ends = [(int(g.shared_N.min()), int(g.shared_N.max())) for g in groups]
@@ -423,15 +385,7 @@ class ReplicaVector:
         return checksum
 
     def replace_shared_(self, counts_N: Counts, grid: float) -> None:
-        """Replace shared by that of another replica; the residual stays.
-
-        Args:
-            counts_N: Another replica's :meth:`shared_counts`.
-            grid: The other replica's grid.
-
-        Raises:
-            CodecError: If shape or dtype differ; nothing is changed.
-        """
+        """Replace shared by that of another replica; the residual stays."""
         for group, where, part_N in self._split_counts(counts_N):
             ahead = self._ahead(group, where)
             group.shared_N[where] = part_N
@@ -452,13 +406,7 @@ class ReplicaVector:
     def restore_(
         self, shared: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Restore the state of one replica, or the combined state of several.
-
-        Args:
-            shared: Shared state from `state`.
-            parts: Own states from `state`. One is restored exactly; the residuals of
-                several add up; with none, the residual is 0.
-        """
+        """Restore the state of one replica, or the combined state of several."""
         self.grid = shared["grid"]
         self.lead = parts[0]["lead"] if parts else self.lead
         for i, group in enumerate(self.groups):
@@ -506,11 +454,7 @@ class ReplicaVector:
     def _split_counts(
         self, counts_N: Counts
     ) -> Iterator[tuple[VectorGroup, slice, Tensor]]:
-        """Split a dense vector by group and chunk.
-
-        Raises:
-            CodecError: If the vector is not int32 with one number per parameter.
-        """
+        """Split a dense vector by group and chunk."""
         if counts_N.shape != (self.size,) or counts_N.dtype != np.int32:
             raise CodecError(
                 f"need {self.size} counts of int32, got {counts_N.dtype} of "
@@ -525,12 +469,7 @@ class ReplicaVector:
 
 
 class ResidualView:
-    """The residual of some of a replica's parameters.
-
-    Args:
-        vector: Vectors of the replica.
-        ranges: Positions within the groups, ascending; at least one.
-    """
+    """The residual of some of a replica's parameters."""
 
     size: int  # parameters
     ranges: Sequence[tuple[VectorGroup, slice]]
@@ -543,11 +482,7 @@ class ResidualView:
         self._vector = vector
 
     def find(self, count: int) -> Counts:
-        """Return the entries for a quantum of ``count`` steps; see `Kernels.find`.
-
-        Returns:
-            Int32, shape (K,), positions of the model.
-        """
+        """Return the entries for a quantum of ``count`` steps; see `Kernels.find`."""
         vector = self._vector
         vector._local_groups()  # raises inside `showing_shared`
         found = [
@@ -588,13 +523,7 @@ def ranges_by_pattern(
     vector: ReplicaVector,
     assigned: Mapping[str, str],
 ) -> dict[str, list[tuple[VectorGroup, slice]]]:
-    """Return the positions of each pattern; adjacent ranges are merged.
-
-    Args:
-        parameters: Flat parameters of the model.
-        vector: Vectors of these parameters.
-        assigned: The pattern of each parameter.
-    """
+    """Return the positions of each pattern; adjacent ranges are merged."""
     found: dict[str, list[tuple[VectorGroup, slice]]] = {}
     for group, vectors in zip(parameters.groups, vector.groups, strict=True):
         at, former = 0, None

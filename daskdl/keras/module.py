@@ -60,10 +60,6 @@ _CONSTANT = "_CONSTANT_VALUE"  # Keras 2 writes it in place of the name of a lay
 def modern(value: JSON) -> JSON:
     """Rewrite a model, and everything in it.
 
-    Args:
-        value: Not changed. A LookupError, TypeError or AttributeError means that Keras
-            has not written it.
-
     Example:
         >>> modern({"class_name": "LeakyReLU", "config": {"alpha": 0.5}})
         {'class_name': 'LeakyReLU', 'config': {'negative_slope': 0.5}}
@@ -158,13 +154,7 @@ def _node(node: JSON, nested: Mapping[str, bool]) -> dict[str, JSON]:
 
 
 def _tensors(part: JSON, nested: Mapping[str, bool], others: dict[str, JSON]) -> JSON:
-    """Rewrite tensors in any structure.
-
-    Args:
-        part: The structure.
-        nested: Whether a layer is a model, by name.
-        others: Gets the other arguments that Keras 2 writes with a tensor.
-    """
+    """Rewrite tensors in any structure."""
     if isinstance(part, dict):
         return {key: _tensors(one, nested, others) for key, one in part.items()}
     if not isinstance(part, list):
@@ -213,12 +203,7 @@ _building = threading.RLock()
 
 @functools.cache
 def library() -> Any:
-    """Return the module `keras`.
-
-    Raises:
-        OptionError: If it is missing, older than 3, or has another backend than PyTorch
-            in this process.
-    """
+    """Return the module `keras`."""
     chosen, first = os.environ.get(VARIABLE), "keras" not in sys.modules
     if first and chosen and chosen != BACKEND:
         raise OptionError(
@@ -284,19 +269,7 @@ _UNTRAINABLE = {
 
 
 def vetted(value: JSON, key: str = "", where: str = "the model") -> JSON:
-    """Refuse a model with classes that are not of Keras, or that cannot be trained.
-
-    Args:
-        value: The model as Keras 3 writes it, or a part of it; not changed.
-        key: Name of the part.
-        where: The layer around it, for messages.
-
-    Returns:
-        The same with the modules of Keras' own classes, without compilation and build.
-
-    Raises:
-        ModelError: Naming the layer and the class.
-    """
+    """Refuse a model with classes that are not of Keras, or that cannot be trained."""
     if isinstance(value, list):
         return [vetted(part, key, where) for part in value]
     config = value.get("config") if isinstance(value, dict) else None
@@ -391,14 +364,7 @@ def _refuse(where: str, what: object) -> NoReturn:
 
 @contextlib.contextmanager
 def building(*, seeded: bool) -> Iterator[Any]:
-    """Build a model within: on the CPU, with Python's generator restored afterwards.
-
-    Args:
-        seeded: Torch's generator determines what initializers without a seed draw.
-
-    Yields:
-        The library.
-    """
+    """Build a model within: on the CPU, with Python's generator restored afterwards."""
     keras = library()
     with _building:
         former = random.getstate()
@@ -412,15 +378,7 @@ def building(*, seeded: bool) -> Iterator[Any]:
 
 
 def built(config: JSON, *, seeded: bool) -> Any:
-    """Make a Keras model, on the CPU.
-
-    Args:
-        config: As Keras 3 writes it, vetted; not changed.
-        seeded: Torch's generator determines its weights; else they are arbitrary.
-
-    Raises:
-        ModelError: If Keras cannot make it, or its input has no shape.
-    """
+    """Make a Keras model, on the CPU."""
     with building(seeded=seeded) as keras:
         own = json.loads(json.dumps(config))  # Keras changes it
         try:
@@ -489,12 +447,7 @@ class CrossEntropyOfProbabilities(nn.NLLLoss):
 
 
 def as_module(model: Any) -> Any:
-    """Return a Keras model as a module of torch; anything else as it is.
-
-    Raises:
-        ModelError: If it is a Keras model that cannot be trained.
-        OptionError: If Keras has another backend than PyTorch.
-    """
+    """Return a Keras model as a module of torch; anything else as it is."""
     kind = getattr(sys.modules.get("keras"), "Model", None)
     return KerasModule(model) if kind and isinstance(model, kind) else model
 

@@ -51,12 +51,7 @@ _CONTENT = {"stamp": Stamp, "header": Mapping[str, Any], "state": Mapping[str, A
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a checkpoint: a manifest and a file of tensors.
-
-    Attributes:
-        store: The folder of the checkpoint.
-        name: `COMMON`, or a name from `of_replica`.
-    """
+    """One part of a checkpoint: a manifest and a file of tensors."""
 
     store: Store
     name: str
@@ -86,9 +81,6 @@ class Part:
             header: Plain values that can be read without `state`.
             state: Plain values and tensors; its names differ from those in `header`.
             used: A written copy whose memory may be reused.
-
-        Raises:
-            OptionError: If a value cannot be serialized as data; the message names it.
         """
         values = JsonValues()
         content = {
@@ -106,11 +98,7 @@ class Part:
         self._folder.write(copy.content, files)
 
     def header(self) -> tuple[Stamp, dict[str, Any]]:
-        """Read the header, without loading tensors.
-
-        Raises:
-            SaveError: If the part is missing, damaged or too new.
-        """
+        """Read the header, without loading tensors."""
         return self._decoded(self._folder.content(), None)
 
     def read(self) -> tuple[Stamp, dict[str, Any]]:
@@ -153,11 +141,7 @@ class CompleteCheckpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """The checkpoints in one folder.
-
-    Attributes:
-        store: The folder.
-    """
+    """The checkpoints in one folder."""
 
     store: Store
 
@@ -177,11 +161,7 @@ class Series:
         return replace(self.store, url=url)
 
     def numbers(self) -> list[int]:
-        """Return the numbers of all checkpoints, complete or not, ascending.
-
-        Raises:
-            SaveError: If the folder cannot be listed.
-        """
+        """Return the numbers of all checkpoints, complete or not, ascending."""
         try:
             found = map(_NAME.fullmatch, self.store.folders())
             return sorted(int(match[1]) for match in found if match)
@@ -202,11 +182,7 @@ class Series:
         return None
 
     def delete(self, number: int) -> None:
-        """Delete a checkpoint.
-
-        Raises:
-            SaveError: If the checkpoint cannot be deleted.
-        """
+        """Delete a checkpoint."""
         store = self.folder(number)
         try:
             store.delete([f"{COMMON}.json"])  # first: makes it incomplete
@@ -224,11 +200,7 @@ _HEADER = {
 
 
 def complete_at(store: Store) -> CompleteCheckpoint | None:
-    """Return the checkpoint in a folder; None if it is incomplete.
-
-    Raises:
-        SaveError: If the checkpoint is damaged or too new.
-    """
+    """Return the checkpoint in a folder; None if it is incomplete."""
     common = Part(store, COMMON)
     try:
         if not store.exists(common.index):
@@ -275,20 +247,13 @@ class CheckpointPlan:
     before: int = 0
 
     def stamp(self, taken: int) -> Stamp:
-        """Return the stamp of the next checkpoint.
-
-        Args:
-            taken: Checkpoints that this run has taken so far.
-        """
+        """Return the stamp of the next checkpoint."""
         return Stamp(self.origin, self.run, self.first + taken)
 
     def prune(self) -> None:
         """Delete checkpoints of the fit that are not kept, and older incomplete ones.
 
         Complete checkpoints of other fits stay, as do damaged checkpoints.
-
-        Raises:
-            SaveError: If a checkpoint cannot be deleted.
         """
         series, own, incomplete = self.series, dict[int, CompleteCheckpoint](), []
         for number in series.numbers():
@@ -320,12 +285,7 @@ class CheckpointPlan:
         return kept
 
     def conclude(self) -> None:
-        """Prune, and check on the client that the run has left a checkpoint.
-
-        Raises:
-            SaveError: If the newest complete checkpoint is not of this run, or a
-                checkpoint cannot be deleted.
-        """
+        """Prune, and check on the client that the run has left a checkpoint."""
         self.prune()
         newest = self.series.newest()
         if newest is None or newest.stamp.run != self.run:

@@ -46,16 +46,7 @@ def encode_tensors(tensors: Tensors, reused: Tensor | None = None) -> Tensor:
     """Copy tensors into the bytes of a safetensors file.
 
     The library's writer holds the GIL while it copies, which would stop training.
-
-    Args:
-        tensors: By name, on any device.
-        reused: An earlier result that nobody needs; its memory is reused if it fits.
-
-    Returns:
-        The bytes, uint8, on the CPU.
-
-    Raises:
-        OptionError: If safetensors cannot hold a tensor; names it.
+    The memory of an earlier result, `reused`, is taken again if its size fits.
 
     Source:
         https://github.com/huggingface/safetensors, README.md, "Format".
@@ -123,28 +114,14 @@ def decode_tensors(content: bytes) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Folder:
-    """The place of a save; one process at a time may write there.
-
-    Attributes:
-        store: The folder.
-        kind: What is saved.
-        roles: The files of tensors there may be.
-    """
+    """The place of a save; one process at a time may write there."""
 
     store: Store
     kind: Kind
     roles: tuple[str, ...]
 
     def write(self, content: Any, files: Mapping[str, Tensor]) -> None:
-        """Save, and replace an earlier save atomically.
-
-        Args:
-            content: JSON.
-            files: Results of `encode_tensors`, by role.
-
-        Raises:
-            SaveError: If the folder cannot be written.
-        """
+        """Save, and replace an earlier save atomically."""
         with self._errors("write"):
             listed = []
             for role, encoded in files.items():
@@ -158,11 +135,7 @@ class Folder:
             self.store.delete(name for name in self._files() if name not in kept)
 
     def read(self) -> tuple[Any, dict[str, dict[str, Tensor]]]:
-        """Return the JSON, and the tensors by role and name.
-
-        Raises:
-            SaveError: If there is no save, or it is damaged, foreign or too new.
-        """
+        """Return the JSON, and the tensors by role and name."""
         with self._errors("read"):
             manifest = Manifest.read(self.store, self.kind)
             for _ in range(READS - 1):

@@ -80,9 +80,6 @@ class JsonValues:
                 numpy arrays as tensors.
             name: Name of the value, for messages and the names of tensors.
             depth: Number of values around it.
-
-        Raises:
-            OptionError: If the value is not plain; names the part.
         """
 
         def inner(one: Any, step: Any) -> Json:
@@ -132,16 +129,7 @@ class JsonValues:
         )
 
     def decode(self, content: Json, depth: int = 0) -> Any:
-        """Decode a value.
-
-        Args:
-            content: JSON of any origin.
-            depth: Number of values around it.
-
-        Raises:
-            SaveError: If `encode` does not write such JSON.
-            UntrustedError: If it names code that is not trusted.
-        """
+        """Decode a value."""
         if depth > DEEPEST:
             raise SaveError(f"something is nested in more than {DEEPEST} others")
         if content is None or type(content) in (bool, int, float, str):
@@ -258,9 +246,6 @@ class ArgumentValues(JsonValues):
     ===========================================  =====================================
 
     Modules are imported, and code in them is called, only if they are trusted.
-
-    Attributes:
-        trusted: Modules whose code may be used.
     """
 
     trusted: TrustedModules = TrustedModules()
@@ -376,9 +361,6 @@ def imported(name: str) -> Any:
 
 def reference(value: type | FunctionType) -> str:
     """Return the name by which `imported` finds a class or function.
-
-    Raises:
-        OptionError: If it does not.
 
     Example:
         >>> reference(nn.Linear)

@@ -89,14 +89,7 @@ _STEPS = "history.steps"  # tensor with the packed rows of steps
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """Makes an optimizer with several groups of parameters.
-
-    Args:
-        optimizer: Class.
-        defaults: Its arguments.
-        groups: Hyperparameters of each group.
-        places: Indices of each group's parameters among all trainable ones.
-    """
+    """Makes an optimizer with several groups of parameters."""
 
     optimizer: Callable[..., Optimizer]
     defaults: Mapping[str, Any]
@@ -195,14 +188,7 @@ def load(
     trusted: Any = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> TrainerState:
-    """Load what `save` wrote; see `Trainer.load`.
-
-    Args:
-        url: URL of the folder.
-        passed: Arguments of a trainer that replace the saved ones, by name.
-        trusted: Names of modules.
-        storage_options: fsspec options of the URL.
-    """
+    """Load what `save` wrote; see `Trainer.load`."""
     wrong = [name for name in passed if name not in NAMES]
     if wrong:
         raise OptionError(

@@ -17,18 +17,17 @@ from tests.support.channels import (
     RUN,
     a_run,
     begin,
+    done,
     in_thread,
-    next_stamp,
+    lease,
     publish,
-    register,
     totals,
-    two_workers,
+    workers,
 )
-from tests.support.run_states import of_one
 
 
 @EITHER
-@two_workers()
+@workers(2)
 async def test_a_second_instance_on_either_end_takes_over_what_is_there(
     c, s, a, b, routing
 ):
@@ -44,14 +43,14 @@ async def test_a_second_instance_on_either_end_takes_over_what_is_there(
 
 
 @EITHER
-@two_workers()
+@workers(2)
 async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
     c, s, a, b, monkeypatch, routing
 ):
     size = 2**19  # 2 MiB of counts, which do not compress
     counts_N = np.random.default_rng(0).integers(-(2**30), 2**30, size, np.int32)
     async with a_run(c, s, a, b, size=size, inbox_bytes=2**23, routing=routing) as run:
-        stamp = next_stamp(run.channels[0], 3)
+        stamp = run.next_stamp(0, 3)
         frame = codec.encode_dense(stamp, run.spec.grid, counts_N)
         assert frame.nbytes > 2**20
 
@@ -71,7 +70,7 @@ async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
 
 
 @EITHER
-@two_workers()
+@workers(2)
 async def test_two_runs_at_once_do_not_mix(c, s, a, b, routing):
     async with (
         a_run(c, s, a, b, routing=routing) as one,
@@ -93,28 +92,26 @@ async def test_two_runs_at_once_do_not_mix(c, s, a, b, routing):
 
 
 @EITHER
-@two_workers()
+@workers(2)
 async def test_pieces_are_leased_near_first_and_progress_is_told(c, s, a, b, routing):
     near_a = await c.scatter({"a-0": 0}, workers=[a.address])
     near_b = await c.scatter({"b-0": 1}, workers=[b.address])
     keys = {"train": (*near_a, *near_b, "nowhere"), "validation": ("v",)}
     async with a_run(c, s, a, b, pieces=keys, routing=routing) as run:
-        leases = [run.channels[0].lease, run.channels[1].lease]
-        done = {"lease": 0, "examples": 5, "loss": 0.5}
+        first, second = run.channels.values()
 
-        assert of_one(await in_thread(leases[1], "train", 0, [])) == (0, "b-0")
-        assert of_one(await in_thread(leases[0], "train", 0, [])) == (1, "a-0")
-        assert of_one(await in_thread(leases[1], "train", 0, [done])) == (2, "nowhere")
-        assert await in_thread(leases[1], "train", 0, []) is None
-        assert of_one(await in_thread(leases[0], "validation", 0, [])) == (0, "v")
+        assert await lease(second) == (0, "b-0")
+        assert await lease(first) == (1, "a-0")
+        assert await lease(second, done(0)) == (2, "nowhere")
+        assert await lease(second) is None
+        assert await lease(first, phase="validation") == (0, "v")
 
-        assert await run.events() == [{"kind": "progress", "epoch": 0, **done}]
+        assert await run.events() == [{"kind": "progress", "epoch": 0, **done(0)}]
 
 
 @EITHER
-@two_workers()
+@workers(2)
 async def test_the_run_of_a_client_that_goes_is_stopped_and_closed(c, s, a, b, routing):
-    await register(c)
     async with (
         Client(s.address, asynchronous=True) as second,
         a_run(c, s, a, b, routing=routing) as mine,

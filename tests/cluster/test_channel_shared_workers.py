@@ -11,31 +11,15 @@ from tests.support.channels import (
     frame_of,
     in_thread,
     item_of,
-    next_stamp,
     publish,
+    recorded,
     totals,
-    two_workers,
     wait_until,
+    workers,
 )
 
 
-def recorded(handlers, operation, monkeypatch):
-    """The fields of each request of one kind, from now on."""
-    requests, handler = [], handlers[operation]
-
-    async def recording(**fields):
-        requests.append(fields)
-        return await handler(**fields)
-
-    monkeypatch.setitem(handlers, operation, recording)
-    return requests
-
-
-def received(run, replica, origin=0):
-    return run.link(replica).inbox.received.by_origin().get(origin, (0, ()))[0]
-
-
-@two_workers()
+@workers(2)
 async def test_an_update_goes_once_to_a_worker_and_to_all_its_replicas(
     c, s, a, b, monkeypatch
 ):
@@ -62,13 +46,13 @@ async def test_an_update_goes_once_to_a_worker_and_to_all_its_replicas(
         assert (arrived[0][0], arrived[0][6]) == (1, -1)
 
 
-@two_workers()
+@workers(2)
 async def test_a_request_has_a_bound_in_bytes_of_which_an_update_for_several_takes_once(
     c, s, a, b, monkeypatch
 ):
     async with a_run(c, s, a, b, b) as run:
         together = recorded(b.handlers, protocol.DELIVER_BATCHES, monkeypatch)
-        small = len(frame_of(next_stamp(run.channels[0], 0), 1)) + MESSAGE_BYTES
+        small = len(frame_of(run.next_stamp(0, 0), 1)) + MESSAGE_BYTES
         monkeypatch.setattr(scheduler, "BATCH_BYTES", small)
 
         assert publish(run.channels[0])
@@ -83,7 +67,7 @@ async def test_a_request_has_a_bound_in_bytes_of_which_an_update_for_several_tak
         assert (fits, len(together)) == (1, 1)
 
 
-@two_workers()
+@workers(2)
 async def test_it_is_decoded_once(c, s, a, b, monkeypatch):
     decoded = []
 
@@ -103,24 +87,24 @@ async def test_it_is_decoded_once(c, s, a, b, monkeypatch):
         assert len(decoded) == 1
 
 
-@two_workers()
+@workers(2)
 async def test_one_that_holds_back_holds_up_nobody_on_its_worker(c, s, a, b):
     async with a_run(c, s, a, b, b) as run:
         run.link(1).inbox.hold([])
 
         assert publish(run.channels[0])
         await in_thread(run.channels[2].wait_for_updates, {0: 1})
-        before = received(run, 1)
+        before = run.received(1, 0)[0]
         run.link(1).inbox.barrier.release()
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
         assert before == 0
 
 
-@two_workers()
+@workers(2)
 async def test_a_frame_that_cannot_be_read_is_refused_by_each(c, s, a, b):
     async with a_run(c, s, a, b, b) as run:
-        stamp = next_stamp(run.channels[0], 0)
+        stamp = run.next_stamp(0, 0)
         frame = frame_of(stamp, 1)
         frame[-1] ^= 1
 
@@ -131,4 +115,4 @@ async def test_a_frame_that_cannot_be_read_is_refused_by_each(c, s, a, b):
         assert answer["status"] == Answer.OK
         await wait_until(lambda: run.channels[1].stats().refused == 1)
         assert run.channels[2].stats().refused == 1
-        assert (received(run, 1), received(run, 2)) == (0, 0)
+        assert (run.received(1, 0)[0], run.received(2, 0)[0]) == (0, 0)

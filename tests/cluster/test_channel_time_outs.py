@@ -16,7 +16,7 @@ from tests.support.channels import (
     held_up,
     in_thread,
     publish,
-    two_workers,
+    workers,
 )
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ def unsent_to(destination):
 
 
 @EITHER
-@two_workers()
+@workers(2)
 async def test_a_request_without_an_answer_is_an_error_that_names_it(
     c, s, a, b, monkeypatch, routing
 ):
@@ -53,7 +53,7 @@ async def test_a_request_without_an_answer_is_an_error_that_names_it(
         released.set()
 
 
-@two_workers()
+@workers(2)
 async def test_without_room_for_too_long_a_wait_names_what_waits(
     c, s, a, b, monkeypatch
 ):
@@ -74,7 +74,7 @@ async def test_without_room_for_too_long_a_wait_names_what_waits(
         released.set()
 
 
-@two_workers()
+@workers(2)
 async def test_without_word_from_others_for_too_long_a_wait_names_what_waits(
     c, s, a, b
 ):
@@ -108,7 +108,7 @@ AHEAD = {
 
 @pytest.mark.parametrize(("block", "what"), AHEAD.values(), ids=AHEAD)
 @EITHER
-@two_workers()
+@workers(2)
 async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
     c, s, a, b, block, what, routing, monkeypatch
 ):
@@ -131,13 +131,11 @@ async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
 
 
 @EITHER
-@two_workers()
+@workers(2)
 async def test_one_that_gets_no_snapshot_names_the_donor_and_why(c, s, a, b, routing):
     timeouts = bounds(join=2.0, request=0.5)  # the founders have to join too
     async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
-        answer = await run.ask("daskdl_assign", run=RUN, worker=b.address, replicas=2)
-        run.workers.append(b)
-        newcomer = run.open_channel(answer["replicas"][0])
+        _, newcomer = await run.newcomer(b)
 
         with pytest.raises(WaitTimeoutError) as caught:  # nobody serves
             await in_thread(newcomer.join)

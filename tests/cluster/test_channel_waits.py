@@ -23,7 +23,7 @@ from tests.support.channels import (
     in_thread,
     publish,
     totals,
-    two_workers,
+    workers,
 )
 
 # Dask calls back in a thread, which it keeps.
@@ -32,7 +32,7 @@ CALLBACKS = {"threads": False}
 STAMP = codec.Stamp(RUN, 0, 1, 0)
 
 
-@two_workers()
+@workers(2)
 async def test_progress_goes_with_the_last_update_that_waits(c, s, a, b, monkeypatch):
     async with a_run(c, s, a, b) as run:
         monkeypatch.setattr(pump_end, "BATCH_BYTES", 1)
@@ -54,7 +54,7 @@ async def test_progress_goes_with_the_last_update_that_waits(c, s, a, b, monkeyp
         assert with_messages == [(1, 0), (1, 0), (1, 0), (1, 9)]
 
 
-@two_workers()
+@workers(2)
 async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
     c, s, a, b, monkeypatch
 ):
@@ -80,7 +80,7 @@ async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
         assert sender.stats().withheld == 3
 
 
-@two_workers()
+@workers(2)
 async def test_over_a_relay_only_the_latest_are_kept_for_those_that_miss_them(
     c, s, a, b
 ):
@@ -94,7 +94,7 @@ async def test_over_a_relay_only_the_latest_are_kept_for_those_that_miss_them(
 
 
 @EITHER
-@two_workers()
+@workers(2)
 async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b, routing):
     silence = 4 * BEAT_S / 2
     async with a_run(
@@ -118,7 +118,7 @@ async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b, r
         assert run.record.members.replicas[0].heartbeat_at - before < 2 * BEAT_S
 
 
-@two_workers(clean_kwargs=CALLBACKS)
+@workers(2, clean_kwargs=CALLBACKS)
 async def test_data_are_waited_for_until_they_come(c, s, a, b):
     gate = Event("daskdl-test-gate")
     future = c.submit(gate_passed, gate.name)
@@ -132,7 +132,7 @@ async def test_data_are_waited_for_until_they_come(c, s, a, b):
         assert channel.stats().waits_s["data"] > 0.1
 
 
-@two_workers(clean_kwargs=CALLBACKS)
+@workers(2, clean_kwargs=CALLBACKS)
 async def test_a_closing_worker_waits_for_no_data(c, s, a, b):
     gate = Event("daskdl-test-gate")
     future = c.submit(gate_passed, gate.name)

@@ -20,11 +20,10 @@ import torch
 from benchmarks.report import bars
 from benchmarks.results import Question
 from daskdl.compression.flat import empty
-from daskdl.compression.kernels import Kernels
-from daskdl.compression.kernels_numba import NumbaKernels
+from daskdl.compression.kernels import VectorGroup
+from daskdl.compression.kernels_numba import NumbaGroup
 
 GRID = 2.0**-24
-NUMBA = NumbaKernels()
 CPU = torch.device("cpu")
 DENSITIES = (1e-4, 1e-3, 7e-3, 2.5e-2)
 ROUNDS = 11  # the median of so many, cases taken in turn
@@ -41,22 +40,23 @@ class Row:
 class Case:
     """A replica whose residual has so many entries above the threshold."""
 
-    def __init__(self, size, density):
+    def __init__(self, size, density, kind=NumbaGroup):
         self.density = density
         # Allocated as a replica's own vectors are.
-        self.local = empty(size, torch.float32, CPU)
-        self.local.normal_(0, 1e-2, generator=torch.Generator().manual_seed(0))
+        local = empty(size, torch.float32, CPU)
+        local.normal_(0, 1e-2, generator=torch.Generator().manual_seed(0))
         self.shared = empty(size, torch.int32, CPU).fill_(1)
-        sample = self.local[:1_000_000].abs()
+        self.group = kind(local, local, self.shared, 0)
+        sample = local[:1_000_000].abs()
         threshold = sample.kthvalue(int(sample.numel() * (1 - density))).values.item()
         self.count = round(threshold / GRID)
 
-    def find(self, kernels=NUMBA):
-        return kernels.find(self.local, self.shared, self.count, GRID)
+    def find(self):
+        return self.group.find(self.count, GRID)
 
-    def commit(self, entries, kernels=NUMBA, multiple=math.inf):
+    def commit(self, entries, multiple):
         bound = multiple * self.count * GRID
-        kernels.commit_(self.local, self.shared, entries, self.count, GRID, bound)
+        self.group.commit_(entries, self.count, GRID, bound)
 
 
 def timed(work) -> float:
@@ -65,10 +65,9 @@ def timed(work) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def encode_ms(case, **options) -> float:
+def encode_ms(case, multiple=math.inf) -> float:
     """Find and take once; shared is put back outside of the time."""
-    kernels = options.get("kernels", NUMBA)
-    ms = timed(lambda: case.commit(case.find(kernels), **options))
+    ms = timed(lambda: case.commit(case.find(), multiple))
     case.shared.fill_(1)
     return ms
 
@@ -90,18 +89,15 @@ def cases(size):
             density,
             lambda case=case: encode_ms(case, multiple=5.0),
         )
+    plain = Case(size, 1e-3, VectorGroup)
+    yield "find + commit_, torch operations", 1e-3, lambda: encode_ms(plain)
     case = Case(size, 1e-3)
-    yield (
-        "find + commit_, torch operations",
-        1e-3,
-        lambda: encode_ms(case, kernels=Kernels()),
-    )
     chosen = np.random.default_rng(0).choice(size, 25_000, replace=False)
     entries = torch.from_numpy(np.sort(chosen).astype(np.int32) + 1)
     yield (
         "apply_ of 25,000 entries",
         25_000 / size,
-        lambda: timed(lambda: NUMBA.apply_(case.local, case.shared, entries, 1, GRID)),
+        lambda: timed(lambda: case.group.apply_(entries, 1, GRID)),
     )
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from daskdl.codec.golomb import compiled
-from daskdl.compression.kernels import GUARD, INT32_MAX, Kernels
+from daskdl.compression.kernels import ALL, GUARD, INT32_MAX, VectorGroup
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -290,20 +290,15 @@ def _residual_counts_(
         counts_N[i] = np.int32(count if count == count else 0.0)  # NaN is not itself
 
 
-class NumbaKernels(Kernels):
-    """The kernels on the CPU; they return the same bits as the reference."""
+class NumbaGroup(VectorGroup):
+    """A group on the CPU; its methods return the same bits as the reference."""
 
     @override
     def find(
-        self,
-        local_N: Tensor,
-        shared_N: Tensor,
-        count: int,
-        grid: float,
-        base: int = 0,
-        lead: float = 1.0,
+        self, count: int, grid: float, lead: float = 1.0, where: slice = ALL
     ) -> Tensor:
-        local, shared = local_N.numpy(), shared_N.numpy()
+        local, shared = self.local_N[where].numpy(), self.shared_N[where].numpy()
+        base = self.start + (where.start or 0)
         step = (local.dtype.type(lead * count * grid), local.dtype.type(grid))
         # Room for a density of 1/64, above the densities that thresholds aim at.
         entries = np.empty(min(local.size, local.size // 64 + LANES), np.int32)
@@ -319,61 +314,45 @@ class NumbaKernels(Kernels):
     @override
     def commit_(
         self,
-        local_N: Tensor,
-        shared_N: Tensor,
         entries_K: Tensor,
         count: int,
         grid: float,
         bound: float = math.inf,
-        base: int = 0,
         lead: float = 1.0,
     ) -> float:
-        local = local_N.numpy()
+        local = self.local_N.numpy()
         lengths = (
             local.dtype.type(grid),
             local.dtype.type((1.0 - lead) * count * grid),
             local.dtype.type(lead * bound),
         )
-        args = (shared_N.numpy(), entries_K.numpy(), base, count, lengths)
+        args = (self.shared_N.numpy(), entries_K.numpy(), self.start, count, lengths)
         return float(_commit_(local, *args)) / lead
 
     @override
-    def apply_(
-        self,
-        local_N: Tensor,
-        shared_N: Tensor,
-        entries_K: Tensor,
-        count: int,
-        grid: float,
-        base: int = 0,
-    ) -> None:
-        local = local_N.numpy()
+    def apply_(self, entries_K: Tensor, count: int, grid: float) -> None:
+        local = self.local_N.numpy()
         quantum = local.dtype.type(count * grid)
-        _apply_(local, shared_N.numpy(), entries_K.numpy(), base, count, quantum)
+        entries = entries_K.numpy()
+        _apply_(local, self.shared_N.numpy(), entries, self.start, count, quantum)
 
     @override
     def apply_counts_(
-        self,
-        local_N: Tensor,
-        shared_N: Tensor,
-        counts_N: Tensor,
-        grid: float,
-        factor: float = 1.0,
+        self, counts_N: Tensor, grid: float, factor: float = 1.0, where: slice = ALL
     ) -> None:
-        local = local_N.numpy()
+        local, shared = self.local_N[where].numpy(), self.shared_N[where].numpy()
         step = local.dtype.type(factor * grid)
-        _apply_counts_(local, shared_N.numpy(), counts_N.numpy(), step)
+        _apply_counts_(local, shared, counts_N.numpy(), step)
 
     @override
     def residual_counts(
         self,
-        local_N: Tensor,
-        shared_N: Tensor,
         grid: float,
-        most: int,
+        most: int = INT32_MAX,
         lead: float = 1.0,
+        where: slice = ALL,
     ) -> Tensor:
-        counts = np.empty(local_N.numel(), np.int32)
-        step = (grid, lead)
-        _residual_counts_(local_N.numpy(), shared_N.numpy(), counts, step, float(most))
+        local, shared = self.local_N[where].numpy(), self.shared_N[where].numpy()
+        counts = np.empty(local.size, np.int32)
+        _residual_counts_(local, shared, counts, (grid, lead), float(most))
         return torch.from_numpy(counts)

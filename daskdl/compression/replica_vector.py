@@ -19,7 +19,6 @@ import math
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from torch import Tensor
 from daskdl.codec import DenseUpdate, Update
 from daskdl.compression import kernels_numba
 from daskdl.compression.flat import FlatParameters, empty, grid_for, working_dtype
-from daskdl.compression.kernels import INT32_MAX, Kernels
+from daskdl.compression.kernels import INT32_MAX, VectorGroup
 from daskdl.errors import CodecError, RunError
 
 Counts = npt.NDArray[np.int32]
@@ -38,8 +37,6 @@ Where = slice | Tensor  # positions within a group
 
 # 22 of float32's 24 bits: small multiples of a quantum stay exact.
 MAX_COUNT = 2**22
-# Parameters of a chunk: 8 MiB of float64.
-CHUNK = 2**20
 REGRID_ABOVE = 2**28  # a quarter of the count at which kernels stop sending
 REGRID_BELOW = 2**25
 RUN = 16  # neighbouring values in a sample: a cache line of float32
@@ -75,34 +72,6 @@ def fold_(total_N: Counts, update: Update, grid: float) -> None:
         total_N += update.counts_N
     else:
         kernels_numba.fold_(total_N, update.entries_K, count_of(update.threshold, grid))
-
-
-@dataclass(frozen=True, eq=False)
-class VectorGroup:
-    """The vectors of the parameters of one dtype on one device.
-
-    Attributes:
-        flat: Values that the module computes with, shape (n,), the parameters' dtype.
-        local_N: Values that the replica has trained, float32 or float64; flat itself in
-            eager float32 and float64.
-        shared_N: Values that all replicas have in common, int32, steps of the grid.
-        start: Position of the first parameter in the model.
-        stop: Position after the last parameter.
-        kernels: Kernels for the device.
-    """
-
-    flat: Tensor
-    local_N: Tensor
-    shared_N: Tensor
-    start: int
-    stop: int
-    kernels: Kernels
-
-    def chunks(self) -> Iterator[slice]:
-        """Yield slices of up to `CHUNK` parameters that cover the group."""
-        size = self.stop - self.start
-        for start in range(0, size, CHUNK):
-            yield slice(start, min(start + CHUNK, size))
 
 
 class ReplicaVector:
@@ -151,8 +120,8 @@ class ReplicaVector:
             local_N = flat if aliased else empty(size, dtype, device)
             shared_N = empty(size, torch.int32, device)
             on_cpu = device.type == "cpu"
-            kernels = kernels_numba.NumbaKernels() if on_cpu else Kernels()
-            group = VectorGroup(flat, local_N, shared_N, start, start + size, kernels)
+            kind = kernels_numba.NumbaGroup if on_cpu else VectorGroup
+            group = kind(flat, local_N, shared_N, start)
             self.groups.append(group)
             for where in group.chunks():
                 # On the CPU, as not every device has float64.
@@ -160,6 +129,7 @@ class ReplicaVector:
                 shared_N[where] = counts.to(torch.int32)
                 local_N[where] = self._sent(group, where)
         self._copied = [g for g in self.groups if g.local_N is not g.flat]
+        self._ends = [g.start + g.shared_N.numel() for g in self.groups]
         self._show_all_()
 
     # Flat, local and the residual.
@@ -182,7 +152,7 @@ class ReplicaVector:
 
     def _show_entries_(self, group: VectorGroup, entries_K: Tensor) -> None:
         if group.local_N is not group.flat:
-            where = entries_K.long().abs() - 1 - group.start
+            where = group.positions(entries_K)
             group.flat[where] = self._shown(group, where)
 
     def _local_groups(self) -> Sequence[VectorGroup]:
@@ -218,16 +188,9 @@ class ReplicaVector:
         """
         counts_N = np.empty(self.size, np.int32)
         for group in self._local_groups():
+            own_N = counts_N[group.start :]
             for where in group.chunks():
-                counts_N[group.start + where.start : group.start + where.stop] = (
-                    group.kernels.residual_counts(
-                        group.local_N[where],
-                        group.shared_N[where],
-                        self.grid,
-                        most,
-                        self.lead,
-                    )
-                )
+                own_N[where] = group.residual_counts(self.grid, most, self.lead, where)
         return counts_N
 
     def farthest(self) -> float:
@@ -278,16 +241,7 @@ class ReplicaVector:
         """Take own entries out of the residual and move shared by them."""
         removed = 0.0
         for group, part_K in self._split(entries_K):
-            removed += group.kernels.commit_(
-                group.local_N,
-                group.shared_N,
-                part_K,
-                count,
-                self.grid,
-                bound,
-                group.start,
-                self.lead,
-            )
+            removed += group.commit_(part_K, count, self.grid, bound, self.lead)
             if self._copied:
                 self._show_entries_(group, part_K)
         return removed
@@ -303,9 +257,7 @@ class ReplicaVector:
             raise CodecError(f"model has {self.size} parameters, got {update.size}")
         count = count_of(update.threshold, self.grid)
         for group, part_K in self._split(update.entries_K):
-            group.kernels.apply_(
-                group.local_N, group.shared_N, part_K, count, self.grid, group.start
-            )
+            group.apply_(part_K, count, self.grid)
             if self._copied:
                 self._show_entries_(group, part_K)
 
@@ -318,9 +270,7 @@ class ReplicaVector:
         """
         factor = 1.0 - self.lead if own else 1.0
         for group, where, part_N in self._split_counts(counts_N):
-            group.kernels.apply_counts_(
-                group.local_N[where], group.shared_N[where], part_N, self.grid, factor
-            )
+            group.apply_counts_(part_N, self.grid, factor, where)
         self._show_all_()
 
     def flush_residual_(self) -> Counts:
@@ -446,7 +396,7 @@ class ReplicaVector:
     def _split(self, entries_K: Counts) -> Iterator[tuple[VectorGroup, Tensor]]:
         """Split entries by group; groups without entries are left out."""
         groups = self._local_groups()
-        ends = np.searchsorted(np.abs(entries_K), [g.stop for g in groups], "right")
+        ends = np.searchsorted(np.abs(entries_K), self._ends, "right")
         for group, a, b in zip(groups, [0, *ends[:-1]], ends, strict=True):
             if a < b:
                 yield group, torch.from_numpy(entries_K[a:b]).to(group.flat.device)
@@ -463,7 +413,7 @@ class ReplicaVector:
         # Read-only arrays are copied, because torch has no read-only tensors.
         counts = torch.from_numpy(np.require(counts_N, np.int32, ["C", "W"]))
         for group in self._local_groups():
-            part = counts[group.start : group.stop]
+            part = counts[group.start :]
             for where in group.chunks():
                 yield group, where, part[where].to(group.flat.device)
 
@@ -482,18 +432,11 @@ class ResidualView:
         self._vector = vector
 
     def find(self, count: int) -> Counts:
-        """Return the entries for a quantum of ``count`` steps; see `Kernels.find`."""
+        """Return the entries of a quantum of ``count`` steps."""
         vector = self._vector
         vector._local_groups()  # raises inside `showing_shared`
         found = [
-            group.kernels.find(
-                group.local_N[where],
-                group.shared_N[where],
-                count,
-                vector.grid,
-                group.start + where.start,
-                vector.lead,
-            ).cpu()
+            group.find(count, vector.grid, vector.lead, where).cpu()
             for group, where in self.ranges
         ]
         entries_K: Counts = torch.cat(found).numpy()

@@ -18,7 +18,8 @@ from daskdl.compression.flat import (
     load_counts_,
     load_untrained_,
 )
-from daskdl.compression.replica_vector import CHUNK, MAX_COUNT, RUN, ResidualView
+from daskdl.compression.kernels import CHUNK
+from daskdl.compression.replica_vector import MAX_COUNT, RUN, ResidualView
 from daskdl.errors import CodecError, ModelError, RunError
 from tests.support.updates import GRID, STAMP, Vector, sparse, whole
 
@@ -404,7 +405,7 @@ class TestSample:
             module.register_parameter(name, values)
         vector = whole(module)
         for group in vector.groups:
-            group.flat.copy_(torch.arange(group.start, group.stop))
+            group.flat.copy_(group.start + torch.arange(group.flat.numel()))
         every = [slice(0, group.flat.numel()) for group in vector.groups]
         pairs = enumerate(every) if ranges is None else ranges
         return ResidualView(vector, [(vector.groups[i], where) for i, where in pairs])

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo  # noqa: F401  # an optimizer imports it
 
 import daskdl  # noqa: F401
-from daskdl.compression.kernels_numba import NumbaKernels
+from daskdl.compression.kernels_numba import NumbaGroup
 
 # The first of numba's functions takes half a second to load, each other none.
-NumbaKernels().find(torch.zeros(1), torch.zeros(1).int(), count=1, grid=1.0)
+NumbaGroup(torch.zeros(1), torch.zeros(1), torch.zeros(1).int(), 0).find(1, 1.0)

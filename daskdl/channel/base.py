@@ -308,13 +308,13 @@ class Channel(ABC):
         )
         return lead()
 
-    def wait(self, cause: WaitCause, future: Any, timeout_s: float) -> bool:
+    def wait(self, cause: WaitCause, future: Any, timeout_s: float | None) -> bool:
         """Wait for a future of another thread.
 
         Args:
             cause: Counter that the wait is added to.
             future: Has `done` and `add_done_callback`.
-            timeout_s: Seconds.
+            timeout_s: Seconds; None: no bound.
 
         Returns:
             Whether the future is done.
@@ -374,7 +374,7 @@ class Channel(ABC):
         """Publish arrays for other replicas to fetch, until they are dropped.
 
         Args:
-            name: Must not have been used before.
+            name: A second blob of the same name is ignored until the first is dropped.
             arrays: Must not change afterwards.
         """
 

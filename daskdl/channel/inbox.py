@@ -41,6 +41,27 @@ def contains(received: Received, sequence: int) -> bool:
     return sequence <= complete or sequence in beyond
 
 
+def missing(
+    mine: Mapping[int, Received], target: Mapping[int, Received]
+) -> dict[int, list[int]]:
+    """Updates of a target that one replica lacks, ascending, by origin.
+
+    Example:
+        >>> missing({7: (2, (5,))}, {7: (3, (5, 8)), 9: (1, ())})
+        {7: [3, 8], 9: [1]}
+    """
+    lacking: dict[int, list[int]] = {}
+    for origin, (complete, beyond) in target.items():
+        done, taken = mine.get(origin, NOTHING)
+        if done >= complete and not beyond:  # nearly always
+            continue
+        wanted = [*range(done + 1, complete + 1), *(s for s in beyond if s > done)]
+        gaps = sorted(set(wanted) - set(taken))
+        if gaps:
+            lacking[origin] = gaps
+    return lacking
+
+
 class ReceivedSet:
     """The set of received updates, by origin.
 
@@ -58,11 +79,6 @@ class ReceivedSet:
             self._beyond[origin] = set()
             for sequence in beyond:
                 self.accept(origin, sequence)
-
-    def has(self, origin: int, sequence: int) -> bool:
-        """Whether an update has been received."""
-        beyond = self._beyond.get(origin, ())
-        return sequence <= self.complete(origin) or sequence in beyond
 
     def accept(self, origin: int, sequence: int) -> bool:
         """Add an update; False if it is a duplicate."""
@@ -87,14 +103,7 @@ class ReceivedSet:
 
     def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
         """Return the sequence numbers missing up to a target, by origin."""
-        behind: dict[int, list[int]] = {}
-        for origin, last in target.items():
-            beyond = self._beyond.get(origin, set())
-            awaited = range(self._complete.get(origin, 0) + 1, last + 1)
-            gaps = [sequence for sequence in awaited if sequence not in beyond]
-            if gaps:
-                behind[origin] = gaps
-        return behind
+        return missing(self.by_origin(), {o: (last, ()) for o, last in target.items()})
 
     def by_origin(self) -> dict[int, Received]:
         """Return the received updates of each origin, as plain values for the wire.
@@ -360,8 +369,8 @@ class Inbox:
 
     Attributes:
         stopped: Reason why the replica has to leave; None while the run continues.
-        joining: Whether the replica waits for its snapshot. Until then no update counts
-            as received or missing.
+        joining: Whether the replica waits for its snapshot or has not joined yet. Until
+            then no update counts as received or missing.
         own: Progress of this replica.
         changed: Notified after each change; reentrant.
         received: Received updates.
@@ -424,11 +433,12 @@ class Inbox:
 
     def holds_back(self, message: Message) -> bool:
         """Whether a barrier holds an update back, so that it must be sent again."""
-        key = message.origin, message.sequence
+        origin, sequence = message.origin, message.sequence
         with self.changed:
-            return self.barrier.holding and not (
-                self.received.has(*key) or self.barrier.admits(*key)
-            )
+            if not self.barrier.holding or self.barrier.admits(origin, sequence):
+                return False
+            received = self.received.by_origin().get(origin, NOTHING)
+            return not contains(received, sequence)
 
     def note(self, message: Message) -> bool:
         """Process a control message; False if its progress is not new."""

@@ -332,7 +332,7 @@ class LocalChannel(Channel):
     @override
     def publish_blob(self, name: str, arrays: Arrays) -> None:
         with self._changed:
-            self._run.blobs[self._replica][name] = arrays
+            self._run.blobs[self._replica].setdefault(name, arrays)
             self._changed.notify_all()
 
     @override

@@ -18,7 +18,7 @@ from collections.abc import (
 from typing import Any
 
 from daskdl.channel import protocol
-from daskdl.channel.inbox import NOTHING, Received, contains
+from daskdl.channel.inbox import NOTHING, Received, contains, missing
 from daskdl.channel.protocol import Answer, Message, MessageKind
 from daskdl.channel.routing import Routing
 from daskdl.errors import ChannelError
@@ -56,10 +56,10 @@ class Repairs:
         """Request missing updates until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for origin, missing in self._due().items():
+            for origin, sequences in self._due().items():
                 helper = self._helper(origin)
                 if helper is not None:
-                    came = await self.ask(helper, origin, missing)
+                    came = await self.ask(helper, origin, sequences)
                     self._vain[origin] = 0 if came else self._vain.get(origin, 0) + 1
 
     def _due(self) -> dict[int, list[int]]:
@@ -155,29 +155,6 @@ def _union(parts: Sequence[Received]) -> tuple[int, tuple[int, ...]]:
         complete += 1
         filled += 1
     return complete, tuple(later[filled:])
-
-
-def missing(
-    mine: Mapping[int, Received], target: Mapping[int, Received]
-) -> dict[int, list[int]]:
-    """Updates of a target that one replica lacks, ascending, by origin.
-
-    Unlike :meth:`ReceivedSet.behind`, the result leaves out the gaps of the target.
-
-    Example:
-        >>> missing({7: (2, (5,))}, {7: (3, (5, 8)), 9: (1, ())})
-        {7: [3, 8], 9: [1]}
-    """
-    lacking: dict[int, list[int]] = {}
-    for origin, (complete, beyond) in target.items():
-        done, taken = mine.get(origin, NOTHING)
-        if done >= complete and not beyond:  # nearly always
-            continue
-        wanted = [*range(done + 1, complete + 1), *(s for s in beyond if s > done)]
-        gaps = sorted(set(wanted) - set(taken))
-        if gaps:
-            lacking[origin] = gaps
-    return lacking
 
 
 def helpers(

@@ -28,7 +28,7 @@ from daskdl.channel.base import (
     Snapshot,
     Stopped,
 )
-from daskdl.channel.inbox import Received
+from daskdl.channel.inbox import Received, missing
 from daskdl.channel.leasing import Finished, Lease, Range, SyncPoint
 from daskdl.channel.protocol import (
     Answer,
@@ -45,7 +45,7 @@ from daskdl.channel.protocol import (
     unwrap_arrays,
     wrap_arrays,
 )
-from daskdl.channel.recovery import Have, donors, helpers, missing, settle
+from daskdl.channel.recovery import Have, donors, helpers, settle
 from daskdl.channel.worker import ChannelWorkerPlugin, SnapshotRequest
 from daskdl.config import VERSION, Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
@@ -105,7 +105,9 @@ class RemoteChannel(Channel):
         """Serve a snapshot to each joining replica whose cut is reached."""
         for request in self._servable():
             assert self._make is not None
-            self._end.serve(request, wrap_arrays(self._make()))
+            snapshot = wrap_arrays(self._make())
+            if request.answer.set_running_or_notify_cancel():  # else it timed out
+                request.answer.set_result(snapshot)
 
     def _servable(self) -> list[SnapshotRequest]:
         if self._make is None or self._inbox.stopped is not None:
@@ -118,7 +120,8 @@ class RemoteChannel(Channel):
             return [
                 request
                 for request in list(self._end.snapshot_requests)
-                if self._inbox.received.reached(
+                if not request.answer.done()
+                and self._inbox.received.reached(
                     {o: s for o, s in request.cut.items() if o not in without}
                 )
             ]
@@ -150,7 +153,9 @@ class RemoteChannel(Channel):
         **fields: Any,
     ) -> Any:
         """Send a request and wait for the answer."""
-        future = self._connection.submit(worker, operation, self._inbox.wake, **fields)
+        asking = self._connection.ask(worker, operation, **fields)
+        future = self._connection.start(asking)
+        future.add_done_callback(lambda _: self._inbox.wake())
         self._timed(cause, future.done, None if bound is None else bound.seconds)
         if not future.done():
             future.cancel()
@@ -211,11 +216,10 @@ class RemoteChannel(Channel):
 
     def _tell(self, operation: str, **fields: Any) -> None:
         """Send the scheduler a final message, even if the run was stopped."""
-        future = self._connection.submit(
-            None, operation, lambda: None, replica=self._replica, **fields
-        )
+        fields["replica"] = self._replica
+        telling = self._connection.ask(None, operation, **fields)
         try:
-            future.result(self._timeouts.request)
+            self._connection.start(telling).result(self._timeouts.request)
         except (OSError, RuntimeError, concurrent.futures.CancelledError) as error:
             logger.info("%s of replica %s: %s", operation, self._replica, error)
 
@@ -223,8 +227,6 @@ class RemoteChannel(Channel):
 
     @override
     def join(self) -> JoinResult:
-        # Updates may arrive before the answer.
-        self._end.wait_for_snapshot()
         answer = self._ask_to_join()
         self._end.enter(answer["topology"])
         members = dict(answer["members"])
@@ -398,15 +400,15 @@ class RemoteChannel(Channel):
 
     @override
     def publish_blob(self, name: str, arrays: Arrays) -> None:
-        self._end.on_loop(self._end.blobs.publish(name, BlobParts(arrays)))
+        self._connection.start(self._end.blobs.publish(name, BlobParts(arrays)))
 
     @override
     def drop_blobs(self, keep: str = "") -> None:
-        self._end.on_loop(self._end.blobs.drop(keep))
+        self._connection.start(self._end.blobs.drop(keep))
 
     @override
     def keep_state(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
-        self._end.on_loop(self._end.blobs.keep_state(epoch, make))
+        self._connection.start(self._end.blobs.keep_state(epoch, make))
 
     @override
     def fetch_blob(self, replica: int, name: str) -> Arrays | None:
@@ -502,9 +504,9 @@ class RemoteChannel(Channel):
             for helper in helpers(origin, sequences, have, have, self._replica):
                 former: Sequence[int] = ()
                 while (wanted := lacking(origin)) and wanted != former:
-                    pulling = self._end.pull(helper, origin, wanted)
+                    asking = self._end.repairs.ask(helper, origin, wanted)
                     # The request has a bound of its own.
-                    self._wait_until(WaitCause.REPAIR, pulling.done, None)
+                    self.wait(WaitCause.REPAIR, self._connection.start(asking), None)
                     former = wanted
 
     def _take_state(self, have: Have, load: Load) -> None:

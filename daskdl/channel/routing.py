@@ -158,10 +158,7 @@ class ToScheduler(Destination):
 
     async def run(self) -> None:
         """Send until cancelled."""
-        try:
-            await self._loop.run()
-        except (DaskDLError, OSError) as error:
-            self._connection.fail(error)
+        await self._loop.run()
 
     @override
     def announce(self, progress: Message) -> None:
@@ -176,13 +173,15 @@ class ToScheduler(Destination):
         if len(messages) != len(self.outbox):
             progress = PeerProgress()
         with routing.meter.request(messages):
-            answer = await self._connection.ask_scheduler(
+            answer = await self._connection.ask(
+                None,
                 protocol.PUBLISH,
                 replica=self._connection.spec.replica,
                 messages=[message.to_wire() for message in messages],
                 progress=progress,
                 **more,
             )
+        answer = self._connection.checked(answer)
         accepted = int(answer.get("accepted", 0))
         routing.meter.arrived(messages[:accepted])
         routing.on_answer(answer)
@@ -208,9 +207,7 @@ class Neighbour(Destination):
         self._progress: dict[int, Message] = {}  # the latest of each origin
         self._announced: dict[int, Message] = {}  # the last delivered, by origin
         self._down = False
-        self._sending = asyncio.run_coroutine_threadsafe(
-            self._run(), self._connection.loop
-        )
+        self._sending = self._connection.start(self._run())
 
     def end(self) -> None:
         """Drop the queue and stop sending: the replica is no longer a member."""

@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 from distributed import Worker
 
@@ -20,6 +20,8 @@ from daskdl.config import Bound
 from daskdl.errors import ChannelError, DaskDLError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Connection:
@@ -49,16 +51,19 @@ class Connection:
         except RuntimeError as error:  # from Dask's connection pool, once it closes
             raise OSError(f"the worker closes: {error}") from error
 
-    async def ask_scheduler(self, operation: str, **fields: Any) -> dict[str, Any]:
-        """Send a request to the scheduler; return the answer, see `checked`."""
-        return self.checked(await self.ask(None, operation, **fields))
-
-    def fail(self, error: DaskDLError | OSError) -> None:
-        """End every wait: the scheduler cannot be reached."""
-        if not isinstance(error, DaskDLError):
-            error = ChannelError(f"the scheduler cannot be reached: {error}")
-        self.failure = error
-        self._stop(str(error))
+    async def guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await a task of the channel; an error ends every wait of the replica."""
+        try:
+            await work
+        except DaskDLError as error:
+            self.failure = error
+        except OSError as error:
+            self.failure = ChannelError(f"the scheduler cannot be reached: {error}")
+        except Exception as error:
+            logger.exception("a task of the channel of replica %s", self.spec.replica)
+            self.failure = ChannelError(f"a task of the channel failed: {error!r}")
+        if self.failure is not None:
+            self._stop(str(self.failure))
 
     # ---- any thread
 
@@ -79,18 +84,9 @@ class Connection:
             raise ChannelError(f"the scheduler refused: {answer['reason']}")
         return answer
 
-    def submit(
-        self,
-        worker: str | None,
-        operation: str,
-        on_answer: Callable[[], object],
-        **fields: Any,
-    ) -> concurrent.futures.Future[Any]:
-        """Send a request, as `ask` does, from another thread."""
-        asking = self.ask(worker, operation, **fields)
-        future = asyncio.run_coroutine_threadsafe(asking, self.loop)
-        future.add_done_callback(lambda _: on_answer())
-        return future
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine on the event loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
 
 
 class Outbox:

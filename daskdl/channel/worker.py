@@ -7,11 +7,10 @@ endpoint on the worker's event loop, which receives and sends its messages.
 import asyncio
 import atexit
 import concurrent.futures
-import contextlib
 import gc
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
@@ -49,8 +48,6 @@ from daskdl.channel.sender import BATCH_BYTES, Connection
 from daskdl.errors import ChannelError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 INLINE_BYTES = 2**20  # larger frames are decoded in a thread
 
@@ -124,7 +121,7 @@ class SnapshotRequest(NamedTuple):
     """A joining replica's request for this replica's state."""
 
     cut: dict[int, int]  # by origin, last update that the state must contain
-    answer: asyncio.Future[dict[str, Any]]
+    answer: concurrent.futures.Future[dict[str, Any]]
 
 
 class ReplicaEndpoint:
@@ -157,13 +154,14 @@ class ReplicaEndpoint:
             in_order=routing.relayed and not spec.drops,
             in_step=spec.in_step,
         )
+        self.inbox.joining = True  # updates may arrive before the answer to the join
         self.connection = Connection(worker, spec, self.inbox.stop)
         self.routing = routing(self.connection, self.inbox)
         self.repairs = Repairs(self.routing, self._put)
         self.closing = False
         self.blobs = BlobServer()
         self.snapshot_requests = []
-        self._before_snapshot: PreSnapshotBuffer | None = None
+        self._before_snapshot = PreSnapshotBuffer()
         self._spec = spec
         self._left = asyncio.Event()
         self._running: list[concurrent.futures.Future[None]] = []
@@ -187,7 +185,7 @@ class ReplicaEndpoint:
         if self._dropped(message):
             return True
         message = self._owned(message)
-        if self._before_snapshot is not None:
+        if self.inbox.joining:
             limit_bytes = self._spec.inbox_bytes
             first = self._before_snapshot.keep(message, limit_bytes)
             if first and self.routing.generation:
@@ -211,7 +209,7 @@ class ReplicaEndpoint:
 
     def _owned(self, message: Message) -> Message:
         """Copy the frame of a message out of its buffer, which may hold a batch."""
-        if self.routing.relayed and self._before_snapshot is None:
+        if self.routing.relayed and not self.inbox.joining:
             return message  # decoded at once, not kept
         shared = message.payload if isinstance(message.payload, SharedFrame) else None
         payload = message.payload if shared is None else shared.frame
@@ -242,7 +240,7 @@ class ReplicaEndpoint:
         generation, members = payload
         first = not self.routing.generation
         self.routing.on_members(generation, dict(members))
-        if first and self._before_snapshot is not None:
+        if first:
             for message in self._before_snapshot.messages:
                 self.routing.on_message(message)
 
@@ -259,14 +257,14 @@ class ReplicaEndpoint:
 
     async def snapshot(self, cut: dict[int, int]) -> dict[str, Any]:
         """Return this replica's state for a joining replica, made between two steps."""
-        request = SnapshotRequest(cut, self.connection.loop.create_future())
+        request = SnapshotRequest(cut, concurrent.futures.Future())
         self.snapshot_requests.append(request)
         self.inbox.wake()
         try:
-            bound_s = self._spec.timeouts.request
-            return await asyncio.wait_for(request.answer, bound_s)
+            async with asyncio.timeout(self._spec.timeouts.request):
+                return await asyncio.wrap_future(request.answer)
         finally:
-            self._forget(request)
+            self.snapshot_requests.remove(request)
 
     def close_soon(self) -> None:
         """Make the training thread leave at its next step: the worker closes."""
@@ -289,12 +287,8 @@ class ReplicaEndpoint:
     def start(self) -> None:
         """Start sending, and requesting missing updates."""
         for work in (self.routing.to_scheduler.run(), self.repairs.run()):
-            self._running.append(self.on_loop(work))
-
-    def wait_for_snapshot(self) -> None:
-        """Buffer arriving updates until `begin`, when the snapshot has arrived."""
-        self._before_snapshot = PreSnapshotBuffer()
-        self.inbox.joining = True
+            sending = self.connection.start(self.connection.guard(work))
+            self._running.append(sending)
 
     def enter(self, payload: Any) -> None:
         """Adopt the membership before the first update; see `on_members`."""
@@ -308,29 +302,16 @@ class ReplicaEndpoint:
         """Start from a snapshot; deliver buffered updates that it does not contain."""
 
         async def deliver() -> None:
-            kept, self._before_snapshot = self._before_snapshot, None
-            for message in kept.messages if kept is not None else ():
+            for message in self._before_snapshot.messages:  # more may arrive meanwhile
                 await self._put(message)
             self.inbox.joining = False
+            self._before_snapshot = PreSnapshotBuffer()
 
         self.inbox.begin(received, grid)
         self._now(deliver())
 
-    def pull(
-        self, helper: int, origin: int, sequences: Sequence[int]
-    ) -> concurrent.futures.Future[int]:
-        """Request updates of an origin from a helper; done once they have arrived."""
-        asking = self.repairs.ask(helper, origin, sequences)
-        future = self.on_loop(asking)
-        future.add_done_callback(lambda _: self.inbox.wake())
-        return future
-
-    def on_loop(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine on the event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.connection.loop)
-
     def _now(self, work: Coroutine[Any, Any, None]) -> None:
-        future = self.on_loop(work)
+        future = self.connection.start(work)
         bound = self._spec.timeouts.bound("request")
         try:
             future.result(bound.seconds)
@@ -340,20 +321,6 @@ class ReplicaEndpoint:
                 f"replica {self._spec.replica} waited {bound} for the event loop "
                 "of its own worker; is it busy, or closed?"
             ) from error
-
-    def _forget(self, request: SnapshotRequest) -> None:
-        with contextlib.suppress(ValueError):  # may have been answered meanwhile
-            self.snapshot_requests.remove(request)
-
-    def serve(self, request: SnapshotRequest, snapshot: dict[str, Any]) -> None:
-        """Answer a request of a joining replica, once."""
-        self._forget(request)
-
-        def answer() -> None:
-            if not request.answer.done():  # the request may have timed out
-                request.answer.set_result(snapshot)
-
-        self.connection.loop.call_soon_threadsafe(answer)
 
     def stop_sending(self) -> None:
         """Stop sending, heartbeats included."""
@@ -382,6 +349,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self.endpoints = {}
         self.refused = 0
         self._guard = Guard(self._count)
+        self._shared = self._guard.of(self._share)
 
     @override
     def setup(self, worker: Worker) -> None:
@@ -424,11 +392,10 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     ) -> Fields:
         """Deliver messages of the relay to several replicas, each message sent once."""
         unpacked = [_shareable(fields) for fields in messages]
-        own = {r: [unpacked[i] for i in places] for r, places in shares}
-        shared = self._guard.of(self._share)  # an answer for each replica
+        own = [(replica, [unpacked[i] for i in places]) for replica, places in shares]
         answers = [
-            await shared(run=run, replica=replica, messages=for_it)
-            for replica, for_it in own.items()
+            await self._shared(run=run, replica=replica, messages=for_it)
+            for replica, for_it in own
         ]
         return {"answers": answers}
 

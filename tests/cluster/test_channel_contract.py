@@ -440,14 +440,15 @@ class TestBlobs:
             assert await fetching is None
 
     @every_channel()
-    async def test_all_blobs_but_one_can_be_dropped(self, a_run):
+    async def test_a_name_keeps_its_blob_until_it_is_dropped(self, a_run):
         async with a_run() as run:
             for name in ("mean", "state"):
                 run.channels[0].publish_blob(name, ARRAYS)
+            run.channels[0].publish_blob("state", {})
 
             run.channels[0].drop_blobs(keep="state")
 
-            assert await in_thread(run.channels[1].fetch_blob, 0, "state")
+            check_equal(await in_thread(run.channels[1].fetch_blob, 0, "state"), ARRAYS)
             waiting = begin(run.channels[1].fetch_blob, 0, "mean")
             run.channels[0].publish_blob("mean", {})
             assert await waiting == {}

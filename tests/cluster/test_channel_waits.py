@@ -8,9 +8,10 @@ from distributed.utils_test import async_poll_for
 
 from daskdl import codec
 from daskdl.channel import sender as pump_end
-from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import MESSAGE_BYTES, WaitCause
+from daskdl.channel.recovery import Repairs
 from daskdl.channel.routing import BEAT_S, RECENT
+from daskdl.errors import ChannelError
 from tests.support.channels import (
     EITHER,
     PATIENCE_S,
@@ -25,9 +26,6 @@ from tests.support.channels import (
     totals,
     workers,
 )
-
-# Dask calls back in a thread, which it keeps.
-CALLBACKS = {"threads": False}
 
 STAMP = codec.Stamp(RUN, 0, 1, 0)
 
@@ -118,7 +116,7 @@ async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b, r
         assert run.record.members.replicas[0].heartbeat_at - before < 2 * BEAT_S
 
 
-@workers(2, clean_kwargs=CALLBACKS)
+@workers(2, clean_kwargs={"threads": False})  # Dask keeps the thread of callbacks
 async def test_data_are_waited_for_until_they_come(c, s, a, b):
     gate = Event("daskdl-test-gate")
     future = c.submit(gate_passed, gate.name)
@@ -132,18 +130,17 @@ async def test_data_are_waited_for_until_they_come(c, s, a, b):
         assert channel.stats().waits_s["data"] > 0.1
 
 
-@workers(2, clean_kwargs=CALLBACKS)
-async def test_a_closing_worker_waits_for_no_data(c, s, a, b):
-    gate = Event("daskdl-test-gate")
-    future = c.submit(gate_passed, gate.name)
-    async with a_run(c, s, a, b) as run:
-        waiting = begin(run.channels[0].wait, WaitCause.DATA, future, 2 * PATIENCE_S)
-        run.link(0).close_soon()
+@workers(2)
+async def test_a_bug_in_a_task_of_the_channel_ends_a_wait_with_its_cause(
+    c, s, a, b, monkeypatch
+):
+    async def broken(self):
+        raise KeyError("bug")
 
-        with pytest.raises(Stopped, match="its worker closes"):
-            await waiting
-        await gate.set()
-        assert await future
+    monkeypatch.setattr(Repairs, "run", broken)
+    async with a_run(c, s, a, b) as run:
+        with pytest.raises(ChannelError, match=r"channel failed: KeyError\('bug'\)"):
+            await in_thread(run.channels[0].barrier, "never", None)
 
 
 def gate_passed(name):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import random
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl.channel import recovery
-from daskdl.channel.inbox import ReceivedSet
+from daskdl.channel.inbox import ReceivedSet, missing
 from daskdl.channel.protocol import MessageKind, PeerProgress
 from daskdl.channel.recovery import (
     MOST,
@@ -19,7 +18,6 @@ from daskdl.channel.recovery import (
     Repairs,
     donors,
     helpers,
-    missing,
     settle,
 )
 from tests.support.run_states import SPEC, control, filled, item_of, put, sparse
@@ -225,25 +223,3 @@ def test_no_state_is_taken_that_lacks_an_update_of_a_survivor():
 
     assert donors(have, asker=1) == [0]
     assert donors(have, asker=0) == []
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_after_asking_the_helpers_all_survivors_have_the_same(seed):
-    chance = random.Random(seed)
-    published = {(o, s) for o in range(6) for s in range(1, 9)}
-    have = {
-        n: {u for u in published if u[0] == n or chance.random() < 0.6}
-        for n in range(4)  # origins 4 and 5 are lost
-    }
-    notes = told(have)
-    target = settle(notes)
-
-    for asker in have:
-        for origin, sequences in missing(notes[asker], target).items():
-            asked = set()
-            for helper in helpers(origin, sequences, notes, list(have), asker):
-                asked |= {u for u in have[helper] if u[0] == origin}
-            have[asker] = have[asker] | {u for u in asked if u[1] in sequences}
-
-    assert all(updates == updates_in(target) for updates in have.values())
-    assert all(donors(told(have), asker) == [] for asker in have)

@@ -29,7 +29,7 @@ def box_of(*messages, limit_bytes=10**12):
     return box
 
 
-def test_messages_are_accepted_up_to_the_bound_exactly():
+def test_an_outbox_accepts_messages_up_to_its_bound_exactly():
     box = Outbox(2 * EACH)
 
     accepted = [box.offer(update(3, sequence)) for sequence in (1, 2, 3)]
@@ -41,16 +41,13 @@ def test_messages_are_accepted_up_to_the_bound_exactly():
 def test_an_empty_outbox_accepts_one_message_of_any_size():
     box = Outbox(EACH)
 
-    assert box.has_room(10**9)
     assert box.offer(update(3, 1, nbytes=10**9))
     assert not box.has_room(1)
 
 
-def test_forced_messages_exceed_the_bound_and_arrived_ones_make_room():
-    dropped, box = (
-        [],
-        box_of(update(3, 1), update(4, 2), update(3, 3), limit_bytes=EACH),
-    )
+def test_forced_messages_exceed_the_bound_and_delivered_ones_make_room():
+    dropped = []
+    box = box_of(update(3, 1), update(4, 2), update(3, 3), limit_bytes=EACH)
     box.on_drop = lambda: dropped.append(box.nbytes)
     assert (box.nbytes, box.bytes_of(3)) == (3 * EACH, 2 * EACH)
 
@@ -249,39 +246,24 @@ def test_the_wait_for_an_event_loop_that_hangs_is_bounded(worker):
     [
         (OSError("gone"), ChannelError, "the scheduler cannot be reached: gone"),
         (WaitTimeoutError("too late"), WaitTimeoutError, "too late"),
+        (KeyError(7), ChannelError, "a task of the channel failed: KeyError(7)"),
     ],
-    ids=["gone", "silent"],
+    ids=["gone", "silent", "bug"],
 )
-def test_a_lost_scheduler_ends_every_wait(worker, error, kind, message):
+def test_a_task_that_fails_ends_every_wait(worker, error, kind, message):
     inbox = filled()
     connection = Connection(worker, SPEC, inbox.stop)
 
-    connection.fail(error)
+    async def lost():
+        raise error
+
+    asyncio.run(connection.guard(lost()))
 
     assert type(connection.failure) is kind
     assert inbox.stopped == str(connection.failure) == message
 
 
 # ---- retransmission
-
-
-def buffer_of(*sequences, limit_bytes=10**6, evicts=True):
-    buffer = RetransmitBuffer(limit_bytes, evicts=evicts)
-    for sequence in sequences:
-        buffer.keep(update(0, sequence))
-    return buffer
-
-
-def kept(buffer, origin=0):
-    return [message.sequence for message in buffer.find(origin, range(1, 10))]
-
-
-def test_an_update_above_the_bound_is_not_kept_and_evicts_nothing():
-    buffer = buffer_of(1, limit_bytes=EACH)
-
-    buffer.keep(update(0, 2, nbytes=101))
-
-    assert (kept(buffer), buffer.nbytes) == ([1], EACH)
 
 
 @given(
@@ -329,16 +311,8 @@ def test_two_threads_lose_no_count():
     assert buffer.nbytes == len(found) * EACH <= 50 * EACH
 
 
-def test_acknowledged_updates_are_forgotten_and_no_others():
-    buffer = buffer_of(1, 2, 3, evicts=False)
-
-    assert [buffer.acknowledge(2), buffer.acknowledge(2)] == [True, False]
-
-    assert (kept(buffer), buffer.nbytes) == ([3], EACH)
-
-
-def test_a_buffer_that_evicts_nothing_has_room_for_one_of_any_size():
-    buffer = buffer_of(limit_bytes=1, evicts=False)
+def test_a_buffer_that_evicts_nothing_accepts_one_update_of_any_size():
+    buffer = RetransmitBuffer(limit_bytes=1, evicts=False)
 
     assert buffer.has_room()
     buffer.keep(update(0, 1))

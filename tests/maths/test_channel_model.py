@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from daskdl.channel.inbox import DeliveryBarrier, ReceivedSet
+from daskdl.channel.inbox import DeliveryBarrier, ReceivedSet, missing
 from daskdl.channel.protocol import MESSAGE_BYTES, MeshTopology, Message, MessageKind
-from daskdl.channel.recovery import donors, helpers, missing, settle
+from daskdl.channel.recovery import donors, helpers, settle
 from daskdl.channel.routing import TopologyHistory
 from daskdl.channel.sender import RetransmitBuffer
 

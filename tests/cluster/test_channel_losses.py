@@ -99,10 +99,9 @@ async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b, routing):
         assert met.payloads.keys() == {0, 1}
 
 
-@EITHER
 @workers(2)
-async def test_a_silent_replica_is_removed_and_named(c, s, a, b, routing):
-    async with a_run(c, s, a, b, timeouts=bounds(silence=2.0), routing=routing) as run:
+async def test_a_silent_replica_is_removed_and_named(c, s, a, b):
+    async with a_run(c, s, a, b, timeouts=bounds(silence=2.0)) as run:
         waiting = begin(run.channels[0].barrier, "end", None)
 
         run.link(1).stop_sending()

@@ -121,10 +121,9 @@ async def test_a_newcomer_trains_in_the_current_epoch_and_barriers_wait_for_it(
             assert met.payloads == {0: 0, 1: 1, 2: 2}
 
 
-@EITHER
 @workers(2)
-async def test_a_newcomer_without_a_donor_stops_and_is_no_failure(c, s, a, b, routing):
-    async with a_run(c, s, a, b, routing=routing) as run:
+async def test_a_newcomer_without_a_donor_stops_and_is_no_failure(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
         _, channel = await run.newcomer(b)
         for replica in (0, 1):
             run.record.remove(replica)

@@ -34,12 +34,11 @@ def unsent_to(destination):
     )
 
 
-@EITHER
 @workers(2)
 async def test_a_request_without_an_answer_is_an_error_that_names_it(
-    c, s, a, b, monkeypatch, routing
+    c, s, a, b, monkeypatch
 ):
-    async with a_run(c, s, a, b, timeouts=bounds(request=0.5), routing=routing) as run:
+    async with a_run(c, s, a, b, timeouts=bounds(request=0.5)) as run:
         released = held_up(s.handlers, "daskdl_lease", monkeypatch)
 
         with pytest.raises(WaitTimeoutError) as caught:
@@ -130,11 +129,10 @@ async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
         )
 
 
-@EITHER
 @workers(2)
-async def test_one_that_gets_no_snapshot_names_the_donor_and_why(c, s, a, b, routing):
+async def test_one_that_gets_no_snapshot_names_the_donor_and_why(c, s, a, b):
     timeouts = bounds(join=2.0, request=0.5)  # the founders have to join too
-    async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
+    async with a_run(c, s, a, b, timeouts=timeouts) as run:
         _, newcomer = await run.newcomer(b)
 
         with pytest.raises(WaitTimeoutError) as caught:  # nobody serves

@@ -239,15 +239,6 @@ def test_the_updates_up_to_a_step_are_drained_and_only_the_rest_counts():
     assert folded(own.drain(), 1) == [4]
 
 
-def test_a_fold_makes_room_for_others():
-    own, other = channels(2, inbox_bytes=2 * EACH)
-    for _ in range(6):
-        publish(other, 1)
-
-    assert folded(own.drain(), 1) == [6]
-    assert own.stats().folds == 2
-
-
 def test_a_fold_counts_in_steps_of_the_agreed_grid():
     own, other = channels(2, inbox_bytes=0)
     own.sync(0, GRID / 2)

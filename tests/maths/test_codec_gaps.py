@@ -22,8 +22,8 @@ def codes(values, rice):
 
 
 def fewest(values):
-    """(bits, Rice parameter): all of them tried."""
-    return min((len(values) * (1 + r) + int((values >> r).sum()), r) for r in range(31))
+    """The number of bits with the best Rice parameter: all of them tried."""
+    return min(len(values) * (1 + r) + int((values >> r).sum()) for r in range(31))
 
 
 def plain_blocks(positions, rices):
@@ -67,44 +67,29 @@ POSITIONS = {
 }
 
 
+def as_documented(plan, positions):
+    """The body of a plan, written by the page on the wire format."""
+    if plan.block == golomb.BLOCK:
+        return b"\xff" + packed(plain_blocks(positions, plan.rices_B))
+    rice = int(plan.rices_B[0])
+    text = codes(gaps_of(positions), rice)
+    assert len(text) == fewest(gaps_of(positions))
+    return bytes([rice]) + packed(text)
+
+
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
-class TestBits:
-    def test_one_parameter_makes_the_documented_bits(self, positions):
-        plan = golomb.plan_with(golomb.WHOLE, SIZE, positions.astype(np.int32))
-        rice = int(plan.rices_B[0])
+def test_the_shorter_of_both_ways_is_written_as_documented_and_read(positions):
+    entries = positions.astype(np.int32)
+    plans = [golomb.plan_with(b, SIZE, entries) for b in (golomb.WHOLE, golomb.BLOCK)]
 
-        body = golomb.pack(plan).tobytes()
+    bodies = [golomb.pack(plan) for plan in plans]
 
-        assert body == bytes([rice]) + packed(codes(gaps_of(positions), rice))
-
-    def test_one_per_block_makes_the_documented_bits(self, positions):
-        plan = golomb.plan_with(golomb.BLOCK, SIZE, positions.astype(np.int32))
-
-        body = golomb.pack(plan).tobytes()
-
-        assert body == b"\xff" + packed(plain_blocks(positions, plan.rices_B))
-
-    @pytest.mark.parametrize(
-        "block", [golomb.WHOLE, golomb.BLOCK], ids=["one", "blocks"]
-    )
-    def test_both_ways_are_read_back(self, positions, block):
-        plan = golomb.plan_with(block, SIZE, positions.astype(np.int32))
-
-        body = golomb.pack(plan)
-
+    for plan, body in zip(plans, bodies, strict=True):
+        assert body.tobytes() == as_documented(plan, positions)
         assert len(body) == plan.length
         read = golomb.unpack(body, SIZE, len(positions))
         np.testing.assert_array_equal(read, positions)
-
-    def test_the_shorter_way_is_taken(self, positions):
-        lengths = [
-            golomb.plan_with(block, SIZE, positions.astype(np.int32)).length
-            for block in (golomb.WHOLE, golomb.BLOCK)
-        ]
-
-        found = golomb.plan(SIZE, positions.astype(np.int32))
-
-        assert found.length == min(lengths)
+    assert golomb.plan(SIZE, entries).length == min(map(len, bodies))
 
 
 def test_blocks_of_4097_parameters_literally():

@@ -238,17 +238,6 @@ def test_an_interval_that_is_ended_ends_for_all_after_as_many_rows():
     assert sum(one.rows for one in ahead) == sum(one.rows for one in behind)
 
 
-@BOTH
-def test_an_interval_is_not_over_while_a_replica_holds_a_lease(kind):
-    leases = in_steps(kind, [80], range(2), 0, STEP)
-    held = [leases.take(0), leases.take(1)]
-
-    leases.finish(0, held[0].number)
-    assert not leases.interval_is_over(range(2))
-    leases.finish(1, held[1].number)
-    assert leases.interval_is_over(range(2))
-
-
 # ---- epochs and keys
 
 

@@ -39,7 +39,6 @@ from daskdl.thresholds import average_sent
 from daskdl.training.base import CompressionState, Parameters, TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.optimizer_step import add
 from daskdl.training.replica import (
     REST,
     SHARED,
@@ -48,6 +47,7 @@ from daskdl.training.replica import (
     process_environment,
 )
 from daskdl.training.telemetry import Reports, reports_of
+from daskdl.training.tree_reduce import total_of
 from daskdl.util import settle
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def merge(results: Sequence[FitResult]) -> FitResult:
     left = [one.compression for one in results if one.compression is not None]
     return FitResult(
         _sum([result.parameters for result in used]),
-        add(states) if states else None,
+        (total_of([arrays for arrays, _ in states]), states[0][1]) if states else None,
         average_compression(left) if left else None,
         ended[0].schedule if ended else b"",  # equal on all replicas
         b"".join(result.steps for result in results),

@@ -59,9 +59,9 @@ from daskdl.training.checkpointing import ResumePlan, checkpoints_of
 from daskdl.training.dask_backend import dask_backend
 from daskdl.training.epoch_control import EvaluationPlan, LearningRate, StoppingDecision
 from daskdl.training.fit_spec import FitSpec, FitState, ReplicaSpec, TrainedOptimizer
-from daskdl.training.optimizer_step import restore_
 from daskdl.training.replica import FitResult, check_device
 from daskdl.training.telemetry import RowLog
+from daskdl.training.tree_reduce import load_optimizer_
 from daskdl.util import check_installed, guarded
 
 logger = logging.getLogger(__name__)
@@ -404,7 +404,7 @@ class FitRun:
         optimizer, former = self._spec.optimizer_for(model), before.optimizer
         trained = TrainedOptimizer.new(optimizer, scheduling, model)
         if result.optimizer is not None:
-            restore_(optimizer, result.optimizer)
+            load_optimizer_(optimizer, *result.optimizer)
             trained.rate.load_(result.schedule)
         elif former is not None:  # the run ended early
             optimizer.load_state_dict(former.optimizer.state_dict())

@@ -1,7 +1,6 @@
 """One optimizer step: gradients of a batch group, autocast, clipping, loss scaling.
 
-Also averages optimizer states over replicas, detects diverging losses, and explains
-divergence to the user.
+Also detects diverging losses, and explains divergence to the user.
 """
 
 import contextlib
@@ -11,9 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -23,26 +20,6 @@ from daskdl.data.checks import trainable
 from daskdl.errors import ModelError, OptionError, SaveError
 from daskdl.objective import Batch, Objective, OwnStep, Penalised, is_sum, on_device
 from daskdl.training.base import check_like
-
-StateKey = tuple[int, str]  # parameter number in the optimizer, name of the state
-
-
-@dataclass
-class OptimizerState:
-    """One replica's weighted share of an averaged optimizer state.
-
-    Attributes:
-        parts: Arrays already multiplied by the replica's weight, float64 where
-            the state is float64, else float32.
-        dtypes: Dtypes of the original tensors.
-        scalars: Zero-dimensional tensors and plain values, such as step counters.
-        groups: Parameter groups of the state dict, with unscaled learning rates.
-    """
-
-    parts: dict[StateKey, NDArray[np.floating[Any]]]
-    dtypes: dict[StateKey, torch.dtype]
-    scalars: dict[StateKey, Any]
-    groups: list[dict[str, Any]]
 
 
 def state_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -69,52 +46,6 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
 def _dense(value: Any) -> Any:
     is_sparse = isinstance(value, torch.Tensor) and value.layout != torch.strided
     return value.to_dense() if is_sparse else value
-
-
-def weigh(optimizer: Optimizer, weight: float) -> OptimizerState:
-    """Copy an optimizer's state, with arrays multiplied by a replica's weight."""
-    state = state_of(optimizer)
-    result = OptimizerState({}, {}, {}, state["param_groups"])
-    for number, entries in state["state"].items():
-        for name, value in entries.items():
-            key = (number, name)
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                wide = value.dtype if value.dtype == torch.float64 else torch.float32
-                result.parts[key] = value.detach().cpu().to(wide).numpy() * weight
-                result.dtypes[key] = value.dtype
-            elif isinstance(value, torch.Tensor):
-                result.scalars[key] = value.detach().cpu().item()
-                result.dtypes[key] = value.dtype
-            else:
-                result.scalars[key] = value
-    return result
-
-
-def add(states: Sequence[OptimizerState]) -> OptimizerState:
-    """Sum the replicas' weighted shares in order; scalars take the maximum."""
-    total = OptimizerState({}, {}, {}, states[0].groups)
-    for state in states:
-        total.dtypes.update(state.dtypes)
-        for key, part in state.parts.items():
-            total.parts[key] = total.parts[key] + part if key in total.parts else part
-        for key, value in state.scalars.items():
-            former = total.scalars.get(key)
-            if former is None or (value is not None and value > former):
-                total.scalars[key] = value
-    return total
-
-
-def restore_(optimizer: Optimizer, state: OptimizerState) -> None:
-    """Load an averaged state into an optimizer over the same parameters."""
-    entries: dict[int, dict[str, Any]] = {}
-    for key, part in state.parts.items():
-        tensor = torch.from_numpy(np.array(part)).to(state.dtypes[key])
-        entries.setdefault(key[0], {})[key[1]] = tensor
-    for key, value in state.scalars.items():
-        dtype = state.dtypes.get(key)
-        plain = value if dtype is None else torch.tensor(value, dtype=dtype)
-        entries.setdefault(key[0], {})[key[1]] = plain
-    optimizer.load_state_dict({"state": entries, "param_groups": state.groups})
 
 
 def restore_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

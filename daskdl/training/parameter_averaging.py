@@ -254,7 +254,7 @@ class AveragingExchange(Exchange):
     def _meet(self, *, ended: bool = False) -> RoundDecision:
         """Run one round: vote, and carry out the decision."""
         digest = checksum_of(self.context.module) if ended else 0
-        owes = bool(self._state.feedback.residual)
+        owes = bool(self._state.residual)
         self._vote = self._vote._replace(ended=ended, digest=digest, owes=owes)
         if not self._vote.examples:
             self._publish_state()
@@ -268,7 +268,7 @@ class AveragingExchange(Exchange):
         # By now, all replicas have fetched the blobs of the round before.
         self._channel.drop_blobs(keep=self._state_name)
         self._vote = self._vote._replace(seen=decided.number)
-        self._state.feedback.settle_(decided.latest)
+        self._state.settle_(decided.latest)
         if decided.weights:
             self._average(decided)
         elif self._replica not in decided.current:
@@ -301,7 +301,7 @@ class AveragingExchange(Exchange):
     def _has(self, mean: int) -> None:
         self._vote = self._vote._replace(mean=mean, examples=0)
         self._since = 0
-        self._state.feedback.settle_(mean)
+        self._state.settle_(mean)
 
     @property
     def _state_name(self) -> str:

@@ -67,13 +67,11 @@ from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import (
     BatchGroup,
     LossWatch,
-    OptimizerState,
     Stepper,
     Symptoms,
     diagnosis,
     restore_optimizer_,
     state_of,
-    weigh,
 )
 from daskdl.training.telemetry import (
     EpochReport,
@@ -83,6 +81,7 @@ from daskdl.training.telemetry import (
     check_trained,
     reports_of,
 )
+from daskdl.training.tree_reduce import Reduced, optimizer_arrays, rest_of
 from daskdl.util import freed_memory_kept, guarded
 
 
@@ -93,7 +92,7 @@ class FitResult:
     Attributes:
         parameters: The agreed parameters, and the unsent residual.
         optimizer: One replica's weighted share of the optimizer state, or the sum of
-            all shares; None if the run did not finish.
+            all shares, and the `rest_of` one optimizer; None if the run did not finish.
         compression: State of the compression; None if no replica left any.
         schedule: State of the scheduler; empty without scheduler or optimizer.
         steps: Packed step rows that were not reported before.
@@ -105,7 +104,7 @@ class FitResult:
     """
 
     parameters: Parameters
-    optimizer: OptimizerState | None = None
+    optimizer: tuple[Reduced, Mapping[str, Any]] | None = None
     compression: CompressionState | None = None
     schedule: bytes = b""
     steps: bytes = b""
@@ -573,7 +572,7 @@ class Replica:
         left, best = self.exchange.result(), self.stopper.best()
         return FitResult(
             best or replace(self.agreed, residual_N=left.residual_N),
-            weigh(self.optimizer, self.weight),
+            (optimizer_arrays(self.optimizer, self.weight), rest_of(self.optimizer)),
             left.compression,
             self.rate.state(),
             restored=best is not None,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from daskdl import codec
@@ -29,16 +29,12 @@ from daskdl.data.checks import trainable
 from daskdl.errors import CodecError, OptionError
 from daskdl.serialization import Packed
 from daskdl.training.base import check_like
-from daskdl.training.optimizer_step import (
-    OptimizerState,
-    restore_,
-    restore_optimizer_,
-    weigh,
-)
+from daskdl.training.optimizer_step import restore_optimizer_, state_of
 
 ALMOST, ONE = 1e-9, np.ones(1)
 # Entries of optimizer states that change parameters linearly.
 LINEAR_STATE = frozenset({"momentum_buffer"})
+NUMERIC = (Tensor, int, float)  # types of the entries that are averaged
 PLAIN = {"int": int, "float": float, "bool": bool}  # types of plain numbers in a state
 
 
@@ -202,56 +198,61 @@ def _values(
     return values_N
 
 
-# ---- state and error feedback
+# ---- optimizer states
 
 
-class ErrorFeedback:
-    """The residual of a replica that sends rounded sums.
+def optimizer_arrays(optimizer: Optimizer, weight: float) -> dict[Key, NDArray[Any]]:
+    """Return an optimizer's state as new arrays for a mean over replicas.
 
-    The residual of a sum replaces the previous residual only if the mean of this sum
-    was computed, which the replica may learn only in the next round. Otherwise the
-    replica sends a new sum with the previous residual.
-
-    Attributes:
-        residual: Arrays by key; empty without rounding errors. Not changed in place.
-
-    Example:
-        >>> import numpy as np
-        >>> feedback, key = ErrorFeedback(), Key(ReduceOp.SUM, "parameters")
-        >>> feedback.propose(7, {key: np.array([0.25])})
-        >>> feedback.settle_(latest=6)
-        >>> len(feedback.residual)
-        0
-        >>> feedback.propose(8, {key: np.array([0.25])})
-        >>> feedback.settle_(latest=8)
-        >>> feedback.residual[key]
-        array([0.25])
-
-    Source:
-        Seide and others, "1-Bit Stochastic Gradient Descent", Interspeech 2014.
+    Tensors are multiplied by the replica's weight, in float64 where the state is
+    float64, else in float32. Numbers and zero-dimensional tensors, such as step
+    counters, are not: the mean has their maximum.
     """
+    arrays: dict[Key, NDArray[Any]] = {}
+    for number, entries in state_of(optimizer)["state"].items():
+        for name, value in entries.items():
+            op, kind = ReduceOp.MAX, type(value).__name__
+            if isinstance(value, Tensor):
+                kind = str(value.dtype).removeprefix("torch.")
+                if value.dim() > 0:
+                    wide = torch.promote_types(value.dtype, torch.float32)
+                    op = ReduceOp.SUM
+                    value = value.detach().to("cpu", wide).numpy() * weight
+                else:
+                    value = value.item()
+            elif not isinstance(value, int | float):
+                continue
+            arrays[Key(op, "optimizer", name, number, kind)] = np.asarray(value)
+    return arrays
 
-    residual: Reduced
 
-    def __init__(self) -> None:
-        self.residual = {}
-        self._number = -1
-        self._proposed: Reduced | None = None
+def rest_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state dict without the entries in `optimizer_arrays`."""
+    state = optimizer.state_dict()
+    rest = {
+        number: {n: v for n, v in entries.items() if not isinstance(v, NUMERIC)}
+        for number, entries in state["state"].items()
+    }
+    return {**state, "state": rest}
 
-    def propose(self, number: int, residual: Reduced) -> None:
-        """Propose the residual to keep if a mean is computed.
 
-        Args:
-            number: Number of the mean.
-            residual: Replaces the current residual; must not be changed any more.
-        """
-        self._number, self._proposed = number, residual
+def load_optimizer_(
+    optimizer: Optimizer, arrays: Reduced, rest: Mapping[str, Any]
+) -> None:
+    """Load a mean of `optimizer_arrays`, and the `rest_of` one optimizer."""
+    state = {number: dict(entries) for number, entries in rest["state"].items()}
+    for key, array in arrays.items():
+        if key.part == "optimizer":
+            value: Any = array
+            if key.dtype in PLAIN:
+                value = PLAIN[key.dtype](array.item())
+            else:
+                value = torch.from_numpy(np.array(array)).to(getattr(torch, key.dtype))
+            state.setdefault(key.number, {})[key.name] = value
+    optimizer.load_state_dict({**rest, "state": state})
 
-    def settle_(self, latest: int) -> None:
-        """Keep the proposed residual if its mean exists; discard it otherwise."""
-        if self._proposed is not None and self._number == latest:
-            self.residual = self._proposed
-        self._proposed = None
+
+# ---- state and error feedback
 
 
 OUTER = "outer"  # name of the outer optimizer's state in a blob
@@ -268,12 +269,17 @@ class ReduceState:
         untrained: Untrained tensors of the module; None: derived from the module now.
 
     Attributes:
-        feedback: The residual from rounding.
+        residual: Rounding errors by key, sent with the next sum; empty without any. Not
+            changed in place.
         common: Linear arrays that all replicas had after the last mean; None if unknown
             or not needed.
+
+    Source:
+        Error feedback: Seide and others, "1-Bit Stochastic Gradient Descent",
+        Interspeech 2014.
     """
 
-    feedback: ErrorFeedback
+    residual: Reduced
     common: Reduced | None
 
     def __init__(
@@ -286,13 +292,28 @@ class ReduceState:
         untrained: Untrained | None = None,
     ) -> None:
         self.compressed = compressed
-        self.feedback = ErrorFeedback()
+        self.residual = {}
         self.common = None
+        self._proposed: tuple[int, Reduced] | None = None
         self.outer = None if outer is None else OuterOptimizer(outer, module)
         self._module = module
         self._groups = FlatParameters(module).groups
         self._optimizer = optimizer
         self._untrained = Untrained(module) if untrained is None else untrained
+
+    def propose(self, number: int, residual: Reduced) -> None:
+        """Propose the residual to keep if the mean with this number is computed."""
+        self._proposed = number, residual
+
+    def settle_(self, latest: int) -> None:
+        """Keep the proposed residual if its mean exists; discard it otherwise.
+
+        A replica may learn only in the next round whether the mean of its sum was
+        computed. Without the mean, it sends a new sum with the previous residual.
+        """
+        if self._proposed is not None and self._proposed[0] == latest:
+            self.residual = self._proposed[1]
+        self._proposed = None
 
     def keep_common_(self) -> None:
         """Copy the linear arrays as `common`, if compressed and not done yet.
@@ -324,7 +345,7 @@ class ReduceState:
             else:
                 arrays[Key(ReduceOp.MAX, "untrained", name)] = array
         if self._optimizer is not None:
-            arrays.update(_optimizer_arrays(weigh(self._optimizer, weight)))
+            arrays |= optimizer_arrays(self._optimizer, weight)
         return arrays
 
     def load_(self, arrays: Reduced) -> None:
@@ -335,8 +356,7 @@ class ReduceState:
                 group.flat.copy_(torch.from_numpy(np.array(arrays[key])))
         self._untrained.load_(_untrained_means(arrays))
         if self._optimizer is not None:
-            groups = self._optimizer.state_dict()["param_groups"]
-            restore_(self._optimizer, _optimizer_state(arrays, groups))
+            load_optimizer_(self._optimizer, arrays, rest_of(self._optimizer))
         self.common = None
 
     def to_blob(self) -> Arrays:
@@ -357,7 +377,7 @@ class ReduceState:
         """Return the norm of the parameters' residual; NaN without compression."""
         if not self.compressed:
             return math.nan
-        left = self.feedback.residual.items()
+        left = self.residual.items()
         parts = [a.reshape(-1) for key, a in left if key.part == "parameters"]
         return math.sqrt(sum(float(np.dot(part, part)) for part in parts))
 
@@ -372,40 +392,6 @@ def _untrained_means(arrays: Reduced) -> dict[str, NDArray[Any]]:
             whole = abs(total - 1.0) < ALMOST
             means[key.name] = array if whole else array / array.dtype.type(total)
     return means
-
-
-def _optimizer_arrays(state: OptimizerState) -> dict[Key, NDArray[Any]]:
-    arrays = {
-        Key(ReduceOp.SUM, "optimizer", name, n, _dtype_name(state.dtypes[n, name])): a
-        for (n, name), a in state.parts.items()
-    }
-    for (n, name), value in state.scalars.items():
-        if isinstance(value, int | float):  # other values stay local
-            dtype = state.dtypes.get((n, name))
-            kind = type(value).__name__ if dtype is None else _dtype_name(dtype)
-            arrays[Key(ReduceOp.MAX, "optimizer", name, n, kind)] = np.array(value)
-    return arrays
-
-
-def _optimizer_state(arrays: Reduced, groups: list[dict[str, Any]]) -> OptimizerState:
-    state = OptimizerState({}, {}, {}, groups)
-    for key, array in arrays.items():
-        if key.part != "optimizer":
-            continue
-        entry = key.number, key.name
-        if key.dtype in PLAIN:
-            state.scalars[entry] = PLAIN[key.dtype](array.item())
-            continue
-        state.dtypes[entry] = getattr(torch, key.dtype)
-        if key.op is ReduceOp.SUM:
-            state.parts[entry] = array
-        else:
-            state.scalars[entry] = array.item()
-    return state
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 BROKEN = "broken"  # the only name in a blob sent after a replica has failed
@@ -497,12 +483,12 @@ class TreeMean:
                 key: array if key.op is ReduceOp.MAX else array * weight
                 for key, array in moved.items()
             }
-        return total_of([share, self._state.feedback.residual])
+        return total_of([share, self._state.residual])
 
     def _sum(self, states: Sequence[Reduced]) -> Arrays:
         stamp = None if self._exact else self._stamp
         blob, left = to_blob(total_of(states), stamp)
-        self._state.feedback.propose(self._stamp.sequence, left)
+        self._state.propose(self._stamp.sequence, left)
         self.sent_bytes = sum(a.nbytes for n, a in blob.items() if n != KEYS)
         return blob
 

@@ -109,11 +109,11 @@ class Team:
         results, terms = self._reduce(weights, whole, fan_out)
         if not reached:
             for state in self.states:
-                state.feedback.settle_(self.rounds - 1)
+                state.settle_(self.rounds - 1)
             return terms
         for r, state in enumerate(self.states):
             terms[r].load_(results[r], step=step)
-            state.feedback.settle_(self.rounds)
+            state.settle_(self.rounds)
         for r, weight in weights.items():
             for name, array in before[r].items():
                 moved = weight * (array - common.get(name, 0))
@@ -139,7 +139,7 @@ class Team:
             return list(means), terms
 
     def left(self, name):
-        return sum(s.feedback.residual.get(name, 0.0) for s in self.states)
+        return sum(s.residual.get(name, 0.0) for s in self.states)
 
     def check_nothing_is_lost(self, rtol=1e-12, atol=1e-15):
         now = self.linear(0)
@@ -181,7 +181,7 @@ def test_what_is_left_completes_a_mean_to_which_nobody_has_anything_to_add():
 
     team.check_nothing_is_lost()
     team.check_all_have_the_same()
-    assert [state.feedback.residual for state in team.states] == [{}] * REPLICAS
+    assert [state.residual for state in team.states] == [{}] * REPLICAS
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -19,10 +19,13 @@ from daskdl.training.optimizer_step import (
     Stepper,
     Stepping,
     Symptoms,
-    add,
     diagnosis,
-    restore_,
-    weigh,
+)
+from daskdl.training.tree_reduce import (
+    load_optimizer_,
+    optimizer_arrays,
+    rest_of,
+    total_of,
 )
 
 NAN = math.nan
@@ -261,7 +264,7 @@ def entries(optimizer):
 
 def restored(make, states, dtype=torch.float32):
     optimizer = trained(make, 0, dtype=dtype)
-    restore_(optimizer, add(states))
+    load_optimizer_(optimizer, total_of(states), rest_of(optimizer))
     return optimizer
 
 
@@ -269,7 +272,7 @@ def restored(make, states, dtype=torch.float32):
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_the_state_of_one_replica_comes_back_bit_for_bit(make, dtype):
     before = entries(trained(make, 3, dtype=dtype))
-    state = weigh(trained(make, 3, dtype=dtype), 1.0)
+    state = optimizer_arrays(trained(make, 3, dtype=dtype), 1.0)
 
     after = entries(restored(make, [state], dtype))
 
@@ -286,7 +289,7 @@ def test_the_state_of_one_replica_comes_back_bit_for_bit(make, dtype):
 def test_arrays_of_several_replicas_are_averaged_by_weight(make):
     replicas = [trained(make, 2, seed) for seed in (1, 2, 3)]
     weights = [0.5, 0.25, 0.25]
-    states = [weigh(o, w) for o, w in zip(replicas, weights, strict=True)]
+    states = [optimizer_arrays(o, w) for o, w in zip(replicas, weights, strict=True)]
 
     after = entries(restored(make, states))
 
@@ -302,7 +305,7 @@ def test_arrays_of_several_replicas_are_averaged_by_weight(make):
 @pytest.mark.parametrize("steps", [(2, 5), (5, 2)])
 def test_step_counters_are_the_largest_whoever_comes_first(name, steps):
     make = OPTIMIZERS[name]
-    states = [weigh(trained(make, count), 0.5) for count in steps]
+    states = [optimizer_arrays(trained(make, count), 0.5) for count in steps]
 
     after = entries(restored(make, states))
 

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,10 +25,9 @@ from daskdl.channel.protocol import WaitCause
 from daskdl.channel.remote import RemoteChannel
 from daskdl.config import Timeouts
 from daskdl.data import batching
-from daskdl.data.batching import Batch, Chunk, Rows, Transform, batches, whole
+from daskdl.data.batching import Batch, Chunk, Rows, batches, whole
 from daskdl.data.checks import (
     UNREADABLE,
-    LabelCheck,
     blames_data,
     is_left_out,
     join_readable,
@@ -39,6 +37,7 @@ from daskdl.data.distribute import ASK_S, Fetcher
 from daskdl.data.source import Source
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed
+from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import BatchGroup
 from daskdl.training.telemetry import EpochTotals
 from daskdl.util import settle
@@ -135,7 +134,7 @@ class Store(ABC):
                 return self._wait(phase, part, key, self._begun[phase, part].rows)
             except LostPieceError:
                 self.forget(phase, ())  # other parts may be on the same worker
-                key = self._found_again(phase, part, key)
+                key = self._key_now(phase, part, key)
             finally:
                 self._drop((phase, part))
                 self._channel.check()  # a closing worker causes arbitrary Dask errors
@@ -206,13 +205,9 @@ class Store(ABC):
     ) -> Callable[[], Rows]:
         """Return the function that loads a part; it runs in another thread."""
 
-    def _still(self, phase: str, part: int, key: str) -> bool:
-        """Whether the part can still be loaded by this key."""
-        return True
-
-    def _found_again(self, phase: str, part: int, key: str) -> str:
-        """Return the new key of a lost part."""
-        raise AssertionError("nothing is lost in this process")
+    def _key_now(self, phase: str, part: int, key: str) -> str:
+        """Return the key of a part, which is another one after the part was lost."""
+        return key
 
     def _wait(self, phase: str, part: int, key: str, coming: "Future[T]") -> T:
         bound = self._timeouts.bound("data")
@@ -229,7 +224,7 @@ class Store(ABC):
                 )
             if key and not coming.running():  # parts queued before it may hang
                 self.forget(phase, (part,))
-            if not self._still(phase, part, key):
+            if self._key_now(phase, part, key) != key:
                 raise LostPieceError(f"part {part} is on a worker that hangs")
         raise AssertionError
 
@@ -330,52 +325,131 @@ class WorkerStore(Store):
         return self._fetcher.separate(key, timeout_s, lambda: self._channel.closing)
 
     @override
-    def _still(self, phase: str, part: int, key: str) -> bool:
-        return not key or self._remote.missing(phase, part, key) == key
-
-    @override
-    def _found_again(self, phase: str, part: int, key: str) -> str:
-        return self._remote.missing(phase, part, key)
+    def _key_now(self, phase: str, part: int, key: str) -> str:
+        return key and self._remote.missing(phase, part, key)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How the parts of one phase are read in one epoch.
+class Feed:
+    """Batches of one phase of one epoch, until no replica has rows left.
 
-    Attributes:
+    Batches are grouped by optimizer step. A lease is returned after all its rows have
+    been trained on; until then, another replica can take it over if this one fails. A
+    replica that finishes early waits for the others, and takes over the leases of
+    failed replicas.
+
+    Args:
+        spec: Options for reading the data.
         phase: ``"train"`` or ``"validation"``.
-        seed: Seed for shuffling the rows of each part; None: no shuffling.
-        batch_size: Rows per batch.
-        prefetch: Batches to load ahead: parts with this many batches, but at least the
-            next part; 0: none.
-        labels: Check of the labels; None: labels are not checked.
-        skips: Whether unreadable parts are left out, or only the unreadable files of
-            a part with several files.
+        epoch: The epoch of the fit, from 0.
+        channel: Hands out the leases.
+        store: Loads the parts.
+        totals: Gets the numbers of examples that are left out.
         fits: Takes the rows of a part and its name for messages; raises `DataError` if
             the model cannot run on them. None: no check.
-        drop_last: Whether batches with fewer rows are left out.
+
+    Attributes:
+        rows: Rows of the last group, after `transform`.
+        sync_point: Remaining work of the epoch, if `groups` stopped at the end of a
+            sync interval; else None. After the sync, call `groups` again.
     """
 
-    phase: str
-    seed: tuple[int, ...] | None
-    batch_size: int
-    prefetch: int
-    labels: LabelCheck | None
-    skips: bool
-    fits: Callable[[Rows, str], None] | None = None
-    drop_last: bool = False
+    rows: int
+    sync_point: SyncPoint | None
 
-
-class Reader:
-    """Reads the leased rows of one epoch; holds the part that was read last."""
-
-    def __init__(self, store: Store, reading: Reading, totals: EpochTotals) -> None:
+    def __init__(
+        self,
+        spec: ReplicaSpec,
+        phase: str,
+        epoch: int,
+        channel: Channel,
+        store: Store,
+        totals: EpochTotals,
+        fits: Callable[[Rows, str], None] | None = None,
+    ) -> None:
+        self._spec = spec
+        self._phase = phase
+        self._epoch = epoch
+        self._channel = channel
         self._store = store
-        self._reading = reading
         self.totals = totals
-        self._held: tuple[int, Rows, np.ndarray | None] | None = None
+        self._fits = fits
+        trains = phase == "train"
+        self._drop_last = spec.drop_last and trains
+        self._seed: tuple[int, ...] | None = None
+        if spec.shuffle and trains:
+            self._seed = (spec.seed, spec.epochs_before + epoch)
+        self._given = self._done = 0  # rows passed to batches, and rows trained on
+        self._leases: deque[tuple[Lease, int, int]] = deque()  # its rows; `_given` then
+        self._held: tuple[int, Rows, np.ndarray | None] | None = None  # the last part
         self._bad: set[int] = set()
         self._partial: set[int] = set()  # parts of which some files are left out
+        self.rows = 0
+        self.sync_point = None
+
+    # ---- batches
+
+    def batches(self) -> Iterator[Batch]:
+        """Yield batches; a batch counts as used when the next one is requested."""
+        for group in self.groups(lambda: None, size=1):
+            yield from group
+
+    def groups(self, rest: Callable[[], None], size: int) -> Iterator[BatchGroup]:
+        """Yield groups; a group counts as trained on when the next one is requested.
+
+        Args:
+            rest: Called before waiting for other replicas, between two groups.
+            size: Batches of a group. The last group before a wait may have fewer.
+        """
+        self.sync_point = None
+        transform = self._spec.read.transform
+        lease = self._lease(wait=False)
+        while True:
+            made = self._batches(lease)
+            while group := list(itertools.islice(made, size)):
+                read = self.rows = sum(batching.length(x) for x, _ in group)
+                if transform is not None:
+                    group = [transform(batch) for batch in group]
+                    self.rows = sum(batching.length(x) for x, _ in group)
+                yield group
+                self._done += read
+            rest()
+            lease = self._lease(wait=True)
+            if lease is None:
+                return
+
+    def _batches(self, lease: Lease | None) -> Iterator[Batch]:
+        size = self._spec.read.batch_size
+        for batch in batches(self._leased(lease), size):
+            if self._drop_last and (rows := batching.length(batch[0])) < size:
+                self._done += rows
+                self.totals.dropped += rows
+            else:
+                yield batch
+
+    def _lease(self, *, wait: bool) -> Lease | None:
+        finished, totals = [], self.totals
+        while self._leases and self._leases[0][2] <= self._done:
+            lease, examples, _ = self._leases.popleft()
+            loss = totals.loss_sum / max(totals.examples, 1)
+            finished.append({"lease": lease.number, "examples": examples, "loss": loss})
+        leased = self._channel.lease(self._phase, self._epoch, finished, wait=wait)
+        if isinstance(leased, SyncPoint):
+            self.sync_point = leased
+            return None
+        return leased
+
+    def _leased(self, lease: Lease | None) -> Iterator[Chunk]:
+        """Yield the rows of this lease and the next ones."""
+        while lease is not None:
+            before = self._given
+            for chunk in self.chunks(lease):
+                self._given += chunk.length
+                yield chunk
+                del chunk  # see `chunks`
+            self._leases.append((lease, self._given - before, self._given))
+            lease = self._lease(wait=False)
+
+    # ---- parts
 
     def chunks(self, lease: Lease) -> Iterator[Chunk]:
         """Yield the rows of a lease in training order."""
@@ -393,29 +467,22 @@ class Reader:
 
     def _look_ahead(self, lease: Lease, now: int) -> None:
         """Start loading the next parts, and cancel the loading of all others."""
-        wanted = self._wanted(lease, now)
-        phase = self._reading.phase
-        self._store.forget(phase, wanted)
+        wanted = {lease.ranges[now].part: None}  # in order
+        if self._spec.prefetch > 0:
+            rows, enough = 0, self._spec.prefetch * self._spec.read.batch_size
+            at = now + 1  # no slice: a lease may have thousands of parts
+            while at < len(lease.ranges) and (rows < enough or len(wanted) == 1):
+                part, start, stop = lease.ranges[at]
+                rows += max(stop - start, 1)  # 1 for a part of unknown length
+                wanted[part] = None
+                at += 1
+            if len(wanted) == 1 and lease.ahead is not None:
+                wanted[lease.ahead] = None
+        self._store.forget(self._phase, wanted)
         for part in wanted:
             new = self._held is None or part != self._held[0]
             if new and part not in self._bad:
-                self._store.begin(phase, part, lease.keys[part])
-
-    def _wanted(self, lease: Lease, now: int) -> Mapping[int, None]:
-        """Return the current part and the parts to prefetch, in order."""
-        wanted = {lease.ranges[now].part: None}
-        if self._reading.prefetch == 0:
-            return wanted
-        rows, enough = 0, self._reading.prefetch * self._reading.batch_size
-        at = now + 1  # no slice: a lease may have thousands of parts
-        while at < len(lease.ranges) and (rows < enough or len(wanted) == 1):
-            part, start, stop = lease.ranges[at]
-            rows += max(stop - start, 1)  # 1 for a part of unknown length
-            wanted[part] = None
-            at += 1
-        if len(wanted) == 1 and lease.ahead is not None:
-            wanted[lease.ahead] = None
-        return wanted
+                self._store.begin(self._phase, part, lease.keys[part])
 
     def _read(self, one: Range, keys: Mapping[int, str]) -> Chunk | None:
         if self._held is None and one.part not in self._bad:
@@ -428,23 +495,30 @@ class Reader:
         if one.part in self._partial:
             stop = max(min(stop, count), one.start)
             self.totals.skipped += one.stop - stop
-        else:
-            self._check_length(count, one)
+        elif count < stop:
+            raise DataError(
+                f"{self._store.name(self._phase, one.part)} has {count} rows "
+                f"now, and had {stop} or more before; it must be the same each "
+                "time it is loaded or computed: persist() it, or export it"
+            )
         within = slice(one.start, stop)
         return Chunk(rows, within if order is None else order[within])
 
     def _hold(self, part: int, key: str) -> None:
-        phase = self._reading.phase
         with self._left_out_if_bad(part):
             try:
-                rows = self._store.rows(phase, part, key)
-                self._check(rows, part)
+                rows = self._store.rows(self._phase, part, key)
+                self._check(rows, self._store.name(self._phase, part))
             except UNREADABLE as error:
                 left = self._left_of(part, key, error)
                 if left is None:
                     raise
                 rows = left
-            self._held = part, rows, self._order(part, batching.length(rows[0]))
+            order = None
+            if self._seed is not None:  # equal on all replicas
+                rng = np.random.default_rng([*self._seed, part])
+                order = rng.permutation(batching.length(rows[0]))
+            self._held = part, rows, order
 
     def _left_of(self, part: int, key: str, error: BaseException) -> Rows | None:
         """Return the rows of a part's good files, or None.
@@ -453,24 +527,17 @@ class Reader:
         """
         if not blames_data(error):
             return None
-        skips = self._reading.skips
-        files = self._store.separate(self._reading.phase, part, key, skips)
+        skips = self._spec.read.skips
+        files = self._store.separate(self._phase, part, key, skips)
         if not skips:
             for name, one in files:
-                self._check_rows(one, name)
+                self._check(one, name)
             return None
-        rows, _ = join_readable(iter(files), self._check_rows)
+        rows, _ = join_readable(iter(files), self._check)
         if rows is not None:
             self.totals.reason = self.totals.reason or str(error)
             self._partial.add(part)
         return rows
-
-    def _order(self, part: int, rows: int) -> np.ndarray | None:
-        """Return the order of the rows, equal on all replicas; None: unshuffled."""
-        if self._reading.seed is None:
-            return None
-        rng = np.random.default_rng([*self._reading.seed, part])
-        return rng.permutation(rows)
 
     @contextlib.contextmanager
     def _left_out_if_bad(self, part: int) -> Iterator[None]:
@@ -478,132 +545,22 @@ class Reader:
         try:
             yield
         except UNREADABLE as error:
-            name = self._store.name(self._reading.phase, part)
-            if not is_left_out(error, name, self._reading.skips):
+            name = self._store.name(self._phase, part)
+            if not is_left_out(error, name, self._spec.read.skips):
                 raise
             self.totals.reason = self.totals.reason or str(error)
             self._bad.add(part)
 
-    def _check_length(self, rows: int, one: Range) -> None:
-        if rows < one.stop:
-            raise DataError(
-                f"{self._store.name(self._reading.phase, one.part)} has {rows} rows "
-                f"now, and had {one.stop} or more before; it must be the same each "
-                "time it is loaded or computed: persist() it, or export it"
-            )
-
-    def _check(self, rows: Rows, part: int) -> None:
-        self._check_rows(rows, self._store.name(self._reading.phase, part))
-
-    def _check_rows(self, rows: Rows, of: str) -> None:
-        if self._reading.labels is not None:
-            self._reading.labels.check(rows[1], of)
-        if self._reading.fits is not None:
-            self._reading.fits(rows, of)
+    def _check(self, rows: Rows, name: str) -> None:
+        if self._spec.labels is not None:
+            self._spec.labels.check(rows[1], name)
+        if self._fits is not None:
+            self._fits(rows, name)
 
     def _stream(self, part: int) -> Iterator[Chunk]:
-        reading = self._reading
-        size, ahead = reading.batch_size, reading.prefetch
+        size, ahead = self._spec.read.batch_size, self._spec.prefetch
         with self._left_out_if_bad(part):
-            for rows in self._store.stream(reading.phase, part, size, ahead):
-                self._check(rows, part)
+            for rows in self._store.stream(self._phase, part, size, ahead):
+                self._check(rows, self._store.name(self._phase, part))
                 yield whole(rows)
                 del rows
-
-
-class Feed:
-    """Batches of one phase of one epoch, until no replica has rows left.
-
-    Batches are grouped by optimizer step. A lease is returned after all its rows have
-    been trained on; until then, another replica can take it over if this one fails. A
-    replica that finishes early waits for the others, and takes over the leases of
-    failed replicas.
-
-    Attributes:
-        rows: Rows of the last group, after `transform`.
-        sync_point: Remaining work of the epoch, if `groups` stopped at the end of a
-            sync interval; else None. After the sync, call `groups` again.
-    """
-
-    rows: int
-    sync_point: SyncPoint | None
-
-    def __init__(
-        self,
-        channel: Channel,
-        epoch: int,
-        store: Store,
-        reading: Reading,
-        totals: EpochTotals,
-        transform: Transform | None = None,
-    ) -> None:
-        self._channel = channel
-        self._epoch = epoch
-        self._reading = reading
-        self.totals = totals
-        self._reader = Reader(store, reading, totals)
-        self._transform = transform
-        self._given = self._done = 0  # rows passed to batches, and rows trained on
-        self._held: deque[tuple[Lease, int, int]] = deque()  # its rows; `_given` after
-        self.rows = 0
-        self.sync_point = None
-
-    def batches(self) -> Iterator[Batch]:
-        """Yield batches; a batch counts as used when the next one is requested."""
-        for group in self.groups(lambda: None, size=1):
-            yield from group
-
-    def groups(self, rest: Callable[[], None], size: int) -> Iterator[BatchGroup]:
-        """Yield groups; a group counts as trained on when the next one is requested.
-
-        Args:
-            rest: Called before waiting for other replicas, between two groups.
-            size: Batches of a group. The last group before a wait may have fewer.
-        """
-        self.sync_point = None
-        lease = self._lease(wait=False)
-        while True:
-            made = self._batches(lease)
-            while group := list(itertools.islice(made, size)):
-                read = self.rows = sum(batching.length(x) for x, _ in group)
-                if self._transform is not None:
-                    group = [self._transform(batch) for batch in group]
-                    self.rows = sum(batching.length(x) for x, _ in group)
-                yield group
-                self._done += read
-            rest()
-            lease = self._lease(wait=True)
-            if lease is None:
-                return
-
-    def _batches(self, lease: Lease | None) -> Iterator[Batch]:
-        size = self._reading.batch_size
-        for batch in batches(self._chunks(lease), size):
-            if self._reading.drop_last and (rows := batching.length(batch[0])) < size:
-                self._done += rows
-                self.totals.dropped += rows
-            else:
-                yield batch
-
-    def _lease(self, *, wait: bool) -> Lease | None:
-        finished, totals = [], self.totals
-        while self._held and self._held[0][2] <= self._done:
-            lease, examples, _ = self._held.popleft()
-            loss = totals.loss_sum / max(totals.examples, 1)
-            finished.append({"lease": lease.number, "examples": examples, "loss": loss})
-        phase = self._reading.phase
-        leased = self._channel.lease(phase, self._epoch, finished, wait=wait)
-        if isinstance(leased, SyncPoint):
-            self.sync_point = leased
-            return None
-        return leased
-
-    def _chunks(self, lease: Lease | None) -> Iterator[Chunk]:
-        while lease is not None:
-            before = self._given
-            for chunk in self._reader.chunks(lease):
-                self._given += chunk.length
-                yield chunk
-                del chunk  # see `Reader.chunks`
-            self._held.append((lease, self._given - before, self._given))
-            lease = self._lease(wait=False)

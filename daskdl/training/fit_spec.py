@@ -51,7 +51,6 @@ from daskdl.training.base import (
     described,
 )
 from daskdl.training.checkpointing import ResumePlan
-from daskdl.training.data_feed import Reading
 from daskdl.training.epoch_control import EvaluationPlan, LearningRate, Scheduling
 from daskdl.training.optimizer_step import Stepping
 
@@ -447,20 +446,6 @@ class ReplicaSpec(FitSpec):
     def step_rows(self) -> int:
         """Rows per optimizer step."""
         return self.read.batch_size * self.stepping.accumulate
-
-    def reading(self, phase: str, epoch: int) -> Reading:
-        """Return the options for reading the parts of a phase."""
-        trains = phase == "train"
-        shuffled = trains and self.shuffle
-        return Reading(
-            phase,
-            (self.seed, self.epochs_before + epoch) if shuffled else None,
-            self.read.batch_size,
-            self.prefetch,
-            self.labels,
-            self.read.skips,
-            drop_last=self.drop_last and trains,
-        )
 
     def spec(self, replica: int, routing: str = "plain") -> ChannelSpec:
         """Return the specification of a replica's channel."""

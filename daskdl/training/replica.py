@@ -28,7 +28,7 @@ from daskdl.channel.leasing import SyncPoint, done_of
 from daskdl.channel.protocol import Arrays, BarrierKind
 from daskdl.compression.flat import Untrained
 from daskdl.data import batching
-from daskdl.data.batching import Rows, floating_dtype
+from daskdl.data.batching import floating_dtype
 from daskdl.data.checks import (
     ShapeCheck,
     preserved_random_state,
@@ -422,14 +422,10 @@ class Replica:
             self._log.add(row)
 
     def _feed(self, phase: str, epoch: int, totals: EpochTotals) -> Feed:
-        reading = self._spec.reading(phase, epoch)
-        if not isinstance(self._spec.objective, OwnStep):
-            reading = replace(reading, fits=self._check_shapes)
-        transform = self._spec.read.transform
-        return Feed(self._channel, epoch, self._store, reading, totals, transform)
-
-    def _check_shapes(self, rows: Rows, name: str) -> None:
-        self._shapes.check(self.module, self._device, rows, name)
+        own_step = isinstance(self._spec.objective, OwnStep)
+        check = self._shapes.check
+        fits = None if own_step else functools.partial(check, self.module, self._device)
+        return Feed(self._spec, phase, epoch, self._channel, self._store, totals, fits)
 
     # ---- sync points
 

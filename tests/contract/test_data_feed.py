@@ -1,13 +1,4 @@
-"""Groups of batches from leased pieces, and when a piece is given back.
-
-From leased pieces to rows: what is loaded when, and what of it is used.
-
-What a reader makes of the ranges of a piece, however many and however bad.
-
-What the options of a run say of how its data are read.
-
-Threads that load data beside training.
-"""
+"""The batches of a replica: leases, prefetching, shuffling, and bad parts."""
 
 import dataclasses
 import subprocess
@@ -23,159 +14,90 @@ import torch
 
 from daskdl import GradientSharing
 from daskdl.channel.leasing import TO_ITS_END, Lease, Range
-from daskdl.data.batching import batches
 from daskdl.data.inputs import ReadOptions
-from daskdl.errors import (
-    DataError,
-)
-from daskdl.training.data_feed import Feed, Loader, Reader, Reading
+from daskdl.errors import DataError
+from daskdl.training.data_feed import Feed, Loader
 from daskdl.training.epoch_control import EvaluationPlan
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.telemetry import EpochTotals
 from tests.support.run_states import TIMEOUTS
 
+SPEC = ReplicaSpec(
+    objective=torch.nn.functional.mse_loss,
+    optimizer=torch.optim.SGD,
+    read=ReadOptions(2),
+    shuffle=False,
+    model=torch.nn.Linear(1, 1),
+    rows=(None, None),
+    run=1,
+    master=GradientSharing(),
+    evaluation=EvaluationPlan(1),
+    size=10,
+    grid=1e-3,
+    outbox_bytes=1,
+    inbox_bytes=1,
+    timeouts=TIMEOUTS,
+)
+
+
+class Ranges(tuple):
+    """Ranges of a lease that count how often one of them is read."""
+
+    reads = 0
+
+    def __getitem__(self, at):
+        found = super().__getitem__(at)
+        Ranges.reads += len(found) if isinstance(at, slice) else 1
+        return found
+
+    def __iter__(self):
+        for one in super().__iter__():
+            Ranges.reads += 1
+            yield one
+
 
 class Leasing:
-    """Hands out ranges as pieces; more of them come, or not, to whoever waits.
+    """A channel that hands out leases, and more of them to a replica that waits.
 
     Attributes:
-        returned: What was given back, and at which waits or requests.
+        returned: Numbers of the returned leases.
+        waits: Number of requests that waited.
     """
 
-    def __init__(self, pieces, later=()):
-        self._free, self._later = list(pieces), list(later)
+    def __init__(self, *leases, later=(), ahead=None):
+        self._free, self._later = list(leases), list(later)
+        self._ahead = ahead
         self._count = 0
         self.returned = []
         self.waits = 0
 
     def lease(self, phase, epoch, finished, *, wait):
-        self.returned += [piece["lease"] for piece in finished]
+        self.returned += [one["lease"] for one in finished]
         self.waits += wait
         if wait:
             self._free += self._later[:1]
             del self._later[:1]
         if not self._free:
             return None
-        ranges = tuple(Range(*one) for one in self._free.pop(0))
+        ranges = Ranges(Range(*one) for one in self._free.pop(0))
         self._count += 1
-        return Lease(self._count - 1, ranges, {r.part: "key" for r in ranges})
+        parts = {r.part for r in ranges} | {self._ahead} - {None}
+        keys = {part: f"key-{part}" for part in parts}
+        return Lease(self._count - 1, ranges, keys, self._ahead)
 
 
-class Rows:
-    """Parts of so many rows; row i of part p is 100 p + i."""
+class Store:
+    """Parts of `rows` rows; row i of part p is 100 p + i.
 
-    def __init__(self, *lengths):
-        self._lengths = lengths
-
-    def begin(self, phase, part, key):
-        """Nothing has to be loaded."""
-
-    def forget(self, phase, but):
-        """Likewise."""
-
-    def separate(self, phase, part, key, skips):
-        """No part is made of files."""
-        return []
-
-    def name(self, phase, part):
-        return f"part {part}"
-
-    def rows(self, phase, part, key):
-        numbers = 100 * part + np.arange(self._lengths[part])
-        return numbers.astype(np.float32), numbers
-
-
-def feed(channel, store, transform=None, **changes):
-    options = {"seed": None, "batch_size": 2, "prefetch": 2, "labels": None}
-    reading = Reading("train", **{**options, "skips": False, **changes})
-    return Feed(channel, 0, store, reading, EpochTotals(), transform)
-
-
-def numbers(group):
-    return [[int(i) for i in x] for x, _ in group]
-
-
-def test_groups_and_batches_go_across_pieces_and_the_last_have_what_is_left():
-    own = feed(Leasing([[(0, 0, 3)], [(1, 0, 4)]]), Rows(3, 4))
-
-    groups = [numbers(group) for group in own.groups(lambda: None, size=2)]
-
-    assert groups == [[[0, 1], [2, 100]], [[101, 102], [103]]]
-
-
-def test_a_piece_is_given_back_only_after_the_step_with_its_last_row():
-    channel = Leasing([[(p, 0, 2)] for p in (0, 1, 2)])
-    groups = feed(channel, Rows(2, 2, 2)).groups(lambda: None, size=2)
-
-    seen = [(numbers(group), list(channel.returned)) for group in groups]
-
-    # The second piece was asked for while the first had no step yet.
-    assert seen == [([[0, 1], [100, 101]], []), ([[200, 201]], [0, 1])]
-    assert channel.returned == [0, 1, 2]
-
-
-def test_what_is_left_is_stepped_before_anybody_is_waited_for():
-    channel = Leasing([[(0, 0, 2)]], later=[[(1, 0, 2)]])
-    events = []
-
-    def rest():
-        events.append(("rest", channel.waits))
-
-    groups = feed(channel, Rows(2, 2)).groups(rest, size=3)
-    events.extend((numbers(group), channel.waits) for group in groups)
-
-    assert events == [([[0, 1]], 0), ("rest", 0), ([[100, 101]], 1), ("rest", 1)]
-
-
-def test_each_batch_is_transformed_and_its_rows_are_counted_before():
-    def halved(batch):
-        x, y = batch
-        return {"half": x[:1] / 2}, y  # of other rows than before
-
-    channel = Leasing([[(0, 0, 4)], [(1, 0, 1)]])
-    own = feed(channel, Rows(4, 1), halved)
-
-    seen = [
-        ([x["half"].tolist() for x, _ in group], list(channel.returned))
-        for group in own.groups(lambda: None, size=2)
-    ]
-
-    assert seen == [([[0.0], [1.0]], []), ([[50.0]], [0])]
-    assert channel.returned == [0, 1]
-
-
-def test_a_part_that_cannot_be_read_is_counted_and_given_back():
-    class Damaged(Rows):
-        def rows(self, phase, part, key):
-            if part == 1:
-                raise ValueError("no rows to be had")
-            return super().rows(phase, part, key)
-
-    channel = Leasing([[(0, 0, 2)], [(1, 0, 3)], [(2, 0, 2)]])
-    own = feed(channel, Damaged(2, 3, 2), skips=True)
-
-    got = [numbers([batch]) for batch in own.batches()]
-
-    assert got == [[[0, 1]], [[200, 201]]]
-    assert own.totals.skipped == 3
-    assert channel.returned == [0, 1, 2]
-
-
-READING = Reading(
-    phase="train", seed=None, batch_size=2, prefetch=2, labels=None, skips=False
-)
-
-
-class Noting:
-    """A store of parts of so many rows that notes what it is asked for.
-
-    Row i of part p is 100 p + i, and so is its label modulo 10.
+    Attributes:
+        alive: Parts in memory whenever one is loaded.
     """
 
-    def __init__(self, rows=10, errors=()):
-        self._rows = rows
-        self._errors = dict(errors)
+    def __init__(self, rows=10, bad=()):
+        self._rows, self._bad = rows, bad
         self.begun, self.kept, self.loaded, self.streamed = [], [], [], []
+        self.alive = []
+        self._refs = []
 
     def begin(self, phase, part, key):
         assert key == f"key-{part}"
@@ -185,11 +107,14 @@ class Noting:
         self.kept.append(list(but))
 
     def rows(self, phase, part, key):
-        self.loaded.append((phase, part, key))
-        if part in self._errors:
-            raise self._errors[part]
-        numbers_read = 100 * part + np.arange(self._rows)
-        return numbers_read.astype(np.float32), numbers_read % 10
+        self.alive.append(sum(ref() is not None for ref in self._refs))
+        self.loaded.append(part)
+        if part in self._bad:
+            raise ValueError("no rows to be had")
+        numbers = 100 * part + np.arange(self._rows)
+        x = numbers.astype(np.float32)
+        self._refs.append(weakref.ref(x))
+        return x, numbers
 
     def separate(self, phase, part, key, skips):
         return []
@@ -200,265 +125,170 @@ class Noting:
     def stream(self, phase, part, size, ahead):
         self.streamed.append((phase, part, size, ahead))
         for start in (0, 2):
-            numbers_read = 100 * part + np.arange(start, start + 2)
-            yield numbers_read.astype(np.float32), numbers_read % 10
+            numbers = 100 * part + np.arange(start, start + 2)
+            yield numbers.astype(np.float32), numbers
 
 
-def piece(*ranges, ahead=None):
-    parts = {one[0] for one in ranges} | {ahead} - {None}
-    keys = {part: f"key-{part}" for part in parts}
-    return Lease(0, tuple(Range(*one) for one in ranges), keys, ahead)
+def feed(channel, store, batch_size=2, epoch=0, *, skips=False, transform=None, **spec):
+    bad = "skip" if skips else "raise"
+    read = ReadOptions(batch_size, transform=transform, on_bad_batch=bad)
+    own = dataclasses.replace(SPEC, read=read, **spec)
+    return Feed(own, "train", epoch, channel, store, EpochTotals())
 
 
-def reader(store, **changes):
-    return Reader(store, dataclasses.replace(READING, **changes), EpochTotals())
+def numbers(batches):
+    return [[int(i) for i in x] for x, _ in batches]
 
 
-def numbers_read(chunks):
-    return [[int(i) for i in chunk.between(0, chunk.length)[0]] for chunk in chunks]
+def rows_of(*leases, store=None, **options):
+    """All rows of some leases, one list."""
+    own = feed(Leasing(*leases), store or Store(), **options)
+    return sum(numbers(own.batches()), [])
 
 
-FOUR = [(p, 0, 2) for p in range(4)]
+def test_groups_and_batches_span_leases_and_the_last_ones_may_be_smaller():
+    own = feed(Leasing([(0, 0, 3)], [(1, 0, 4)]), Store())
 
+    groups = [numbers(group) for group in own.groups(lambda: None, size=2)]
 
-class TestAhead:
-    @pytest.mark.parametrize(
-        ("prefetch", "kept"),
-        [
-            (0, [[0], [1], [2], [3]]),
-            (1, [[0, 1], [1, 2], [2, 3], [3]]),
-            (2, [[0, 1, 2], [1, 2, 3], [2, 3], [3]]),
-            (9, [[0, 1, 2, 3], [1, 2, 3], [2, 3], [3]]),
-        ],
-    )
-    def test_parts_with_rows_of_so_many_batches_are_begun(self, prefetch, kept):
-        store = Noting()
+    assert groups == [[[0, 1], [2, 100]], [[101, 102], [103]]]
 
-        list(reader(store, prefetch=prefetch).chunks(piece(*FOUR)))
 
-        assert store.kept == kept
-        assert store.begun == [part for now in kept for part in now]
+def test_a_lease_is_returned_only_after_the_step_with_its_last_row():
+    channel = Leasing(*([(part, 0, 2)] for part in (0, 1, 2)))
+    groups = feed(channel, Store()).groups(lambda: None, size=2)
 
-    @pytest.mark.parametrize(
-        ("prefetch", "begun"), [(0, [5]), (1, [5, 7]), (2, [5, 7])]
-    )
-    def test_at_the_end_of_a_piece_the_part_that_probably_follows_is(
-        self, prefetch, begun
-    ):
-        store = Noting()
+    seen = [(numbers(group), list(channel.returned)) for group in groups]
 
-        next(reader(store, prefetch=prefetch).chunks(piece((5, 0, 2), ahead=7)))
+    # The second lease was requested while the first had no step yet.
+    assert seen == [([[0, 1], [100, 101]], []), ([[200, 201]], [0, 1])]
+    assert channel.returned == [0, 1, 2]
 
-        assert store.begun == begun
 
-    def test_one_part_is_let_go_of_before_the_next_is_waited_for(self):
-        held = []
+def test_an_incomplete_group_is_trained_on_before_waiting_for_others():
+    channel = Leasing([(0, 0, 2)], later=[[(1, 0, 2)]])
+    events = []
 
-        class Weak(Noting):
-            def rows(self, phase, part, key):
-                held.append([ref() is not None for ref in refs])
-                rows = super().rows(phase, part, key)
-                refs.append(weakref.ref(rows[0]))
-                return rows
+    def rest():
+        events.append(("rest", channel.waits))
 
-        refs = []
-        for _ in reader(Weak(), prefetch=0).chunks(piece(*FOUR[:3])):
-            del _
+    groups = feed(channel, Store()).groups(rest, size=3)
+    events.extend((numbers(group), channel.waits) for group in groups)
 
-        assert held == [[], [False], [False, False]]
+    assert events == [([[0, 1]], 0), ("rest", 0), ([[100, 101]], 1), ("rest", 1)]
 
 
-class TestOrder:
-    def test_a_seed_gives_each_part_an_order_whoever_reads_which_of_it(self):
-        one, other = (reader(Noting(), seed=(1, 0)) for _ in range(2))
+def test_each_batch_is_transformed_and_its_rows_are_counted_before():
+    def halved(batch):
+        x, y = batch
+        return {"half": x[:1] / 2}, y  # of other rows than before
 
-        (first,) = numbers_read(one.chunks(piece((1, 0, 4))))
-        (second,) = numbers_read(other.chunks(piece((1, 4, 10))))
-        (whole,) = numbers_read(other.chunks(piece((1, 0, 10))))
+    channel = Leasing([(0, 0, 4)], [(1, 0, 1)])
+    own = feed(channel, Store(), transform=halved)
 
-        assert first + second == whole
-        assert sorted(whole) == list(range(100, 110))
-        assert whole != sorted(whole)
+    seen = [
+        ([x["half"].tolist() for x, _ in group], list(channel.returned))
+        for group in own.groups(lambda: None, size=2)
+    ]
 
-    def test_each_part_and_each_epoch_has_another(self):
-        orders = [
-            [
-                i % 100
-                for i in numbers_read(reader(Noting(), seed=s).chunks(piece(r)))[0]
-            ]
-            for s, r in [
-                ((1, 0), (1, 0, 10)),
-                ((1, 0), (2, 0, 10)),
-                ((1, 1), (1, 0, 10)),
-            ]
-        ]
+    assert seen == [([[0.0], [1.0]], []), ([[50.0]], [0])]
+    assert channel.returned == [0, 1]
 
-        assert len({tuple(order) for order in orders}) == 3
 
+def test_an_unreadable_part_is_loaded_once_counted_and_its_lease_returned():
+    store = Store(bad=[1])
+    channel = Leasing([(0, 0, 2)], [(1, 0, 3)], [(2, 0, 2), (1, 3, 5)])
+    own = feed(channel, store, skips=True, prefetch=1)
 
-class TestSkipping:
-    def test_it_is_not_asked_for_again(self):
-        store = Noting(errors={1: DataError("bad")})
-        own = reader(store, skips=True, prefetch=1)
+    assert numbers(own.batches()) == [[0, 1], [200, 201]]
+    assert own.totals.skipped == 5
+    assert channel.returned == [0, 1, 2]
+    assert (store.loaded.count(1), store.begun.count(1)) == (1, 1)
 
-        for _ in range(2):
-            list(own.chunks(piece((1, 0, 2), (2, 0, 2))))
 
-        assert [part for _, part, _ in store.loaded].count(1) == 1
-        assert store.begun.count(1) == 1
+@pytest.mark.parametrize(
+    ("prefetch", "kept"),
+    [
+        (0, [[0], [1], [2], [3]]),
+        (1, [[0, 1], [1, 2], [2, 3], [3]]),
+        (2, [[0, 1, 2], [1, 2, 3], [2, 3], [3]]),
+        (9, [[0, 1, 2, 3], [1, 2, 3], [2, 3], [3]]),
+    ],
+)
+def test_parts_with_prefetch_batches_are_loaded_ahead(prefetch, kept):
+    store = Store()
 
+    rows_of([(part, 0, 2) for part in range(4)], store=store, prefetch=prefetch)
 
-class TestStream:
-    def test_a_part_without_a_known_length_comes_bit_by_bit(self):
-        store = Noting()
-        own = reader(store, batch_size=4, prefetch=3)
+    assert store.kept == kept
+    assert store.begun == [part for now in kept for part in now]
 
-        got = numbers_read(own.chunks(piece((1, 0, TO_ITS_END))))
 
-        assert got == [[100, 101], [102, 103]]
-        assert store.streamed == [("train", 1, 4, 3)]
-        assert (store.begun, store.loaded) == ([], [])
+@pytest.mark.parametrize(("prefetch", "begun"), [(0, [5]), (1, [5, 7]), (2, [5, 7])])
+def test_at_the_end_of_a_lease_the_part_that_probably_follows_is_loaded(
+    prefetch, begun
+):
+    store = Store()
 
+    next(feed(Leasing([(5, 0, 2)], ahead=7), store, prefetch=prefetch).batches())
 
-class Store:
-    """Parts of so many rows each; notes what is begun."""
+    assert store.begun == begun
 
-    def __init__(self, rows=1, bits=()):
-        self.begun = []
-        self.wanted = set()
-        self._rows, self._bits = rows, bits
 
-    def forget(self, phase, but):
-        self.wanted = set(but)
+def test_the_time_per_part_does_not_grow_with_the_parts_of_a_lease():
+    Ranges.reads = 0
 
-    def begin(self, phase, part, key):
-        self.begun.append(part)
+    rows = rows_of([(part, 0, 1) for part in range(400)], batch_size=4)
 
-    def rows(self, phase, part, key):
-        return np.zeros((self._rows, 2), np.float32), np.zeros(self._rows, np.int64)
+    assert len(rows) == 400
+    assert Ranges.reads <= 400 * 3 * (2 * 4 + 1)  # rows of two batches ahead, not 400
 
-    def separate(self, phase, part, key, skips):
-        return []
 
-    def name(self, phase, part):
-        return f"part {part} of the {phase} data"
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_part_is_freed_before_the_next_one_is_loaded(shuffle):
+    store = Store(rows=8)
+    own = feed(Leasing([(p, 0, 8) for p in range(3)]), store, shuffle=shuffle)
 
-    def stream(self, phase, part, size, ahead):
-        for bit in self._bits:
-            if isinstance(bit, Exception):
-                raise bit
-            yield np.full((bit, 2), part, np.float32), np.zeros(bit, np.int64)
-
-
-class Counted(tuple):
-    """Ranges that count how often one of them is looked at."""
-
-    looks = 0
-
-    def __getitem__(self, at):
-        found = super().__getitem__(at)
-        Counted.looks += len(found) if isinstance(at, slice) else 1
-        return found
-
-    def __iter__(self):
-        for one in super().__iter__():
-            Counted.looks += 1
-            yield one
-
-
-def reading(skips=False, prefetch=2, seed=None):
-    return Reading("train", seed, 4, prefetch, None, skips)
-
-
-def reader_of(store, reading):
-    return Reader(store, reading, EpochTotals())
-
-
-def piece_of(*ranges, ahead=None):
-    parts = {one[0]: "" for one in ranges} | ({} if ahead is None else {ahead: ""})
-    return Lease(0, Counted(Range(*one) for one in ranges), parts, ahead)
-
-
-def test_many_small_parts_do_not_take_longer_each():
-    piece = piece_of(*((part, 0, 1) for part in range(400)))
-    Counted.looks = 0
-
-    chunks = list(reader_of(Store(), reading()).chunks(piece))
-
-    assert len(chunks) == 400
-    assert Counted.looks <= 400 * 3 * (2 * 4 + 1)  # rows of two batches ahead, not 400
-
-
-@pytest.mark.parametrize("seed", [None, (0, 0)], ids=["in order", "shuffled"])
-def test_rows_that_are_not_there_are_an_error(seed):
-    reader = reader_of(Store(rows=5), reading(seed=seed))
-    chunks = reader.chunks(piece_of((3, 0, 4), (3, 4, 8)))
-    next(chunks)
-
-    with pytest.raises(DataError, match="part 3 of the train data has 5 rows now"):
-        next(chunks)
-
-
-class Watched(Store):
-    """Knows which parts are in memory when one is loaded, or more of a stream is."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.there = []
-        self._alive = []
-
-    def _watch(self, rows):
-        self._alive.append(weakref.ref(rows[0]))
-        return rows
-
-    def rows(self, phase, part, key):
-        self.there.append(sum(one() is not None for one in self._alive))
-        return self._watch(super().rows(phase, part, key))
-
-    def stream(self, phase, part, size, ahead):
-        bits = super().stream(phase, part, size, ahead)
-        while (rows := next(bits, None)) is not None:
-            self.there.append(sum(one() is not None for one in self._alive))
-            yield self._watch(rows)
-            del rows
-
-
-@pytest.mark.parametrize("seed", [None, (0, 0)], ids=["in order", "shuffled"])
-def test_a_part_that_is_done_with_is_gone_when_the_next_is_waited_for(seed):
-    store = Watched(rows=8)
-    chunks = reader_of(store, reading(seed=seed)).chunks(
-        piece_of((0, 0, 8), (1, 0, 8), (2, 0, 8))
-    )
-
-    for _ in batches(chunks, 4):
+    for _ in own.batches():
         pass
 
-    assert store.there == [0, 0, 0]
+    assert store.alive == [0, 0, 0]
 
 
-OPTIONS = ReplicaSpec(
-    objective=torch.nn.functional.mse_loss,
-    optimizer=torch.optim.SGD,
-    read=ReadOptions(8, on_bad_batch="skip"),
-    model=torch.nn.Linear(1, 1),
-    rows=(None, None),
-    run=1,
-    master=GradientSharing(),
-    epochs=3,
-    epochs_before=4,
-    seed=7,
-    evaluation=EvaluationPlan(3, validates=True),
-    size=10,
-    grid=1e-3,
-    outbox_bytes=1,
-    inbox_bytes=1,
-    timeouts=TIMEOUTS,
-    prefetch=5,
-)
+def test_the_order_of_a_part_depends_on_seed_epoch_and_part_only():
+    whole = rows_of([(1, 0, 10)], shuffle=True)
+
+    assert rows_of([(1, 0, 4)], shuffle=True) == whole[:4]
+    assert rows_of([(0, 0, 1), (1, 4, 10)], shuffle=True)[1:] == whole[4:]
+    assert sorted(whole) == list(range(100, 110)) != whole
+    others = [
+        rows_of([(2, 0, 10)], shuffle=True),
+        rows_of([(1, 0, 10)], shuffle=True, epoch=1),
+        rows_of([(1, 0, 10)], shuffle=True, seed=1),
+    ]
+    orders = {tuple(row % 100 for row in rows) for rows in [whole, *others]}
+    assert len(orders) == 4
 
 
-def options(**changes):
-    return dataclasses.replace(OPTIONS, **changes)
+def test_a_part_of_unknown_length_is_streamed():
+    store = Store()
+
+    rows = rows_of([(1, 0, TO_ITS_END)], store=store, batch_size=4, prefetch=3)
+
+    assert rows == [100, 101, 102, 103]
+    assert store.streamed == [("train", 1, 4, 3)]
+    assert (store.begun, store.loaded) == ([], [])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_part_with_fewer_rows_than_before_is_an_error(shuffle):
+    batches = feed(
+        Leasing([(3, 0, 4), (3, 4, 8)]), Store(rows=5), batch_size=4, shuffle=shuffle
+    ).batches()
+    next(batches)
+
+    with pytest.raises(DataError, match="part 3 of the train data has 5 rows now"):
+        next(batches)
 
 
 WHO = ContextVar("who", default="nobody")

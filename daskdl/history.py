@@ -6,7 +6,7 @@ Replicas send step rows in packed form; beyond a bound the rows are thinned even
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -60,16 +60,16 @@ class Thinned(Generic[T]):
     def __init__(self, most: int) -> None:
         self._most = most
         self._stride = 1
-        self._numbered: list[tuple[int, T]] = []
+        self.numbered: list[tuple[int, T]] = []
 
     def __len__(self) -> int:
-        return len(self._numbered)
+        return len(self.numbered)
 
     def __getitem__(self, index: int) -> T:
-        return self._numbered[index][1]
+        return self.numbered[index][1]
 
     def __iter__(self) -> Iterator[T]:
-        return (thing for _, thing in self._numbered)
+        return (thing for _, thing in self.numbered)
 
     def wants(self, number: int) -> bool:
         """Whether an item with this number would be kept."""
@@ -79,18 +79,14 @@ class Thinned(Generic[T]):
         """Add an item, unless its number is thinned out."""
         if not self.wants(number):
             return
-        self._numbered.append((number, thing))
-        while len(self._numbered) > self._most:
+        self.numbered.append((number, thing))
+        while len(self.numbered) > self._most:
             self._stride *= 2
-            self._numbered = [kept for kept in self._numbered if self.wants(kept[0])]
-
-    def numbered(self) -> list[tuple[int, T]]:
-        """Return the items with their numbers."""
-        return list(self._numbered)
+            self.numbered = [kept for kept in self.numbered if self.wants(kept[0])]
 
     def take(self) -> list[tuple[int, T]]:
         """Remove and return all items with their numbers; keep the stride."""
-        taken, self._numbered = self._numbered, []
+        taken, self.numbered = self.numbered, []
         return taken
 
 
@@ -219,8 +215,7 @@ class StepTable(Sequence[Row]):
 
     def packed(self) -> bytes:
         """Return the rows and their numbers, packed by :func:`pack_rows`."""
-        numbered = self._rows.numbered()
-        return pack_rows(numbered) if numbered else b""
+        return pack_rows(self._rows.numbered)
 
     def column(self, name: str) -> list[Any]:
         """Return one column over all rows."""
@@ -234,12 +229,8 @@ class StepTable(Sequence[Row]):
 
         return pd.DataFrame(list(self._rows), columns=list(STEP_COLUMNS))
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
     @override
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._rows[index]._asdict()
@@ -326,21 +317,13 @@ class History(Sequence[Row]):
         columns = None if self._rows else list(COLUMNS)
         return pd.DataFrame(self._rows, columns=columns).set_index("epoch")
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Row]: ...
     @override
-    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+    def __getitem__(self, index: Any) -> Any:
         return self._rows[index]
 
     @override
     def __len__(self) -> int:
         return len(self._rows)
-
-    @override
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self._rows)
 
     @override
     def __repr__(self) -> str:

@@ -148,12 +148,8 @@ class Backend(ABC):
     workers: dict[int, str]
 
     @abstractmethod
-    def open(self) -> None:
-        """Open the run; the caller must call `close` afterwards."""
-
-    @abstractmethod
-    def assign(self) -> None:
-        """Start the initial replicas on their workers."""
+    def start(self) -> None:
+        """Start the initial replicas; the caller must call `close` afterwards."""
 
     @abstractmethod
     def poll_events(self) -> Iterator[Event]:
@@ -381,18 +377,15 @@ class LocalBackend(Backend):
         }
         # The thread that fills a relay queue also empties it: no bound is needed.
         self._run = LocalRun(run_spec_of(spec, self.workers, self._sources))
-        self._results: dict[int, concurrent.futures.Future[FitResult]] = {}
+        self._results: dict[int, concurrent.futures.Future[FitResult]] = {
+            replica: concurrent.futures.Future() for replica in self.workers
+        }
         self._threads: list[threading.Thread] = []
 
     @override
-    def open(self) -> None:
-        pass  # the constructor has opened the run
-
-    @override
-    def assign(self) -> None:
+    def start(self) -> None:
         threads = max(1, torch.get_num_threads() // len(self.workers))
         for replica in self.workers:
-            self._results[replica] = concurrent.futures.Future()
             thread = threading.Thread(
                 target=self._end_with_result,
                 args=(replica, threads),

@@ -343,33 +343,8 @@ class DaskBackend(Backend):
         self._fetcher = AgreedStateFetcher(client, spec.run, bound)
 
     @override
-    def open(self) -> None:
-        self._client.register_plugin(ChannelSchedulerPlugin())
-        try:
-            self._client.register_plugin(arrival_plugin(NAME))
-        except OSError as error:
-            # Dask registers with all workers concurrently, and stops waiting when a
-            # worker fails; `assign` then leaves that worker out.
-            logger.warning("a worker has gone while the run began: %s", error)
-            self._client.run(_set_up, on_error="return")
-        run = run_spec_of(
-            self._spec,
-            self.workers,
-            {phase: own.source for phase, own in self._supplies.items()},
-            {phase: own.keys for phase, own in self._supplies.items()},
-            ROUTINGS[self._routing].relayed,
-            RELAY_BYTES,
-        )
-        answer = self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
-        if answer.get("version") != VERSION:
-            self._ask(protocol.CLOSE)
-            raise ChannelError(
-                f"the scheduler has daskdl {answer.get('version')}, this client "
-                f"{VERSION}; install the same version on all"
-            )
-
-    @override
-    def assign(self) -> None:
+    def start(self) -> None:
+        self._open()
         replicas = dict(self.workers)
         while True:
             try:
@@ -388,6 +363,32 @@ class DaskBackend(Backend):
                 logger.warning("replicas %s are not started: %s", gone, error)
                 self._unassign(gone)
                 replicas = {r: w for r, w in replicas.items() if r not in gone}
+
+    def _open(self) -> None:
+        """Set up the plugins, and open the run on the scheduler."""
+        self._client.register_plugin(ChannelSchedulerPlugin())
+        try:
+            self._client.register_plugin(arrival_plugin(NAME))
+        except OSError as error:
+            # Dask registers with all workers concurrently, and stops waiting when a
+            # worker fails; `start` then leaves that worker out.
+            logger.warning("a worker has gone while the run began: %s", error)
+            self._client.run(_set_up, on_error="return")
+        run = run_spec_of(
+            self._spec,
+            self.workers,
+            {phase: own.source for phase, own in self._supplies.items()},
+            {phase: own.keys for phase, own in self._supplies.items()},
+            ROUTINGS[self._routing].relayed,
+            RELAY_BYTES,
+        )
+        answer = self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
+        if answer.get("version") != VERSION:
+            self._ask(protocol.CLOSE)
+            raise ChannelError(
+                f"the scheduler has daskdl {answer.get('version')}, this client "
+                f"{VERSION}; install the same version on all"
+            )
 
     def _submit(self, replicas: Mapping[int, str]) -> None:
         """Scatter the model and submit one task for each replica."""

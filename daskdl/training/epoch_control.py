@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from daskdl.callbacks import Callback, Checkpoint, EarlyStopping, Evaluate
+from daskdl.config import check_choice
 from daskdl.data.checks import USER_ERRORS, trainable
 from daskdl.errors import OptionError
 from daskdl.history import Reason
@@ -28,10 +29,7 @@ from daskdl.training.telemetry import (
     validation,
 )
 
-Every = Literal["epoch", "step"]
 Position = tuple[int, dict[str, Any]]  # steps of the scheduler, and its state dict
-# Position, the optimizer's groups, and the steps before this run.
-ScheduleState = tuple[int, dict[str, Any], list[dict[str, Any]], int]
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Scheduling:
     """
 
     make: Callable[[Optimizer], LRScheduler] | None = None
-    every: Every = "epoch"
+    every: Literal["epoch", "step"] = "epoch"
 
     def __post_init__(self) -> None:
         if self.make is not None and not callable(self.make):
@@ -55,10 +53,7 @@ class Scheduling:
                 "as lambda optimizer: StepLR(optimizer, step_size=10), or None; got "
                 f"{self.make!r}"
             )
-        if self.every not in ("epoch", "step"):
-            raise OptionError(
-                f"scheduler_every must be 'epoch' or 'step', got {self.every!r}"
-            )
+        check_choice("scheduler_every", self.every, ("epoch", "step"))
         if self.make is None and self.every == "step":
             raise OptionError("scheduler_every='step' needs a scheduler, got None")
 
@@ -133,19 +128,16 @@ class LearningRate:
             {name: value for name, value in group.items() if name != "params"}
             for group in self._optimizer.param_groups
         ]
-        own = self.scheduler.state_dict()
-        state = (self._count, own, groups, self._count_before)
-        return Packed(state, "scheduler").payload.tobytes()
+        return Packed((self.values(), groups), "scheduler").payload.tobytes()
 
     def load_(self, state: bytes) -> None:
         """Continue from a packed state; do nothing if it is empty."""
         if self.scheduler is None or not state:
             return
-        packed: Packed[ScheduleState] = Packed.of(
-            np.frombuffer(state, np.uint8), "scheduler"
-        )
-        count, own, groups, self._count_before = packed.unpack()
-        self.go_on_(count, own)
+        packed: Packed[Any] = Packed.of(np.frombuffer(state, np.uint8), "scheduler")
+        values, groups = packed.unpack()
+        self.go_on_(values["count"], values["state"])
+        self._count_before = values["before"]
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(saved)
 

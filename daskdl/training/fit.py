@@ -255,13 +255,12 @@ class FitRun:
         self._finish(self.result)
 
     def _run(self) -> None:
-        """Open the backend, handle its events to the end, and close the backend."""
+        """Start the backend, handle its events to the end, and close the backend."""
         backend, callbacks = self._backend, self._spec.callbacks
         with ProgressReporter(self._sent, self.history, callbacks, self._rows) as shown:
             with contextlib.ExitStack() as ending:
                 ending.push(self._leave)
-                backend.open()
-                backend.assign()
+                backend.start()
                 self._assigned = True
                 for event in backend.poll_events():
                     if isinstance(event, RunStopped):

@@ -310,7 +310,15 @@ class FitSpec:
             raise OptionError(
                 f"seed must be a whole number in [0, 2**63), got {self.seed!r}"
             )
-        _check_callbacks(self.callbacks)
+        if not isinstance(self.callbacks, Sequence):
+            raise OptionError(
+                f"callbacks must be a list of daskdl.Callback, got {self.callbacks!r}"
+            )
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise OptionError(
+                    f"callbacks must be daskdl.Callback, got {callback!r}"
+                )
         if not isinstance(self.progress, bool | None):
             raise OptionError(
                 f"progress must be True, False or None, got {self.progress!r}"
@@ -357,27 +365,16 @@ class FitSpec:
         return sources
 
 
-def _check_callbacks(callbacks: Any) -> None:
-    if not isinstance(callbacks, Sequence):
-        raise OptionError(
-            f"callbacks must be a list of daskdl.Callback, got {callbacks!r}"
-        )
-    wrong = [c for c in callbacks if not isinstance(c, Callback)]
-    if wrong:
-        raise OptionError(f"callbacks must be daskdl.Callback, got {wrong[0]!r}")
-
-
 def _check_device(device: Any) -> None:
     # No bare number: its meaning in torch depends on the machine.
-    if not isinstance(device, str | torch.device):
-        raise OptionError(f"device must be 'auto' or a torch device, got {device!r}")
+    named = isinstance(device, str | torch.device)
     try:
-        if device != "auto":
+        if named and device != "auto":
             torch.device(device)
-    except RuntimeError as error:
-        raise OptionError(
-            f"device must be 'auto' or a torch device, got {device!r}"
-        ) from error
+    except RuntimeError:
+        named = False
+    if not named:
+        raise OptionError(f"device must be 'auto' or a torch device, got {device!r}")
 
 
 # Concurrent loading of small remote files hides latency; a replica has one core.

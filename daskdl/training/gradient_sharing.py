@@ -31,7 +31,7 @@ from daskdl.compression.flat import (
     average_untrained,
 )
 from daskdl.compression.replica_vector import MAX_COUNT
-from daskdl.config import check_type, check_whole
+from daskdl.config import check_choice, check_type, check_whole, is_number
 from daskdl.errors import DivergedError, OptionError
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import (
@@ -105,7 +105,9 @@ class GradientSharingExchange(Exchange):
         self._replicas = 0
         self._scale_for(len(context.members))
         if context.snapshot is not None:
-            self._begin(context.snapshot)
+            self._load(context.snapshot)
+            self._untrained.load_(context.snapshot)
+            self._made, self._step = context.snapshot["made"], context.snapshot["step"]
         if context.resumed is not None and context.resumed.kind == SHARING:
             self._resume(context.resumed)
         if context.residual is not None:
@@ -118,11 +120,6 @@ class GradientSharingExchange(Exchange):
         self._replicas = replicas
         self.update_scale = self._options.scale(replicas)
         self.learning_rate_scale = self._vector.set_scale_(self.update_scale)
-
-    def _begin(self, snapshot: Mapping[str, Any]) -> None:
-        self._load(snapshot)
-        self._untrained.load_(snapshot)
-        self._made, self._step = snapshot["made"], snapshot["step"]
 
     def _resume(self, resumed: Resumed) -> None:
         common, state = resumed.common, self.state()
@@ -469,28 +466,18 @@ class GradientSharing(TrainingMaster):
             # Frozen like the other options, even if the user's mapping changes.
             object.__setattr__(self, "threshold", thresholds)
         check_type("residual", self.residual, ResidualPostProcessor)
-        if self.apply not in ("eager", "strict"):
-            raise OptionError(f"apply must be 'eager' or 'strict', got {self.apply!r}")
-        self._check_scale()
-        check_whole("max_staleness", self.max_staleness, 0, None)
-        check_whole("exchange_every", self.exchange_every, 1)
-        check_whole("warmup_steps", self.warmup_steps, 0)
-        if self.routing not in ("auto", *ROUTINGS):
-            *first, last = map(repr, ("auto", *ROUTINGS))
-            raise OptionError(
-                f"routing must be {', '.join(first)} or {last}, got {self.routing!r}"
-            )
-        check_places(self)
-
-    def _check_scale(self) -> None:
+        check_choice("apply", self.apply, ("eager", "strict"))
         scale = self.update_scale
-        if scale in ("mean", "sum"):
-            return
-        number = isinstance(scale, int | float) and not isinstance(scale, bool)
-        if not number or not 0 < float(scale) < math.inf:
+        named = scale in ("mean", "sum")
+        if not named and not (is_number(scale) and 0 < float(scale) < math.inf):
             raise OptionError(
                 f"update_scale must be 'mean', 'sum' or a number > 0, got {scale!r}"
             )
+        check_whole("max_staleness", self.max_staleness, 0, None)
+        check_whole("exchange_every", self.exchange_every, 1)
+        check_whole("warmup_steps", self.warmup_steps, 0)
+        check_choice("routing", self.routing, ("auto", *ROUTINGS))
+        check_places(self)
 
     @property
     def thresholds(self) -> LayerThresholds:

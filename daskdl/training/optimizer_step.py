@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from daskdl.config import check_whole
+from daskdl.config import check_whole, is_number
 from daskdl.data.batching import floating_dtype, length, to_device
 from daskdl.data.checks import trainable
 from daskdl.errors import ModelError, OptionError, SaveError
@@ -367,9 +367,8 @@ None, got torch.float64
                 f"{self.autocast!r}"
             )
         check_whole("accumulate", self.accumulate, 1)
-        norm: Any = self.clip_grad_norm
-        number = isinstance(norm, int | float) and not isinstance(norm, bool)
-        if norm is not None and not (number and 0 < norm < math.inf):
+        norm = self.clip_grad_norm
+        if norm is not None and not (is_number(norm) and 0 < norm < math.inf):
             raise OptionError(
                 f"clip_grad_norm must be a number > 0 or None, got {norm!r}"
             )

@@ -681,8 +681,7 @@ def _write_generator(device: torch.device, state: Tensor) -> None:
 @functools.cache
 def _generator(device: torch.device) -> _Setting[Tensor]:
     return _Setting(
-        functools.partial(_read_generator, device),
-        functools.partial(_write_generator, device),
+        lambda: _read_generator(device), lambda state: _write_generator(device, state)
     )
 
 
@@ -733,48 +732,40 @@ def device_for(device: str) -> Iterator[torch.device]:
     Raises:
         OptionError: If this process does not have the device.
     """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found, number = torch.device("cpu"), None
     if device != "auto":
         check_device(device)
         found = torch.device(device)
-        with _current(found):
+    elif count := _device_count():
+        with _lock_devices:
+            number = min(range(count), key=_users_devices.__getitem__)
+            _users_devices[number] += 1
+        found = torch.device("cuda", number)
+    cuda = found.type == "cuda" and found.index is not None
+    try:
+        with torch.cuda.device(found) if cuda else contextlib.nullcontext():
             yield found
-    elif not count:
-        yield torch.device("cpu")
-    else:
-        with _fewest_users(count) as found, _current(found):
-            yield found
+    finally:
+        if number is not None:
+            with _lock_devices:
+                _users_devices[number] -= 1
+
+
+def _device_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def check_device(device: str) -> None:
     """Check that this process has a CUDA device."""
     if device == "auto" or torch.device(device).type != "cuda":
         return
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = _device_count()
     if (torch.device(device).index or 0) >= count:
         raise OptionError(
             f"device={device!r} is not there: torch finds {count} CUDA devices in this "
             "process; take device='auto', which is CUDA where there is one and else "
             "the CPU, or have the device on all workers"
         )
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    if device.type == "cuda" and device.index is not None:
-        return torch.cuda.device(device)
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _fewest_users(count: int) -> Iterator[torch.device]:
-    with _lock_devices:
-        number = min(range(count), key=lambda i: _users_devices[i])
-        _users_devices[number] += 1
-    try:
-        yield torch.device("cuda", number)
-    finally:
-        with _lock_devices:
-            _users_devices[number] -= 1
 
 
 @contextlib.contextmanager

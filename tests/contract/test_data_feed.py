@@ -143,7 +143,7 @@ def numbers(batches):
 def rows_of(*leases, store=None, **options):
     """All rows of some leases, one list."""
     own = feed(Leasing(*leases), store or Store(), **options)
-    return sum(numbers(own.batches()), [])
+    return [row for batch in numbers(own.batches()) for row in batch]
 
 
 def test_groups_and_batches_span_leases_and_the_last_ones_may_be_smaller():

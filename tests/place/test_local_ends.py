@@ -190,11 +190,11 @@ class TestBackend:
         self.change = change
         return calls
 
-    def test_one_that_cannot_be_opened_is_closed(self, closed):
-        def open(self):
+    def test_a_backend_that_cannot_start_is_closed(self, closed):
+        def start(self):
             raise WaitTimeoutError("no answer")
 
-        self.change(open=open)
+        self.change(start=start)
 
         with pytest.raises(WaitTimeoutError, match="no answer"):
             trainer(False, master=TWO).fit(X, Y, batch_size=16)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from distributed.utils_test import poll_for
 
-from daskdl import FailureInjection, OptionError
+from daskdl import FailureInjection
 from tests.support.clusters import Script, TookPart, enough, nothing
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, records
@@ -66,10 +66,3 @@ def test_what_is_dropped_is_asked_for_and_nothing_is_missing(client, tmp_path, r
     for end in ends.values():
         np.testing.assert_array_equal(end["shared"], ends[0]["shared"])
         np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=6e-6)
-
-
-def test_workers_that_are_threads_of_the_client_are_spared(threads):
-    rule = FailureInjection("exit", replicas=[1], steps=[3])
-
-    with pytest.raises(OptionError, match="kind='exit' would hit the client's own"):
-        trainer(threads, callbacks=[rule]).fit(X, Y)

@@ -1,7 +1,4 @@
-"""The hooks of a callback, and what they are told.
-
-The rule by which a fit ends early: what it takes for better, and refuses.
-"""
+"""Callbacks: early stopping rules, failure injection, monitors and printed lines."""
 
 import io
 import os
@@ -16,7 +13,7 @@ import pytest
 from daskdl.callbacks import (
     Callback,
     EarlyStopping,
-    EpochBegin,
+    Evaluate,
     FailureInjection,
     FitBegin,
     FitEnd,
@@ -30,52 +27,20 @@ from daskdl.history import History, StepRow, Stopping
 
 
 class Counting(Callback):
-    def __init__(self):
-        self.steps = []
-
     def on_step_end(self, step):
-        self.steps.append(step)
+        pass
 
 
 class Beginning(Callback):
     def on_epoch_begin(self, epoch):
-        self.epoch = epoch
-
-
-class Reading(Callback):
-    def on_fit_begin(self, fit):
-        self.fit = fit
-
-    def on_epoch_end(self, row):
-        self.row = row
-
-    def on_fit_end(self, end):
-        self.end = end
-
-
-STEP = Step(replica=1, epoch=0, number=3, loss=0.5, examples=32, learning_rate=0.1)
-TOLD = {
-    "on_fit_begin": FitBegin(2, 3, 0, 32, 1000, 650),
-    "on_epoch_begin": EpochBegin(1, 0, 2, 0.1),
-    "on_step_end": STEP,
-    "on_epoch_end": {"epoch": 0},
-    "on_fit_end": FitEnd(History(), None),
-}
-
-
-@pytest.mark.parametrize("hook", TOLD)
-def test_a_callback_does_nothing_by_itself(hook):
-    callback = Callback()
-
-    assert getattr(callback, hook)(TOLD[hook]) is None
-    assert vars(callback) == {}
+        pass
 
 
 @pytest.mark.parametrize(
     ("kind", "travels"),
-    [(Callback, False), (Reading, False), (Counting, True), (Beginning, True)],
+    [(Callback, False), (PrintProgress, False), (Counting, True), (Beginning, True)],
 )
-def test_only_a_callback_with_a_hook_of_the_workers_runs_there(kind, travels):
+def test_only_a_callback_that_overrides_a_worker_hook_runs_on_workers(kind, travels):
     assert kind().runs_on_workers is travels
 
 
@@ -93,7 +58,7 @@ NAN = float("nan")
     ],
     ids=str,
 )
-def test_the_best_is_the_largest_accuracy_and_the_least_loss(options, largest):
+def test_by_default_high_accuracy_and_low_loss_are_better(options, largest):
     rule = EarlyStopping(patience=1, **options)
 
     assert rule.largest_is_best is largest
@@ -109,7 +74,7 @@ def test_the_best_is_the_largest_accuracy_and_the_least_loss(options, largest):
      (1.0, 1.0, False), (5.0, NAN, True)],
     ids=str,
 )  # fmt: skip
-def test_an_improvement_counts_from_min_delta_on(score, on, counts):
+def test_an_improvement_is_min_delta_or_more(score, on, counts):
     rule = EarlyStopping(patience=1, min_delta=0.25)
 
     assert rule.improves(score, on) is counts
@@ -120,7 +85,7 @@ def test_an_improvement_counts_from_min_delta_on(score, on, counts):
     [("loss", 0.5, True), ("loss", 0.4, True), ("loss", 0.6, False),
      ("val_accuracy", 0.5, True), ("val_accuracy", 0.4, False)],
 )  # fmt: skip
-def test_a_score_that_is_the_target_is_enough(monitor, score, enough):
+def test_a_score_that_reaches_the_target_is_enough(monitor, score, enough):
     assert EarlyStopping(monitor, target=0.5).is_enough(score) is enough
 
 
@@ -145,9 +110,15 @@ def test_a_score_that_is_the_target_is_enough(monitor, score, enough):
     ],
     ids=str,
 )  # fmt: skip
-def test_nonsense_is_refused(options, message):
+def test_wrong_options_of_early_stopping_are_refused(options, message):
     with pytest.raises(OptionError, match=f"^{re.escape(message)}$"):
         EarlyStopping(**{"patience": 3, **options})
+
+
+@pytest.mark.parametrize("every", [0, 1.0, True])
+def test_evaluate_needs_a_whole_number_of_epochs(every):
+    with pytest.raises(OptionError, match="every must be a whole number >= 1, got "):
+        Evaluate(every=every)
 
 
 def step(replica=0, number=1):
@@ -158,8 +129,8 @@ def struck(rule, replica=0, receiver=None, numbers=range(1, 101)):
     return [number for number in numbers if rule.strikes(replica, number, receiver)]
 
 
-class TestWhen:
-    def test_only_the_chosen_steps_of_the_chosen_replicas(self):
+class TestFailureInjection:
+    def test_only_the_chosen_steps_of_the_chosen_replicas_fail(self):
         rule = FailureInjection("raise", replicas=[1, 3], steps=range(4, 6))
 
         assert [struck(rule, replica) for replica in range(4)] == [
@@ -170,16 +141,14 @@ class TestWhen:
         ]
 
     @pytest.mark.parametrize("options", [{}, {"probability": 0.2}], ids=str)
-    def test_the_number_of_times_ends_it_for_each_replica(self, options):
+    def test_each_replica_fails_at_most_the_given_number_of_times(self, options):
         rule = FailureInjection("raise", times=2, **options)
         unbounded = FailureInjection("raise", **options)
 
         for replica in (0, 1):
             assert struck(rule, replica) == struck(unbounded, replica)[:2]
 
-
-class TestWhat:
-    def test_to_raise_says_where_and_which_rule(self):
+    def test_a_raised_error_names_replica_step_and_rule(self):
         rule = FailureInjection("raise", replicas=[1], steps=[3])
 
         rule.on_step_end(step(1, 2))
@@ -193,13 +162,13 @@ class TestWhat:
         )
 
     @pytest.mark.parametrize("kind", ["exit", "freeze"])
-    def test_the_process_it_was_made_in_is_spared(self, kind):
+    def test_the_process_that_created_the_rule_is_spared(self, kind):
         message = f"kind='{kind}' would hit the client's own process"
 
         with pytest.raises(OptionError, match=re.escape(message)):
             FailureInjection(kind).on_step_end(step())
 
-    def test_a_process_stops_until_it_is_told_to_go_on_or_some_time_and_then_ends(self):
+    def test_a_frozen_process_continues_after_sigcont_or_some_seconds_and_exits(self):
         child = subprocess.Popen(
             [sys.executable, "-c", STRUCK],
             stdout=subprocess.PIPE,
@@ -262,7 +231,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG, ids=[str(o) for o, _ in WRONG])
-def test_what_is_not_allowed_is_refused_by_name(options, message):
+def test_wrong_options_of_failure_injection_are_refused(options, message):
     with pytest.raises(OptionError, match=re.escape(message)):
         FailureInjection(**{"kind": "raise", **options})
 

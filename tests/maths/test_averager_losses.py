@@ -189,27 +189,13 @@ def with_momentum(parameters):
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize("compression", [None, "dense8"])
+@pytest.mark.parametrize(("most", "rows", "calls"), [(9, 60, 120), (4, 12, 50)])
 @pytest.mark.parametrize("seed", seeds(100))
-def test_survivors_agree_and_keep_all_they_trained_on(seed):
-    check_survivors(random.Random(seed), most=9, rows=60, calls=120)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("seed", seeds(200))
-def test_they_do_where_each_has_but_a_few_steps(seed):
-    check_survivors(random.Random(seed), most=4, rows=12, calls=50)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("seed", seeds(100))
-def test_they_do_with_compression_and_rounding_loses_nothing(seed):
-    check_survivors(random.Random(seed), 9, 60, 120, compression="dense8")
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("seed", seeds(100))
-def test_they_do_with_compression_where_each_has_but_a_few_steps(seed):
-    check_survivors(random.Random(seed), 4, 30, 60, compression="dense8")
+def test_survivors_agree_and_keep_all_they_trained_on(
+    seed, most, rows, calls, compression
+):
+    check_survivors(random.Random(seed), most, rows, calls, compression=compression)
 
 
 def check_survivors(chance, most, rows, calls, **options):

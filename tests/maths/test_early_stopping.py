@@ -67,9 +67,7 @@ def trained(losses, *, seconds=NO_TIME, epochs=99, monitor="loss", **rule):
         ),
     ],
 )
-def test_a_fit_ends_after_so_many_epochs_and_for_this_reason(
-    rule, losses, epochs, reason
-):
+def test_a_fit_ends_for_a_reason_after_a_number_of_epochs(rule, losses, epochs, reason):
     decisions = trained([*losses, 9.0], **rule)
 
     assert len(decisions) == epochs
@@ -93,7 +91,7 @@ def test_a_fit_ends_after_so_many_epochs_and_for_this_reason(
         ),
     ],
 )
-def test_it_says_why(decisions, details):
+def test_the_details_explain_the_reason(decisions, details):
     assert decisions[-1].details == details
 
 
@@ -103,14 +101,14 @@ def test_a_best_below_min_delta_is_kept():
     assert last.best == BestScore(2, 0.8125, 0, 1.0)
 
 
-def test_after_the_last_epoch_there_is_no_reason_but_it_is_looked_at():
+def test_the_last_epoch_is_scored_and_gives_no_reason():
     *_, last = trained([1.0, 0.5, 0.25], patience=1, target=0.5, every=5, epochs=3)
 
     assert (last.reason, last.details, last.score) == (None, "", 0.25)
     assert last.best.best_epoch == 2
 
 
-def test_the_longest_time_that_a_replica_reports_counts():
+def test_the_longest_elapsed_time_of_a_replica_counts():
     plan = EvaluationPlan(9, stopping=EarlyStopping("loss", max_seconds=60))
     reports = [report(BestScore(), elapsed_s=s) for s in (10.0, 61.0, 20.0)]
 
@@ -120,7 +118,7 @@ def test_the_longest_time_that_a_replica_reports_counts():
 @pytest.mark.parametrize(
     ("monitor", "expected"), [("val_loss", 2.0), ("val_accuracy", 0.75)]
 )
-def test_the_parts_of_all_replicas_make_the_score(monitor, expected):
+def test_the_score_covers_the_shares_of_all_replicas(monitor, expected):
     plan = EvaluationPlan(9, True, True, stopping=EarlyStopping(monitor, patience=1))
     # Sums of the losses, right labels, labels and examples.
     reports = [report(BestScore(), score=s) for s in ([8.0, 2, 3, 3], [0.0, 1, 1, 1])]
@@ -166,9 +164,3 @@ def test_only_epochs_that_need_it_are_scored(callbacks, epochs):
 def test_a_rule_without_its_scores_is_refused(callbacks, validates, accuracy, message):
     with pytest.raises(OptionError, match=f"^{re.escape(message)}"):
         EvaluationPlan.of(callbacks, 9, validates=validates, accuracy=accuracy)
-
-
-@pytest.mark.parametrize("every", [0, 1.0, True])
-def test_every_is_a_number_of_epochs(every):
-    with pytest.raises(OptionError, match="every must be a whole number >= 1, got "):
-        Evaluate(every=every)

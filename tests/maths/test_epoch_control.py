@@ -1,7 +1,4 @@
-"""Schedules of the learning rate: how they step, agree, and go on.
-
-What parts of a replica leave to another run as plain values, and go on from.
-"""
+"""Learning rate schedules over replicas and fits, and state that survives a save."""
 
 import numpy as np
 import pytest
@@ -10,7 +7,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from daskdl.callbacks import EarlyStopping
-from daskdl.evaluation.evaluate import Score
 from daskdl.objective import objective_of
 from daskdl.saving.json_values import JsonValues
 from daskdl.training.base import Parameters
@@ -72,75 +68,40 @@ def made_step(rate):
         rate.step_()
 
 
-def end_epoch(*rates, loss=1.0, scores=None):
-    """All replicas meet; what each reports is read by all."""
-    scores = scores or [None] * len(rates)
-    notes = [
-        EpochReport(
-            totals=EpochTotals(loss, 1), score=score and Score(*score), **rate.report()
-        )
-        for rate, score in zip(rates, scores, strict=True)
-    ]
+def end_epoch(*rates):
+    """All replicas exchange their reports."""
+    notes = [EpochReport(totals=EpochTotals(1.0, 1), **r.report()) for r in rates]
     for rate in rates:
         rate.end_epoch(notes)
 
 
-class TestSteps:
-    def test_each_epoch(self):
-        rate = LearningRate(sgd(), Scheduling(halved))
+def test_without_a_scheduler_nothing_changes():
+    rate = LearningRate(sgd(), Scheduling())
 
-        made_step(rate)
-        before = rate_of(rate)
-        end_epoch(rate)
+    made_step(rate)
+    end_epoch(rate)
+    rate.catch_up_(3)
 
-        assert (before, rate_of(rate)) == (1.0, 0.5)
-
-    def test_each_step(self):
-        rate = LearningRate(sgd(), Scheduling(halved, "step"))
-
-        made_step(rate)
-        before = rate_of(rate)
-        end_epoch(rate)
-
-        assert (before, rate_of(rate)) == (0.5, 0.5)
-
-    def test_without_a_scheduler_nothing_changes(self):
-        rate = LearningRate(sgd(), Scheduling())
-
-        made_step(rate)
-        end_epoch(rate)
-        rate.catch_up_(3)
-
-        assert (rate.scheduler, rate.state(), rate_of(rate)) == (None, b"", 1.0)
-        assert rate.report()["scheduled"] == 0
+    assert (rate.scheduler, rate.state(), rate_of(rate)) == (None, b"", 1.0)
+    assert rate.report()["scheduled"] == 0
 
 
-class TestPlateau:
-    def test_it_is_told_the_training_loss_of_all(self):
-        rates = [LearningRate(sgd(), Scheduling(plateau)) for _ in range(2)]
-        notes = [
-            EpochReport(totals=EpochTotals(total, rows), **rate.report())
-            for rate, total, rows in zip(rates, (6.0, 1.0), (3, 1), strict=True)
-        ]
+def test_a_plateau_scheduler_gets_the_training_loss_of_all_replicas():
+    rates = [LearningRate(sgd(), Scheduling(plateau)) for _ in range(2)]
+    notes = [
+        EpochReport(totals=EpochTotals(total, rows), **rate.report())
+        for rate, total, rows in zip(rates, (6.0, 1.0), (3, 1), strict=True)
+    ]
 
-        for rate in rates:
-            rate.end_epoch(notes)
+    for rate in rates:
+        rate.end_epoch(notes)
 
-        assert [rate.scheduler.best for rate in rates] == [1.75, 1.75]
-
-    def test_it_reduces_the_rate_when_the_loss_stays(self):
-        rate = LearningRate(sgd(), Scheduling(plateau))
-
-        end_epoch(rate, loss=1.0)
-        before = rate_of(rate)
-        end_epoch(rate, loss=1.0)
-
-        assert (before, rate_of(rate)) == (1.0, 0.5)
+    assert [rate.scheduler.best for rate in rates] == [1.75, 1.75]
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 class TestAgreement:
-    def test_one_that_made_fewer_steps_goes_on_from_the_farthest(self, make):
+    def test_replicas_with_fewer_steps_continue_from_the_one_with_most(self, make):
         rates = [LearningRate(sgd(), Scheduling(make, "step")) for _ in range(3)]
         for rate, steps in zip(rates, (2, 5, 0), strict=True):
             for _ in range(steps):
@@ -156,7 +117,7 @@ class TestAgreement:
         assert [groups_of(rate) for rate in rates] == [groups_of(rates[1])] * 3
         assert groups_of(rates[1]) != expected
 
-    def test_another_fit_goes_on_from_the_state_of_the_one_before(self, make):
+    def test_another_fit_continues_from_the_state_of_the_last(self, make):
         whole = LearningRate(sgd(), Scheduling(make))
         for _ in range(3):
             end_epoch(whole)
@@ -171,7 +132,7 @@ class TestAgreement:
         assert groups_of(second) == groups_of(whole)
         assert second.report()["scheduled"] == 3
 
-    def test_a_newcomer_makes_up_for_the_epochs_since_its_snapshot(self, make):
+    def test_a_joining_replica_catches_up_from_its_snapshot(self, make):
         old = LearningRate(sgd(), Scheduling(make))
         end_epoch(old)
         snapshot = old.state()
@@ -219,7 +180,7 @@ def travelled(values):
 
 
 class TestLearningRate:
-    def test_a_newcomer_knows_how_many_steps_were_before_the_run(self):
+    def test_a_joining_replica_gets_the_steps_before_the_run(self):
         first = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
         end_epoch(first)
         second = LearningRate(sgd(), Scheduling(KINDS["StepLR"]), first.state())
@@ -243,7 +204,7 @@ class TestStopper:
         return travelled(stopper.values())
 
     @pytest.mark.parametrize("rule", [None, EarlyStopping("val_loss", patience=2)])
-    def test_what_was_about_another_score_is_forgotten(self, rule):
+    def test_the_record_of_another_score_is_dropped(self, rule):
         one, other = (
             self.own(),
             EarlyStopper(EvaluationPlan(99, validates=True, stopping=rule)),
@@ -256,7 +217,7 @@ class TestStopper:
         assert other.best() is None
         assert other.report()["best"].best_epoch == -1
 
-    def test_its_time_goes_on(self):
+    def test_the_elapsed_time_continues(self):
         clock, later = Clock(), Clock()
         one, other = self.own(clock), self.own(later)
         clock.now += 30.0
@@ -266,7 +227,7 @@ class TestStopper:
 
         assert other.elapsed_s == pytest.approx(35.0)
 
-    def test_time_that_is_over_by_now_ends_it(self):
+    def test_a_time_limit_that_has_passed_ends_the_fit(self):
         clock = Clock()
         rule = {"patience": None, "max_seconds": 40.0}
         one, other = self.own(clock, **rule), self.own(**rule)
@@ -286,7 +247,7 @@ class TestStepper:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         return Stepper(module, objective, optimizer, Stepping(dtype), CPU)
 
-    def test_the_factor_on_float16_gradients_goes_on(self):
+    def test_the_loss_scale_of_float16_continues(self):
         one, other = (self.own(torch.float16) for _ in "ab")
         before = one.values()["scale"]
         one.backward([(torch.full((1, 2), torch.inf), torch.ones(1, 1))])

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from daskdl import Callback, EarlyStopping, Evaluate
+from daskdl import Callback, EarlyStopping
 from tests.support.problems import kept, mlp, parameters_of, rows, trainer
 
 X, Y = rows()
@@ -43,7 +43,7 @@ def test_all_replicas_stop_at_the_same_epoch(monkeypatch):
     assert stopping.best_score == min(losses) == losses[stopping.best_epoch]
 
 
-def test_with_one_replica_it_is_that_of_a_shorter_fit_bit_for_bit(one_thread):
+def test_one_replica_returns_the_model_of_a_shorter_fit_bit_for_bit(one_thread):
     stopped = trainer(False, callbacks=[EarlyStopping(patience=2)])
     history = stopped.fit(X, Y, epochs=50, validation=OTHER)
     shorter = trainer(False)
@@ -54,7 +54,7 @@ def test_with_one_replica_it_is_that_of_a_shorter_fit_bit_for_bit(one_thread):
         np.testing.assert_array_equal(value, expected[name], err_msg=name)
 
 
-def test_it_ends_when_only_some_epochs_are_looked_at():
+def test_a_fit_ends_when_only_some_epochs_are_checked():
     """In Deeplearning4j it then never did, see its issue 4038."""
     own = trainer(False, callbacks=[EarlyStopping(patience=1, every=3)])
 
@@ -85,7 +85,7 @@ class Overflowing(nn.Module):
         return self.layers(x) * (float("nan") if broken else 1.0)
 
 
-def test_a_score_that_is_not_finite_ends_it_and_the_best_comes_back():
+def test_a_score_that_is_not_finite_ends_the_fit_with_the_best_model():
     rule = EarlyStopping(patience=9)
     own = trainer(False, model=Overflowing, callbacks=[rule])
 
@@ -97,7 +97,7 @@ def test_a_score_that_is_not_finite_ends_it_and_the_best_comes_back():
     assert math.isfinite(own.evaluate(*OTHER)["loss"])
 
 
-def test_a_best_model_that_was_lost_is_missed_with_a_warning(monkeypatch, caplog):
+def test_a_warning_says_that_the_best_model_was_lost(monkeypatch, caplog):
     monkeypatch.setattr(
         "daskdl.training.epoch_control.EarlyStopper.best", lambda own: None
     )
@@ -107,13 +107,3 @@ def test_a_best_model_that_was_lost_is_missed_with_a_warning(monkeypatch, caplog
 
     assert (stopping.best_epoch, stopping.restored) == (1, False)
     assert "all replicas that had the model of epoch 1, the best" in caplog.text
-
-
-def test_only_some_epochs_are_scored():
-    master = kept(replicas_per_worker=2)
-    own = trainer(False, master=master, callbacks=[Evaluate(every=3)])
-
-    history = own.fit(X, Y, epochs=8, validation=OTHER)
-
-    scored = [row["val_accuracy"] >= 0 for row in history]
-    assert scored == [e in (2, 5, 7) for e in range(8)]

@@ -225,13 +225,6 @@ def test_a_full_outbox_leaves_the_update_in_the_residual(tmp_path, monkeypatch):
     np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
 
 
-def test_there_are_no_more_replicas_than_batches():
-    history = trainer(False, master=shared_out(2)).fit(X[:20], Y[:20], batch_size=32)
-
-    assert history.column("replicas") == [1]
-    assert history.column("examples") == [20]
-
-
 def test_the_grid_grows_with_the_parameters_at_meetings():
     """Its steps are counted in 32 bits."""
     x = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)

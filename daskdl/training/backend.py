@@ -240,7 +240,9 @@ def most_replicas(source: Source, spec: ReplicaSpec) -> int:
 def useful(wanted: int, most: int) -> int:
     """Return the smaller of two numbers of replicas; log a reduction."""
     if wanted > most:
-        logger.info("%s batches only: %s of %s replicas", most, most, wanted)
+        logger.info(
+            "an epoch has %s batches: %s of %s replicas are used", most, most, wanted
+        )
     return min(wanted, most)
 
 

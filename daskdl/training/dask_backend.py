@@ -279,7 +279,7 @@ class AgreedStateFetcher:
             try:
                 state = await self._newest()
             except OSError as error:  # the backend's requests raise this error
-                logger.info("the agreed state was not brought: %s", error)
+                logger.info("the agreed state was not fetched: %s", error)
                 return
             if state is None:
                 return
@@ -357,8 +357,8 @@ class DaskBackend(Backend):
                 if len(gone) == len(replicas):
                     where = ", ".join(sorted(set(replicas.values())))
                     raise RunError(
-                        f"all workers that were to begin have gone: {where}; see their "
-                        "logs, and fit again when there are others"
+                        f"all workers of the initial replicas have left: {where}; see "
+                        "their logs, and fit again with other workers"
                     ) from error
                 logger.warning("replicas %s are not started: %s", gone, error)
                 self._unassign(gone)
@@ -458,7 +458,7 @@ class DaskBackend(Backend):
             for replica, future in list(self._futures.items()):
                 if future.status == "cancelled":
                     # Its worker has left, perhaps before the task arrived there.
-                    logger.info("Dask has given up the task of replica %s", replica)
+                    logger.info("Dask has cancelled the task of replica %s", replica)
                     self._cancel(replica)
                     yield ReplicaGone(replica)
                 elif future.status == "error" and replica in self._initial:
@@ -487,7 +487,7 @@ class DaskBackend(Backend):
                 wrong = "" if found is None else mismatch(found)
                 if wrong:
                     logger.warning(
-                        "worker %s has come and takes no part: %s; %s; %s",
+                        "worker %s has joined the cluster, and is not used: %s; %s; %s",
                         worker,
                         wrong,
                         OWN,
@@ -562,10 +562,10 @@ class DaskBackend(Backend):
             return
         self._warned = True
         logger.warning(
-            "frozen parameters that the model changes itself, %.1f MB of each of %s "
-            "replicas, go through the scheduler to all of them at the end of each "
-            "epoch: %.1f MB to each, in one message; ParameterAveraging adds them up "
-            "from worker to worker instead, and with fewer replicas there are fewer",
+            "frozen parameters that the model itself changes, %.1f MB on each of %s "
+            "replicas, pass through the scheduler at the end of each epoch: %.1f MB to "
+            "each replica, in one message; ParameterAveraging adds them up between "
+            "workers instead, and fewer replicas send less",
             max(each) / 1e6,
             len(each),
             sum(each) / 1e6,

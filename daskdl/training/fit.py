@@ -242,7 +242,7 @@ class FitRun:
         try:
             self._run()
             if self.result is None or self._agreed_epoch is not None:
-                raise RunError("the run ended, and what it ended with was lost")
+                raise RunError("the run ended, and its result was lost")
         except DaskDLError as error:
             self._explain(error)
             raise
@@ -344,8 +344,8 @@ class FitRun:
         elif self._assigned and not self.result:
             when = "before" if self._resume else "at the start of"
             error.add_note(
-                "nothing that all replicas agreed on later had reached the client: "
-                f"model_ is as it was {when} this fit"
+                "no later agreed state had reached the client: model_ is as it was "
+                f"{when} this fit"
             )
         plan = self._sent.checkpoints
         if plan is None:
@@ -353,7 +353,7 @@ class FitRun:
         try:
             newest = plan.series.newest()
         except SaveError as other:
-            error.add_note(f"where the last checkpoint is cannot be said: {other}")
+            error.add_note(f"the last checkpoint cannot be found: {other}")
         else:
             own = newest is not None and newest.stamp.origin == plan.origin
             where = newest.store.url if newest and own else "not written yet"
@@ -380,8 +380,8 @@ class FitRun:
                 sent.checkpoints.conclude()
         elif sent.first_epoch < sent.epochs and not (stopping and stopping.reason):
             raise RunError(
-                "the run came to its end, and no replica has trained on anything; see "
-                "the logs of the workers for what they were refused"
+                "the run ended, and no replica has trained on anything; the workers' "
+                "logs have the reasons"
             )
         hint_at_small_threshold(history[-1])
 

@@ -122,16 +122,14 @@ class TrainedOptimizer(NamedTuple):
         if any(map(_needs_other_state, changed, self.made)):
             _log_anew(f"optimizer needs another state for {changed}")
             return None
-        logger.info("optimizer goes on with its state and %s", changed)
+        logger.info("the optimizer continues with its state and %s", changed)
         state: dict[str, Any] = self.optimizer.state_dict()
         for group, new in zip(state["param_groups"], changed, strict=True):
             group.update(new)
         position = self.rate.position() if scheduling == self.scheduling else None
         if any("lr" in group for group in changed):
             if position is not None:
-                logger.warning(
-                    "the learning rate is a new one: its schedule begins anew"
-                )
+                logger.warning("the learning rate is new: its schedule starts over")
             position = None
             for group, new in zip(state["param_groups"], made, strict=True):
                 group.pop("initial_lr", None)  # a new scheduler would start from it
@@ -175,7 +173,7 @@ class FitState:
         if residual is not None and not residual.fits(model):
             logger.warning(
                 "model_ has other trainable parameters, or other values in them, than "
-                "at the end of the fit before: what its replicas had not sent yet is "
+                "at the end of the last fit: residuals that had not been sent are "
                 "dropped"
             )
             residual = None
@@ -222,7 +220,7 @@ def _needs_other_state(changed: dict[str, Any], old: dict[str, Any]) -> bool:
 
 
 def _log_anew(why: str) -> None:
-    logger.warning("%s: its state, and the schedule of its rate, begin anew", why)
+    logger.warning("%s: its state and learning rate schedule start over", why)
 
 
 def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:

@@ -302,8 +302,8 @@ class GradientSharingExchange(Exchange):
         if not math.isfinite(far):
             raise DivergedError(f"parameters became {far}")
         raise DivergedError(
-            f"parameters moved by {far:.4g}, farther than updates can say, which is "
-            f"2**31 - 1 of the largest quanta, {MAX_COUNT * self._vector.grid:g},"
+            f"parameters moved by {far:.4g}, farther than updates can express, which "
+            f"is 2**31 - 1 of the largest quanta, {MAX_COUNT * self._vector.grid:g},"
         )
 
     @override

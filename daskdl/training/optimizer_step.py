@@ -290,7 +290,7 @@ def _hints(s: Symptoms) -> Iterator[str]:
             f"learning rate{_rate(s)}"
         )
     if s.high_steps:
-        yield "if such a loss is as it should be, set max_loss_rise=None"
+        yield "if such a loss is expected, set max_loss_rise=None"
 
 
 def _rate(s: Symptoms) -> str:
@@ -330,8 +330,8 @@ def _of_sharing(s: Symptoms) -> Iterator[str]:
         far = s.residual
         shown = f"{far:.0f}" if far < 1000 else f"10^{math.floor(math.log10(far))}"
         yield (
-            f"1 % of the parameters are {shown} thresholds or more from what "
-            "the others know: the compression does not follow, allow a higher density"
+            f"1 % of the residuals are {shown} thresholds or more: the compression "
+            "does not keep up, allow a higher density"
         )
 
 

@@ -109,7 +109,7 @@ def test_one_that_lacks_something_takes_no_part_and_the_client_says_so(
     (message,) = logged(what)
     workers = set(grown.client.nthreads())
     (address,) = (worker for worker in workers - first if worker in message)
-    assert f"worker {address} has come and takes no part" in message
+    assert f"worker {address} has joined the cluster, and is not used" in message
     assert f"the client has daskdl {daskdl.__version__} and torch" in message
     assert "install the same daskdl" in message
     assert max(row["replicas"] for row in script.rows) == 2

@@ -54,6 +54,6 @@ def test_many_of_them_through_the_scheduler_are_warned_of_once(threads, caplog):
     fitted(threads, 9_000_000)
 
     (said,) = said_of_it(caplog)
-    assert "36.0 MB of each of 2 replicas" in said
+    assert "36.0 MB on each of 2 replicas" in said
     assert "72.0 MB" in said
     assert "ParameterAveraging" in said

@@ -45,7 +45,7 @@ SET = "set clip_grad_norm"
 CLIPPED = "gradients are clipped already"
 AHEAD = "ahead of the slowest"
 BEHIND = "thresholds or more"
-OFF = "if such a loss is as it should be, set max_loss_rise=None"
+OFF = "if such a loss is expected, set max_loss_rise=None"
 ALL = [LEARNING, DATA, NOTHING, GROUP, SET, CLIPPED, AHEAD, BEHIND, OFF]
 
 

@@ -214,5 +214,5 @@ class TestConservation:
             got = delivered(own)
 
         np.testing.assert_allclose(got, expected, **CLOSE)
-        assert "what its replicas had not sent yet is dropped" in caplog.text
+        assert "residuals that had not been sent are dropped" in caplog.text
         np.testing.assert_allclose(delivered(again), expected, **CLOSE)

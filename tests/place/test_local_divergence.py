@@ -13,7 +13,7 @@ from tests.support.problems import kept, parameters_of, start_of, trainer
 X = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
 POSITIVE = X @ np.array([1.0, -1.0, 2.0, 0.5], np.float32) > 0
 FAR = (
-    r"parameters moved by \d(\.\d+)?e\+\d+, farther than updates can say, which is "
+    r"parameters moved by \d(\.\d+)?e\+\d+, farther than updates can express, which is "
     r"2\*\*31 - 1 of the largest quanta, 0\.25, at step \d+ of replica \d, in epoch 0; "
     r".*lower the learning rate, 1e\+30; set clip_grad_norm"
 )

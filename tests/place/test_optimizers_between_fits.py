@@ -62,7 +62,7 @@ def test_a_new_learning_rate_begins_its_schedule_anew(replicas, caplog):
         history = fit(own, epochs=2)
 
     assert history.column("learning_rate") == [0.01, 0.005]
-    assert "its schedule begins anew" in caplog.text
+    assert "its schedule starts over" in caplog.text
 
 
 def test_another_class_begins_anew_and_the_log_says_so(replicas, caplog):
@@ -89,7 +89,7 @@ def test_another_implementation_goes_on_with_the_state(replicas, flag, caplog):
 
         assert min(steps(own)) > before
         assert bool(own.optimizer_.param_groups[0][flag]) == bool(now)
-    assert caplog.text.count("goes on with its state") == 2
+    assert caplog.text.count("continues with its state") == 2
 
 
 def thawed(model):
@@ -118,7 +118,7 @@ def test_other_parameters_begin_anew_and_what_was_not_sent_is_dropped(
         fit(own, validation=(X, Y))
 
     assert "optimizer has other parameters or groups now" in caplog.text
-    dropped = "what its replicas had not sent yet is dropped"
+    dropped = "residuals that had not been sent are dropped"
     assert (dropped in caplog.text) == (replicas == 2)
     trained = dict(own.model_.named_parameters())
     assert all(p.equal(before[n]) != p.requires_grad for n, p in trained.items())

@@ -4,9 +4,9 @@ Replicas send step rows in packed form; beyond a bound the rows are thinned even
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -37,57 +37,6 @@ class Stopping:
     best_epoch: int | None = None
     best_score: float = math.nan
     restored: bool = False
-
-
-T = TypeVar("T")
-
-
-class Thinned(Generic[T]):
-    """A bounded, evenly thinned sequence of numbered items, in order of arrival.
-
-    Beyond `most` items, only items with even numbers are kept, then only every fourth
-    number, then every eighth, and so on. Items with equal numbers are kept or dropped
-    together.
-
-    Example:
-        >>> thinned = Thinned(most=3)
-        >>> for number in range(1, 10):
-        ...     thinned.add(number, f"row {number}")
-        >>> list(thinned)
-        ['row 4', 'row 8']
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._stride = 1
-        self.numbered: list[tuple[int, T]] = []
-
-    def __len__(self) -> int:
-        return len(self.numbered)
-
-    def __getitem__(self, index: int) -> T:
-        return self.numbered[index][1]
-
-    def __iter__(self) -> Iterator[T]:
-        return (thing for _, thing in self.numbered)
-
-    def wants(self, number: int) -> bool:
-        """Whether an item with this number would be kept."""
-        return number % self._stride == 0
-
-    def add(self, number: int, thing: T) -> None:
-        """Add an item, unless its number is thinned out."""
-        if not self.wants(number):
-            return
-        self.numbered.append((number, thing))
-        while len(self.numbered) > self._most:
-            self._stride *= 2
-            self.numbered = [kept for kept in self.numbered if self.wants(kept[0])]
-
-    def take(self) -> list[tuple[int, T]]:
-        """Remove and return all items with their numbers; keep the stride."""
-        taken, self.numbered = self.numbered, []
-        return taken
 
 
 Row = Mapping[str, Any]
@@ -141,6 +90,50 @@ class StepRow(NamedTuple):
     encode_s: float = 0.0
     apply_s: float = 0.0
     step_s: float = 0.0
+
+
+class Thinned:
+    """A bounded, evenly thinned sequence of numbered rows, in order of arrival.
+
+    Beyond `most` rows, only rows with even numbers are kept, then only every fourth
+    number, then every eighth, and so on. Rows with equal numbers are kept or dropped
+    together.
+
+    Attributes:
+        numbered: The rows with their numbers.
+
+    Example:
+        >>> thinned = Thinned(most=3)
+        >>> for number in range(1, 10):
+        ...     thinned.add(number, StepRow(0, number, replica=0, loss=0.5))
+        >>> [number for number, _ in thinned.numbered]
+        [4, 8]
+    """
+
+    numbered: list[tuple[int, StepRow]]
+
+    def __init__(self, most: int) -> None:
+        self.numbered = []
+        self._most = most
+        self._stride = 1
+
+    def wants(self, number: int) -> bool:
+        """Whether a row with this number would be kept."""
+        return number % self._stride == 0
+
+    def add(self, number: int, row: StepRow) -> None:
+        """Add a row, unless its number is thinned out."""
+        if not self.wants(number):
+            return
+        self.numbered.append((number, row))
+        while len(self.numbered) > self._most:
+            self._stride *= 2
+            self.numbered = [kept for kept in self.numbered if self.wants(kept[0])]
+
+    def take(self) -> list[tuple[int, StepRow]]:
+        """Remove and return all rows with their numbers; keep the stride."""
+        taken, self.numbered = self.numbered, []
+        return taken
 
 
 # Wire layout of a row: little-endian, no padding. The scheduler never unpacks rows.
@@ -206,7 +199,7 @@ class StepTable(Sequence[Row]):
     """
 
     def __init__(self) -> None:
-        self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
+        self._rows = Thinned(MOST_ROWS)
 
     def extend(self, numbered: Iterable[tuple[int, StepRow]]) -> None:
         """Add rows, each with its number within its replica."""
@@ -221,27 +214,24 @@ class StepTable(Sequence[Row]):
         """Return one column over all rows."""
         if name not in STEP_COLUMNS:
             raise KeyError(name)
-        return [getattr(row, name) for row in self._rows]
+        return [getattr(row, name) for _, row in self._rows.numbered]
 
     def to_pandas(self) -> Any:
         """Return the rows as a `pandas.DataFrame`; needs pandas."""
         import pandas as pd
 
-        return pd.DataFrame(list(self._rows), columns=list(STEP_COLUMNS))
+        rows = [row for _, row in self._rows.numbered]
+        return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
 
     @override
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        return self._rows[index]._asdict()
+        return self._rows.numbered[index][1]._asdict()
 
     @override
     def __len__(self) -> int:
-        return len(self._rows)
-
-    @override
-    def __iter__(self) -> Iterator[Row]:
-        return (row._asdict() for row in self._rows)
+        return len(self._rows.numbered)
 
     @override
     def __repr__(self) -> str:

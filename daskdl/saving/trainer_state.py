@@ -44,11 +44,10 @@ from daskdl.thresholds import (
     TargetSparsityThreshold,
 )
 from daskdl.training.base import CompressionState, KeptResidual, described
-from daskdl.training.epoch_control import Scheduling
+from daskdl.training.epoch_control import Scheduling, hyperparameters
 from daskdl.training.fit_spec import (
     FitState,
     TrainedOptimizer,
-    hyperparameters,
     parameters_of,
     starting_model,
 )

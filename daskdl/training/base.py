@@ -31,6 +31,7 @@ from daskdl.compression.flat import (
     load_untrained_,
 )
 from daskdl.config import Timeouts, check_bound, check_whole
+from daskdl.data.checks import USER_ERRORS
 from daskdl.errors import CodecError, DaskDLError, SaveError
 from daskdl.serialization import Packed
 from daskdl.thresholds import Sent
@@ -360,15 +361,7 @@ def restoring(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except USER_ERRORS as error:
         if isinstance(error, SaveError):
             raise SaveError(f"{what}: {error}") from error
         if isinstance(error, DaskDLError) and not isinstance(error, CodecError):

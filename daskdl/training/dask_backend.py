@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import (
     Awaitable,
     Callable,
-    Collection,
     Iterable,
     Iterator,
     Mapping,
@@ -142,7 +141,15 @@ def collect(
     merged without it.
     """
     futures = tasks.values()
-    _wait_for(client, futures, spec.timeouts.stop)
+    deadline = time.monotonic() + spec.timeouts.stop
+    while live := [task for task in futures if task.status == "pending"]:
+        # A task that Dask cancels meanwhile is no longer pending.
+        with contextlib.suppress(CancelledError):
+            try:
+                with client.as_current():  # `wait` uses the default client
+                    wait(live, timeout=max(deadline - time.monotonic(), 0.0))
+            except TimeoutError:  # their status is reported below
+                break
     bound = spec.timeouts.bound("data")
     deadline = time.monotonic() + bound.seconds
     while results := [task for task in futures if task.status == "finished"]:
@@ -157,18 +164,6 @@ def collect(
                 "other tasks?"
             )
     return None
-
-
-def _wait_for(client: Client, tasks: Collection[Future], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while live := [task for task in tasks if task.status == "pending"]:
-        # A task that Dask cancels meanwhile is no longer pending.
-        with contextlib.suppress(CancelledError):
-            try:
-                with client.as_current():  # `wait` uses the default client
-                    wait(live, timeout=max(deadline - time.monotonic(), 0.0))
-            except TimeoutError:  # `collect` reports their status
-                return
 
 
 def _merge(

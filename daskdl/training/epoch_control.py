@@ -124,10 +124,7 @@ class LearningRate:
         if self.scheduler is None:
             return b""
         # Some schedulers derive the next rate from the last; some change momentum too.
-        groups = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._optimizer.param_groups
-        ]
+        groups = hyperparameters(self._optimizer)
         return Packed((self.values(), groups), "scheduler").payload.tobytes()
 
     def load_(self, state: bytes) -> None:
@@ -236,6 +233,14 @@ class LearningRate:
                 f"OneCycleLR has come to its end, total_steps={total}, before the fit; "
                 f"give it total_steps={needed}"
             ) from error
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the options of each parameter group, without its parameters."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 class StoppingDecision(NamedTuple):

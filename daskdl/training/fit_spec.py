@@ -51,7 +51,12 @@ from daskdl.training.base import (
     described,
 )
 from daskdl.training.checkpointing import ResumePlan
-from daskdl.training.epoch_control import EvaluationPlan, LearningRate, Scheduling
+from daskdl.training.epoch_control import (
+    EvaluationPlan,
+    LearningRate,
+    Scheduling,
+    hyperparameters,
+)
 from daskdl.training.optimizer_step import Stepping
 
 logger = logging.getLogger(__name__)
@@ -178,14 +183,6 @@ class FitState:
             )
             residual = None
         return replace(self, optimizer=trained, residual=residual)
-
-
-def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group, without its parameters."""
-    return [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
 
 
 def parameters_of(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:

@@ -96,7 +96,7 @@ class StepLog:
     ) -> None:
         self._every = every
         self._now = now
-        self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
+        self._rows = Thinned(MOST_ROWS)
         self._number = 0  # number of this replica's last row
         self.next_step = math.inf if every is None else 1
         self._began = 0.0

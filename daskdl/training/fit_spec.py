@@ -248,28 +248,13 @@ SEED_BELOW = 2**63  # seed + replica number must fit torch's 64 bits
 
 @dataclass(frozen=True)
 class FitSpec:
-    """All options of one fit, validated.
+    """All options of one fit, validated; see the arguments of `daskdl.Trainer`.
 
     Attributes:
         objective: The loss, or the user's own step.
-        optimizer: Makes an optimizer from parameters.
-        master: The training master.
         stepping: Options of an optimizer step.
         scheduling: Options of the learning rate schedule.
-        device: ``"auto"`` or a torch device.
-        seed: Seed for model initialisation, shuffling and torch's generators.
-        callbacks: Callbacks that run on workers or on the client.
-        progress: Whether to show a bar; None: if standard error is a terminal.
-        telemetry_every: Steps of a replica per row of `history.steps`; ``"auto"``, or
-            None for no rows.
-        max_loss_rise: Largest lasting rise of a replica's loss above its first loss,
-            in multiples of ``max(1, |first|)``; None: no limit.
         read: Options for reading the data.
-        epochs: Number of passes over the data.
-        shuffle: Whether each epoch has a new random order.
-        drop_last: Whether incomplete batches are left out.
-        prefetch: Number of batches to load ahead, rounded up to whole parts.
-        approach: ``"direct"``, or ``"export"`` to write batch files first.
     """
 
     objective: Objective

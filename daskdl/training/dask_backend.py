@@ -227,7 +227,7 @@ REST_TIMES = 4.0  # pause after a fetch / its duration: leaves bandwidth for upd
 
 
 class AgreedStateFetcher:
-    """Fetches agreed states to the client, on its event loop.
+    """Fetches agreed states to the client; its methods run on the event loop.
 
     Attributes:
         state: The newest state that has arrived completely, or None.
@@ -244,25 +244,15 @@ class AgreedStateFetcher:
         self._fetching: asyncio.Task[None] | None = None
         self._closed = False
 
-    # ---- the client's thread
-
     def fetch(self, epoch: int) -> None:
         """Fetch the state at the end of an epoch, or a later one."""
-        self._client.loop.add_callback(self._begin, epoch)
-
-    def close(self) -> None:
-        """Fetch nothing more; `state` stays."""
-        self._client.loop.add_callback(self._end)
-
-    # ---- event loop
-
-    def _begin(self, epoch: int) -> None:
         self._wanted = epoch
         idle = self._fetching is None or self._fetching.done()
         if idle and not self._closed:
             self._fetching = asyncio.ensure_future(self._fetch_newest())
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Fetch nothing more; `state` stays."""
         self._closed = True
         if self._fetching is not None:
             self._fetching.cancel()
@@ -497,7 +487,7 @@ class DaskBackend(Backend):
                 for replica in waiting:
                     self._cancel(replica)
         if isinstance(event, EpochEnded):
-            self._fetcher.fetch(event.epoch)
+            self._client.loop.add_callback(self._fetcher.fetch, event.epoch)
             self._warn_of_frozen(event)
 
     def _assign_more(self, worker: str) -> None:
@@ -590,7 +580,7 @@ class DaskBackend(Backend):
 
     @override
     def close(self) -> None:
-        self._fetcher.close()
+        self._client.loop.add_callback(self._fetcher.close)
         if not self._connected:  # Dask has cancelled the futures
             self._futures.clear()
             return

@@ -368,22 +368,19 @@ class Replica:
         begin = EpochBegin(self._number, epoch, replicas, self.rate.value)
         for callback in self._spec.callbacks:
             callback.on_epoch_begin(begin)
-        feed = self._feed("train", epoch, self.totals)
-        while True:
-            self._train_interval(epoch, feed)
-            if feed.sync_point is None:
-                return
-            self._take_checkpoint(epoch, feed.sync_point)
-
-    def _train_interval(self, epoch: int, feed: Feed) -> None:
-        totals, started = self.totals, time.perf_counter()
+        totals, feed = self.totals, self._feed("train", epoch, self.totals)
 
         def rest() -> None:
             self.exchange.sync(self.interval, totals.examples, ended=False)
 
-        for group in feed.groups(rest, self._spec.stepping.accumulate):
-            self._step(epoch, group, feed.rows)
-        totals.seconds += time.perf_counter() - started
+        while True:
+            started = time.perf_counter()
+            for group in feed.groups(rest, self._spec.stepping.accumulate):
+                self._step(epoch, group, feed.rows)
+            totals.seconds += time.perf_counter() - started
+            if feed.sync_point is None:
+                return
+            self._take_checkpoint(epoch, feed.sync_point)
 
     def _step(self, epoch: int, group: BatchGroup, rows: int) -> None:
         self._channel.check()

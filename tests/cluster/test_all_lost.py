@@ -1,7 +1,4 @@
-"""One replica that is left of several, and what it does until others come.
-
-Fits whose replicas are lost, one or all of them: by retirement, or killed.
-"""
+"""Fits that lose replicas, one or all of them: retired, killed, or cut off."""
 
 import asyncio
 import contextlib
@@ -43,19 +40,19 @@ class Leave(Callback):
 
 
 class Act(Callback):
-    """On the client: does something after each epoch."""
+    """On the client: runs a function on the rows after each epoch."""
 
     def __init__(self, act):
         self._act = act
-        self.rows = []
+        self._rows = []
 
     def on_epoch_end(self, row):
-        self.rows.append(row)
-        self._act(self.rows)
+        self._rows.append(row)
+        self._act(self._rows)
 
 
 @pytest.mark.parametrize("apply", ["eager", "strict"])
-def test_it_encodes_nothing_and_what_it_learns_is_scored(two, apply):
+def test_the_last_replica_sends_nothing_and_is_still_scored(two, apply):
     own = trainer(two, master=kept(apply=apply), callbacks=[Leave()])
 
     history = own.fit(X, Y, epochs=6, batch_size=16, validation=(X, Y))
@@ -71,7 +68,7 @@ def test_it_encodes_nothing_and_what_it_learns_is_scored(two, apply):
     assert own.evaluate(X, Y)["loss"] == pytest.approx(losses[-1], rel=1e-4)
 
 
-def test_with_a_newcomer_it_shares_again(two):
+def test_the_last_replica_shares_again_with_a_joining_one(two):
     def act(rows):
         last = rows[-1]
         if last["epoch"] == 4:
@@ -93,16 +90,9 @@ def test_with_a_newcomer_it_shares_again(two):
 MANY = 10**4  # epochs: the fit ends otherwise
 
 
-class AfterEpoch(Callback):
-    """Does something on the client once, after an epoch."""
-
-    def __init__(self, epoch, action):
-        self._epoch = epoch
-        self._action = action
-
-    def on_epoch_end(self, row):
-        if row["epoch"] == self._epoch:
-            self._action()
+def after_epoch(epoch, action):
+    """A callback that runs a function on the client after an epoch."""
+    return Act(lambda rows: rows[-1]["epoch"] == epoch and action())
 
 
 def retire(client, *workers):
@@ -116,11 +106,10 @@ def retire(client, *workers):
     client.run(begin, workers=list(workers) or None)
 
 
-def kill(client, *workers):
-    """End the processes of workers, as the kernel would."""
-    pids = client.run(os.getpid)
-    for worker in workers or pids:
-        os.kill(pids[worker], signal.SIGKILL)
+def kill(client):
+    """End the processes of all workers, as the kernel would."""
+    for pid in client.run(os.getpid).values():
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -130,28 +119,9 @@ def two():
         yield client
 
 
-class TestAllRetire:
-    def test_the_error_says_so_and_how_to_go_on(self, two, tmp_path):
-        there = sorted(two.nthreads())
-        own = trainer(
-            two,
-            callbacks=[Checkpoint(tmp_path), AfterEpoch(2, lambda: retire(two))],
-        )
-
-        with pytest.raises(RunError) as caught:
-            own.fit(X, Y, epochs=MANY, batch_size=16)
-
-        message = str(caught.value)
-        assert message.startswith("all workers have retired: ")
-        assert all(worker in message for worker in there)
-        assert "fit again" in message
-        (note,) = [n for n in caught.value.__notes__ if "fit(resume=" in n]
-        assert str(tmp_path) in note
-
-
 def test_losses_are_logged_on_the_client(two, caplog):
     gone = sorted(two.nthreads())[1]
-    own = trainer(two, callbacks=[AfterEpoch(1, lambda: retire(two, gone))])
+    own = trainer(two, callbacks=[after_epoch(1, lambda: retire(two, gone))])
 
     with caplog.at_level(logging.INFO, logger="daskdl.training"):
         own.fit(X, Y, epochs=6, batch_size=16)
@@ -185,40 +155,45 @@ def check_kept(own, error):
     assert scored not in [row["val_loss"] for row in others]
 
 
-class TestModelOfLostReplicas:
-    """What the client has of the epochs that ended, in the background."""
+@pytest.mark.parametrize("master", [kept(), ParameterAveraging()], ids=repr)
+def test_when_all_retire_the_last_agreed_model_and_the_checkpoint_are_left(
+    two, master, tmp_path
+):
+    there = sorted(two.nthreads())
+    own = trainer(two, master=master, model=normalised)
+    own.callbacks = [Checkpoint(tmp_path), Slow(), after_epoch(6, lambda: retire(two))]
 
-    @pytest.mark.parametrize("master", [kept(), ParameterAveraging()], ids=repr)
-    def test_it_is_what_all_had_agreed_on_at_the_end_of_an_epoch(self, two, master):
-        own = trainer(two, master=master, model=normalised)
-        own.callbacks = [Slow(), AfterEpoch(6, lambda: retire(two))]
+    with pytest.raises(RunError) as caught:
+        own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
 
-        with pytest.raises(RunError, match="all workers have retired") as caught:
-            own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
-
-        own.client = False
-        check_kept(own, caught.value)
+    message = str(caught.value)
+    assert message.startswith("all workers have retired: ")
+    assert all(worker in message for worker in there)
+    assert "fit again" in message
+    (note,) = [n for n in caught.value.__notes__ if "fit(resume=" in n]
+    assert str(tmp_path) in note
+    own.client = False
+    check_kept(own, caught.value)
 
 
 @pytest.mark.slow
-class TestSchedulerLost:
-    def test_it_is_noticed_at_once_and_the_model_is_kept(self, tmp_path):
-        with Processes(tmp_path) as processes, processes.client() as client:
-            own = trainer(client, callbacks=[Checkpoint(tmp_path / "c"), Slow()])
-            own.callbacks.append(AfterEpoch(6, processes.kill_scheduler))
+def test_a_lost_scheduler_is_noticed_at_once_and_the_model_is_kept(tmp_path):
+    with Processes(tmp_path) as processes, processes.client() as client:
+        own = trainer(client, callbacks=[Checkpoint(tmp_path / "c"), Slow()])
+        own.callbacks.append(after_epoch(6, processes.kill_scheduler))
 
-            with pytest.raises(ChannelError) as caught:
-                own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
+        with pytest.raises(ChannelError) as caught:
+            own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
 
-        message = str(caught.value)
-        assert re.fullmatch(
-            rf"the scheduler at {processes.address} was lost: .*; it last answered "
-            r"\d+\.\d s ago",
-            message,
-        )
-        assert str(tmp_path) in "".join(caught.value.__notes__)
-        own.client = False
-        check_kept(own, caught.value)
+    message = str(caught.value)
+    assert re.fullmatch(
+        rf"the scheduler at {processes.address} was lost: .*; it last answered "
+        r"\d+\.\d s ago",
+        message,
+    )
+    assert str(tmp_path) in "".join(caught.value.__notes__)
+    own.client = False
+    check_kept(own, caught.value)
 
 
 class Processes:
@@ -259,20 +234,19 @@ class Processes:
 
 
 @pytest.mark.slow
-class TestAllKilled:
-    def test_all_are_named_and_nobody_is_sent_anything(self, tmp_path, caplog):
-        with cluster_of(2) as client:
-            there = sorted(client.nthreads())
-            own = trainer(client, callbacks=[Slow()])
-            own.callbacks.append(AfterEpoch(6, lambda: kill(client)))
-            caplog.set_level(logging.ERROR, logger="distributed.core")
+def test_killed_workers_are_named_and_the_model_is_kept(tmp_path, caplog):
+    with cluster_of(2) as client:
+        there = sorted(client.nthreads())
+        own = trainer(client, callbacks=[Slow()])
+        own.callbacks.append(after_epoch(6, lambda: kill(client)))
+        caplog.set_level(logging.ERROR, logger="distributed.core")
 
-            with pytest.raises(WaitTimeoutError) as caught:
-                own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
+        with pytest.raises(WaitTimeoutError) as caught:
+            own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
 
-        own.client = False
-        check_kept(own, caught.value)
-        message = str(caught.value)
-        assert message.startswith("no replica is left: ")
-        assert all(worker in message for worker in there)
-        assert not [r for r in caplog.records if "op scatter" in r.getMessage()]
+    own.client = False
+    check_kept(own, caught.value)
+    message = str(caught.value)
+    assert message.startswith("no replica is left: ")
+    assert all(worker in message for worker in there)
+    assert not [r for r in caplog.records if "op scatter" in r.getMessage()]

@@ -12,32 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl import GradientSharing
 from daskdl.channel.leasing import TO_ITS_END, Lease, Range
 from daskdl.data.inputs import ReadOptions
 from daskdl.errors import DataError
 from daskdl.training.data_feed import Feed, Loader
-from daskdl.training.epoch_control import EvaluationPlan
-from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.telemetry import EpochTotals
-from tests.support.run_states import TIMEOUTS
+from tests.support.problems import replica_spec
 
-SPEC = ReplicaSpec(
-    objective=torch.nn.functional.mse_loss,
-    optimizer=torch.optim.SGD,
-    read=ReadOptions(2),
-    shuffle=False,
-    model=torch.nn.Linear(1, 1),
-    rows=(None, None),
-    run=1,
-    master=GradientSharing(),
-    evaluation=EvaluationPlan(1),
-    size=10,
-    grid=1e-3,
-    outbox_bytes=1,
-    inbox_bytes=1,
-    timeouts=TIMEOUTS,
-)
+SPEC = replica_spec(torch.nn.Linear(1, 1), shuffle=False)
 
 
 class Ranges(tuple):
@@ -311,7 +293,7 @@ def join():
         thread.join(PATIENCE_S)
 
 
-def test_a_job_finds_the_context_of_who_asked_for_it(loader):
+def test_a_job_runs_in_the_callers_context(loader):
     token = WHO.set("a task")
     try:
         future = loader.submit(WHO.get)
@@ -323,7 +305,7 @@ def test_a_job_finds_the_context_of_who_asked_for_it(loader):
 
 
 @pytest.mark.parametrize("error", [KeyError("mine"), KeyboardInterrupt()])
-def test_what_a_job_raises_is_the_futures_and_the_next_one_runs(loader, error):
+def test_a_job_that_raises_does_not_stop_the_loader(loader, error):
     def fail():
         raise error
 
@@ -333,7 +315,7 @@ def test_what_a_job_raises_is_the_futures_and_the_next_one_runs(loader, error):
     assert failed.exception(PATIENCE_S) is error
 
 
-def test_after_close_the_job_that_runs_ends_and_no_other_begins(loader):
+def test_close_lets_the_running_job_end_and_cancels_the_others(loader):
     begun, held, ran = threading.Event(), threading.Event(), []
 
     def job():
@@ -352,7 +334,7 @@ def test_after_close_the_job_that_runs_ends_and_no_other_begins(loader):
     assert (ran, threads()) == ([], [])
 
 
-def test_a_job_that_hangs_does_not_keep_a_process_from_ending():
+def test_a_hanging_job_does_not_keep_the_process_alive():
     code = (
         "import threading; from daskdl.training.data_feed import Loader; "
         "begun = threading.Event(); "

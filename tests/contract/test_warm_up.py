@@ -8,17 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import (
-    GradientSharing,
-    codec,
-)
-from daskdl.config import Timeouts
+from daskdl import GradientSharing, codec
 from daskdl.data.inputs import ReadOptions
 from daskdl.objective import OwnStep
-from daskdl.training.epoch_control import EvaluationPlan
-from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import Stepping
 from daskdl.training.replica import warm_up
+from tests.support.problems import replica_spec
 
 CPU = torch.device("cpu")
 
@@ -38,27 +33,14 @@ class Counting(nn.Module):
 
 
 def spec(transform=None, **changes):
-    parts = {
-        "model": Counting(),
-        "objective": nn.CrossEntropyLoss(),
-        "optimizer": functools.partial(torch.optim.Adam, lr=0.1),
-        "master": GradientSharing(),
-    }
-    return ReplicaSpec(
-        **{**parts, **changes},
-        read=ReadOptions(32, transform),
-        run=1,
-        rows=(np.ones((2, 3), np.float32), np.array([0, 3])),
-        evaluation=EvaluationPlan(1),
-        size=1,
-        grid=1.0,
-        outbox_bytes=1,
-        inbox_bytes=1,
-        timeouts=Timeouts.from_config(),
+    options = {"optimizer": functools.partial(torch.optim.Adam, lr=0.1), **changes}
+    rows = np.ones((2, 3), np.float32), np.array([0, 3])
+    return replica_spec(
+        Counting(), read=ReadOptions(32, transform), rows=rows, **options
     )
 
 
-def test_the_model_is_called_and_nothing_of_it_is_changed(monkeypatch):
+def test_the_model_makes_a_step_and_stays_unchanged(monkeypatch):
     steps = []
     monkeypatch.setattr(Counting, "training_modes", ())
 
@@ -83,7 +65,7 @@ def test_the_model_is_called_and_nothing_of_it_is_changed(monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_it_is_the_step_that_will_be_made():
+def test_the_step_has_the_options_of_training():
     seen = []
 
     def step(model, batch):
@@ -100,7 +82,7 @@ def test_it_is_the_step_that_will_be_made():
 
 @pytest.mark.parametrize("apply", ["eager", "strict"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_exchange_sends_something_and_takes_it_in(apply, dtype, monkeypatch):
+def test_the_exchange_encodes_and_applies_an_update(apply, dtype, monkeypatch):
     sizes, encode = [], codec.encode
 
     def counted(stamp, size, threshold, entries_K):
@@ -114,7 +96,7 @@ def test_the_exchange_sends_something_and_takes_it_in(apply, dtype, monkeypatch)
     assert sizes == [64]
 
 
-def test_a_transform_at_random_takes_nothing_from_the_run():
+def test_a_random_transform_does_not_change_random_states():
     def noisy(batch):
         noise = torch.rand(1) + random.random() + np.random.rand()
         return (batch[0] + noise).float(), batch[1]

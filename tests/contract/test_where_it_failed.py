@@ -1,15 +1,13 @@
-"""What the user's own loading raises says of which part it was; steps and batches."""
+"""Notes on errors of the user's loading code; collate functions and transforms."""
 
 import dask
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from daskdl import Trainer
-from daskdl.data.inputs import source_of
-from daskdl.errors import DataError, ModelError
+from daskdl.errors import ModelError
 
 
 def trainer(**options):
@@ -63,7 +61,7 @@ def test_an_error_has_a_note_with_its_part(do, where):
     assert f"in {where}" in caught.value.__notes__
 
 
-def test_collate_fn_gets_the_items_of_a_batch_not_of_a_step():
+def test_collate_fn_gets_the_items_of_one_batch():
     sizes = set()
 
     def collate(items):
@@ -85,17 +83,3 @@ def test_a_transform_must_keep_the_rows_that_are_predicted():
 
     with pytest.raises(ModelError, match=r"the shape \(2, 2\) for 4 rows"):
         fitted().predict(np.zeros((4, 2), np.float32), transform=first_of)
-
-
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
-        ({}, "X must not be empty, got no array at all"),
-        (DataLoader([1]), "X must not be a DataLoader, .* give its dataset"),
-    ],
-    ids=["no array", "DataLoader"],
-)
-@pytest.mark.parametrize("y", [None, np.zeros(4)], ids=["alone", "with labels"])
-def test_what_has_no_rows_is_refused(x, y, message):
-    with pytest.raises(DataError, match=message):
-        source_of(x, y)

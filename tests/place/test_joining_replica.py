@@ -1,4 +1,4 @@
-"""A replica that comes to a run when the others have come to its end."""
+"""A replica that joins a run shortly before or after early stopping."""
 
 import contextlib
 import dataclasses
@@ -8,22 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import Callback, GradientSharing
+from daskdl import Callback
 from daskdl.callbacks import EarlyStopping
 from daskdl.channel.base import ActivateResult, JoinResult
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.compression.flat import FlatParameters, grid_for
-from daskdl.config import Timeouts
 from daskdl.data.checks import preserved_random_state
 from daskdl.data.inputs import ReadOptions
 from daskdl.data.tables import InMemory
 from daskdl.training.backend import run_spec_of
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.epoch_control import EvaluationPlan
-from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.replica import Replica
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
-from tests.support.problems import rows, sgd
+from tests.support.problems import replica_spec, rows
 
 X, Y = rows(64)
 EPOCHS = 6
@@ -69,26 +66,15 @@ class Late(LocalChannel):
 @contextlib.contextmanager
 def a_replica(make, begun, epoch=0):
     """What one replica of a run of its own is made of."""
-    model = nn.Linear(20, 4)
-    flat = FlatParameters(model)
-    options = ReplicaSpec(
-        objective=nn.CrossEntropyLoss(),
-        optimizer=sgd,
+    options = replica_spec(
+        nn.Linear(20, 4),
         callbacks=[begun],
         read=ReadOptions(16),
-        run=7,
-        model=model,
         rows=(X[:2], Y[:2]),
-        master=GradientSharing(),
         epochs=EPOCHS,
         shuffle=False,
         device="cpu",
         evaluation=EvaluationPlan(EPOCHS, stopping=RULE),
-        size=flat.size,
-        grid=grid_for(flat),
-        outbox_bytes=2**20,
-        inbox_bytes=2**20,
-        timeouts=Timeouts.from_config(),
     )
     sources = {"train": InMemory(X, Y, 16)}
     plan = run_spec_of(options, {0: "here"}, sources)
@@ -116,7 +102,7 @@ def late(snapshot, loss, begun):
     return a_replica(lambda *args: Late(*args, snapshot, loss), begun, epoch=3)
 
 
-def test_one_that_comes_when_the_others_have_stopped_begins_no_epoch(snapshot):
+def test_a_replica_that_joins_after_the_stop_begins_no_epoch(snapshot):
     begun = Begun()
 
     with late(snapshot, 1.5, begun) as arguments:
@@ -129,7 +115,7 @@ def test_one_that_comes_when_the_others_have_stopped_begins_no_epoch(snapshot):
     np.testing.assert_array_equal(best["weight"].numpy(), snapshot["start"])
 
 
-def test_one_that_comes_before_counts_on_from_where_they_are(snapshot):
+def test_a_replica_that_joins_earlier_continues_the_patience_of_the_others(snapshot):
     begun = Begun()
 
     with late(snapshot, 1e-6, begun) as arguments:

@@ -1,5 +1,6 @@
 """Small models, data and trainers; models that cannot be pickled; streams."""
 
+import copy
 import re
 import threading
 
@@ -11,6 +12,10 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import IterableDataset, get_worker_info
 
 from daskdl import AdaptiveThreshold, GradientSharing, KeepResidual, Trainer
+from daskdl.compression.flat import FlatParameters, grid_for
+from daskdl.config import Timeouts
+from daskdl.training.epoch_control import EvaluationPlan
+from daskdl.training.fit_spec import ReplicaSpec
 
 SIZE = 20 * 32 + 32 + 32 * 4 + 4  # parameters of `mlp`
 
@@ -56,6 +61,28 @@ def trainer(client, **options):
     options = {"model": mlp, "optimizer": sgd, "progress": False, **options}
     options = {"loss": nn.CrossEntropyLoss(), "master": kept(), **options}
     return Trainer(client=client, **options)
+
+
+def replica_spec(model, **options):
+    """The specification of a fit of one epoch, as its replicas get it."""
+    flat = FlatParameters(copy.deepcopy(model))
+    defaults = {
+        "objective": nn.CrossEntropyLoss(),
+        "optimizer": sgd,
+        "master": GradientSharing(),
+        "run": 7,
+        "rows": (None, None),
+        "evaluation": EvaluationPlan(1),
+        "timeouts": Timeouts.from_config(),
+    }
+    return ReplicaSpec(
+        **{**defaults, **options},
+        model=model,
+        size=flat.size,
+        grid=grid_for(flat),
+        outbox_bytes=2**20,
+        inbox_bytes=2**20,
+    )
 
 
 def kept(**options):

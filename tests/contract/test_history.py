@@ -1,7 +1,4 @@
-"""Which steps have a row, by a clock of the test's own.
-
-How a residual compares with its thresholds.
-"""
+"""Rows of epochs and steps: tables, packing, sampling of steps and residuals."""
 
 import math
 
@@ -32,7 +29,9 @@ ROWS = [
 
 
 def test_a_history_is_a_sequence_of_its_rows():
-    history = History(ROWS)
+    history = History(ROWS[:1])
+    for row in ROWS[1:]:
+        history.append(row)
 
     assert len(history) == 3
     assert list(history) == ROWS
@@ -40,21 +39,10 @@ def test_a_history_is_a_sequence_of_its_rows():
     assert history[-1] is ROWS[2]
     assert history[1:] == ROWS[1:]
     assert ROWS[1] in history
+    assert history.column("loss") == [0.5, 0.25, 0.123456]
 
 
-def test_a_row_is_added_at_the_end():
-    history = History(ROWS[:1])
-
-    history.append(ROWS[1])
-
-    assert list(history) == ROWS[:2]
-
-
-def test_a_column_is_read_over_all_epochs():
-    assert History(ROWS).column("loss") == [0.5, 0.25, 0.123456]
-
-
-def test_the_table_has_a_row_for_each_epoch():
+def test_a_data_frame_has_a_row_for_each_epoch():
     table = History(ROWS).to_pandas()
 
     assert table.index.name == "epoch"
@@ -68,7 +56,7 @@ def test_the_table_has_a_row_for_each_epoch():
     ("rows", "text"),
     [([], "History(no epochs)"), (ROWS, "History(3 epochs, last loss 0.1235)")],
 )
-def test_its_text_says_how_far_it_came(rows, text):
+def test_the_repr_has_epochs_and_last_loss(rows, text):
     assert repr(History(rows)) == text
 
 
@@ -106,19 +94,16 @@ def table(*batches):
     return made
 
 
-class TestPacking:
-    @pytest.mark.parametrize("numbered", [[], [(1, FULL)], [(7, FULL), (8, FULL)]])
-    def test_what_was_packed_is_unpacked(self, numbered):
-        assert unpack_rows(pack_rows(numbered)) == numbered
+@pytest.mark.parametrize("numbered", [[], [(1, FULL)], [(7, FULL), (8, FULL)]])
+def test_packed_rows_are_unpacked(numbered):
+    assert unpack_rows(pack_rows(numbered)) == numbered
 
-    def test_what_is_not_there_stays_so(self):
-        [(number, row)] = unpack_rows(pack_rows([(5, ALONE)]))
 
-        assert number == 5
-        assert row.kind is None
-        assert math.isnan(row.threshold)
-        assert math.isnan(row.residual_p99)
-        assert row[:4] == ALONE[:4]
+def test_missing_values_stay_missing_when_packed():
+    [(number, row)] = unpack_rows(pack_rows([(5, ALONE)]))
+
+    assert (number, row[:4], row.kind) == (5, ALONE[:4], None)
+    assert math.isnan(row.threshold)
 
 
 class TestStepTable:
@@ -134,7 +119,9 @@ class TestStepTable:
         with pytest.raises(IndexError):
             own[3]
 
-    def test_of_too_many_rows_every_second_one_of_each_replica_goes(self, monkeypatch):
+    def test_every_second_row_of_each_replica_goes_if_there_are_too_many(
+        self, monkeypatch
+    ):
         monkeypatch.setattr(history, "MOST_ROWS", 6)
 
         own = table(rows(4), rows(4, replica=1))
@@ -152,7 +139,7 @@ class TestStepTable:
 
 
 @pytest.mark.parametrize("missing", ["number", "loss"])
-def test_rows_without_what_each_must_have_are_refused(missing):
+def test_rows_without_required_columns_are_refused(missing):
     layout = np.dtype([column for column in LAYOUT.descr if column[0] != missing])
 
     with pytest.raises(ValueError, match=r"need their numbers|none of steps"):
@@ -181,20 +168,19 @@ def run(log, clock, steps, step_s, row_s=0.0):
     return had
 
 
-class TestByNumber:
-    def test_the_steps_it_divides_have_one_whatever_they_cost(self):
-        clock = Clock()
+def test_steps_divisible_by_a_number_have_a_row_whatever_it_costs():
+    clock = Clock()
 
-        had = run(StepLog(3, clock), clock, range(1, 13), 1e-3, row_s=1.0)
+    had = run(StepLog(3, clock), clock, range(1, 13), 1e-3, row_s=1.0)
 
-        assert had == [3, 6, 9, 12]
+    assert had == [3, 6, 9, 12]
 
 
-class TestByCost:
+class TestAutomaticRows:
     @pytest.mark.parametrize(
         ("step_s", "row_s"), [(1e-3, 1e-4), (1e-3, 3e-3), (1e-2, 0.2)]
     )
-    def test_rows_take_no_more_than_their_share_of_the_time(self, step_s, row_s):
+    def test_rows_take_a_fixed_share_of_the_time(self, step_s, row_s):
         clock = Clock()
         began = clock.now
 
@@ -202,7 +188,7 @@ class TestByCost:
 
         assert 0.5 * SHARE < len(had) * row_s / (clock.now - began) <= 1.5 * SHARE
 
-    def test_a_row_that_took_long_once_does_not_count_for_ever(self):
+    def test_one_slow_row_delays_only_the_next(self):
         clock = Clock()
         log = StepLog("auto", clock)
         run(log, clock, [1], 1.0, row_s=1.0)
@@ -213,41 +199,40 @@ class TestByCost:
         assert had[1] == 211
 
 
-class TestRows:
-    @pytest.mark.parametrize("every", [1, "auto"])
-    def test_too_many_for_one_report_are_thinned_out(self, monkeypatch, every):
-        monkeypatch.setattr(telemetry, "MOST_ROWS", 8)
-        clock = Clock()
-        log = StepLog(every, clock)
+@pytest.mark.parametrize("every", [1, "auto"])
+def test_too_many_rows_for_one_report_are_thinned(monkeypatch, every):
+    monkeypatch.setattr(telemetry, "MOST_ROWS", 8)
+    clock = Clock()
+    log = StepLog(every, clock)
 
-        run(log, clock, range(1, 1001), 1.0)
-        first = unpack_rows(log.take())
-        run(log, clock, range(1001, 1101), 1.0)
-        second = unpack_rows(log.take())
+    run(log, clock, range(1, 1001), 1.0)
+    first = unpack_rows(log.take())
+    run(log, clock, range(1001, 1101), 1.0)
+    second = unpack_rows(log.take())
 
-        assert 4 <= len(first) <= 8
-        assert [number for number, _ in first + second] == [
-            first[0][0] * n for n in range(1, len(first + second) + 1)
-        ]
+    assert 4 <= len(first) <= 8
+    assert [number for number, _ in first + second] == [
+        first[0][0] * n for n in range(1, len(first + second) + 1)
+    ]
 
 
-def sample(values, threshold=1.0, size=None):
+def sample(values, threshold=1.0):
     values = torch.tensor(values)
-    return Sample(len(values) if size is None else size, values, threshold)
+    return Sample(len(values), values, threshold)
 
 
-class TestSpread:
-    @pytest.mark.parametrize("sign", [1, -1])
-    def test_of_all_of_it_the_numbers_are_exact(self, sign):
-        values = sign * np.random.default_rng(0).permutation(np.arange(1.0, 1001.0))
+@pytest.mark.parametrize("sign", [1, -1])
+def test_norm_and_percentiles_of_a_whole_residual_are_exact(sign):
+    values = sign * np.random.default_rng(0).permutation(np.arange(1.0, 1001.0))
 
-        norm, *percentiles = spread_of([sample(values, threshold=0.5)])
+    norm, *percentiles = spread_of([sample(values, threshold=0.5)])
 
-        assert norm == pytest.approx(np.linalg.norm(values))
-        assert percentiles == [2 * 500.0, 2 * 900.0, 2 * 990.0]
+    assert norm == pytest.approx(np.linalg.norm(values))
+    assert percentiles == [2 * 500.0, 2 * 900.0, 2 * 990.0]
 
-    def test_what_is_not_a_number_shows(self):
-        norm, *percentiles = spread_of([sample([math.nan, 1.0])])
 
-        assert math.isnan(norm)
-        assert math.isnan(percentiles[-1])
+def test_nan_in_a_residual_shows():
+    norm, *percentiles = spread_of([sample([math.nan, 1.0])])
+
+    assert math.isnan(norm)
+    assert math.isnan(percentiles[-1])

@@ -1,4 +1,4 @@
-"""What one replica's exchange publishes, and when; its channel is a test's own."""
+"""What the exchange of one replica publishes, and when; the channel is a fake."""
 
 from typing import NamedTuple
 
@@ -125,7 +125,7 @@ def kinds(case, steps):
     [("mean", [1 / 2, 1 / 3, 1]), ("sum", [1, 1, 1]), (0.7, [0.7, 0.7, 0.7])],
 )
 @pytest.mark.parametrize("apply", ["eager", "strict"])
-def test_the_scale_follows_those_that_train(apply, update_scale, expected):
+def test_the_scale_follows_the_number_of_replicas(apply, update_scale, expected):
     case, scales = Case(apply=apply, update_scale=update_scale), []
     for others in ([1], [1, 2], []):
         case.channel.others = others
@@ -137,7 +137,7 @@ def test_the_scale_follows_those_that_train(apply, update_scale, expected):
     assert scales == [pytest.approx(pair) for pair in pairs]
 
 
-def test_a_joining_replica_goes_on_with_the_warm_up():
+def test_a_joining_replica_continues_the_warm_up():
     donor = Case(warmup_steps=6, last=CompressionState({}, steps=2))
     for _ in range(3):
         donor.step()
@@ -147,7 +147,7 @@ def test_a_joining_replica_goes_on_with_the_warm_up():
     assert kinds(joining, 2) == [[DENSE], [SPARSE]]
 
 
-def test_what_is_left_is_published_where_replicas_meet():
+def test_the_rest_is_published_at_a_sync_point():
     case = Case(exchange_every=4)
     case.step()
 
@@ -157,7 +157,7 @@ def test_what_is_left_is_published_where_replicas_meet():
 
 
 class TestRoom:
-    def test_what_found_none_comes_first_next_time(self):
+    def test_updates_that_found_no_room_come_first_next_time(self):
         case, order = Case(LAYERS), []
 
         for _ in range(4):
@@ -169,7 +169,7 @@ class TestRoom:
         quanta = shared["counts_N"] * shared["grid"] / QUANTUM.value
         assert quanta.tolist() == [2.0] * 4 + [1.0] * 8
 
-    def test_an_exchange_of_which_nothing_was_accepted_is_none(self):
+    def test_an_exchange_without_an_accepted_update_does_not_count(self):
         rule = Wired()
         case = Case(rule)
         case.channel.room, case.channel.announces_room = 0, True
@@ -180,7 +180,7 @@ class TestRoom:
         assert case.exchange.result().compression.sent == {}
         assert rule.measured == []
 
-    def test_in_step_there_is_room_before_each_update(self):
+    def test_in_lockstep_each_update_waits_for_room(self):
         case = Case(LAYERS, max_staleness=0)
 
         case.step()
@@ -206,9 +206,9 @@ class Wired(LinkAlgorithm):
 
 
 class TestMeasuring:
-    """What a rule that follows the link learns."""
+    """Measurements for an algorithm that follows the link."""
 
-    def test_what_was_sent_and_what_left_since_the_last_exchange(self):
+    def test_density_and_deliveries_since_the_last_exchange(self):
         rule = Wired()
         case = Case(rule)
         for dense, nbytes in ((False, 100), (True, 200)):
@@ -219,7 +219,7 @@ class TestMeasuring:
         assert [one.density for one in rule.measured] == [4 / 12, 1.0]
         assert [one.drained.nbytes for one in rule.measured] == [100, 200]
 
-    def test_the_steps_are_timed_and_nothing_else(self):
+    def test_only_the_computation_is_timed(self):
         rule = Wired()
         case = Case(rule, exchange_every=2)
         for room in (0, 0, 0, 1, 1, 1):
@@ -232,7 +232,7 @@ class TestMeasuring:
         assert [one.step_s for one in rule.measured] == [10.0, 10.0]
 
 
-def test_times_of_a_step_are_those_of_its_waits_its_frames_and_its_updates():
+def test_a_step_reports_seconds_of_waiting_encoding_and_applying():
     case = Case(LAYERS, max_staleness=0)
 
     case.step()
@@ -263,7 +263,7 @@ class TestProgress:
 
         assert case.channel.progressed == announced
 
-    def test_steps_that_another_may_have_made_unannounced_are_no_lead(self):
+    def test_steps_that_others_need_not_announce_are_no_lead(self):
         case = Case(exchange_every=4)
         case.channel.slowest = 0
 

@@ -166,7 +166,7 @@ def trained(team, rounds=3):
     return team
 
 
-def test_what_was_sent_and_what_is_left_is_what_was_trained():
+def test_sums_and_residuals_add_up_to_the_training():
     team = trained(Team())
 
     team.check_nothing_is_lost()
@@ -174,7 +174,7 @@ def test_what_was_sent_and_what_is_left_is_what_was_trained():
     assert np.abs(team.left(PARAMETERS)).max() > 1e-6
 
 
-def test_what_is_left_completes_a_mean_to_which_nobody_has_anything_to_add():
+def test_an_exact_mean_delivers_all_residuals():
     team = trained(Team())
 
     team.average({2: 1.0}, whole=True)
@@ -185,7 +185,7 @@ def test_what_is_left_completes_a_mean_to_which_nobody_has_anything_to_add():
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_mean_that_nobody_got_is_made_again_of_the_same(whole):
+def test_a_lost_mean_is_computed_again_from_the_same_residuals(whole):
     team = trained(Team(), rounds=3)
     team.train(SOME)
 
@@ -196,7 +196,7 @@ def test_a_mean_that_nobody_got_is_made_again_of_the_same(whole):
     team.check_all_have_the_same()
 
 
-def test_parameters_and_momentum_travel_in_eight_bits():
+def test_parameters_and_momentum_are_sent_in_eight_bits():
     terms = trained(Team(dtype=torch.float32), 2).average(SOME)
 
     whole = Team(dtype=torch.float32).average(SOME, whole=True)
@@ -231,7 +231,7 @@ def normal(size, dtype=np.float32, seed=0):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("shape", [(1000,), (30, 7, 3)])
-def test_what_is_read_and_what_is_left_are_what_there_was(shape, dtype):
+def test_decoded_values_plus_residual_are_the_array(shape, dtype):
     array = normal(shape, dtype)
 
     sent, left = rounded(array)
@@ -260,7 +260,7 @@ def with_one(value, dtype=np.float32):
     ],
     ids=["nan", "infinite", "large", "huge", "small", "empty"],
 )
-def test_what_a_frame_does_not_suit_goes_as_it_is(array):
+def test_arrays_that_do_not_fit_a_frame_are_sent_exactly(array):
     sent, left = rounded(array)
 
     assert left is NOTHING
@@ -287,7 +287,7 @@ def test_means_are_weighted_by_examples():
     assert decided.members == decided.current == (0, 1)
 
 
-def test_who_waits_for_a_lease_is_no_member_but_may_have_the_latest():
+def test_a_replica_that_waits_for_a_lease_is_no_member_but_may_donate():
     notes = {0: vote(mean=3, examples=0), 1: vote(examples=0, parked=True)}
 
     decided = RoundDecision.of(notes, gone=[])
@@ -296,7 +296,7 @@ def test_who_waits_for_a_lease_is_no_member_but_may_have_the_latest():
     assert decided.current == decided.donors == (1,)
 
 
-def test_the_root_is_one_that_has_the_latest_mean():
+def test_the_root_has_the_latest_mean():
     notes = {0: vote(mean=3), 1: vote(), 2: vote(), 3: vote(parked=True, examples=0)}
 
     roots = {
@@ -330,5 +330,5 @@ def ended(**more):
         *("all rest", "one rests", "one parked"),
     ],
 )
-def test_differences_are_averaged_among_those_that_have_the_latest_mean(notes, whole):
+def test_a_mean_is_rounded_only_among_members_with_the_latest_mean(notes, whole):
     assert RoundDecision.of(dict(enumerate(notes)), gone=[]).whole is whole

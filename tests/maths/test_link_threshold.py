@@ -1,4 +1,4 @@
-"""`LinkThreshold` against a model of training over a link: no clock, no socket.
+"""`LinkThreshold` in a simulation of training over a link: no clock, no socket.
 
 Residuals grow and are sent as in the compressor; a pump carries frames over a link
 with a bandwidth and a latency, and times come out up to 20 % off. A model of many
@@ -241,28 +241,28 @@ of_each_kind_and_size = pytest.mark.parametrize(
 )
 
 
-class TestOnASlowLink:
-    @of_each_kind_and_size
-    def test_the_cost_is_the_share_and_the_density_stays(self, kind, size, step_s):
-        bandwidth = SLOW / 20 if size == 10**4 else SLOW
-        replica = training(size=size, step_s=step_s, bandwidth=bandwidth, kind=kind)
+@of_each_kind_and_size
+def test_a_slow_link_is_busy_for_the_share_and_the_density_is_steady(
+    kind, size, step_s
+):
+    bandwidth = SLOW / 20 if size == 10**4 else SLOW
+    replica = training(size=size, step_s=step_s, bandwidth=bandwidth, kind=kind)
 
-        densities, costs = settled(replica)
+    densities, costs = settled(replica)
 
-        assert 0.18 < mean(costs) < 0.3
-        assert max(densities) < 2 * min(densities)
+    assert 0.18 < mean(costs) < 0.3
+    assert max(densities) < 2 * min(densities)
 
 
-class TestOnAFastLink:
-    @of_each_kind_and_size
-    def test_all_is_sent_within_thirty_steps_and_from_then_on(self, kind, size, step_s):
-        replica = training(size=size, step_s=step_s, kind=kind)
-        replica.steps(30)
-        before = len(replica.densities)
+@of_each_kind_and_size
+def test_a_fast_link_carries_all_within_thirty_steps(kind, size, step_s):
+    replica = training(size=size, step_s=step_s, kind=kind)
+    replica.steps(30)
+    before = len(replica.densities)
 
-        replica.steps(40)
+    replica.steps(40)
 
-        assert replica.densities[before:] == [1.0] * 40
+    assert replica.densities[before:] == [1.0] * 40
 
 
 @pytest.mark.parametrize(
@@ -273,15 +273,15 @@ class TestOnAFastLink:
         (0.005, 0.01),
     ],
 )
-class TestWhereStepsAreShorterThanRequests:
-    def test_all_is_sent_over_a_fast_link(self, step_s, latency_s):
+class TestStepsShorterThanRequests:
+    def test_a_fast_link_carries_all(self, step_s, latency_s):
         replica = training(size=10**4, step_s=step_s, latency_s=latency_s)
 
         densities, _ = settled(replica)
 
         assert densities == [1.0] * len(densities)
 
-    def test_about_the_share_is_taken_of_a_slow_one_at_most(self, step_s, latency_s):
+    def test_a_slow_link_is_busy_for_about_the_share(self, step_s, latency_s):
         replica = training(
             size=10**4, step_s=step_s, latency_s=latency_s, bandwidth=SLOW / 5
         )
@@ -292,24 +292,23 @@ class TestWhereStepsAreShorterThanRequests:
         assert 0.05 < mean(costs) < 0.4
 
 
-class TestAChange:
-    def test_it_follows_a_link_down_and_up_again(self):
-        replica = training()
-        replica.steps(30)
-        assert replica.densities[-1] == 1.0
+def test_the_density_follows_a_link_down_and_up_again():
+    replica = training()
+    replica.steps(30)
+    assert replica.densities[-1] == 1.0
 
-        replica.wire.bandwidth = SLOW / 5
-        slow, costs = settled(replica)
-        replica.wire.bandwidth = FAST
-        fast, _ = settled(replica)
+    replica.wire.bandwidth = SLOW / 5
+    slow, costs = settled(replica)
+    replica.wire.bandwidth = FAST
+    fast, _ = settled(replica)
 
-        assert 0.18 < mean(costs) < 0.3
-        assert max(slow) < 2 * min(slow)
-        assert fast == [1.0] * len(fast)
+    assert 0.18 < mean(costs) < 0.3
+    assert max(slow) < 2 * min(slow)
+    assert fast == [1.0] * len(fast)
 
 
-class TestWhereTheLeastSeemsTooMuch:
-    """On a link of which it was learned that a byte takes a millisecond."""
+class TestLeastDensityTooCostly:
+    """A link with a measured price of a millisecond per byte."""
 
     LINK = Link(10**6, 1e-4, floor=Request(1e-3, 200), price_s=1e-3, hold=HOLD)
 
@@ -324,17 +323,17 @@ class TestWhereTheLeastSeemsTooMuch:
             densities.append(link.density)
         return densities
 
-    def test_a_little_more_shows_that_it_is_the_way_that_is_long(self):
+    def test_growth_shows_that_latency_was_the_cost(self):
         assert max(self.densities(lambda nbytes: 0.05)) >= 0.9 * MOST
 
-    def test_a_little_more_is_little_and_seldom_where_it_is_the_bytes(self):
+    def test_growth_is_small_and_rare_if_bytes_are_the_cost(self):
         densities = self.densities(lambda nbytes: 1e-3 * nbytes)
 
         assert max(densities) < 2.2e-4
         assert sum(d > 1e-4 for d in densities) < 20
 
 
-def test_without_a_link_everything_is_sent_from_the_second_exchange_on():
+def test_without_a_link_all_exchanges_but_the_first_are_dense():
     rule = LinkThreshold()
     drained = Drained(100, 1, requests=0)
 
@@ -346,7 +345,7 @@ def test_without_a_link_everything_is_sent_from_the_second_exchange_on():
 
 
 @pytest.mark.parametrize("density", [1e-3, 1e-2, 0.1, 0.3, 1.0])
-def test_a_frame_of_independent_positions_is_as_large_as_foreseen(density):
+def test_the_size_of_a_frame_of_independent_positions_is_predicted(density):
     size = 100_000
     random = np.random.default_rng(0)
     positions = np.sort(random.choice(size, round(size * density), replace=False))

@@ -1,4 +1,4 @@
-"""The tensors of a module by name: what is trained, the rest, and back."""
+"""Merged results of replicas, tensors of modules by name, and objectives."""
 
 import dataclasses
 import re
@@ -35,7 +35,7 @@ def merged(*results):
     return merge(results)
 
 
-def test_all_residuals_are_added_up_and_shared_is_as_agreed():
+def test_residuals_are_summed_and_the_agreed_parameters_kept():
     parameters = merged(
         result(shared([10, 20, 30], [1, 0, -3])),
         result(shared([10, 20, 30], [0, -2, -4])),
@@ -47,7 +47,7 @@ def test_all_residuals_are_added_up_and_shared_is_as_agreed():
     assert parameters.grid == GRID
 
 
-def test_the_best_epoch_comes_back_from_the_first_that_has_it_and_nothing_is_added():
+def test_the_best_epoch_is_taken_without_residuals():
     best = dataclasses.replace(result(shared([7])), restored=True)
 
     final = merged(result(shared([10], [1])), best, dataclasses.replace(best))
@@ -61,9 +61,7 @@ def test_the_best_epoch_comes_back_from_the_first_that_has_it_and_nothing_is_add
 @pytest.mark.parametrize(
     "kept", [shared([10]), Parameters({"weight": 0.5})], ids=["shared", "exact"]
 )
-def test_one_that_failed_at_its_start_does_not_hide_what_the_others_agreed_on(
-    kept, order
-):
+def test_a_replica_that_failed_at_its_start_does_not_hide_the_agreed_state(kept, order):
     parts = [NOTHING, kept][::order]
 
     parameters = merged(
@@ -90,7 +88,7 @@ def test_the_optimizer_state_is_the_sum_of_the_weighted_shares():
     assert (key.name, momentum.tolist()) == ("momentum_buffer", [1.5, 1.5])
 
 
-def test_the_threshold_goes_on_from_the_mean_of_all_that_have_sent():
+def test_thresholds_are_averaged_over_replicas_that_have_sent():
     final = merged(
         result(
             shared([1]),
@@ -117,7 +115,7 @@ class Net(nn.Module):
         self.register_buffer("lost", torch.arange(3), persistent=False)
 
 
-def test_they_are_those_of_the_module_without_a_gradient():
+def test_trained_tensors_are_views_without_a_gradient():
     net = Net()
 
     weight = trained_in(net)["first.weight"]
@@ -129,7 +127,7 @@ def test_they_are_those_of_the_module_without_a_gradient():
     assert not others_in(net)["frozen.weight"].requires_grad
 
 
-def test_what_was_taken_is_loaded_and_stays_tied():
+def test_loaded_tensors_stay_tied():
     one, other = Net(), Net()
     parameters = list(other.parameters())
     tensors = {**trained_in(one), **others_in(one)}
@@ -154,7 +152,7 @@ def test_what_was_taken_is_loaded_and_stays_tied():
     ],
     ids=["longer", "with an axis more", "a number", "unknown"],
 )
-def test_what_does_not_fit_is_refused_and_nothing_is_changed(changed, message):
+def test_wrong_shapes_are_refused_and_change_nothing(changed, message):
     net, other = Net(), Net()
     before = {**trained_in(net), **others_in(net)}
     before = {name: tensor.clone() for name, tensor in before.items()}
@@ -175,7 +173,7 @@ def step(model, batch):
     return (model(x, shift=1.0) - y).square().mean()
 
 
-def test_a_step_is_told_from_a_loss():
+def test_a_step_of_the_users_own_is_an_objective():
     assert objective_of(None, step) == OwnStep(step)
 
 
@@ -189,7 +187,7 @@ def test_a_step_is_told_from_a_loss():
     ],
     ids=["neither", "both", "no function"],
 )  # fmt: skip
-def test_anything_else_is_refused(loss, own, message):
+def test_other_objectives_are_refused(loss, own, message):
     with pytest.raises(OptionError, match=re.escape(message)):
         objective_of(loss, own)
 
@@ -202,7 +200,7 @@ class Weighted(nn.CrossEntropyLoss):
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["loss", "step"])
-def test_weights_go_where_the_model_is(own):
+def test_weights_of_a_loss_move_to_the_models_device(own):
     module = Weighted(weight=torch.ones(2))
     objective = OwnStep(module) if own else module
 

@@ -1,4 +1,4 @@
-"""Parameter averaging between processes: as among threads; and workers that die."""
+"""Parameter averaging between processes, with workers that are killed."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""Where a run computes: processes, threads, a cluster of its own."""
+"""Workers that are processes or threads, and a cluster started by a fit."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ class TestWhereItRuns:
         for name, value in results[0].items():
             np.testing.assert_array_equal(value, results[1][name])
 
-    def test_the_default_client_is_taken(self, client, tmp_path):
+    def test_the_default_client_is_used(self, client, tmp_path):
         notes = Notes(tmp_path)
         with client.as_current():
             own = trainer(None, callbacks=[notes])
@@ -54,7 +54,7 @@ class TestWhereItRuns:
 
     @pytest.mark.slow
     @pytest.mark.timeout(90)
-    def test_a_cluster_of_its_own_is_closed_again(self):
+    def test_a_cluster_started_by_a_fit_is_closed(self):
         done = subprocess.run(
             [sys.executable, "-c", OWN_CLUSTER],
             capture_output=True,
@@ -107,7 +107,7 @@ if __name__ == "__main__":
 
 class TestThreads:
     @pytest.mark.parametrize(("replicas", "share"), [(1, 3), (3, 1)])
-    def test_replicas_share_their_workers_threads_and_put_them_back(
+    def test_replicas_share_their_workers_threads_and_restore_them(
         self, tmp_path, replicas, share
     ):
         before = torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Failures on purpose, on real workers."""
+"""Injected failures on workers that are processes."""
 
 import os
 
@@ -18,7 +18,7 @@ X, Y = rows()
 ROUTINGS = pytest.mark.parametrize("routing", ["plain", "mesh"])
 
 
-def test_one_that_exits_is_a_killed_process_and_comes_back_as_another(three, tmp_path):
+def test_a_replica_that_exits_is_replaced(three, tmp_path):
     pids = three.run(os.getpid)
     worker = sorted(pids)[1]
     rule = FailureInjection("exit", replicas=[1], steps=[12])
@@ -35,7 +35,7 @@ def test_one_that_exits_is_a_killed_process_and_comes_back_as_another(three, tmp
     assert {pids[w] for w in pids if w != worker} <= set(after.values())
 
 
-def test_one_that_freezes_too_long_is_given_up_and_begins_again(three, tmp_path):
+def test_a_replica_that_freezes_too_long_is_replaced(three, tmp_path):
     rule = FailureInjection("freeze", replicas=[1], steps=[12], seconds=10)
     own = trainer(three, master=Recorded(str(tmp_path), kept()), callbacks=[rule])
 
@@ -49,7 +49,7 @@ def test_one_that_freezes_too_long_is_given_up_and_begins_again(three, tmp_path)
 
 
 @ROUTINGS
-def test_what_is_dropped_is_asked_for_and_nothing_is_missing(client, tmp_path, routing):
+def test_dropped_updates_are_retransmitted(client, tmp_path, routing):
     rule = FailureInjection("drop", replicas=[0], probability=0.3, seed=1)
     master = Recorded(str(tmp_path), kept(routing=routing))
 

@@ -1,4 +1,4 @@
-"""Runs that follow each other, or go on at once."""
+"""Runs one after another, and at the same time."""
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ class TestOneAfterTheOther:
 
         assert changed_since(client, before) == {}
 
-    def test_the_random_state_of_a_worker_is_put_back(self, client):
+    def test_the_random_state_of_a_worker_is_restored(self, client):
         before = client.run(torch.initial_seed)
 
         trainer(client, model=normalised, seed=123).fit(X, Y)
@@ -41,7 +41,7 @@ class TestOneAfterTheOther:
 @pytest.mark.slow
 class TestTwoAtOnce:
     @pytest.mark.parametrize("clients", ["one", "two"])
-    def test_both_are_right_and_unmixed(self, client, clients, caplog):
+    def test_concurrent_runs_do_not_mix(self, client, clients, caplog):
         # What Dask says of a client that closes would hold its tasks in the record.
         caplog.set_level(logging.CRITICAL + 1, "distributed.scheduler")
         other = client

@@ -1,4 +1,4 @@
-"""Options of `GradientSharing`: each changes what it says."""
+"""Replicas per worker, and routing, on a cluster."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class TestSharing:
         assert history.column("replicas") == [4] * 6
         assert own.evaluate(X, Y)["accuracy"] > 0.85
 
-    def test_a_replica_without_a_piece_waits_for_the_others(self, client):
+    def test_a_replica_without_a_lease_waits_for_the_others(self, client):
         x, y = da.from_array(X, chunks=(480, 20)), da.from_array(Y, chunks=480)
 
         history = trainer(client).fit(x, y, epochs=2, batch_size=16)
@@ -49,7 +49,7 @@ class Routings(Callback):
             (self.folder / str(replica)).write_text(link.connection.spec.routing)
 
 
-def test_many_replicas_on_few_workers_are_relayed_to(client, tmp_path):
+def test_many_replicas_on_few_workers_use_the_relay(client, tmp_path):
     own = trainer(
         client, master=kept(replicas_per_worker=5), callbacks=[Routings(tmp_path)]
     )

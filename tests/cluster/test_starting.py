@@ -1,4 +1,4 @@
-"""Workers while a fit begins, before the run is open, and when all is over."""
+"""Workers that join or fail while a fit begins, and that end after it."""
 
 import atexit
 import gc
@@ -39,7 +39,7 @@ def forget_plugin(client):
     client.cluster.scheduler.worker_plugins.pop(NAME, None)
 
 
-def test_a_worker_that_comes_while_a_fit_begins_takes_part(growing, monkeypatch):
+def test_a_worker_that_joins_while_a_fit_begins_is_used(growing, monkeypatch):
     def grow():
         growing.cluster.scale(2)
         poll_for(lambda: len(growing.nthreads()) == 2, timeout=60)
@@ -76,7 +76,7 @@ def test_a_worker_that_is_lost_before_the_run_is_open_is_left_out(three, monkeyp
 
 
 @pytest.mark.slow
-def test_a_worker_does_not_look_through_all_that_torch_leaves_at_its_end(tmp_path):
+def test_a_worker_ends_without_a_garbage_collection_of_torch(tmp_path):
     note = tmp_path / "frozen"
 
     def leave_note():
@@ -115,7 +115,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_terminal_is_for_the_client_of_a_cluster_of_its_own(tmp_path):
+def test_ctrl_c_in_a_terminal_reaches_only_the_client(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(CTRL_C)
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Fits that end early on a cluster: for all replicas at the same epoch."""
+"""Early stopping on a cluster."""
 
 import os
 
@@ -102,7 +102,7 @@ class More(Callback):
 
 
 @pytest.mark.slow
-def test_a_newcomer_stops_with_the_others(growing, tmp_path):
+def test_a_joining_replica_stops_with_the_others(growing, tmp_path):
     enough = Enough(tmp_path, replicas=2)
     own = trainer(
         growing,
@@ -143,7 +143,7 @@ def test_the_others_stop_together_when_a_worker_is_killed_meanwhile(three, tmp_p
     assert_best(own, tmp_path)
 
 
-def test_what_there_will_not_be_is_refused_before_a_worker_is_touched(untouched):
+def test_a_missing_score_is_refused_before_a_worker_is_used(untouched):
     own = trainer(untouched, callbacks=[EarlyStopping(patience=1)])
 
     with pytest.raises(OptionError, match="monitor='val_loss' needs validation data"):

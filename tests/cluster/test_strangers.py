@@ -1,4 +1,4 @@
-"""Who reaches a port and sends junk is refused and counted, and harms nobody."""
+"""Malformed requests to any handler are refused and counted, and do no harm."""
 
 import dataclasses
 import inspect
@@ -259,9 +259,7 @@ def fitted(client, loss):
     return parameters_of(own.model_), history
 
 
-def test_a_run_goes_on_as_if_nobody_had_sent_junk_to_any_of_its_handlers(
-    open_client, logged
-):
+def test_a_run_is_not_changed_by_malformed_requests(open_client, logged):
     undisturbed, history = fitted(open_client, nn.CrossEntropyLoss())
     assert sum(history.column("refused_messages")) == 0
     attack = Attack(open_client)
@@ -292,7 +290,7 @@ def test_a_run_goes_on_as_if_nobody_had_sent_junk_to_any_of_its_handlers(
     assert not [r for r in logged if r.levelno >= logging.ERROR or r.exc_info]
 
 
-def test_a_predictor_goes_on_too(open_client, logged):
+def test_a_predictor_is_not_changed_by_malformed_requests(open_client, logged):
     attack = Attack(open_client)
 
     with Predictor(nn.Linear(20, 4), client=open_client) as predictor:
@@ -306,7 +304,7 @@ def test_a_predictor_goes_on_too(open_client, logged):
     assert not [r for r in logged if "is lost" in r.getMessage()]
 
 
-def test_what_a_replica_refuses_is_an_error_of_the_call(open_client, monkeypatch):
+def test_a_refusal_by_a_replica_is_an_error_of_the_call(open_client, monkeypatch):
     async def refuse(**fields):
         return {"status": "refused", "reason": "ask: no such tree"}
 
@@ -321,5 +319,5 @@ def test_what_a_replica_refuses_is_an_error_of_the_call(open_client, monkeypatch
 
 
 @pytest.mark.parametrize("name", ["weight" * 20_000])
-def test_a_message_is_never_longer_than_a_screen(name):
+def test_error_messages_are_bounded(name):
     assert len(str(SaveError(f"the tensor {name} has no place"))) <= 2000

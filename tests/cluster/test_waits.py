@@ -1,4 +1,4 @@
-"""A client that waits for its replicas: promise 7."""
+"""Every wait has a timeout and names what it waited for."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ X, Y = rows()
 
 
 def soon(**bounds):
-    """Configure time-outs; replicas that cannot leave are not waited for either."""
+    """Configure timeouts, with a short wait for replicas that cannot leave."""
     bounds = {"stop": "1s", **bounds}
     return {f"daskdl.timeouts.{name}": bound for name, bound in bounds.items()}
 
@@ -43,8 +43,6 @@ def hear_again(dask_scheduler):
 
 
 class TestNoSilentWaits:
-    """Promise 7: every wait has a time-out and says whom it waited for."""
-
     def test_a_worker_that_is_busy_is_named(self, client):
         worker = sorted(client.nthreads())[1]
         release = Event("release", client=client)
@@ -69,7 +67,7 @@ class TestNoSilentWaits:
         assert worker in str(caught.value)
 
     @pytest.mark.slow
-    def test_too_few_replicas_are_named_with_what_was_last_seen(self, client):
+    def test_too_few_replicas_are_named_with_their_last_step(self, client):
         pids = client.run(os.getpid)
         worker = sorted(pids)[1]
 
@@ -117,9 +115,7 @@ class TestNoSilentWaits:
         )
 
     @pytest.mark.slow
-    def test_data_that_do_not_come_are_named_with_whom_they_are_waited_from(
-        self, client
-    ):
+    def test_data_that_do_not_arrive_are_named(self, client):
         release = Event("release-data", client=client)
 
         def late(block):

@@ -46,11 +46,11 @@ def test_every_worker_has_a_replica_in_a_fixed_order():
     assert seats(Cluster(b=0, a=0, c=0)) == {0: "a", 1: "b", 2: "c"}
 
 
-def test_auto_is_one_for_each_device_and_one_without_any():
+def test_auto_is_one_for_each_device_or_one_without_devices():
     assert seats(Cluster(a=0, b=3), each="auto") == {0: "a", 1: "b", 2: "b", 3: "b"}
 
 
-def test_a_worker_that_does_not_say_how_many_devices_it_has_is_not_waited_for():
+def test_a_worker_that_does_not_report_its_devices_is_named():
     class Hanging(Cluster):
         async def run(self, function, workers):
             await asyncio.Event().wait()
@@ -74,11 +74,11 @@ def test_there_are_no_more_replicas_than_batches(examples, expected):
     assert len(seats(Cluster(a=0, b=0, c=0), examples=examples)) == expected
 
 
-def test_those_left_out_leave_the_workers_evenly_used():
+def test_fewer_replicas_are_spread_evenly():
     assert seats(Cluster(a=0, b=0), each=3, examples=20) == {0: "a", 1: "b"}
 
 
-def test_leaving_replicas_out_is_logged(caplog):
+def test_fewer_replicas_are_logged(caplog):
     with caplog.at_level("INFO", logger="daskdl.training.backend"):
         seats(Cluster(a=0, b=0, c=0), examples=20)
 
@@ -96,15 +96,13 @@ def here(each=1, least=1, examples=1000):
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(0, 1), (3, 3)])
-def test_auto_here_is_one_for_each_device_of_this_process(
-    devices, expected, monkeypatch
-):
+def test_auto_without_a_cluster_is_one_for_each_device(devices, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
 
     assert here("auto") == expected
 
 
-def test_more_than_there_can_be_here_are_refused_at_once():
+def test_min_replicas_above_the_replicas_of_this_process_are_refused():
     assert here(2, least=2) == 2
     with pytest.raises(OptionError, match=r"min_replicas must be at most 2, .* got 3"):
         here(2, least=3)

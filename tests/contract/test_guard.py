@@ -19,7 +19,7 @@ def failing(error):
     return fail
 
 
-def test_what_is_returned_or_raised_is_kept():
+def test_results_and_exceptions_are_returned():
     future = Future()
 
     settle(future, lambda: 7)
@@ -40,7 +40,7 @@ def failing_with(thing):
     return fail
 
 
-def test_an_error_that_is_let_go_leaves_memory_at_once():
+def test_a_dropped_error_is_freed_without_a_collection():
     thing = Held()
     gone = weakref.ref(thing)
 
@@ -75,5 +75,5 @@ CAUGHT = [
 ]
 
 
-def test_nothing_else_catches_whatever_is_raised():
+def test_nothing_else_catches_all_exceptions():
     assert [line.split(":")[0] for line in CAUGHT] == ["util.py"] * 2

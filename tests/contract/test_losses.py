@@ -1,4 +1,4 @@
-"""What is done about results that were lost, as far as it can be seen without Dask."""
+"""Lost results of Dask tasks, without Dask."""
 
 import types
 from collections import Counter
@@ -21,14 +21,14 @@ class Forgetful(Fetcher):
         raise LostPieceError(f"{key} was lost")
 
 
-def test_what_a_part_begins_with_is_not_asked_for_again_and_again():
+def test_a_lost_dependency_that_is_still_needed_is_a_data_error():
     with pytest.raises(DataError, match="Dask cannot compute it again") as caught:
         Forgetful()._need("x", 1.0, lambda: False)
 
     assert not isinstance(caught.value, LostPieceError)
 
 
-def test_what_nobody_wants_any_more_is_no_fault_of_the_data():
+def test_a_lost_dependency_that_is_not_needed_is_no_data_error():
     with pytest.raises(LostPieceError, match="x was lost"):
         Forgetful()._need("x", 1.0, lambda: True)
 
@@ -63,7 +63,7 @@ def running(sends=lambda: {"function": "again"}, client=None, *, cancelled=True)
     return own
 
 
-def test_what_all_need_is_sent_again_when_it_is_lost():
+def test_a_lost_shared_object_is_sent_again():
     own = running()
 
     own._recover(3, KeyError())
@@ -72,7 +72,7 @@ def test_what_all_need_is_sent_again_when_it_is_lost():
     assert own._workers == ["new"]
 
 
-def test_what_is_still_there_is_not_sent_again():
+def test_a_present_shared_object_is_not_sent_again():
     own = running(cancelled=False)
 
     own._recover(3, KeyError())
@@ -80,7 +80,7 @@ def test_what_is_still_there_is_not_sent_again():
     assert own._sent["function"] != "again"
 
 
-def test_a_worker_that_goes_while_it_is_sent_counts_as_one_more_loss():
+def test_a_worker_lost_while_sending_counts_as_another_loss():
     answers = iter([OSError("gone"), None])
 
     def send():
@@ -106,14 +106,14 @@ def test_a_part_that_is_lost_too_often_is_an_error():
         own._recover(3, KeyError())
 
 
-def test_no_worker_is_waited_for_without_end():
+def test_the_wait_for_a_worker_is_bounded():
     own = running(client=Client(comes=False))
 
     with pytest.raises(WaitTimeoutError, match="no worker came within 60"):
         own._recover(3, KeyError())
 
 
-def test_a_part_is_put_on_a_worker_that_takes_it(monkeypatch):
+def test_a_part_is_placed_on_a_worker_that_accepts_it(monkeypatch):
     def scatter(client, data, workers, bound, what):
         if workers == ["old"]:
             raise OSError("gone")

@@ -51,12 +51,12 @@ RESIDUAL = Untouched()
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: type(a).__name__)
 @pytest.mark.parametrize("last", [None, Sent(1e-3, 0.0), Sent(1e-3, 1.0)], ids=str)
-def test_every_threshold_is_positive_and_makes_no_residual(algorithm, last):
+def test_every_threshold_is_positive_and_needs_no_whole_residual(algorithm, last):
     assert 0 < algorithm.next_threshold(RESIDUAL, last) < math.inf
 
 
 @pytest.mark.parametrize("rule", [*ALGORITHMS, ResidualClipping(), KeepResidual()])
-def test_every_rule_travels_to_a_worker(rule):
+def test_every_rule_can_be_pickled(rule):
     assert pickle.loads(pickle.dumps(rule)) == rule
 
 
@@ -103,7 +103,7 @@ def test_wrong_values_are_refused(kind, options, message):
         kind(**options)
 
 
-def test_clipping_cuts_every_few_exchanges_but_not_the_first():
+def test_clipping_skips_the_first_exchange():
     rule = ResidualClipping(multiple=3.0, frequency=4)
 
     assert [rule.bound(n, 0.5) for n in range(9)] == (
@@ -126,7 +126,7 @@ class TestAdaptiveThreshold:
             ([0.0, 0.0], (1e-4, 1e-2), 1e-4),
         ],
     )
-    def test_without_an_initial_one_begins_where_the_first_progress_says(
+    def test_without_an_initial_threshold_the_first_residual_determines_it(
         self, values, band, expected
     ):
         rule = AdaptiveThreshold(None, *band)

@@ -44,7 +44,7 @@ class Watched(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_as_many_are_made_with_clipping_as_without(monkeypatch):
+def test_clipping_allocates_no_tensors_of_the_gradients_size(monkeypatch):
     counts = []
     for norm in (None, 1e-3):
         monkeypatch.setattr(Watched, "made", ())

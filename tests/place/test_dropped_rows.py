@@ -1,4 +1,4 @@
-"""Rows that fill no batch with drop_last=True."""
+"""Incomplete batches with drop_last=True."""
 
 import dask.array as da
 import pytest
@@ -36,7 +36,7 @@ class Shrink(Callback):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_an_epoch_that_drops_all_ends_the_fit(replicas, epoch, monkeypatch):
+def test_an_epoch_that_drops_all_rows_ends_the_fit(replicas, epoch, monkeypatch):
     monkeypatch.setattr(Stream, "rows", 200)
     master = GradientSharing(replicas_per_worker=replicas)
     own = trainer(False, master=master, callbacks=[Shrink(epoch)])
@@ -48,7 +48,7 @@ def test_an_epoch_that_drops_all_ends_the_fit(replicas, epoch, monkeypatch):
     assert [row["examples"] > 0 for row in own.history_] == [True] * epoch
 
 
-def test_rows_that_cannot_be_used_are_named_beside_those_that_fill_no_batch():
+def test_the_error_counts_bad_rows_and_dropped_rows():
     labels = Y[:40].copy()
     labels[15] = 99
     x, y = da.from_array(X[:40], chunks=(10, -1)), da.from_array(labels, chunks=10)
@@ -68,7 +68,7 @@ def step(model, batch):
     return nn.functional.cross_entropy(model(x), y)
 
 
-def test_what_fills_no_batch_is_not_trained_on():
+def test_incomplete_batches_are_not_trained_on():
     batches.clear()
     own = trainer(False, loss=None, step=step, master=kept())
 
@@ -78,7 +78,7 @@ def test_what_fills_no_batch_is_not_trained_on():
     assert history.column("examples") == [96, 96]
 
 
-def test_it_is_the_remedy_for_batch_norm_and_one_row():
+def test_drop_last_is_the_remedy_for_batch_norm_with_one_row():
     own = trainer(False, model=normalised)
     message = r"^replica 0 .*one row: Expected more than 1 value.*drop_last=True"
 

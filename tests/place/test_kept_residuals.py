@@ -1,4 +1,4 @@
-"""What was validated last is what comes back; what was not sent is for the next fit."""
+"""Fits return the validated model, and leave unsent residuals to the next fit."""
 
 import dataclasses
 import logging
@@ -51,9 +51,7 @@ MASTERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_the_model_that_comes_back_is_the_one_validated_last(
-    master, replicas, optimizer
-):
+def test_the_returned_model_is_the_one_validated_last(master, replicas, optimizer):
     master = dataclasses.replace(master, replicas_per_worker=replicas)
     own = trainer(False, model=normalised, master=master, optimizer=optimizer)
 
@@ -168,7 +166,7 @@ class TestConservation:
         np.testing.assert_allclose(delivered(own), expected, **CLOSE)
         assert np.abs(shown - expected).max() > 1e-3  # there was something left
 
-    def test_a_fit_that_fails_before_its_replicas_have_met_keeps_it(self):
+    def test_a_fit_that_fails_before_the_first_sync_keeps_the_residual(self):
         class Fail(Callback):
             def on_step_end(self, step):
                 raise RuntimeError
@@ -188,7 +186,7 @@ class TestConservation:
 
     @pytest.mark.parametrize("replicas", [1, 2])
     @pytest.mark.parametrize("outer", [None, lambda p: torch.optim.SGD(p, lr=1.0)])
-    def test_averaging_begins_with_all_of_it(self, replicas, outer):
+    def test_averaging_starts_with_the_whole_residual(self, replicas, outer):
         own = booked()
         fit(own)
         expected = self.START + Book.moved
@@ -200,7 +198,7 @@ class TestConservation:
             np.testing.assert_allclose(model_of(own), expected, **CLOSE)
 
     @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-    def test_the_next_fit_starts_from_weights_that_the_user_has_changed(
+    def test_the_next_fit_starts_from_weights_changed_by_the_user(
         self, change, caplog, tmp_path
     ):
         own = booked()

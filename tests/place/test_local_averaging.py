@@ -1,4 +1,4 @@
-"""Parameter averaging among threads: what it computes, to the bit or to rounding."""
+"""Parameter averaging among threads, compared with a plain reference."""
 
 import numpy as np
 import pytest
@@ -95,7 +95,7 @@ def check_averaged(own, data, made, **options):
 
 @MODELS
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_uneven_replicas_average_as_written_down(model, optimizer, options):
+def test_uneven_replicas_average_like_a_reference_loop(model, optimizer, options):
     options = {"frequency": 2, **options}
 
     own = fitted(averaging(3, **options), model=model, optimizer=optimizer)
@@ -184,7 +184,7 @@ def test_the_optimizer_of_the_trainer_is_the_averaged_one():
     assert steps == {2 * 11}  # the most that one replica has made, of 21 in an epoch
 
 
-def test_the_history_tells_of_averagings():
+def test_the_history_has_the_columns_of_averaging():
     own = fitted(averaging(3, frequency=2), epochs=1, validation=(X, Y))
 
     row = own.history_[0]

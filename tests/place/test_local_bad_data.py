@@ -1,4 +1,4 @@
-"""Fits on data of which something is bad: named, or left out and counted."""
+"""Fits on bad data, which is named, or left out and counted."""
 
 import threading
 
@@ -83,7 +83,7 @@ class TestNothingIsLeft:
             fit(str(npz))
 
 
-def test_one_bad_image_goes_alone(images):
+def test_only_the_bad_image_is_left_out(images):
     (images / "a" / "06.png").write_bytes(b"torn")
 
     check_left_out(fit(folder(images), Flat), 39, 1)
@@ -97,7 +97,7 @@ def one_row(file):
 
 @pytest.mark.parametrize("bad", ["torn", "wide", "label"])
 @pytest.mark.parametrize("place", [0, 20])
-def test_so_does_one_bad_file_of_one_example(tmp_path, bad, place):
+def test_only_the_bad_file_of_one_example_is_left_out(tmp_path, bad, place):
     x, y = rows(40)
     for i in range(40):
         np.save(tmp_path / f"{i:02}.npy", np.append(x[i], y[i]))
@@ -116,13 +116,13 @@ def test_so_does_one_bad_file_of_one_example(tmp_path, bad, place):
         fit(source, on_bad_batch="raise")
 
 
-def test_a_file_that_cannot_be_read_and_whose_length_nobody_knows_counts_as_one(npz):
+def test_an_unreadable_file_of_unknown_length_counts_as_one(npz):
     (npz / "2.npz").write_bytes(b"torn")
 
     check_left_out(fit(str(npz)), 64, 1)
 
 
-def test_so_does_such_a_delayed_part():
+def test_an_unreadable_delayed_part_counts_as_one():
     def made(number):
         if number == 1:
             raise ValueError("no part 1")
@@ -149,7 +149,7 @@ class Mean(nn.Module):
         return self.layer(x.mean(dim=1))
 
 
-def test_it_is_fine_if_the_model_takes_it(tmp_path):
+def test_other_shapes_are_fine_if_the_model_accepts_them(tmp_path):
     for i in range(4):
         x = np.ones((8, 3 + i, 20), np.float32)
         np.savez(tmp_path / f"{i}.npz", x=x, y=np.zeros(8, int))
@@ -157,7 +157,7 @@ def test_it_is_fine_if_the_model_takes_it(tmp_path):
     check_left_out(fit(str(tmp_path), Mean, on_bad_batch="raise"), 32, 0)
 
 
-def test_a_label_that_the_model_has_not_is_named_with_its_file(npz):
+def test_a_label_without_an_output_is_named_with_its_file(npz):
     x, y = rows(EACH)
     y[5] = 9
     np.savez(npz / "4.npz", x=x, y=y)
@@ -166,7 +166,7 @@ def test_a_label_that_the_model_has_not_is_named_with_its_file(npz):
         fit(str(npz), on_bad_batch="raise")
 
 
-def test_what_is_left_out_changes_nothing_about_the_rest(npz):
+def test_files_left_out_do_not_change_the_other_steps(npz):
     """As without those files: the same steps, bit for bit."""
     np.savez(npz / "5.npz", x=np.zeros((EACH, 21), np.float32), y=np.zeros(EACH, int))
     good = [str(npz / f"{i}.npz") for i in range(FILES)]

@@ -1,4 +1,4 @@
-"""The hooks of callbacks around and in fits among threads."""
+"""Hooks of callbacks in fits among threads."""
 
 import functools
 import threading
@@ -65,7 +65,7 @@ class TestHooks:
     def nothing_seen(self, monkeypatch):
         monkeypatch.setattr(Told, "seen", ())
 
-    def test_each_is_told_of_its_side(self):
+    def test_hooks_run_on_their_side(self):
         told = Told()
         own = trainer(False, master=TWO, callbacks=[told])
         own.fit(X, Y, epochs=2, batch_size=16)
@@ -101,7 +101,7 @@ class TestHooks:
         begin = Told.seen[0][1]
         assert (begin.replica, begin.replicas) == (0, 1)
 
-    def test_what_the_beginning_of_a_fit_raises_comes_out_and_nothing_is_trained(self):
+    def test_an_exception_at_the_beginning_prevents_the_training(self):
         told = Told()
         own = trainer(False, master=TWO, callbacks=[told, Ends("fit", [], begin=True)])
 
@@ -112,7 +112,7 @@ class TestHooks:
         assert Told.seen == ()
         assert not hasattr(own, "model_")
 
-    def test_the_end_comes_in_reverse_order_and_only_to_those_that_began(self):
+    def test_on_fit_end_runs_in_reverse_order_for_callbacks_that_began(self):
         seen = []
         own = [Ends("a", seen), Ends("b", seen), Ends("c", seen, begin=True)]
 
@@ -122,7 +122,7 @@ class TestHooks:
 
         assert seen == ["b", "a", "b", "a"]
 
-    def test_what_an_end_raises_does_not_hide_the_first_error(self):
+    def test_an_exception_at_the_end_becomes_a_note(self):
         own = [Ends("a", [], end=True), Ends("b", [], begin=True)]
 
         with pytest.raises(ZeroDivisionError, match="b begins") as caught:
@@ -205,7 +205,7 @@ class TestChanges:
             pytest.param(torch.bfloat16, {}, id="bfloat16"),
         ],
     )
-    def test_what_a_callback_changes_reaches_the_other_replica(
+    def test_changes_of_a_callback_reach_the_other_replica(
         self, hook, staleness, dtype, options
     ):
         AHEAD.clear()

@@ -1,4 +1,4 @@
-"""Steps that are too long to be sent, though the loss is a number all the time."""
+"""Steps that are too long to be sent, with a finite loss."""
 
 import re
 
@@ -37,7 +37,7 @@ def sgd(parameters):
     ],
     ids=["clipped", "kept", "strict", "dense"],
 )
-def test_a_rate_whose_steps_no_update_can_say_ends_the_run(master):
+def test_steps_too_long_for_an_update_end_the_run(master):
     loss = nn.BCEWithLogitsLoss()
     own = trainer(False, model=linear, loss=loss, optimizer=sgd, master=master)
 

@@ -70,7 +70,7 @@ def test_the_caller_gets_the_traceback_and_the_cause(error):
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-def test_an_exception_that_cannot_travel_does_not_hide_itself(where):
+def test_an_exception_that_cannot_be_pickled_is_reported_as_text(where):
     own = trainer(False, master=TWO, callbacks=[FailAt(lambda: Unpacked(where))])
 
     with pytest.raises(ReplicaError, match=f"Unpacked: {where}") as caught:
@@ -101,7 +101,7 @@ def test_a_failed_fit_holds_nothing_of_the_data_without_a_collection(where, ctrl
         gc.enable()
 
 
-def test_what_a_callback_raises_here_stops_the_run():
+def test_an_exception_of_a_client_callback_stops_the_run():
     class Stop(Callback):
         def on_epoch_end(self, row):
             raise ZeroDivisionError
@@ -201,9 +201,7 @@ class TestBackend:
 
         assert len(closed) == 1
 
-    def test_what_it_has_brought_counts_where_the_result_has_no_parameters(
-        self, closed
-    ):
+    def test_a_fetched_state_replaces_a_result_without_parameters(self, closed):
         whole = trainer(False, master=TWO, telemetry_every=1)
         whole.fit(X, Y, batch_size=16)
         brought = Parameters.of(whole.model_)

@@ -1,4 +1,4 @@
-"""What a fit logs or warns of, so that the user can act."""
+"""Hints and warnings of a fit."""
 
 import re
 
@@ -22,7 +22,7 @@ def fitted(master, **options):
     [(1e-5, CLIPPING, 1), (1e-5, KeepResidual(), 0), (1e-2, CLIPPING, 0)],
     ids=["too small", "nothing is dropped", "large enough"],
 )
-def test_the_log_says_if_the_threshold_is_too_small(caplog, threshold, residual, hints):
+def test_a_too_small_threshold_is_logged(caplog, threshold, residual, hints):
     fitted(
         GradientSharing(
             FixedThreshold(threshold), residual, replicas_per_worker=2, max_staleness=0
@@ -51,7 +51,7 @@ def mean_of(replicas, scale="mean"):
         (optim.Adam, mean_of(4, "sum"), []),
     ],
 )
-def test_steps_that_noise_makes_shorter_are_warned_of(kind, master, warned, recwarn):
+def test_optimizers_like_adam_are_warned_of(kind, master, warned, recwarn):
     fitted(master, optimizer=lambda parameters: kind(parameters, lr=2e-3))
 
     # At the line of the user who called `fit`.

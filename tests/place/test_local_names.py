@@ -1,4 +1,4 @@
-"""Names of classes: the numbers that they have in training are those of the model."""
+"""Class names must keep the numbers that they had in training."""
 
 import numpy as np
 import pandas as pd
@@ -43,7 +43,7 @@ def test_names_with_other_numbers_are_refused(trainer, method, categories):
     assert "set_categories" in str(told.value)
 
 
-def test_those_of_validation_data_are_refused_too(trainer):
+def test_other_class_numbers_of_validation_data_are_refused(trainer):
     other = X, named(Y, ["owl", "dog", "cat"])
 
     with pytest.raises(DataError, match="validation: labels must be numbered as"):
@@ -51,7 +51,7 @@ def test_those_of_validation_data_are_refused_too(trainer):
 
 
 @pytest.mark.parametrize("categories", [NAMES, NAMES[:2]], ids=["the same", "first"])
-def test_names_with_the_same_numbers_are_as_good_as_these(trainer, categories):
+def test_names_with_the_same_numbers_give_the_same_scores(trainer, categories):
     kept = np.isin(np.array(NAMES)[Y], categories)
 
     by_name = trainer.evaluate(X[kept], named(Y[kept], categories))

@@ -93,7 +93,7 @@ class Stall(Callback):
             STALLED.set()
 
 
-def test_one_that_made_fewer_steps_catches_up_at_the_end_of_the_epoch(seen):
+def test_a_slower_replica_catches_up_at_the_end_of_the_epoch(seen):
     STALLED.clear()
     own = trainer(
         False,
@@ -117,7 +117,7 @@ def test_one_that_made_fewer_steps_catches_up_at_the_end_of_the_epoch(seen):
     assert own.scheduler_.last_epoch == max(ahead[-1], behind[-1]) + 1
 
 
-def test_the_validation_loss_of_all_decides_where_the_rate_is_reduced(seen):
+def test_a_plateau_scheduler_gets_the_validation_loss(seen):
     master = kept(replicas_per_worker=2, max_staleness=0)
     own = trainer(False, optimizer=noting, scheduler=plateau, master=master)
     wrong = (X, (Y + 1) % 4)  # gets worse while the training loss falls
@@ -133,7 +133,7 @@ def test_the_validation_loss_of_all_decides_where_the_rate_is_reduced(seen):
 @pytest.mark.parametrize(
     "options", [{"scheduler": halved}, {"scheduler": slowly, "scheduler_every": "step"}]
 )
-def test_another_fit_goes_on_where_the_schedule_stood(options):
+def test_another_fit_continues_the_schedule(options):
     rates = []
     for fits, epochs in ((1, 2), (2, 1)):
         master = kept(replicas_per_worker=2, max_staleness=0)
@@ -172,7 +172,7 @@ def test_a_fit_that_fails_keeps_the_state_and_the_schedule_of_the_one_before():
         assert torch.equal(momentum, state["momentum_buffer"])
 
 
-def test_one_cycle_that_is_too_short_says_how_many_steps_are_needed():
+def test_a_too_short_one_cycle_names_the_steps_it_needs():
     def fit(total):
         own = trainer(False, scheduler=lambda o: OneCycleLR(o, 0.1, total_steps=total))
         return own.fit(X, Y, epochs=5)

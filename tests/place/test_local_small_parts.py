@@ -60,7 +60,7 @@ def test_every_row_is_trained_on_once_in_each_epoch(tmp_path, kind, replicas):
     assert trained.by_epoch() == [collections.Counter(range(COUNT))] * 2
 
 
-def test_parts_of_several_shapes_are_not_put_together():
+def test_parts_of_different_shapes_are_not_merged():
     made = [
         dask.delayed((np.ones((4, 2 + i // 50, 3), np.float32), np.zeros(4, int)))
         for i in range(150)
@@ -73,7 +73,7 @@ def test_parts_of_several_shapes_are_not_put_together():
     assert history.column("examples") == [600]
 
 
-def test_one_that_is_bad_is_named_or_goes_alone(tmp_path):
+def test_a_bad_part_is_named_or_left_out_alone(tmp_path):
     wrong = Y.copy()
     wrong[123] = 7
 

@@ -104,7 +104,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(replicas, options):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_gradients_that_overflow_in_float16_do_not(replicas):
+def test_overflowing_float16_gradients_do_not_end_the_run(replicas):
     def steep(model, batch):
         return 1e3 * functional.cross_entropy(model(batch[0]), batch[1])
 
@@ -152,7 +152,7 @@ def noting_step(model, batch):
 
 class TestOwnStep:
     @pytest.mark.parametrize("replicas", [1, 2])
-    def test_it_is_all_that_is_needed(self, replicas):
+    def test_a_step_replaces_the_loss(self, replicas):
         master = kept(replicas_per_worker=replicas)
         own = trainer(False, model=Pair, loss=None, step=own_step, master=master)
 
@@ -167,7 +167,7 @@ class TestOwnStep:
         assert history[-1]["val_loss"] < history[0]["val_loss"] / 2
         assert history[-1]["loss"] < history[0]["loss"] / 2
 
-    def test_what_is_scored_is_not_trained_on(self):
+    def test_validation_rows_are_not_trained_on(self):
         MODES.clear()
         own = trainer(False, loss=None, step=noting_step)
 

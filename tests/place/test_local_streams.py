@@ -17,7 +17,7 @@ REMEDY = r"2 parts.* used 2 times.*get_worker_info\(\).*daskdl\.data\.Stream"
     ],
     ids=["in order", "shuffled", "validation"],
 )
-def test_a_stream_that_every_replica_uses_whole_is_warned_of(data, options, examples):
+def test_a_stream_used_whole_by_every_replica_is_warned_of(data, options, examples):
     own = trainer(False, master=daskdl.GradientSharing(replicas_per_worker=2))
 
     with pytest.warns(UserWarning, match=REMEDY):
@@ -31,7 +31,7 @@ def test_a_stream_that_every_replica_uses_whole_is_warned_of(data, options, exam
     [(2, ShardedStream(64)), (1, Stream(64))],
     ids=["shards", "one"],
 )
-def test_others_train_on_every_row_once(replicas, data):
+def test_sharded_streams_train_on_every_row_once(replicas, data):
     own = trainer(False, master=daskdl.GradientSharing(replicas_per_worker=replicas))
 
     assert own.fit(data, batch_size=16)[-1]["examples"] == 64

@@ -19,7 +19,7 @@ def two(**options):
 
 
 class TestRows:
-    def test_every_step_that_was_asked_for_has_one_as_it_was(self, tmp_path):
+    def test_every_requested_step_has_a_row(self, tmp_path):
         notes = Notes(tmp_path)
         own = trainer(False, master=two(), telemetry_every=3, callbacks=[notes])
 
@@ -39,7 +39,7 @@ class TestRows:
         assert len(history.steps) == len(wanted)
         assert all(row.keys() == STEP_COLUMNS.keys() for row in history.steps)
 
-    def test_they_say_what_was_sent_and_what_was_left(self):
+    def test_rows_have_bytes_sent_and_residuals(self):
         own = trainer(False, master=two(), telemetry_every=1)
 
         history = own.fit(X, Y, epochs=2, batch_size=8)
@@ -57,7 +57,7 @@ class TestRows:
             inside = step["wait_s"] + step["encode_s"] + step["apply_s"]
             assert 0 < inside < step["step_s"]
 
-    def test_a_warm_up_and_steps_without_an_exchange_show(self):
+    def test_rows_show_the_warm_up_and_steps_without_an_exchange(self):
         master = two(exchange_every=2, warmup_steps=4, max_staleness=0)
         own = trainer(False, master=master, telemetry_every=1)
 
@@ -70,7 +70,7 @@ class TestRows:
         assert [math.isnan(row["density"]) for row in first] == [True, False] * 3
         assert [row["density"] for row in first[1:4:2]] == [1.0, 1.0]
 
-    def test_looking_changes_nothing(self):
+    def test_telemetry_does_not_change_the_training(self):
         ends = []
         for every in (None, 1):
             own = trainer(False, master=two(max_staleness=0), telemetry_every=every)
@@ -79,7 +79,7 @@ class TestRows:
 
         assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
 
-    def test_after_an_error_those_that_were_not_reported_are_there(self):
+    def test_after_an_error_the_last_rows_are_there(self):
         class FailLater(Callback):
             def on_step_end(self, step):
                 if step.replica == 1 and step.number == 41:
@@ -107,7 +107,7 @@ class Jumping(torch.nn.CrossEntropyLoss):
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_loss_that_runs_away_ends_the_run_with_a_diagnosis(replicas):
+def test_a_rising_loss_ends_the_run_with_a_diagnosis(replicas):
     own = trainer(
         False,
         loss=Jumping(),
@@ -130,7 +130,7 @@ def test_a_loss_that_runs_away_ends_the_run_with_a_diagnosis(replicas):
     assert len(own.history_) >= 3
 
 
-def test_one_that_may_be_so_high_does_not():
+def test_max_loss_rise_none_allows_a_high_loss():
     own = trainer(False, loss=Jumping(), max_loss_rise=None)
 
     assert len(own.fit(X, Y, epochs=8, batch_size=8)) == 8

@@ -1,4 +1,4 @@
-"""What becomes of the optimizer's state where the next fit has another optimizer."""
+"""The optimizer's state when the next fit has another optimizer."""
 
 import logging
 
@@ -53,7 +53,7 @@ def test_a_new_learning_rate_is_used_and_the_moments_stay(replicas):
     assert own.optimizer_.param_groups[0]["weight_decay"] == 0.01
 
 
-def test_a_new_learning_rate_begins_its_schedule_anew(replicas, caplog):
+def test_a_new_learning_rate_restarts_its_schedule(replicas, caplog):
     schedule = {"scheduler": lambda optimizer: StepLR(optimizer, 1, gamma=0.5)}
     own = fitted(replicas, optimizer=sgd(), **schedule)
 
@@ -65,7 +65,7 @@ def test_a_new_learning_rate_begins_its_schedule_anew(replicas, caplog):
     assert "its schedule starts over" in caplog.text
 
 
-def test_another_class_begins_anew_and_the_log_says_so(replicas, caplog):
+def test_another_class_starts_over(replicas, caplog):
     own = fitted(replicas, optimizer=sgd(momentum=0.9))
 
     own.optimizer = adam()
@@ -78,7 +78,7 @@ def test_another_class_begins_anew_and_the_log_says_so(replicas, caplog):
 
 
 @pytest.mark.parametrize("flag", ["foreach", "fused", "maximize"])
-def test_another_implementation_goes_on_with_the_state(replicas, flag, caplog):
+def test_another_implementation_keeps_the_state(replicas, flag, caplog):
     own = fitted(replicas, optimizer=adam())
 
     for now in ({flag: True}, {}):  # on, and off again
@@ -107,9 +107,7 @@ def first_frozen():
 
 
 @pytest.mark.parametrize("change", [thawed, grown])
-def test_other_parameters_begin_anew_and_what_was_not_sent_is_dropped(
-    replicas, change, caplog
-):
+def test_other_parameters_start_over_and_drop_the_residual(replicas, change, caplog):
     own = fitted(replicas, model=first_frozen, optimizer=adam())
     own.model_ = change(own.model_)
     before = {name: p.clone() for name, p in own.model_.named_parameters()}

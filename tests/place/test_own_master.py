@@ -28,7 +28,7 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(20, 8), torch.nn.BatchNorm1d(8))
 
 
-def test_it_trains():
+def test_several_replicas_train():
     own = gossiping(3, model=model)
 
     history = own.fit(X, Y, epochs=4, batch_size=8, validation=(X, Y))
@@ -47,7 +47,7 @@ def test_one_replica_is_a_plain_loop():
     assert losses[0] == losses[1]
 
 
-def test_it_goes_on_from_a_checkpoint(tmp_path):
+def test_a_checkpoint_is_resumed(tmp_path):
     first = gossiping(2, model=model, callbacks=[Checkpoint(str(tmp_path))])
     first.fit(X, Y, epochs=2, batch_size=8)
 

@@ -1,4 +1,4 @@
-"""One replica is plain PyTorch, bit for bit, whatever the master and the options."""
+"""One replica trains like a plain PyTorch loop, bit for bit."""
 
 import functools
 
@@ -107,7 +107,7 @@ class Looking(nn.Linear):
 
 
 @pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
-def test_parameters_stay_where_torch_has_put_them(master, monkeypatch):
+def test_parameters_keep_their_own_memory(master, monkeypatch):
     """Products with views that are not aligned may differ."""
     monkeypatch.setattr(Looking, "seen", frozenset())
     own = trainer(False, master=master, model=functools.partial(Looking, 20, 4))

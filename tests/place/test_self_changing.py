@@ -1,4 +1,4 @@
-"""What a model changes itself, beside training: frozen parameters and buffers."""
+"""Frozen parameters and buffers that the model itself changes."""
 
 import copy
 import dataclasses
@@ -58,7 +58,7 @@ def check_followed(own):
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("kind", MASTERS)
-def test_a_frozen_mean_comes_back_as_it_was_validated(kind, replicas):
+def test_a_frozen_mean_is_returned_as_validated(kind, replicas):
     own = of(kind, replicas)
 
     own.fit(X, Y, epochs=6, batch_size=8, validation=HELD)
@@ -71,7 +71,7 @@ def test_a_frozen_mean_comes_back_as_it_was_validated(kind, replicas):
 
 
 @pytest.mark.parametrize("kind", ["sharing", "averaging"])
-def test_a_checkpoint_and_the_fit_that_resumes_it_have_it(kind, tmp_path):
+def test_a_frozen_mean_is_resumed_from_a_checkpoint(kind, tmp_path):
     of(kind, 2, callbacks=[Checkpoint(tmp_path)]).fit(X, Y, epochs=2, batch_size=8)
     own = of(kind, 2)
 
@@ -139,7 +139,7 @@ class Lazy(nn.Module):
 
 @pytest.mark.parametrize("how", ["a place", "hidden place", "nothing", "hidden"])
 @pytest.mark.parametrize("kind", ["sharing", "averaging"])
-def test_what_a_forward_pass_registers_comes_back_from_one_replica(kind, how):
+def test_buffers_registered_in_the_forward_pass_are_returned(kind, how):
     own = of(kind, 1, model=lambda: Lazy(how))
 
     for _ in range(2):

@@ -106,7 +106,7 @@ IN_STEP = [{"max_staleness": 0}, OPTIONS[2], OPTIONS[4], OPTIONS[7]]
 
 
 @pytest.mark.parametrize("options", IN_STEP, ids=str)
-def test_runs_in_step_repeat_bit_for_bit(options):
+def test_lockstep_runs_repeat_bit_for_bit(options):
     runs = []
     for _ in range(2):
         own = trainer(False, master=shared_out(**options), seed=7)
@@ -146,7 +146,7 @@ def test_each_layer_keeps_a_threshold_from_fit_to_fit():
     assert falls == pytest.approx([1e-3 * 0.9**n for n in range(29, -1, -1)])
 
 
-def test_without_a_link_all_is_sent_dense_from_the_second_exchange_of_each_fit(
+def test_without_a_link_all_exchanges_but_the_first_are_dense(
     tmp_path,
 ):
     master = shared_out(threshold=LinkThreshold(), max_staleness=0)
@@ -178,7 +178,7 @@ def test_update_scale_multiplies_updates(apply, scale, factor):
     torch.testing.assert_close(delivered(own), expected, rtol=0, atol=4 * 2.0**-24)
 
 
-def test_a_number_scales_one_replica_too():
+def test_a_number_also_scales_a_single_replica():
     moved = []
     for scale in ("mean", 0.5):
         own = trainer(False, optimizer=plain, master=kept(update_scale=scale))
@@ -225,7 +225,7 @@ def test_a_full_outbox_leaves_the_update_in_the_residual(tmp_path, monkeypatch):
     np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
 
 
-def test_the_grid_grows_with_the_parameters_at_meetings():
+def test_the_grid_grows_with_the_parameters_at_sync_points():
     """Its steps are counted in 32 bits."""
     x = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
     weights = np.array([[300.0], [-1000.0], [2000.0], [500.0]], np.float32)

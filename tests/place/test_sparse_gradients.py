@@ -1,4 +1,4 @@
-"""Embeddings with sparse gradients: what such an optimizer has travels, and is kept."""
+"""Embeddings with sparse gradients: optimizer states and clipping."""
 
 import functools
 import math
@@ -40,7 +40,7 @@ def trainer(optimizer, **options):
 
 @pytest.mark.parametrize("master", [GradientSharing, ParameterAveraging])
 @EACH
-def test_two_replicas_train_and_a_second_fit_goes_on(optimizer, master):
+def test_two_replicas_train_and_a_second_fit_continues(optimizer, master):
     own = trainer(optimizer, master=master(replicas_per_worker=2))
 
     first = own.fit(X, Y, epochs=3, batch_size=BATCH)

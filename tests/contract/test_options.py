@@ -206,7 +206,7 @@ WRONG = [
         for value in (-1, 2.0, True, None, "1")
     ],
     *[
-        ("routing", value, "must be 'auto', 'plain' or 'mesh'")
+        ("routing", value, "must be one of 'auto', 'plain', 'mesh'")
         for value in ("tree", None, ["plain"])
     ],
     *[

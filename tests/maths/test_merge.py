@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from daskdl.errors import OptionError, SaveError
-from daskdl.objective import OwnStep, objective_of, on_device
+from daskdl.objective import OwnStep, objective_of
 from daskdl.thresholds import Sent
 from daskdl.training.backend import merge
 from daskdl.training.base import CompressionState as Left
@@ -190,21 +190,3 @@ def test_a_step_of_the_users_own_is_an_objective():
 def test_other_objectives_are_refused(loss, own, message):
     with pytest.raises(OptionError, match=re.escape(message)):
         objective_of(loss, own)
-
-
-class Weighted(nn.CrossEntropyLoss):
-    """As a step: it is called with the model and a batch."""
-
-    def forward(self, model, batch):
-        return super().forward(model(batch[0]), batch[1])
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["loss", "step"])
-def test_weights_of_a_loss_move_to_the_models_device(own):
-    module = Weighted(weight=torch.ones(2))
-    objective = OwnStep(module) if own else module
-
-    moved = on_device(objective, torch.device("meta"))
-
-    assert moved is objective
-    assert module.weight.device.type == "meta"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from daskdl.objective import OwnStep
 from daskdl.training.optimizer_step import (
     LossWatch,
     Stepper,
@@ -203,6 +204,24 @@ def stepper(module, lr=0.5, **options):
 
 def gradients(module):
     return torch.cat([p.grad.reshape(-1) for p in module.parameters()])
+
+
+class Weighted(nn.CrossEntropyLoss):
+    """As a step: called with the model and a batch."""
+
+    def forward(self, model, batch):
+        return super().forward(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["loss", "step"])
+def test_weights_of_a_loss_move_to_the_models_device(own):
+    loss, meta = Weighted(weight=torch.ones(2)), torch.device("meta")
+    model = linear().to(meta)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    Stepper(model, OwnStep(loss) if own else loss, optimizer, Stepping(), meta)
+
+    assert loss.weight.device == meta
 
 
 class TestGradientNorm:

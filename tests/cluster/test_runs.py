@@ -5,70 +5,60 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import torch
 from distributed import Client
 
 from tests.support.clusters import at_rest, changed_since, still_left_behind
-from tests.support.problems import kept, normalised, rows, trainer
+from tests.support.problems import kept, rows, trainer
 from tests.support.recording import vector
 
 X, Y = rows()
 
 
-class TestOneAfterTheOther:
-    @pytest.mark.slow
-    @pytest.mark.timeout(200)
-    def test_fifty_runs_leave_nothing(self, client):
-        both = [trainer(client, master=kept(routing=r)) for r in ("plain", "mesh")]
-        for own in 2 * both:  # what is made once and kept is there then
-            own.fit(X[:64], Y[:64], batch_size=8)
-        assert still_left_behind(client) == {}
-        before = at_rest(client)
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_fifty_runs_leave_nothing(client):
+    both = [trainer(client, master=kept(routing=r)) for r in ("plain", "mesh")]
+    for own in 2 * both:  # caches are filled then
+        own.fit(X[:64], Y[:64], batch_size=8)
+    assert still_left_behind(client) == {}
+    before = at_rest(client)
 
-        for own in 25 * both:
-            assert own.fit(X[:64], Y[:64], batch_size=8).column("replicas") == [2]
+    for own in 25 * both:
+        assert own.fit(X[:64], Y[:64], batch_size=8).column("replicas") == [2]
 
-        assert changed_since(client, before) == {}
-
-    def test_the_random_state_of_a_worker_is_restored(self, client):
-        before = client.run(torch.initial_seed)
-
-        trainer(client, model=normalised, seed=123).fit(X, Y)
-
-        assert client.run(torch.initial_seed) == before
+    assert changed_since(client, before) == {}
 
 
 @pytest.mark.slow
-class TestTwoAtOnce:
-    @pytest.mark.parametrize("clients", ["one", "two"])
-    def test_concurrent_runs_do_not_mix(self, client, clients, caplog):
-        # What Dask says of a client that closes would hold its tasks in the record.
-        caplog.set_level(logging.CRITICAL + 1, "distributed.scheduler")
-        other = client
-        if clients == "two":
-            other = Client(client.scheduler.address, set_as_default=False)
-        data = [rows(seed=1), rows(seed=2)]
-        alone = [trained(client, *pair, seed) for seed, pair in enumerate(data)]
-        assert still_left_behind(client) == {}
-        before = at_rest(client)
+@pytest.mark.parametrize("clients", ["one", "two"])
+def test_concurrent_runs_do_not_mix(client, clients, caplog):
+    # What Dask says of a client that closes would hold its tasks in the record.
+    caplog.set_level(logging.CRITICAL + 1, "distributed.scheduler")
+    other = client
+    if clients == "two":
+        other = Client(client.scheduler.address, set_as_default=False)
+    data = [rows(seed=1), rows(seed=2)]
+    alone = [trained(client, *pair, seed) for seed, pair in enumerate(data)]
+    assert still_left_behind(client) == {}
+    before = at_rest(client)
 
-        try:
-            with ThreadPoolExecutor(2) as threads:
-                runs = [
-                    threads.submit(trained, by, *pair, seed)
-                    for seed, (by, pair) in enumerate(
-                        zip((client, other), data, strict=True)
-                    )
-                ]
-                together = [run.result(timeout=60) for run in runs]
-        finally:
-            if other is not client:
-                other.close()
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            runs = [
+                threads.submit(trained, by, *pair, seed)
+                for seed, (by, pair) in enumerate(
+                    zip((client, other), data, strict=True)
+                )
+            ]
+            together = [run.result(timeout=60) for run in runs]
+    finally:
+        if other is not client:
+            other.close()
 
-        for one, both in zip(alone, together, strict=True):
-            np.testing.assert_array_equal(one, both)
-        assert not np.array_equal(*alone)
-        assert changed_since(client, before) == {}
+    for one, both in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one, both)
+    assert not np.array_equal(*alone)
+    assert changed_since(client, before) == {}
 
 
 def trained(client, x, y, seed):

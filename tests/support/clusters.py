@@ -88,10 +88,6 @@ class TookPart(Callback):
         return lambda row: self._note(replica, row["epoch"]).exists()
 
 
-def nothing():
-    """It was worth waiting for, and what comes next is another number."""
-
-
 def enough():
     raise EnoughError
 

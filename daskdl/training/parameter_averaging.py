@@ -157,19 +157,19 @@ class AveragingExchange(Exchange):
 
     kind = AVERAGING
 
-    def __init__(
-        self,
-        context: ReplicaContext,
-        state: ReduceState,
-        frequency: int,
-        fan_out: int,
-    ) -> None:
+    def __init__(self, context: ReplicaContext, options: "ParameterAveraging") -> None:
         super().__init__(context)
+        self.averages_optimizer = options.average_optimizer
+        self._options = options
         self._channel = context.channel
         self._replica = context.replica
-        self._frequency = frequency
-        self._fan_out = fan_out
-        self._state = state
+        self._state = state = ReduceState(
+            context.module,
+            context.optimizer if options.average_optimizer else None,
+            options.outer,
+            compressed=options.compression is not None,
+            untrained=context.untrained,
+        )
         self._vote = Vote(seen=0, mean=0, examples=0)
         self._trained = 0  # steps of this fit
         self._since = 0  # steps since the last mean
@@ -225,7 +225,7 @@ class AveragingExchange(Exchange):
             self._untrained.look()
         examples += self._vote.examples
         self._vote = self._vote._replace(examples=examples, rests=False)
-        self.exchanged = self._since == self._frequency
+        self.exchanged = self._since == self._options.frequency
         if self.exchanged:
             self._average_all()
 
@@ -277,7 +277,7 @@ class AveragingExchange(Exchange):
 
     def _average(self, decided: RoundDecision) -> None:
         stamp = Stamp(self._channel.run, self._replica, decided.number, self._made)
-        topology = MeshTopology(decided.number, decided.members, self._fan_out)
+        topology = MeshTopology(decided.number, decided.members, self._options.fan_out)
         mean = TreeMean(
             self._state,
             self._channel,
@@ -437,13 +437,4 @@ class ParameterAveraging(TrainingMaster):
 
     @override
     def attach(self, context: ReplicaContext) -> Exchange:
-        state = ReduceState(
-            context.module,
-            context.optimizer if self.average_optimizer else None,
-            self.outer,
-            compressed=self.compression is not None,
-            untrained=context.untrained,
-        )
-        exchange = AveragingExchange(context, state, self.frequency, self.fan_out)
-        exchange.averages_optimizer = self.average_optimizer
-        return exchange
+        return AveragingExchange(context, self)

@@ -266,7 +266,7 @@ class ReduceState:
         optimizer: Optimizer of the module; None: its state is not averaged.
         outer: Creates the outer optimizer; None: there is none.
         compressed: Whether rounded differences are averaged.
-        untrained: Untrained tensors of the module; None: derived from the module now.
+        untrained: Untrained tensors of the module.
 
     Attributes:
         residual: Rounding errors by key, sent with the next sum; empty without any. Not
@@ -288,8 +288,8 @@ class ReduceState:
         optimizer: Optimizer | None,
         outer: Callable[[Any], Optimizer] | None,
         *,
-        compressed: bool = False,
-        untrained: Untrained | None = None,
+        compressed: bool,
+        untrained: Untrained,
     ) -> None:
         self.compressed = compressed
         self.residual = {}
@@ -299,7 +299,7 @@ class ReduceState:
         self._module = module
         self._groups = FlatParameters(module).groups
         self._optimizer = optimizer
-        self._untrained = Untrained(module) if untrained is None else untrained
+        self._untrained = untrained
 
     def propose(self, number: int, residual: Reduced) -> None:
         """Propose the residual to keep if the mean with this number is computed."""
@@ -437,9 +437,7 @@ class TreeMean:
             state.keep_common_()  # there may have been no step since the mean
         self._common = state.common or {}
 
-    def reduce(
-        self, weight: float | None, *, with_outer: bool = False
-    ) -> Arrays | None:
+    def reduce(self, weight: float | None, *, with_outer: bool) -> Arrays | None:
         """Take part in the reduction, and return the mean.
 
         Args:

@@ -6,7 +6,6 @@ swapped. An OSError here means that a replica cannot be reached.
 
 import asyncio
 import contextlib
-import functools
 import itertools
 import logging
 import math
@@ -14,7 +13,7 @@ import traceback
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -140,20 +139,19 @@ class Host(ABC):
         """
 
     @abstractmethod
-    def replica(self, place: str, number: int, sharing: int) -> Replica:
+    def replica(self, place: str, sharing: int) -> Replica:
         """Return a replica that is not open yet; `sharing` replicas share a place."""
 
 
 async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
     """Wait, at most for the bound; then cancel and raise a WaitTimeoutError."""
-    task = asyncio.ensure_future(doing)
     try:
-        await asyncio.wait({task}, timeout=bound.seconds)
-        if not task.done():
-            raise WaitTimeoutError(f"{what} within {bound}")
-        return task.result()
-    finally:
-        task.cancel()  # also if the wait is cancelled; a finished task is not affected
+        async with asyncio.timeout(bound.seconds) as waiting:
+            return await doing
+    except TimeoutError as error:
+        if not waiting.expired():
+            raise
+        raise WaitTimeoutError(f"{what} within {bound}") from error
 
 
 # ---- in one process
@@ -168,6 +166,7 @@ class ModelThread(Replica):
     place = "this process"
     _model: nn.Module | None
     _staged: dict[int, nn.Module]  # by version
+    _device: torch.device
 
     def __init__(self, transform: Packed[Transform] | None, threads: int) -> None:
         self._transform = transform
@@ -185,9 +184,7 @@ class ModelThread(Replica):
 
     @override
     async def stage(self, version: int, model: PackedModel) -> Failure | None:
-        unpacked = await self._run(
-            lambda: model.unpack().eval().to(batching.auto_device())
-        )
+        unpacked = await self._run(lambda: self._unpacked(model))
         if isinstance(unpacked, Failure):
             return unpacked
         self._staged[version] = unpacked
@@ -212,18 +209,18 @@ class ModelThread(Replica):
         if wait:
             await self._gone.wait()
 
-    async def _run(self, function: Callable[[], T]) -> T | Failure:
+    async def _run(self, function: Callable[[], T | Failure]) -> T | Failure:
         if self.closed:
             raise ConnectionError("the replica is closed")
-
-        def attempt() -> T | Failure:
-            return function()
-
         # asyncio cannot pass a StopIteration from a thread.
-        future = self._executor.submit(lambda: guarded(attempt, Failure.of))
+        future = self._executor.submit(guarded, function, Failure.of)
         return await asyncio.wrap_future(future)
 
     # ---- its thread
+
+    def _unpacked(self, model: PackedModel) -> nn.Module:
+        self._device = batching.auto_device()
+        return model.unpack().eval().to(self._device)
 
     def _outputs(self, x: Tree) -> Outputs:
         model = self._model
@@ -232,12 +229,10 @@ class ModelThread(Replica):
         rows = batching.rows_in(batch)
         if self._transform is not None:
             batch = self._transform.shared()(batch)
-        own, _ = batch
+        dtype = batching.floating_dtype(model)
         with torch.inference_mode():
-            moved = batching.inputs_to_device(
-                own, batching.auto_device(), batching.floating_dtype(model)
-            )
-            return Outputs.of(model(moved), rows)
+            own = batching.inputs_to_device(batch[0], self._device, dtype)
+            return Outputs.of(model(own), rows)
 
     def _end(self) -> None:
         self._model = None
@@ -259,7 +254,7 @@ class LocalHost(Host):
         return [ModelThread.place]
 
     @override
-    def replica(self, place: str, number: int, sharing: int) -> Replica:
+    def replica(self, place: str, sharing: int) -> Replica:
         return ModelThread(self._transform, max(1, self._threads // sharing))
 
 
@@ -280,8 +275,8 @@ class ReplicaServer:
         self,
         worker: Worker,
         name: str,
-        transform: Packed[Transform] | None,
         sharing: int,
+        transform: Packed[Transform] | None,
         silence_s: float,
     ) -> None:
         self._name = name
@@ -353,12 +348,10 @@ async def start_server(*args: Any, dask_worker: Worker) -> None:
 class RemoteReplica(Replica):
     """The client's end of a replica on a worker; used on the client's event loop."""
 
-    def __init__(
-        self, client: Client, place: str, name: str, options: tuple[Any, ...]
-    ) -> None:
+    def __init__(self, client: Client, place: str, *options: Any) -> None:
         self.place = place
         self._client = client
-        self._name = name
+        self._name = f"daskdl-predictor-{uuid.uuid4().hex}"
         self._options = options
 
     @override
@@ -419,9 +412,7 @@ class ClusterHost(Host):
         self, client: Client, transform: Packed[Transform] | None, silence_s: float
     ) -> None:
         self._client = client
-        self._transform = transform
-        self._silence_s = silence_s
-        self._name = f"daskdl-predictor-{uuid.uuid4().hex}"
+        self._options = transform, silence_s
 
     @override
     async def places(self) -> list[str]:
@@ -430,9 +421,8 @@ class ClusterHost(Host):
         return sorted(await self._client.scheduler.ncores())
 
     @override
-    def replica(self, place: str, number: int, sharing: int) -> Replica:
-        options = (self._transform, sharing, self._silence_s)
-        return RemoteReplica(self._client, place, f"{self._name}-{number}", options)
+    def replica(self, place: str, sharing: int) -> Replica:
+        return RemoteReplica(self._client, place, sharing, *self._options)
 
 
 # ---- the pool
@@ -467,7 +457,6 @@ class ReplicaPool:
         self._wanted = wanted
         self._timeouts = timeouts
         self._sharing = wanted  # most replicas of one place; known when it opens
-        self._numbers = itertools.count()
         self._swapping = asyncio.Lock()
         self.starting: dict[asyncio.Task[None], str] = {}  # and the place
         self._background: set[asyncio.Task[None]] = set()
@@ -502,7 +491,7 @@ class ReplicaPool:
         for task in self.starting:
             task.cancel()
         for replica in self.ready:
-            self._part(replica, wait)
+            self._in_background(self._close(replica, wait))
         self.ready.clear()
         await asyncio.gather(*self.starting, return_exceptions=True)
         await asyncio.gather(*self._background)
@@ -514,7 +503,7 @@ class ReplicaPool:
         logger.warning("a replica on %s is lost: %s", replica.place, why)
         self.ready.remove(replica)
         self._failures[replica.place] += 1
-        self._part(replica)
+        self._in_background(self._close(replica))
         self.lost(replica)
 
     # ---- models
@@ -578,7 +567,7 @@ class ReplicaPool:
     # ---- membership
 
     async def _start(self, place: str) -> None:
-        replica = self._host.replica(place, next(self._numbers), self._sharing)
+        replica = self._host.replica(place, self._sharing)
         bound, what = self._timeouts.bound("join"), f"no replica was made on {place}"
         try:
             await within(replica.open(), bound, what)
@@ -586,29 +575,28 @@ class ReplicaPool:
             self.ready.append(replica)
         finally:
             if replica not in self.ready:
-                self._part(replica)
+                self._in_background(self._close(replica))
         self.changed()
 
-    def _part(self, replica: Replica, wait: bool = True) -> None:
-        """Close a replica, if it can still be reached."""
-
-        def left(error: OSError) -> None:
-            logger.info("a replica on %s was not closed: %s", replica.place, error)
-
-        self._in_background(replica.close(wait), "stop", left)
-
-    def _in_background(
-        self, doing: Awaitable[None], bound: str, failed: Callable[[OSError], None]
-    ) -> None:
-        async def attempt() -> None:
-            try:
-                await within(doing, self._timeouts.bound(bound), "it did not answer")
-            except OSError as error:
-                failed(error)
-
-        task = asyncio.create_task(attempt())
+    def _in_background(self, doing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(doing)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    async def _close(self, replica: Replica, wait: bool = True) -> None:
+        """Close a replica, if it can still be reached."""
+        try:
+            bound = self._timeouts.bound("stop")
+            await within(replica.close(wait), bound, "it did not close")
+        except OSError as error:
+            logger.info("a replica on %s was not closed: %s", replica.place, error)
+
+    async def _ping(self, replica: Replica) -> None:
+        try:
+            bound = self._timeouts.bound("request")
+            await within(replica.ping(), bound, "it did not answer")
+        except OSError as error:
+            self.lose(replica, error)
 
     async def _watch(self) -> None:
         while True:
@@ -643,8 +631,7 @@ class ReplicaPool:
         if now - self._pinged_at >= self._timeouts.silence / 4:
             self._pinged_at = now
             for replica in self.ready:
-                lose = functools.partial(self.lose, replica)
-                self._in_background(replica.ping(), "request", lose)
+                self._in_background(self._ping(replica))
 
     def _started(self, task: asyncio.Task[None]) -> None:
         place = self.starting.pop(task)

@@ -80,12 +80,12 @@ def predict(
             source = Examples(X, keyed)
         source = with_first_rows(source, found)
         packed = PackedModel(model, here=found is False and not is_lazy(X))
-        spec = output_spec(packed.unpack(), source, read.transform, postprocess)
+        none = no_outputs(packed.unpack(), source, read.transform, postprocess)
         exact = not isinstance(source, Examples)
         predictor = BatchPredictor(
-            packed, spec, read.batch_size, read.transform, postprocess, exact
+            packed, none, read.batch_size, read.transform, postprocess, exact
         )
-        empty = batching.mapped(OutputSpec.empty, spec)
+        empty = batching.mapped(as_numpy, none)
         if found is not False and not is_lazy(X):
             source = split_stream(source, workers)
         if output != "same":
@@ -104,7 +104,7 @@ def predict(
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         return outputs
     return batching.mapped(
-        lambda own, array: torch.from_numpy(array).to(own.dtype), spec, outputs
+        lambda own, array: torch.from_numpy(array).to(own.dtype), none, outputs
     )
 
 
@@ -132,25 +132,13 @@ def _check_options(
         )
 
 
-@dataclass(frozen=True)
-class OutputSpec:
-    """Shape and dtype of one output for one row."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def empty(self) -> np.ndarray:
-        """Return outputs of no rows, with numpy's dtype for them."""
-        return as_numpy(torch.empty((0, *self.shape), dtype=self.dtype))
-
-
-def output_spec(
+def no_outputs(
     module: nn.Module,
     source: Source,
     transform: Transform | None,
     postprocess: Postprocess | None,
 ) -> Tree:
-    """Return a tree of `OutputSpec`, from a dry run on two rows."""
+    """Return the outputs for no rows, tensors, from a dry run on two rows."""
     with checks.preserved_random_state():
         rows = None if source.first is None else (source.first[0], None)
         run = checks.dry_run(module, rows, transform)
@@ -175,16 +163,16 @@ def output_spec(
             f"tuples and dicts of such, got {got} for two rows{remedy}"
         )
 
-    def spec(leaf: Any) -> OutputSpec:
+    def none(leaf: Any) -> Tensor:
         if not isinstance(leaf, Tensor):
             raise refusal(type(leaf))
         if leaf.ndim == 0 or len(leaf) != count:
             raise refusal(tuple(leaf.shape))
-        return OutputSpec(tuple(leaf.shape[1:]), leaf.dtype)
+        return torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype)
 
     if not isinstance(output, dict | tuple | Tensor) or not batching.leaves(output):
         raise refusal(type(output))
-    return batching.mapped(spec, output)
+    return batching.mapped(none, output)
 
 
 def _shown(output: Any) -> str:
@@ -205,7 +193,7 @@ class BatchPredictor:
     """
 
     model: PackedModel
-    spec: Tree
+    none: Tree  # outputs for no rows, tensors
     batch_size: int
     transform: Transform | None
     postprocess: Postprocess | None
@@ -233,18 +221,18 @@ class BatchPredictor:
                         output = self.postprocess(output)
                 made.append(self._checked(output, batching.rows_in(batch)))
         if not made:
-            return batching.mapped(OutputSpec.empty, self.spec)
+            return batching.mapped(as_numpy, self.none)
         return batching.joined(made)
 
     def _checked(self, output: Any, rows: int) -> Tree:
-        """Return the outputs of a batch as numpy arrays, if they match the spec."""
+        """Return the outputs of a batch as numpy arrays, if they are like the first."""
 
-        def array(own: OutputSpec, leaf: Any) -> np.ndarray:
-            shape = own.shape
+        def array(own: Tensor, leaf: Any) -> np.ndarray:
+            shape = tuple(own.shape[1:])
             alike = isinstance(leaf, Tensor) and (
                 leaf.shape == (rows, *shape)
                 if self.exact
-                else leaf.ndim == 1 + len(shape) and len(leaf) == rows
+                else leaf.ndim == own.ndim and len(leaf) == rows
             )
             if not alike:
                 shown = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
@@ -255,7 +243,7 @@ class BatchPredictor:
             return as_numpy(leaf)
 
         try:
-            batching.mapped(lambda *_: None, self.spec, output)
+            batching.mapped(lambda *_: None, self.none, output)
         except ValueError as error:
             raise ModelError(f"model gave outputs unlike the first: {error}") from error
-        return batching.mapped(array, self.spec, output)
+        return batching.mapped(array, self.none, output)

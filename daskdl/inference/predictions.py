@@ -54,6 +54,7 @@ _PARTS = "part-??????-????????.*"  # number of the part, and checksum
 class Format(ABC):
     """Converts parts to files and back; a dataclass of plain values for JSON."""
 
+    kind: ClassVar[str]  # in the manifest
     suffix: ClassVar[str] = "safetensors"
 
     @abstractmethod
@@ -78,6 +79,8 @@ class ArrayFormat(Format):
 
     outline: Any
     leaves: Sequence[tuple[str, Sequence[int]]]
+
+    kind = "arrays"
 
     @classmethod
     def of(cls, empty: Tree) -> "ArrayFormat":
@@ -124,6 +127,8 @@ class ExampleFormat(Format):
     outline: Any
     keyed: bool
     bag: bool
+
+    kind = "examples"
 
     @override
     def encode(self, value: Any) -> tuple[int, bytes]:
@@ -187,7 +192,7 @@ class TableFormat(Format):
     series: bool
     named: bool  # columns have names; else they are 0, 1, ...
 
-    suffix = "parquet"
+    kind, suffix = "tables", "parquet"
 
     @classmethod
     def of(cls, frame: Any) -> "TableFormat":
@@ -244,7 +249,7 @@ class TableFormat(Format):
         )
 
 
-_FORMATS = {"arrays": ArrayFormat, "examples": ExampleFormat, "tables": TableFormat}
+_FORMATS = {own.kind: own for own in (ArrayFormat, ExampleFormat, TableFormat)}
 
 
 def _encoded(named: Iterable[tuple[str, np.ndarray]]) -> bytes:
@@ -270,12 +275,8 @@ def _as_text(content: bytes) -> str:
 _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytes": (bytes, _as_text, base64.b64decode),
     "uuid": (uuid.UUID, str, uuid.UUID),
-    "datetime": (
-        datetime.datetime,
-        datetime.datetime.isoformat,
-        datetime.datetime.fromisoformat,
-    ),
-    "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
+    "datetime": (datetime.datetime, str, datetime.datetime.fromisoformat),
+    "date": (datetime.date, str, datetime.date.fromisoformat),
     "tuple": (
         tuple,
         lambda key: [_plain(part) for part in key],
@@ -283,10 +284,8 @@ _PLAIN: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     "numpy": (
         np.generic,
-        lambda key: [key.dtype.str, _as_text(key.tobytes())],
-        lambda content: np.ndarray(
-            (), content[0], base64.b64decode(content[1]) or bytes(4)
-        )[()],
+        lambda key: [np.array([key]).dtype.str, _as_text(np.array([key]).tobytes())],
+        lambda content: np.frombuffer(base64.b64decode(content[1]), content[0])[0],
     ),
 }
 
@@ -353,15 +352,10 @@ class Predictions:
         if not self._store.exists(KIND.name):
             raise DataError(f"there are no finished predictions in {self.url}")
         manifest = Manifest.read(self._store, KIND)
-        try:
-            self._format: Format = _FORMATS[manifest.content["format"]](
-                **manifest.content["reading"]
-            )
-            self._files = manifest.files
-            self.rows = tuple(file.details["rows"] for file in manifest.files)
-        except (KeyError, TypeError) as error:
-            where = self._store.url_of(KIND.name)
-            raise DataError(f"{where} is damaged: {error!r}; {REMEDY}") from error
+        kind = _FORMATS[manifest.content["format"]]
+        self._format: Format = kind(**manifest.content["reading"])
+        self._files = manifest.files
+        self.rows = tuple(file.details["rows"] for file in manifest.files)
 
     def load(self) -> Any:
         """Read all of them into memory, in the order of the data.
@@ -374,9 +368,8 @@ class Predictions:
         Raises:
             DataError: If a file is missing or damaged.
         """
-        return self._format.join(
-            [_read(self._store, self._format, file) for file in self._files]
-        )
+        own = self._store, self._format
+        return self._format.join([_read(*own, file) for file in self._files])
 
     def to_dask(self) -> Any:
         """Read them lazily, where they are needed, in the parts of the data.
@@ -456,8 +449,7 @@ def write_predictions(
                 files = list(client.gather(futures))
             finally:
                 release(futures)
-    (kind,) = (name for name, own in _FORMATS.items() if type(form) is own)
-    content = {"format": kind, "reading": asdict(form)}
+    content = {"format": form.kind, "reading": asdict(form)}
     Manifest(tuple(files), content).write(store, KIND)
     wanted = {file.name for file in files}
     store.delete(name for name in store.names(_PARTS) if name not in wanted)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
@@ -139,8 +139,8 @@ class BatchQueue:
     """Calls that wait for a replica, in one line per kind, oldest first.
 
     A batch is the beginning of a line, so that no call overtakes one of its kind. It is
-    due when it is full, or when its first call has waited for `wait_s`; the oldest due
-    batch leaves first. No clock, no event loop.
+    due when it is full, or when its first call has waited for `wait_s`. No clock, no
+    event loop.
     """
 
     _lines: dict[str, deque[Call]]  # none of them is empty
@@ -151,7 +151,7 @@ class BatchQueue:
         self._queue_limit = queue_limit
         self._lines = {}
         self._lock = threading.Lock()
-        self._rows = self._calls = 0  # admitted, and not with a replica yet
+        self._rows = 0  # admitted, and not with a replica yet
         self._waiters: list[Future[None]] = []
 
     def __len__(self) -> int:
@@ -164,13 +164,11 @@ class BatchQueue:
         with self._lock:
             if self._rows + rows > self._queue_limit:
                 raise BusyError(
-                    f"the predictor is busy: {self._calls} calls wait with "
-                    f"{self._rows} rows, {rows} more are over "
-                    f"queue_limit={self._queue_limit}; call again later, give a "
+                    f"the predictor is busy: {self._rows} rows wait, and {rows} more "
+                    f"exceed queue_limit={self._queue_limit}; call again later, give a "
                     "timeout to wait for room, or use more replicas"
                 )
             self._rows += rows
-            self._calls += 1
 
     def room(self, rows: int) -> Future[None]:
         """Return a future that is done when `admit` may succeed."""
@@ -184,10 +182,8 @@ class BatchQueue:
 
     def _release(self, calls: Iterable[Call]) -> None:
         """Free the room of calls that no replica has had before."""
-        left = [call.rows for call in calls if not call.begun]
         with self._lock:
-            self._rows -= sum(left)
-            self._calls -= len(left)
+            self._rows -= sum(call.rows for call in calls if not call.begun)
             waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
@@ -209,36 +205,21 @@ class BatchQueue:
         """Remove a cancelled call, if it waits."""
         line = self._lines.get(call.kind, deque())
         if call in line:
-            line.remove(call)
-            if not line:
-                del self._lines[call.kind]
-            self._release([call])
+            self._remove(line, [call])
 
-    def take(
-        self, now: float, *, full: bool = False, hurry: bool = False
-    ) -> list[Call]:
-        """Remove the next batch: due, only a full one, or in a `hurry` any."""
-        due = [
-            line
-            for line in self._lines.values()
-            if self._is_full(line) or (not full and (hurry or self._due(line) <= now))
-        ]
-        if not due:
+    def take(self, by: float) -> list[Call]:
+        """Remove the oldest batch that is due by a time; -inf: only a full one."""
+        lines = [line for line in self._lines.values() if self._due(line) <= by]
+        if not lines:
             return []
-        line = min(due, key=lambda line: line[0].came)
-        calls = list(self._batch(line))
-        for _ in calls:
-            line.popleft()
-        if not line:
-            del self._lines[calls[0].kind]
-        self._release(calls)
+        line = min(lines, key=lambda line: line[0].came)
+        calls = self._batch(line)
+        self._remove(line, calls)
         return calls
 
-    def due_in(self, now: float) -> float | None:
-        """Seconds until the next batch is due; None: no call waits."""
-        lines = self._lines.values()
-        due = (-math.inf if self._is_full(line) else self._due(line) for line in lines)
-        return max(0.0, min(due) - now) if lines else None
+    def due(self) -> float:
+        """Return when the next batch is due; inf: no call waits."""
+        return min(map(self._due, self._lines.values()), default=math.inf)
 
     def clear(self) -> list[Call]:
         """Remove all calls."""
@@ -248,20 +229,25 @@ class BatchQueue:
         return calls
 
     def _due(self, line: deque[Call]) -> float:
-        return line[0].came + self._wait_s
+        batch = self._batch(line)
+        full = len(batch) < len(line) or sum(c.rows for c in batch) == self._batch_limit
+        return -math.inf if full else line[0].came + self._wait_s
 
-    def _is_full(self, line: deque[Call]) -> bool:
-        batch = list(self._batch(line))
-        rows = sum(call.rows for call in batch)
-        return len(batch) < len(line) or rows == self._batch_limit
-
-    def _batch(self, line: deque[Call]) -> Iterator[Call]:
-        room = self._batch_limit
+    def _batch(self, line: deque[Call]) -> list[Call]:
+        batch, room = [], self._batch_limit
         for call in line:
             room -= call.rows
             if room < 0:
-                return
-            yield call
+                break
+            batch.append(call)
+        return batch
+
+    def _remove(self, line: deque[Call], calls: list[Call]) -> None:
+        for call in calls:
+            line.remove(call)
+        if not line:
+            del self._lines[calls[0].kind]
+        self._release(calls)
 
 
 # ---- batches
@@ -289,7 +275,7 @@ class Dispatcher:
         self._failure: BaseException | None = None  # of all calls, from now on
         self._closing = False
         self._idle = asyncio.Event()  # set when no call is without an answer
-        self._due: asyncio.TimerHandle | None = None
+        self._due: asyncio.Handle | None = None
         self._alone: asyncio.TimerHandle | None = None  # since there is no replica
         pool.lost, pool.changed, pool.ended = self._lost, self._changed, self._end
 
@@ -300,7 +286,14 @@ class Dispatcher:
             error = self._failure or RunError("the predictor is closed")
             self._queue.withdraw(call)
             self._fail([call], error)
-        self._send()
+        self._idle.clear()
+        if self._queue.due() == -math.inf:
+            self._send()
+            return
+        if self._due is not None:
+            self._due.cancel()
+        # Callers that were answered together call again at about the same time.
+        self._due = asyncio.get_running_loop().call_soon(self._send)
 
     def withdraw(self, call: Call) -> None:
         """Forget a call, if it still waits."""
@@ -311,9 +304,8 @@ class Dispatcher:
         """Accept no more calls, and wait for the others at most this long."""
         self._closing = True
         self._send()
-        idle = asyncio.ensure_future(self._idle.wait())
-        await asyncio.wait({idle}, timeout=seconds)
-        idle.cancel()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
 
     def close(self) -> None:
         """Fail all calls that have no answer yet."""
@@ -327,14 +319,19 @@ class Dispatcher:
 
     def _send(self) -> None:
         """Send due batches to replicas that can take one more."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        idle = False
         while (replica := self._freest()) is not None:
             # Only a full batch goes ahead of an answer: others may still grow.
             idle = not self._load(replica)
-            calls = self._queue.take(now, full=not idle, hurry=self._closing)
+            now = math.inf if self._closing else loop.time()
+            calls = self._queue.take(now if idle else -math.inf)
             if not calls:
+                due = self._queue.due()
+                if idle and due < math.inf:
+                    self._due = loop.call_at(due, self._send)
                 break
             wanted = [call for call in calls if call.begin()]
             if wanted:
@@ -345,12 +342,6 @@ class Dispatcher:
             self._idle.clear()
         else:
             self._idle.set()
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-        wait_s = self._queue.due_in(now)
-        if wait_s is not None and replica is not None and idle:
-            self._due = loop.call_later(wait_s, self._send)
 
     def _freest(self) -> Replica | None:
         """Return the replica with the fewest batches, if it can take one more."""
@@ -534,10 +525,8 @@ class Predictor:
             self._here = found is False
             self._pool = ReplicaPool(host, packed, replicas, self._timeouts)
             self._dispatcher = Dispatcher(self._pool, self._queue, self._timeouts)
-            with contextlib.ExitStack() as unless_open:
-                unless_open.callback(self._end, wait=False)
-                self._run(self._pool.open())
-                unless_open.pop_all()
+            starting.callback(self._end, wait=False)
+            self._run(self._pool.open())
             self._ending = starting.pop_all()
 
     # ---- calls, from any thread
@@ -665,12 +654,10 @@ class Predictor:
             if self._closed:
                 return
             self._closed = True
-            with self._ending:
-                try:
-                    if wait and self._loop.is_running():
-                        self._run(self._dispatcher.drain(self._timeouts.stop))
-                finally:
-                    self._end(wait)
+            with self._ending:  # ends again, without waiting, if this is interrupted
+                if wait and self._loop.is_running():
+                    self._run(self._dispatcher.drain(self._timeouts.stop))
+                self._end(wait)
 
     def __enter__(self) -> Self:
         return self
@@ -728,7 +715,8 @@ class Predictor:
             rest_s = LOOK_S if deadline is None else deadline - time.monotonic()
             if rest_s <= 0:
                 return False
-            wait([future], min(rest_s, LOOK_S))
+            with contextlib.suppress(TimeoutError):
+                future.exception(min(rest_s, LOOK_S))
             if not self._loop.is_running() and not future.done():
                 raise RunError("the predictor's client is closed")
         return True

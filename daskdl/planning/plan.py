@@ -5,7 +5,6 @@ Hides what is measured for which numbers of workers, and how the advice is deriv
 
 import dataclasses
 import functools
-import html
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ LONGER = (4, 16)  # steps between exchanges, or batches in a step, that are cons
 SPARSER = 10  # factor of fewer entries that is considered
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What workers would be worth, made by :func:`daskdl.plan`.
 
@@ -76,18 +75,17 @@ class Plan:
         rows = [dataclasses.asdict(row) for row in self.rows]
         return pd.DataFrame(rows).set_index("workers")
 
-    def _heading(self) -> str:
+    @override
+    def __repr__(self) -> str:
         costs = self.measured.alone
         where = "processes of this machine" if self.link is None else str(self.link)
         threads = "1 thread" if costs.threads == 1 else f"{costs.threads} threads"
-        return (
+        heading = (
             f"{costs.parameters:,} parameters, {costs.rows:,} rows a step, {threads}; "
             f"{costs.update_bytes / 1e3:,.1f} KB an update; {where}"
         )
-
-    def _cells(self) -> list[tuple[str, ...]]:
         few = len(self.rows) <= SHOWN
-        return [
+        table = [HEADINGS] + [
             (
                 f"{row.workers}",
                 f"{row.efficiency:.2f}",
@@ -99,28 +97,12 @@ class Plan:
             for row in self.rows
             if few or not row.workers & (row.workers - 1) or row is self.rows[-1]
         ]
-
-    @override
-    def __str__(self) -> str:
-        table = [HEADINGS, *self._cells()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.rjust(w) for cell, w in zip(cells, widths, strict=True))
             for cells in table
         ]
-        return "\n".join([self._heading(), *lines, self.advice])
-
-    def _repr_html_(self) -> str:
-        head = "".join(f"<th>{heading}</th>" for heading in HEADINGS)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-            for cells in self._cells()
-        )
-        return (
-            f"<p>{html.escape(self._heading())}</p>"
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-            f"<p>{html.escape(self.advice)}</p>"
-        )
+        return "\n".join([heading, *lines, self.advice])
 
 
 def plan(
@@ -191,20 +173,19 @@ def plan(
     spec = _spec(model, batch, loss, optimizer, master, threads)
     measured = _measure(spec, counts[-1] if link is None else 1)
     rows = tuple(predict(measured, master, link, count) for count in counts)
-    return Plan(rows, advise(measured, master, link, counts), measured, link)
+    return Plan(rows, advise(rows, measured, master, link), measured, link)
 
 
 def _counts(workers: Any) -> tuple[int, ...]:
-    allowed = "workers must be a whole number >= 1, or several of them"
+    counts: set[Any] = set()
     if is_whole(workers):
         counts = set(range(1, workers + 1))
     elif isinstance(workers, Iterable) and not isinstance(workers, str | bytes):
         counts = set(workers)
-    else:
-        counts = set()
-    sound = all(map(is_whole, counts))
-    if not counts or not sound or min(counts) < 1:
-        raise OptionError(f"{allowed}, got {workers!r}")
+    if not counts or not all(map(is_whole, counts)) or min(counts) < 1:
+        raise OptionError(
+            f"workers must be a whole number >= 1, or several of them, got {workers!r}"
+        )
     return tuple(sorted(counts))
 
 
@@ -229,7 +210,16 @@ def _check_master(master: Any) -> None:
 def _spec(
     model: Any, batch: Any, loss: Any, optimizer: Any, master: Any, threads: int | None
 ) -> Packed[BenchmarkSpec]:
-    X, y = _rows(batch)
+    if not isinstance(batch, tuple) or len(batch) != 2:
+        raise OptionError(f"batch must be a tuple (X, y), got a {type(batch).__name__}")
+    if any(is_dask_array(part) for part in batch):
+        raise DataError("batch must be in memory, got a dask.array; use compute()")
+    X, y = batch
+    try:
+        check_arrays(X, y)
+        LabelCheck().check(y)
+    except DataError as error:
+        raise DataError(f"batch: {error}") from error
     own = starting_model(model, seed=0)
     if loss is None:
         floating = torch.from_numpy(first_rows(y, 1)).is_floating_point()
@@ -243,19 +233,6 @@ def _spec(
         run.labels.check(rows[1])
     threads = torch.get_num_threads() if threads is None else threads
     return Packed(BenchmarkSpec(own, loss, optimizer, rows, master, threads), "model")
-
-
-def _rows(batch: Any) -> tuple[Any, Any]:
-    if not isinstance(batch, tuple) or len(batch) != 2:
-        raise OptionError(f"batch must be a tuple (X, y), got a {type(batch).__name__}")
-    if any(is_dask_array(part) for part in batch):
-        raise DataError("batch must be in memory, got a dask.array; use compute()")
-    try:
-        check_arrays(*batch)
-        LabelCheck().check(batch[1])
-    except DataError as error:
-        raise DataError(f"batch: {error}") from error
-    return batch
 
 
 def _measure(spec: Packed[BenchmarkSpec], workers_here: int) -> Measured:
@@ -278,13 +255,12 @@ def _measure(spec: Packed[BenchmarkSpec], workers_here: int) -> Measured:
 
 
 def advise(
+    rows: Sequence[Prediction],
     measured: Measured,
     master: GradientSharing,
     link: Network | None,
-    workers: Sequence[int],
 ) -> str:
     """Say up to how many workers it pays, and what would make more of them pay."""
-    rows = [predict(measured, master, link, count) for count in workers]
     several = [row for row in rows if row.workers > 1]
     if not several:
         return "One worker sends nothing: ask for more to see whether they pay."
@@ -310,7 +286,9 @@ def advise(
     remedies = []
     for kind in _changes(measured, master):
         for how, changed, other in kind:  # the mildest change that helps is enough
-            better = _paying([predict(changed, other, link, n) for n in workers])
+            better = _paying(
+                [predict(changed, other, link, row.workers) for row in rows]
+            )
             if better is not None and better.workers > now:
                 remedies.append(f"{better.workers} with {how}")
                 break

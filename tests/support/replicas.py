@@ -108,7 +108,7 @@ class FakeHost(Host):
         return list(self.there)
 
     @override
-    def replica(self, place, number, sharing):
+    def replica(self, place, sharing):
         self.made.append(FakeReplica(place, self.log, self.faults))
         return self.made[-1]
 

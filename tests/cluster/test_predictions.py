@@ -1,4 +1,4 @@
-"""Predictions on a cluster: where the model is, and what a dead worker costs."""
+"""Predictions on a cluster: the copies of the model, and workers that die."""
 
 import os
 import signal
@@ -25,12 +25,12 @@ def lazy():
 
 
 def copies_there(name):
-    """How many different weights modules of a class have in this process."""
+    """The number of different weights of modules of a class in this process."""
     return len({one.weight.data_ptr() for one in Tracked.held(name)})
 
 
 def model_of(client):
-    """The key of the only model on a cluster, and who has it."""
+    """The key of the only model on a cluster, and the workers that hold it."""
     held = {
         key: holders
         for key, holders in client.who_has().items()
@@ -40,8 +40,7 @@ def model_of(client):
     return key, holders
 
 
-def test_rows_in_memory_travel_in_a_few_parts_for_each_thread(client):
-    """Each costs as much as many a row: what it takes does not depend on its size."""
+def test_rows_in_memory_are_sent_in_a_few_parts_per_thread(client):
     with get_task_stream(client) as stream:
         outputs = daskdl.predict(nn.Identity(), X, client=client, batch_size=2)
 
@@ -52,7 +51,7 @@ def test_rows_in_memory_travel_in_a_few_parts_for_each_thread(client):
     assert still_left_behind(client) == {}
 
 
-def test_the_model_travels_once_to_each_worker_and_goes_with_the_result(client):
+def test_each_worker_gets_the_model_once_and_drops_it_with_the_result(client):
     class Wide(Tracked, nn.Linear):
         """200 kB."""
 
@@ -109,9 +108,7 @@ def test_a_lazy_result_survives_the_workers_that_hold_the_model(three):
 
 @pytest.mark.parametrize("written", [False, True], ids=["same", "url"])
 @pytest.mark.slow
-def test_a_partition_whose_worker_dies_half_way_is_computed_by_another(
-    three, tmp_path, written
-):
+def test_a_partition_of_a_dead_worker_is_computed_by_another(three, tmp_path, written):
     flag, output = str(tmp_path / "flag"), str(tmp_path / "out") if written else "same"
 
     class Ending(nn.Module):

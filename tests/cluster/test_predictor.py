@@ -1,4 +1,4 @@
-"""A predictor on the workers of a cluster: what only processes show."""
+"""A predictor on the workers of a cluster."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ WITHIN_S = 60.0
 
 
 class Constant(Tracked):
-    """Says its value, the sum of the row, and which process it is in."""
+    """Returns its value, the sum of the row, and the process id."""
 
     def __init__(self, value):
         super().__init__()
@@ -55,14 +55,14 @@ def parts(count):
 
 
 def check(part, outputs, values):
-    """Right for all rows, and all by one of these models."""
+    """All rows are right, and were computed by one of these models."""
     np.testing.assert_allclose(outputs["sum"], part.sum(1), **CLOSE)
     assert len(outputs["value"]) == len(part)
     assert len(set(outputs["value"].tolist())) == 1
     assert outputs["value"][0] in values
 
 
-def test_both_workers_answer_and_rows_that_the_model_fails_on_fail_alone(client):
+def test_both_workers_answer_and_only_the_faulty_calls_fail(client):
     bad = X[:2] * np.nan
     asked = [bad if i % 10 == 3 else part for i, part in enumerate(parts(200))]
 
@@ -74,9 +74,7 @@ def test_both_workers_answer_and_rows_that_the_model_fails_on_fail_alone(client)
         answers = [threads.submit(predictor, part) for part in asked]
         for part, answer in zip(asked, answers, strict=True):
             if part is bad:
-                with pytest.raises(
-                    ModelError, match=r"2 rows.* there is no sum"
-                ) as error:
+                with pytest.raises(ModelError, match=r"2 rows.* no sum") as error:
                     answer.result(WITHIN_S)
                 assert "in forward" in error.value.__notes__[0]
             else:
@@ -116,7 +114,7 @@ def test_a_model_is_swapped_under_load_and_the_old_one_leaves_memory(client):
     assert list(there.values()) == [[5], [5]]
 
 
-def test_workers_are_reached_directly_if_the_client_may(client):
+def test_a_client_with_direct_to_workers_is_answered_too(client):
     client.direct_to_workers, before = True, client.direct_to_workers
     try:
         with Predictor(Constant(3), client=client) as predictor:

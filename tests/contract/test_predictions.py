@@ -81,16 +81,6 @@ def bag_of(examples, partitions=2):
     return dask.bag.from_sequence(examples, npartitions=partitions)
 
 
-def noting(made):
-    """The data, whose blocks write down their rows when they are made."""
-
-    def note(block):
-        made.append(len(block))
-        return block
-
-    return lazy().map_blocks(note, dtype=X.dtype, meta=X[:0])
-
-
 def listed(tree):
     """Arrays as lists, in any nesting."""
     if isinstance(tree, dict):
@@ -158,9 +148,7 @@ def test_outputs_are_like_the_data_and_are_written_and_read_back(url, kind):
 
 class TestInMemory:
     @pytest.mark.parametrize("batch_size", [1, 3, 100])
-    def test_numpy_gets_numpy_and_the_model_and_the_rows_stay_as_they_were(
-        self, batch_size
-    ):
+    def test_numpy_gets_numpy_and_neither_model_nor_rows_are_changed(self, batch_size):
         torch.manual_seed(0)
         model = nn.Sequential(
             *(nn.ReLU(inplace=True), nn.Linear(2, 4), nn.BatchNorm1d(4)),
@@ -194,20 +182,8 @@ class TestInMemory:
         ("model", "data", "options", "error", "message"),
         [
             (nn.Linear, X, {}, ModelError, "model must be a torch.nn.Module"),
-            (
-                nn.Linear(3, 2),
-                X,
-                {},
-                ModelError,
-                r"failed on 2 rows of X, shape \(2, 2",
-            ),
-            (
-                nn.Flatten(0),
-                X,
-                {},
-                ModelError,
-                r"one row per example .* \(4,\) for two",
-            ),
+            (nn.Linear(3, 2), X, {}, ModelError, r"failed on 2 rows of X, shape \(2, "),
+            (nn.Flatten(0), X, {}, ModelError, r"one row per .* \(4,\) for two rows"),
             (nn.LSTM(2, 2), X, {}, ModelError, r"got \(1, 2\) for two rows"),
             (Sum(), X[:0], {}, DataError, "X must not be empty"),
             (Sum(), da.zeros((4, 4), chunks=2), {}, DataError, r"X.rechunk\({1: -1}\)"),
@@ -220,7 +196,7 @@ class TestInMemory:
             *("empty", "chunks", "postprocess", "keys", "keyed"),
         ],
     )
-    def test_what_cannot_be_used_is_refused(self, model, data, options, error, message):
+    def test_unusable_arguments_are_refused(self, model, data, options, error, message):
         with pytest.raises(error, match=message):
             predict(model, data, **options)
 
@@ -234,9 +210,15 @@ class TestInMemory:
                 np.asarray(predict(Growing(), data))
 
 
-def test_nothing_is_computed_before_it_is_asked_for_and_trees_cost_one_pass():
+def test_outputs_are_lazy_and_several_are_computed_in_one_pass():
     made = []
-    outputs = predict(Both(), noting(made))
+
+    def note(block):
+        made.append(len(block))
+        return block
+
+    data = lazy().map_blocks(note, dtype=X.dtype, meta=X[:0])
+    outputs = predict(Both(), data)
     assert made == []
     assert outputs["sum"][6:].compute().tolist() == SUMS[6:]
     assert made == [1]
@@ -247,7 +229,7 @@ def test_nothing_is_computed_before_it_is_asked_for_and_trees_cost_one_pass():
 
 
 class TestTables:
-    def test_they_become_series_and_frames_with_the_same_index(self):
+    def test_outputs_are_series_and_frames_with_the_same_index(self):
         outputs = predict(Both(), table())
 
         assert isinstance(outputs["sum"], dd.Series)
@@ -277,11 +259,9 @@ class TestTables:
     @pytest.mark.parametrize(
         ("classes", "columns"),
         [(("cat", "dog"), ["cat", "dog"]), (("a", "b", "c"), [0, 1]), (None, [0, 1])],
-        ids=["fit", "do not fit", "none"],
+        ids=["as many", "more", "none"],
     )
-    def test_names_of_classes_are_those_of_columns_where_they_fit(
-        self, classes, columns
-    ):
+    def test_columns_are_named_by_as_many_classes(self, classes, columns):
         trainer = daskdl.Trainer(
             nn.Identity, nn.MSELoss(), torch.optim.Adam, client=False
         )
@@ -292,7 +272,7 @@ class TestTables:
         assert list(found.columns) == list(found.compute().columns) == columns
         assert found.compute().to_numpy().tolist() == X.tolist()
 
-    def test_outputs_that_are_no_table_are_refused(self):
+    def test_outputs_with_more_than_two_dimensions_are_refused(self):
         with pytest.raises(ModelError, match=r"shape \(1, 2\) for each row, which doe"):
             predict(nn.Unflatten(1, (1, 2)), table())
 
@@ -315,14 +295,7 @@ class TestExamples:
         assert outputs.compute() == list(range(8))
         assert SHAPES == [(2, 3), (2, 3), (2, 5), (1, 5), (1, 4)]
 
-    def test_outputs_may_have_the_shape_of_their_example(self):
-        bag = bag_of([torch.ones(n, 2) for n in (1, 4, 2, 4)])
-
-        outputs = predict(nn.Linear(2, 3), bag).compute()
-
-        assert [one.shape for one in outputs] == [(1, 3), (4, 3), (2, 3), (4, 3)]
-
-    def test_only_the_first_part_is_computed_before_it_is_asked_for(self):
+    def test_predict_computes_only_the_first_part_of_a_bag(self):
         computed = []
 
         def note(example):
@@ -333,7 +306,7 @@ class TestExamples:
 
         assert computed == [0, 1]
 
-    def test_partitions_without_examples_stay_so_and_one_is_needed(self):
+    def test_empty_partitions_stay_empty_but_one_must_have_examples(self):
         bag = bag_of([(i, np.full(2, i, np.float32)) for i in range(6)], 3)
 
         outputs = predict(Sum(), bag.filter(lambda pair: pair[0] > 3))
@@ -356,9 +329,7 @@ NOT_KEYED = [ZEROS, (ZEROS, 1), (ZEROS, np.zeros(1)), (3, 1), (1.5, 2)]
 
 class TestKeys:
     @pytest.mark.parametrize("example", [*KEYED, *NOT_KEYED], ids=repr)
-    def test_a_name_is_a_key_and_a_number_before_arrays_and_labels_are_left_out(
-        self, example
-    ):
+    def test_the_first_example_tells_whether_there_are_keys(self, example):
         (found,) = predict(nn.Identity(), bag_of([example], 1))
 
         key, x = example if any(example is one for one in KEYED) else (None, example)
@@ -372,17 +343,15 @@ class TestKeys:
         [(None, [7, 8]), (True, [(7, 1), (8, 2)]), (False, [7, 8])],
         ids=str,
     )
-    def test_what_cannot_be_seen_can_be_said(self, keyed, expected):
+    def test_keyed_decides_where_the_first_example_does_not(self, keyed, expected):
         bag = bag_of([(7, 1), (8, 2)])
 
         assert predict(nn.Identity(), bag, keyed=keyed).compute() == expected
 
-    def test_an_example_without_a_key_among_others_is_refused_where_it_is(self):
+    def test_an_example_without_a_key_among_others_is_refused(self):
         bag = bag_of([*((key, X[0]) for key in "abc"), X[0]])
 
-        with pytest.raises(
-            DataError, match=r"example 1 of part 1 must be a pair .* nd"
-        ):
+        with pytest.raises(DataError, match="example 1 of part 1 must be a pair"):
             predict(nn.Identity(), bag).compute()
 
 
@@ -414,7 +383,7 @@ class TestPostprocess:
         assert np.asarray(found).tolist() == (2 * X).tolist()
 
     @MEMORY_AND_DASK
-    def test_its_errors_say_where_they_were(self, data):
+    def test_its_errors_name_the_part(self, data):
         with pytest.raises(ZeroDivisionError, match="mine") as caught:
             np.asarray(predict(nn.Identity(), data, postprocess=failing))
 
@@ -434,7 +403,9 @@ class TestPostprocess:
         ],
         ids=["fails", "a number", "fewer rows", "a list", "nothing", "no tensor"],
     )
-    def test_one_that_cannot_be_used_is_refused_on_two_rows(self, postprocess, message):
+    def test_unusable_outputs_of_it_are_refused_in_the_dry_run(
+        self, postprocess, message
+    ):
         with pytest.raises(ModelError, match=f"postprocess {message}"):
             predict(nn.Identity(), X, postprocess=postprocess)
 
@@ -443,7 +414,7 @@ class TestPostprocess:
 
 
 class TestWrittenTables:
-    def test_it_comes_back_with_its_index_and_divisions(self, url):
+    def test_a_table_comes_back_with_its_index_and_divisions(self, url):
         expected = pd.DataFrame(
             {"sum": X.sum(axis=1), "first": X[:, 0].astype(np.int32)}, TABLE.index
         )
@@ -459,7 +430,7 @@ class TestWrittenTables:
         assert few.to_dask().compute().index.tolist() == ["z"]
 
     @pytest.mark.filterwarnings("ignore:The inplace keyword")  # Dask's, of pandas 3.1
-    def test_it_can_be_read_by_others(self, tmp_path):
+    def test_other_readers_find_one_table(self, tmp_path):
         write(table(), str(tmp_path), Columns())
 
         assert dd.read_parquet(str(tmp_path)).compute().index.tolist() == [*"tuvwxyz"]
@@ -468,7 +439,7 @@ class TestWrittenTables:
     @pytest.mark.parametrize(
         "model", [nn.Identity(), nn.Flatten(0)], ids=["frame", "series"]
     )
-    def test_columns_without_names_come_back_without(self, url, model):
+    def test_unnamed_columns_stay_unnamed(self, url, model):
         frame = dd.from_pandas(TABLE[["a"]], npartitions=2)
         expected = predict(model, frame).compute()
 
@@ -530,8 +501,8 @@ class TestFormerPredictions:
             with pytest.raises(KeyboardInterrupt):
                 write(lazy(), url, overwrite=True)
 
-    @pytest.mark.parametrize("finished", [True, False], ids=["whole", "begun"])
-    def test_they_are_replaced_only_if_that_was_said(self, monkeypatch, url, finished):
+    @pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
+    def test_they_are_replaced_only_with_overwrite(self, monkeypatch, url, finished):
         write(lazy(rows=1), url)
         if not finished:
             self.interrupted(monkeypatch, url)
@@ -554,7 +525,7 @@ class TestFormerPredictions:
         [(lazy(), nn.Linear(9, 9)), (table(2), Both())],
         ids=["model", "tables"],
     )
-    def test_a_call_that_is_refused_deletes_nothing(self, url, data, model):
+    def test_a_refused_call_deletes_nothing(self, url, data, model):
         found = write(lazy(), url)
 
         with pytest.raises(ModelError):
@@ -562,19 +533,30 @@ class TestFormerPredictions:
 
         assert found.load().tolist() == X.tolist()
 
-    def test_a_part_that_was_written_twice_is_there_once(self, monkeypatch, url):
-        write_one = Store.write
+    @pytest.mark.parametrize("late", [True, False], ids=["after", "before"])
+    def test_a_part_of_a_worker_believed_dead_is_ignored(self, monkeypatch, url, late):
+        """It may be written before or after the manifest."""
+        write_one, stray = Store.write, []
 
         def twice(store, name, content):
             write_one(store, name, content)
             if name.startswith("part-"):
-                write_one(store, name.replace(name[12:20], "00000000"), b"else")
+                stray.append(f"{name[:12]}00000000.{name.rpartition('.')[2]}")
+                if not late:
+                    write_one(store, stray[-1], b"other content")
 
-        monkeypatch.setattr(Store, "write", twice)
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "write", twice)
+            write(lazy(), url)
+        if late:
+            for name in stray:
+                Store(url).write(name, b"other content")
 
-        found = write(lazy(), url)
-
-        assert found.load().tolist() == X.tolist()
+        found = daskdl.Predictions(url)
+        assert found.rows == (3, 3, 1)
+        assert found.load().tolist() == found.to_dask().compute().tolist() == X.tolist()
+        assert len(Store(url).names("part-*")) == (6 if late else 3)
+        write(lazy(), url, overwrite=True)
         assert len(Store(url).names("part-*")) == 3
 
     def test_batch_files_are_left_alone(self, url):

@@ -1,7 +1,8 @@
-"""What becomes of calls and replicas, on replicas whose answers are the test's."""
+"""Batches, retries, membership and swaps of a predictor, on simulated replicas."""
 
 import asyncio
 import dataclasses
+import math
 import threading
 from types import SimpleNamespace
 
@@ -25,7 +26,7 @@ from daskdl.inference.predictor import BatchQueue, Call
 from daskdl.serialization import PackedModel
 from tests.support.replicas import MODEL, TIMEOUTS, serving, soon, turns, values
 
-LONG_S = 1000.0  # nobody waits so long in a test
+LONG_S = 1000.0  # longer than any test
 
 
 class TestBatches:
@@ -41,13 +42,13 @@ class TestBatches:
             assert calls[0].result().base is None
             assert await values(calls[2]) == [40]
 
-            desk.call(1, 2, 3), desk.call(4, 5)  # they do not fit into one
+            desk.call(1, 2, 3), desk.call(4, 5)  # too many rows for one batch
             assert (await desk.asked()).values == [1, 2, 3]
             await turns()
             assert desk.host.made[0].asked.empty()
 
     @pytest.mark.parametrize(("wait_s", "rows"), [(0.001, [1]), (LONG_S, [1, 2, 3, 4])])
-    async def test_one_that_is_not_full_waits_for_more_rows_but_not_for_ever(
+    async def test_a_batch_waits_for_more_rows_no_longer_than_wait_s(
         self, wait_s, rows
     ):
         async with serving("a", wait_s=wait_s) as desk:
@@ -59,11 +60,12 @@ class TestBatches:
 
             assert (await desk.asked()).values == rows
 
-    async def test_they_go_to_the_replica_with_the_fewest(self):
+    async def test_a_batch_goes_to_the_replica_with_the_fewest(self):
         async with serving("a", "b") as desk:
             desk.call(1)
+            first = await desk.asked(0)
             desk.call(2)
-            first, second = await desk.asked(0), await desk.asked(1)
+            second = await desk.asked(1)
             second.answer()
             await turns()
 
@@ -72,7 +74,9 @@ class TestBatches:
             assert (first.values, second.values) == ([1], [2])
             assert (await desk.asked(1)).values == [3]
 
-    async def test_a_replica_has_two_at_most_and_calls_that_wait_are_joined(self):
+    async def test_a_busy_replica_gets_one_full_batch_and_waiting_calls_are_joined(
+        self,
+    ):
         async with serving("a") as desk:
             desk.call(0)
             first = await desk.asked()
@@ -80,7 +84,7 @@ class TestBatches:
                 desk.call(value)
             ahead = await desk.asked()
             await turns()
-            assert ahead.values == [1, 2, 3, 4]  # a full one
+            assert ahead.values == [1, 2, 3, 4]
             assert desk.host.made[0].asked.empty()
 
             first.answer()
@@ -88,27 +92,14 @@ class TestBatches:
             ahead.answer()
             await turns()
             assert next_one.values == [5, 6, 7, 8]
-            assert desk.host.made[0].asked.empty()  # the rest is no full one
+            assert desk.host.made[0].asked.empty()  # the rest is not a full batch
             next_one.answer()
 
             assert (await desk.asked()).values == [9, 10]
 
-    async def test_a_call_that_was_cancelled_is_not_asked_and_makes_room(self):
-        async with serving("a", queue=4) as desk:
-            desk.call(8, 8, 8, 8), desk.call(9, 9, 9, 9)
-            desk.call(1).cancel()
-            desk.call(2, 3, 4)
-            (await desk.asked()).answer()
-            await desk.asked()
-
-            assert (await desk.asked()).values == [2, 3, 4]
-            desk.queue.admit(4)
-
 
 class TestFailures:
-    async def test_a_model_that_fails_fails_for_the_call_that_made_it_and_no_other(
-        self,
-    ):
+    async def test_after_a_failure_each_call_of_the_batch_is_retried_alone(self):
         async with serving("a", wait_s=LONG_S) as desk:
             calls = [desk.call(1), desk.call(2), desk.call(3), desk.call(4)]
             (await desk.asked()).refuse()
@@ -121,50 +112,40 @@ class TestFailures:
                     batch.answer()
 
             assert [await values(calls[i]) for i in (0, 2, 3)] == [[10], [30], [40]]
-            with pytest.raises(
-                ModelError, match=r"on 1 rows, X: .* two is too"
-            ) as error:
+            with pytest.raises(ModelError, match=r"on 1 rows, X: .* two is") as error:
                 await values(calls[1])
             assert "Traceback: ..." in error.value.__notes__[0]
 
-    async def test_what_a_hanging_replica_has_goes_to_another_one(self):
-        impatient = dataclasses.replace(TIMEOUTS, request=0.01)
-        async with serving("a", "b", timeouts=impatient) as desk:
-            answer = desk.call(1)
-            await desk.asked(0)
+    @pytest.mark.parametrize("lost", [True, False], ids=["lost", "hanging"])
+    async def test_calls_of_a_lost_or_hanging_replica_go_to_another(self, lost):
+        timeouts = TIMEOUTS if lost else dataclasses.replace(TIMEOUTS, request=0.01)
+        async with serving("a", "b", timeouts=timeouts) as desk:
+            call = desk.call(1)
+            batch = await desk.asked(0)
+            if lost:
+                batch.lose()
 
             (await desk.asked(1)).answer()
 
-            assert await values(answer) == [10]
-
-    async def test_what_a_lost_replica_had_goes_to_another_one(self):
-        async with serving("a", "b") as desk:
-            calls = [desk.call(1), desk.call(2)]
-            (await desk.asked(1)).answer()
-            (await desk.asked(0)).lose()
-
-            (await desk.asked(1)).answer()
-
-            assert [await values(call) for call in calls] == [[10], [20]]
-            desk.queue.admit(100)
-            with pytest.raises(BusyError):  # what comes back makes no room
-                desk.queue.admit(1)
-            assert [replica.place for replica in desk.pool.ready] == ["b"]
+            assert await values(call) == [10]
+            assert places(desk) == ["b"]
             assert ("close", "a") in desk.host.log
+            desk.queue.admit(100)
+            with pytest.raises(BusyError):  # a retried call makes room only once
+                desk.queue.admit(1)
 
-    async def test_a_call_that_ends_every_replica_is_given_up_and_no_other_with_it(
-        self,
-    ):
+    async def test_a_call_that_ends_every_replica_fails_and_no_other_does(self):
         async with serving("a", wait_s=LONG_S) as desk:
             bad, *others = [desk.call(value) for value in (666, 1, 2, 3)]
-            replica, batches = 0, []
+            replica, fatal = 0, []
             while not (bad.done() and all(other.done() for other in others)):
-                batches.append(await desk.asked(replica))
-                if 666 not in batches[-1].values:
-                    batches[-1].answer()
+                batch = await desk.asked(replica)
+                if 666 not in batch.values:
+                    batch.answer()
                     await turns()
                     continue
-                batches[-1].lose()
+                fatal.append(batch.values)
+                batch.lose()
                 await turns()
                 await desk.new_replicas()
                 replica += 1
@@ -172,10 +153,9 @@ class TestFailures:
             with pytest.raises(ReplicaError, match="4 times, at last: connection lost"):
                 await values(bad)
             assert [await values(other) for other in others] == [[10], [20], [30]]
-            fatal = [batch.values for batch in batches if 666 in batch.values]
             assert fatal == [[666, 1, 2, 3], [666, 1, 2, 3], [666], [666]]
 
-    async def test_without_a_replica_calls_wait_for_one_and_then_for_none(self):
+    async def test_without_a_replica_calls_wait_for_rejoin_and_then_fail(self):
         hopeless = dataclasses.replace(TIMEOUTS, rejoin=0.01)
         async with serving("a", timeouts=hopeless) as desk:
             waiting = desk.call(1)
@@ -191,7 +171,7 @@ class TestFailures:
 
             assert await values(again) == [30]
 
-    async def test_nobody_waits_for_ever_because_of_a_fault_of_ours(self):
+    async def test_an_unexpected_error_reaches_the_caller(self):
         async with serving("a") as desk:
             answer = desk.call(1)
             (await desk.asked()).outcome.set_result("nonsense")
@@ -200,54 +180,45 @@ class TestFailures:
                 await values(answer)
 
 
-KINDS = st.sampled_from("ab")
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 4), KINDS),
+        st.tuples(st.just("add"), st.integers(1, 4), st.sampled_from("ab")),
         st.tuples(st.just("take"), st.booleans(), st.floats(0, 3)),
     ),
     max_size=40,
 )
 
 
-def queued(came, rows, kind):
-    return Call(np.zeros(rows), rows, kind, tensors=False, came=came)
+@given(STEPS)
+def test_every_call_leaves_once_in_order_with_its_kind_within_the_limit(steps):
+    queue, now = BatchQueue(4, 2.0, 200), 0.0
+    came, left = [], []
+    for verb, one, other in steps:
+        if verb == "add":
+            queue.admit(one)
+            call = Call(np.zeros(one), one, other, tensors=False, came=now)
+            came.append(call)
+            queue.add(call)
+            continue
+        now += other
+        batch = queue.take(math.inf if one else now)
+        assert sum(call.rows for call in batch) <= 4
+        assert len({call.kind for call in batch}) <= 1
+        left += batch
+    while batch := queue.take(math.inf):
+        left += batch
 
-
-class TestTheQueue:
-    """A clock of its own, so that nothing waits."""
-
-    @given(STEPS)
-    def test_every_call_leaves_once_in_its_order_with_its_kind_within_the_limit(
-        self, steps
-    ):
-        queue, now = BatchQueue(4, 2.0, 200), 0.0
-        came, left = [], []
-        for verb, one, other in steps:
-            if verb == "add":
-                queue.admit(one)
-                came.append(queued(now, one, other))
-                queue.add(came[-1])
-                continue
-            now += other
-            if batch := queue.take(now, hurry=one):
-                assert sum(c.rows for c in batch) <= 4
-                assert len({c.kind for c in batch}) == 1
-            left += batch
-        while batch := queue.take(now, hurry=True):
-            left += batch
-
-        for kind in "ab":
-            own = [c for c in came if c.kind == kind]
-            assert [c for c in left if c.kind == kind] == own
-        queue.admit(200)
+    for kind in "ab":
+        own = [call for call in came if call.kind == kind]
+        assert [call for call in left if call.kind == kind] == own
+    queue.admit(200)
 
 
 GATE = threading.Event()
 
 
 class Gated(nn.Module):
-    """Is not unpacked before it may be."""
+    """Blocks while it is unpacked."""
 
     def __setstate__(self, state):
         assert GATE.wait(30)
@@ -260,12 +231,12 @@ def places(desk):
 
 def lose(desk, place):
     replica = next(r for r in desk.pool.ready if r.place == place)
-    for _ in range(2):  # twice is once
+    for _ in range(2):  # the second has no effect
         desk.pool.lose(replica, "it hangs")
 
 
 class TestReplicas:
-    async def test_they_are_spread_over_the_places_and_go_in_the_end(self):
+    async def test_replicas_are_spread_over_the_places_and_closed_at_the_end(self):
         async with serving("a", "b", replicas=3) as desk:
             assert places(desk) == ["a", "a", "b"]
             assert desk.host.log.count(("use", "a", 1)) == 2
@@ -301,7 +272,7 @@ class TestReplicas:
 
         assert [one for one in host[0].log if one[0] == "close"] == [("close", "a")]
 
-    async def test_one_that_is_just_being_started_goes_too(self):
+    async def test_closing_closes_a_replica_that_is_being_started(self):
         async with serving("a", "b") as desk:
             lose(desk, "a")
             slow = desk.host.faults["open", "a"] = asyncio.Event()
@@ -316,7 +287,7 @@ class TestReplicas:
 
             assert ("close", "a") in desk.host.log
 
-    async def test_one_whose_place_is_gone_is_replaced_where_there_is_room(self):
+    async def test_a_replica_of_a_lost_place_is_replaced_where_there_is_room(self):
         async with serving("a", "b") as desk:
             desk.host.there = ["b"]
             await desk.new_replicas()
@@ -328,7 +299,7 @@ class TestReplicas:
 
             assert places(desk) == ["b", "new"]
 
-    async def test_one_that_is_lost_comes_back_where_the_fewest_were_lost(self):
+    async def test_a_lost_replica_is_replaced_where_the_fewest_were_lost(self):
         async with serving("a", "b") as desk:
             desk.host.there = ["a", "b", "c"]
             lose(desk, "a")
@@ -339,10 +310,10 @@ class TestReplicas:
             desk.host.faults["open", "a"] = ConnectionError("gone")
             await desk.new_replicas()
             assert places(desk) == ["c"]
-            await desk.new_replicas()  # a start that fails is tried again
+            await desk.new_replicas()  # a failed start is repeated
             assert places(desk) == ["a", "c"]
 
-    async def test_they_are_pinged_from_time_to_time_and_lost_if_they_are_silent(self):
+    async def test_a_replica_that_does_not_answer_a_ping_is_lost(self):
         often = dataclasses.replace(TIMEOUTS, silence=1e-9)
         async with serving("a", "b", timeouts=often) as desk:
             desk.host.faults["ping", "b"] = ConnectionError("gone")
@@ -354,9 +325,8 @@ class TestReplicas:
             assert ("ping", "a") in desk.host.log
             assert ("close", "b") in desk.host.log
 
-    async def test_if_nobody_will_ever_be_there_calls_are_told(self):
-        host = []
-        async with serving("a", host=host, there=ChannelError("closed")) as desk:
+    async def test_calls_fail_if_there_will_be_no_place(self):
+        async with serving("a", there=ChannelError("closed")) as desk:
             waiting = desk.call(1)
 
             with pytest.raises(ChannelError, match="closed"):
@@ -364,7 +334,7 @@ class TestReplicas:
 
 
 class TestSwap:
-    async def test_it_stages_everywhere_before_the_first_uses_it(self):
+    async def test_all_replicas_stage_the_model_before_the_first_uses_it(self):
         async with serving("a", "b") as desk:
             desk.host.log.clear()
 
@@ -375,7 +345,7 @@ class TestSwap:
                 *(("use", "a", 2), ("use", "b", 2)),
             ]
 
-    async def test_a_model_that_one_refuses_is_used_by_none(self):
+    async def test_a_model_that_one_replica_refuses_is_used_by_none(self):
         async with serving("a", "b") as desk:
             desk.host.faults["stage", "b"] = Failure("no module named nets", "Trace")
             desk.host.log.clear()
@@ -387,14 +357,15 @@ class TestSwap:
             await desk.pool.swap(MODEL)
             assert [replica.version for replica in desk.pool.ready] == [2, 2]
 
-    @pytest.mark.parametrize("fault", ["lost", "hangs"])
-    @pytest.mark.parametrize("verb", ["stage", "use"])
+    @pytest.mark.parametrize(
+        ("verb", "fault"),
+        [("stage", ConnectionError("gone")), ("use", asyncio.Event())],
+        ids=["lost", "hangs"],
+    )
     async def test_a_replica_that_is_lost_meanwhile_does_not_stop_it(self, verb, fault):
         impatient = dataclasses.replace(TIMEOUTS, data=0.01, request=0.01)
         async with serving("a", "b", timeouts=impatient) as desk:
-            desk.host.faults[verb, "a"] = (
-                ConnectionError("gone") if fault == "lost" else asyncio.Event()
-            )
+            desk.host.faults[verb, "a"] = fault
 
             await desk.pool.swap(MODEL)
             assert places(desk) == ["b"]
@@ -402,7 +373,7 @@ class TestSwap:
 
             assert [replica.version for replica in desk.pool.ready] == [2, 2]
 
-    async def test_a_replica_that_starts_meanwhile_has_the_new_model(self):
+    async def test_a_replica_that_starts_meanwhile_gets_the_new_model(self):
         async with serving("a", "b") as desk:
             lose(desk, "a")
             slow = desk.host.faults["use", "a"] = asyncio.Event()
@@ -418,7 +389,7 @@ class TestSwap:
 
 
 class Handlers(dict):
-    """Says when one has gone."""
+    """Sets an event when one is removed."""
 
     def __init__(self):
         self.gone = asyncio.Event()
@@ -429,10 +400,10 @@ class Handlers(dict):
 
 
 async def opened(silence_s):
-    """A worker with a replica that has a model."""
+    """A worker with a replica."""
     state = SimpleNamespace(nthreads=1)
     worker = SimpleNamespace(handlers=Handlers(), extensions={}, state=state)
-    await start_server("replica", None, 1, silence_s, dask_worker=worker)
+    await start_server("replica", 1, None, silence_s, dask_worker=worker)
     return worker
 
 
@@ -442,7 +413,7 @@ async def requested(worker, call, payload=None):
 
 
 class TestOnAWorker:
-    async def test_a_client_that_is_silent_for_too_long_is_not_waited_for(self):
+    async def test_a_replica_closes_when_its_client_is_silent(self):
         worker = await opened(silence_s=0.001)
 
         await soon(worker.handlers.gone.wait())
@@ -450,7 +421,7 @@ class TestOnAWorker:
         assert not worker.handlers
         assert not worker.extensions
 
-    async def test_while_it_computes_its_client_may_be_silent(self):
+    async def test_a_replica_stays_open_while_it_computes(self):
         GATE.clear()
         worker = await opened(silence_s=0.001)
         payload = wrap(PackedModel(Gated()).payload)
@@ -464,7 +435,7 @@ class TestOnAWorker:
         assert (await soon(answer))["status"] == "ok"
         await soon(worker.handlers.gone.wait())
 
-    async def test_it_stops_with_its_worker(self):
+    async def test_a_replica_stops_with_its_worker(self):
         worker = await opened(silence_s=1000.0)
 
         for extension in worker.extensions.values():

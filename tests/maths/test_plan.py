@@ -52,7 +52,7 @@ NO_WORK = {"gradients_s": 0.0, "encode_s": 0.0, "apply_s": 0.0}
 
 # Workers, other arguments, and what comes of them.
 CASES = {
-    "one makes steps and nothing else": (
+    "one worker only makes steps": (
         *(1, {}),
         {"step_s": 0.1, "efficiency": 1.0, "samples_per_s": 640, "limit": "compute"},
     ),
@@ -72,12 +72,12 @@ CASES = {
             "messages_s": 2 * 0.001 + (2 * 0.0001 + 0.001) / 4,
         },
     ),
-    "in step all wait for all": (2, {"master": IN_STEP}, {"wait_s": RELAYED_S}),
-    "in step a long way is waited for": (
+    "at staleness 0 all wait for all": (2, {"master": IN_STEP}, {"wait_s": RELAYED_S}),
+    "at staleness 0 the latency counts": (
         *(2, {"master": IN_STEP, "link": slow(1e9, 0.05)}),
         {"wait_s": 2 * 0.05 + RELAYED_S, "limit": "latency"},
     ),
-    "who may be ahead a little waits for a very long way": (
+    "at staleness 1 a long latency counts": (
         *(2, {"master": GradientSharing(max_staleness=1), "link": slow(1e9, 0.05)}),
         # To the relay and on, each time just after a request has gone.
         {
@@ -85,40 +85,40 @@ CASES = {
             "limit": "latency",
         },
     ),
-    "who may be ahead a little is as fast as the link": (
+    "with a bounded staleness the link sets the speed": (
         *(2, {"link": slow(1e6)}),
         {"step_s": 0.2, "limit": "link", "carried": 1.0},  # two updates of 0.1 Mbit
     ),
-    "who need not wait puts exchanges off": (
+    "without a bound exchanges are put off": (
         *(2, {"master": UNBOUNDED, "link": slow(1e6)}),
         {"step_s": 0.1152, "limit": "link", "carried": 0.1152 / 0.2},
     ),
-    "a queue of few large updates is no reason to wait": (
+    "a queue of few large updates delays nobody": (
         *(2, {"master": MESH, "link": slow(5e6), "update_bytes": 2**20}),
         # One is under way, of eight that might be behind; a request goes each 5 ms.
         {"step_s": (8 * (2**20 + WIRE_BYTES) / 5e6 + 0.005) / 8, "limit": "link"},
     ),
-    "a relay with more to do than there is time is the limit": (
+    "an overloaded relay is the limit": (
         *(8, {**NO_WORK, "decode_s": 0.0}),
         {"limit": "relay"},
     ),
-    "and has nothing to do in a mesh": (
+    "a mesh has no relay": (
         *(8, {**NO_WORK, "master": MESH}),
         {"limit": "messages"},
     ),
-    "each applies an update of each other one": (64, {}, {"apply_s": 63 * 0.002}),
-    "beyond eight they send to each other": (
+    "each replica applies an update of each other": (64, {}, {"apply_s": 63 * 0.002}),
+    "more than eight workers form a mesh": (
         *(9, {}),
         # Eight others: a request to each and from each; each update once to each.
         {"messages_s": 16 * 0.001 + 16 * 0.0001 + 8 * 0.001},
     ),
-    "little is lacking": (2, {"encode_s": 0.001}, {"limit": "compute"}),
-    "here the scheduler takes its share of the cores": (
+    "less than a tenth is missing": (2, {"encode_s": 0.001}, {"limit": "compute"}),
+    "on one machine the scheduler uses the cores too": (
         *(2, {"link": None}),
         {"step_s": 0.1152 + 0.0044 / 2},
     ),
-    "with cores to spare nobody waits": (2, {"link": None, "cores": 3}, {"wait_s": 0}),
-    "more than there are cores for take turns": (
+    "with spare cores nobody waits": (2, {"link": None, "cores": 3}, {"wait_s": 0}),
+    "on one machine processes share too few cores": (
         *(4, {"link": None}),
         {"limit": "cores"},
     ),
@@ -143,14 +143,15 @@ def test_a_prediction(case):
         (UNBOUNDED, 4 * 3),  # the relay sends every update to all others
         (GradientSharing(routing="mesh", max_staleness=None), 3),
     ],
+    ids=["relay", "mesh"],
 )
 def test_a_slow_link_carries_a_share_of_the_exchanges(master, copies):
     four = plain(4, master=master, link=slow(1e5))
 
-    assert four.carried == pytest.approx(four.step_s / (copies * 1.0))
+    assert four.carried == pytest.approx(four.step_s / copies)
 
 
-@pytest.mark.parametrize("workers", [2, 5, 9, 64])
+@pytest.mark.parametrize("workers", [2, 9])  # by relay, and as a mesh
 @pytest.mark.parametrize(
     "master", [SHARING, IN_STEP, UNBOUNDED], ids=["8", "0", "None"]
 )
@@ -219,9 +220,10 @@ def test_on_one_machine_costs_are_those_measured_together():
 UP_TO_64 = tuple(range(1, 65))
 
 
-def advice(workers=UP_TO_64, link=FAST, master=None, **changes):
-    master = GradientSharing() if master is None else master
-    return advise(measured(**changes), master, link, workers)
+def advice(workers=UP_TO_64, link=FAST, master=SHARING, **changes):
+    costs = measured(**changes)
+    rows = [predict(costs, master, link, count) for count in workers]
+    return advise(rows, costs, master, link)
 
 
 def number_of(text, before):
@@ -295,7 +297,7 @@ def test_a_slow_link_is_helped_by_sending_less():
 
 def planned(workers=(1, 2, 4)):
     rows = tuple(predict(measured(), SHARING, FAST, count) for count in workers)
-    return Plan(rows, "Advice <of 1>.", measured(), FAST)
+    return Plan(rows, "Advice.", measured(), FAST)
 
 
 def test_it_prints_a_table_under_what_it_is_about():
@@ -309,8 +311,7 @@ def test_it_prints_a_table_under_what_it_is_about():
     assert one.split() == ["1", "1.00", "640", "100.0", "compute", "100%"]
     assert two.split() == ["2", "0.87", "1,111", "115.2", "encode", "100%"]
     assert len({len(line) for line in (names, one, two, four)}) == 1
-    assert advice == "Advice <of 1>."
+    assert advice == "Advice."
     _, _, *rows, _ = str(planned(range(1, 65))).splitlines()
     assert [int(row.split()[0]) for row in rows] == [1, 2, 4, 8, 16, 32, 64]
     assert planned().to_pandas().loc[2, "encode_s"] == 0.01
-    assert "<p>Advice &lt;of 1&gt;.</p>" in planned()._repr_html_()

@@ -1,4 +1,4 @@
-"""Outputs of Dask collections: one task per partition, computed when asked for.
+"""Lazy outputs of Dask collections: one task per partition.
 
 Hides how examples and rows, keys and labels are distinguished, how a model is sent to
 each worker once, and how outputs become arrays, dataframes, bags and lists.
@@ -32,7 +32,7 @@ from daskdl.data.tables import is_dask_array
 from daskdl.errors import DataError, ModelError
 from daskdl.serialization import Packed
 
-# Maps blocks of rows to the outputs of all of them, numpy arrays with a row for each.
+# Maps blocks of rows to the outputs of all blocks, numpy arrays with a row for each.
 Ask = Callable[[Iterator[Rows]], Tree]
 S = TypeVar("S", bound=Source)
 
@@ -107,8 +107,8 @@ def _is_name(key: Any) -> bool:
 class ExampleReader:
     """Reads parts that hold lists of examples, or rows; picklable."""
 
-    rows: Finish  # makes rows of a value that is no list of examples
-    bag: bool  # every value is one
+    rows: Finish  # makes rows of a value that is not a list of examples
+    bag: bool  # every value is a list of examples
     keyed: bool | None  # None: not known yet
 
     def outputs(self, ask: Ask, value: Any, part: int) -> Any:
@@ -128,7 +128,7 @@ class ExampleReader:
         return outputs if keys is None else list(zip(keys, outputs, strict=True))
 
     def first_rows(self, value: Any, part: int) -> tuple[Rows | None, bool]:
-        """Return rows for a dry run, if the part has any; and whether it has keys."""
+        """Return rows for a dry run, if the part has any, and whether it has keys."""
         if not (self.bag or isinstance(value, list)):
             rows = self.rows([value], part)
             few = batching.of_both(lambda tree: batching.rows(tree, slice(2)), rows)
@@ -210,16 +210,16 @@ def _first_rows(
 # ---- tasks
 
 
-# Dask warns about graphs above 10 MB, and a scheduler that reads a message of a
-# gigabyte does nothing else meanwhile.
+# Dask warns about graphs above 10 MB, and a message of a gigabyte would block the
+# scheduler while it is read.
 BLOCK_BYTES = 4 * 2**20
 
 
 def broadcast_model(packed: Packed[Any], client: Client | Literal[False]) -> Any:
-    """Return a task that gives each worker the same object, once.
+    """Return a task that sends the same object to each worker once.
 
     Dask sends its result to the workers that need it, drops it after its last use, and
-    computes it again if its worker dies; of scattered data it keeps a single copy. The
+    computes it again if its worker dies; scattered data would have a single copy. The
     scheduler keeps the bytes as long as a result depends on them.
     """
     name = new_key("model")

@@ -1,7 +1,7 @@
-"""The replicas of a predictor: on the workers of a cluster, or threads of this process.
+"""Replicas of a predictor's model, on the workers of a cluster or in this process.
 
-Hides where they are, how they are reached, lost and replaced, and how their model is
-swapped. An OSError here means that a replica cannot be reached.
+Hides how replicas are placed, reached, lost and replaced, and how their model is
+swapped. An OSError means that a replica cannot be reached.
 """
 
 import asyncio
@@ -106,7 +106,7 @@ class Replica(ABC):
     staged: int = 0
 
     async def open(self) -> None:  # noqa: B027  # not all need to
-        """Start it, without a model."""
+        """Start the replica, without a model."""
 
     @abstractmethod
     async def stage(self, version: int, model: PackedModel) -> Failure | None:
@@ -121,7 +121,7 @@ class Replica(ABC):
         """Return the outputs for the rows of a batch, numpy arrays."""
 
     async def ping(self) -> None:  # noqa: B027  # not all need to
-        """Check that the replica is alive; also shows it that its client is."""
+        """Check that the replica is alive, and keep it open."""
 
     @abstractmethod
     async def close(self, wait: bool) -> None:
@@ -135,7 +135,7 @@ class Host(ABC):
     async def places(self) -> list[str]:
         """Return the places that exist now, in a fixed order.
 
-        OSError: unknown now; ChannelError: there will be no more.
+        Raises an OSError if they are unknown now, a ChannelError if there will be none.
         """
 
     @abstractmethod
@@ -406,7 +406,7 @@ class RemoteReplica(Replica):
 
 
 class ClusterHost(Host):
-    """The workers of a cluster, whose replicas close after so long without a ping."""
+    """The workers of a cluster; their replicas close after `silence_s` without ping."""
 
     def __init__(
         self, client: Client, transform: Packed[Transform] | None, silence_s: float
@@ -428,7 +428,7 @@ class ClusterHost(Host):
 # ---- the pool
 
 
-LOOK_S = 0.5  # between two calls of `look`: one small request to the scheduler
+LOOK_S = 0.5  # between calls of `look`, each a small request to the scheduler
 
 
 class ReplicaPool:
@@ -603,7 +603,7 @@ class ReplicaPool:
             try:
                 await self.look()
             except OSError as error:
-                logger.info("it is not known which workers are there: %s", error)
+                logger.info("the workers are not known: %s", error)
             await asyncio.sleep(LOOK_S)
 
     def _watched(self, task: asyncio.Task[None]) -> None:

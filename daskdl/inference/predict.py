@@ -1,6 +1,6 @@
-"""Predict: one dry run on two rows, then all workers apply the model to the data.
+"""`predict`: a dry run on two rows, then all workers apply the model to the data.
 
-Numpy in, numpy out; torch in, torch out; lazy collections in, lazy ones out; or files.
+Hides how outputs get the kind of the data: numpy, torch, lazy collections, or files.
 """
 
 import os
@@ -40,7 +40,7 @@ from daskdl.util import (
 
 Postprocess = Callable[[Tree], Tree]
 
-# A part costs 20 ms to send, ask for and fetch, whatever its size. This many keep all
+# A part costs 20 ms to send, compute and fetch, whatever its size. This many keep all
 # threads busy while the first parts are sent, and at the end.
 PARTS_PER_THREAD = 4
 

@@ -327,8 +327,7 @@ class Predictions:
         rows: In each part.
 
     Raises:
-        DataError: If they have not been finished, or there are none, or the manifest
-            cannot be used.
+        DataError: If there are no finished predictions, or the manifest is damaged.
 
     Example:
         >>> import numpy, tempfile, torch
@@ -358,11 +357,11 @@ class Predictions:
         self.rows = tuple(file.details["rows"] for file in manifest.files)
 
     def load(self) -> Any:
-        """Read all of them into memory, in the order of the data.
+        """Read all predictions into memory, in the order of the data.
 
         Returns:
-            Of tables a pandas frame or series; of a bag a list of the outputs of its
-            examples, or of pairs (key, output); of a list one of what each part has;
+            A pandas frame or series for tables; a list of outputs, or of pairs
+            (key, output), for a bag; a list with the outputs of each part for a list;
             else numpy arrays, in a tree if there are several outputs.
 
         Raises:
@@ -372,11 +371,11 @@ class Predictions:
         return self._format.join([_read(*own, file) for file in self._files])
 
     def to_dask(self) -> Any:
-        """Read them lazily, where they are needed, in the parts of the data.
+        """Read the predictions lazily, in the parts of the data.
 
         Returns:
-            What `predict` would return without a URL; of what is not lazy, a
-            ``dask.array``.
+            The result of `predict` without ``output``; a ``dask.array`` for data that
+            are not lazy.
         """
         read, name = delayed(_read, pure=False), new_key("predictions")
         parts = [
@@ -486,7 +485,7 @@ def _write(store: Store, form: Format, part: int, value: Any) -> File:
     """Write a file, whose name has a checksum.
 
     If Dask computes a part twice, neither file damages the other. `Predictions` ignores
-    files that are not in the manifest, such as those of a worker believed dead.
+    files that the manifest does not list, such as those of a worker believed dead.
     """
     rows, content = form.encode(value)
     name = f"part-{part:06d}-{zlib.crc32(content):08x}.{form.suffix}"

@@ -107,7 +107,7 @@ class Call:
         return self.begun
 
     def separate(self) -> None:
-        """Put the call into a batch of its own, after a failure with others."""
+        """Put the call into a batch of its own."""
         self.kind = str(id(self))
 
     @override
@@ -452,26 +452,24 @@ LOOK_S = 1.0  # between checks that the event loop still runs
 class Predictor:
     """A model that answers calls from many threads, with replicas on workers.
 
-    Calls that come at about the same time, with rows of the same shape, are joined into
-    one batch. Each batch goes to the replica with the fewest, and each caller gets the
-    outputs for its own rows. A call whose worker dies goes to another replica, and
-    another one is started as soon as there is a worker for it.
+    Calls that arrive at about the same time, with rows of the same shape, are joined
+    into one batch. Each batch goes to the replica with the fewest batches, and each
+    caller gets the outputs for its own rows. If a worker dies, its calls go to another
+    replica, and a new replica starts as soon as there is a worker for it.
 
-    It may be used from any thread, and is a context manager. What it has on the cluster
-    goes with :meth:`close`.
+    Any thread may use a predictor. It is a context manager; :meth:`close` removes the
+    replicas.
 
     Args:
-        model: Gives one tensor, or tuples and dicts of tensors, whose first axis is
-            that of its input. Copied: a model that is trained later is given to
-            :meth:`swap`.
-        replicas: Models in the workers' memory, >= 1. Spread evenly over the workers
-            that are there at the start.
-        batch_limit: Rows of a batch, and of one call, >= 1. A full batch leaves at
-            once.
-        wait_ms: Longest time that a batch waits for more rows, >= 0. While all replicas
-            are busy, rows wait and are joined anyway.
-        queue_limit: Rows that may wait for a replica, >= batch_limit.
-        transform: What is made of each batch before, as of ``Trainer``.
+        model: Returns one tensor, or tuples and dicts of tensors, with one row for each
+            row of its input. Copied: later changes need :meth:`swap`.
+        replicas: Models in the workers' memory, >= 1, spread evenly over the workers
+            that exist at the start.
+        batch_limit: Most rows of a batch, and of one call, >= 1.
+        wait_ms: Longest wait of a batch for more rows, milliseconds, >= 0. While all
+            replicas are busy, rows wait and are joined anyway.
+        queue_limit: Most rows that may wait for a replica, >= batch_limit.
+        transform: Applied to each batch before the model, as in ``Trainer``.
         client: Synchronous; None: the default client, or a cluster of its own; False:
             replicas are threads of this process.
 
@@ -535,20 +533,20 @@ class Predictor:
         """Ask the model, and wait for its outputs.
 
         Args:
-            x: Rows first: a numpy array or a torch tensor, or tuples and dicts of
-                such; at most `batch_limit` rows. Copied.
-            timeout_s: Seconds to wait, for room and for the answer. None: for room not
-                at all, and for the answer as long as there are replicas.
+            x: A numpy array or a torch tensor, or tuples and dicts of these, with 1 to
+                `batch_limit` rows. Copied.
+            timeout_s: Longest wait for room and for the answer, seconds. None: no wait
+                for room, and for the answer as long as there are replicas.
 
         Returns:
-            Outputs for these rows; numpy for numpy, tensors for tensors, in tuples and
-            dicts if the model gives such.
+            Outputs for these rows, in the structure that the model returns; numpy for
+            numpy, tensors for tensors.
 
         Raises:
             DataError: If x cannot be used.
-            BusyError: If as many rows wait as may, and still do after the timeout.
-            ModelError: If the model, or the transform, fails on these rows.
-            ReplicaError: If it ends every worker it comes to.
+            BusyError: If `queue_limit` rows wait, still after the timeout.
+            ModelError: If the model or the transform fails on these rows.
+            ReplicaError: If the call ends every worker that computes it.
             WaitTimeoutError: If there is no answer in time, or no replica is left.
             RunError: If the predictor is closed.
         """
@@ -571,14 +569,14 @@ class Predictor:
         raise _late(timeout_s)
 
     async def acall(self, x: Any, timeout_s: float | None = None) -> Any:
-        """Ask the model from an event loop, any one; see :meth:`__call__`.
+        """Ask the model from any event loop; see :meth:`__call__`.
 
         Args:
-            x: Rows, see there.
-            timeout_s: Seconds, see there.
+            x: Rows.
+            timeout_s: Longest wait, seconds.
 
         Returns:
-            Outputs, see there.
+            Outputs.
         """
         call = Call.of(x, self._batch_limit)
         busy: BusyError | None = None
@@ -601,18 +599,17 @@ class Predictor:
             raise busy or _late(timeout_s) from None
 
     def submit(self, x: Any) -> Future[Any]:
-        """Ask the model, and do not wait.
+        """Ask the model without waiting; see :meth:`__call__`.
 
         Args:
-            x: Rows, see :meth:`__call__`; copied.
+            x: Rows; copied.
 
         Returns:
-            What becomes the outputs, or raises what a call raises. As long as no
-            replica has it, it can be cancelled.
+            A future of the outputs. It can be cancelled until a replica gets the call.
 
         Raises:
             DataError: If x cannot be used.
-            BusyError: If as many rows wait as may.
+            BusyError: If `queue_limit` rows wait.
             RunError: If the predictor is closed.
         """
         call = Call.of(x, self._batch_limit)
@@ -622,17 +619,16 @@ class Predictor:
     # ---- swap and close
 
     def swap(self, model: nn.Module) -> None:
-        """Answer by another model, without a pause.
+        """Replace the model without a pause.
 
-        Calls made before this returns are answered by the old or by the new model, each
-        by one of them; those made afterwards by the new one. The old one leaves the
-        workers' memory.
+        Each call made before this returns is answered by the old or the new model;
+        later calls by the new one. The old model leaves the workers' memory.
 
         Args:
             model: Copied. It may have other inputs and outputs.
 
         Raises:
-            ModelError: If a worker cannot use it; all then go on with the old one.
+            ModelError: If a worker cannot use it; the old model then stays in use.
             RunError: If the predictor is closed.
         """
         _check_elsewhere(self._loop)
@@ -642,12 +638,11 @@ class Predictor:
         self._run(self._pool.swap(packed))
 
     def close(self, *, wait: bool = True) -> None:
-        """Take the replicas from the workers; may be called again.
+        """Remove the replicas; a second call has no effect.
 
         Args:
-            wait: For calls to be answered that were made before, for
-                ``daskdl.timeouts.stop`` at most; without, and after it, they get a
-                RunError.
+            wait: Wait for the answers to earlier calls, ``daskdl.timeouts.stop`` at
+                most. Calls without an answer then raise a RunError.
         """
         _check_elsewhere(self._loop)
         with self._closing:
@@ -666,7 +661,7 @@ class Predictor:
         self.close(wait=kind is None)
 
     def _end(self, wait: bool) -> None:
-        """Fail calls that still wait, and leave no replica anywhere."""
+        """Fail calls that still wait, and close all replicas."""
 
         async def end() -> None:
             self._dispatcher.close()
@@ -674,13 +669,13 @@ class Predictor:
 
         if self._loop.is_running():
             self._run(end())
-        else:  # its client was closed first, and took the replicas away
+        else:  # the client was closed first, and the replicas with it
             self._dispatcher.close()
 
     # ---- the event loop, from other threads
 
     def _enter(self, call: Call) -> None:
-        """Let a call wait for a replica."""
+        """Queue a call."""
         self._check_open()
         self._queue.admit(call.rows)
 
@@ -731,7 +726,7 @@ def _late(timeout_s: float | None) -> WaitTimeoutError:
 
 def _check_elsewhere(loop: asyncio.AbstractEventLoop) -> None:
     """Refuse to block the thread of this event loop."""
-    # What asyncio sets: `get_running_loop` raises where there is none.
+    # `asyncio.get_running_loop` raises where there is none.
     if asyncio._get_running_loop() is loop:
         raise RunError(
             "this thread answers the predictor's calls, as callbacks of its futures "

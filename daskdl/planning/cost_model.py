@@ -18,9 +18,9 @@ from daskdl.training.fit import OUTBOX_BYTES
 from daskdl.training.gradient_sharing import GradientSharing
 
 UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
-ROUNDS = 100  # of lengthening a step by the requests that fit into it, at most
-SETTLED = 1.00001  # growth in such a round that ends them
-GOOD = 0.9  # efficiency from which on nothing is the limit
+ROUNDS = 100  # most iterations of the length of a step and the requests in it
+SETTLED = 1.00001  # growth that ends the iteration
+GOOD = 0.9  # least efficiency at which nothing but "compute" is the limit
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Network:
         return f"{rate / size:g} {unit}, {1e3 * self.latency_s:g} ms one way"
 
 
-# Processes of one machine: memory is no limit, and what it costs is CPU time.
+# Processes of one machine: sending costs CPU time only.
 HERE = Network(math.inf, 0.0)
 
 
@@ -114,9 +114,8 @@ class Measured:
     Attributes:
         alone: Costs of one process.
         cores: Cores of this machine.
-        together: Mean costs of each of several processes that did the same at once;
-            None if that was not measured.
-        processes: How many did, >= 2; 1 if that was not measured.
+        together: Mean costs of several processes that measured at once, or None.
+        processes: Number of these processes; 1 if `together` is None.
     """
 
     alone: Costs
@@ -126,15 +125,14 @@ class Measured:
 
     @property
     def most_at_once(self) -> int:
-        """How many processes have cores for all their threads."""
+        """The number of processes that have cores for all their threads."""
         return max(1, self.cores // self.alone.threads)
 
     def here(self, workers: int) -> Costs:
         """Return the costs of each of several processes on this machine.
 
-        They share its memory and caches: times grow linearly with the number of
-        processes, up to the number that has cores. No time is less than the smaller of
-        those measured.
+        They share memory and caches: times grow linearly with the number of processes,
+        up to `most_at_once`, and are never below those measured.
         """
         if self.together is None:
             return self.alone
@@ -167,13 +165,13 @@ class Prediction:
         efficiency: Speed / (workers * speed of one).
         samples_per_s: Rows per second of all workers together.
         step_s: Seconds of a step of each.
-        limit: What costs most of the missing efficiency: ``"encode"``, ``"apply"``,
+        limit: The main cause of the missing efficiency: ``"encode"``, ``"apply"``,
             ``"messages"``, ``"link"``, ``"relay"``, ``"latency"``, or ``"cores"``, on
             one machine; ``"compute"`` if less than a tenth is missing.
-        carried: Share of the exchanges that link and relay carry; the rest is put off.
+        carried: Share of the exchanges that link and relay carry; others are deferred.
         compute_s: Part of `step_s`: gradients and optimizer.
         encode_s: Part of `step_s`: making updates.
-        apply_s: Part of `step_s`: applying those of others.
+        apply_s: Part of `step_s`: applying the updates of others.
         messages_s: Part of `step_s`: sending, receiving, decoding.
         wait_s: Part of `step_s`: waiting.
     """
@@ -202,9 +200,9 @@ class _Traffic(NamedTuple):
     messages_s: float  # on each worker's event loop
     relay_s: float  # on the scheduler's event loop
     link_s: float  # on the busiest link
-    latency_s: float  # of an update that finds no other on its way
+    latency_s: float  # of an update that meets no other in transit
     longest_s: float  # of one that just misses a request at each hop
-    queue: float  # updates of each replica that may wait on their way
+    queue: float  # most updates of a replica that wait in transit
 
 
 def predict(
@@ -212,10 +210,10 @@ def predict(
 ) -> Prediction:
     """Predict the speed of a number of workers.
 
-    Each replica applies one update of each other one per exchange. Decoding and sending
-    count as time of the step, although the event loop does them: both need Python's
-    lock, and workers that all compute have no core to spare. Left out are the start and
-    the end of runs and epochs, loading data, and workers of unequal speed.
+    Each replica applies one update of each other replica per exchange. Decoding and
+    sending count as time of the step, although the event loop does them: both need
+    Python's lock, and busy workers have no core to spare. Starts and ends of runs and
+    epochs, loading data and workers of unequal speed are ignored.
 
     Args:
         measured: Costs of a step and an exchange.
@@ -237,7 +235,7 @@ def predict(
     every = master.exchange_every
     encode_s, apply_s = costs.encode_s / every, (workers - 1) * costs.apply_s / every
     training_s = costs.step_s + encode_s + apply_s
-    # The longer a step, the more requests there are to it, up to one for each update.
+    # A longer step has more requests, up to one for each update.
     traffic = _traffic(costs, master, link or HERE, workers, training_s)
     for _ in range(ROUNDS):
         before_s = traffic.messages_s
@@ -273,13 +271,13 @@ def predict(
 def _traffic(
     costs: Costs, master: GradientSharing, link: Network, n: int, step_s: float
 ) -> _Traffic:
-    """Return what `n` replicas send in steps of some seconds."""
+    """Return the traffic of `n` replicas with steps of this length."""
     every, nbytes = master.exchange_every, costs.update_bytes + WIRE_BYTES
     exchange_s, latency_s = link.seconds(nbytes) / every, link.latency_s
     cycle_s = routing.PACE_S + 2 * latency_s  # between two requests of a worker
     decode_s = costs.decode_s * (n - 1) / every
     if master.routing_for(n) == "mesh":
-        # In trees too, each replica sends as many copies as there are others.
+        # In trees too, each replica sends one copy for each other replica.
         requests = 2 * (n - 1) * min(1.0, step_s / cycle_s)
         items = 2 * (n - 1) / every
         hops, reached, width = 0, 1, 1
@@ -314,7 +312,7 @@ def _bounds(
 ) -> list[tuple[float, str]]:
     """Return lower bounds of a step's length due to updates in transit."""
     staleness, every = master.max_staleness, master.exchange_every
-    if staleness is None:  # nobody waits; what is not carried is put off
+    if staleness is None:  # nobody waits; exchanges are deferred
         return []
     carrying = [(traffic.link_s, "link"), (traffic.relay_s, "relay")]
     travel_s = traffic.latency_s if staleness == 0 else traffic.longest_s
@@ -322,9 +320,9 @@ def _bounds(
     total_s, name = sum(seconds for seconds, _ in parts), max(parts)[1]
     if staleness == 0:  # one after the other, once for each exchange
         return [(busy_s + total_s, name)]
-    # A replica too far ahead of what it knows of the slowest waits for an update on its
-    # way: one that is not held up, or the last of a full queue. A queue of few large
-    # updates holds nobody up, as more of them are put off.
+    # A replica that is too far ahead waits for an update in transit: one without delay,
+    # or the last of a full queue. A queue of few large updates delays nobody, as more
+    # of them are deferred.
     age = min(1.0, traffic.queue * every / staleness)
     return [
         (every * total_s / staleness, name),

@@ -42,15 +42,15 @@ from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepper, Stepping
 from daskdl.training.replica import process_environment
 
-SETTLING = 100  # exchanges, at most, in which thresholds settle
-SETTLING_S = 1.0  # and seconds, with gradients; as long again without
-POWER = 4  # of a threshold's change, while it settles
-WARM_STEPS = 2  # the first compile and allocate
+SETTLING = 100  # most exchanges until thresholds have settled
+SETTLING_S = 1.0  # most seconds, with gradients; and again without
+POWER = 4  # of each change of a threshold, while it settles
+WARM_STEPS = 2  # the first ones compile and allocate
 LEAST_STEPS, MOST_STEPS = 3, 200
-TIMED_S = 2.5  # seconds of timed steps, unless those are too few
+TIMED_S = 2.5  # of timed steps, unless these are too few
 WARM_REQUESTS, REQUESTS = 10, 40
 MANY = 9  # updates in a larger request
-PAUSE_S = 0.003  # between requests: without it caches would stay warm
+PAUSE_S = 0.003  # between requests, so that caches do not stay warm
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class BenchmarkSpec:
 
 
 class LoopbackChannel(LocalChannel):
-    """A channel of two replicas that returns each update as the other replica's."""
+    """A channel of two replicas that returns each update as that of the other."""
 
     def __init__(self, parameters: FlatParameters, in_step: bool) -> None:
         timeouts = Timeouts.from_config()
@@ -91,7 +91,7 @@ class LoopbackChannel(LocalChannel):
         return True
 
     def receive(self) -> int:
-        """Receive what was sent; return its bytes."""
+        """Receive the updates that were sent; return their bytes."""
         sent, self._sent = self._sent, []
         for message, frame in sent:
             self._inbox.put(message._replace(origin=1), codec.decode(frame.data))
@@ -100,7 +100,7 @@ class LoopbackChannel(LocalChannel):
 
 @dataclass(frozen=True)
 class _Hastened(ThresholdAlgorithm):
-    """A rule that applies each of its changes several times."""
+    """A rule that takes each of its steps `POWER` times."""
 
     rule: ThresholdAlgorithm
     changes: list[float] = field(default_factory=list)
@@ -134,7 +134,7 @@ class StepBenchmark:
             self._module, spec.objective, optimizer, Stepping(), device
         )
         self._random = np.random.default_rng(0)
-        # Dense updates of the first steps would hide those of all others.
+        # Dense updates of the first steps would hide all later ones.
         self._master = dataclasses.replace(spec.master, warmup_steps=0)
         self._settle()
 
@@ -151,7 +151,7 @@ class StepBenchmark:
                 self._module,
                 self._channel,
                 replica=0,
-                members=[0],  # it takes the residual; the other one comes at once
+                members=[0],  # it takes the residual; the other joins at once
                 compression=compression,
                 residual=residual,
             )
@@ -160,8 +160,8 @@ class StepBenchmark:
     def _settle(self) -> None:
         """Bring thresholds to their values after some hundred exchanges.
 
-        Starts with steps. If these take too long, repeats the movement of the last step
-        and undoes it at the end; its residual stays.
+        Makes steps at first. If these take too long, repeats the movement of the last
+        step, and undoes it at the end; its residual stays.
         """
         rules = {p: _Hastened(rule) for p, rule in self._master.thresholds.items()}
         self._attach(dataclasses.replace(self._master, threshold=rules))
@@ -205,7 +205,7 @@ class StepBenchmark:
     def _move(self) -> list[float]:
         """Make an optimizer step; return the times of gradients and parameters."""
         x, y = self.spec.rows
-        # The model would overfit a batch that is always the same.
+        # The model would overfit a constant batch.
         drawn = self._random.integers(0, len(x), len(x))
         loss = self._stepper.backward(
             [(torch.from_numpy(x[drawn]), torch.from_numpy(y[drawn]))]
@@ -220,7 +220,7 @@ class StepBenchmark:
         return [computed, self._now()]
 
     def step(self) -> dict[str, float]:
-        """Receive an update, make the steps up to the next exchange; return costs."""
+        """Receive an update, make steps up to the next exchange, and return costs."""
         every, started = self._master.exchange_every, self._now()
         nbytes = self._channel.receive()
         decode_s = self._now() - started
@@ -242,7 +242,7 @@ class StepBenchmark:
         }
 
     def measure(self) -> Costs:
-        """Time steps for some seconds, then requests while steps go on."""
+        """Time steps for some seconds, then requests during further steps."""
         for _ in range(WARM_STEPS):
             self.step()
         self._exchange.stats()
@@ -253,8 +253,8 @@ class StepBenchmark:
         ):
             times.append(self.step())
         stats = self._exchange.stats()
-        # Means: medians would hide pauses caused by other work on the same cores, and
-        # the few exchanges that send something where most send nothing.
+        # Medians would hide pauses due to other work on the same cores, and the few
+        # exchanges that send something where most send nothing.
         means = {n: float(np.mean([own[n] for own in times])) for n in times[0]}
         frame = np.zeros(max(1, round(means["update_bytes"])), np.uint8)
         requests = run_in_thread(
@@ -275,7 +275,10 @@ class StepBenchmark:
 
 
 async def request_costs(frame: NDArray[np.uint8]) -> tuple[float, float]:
-    """Send a frame over TCP on this machine; return CPU seconds at either end."""
+    """Send frames over TCP on this machine; return CPU seconds at either end.
+
+    The first is that of a request with one frame, the second that of each further one.
+    """
 
     async def take(items: Any) -> dict[str, int]:
         return {"accepted": sum(unwrap(item).nbytes > 0 for item in items)}
@@ -322,10 +325,10 @@ def _wait(client: Client, futures: Sequence[Future], timeout_s: float | None) ->
 def measure(
     packed: Packed[BenchmarkSpec], processes: int = 1, patience_s: float | None = None
 ) -> list[Costs]:
-    """Measure on Dask workers; each one's costs.
+    """Measure on Dask workers, and return the costs of each.
 
-    One worker is a thread of this process, and several are processes that measure at
-    the same time.
+    A single worker is a thread of this process; several are processes that measure at
+    the same time. `patience_s` is added to the time-out of their start.
     """
     bound = Timeouts.from_config().bound("join")
     bound = bound._replace(seconds=bound.seconds + (patience_s or 0.0))

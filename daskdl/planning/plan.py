@@ -29,30 +29,30 @@ from daskdl.thresholds import LinkAlgorithm
 from daskdl.training.fit_spec import starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 
-SHOWN = 16  # rows; of more, those whose number is a power of two, and the last
+SHOWN = 16  # rows; a longer table shows powers of two and the last row
 HEADINGS = ("workers", "efficiency", "samples/s", "step ms", "limit", "carried")
 MOST_PROCESSES = 8  # that measure at once; each imports torch
-SLOWER = 4  # times as long as in turn, at most, if they measure at once
+SLOWER = 4  # patience: several at once may take so many times as long as in turn
 
-PAYS = 0.5  # an efficiency from which on workers pay: half of each is used
+PAYS = 0.5  # least efficiency at which workers pay off: half of each is used
 CARRIED = 0.5  # with fewer of the exchanges, replicas hardly learn from each other
-LONGER = (4, 16)  # steps between exchanges, or batches in a step, that are considered
-SPARSER = 10  # factor of fewer entries that is considered
+LONGER = (4, 16)  # factors of steps between exchanges, or of the batch, to consider
+SPARSER = 10  # factor of fewer entries to consider
 
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What workers would be worth, made by :func:`daskdl.plan`.
+    """Predicted speeds for several numbers of workers, made by :func:`daskdl.plan`.
 
-    Printing it shows a table and the advice; of many rows some.
+    Printing a plan shows a table, abridged if it is long, and the advice.
 
     Attributes:
         rows: A prediction for each number of workers, with the fields `workers`,
             `efficiency`, `samples_per_s`, `step_s`, `limit`, `carried`, and the parts
             of a step, `compute_s`, `encode_s`, `apply_s`, `messages_s` and `wait_s`.
-        advice: Up to how many workers it pays, and what would help.
-        measured: The costs it was made from; `measured.alone` are those of one worker.
-        link: Between the workers' machines; None: all were on this one.
+        advice: How many workers pay off, and what would make more of them pay off.
+        measured: The measured costs; `measured.alone` are those of one worker.
+        link: Between the workers' machines; None: all are on this machine.
 
     Example:
         >>> import torch, daskdl
@@ -116,41 +116,41 @@ def plan(
     master: GradientSharing | None = None,
     threads: int | None = None,
 ) -> Plan:
-    """Predict what workers are worth, before there are any.
+    """Predict how much faster several workers would train.
 
-    A copy of the model makes steps and exchanges on the batch, here, for some seconds;
-    each part is timed, and requests over Dask's connections too. The efficiency for
-    each number of workers follows from that and from the link. Left out are the start
-    and end of runs and epochs, loading data, and workers of unequal speed. Each worker
-    is taken to be a process like this one, with one replica.
+    Times steps and exchanges of a copy of the model on this machine, for some seconds,
+    and requests over Dask's connections. The efficiency for each number of workers
+    follows from these costs and the link. Starts and ends of runs and epochs, loading
+    data and workers of unequal speed are ignored. Each worker is assumed to be a
+    process like this one, with one replica.
 
-    Without a `link` all workers and the scheduler are taken to be processes of this
+    Without a `link`, all workers and the scheduler are assumed to be processes of this
     machine, as in a `LocalCluster`. Up to eight processes then measure at once, since
-    they share its memory; that takes some seconds more. A script that plans so needs
-    ``if __name__ == "__main__":``, as one that starts a `LocalCluster` does.
+    they share its memory, which takes some seconds more. Such a script needs
+    ``if __name__ == "__main__":``, as with a `LocalCluster`.
 
     Args:
-        model: As of a :class:`daskdl.Trainer`; a copy is used.
+        model: As for a :class:`daskdl.Trainer`; a copy is used.
         batch: (X, y), the rows of one step: numpy arrays or torch tensors.
-        workers: Plan for 1 to so many, or for these numbers.
+        workers: Plan for 1 up to this number, or for each of several numbers.
         link: Between the workers' machines, or None, see above.
-        loss: As of a trainer. None: `cross_entropy` for integer labels, else
+        loss: As for a trainer. None: `cross_entropy` for integer labels, else
             `mse_loss`.
-        optimizer: As of a trainer. None: plain SGD with a learning rate of 0.01.
+        optimizer: As for a trainer. None: plain SGD with a learning rate of 0.01.
         master: How updates are shared; None: `GradientSharing()`.
-        threads: Of torch, in each worker; None: as many as torch has here. It is what
-            a `LocalCluster` calls `threads_per_worker`.
+        threads: Of torch in each worker, `threads_per_worker` of a `LocalCluster`;
+            None: as many as here.
 
     Returns:
-        What to expect. Print it.
+        A table of predictions, with advice. Print it.
 
     Raises:
         DataError: If the batch cannot be trained on.
         ModelError: If model, loss or optimizer cannot be used.
-        OptionError: If another argument is outside what is allowed.
+        OptionError: If another argument is not allowed.
         DivergedError: If the loss became NaN or infinite within some steps.
-        RunError: If a process that measured has ended.
-        WaitTimeoutError: If such a process took too long.
+        RunError: If a measuring process has ended.
+        WaitTimeoutError: If a measuring process took too long.
 
     Example:
         >>> model, X = nn.Linear(8, 3), torch.randn(32, 8)
@@ -260,7 +260,7 @@ def advise(
     master: GradientSharing,
     link: Network | None,
 ) -> str:
-    """Say up to how many workers it pays, and what would make more of them pay."""
+    """Tell how many workers pay off, and what would make more of them pay off."""
     several = [row for row in rows if row.workers > 1]
     if not several:
         return "One worker sends nothing: ask for more to see whether they pay."
@@ -302,7 +302,7 @@ def advise(
 
 
 def _paying(rows: Sequence[Prediction]) -> Prediction | None:
-    """Return the prediction for the most workers that pay; None if no second does."""
+    """Return the prediction for the most workers that pay off, or None."""
     pays = [
         row
         for row in rows

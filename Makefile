@@ -74,7 +74,6 @@ bench-all: .venv/installed
 	$(BIN)/python -m benchmarks cost-model
 	$(BIN)/python -m benchmarks step
 	$(BIN)/python -m benchmarks first-step
-	$(BIN)/python -m benchmarks allocator
 	$(BIN)/python -m benchmarks plan
 	$(BIN)/python -m benchmarks kill
 	$(BIN)/python -m benchmarks predict
@@ -84,7 +83,6 @@ bench-all: .venv/installed
 	$(BIN)/python -m benchmarks checkpoint
 	$(BIN)/python -m benchmarks data
 	$(BIN)/python -m benchmarks parts
-	$(BIN)/python -m benchmarks telemetry
 
 bench-compare: .venv/installed
 	$(BIN)/python -m benchmarks compare

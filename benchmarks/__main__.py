@@ -19,13 +19,11 @@ QUESTIONS = {
     "emulation": "emulation.QUESTION",
     "cost-model": "cost_model.QUESTION",
     "step": "step.QUESTION",
-    "allocator": "allocator.QUESTION",
     "encode": "encode.QUESTION",
     "wire-size": "wire_size.QUESTION",
     "first-step": "first_step.QUESTION",
     "channel": "channel.QUESTION",
     "plan": "plan.QUESTION",
-    "telemetry": "telemetry.QUESTION",
     "data": "data.QUESTION",
     "parts": "data.SMALL_PARTS",
     "kill": "kill.QUESTION",
@@ -44,14 +42,13 @@ def question_of(name: str) -> "Question":
     return found
 
 
-def asked_by(name: str) -> str:
+def purpose(name: str) -> str:
     """What a question asks, or the first line of a tool.
 
     Example:
-        >>> asked_by("plan")
-        'how far is the prediction for two workers from what is then measured?'
+        >>> purpose("plan")
+        'How far is the prediction for two workers from the measured speed?'
     """
-    text: str
     if name in QUESTIONS:
         text = question_of(name).text
     else:
@@ -65,7 +62,7 @@ def main() -> None:
     names = [*QUESTIONS, *TOOLS]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description=f"{', '.join(names)}: each has a --help of its own",
+        description=f"{', '.join(names)}: each has its own --help",
     )
     parser.add_argument("name", choices=names, metavar="NAME")
     parser.add_argument("options", nargs=argparse.REMAINDER)

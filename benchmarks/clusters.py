@@ -1,16 +1,21 @@
-"""Dask clusters to measure on, and runs of the channel without a training master."""
+"""Dask clusters to measure on, and runs of the channel without training."""
 
 import argparse
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
+import psutil
 from distributed import Client, LocalCluster
+from torch import nn
 
 import benchmarks
+import daskdl
+from benchmarks.work import mlp, sgd
 from daskdl.channel import protocol
 from daskdl.channel.leasing import WHOLE_EPOCHS, partition_sizes
 from daskdl.channel.protocol import ChannelSpec
@@ -19,24 +24,42 @@ from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
 
-START_S = 600  # a queue may let its jobs wait
+START_S = 600  # a job may wait in its queue
+MOST_WORKERS = 8  # processes on this machine, however many members they have
+GRID = 2.0**-24
+OUTBOX_BYTES = 8 * 2**20
+INBOX_BYTES = 64 * 2**20
 
 
-def options(parser: argparse.ArgumentParser) -> None:
-    """Where the cluster is."""
-    parser.add_argument(
-        "--scheduler", metavar="URL", help="of a cluster of yours, tcp://host:8786"
+def local_cluster(workers: int) -> LocalCluster:
+    """Worker processes of one thread on this machine, the scheduler in this process."""
+    return LocalCluster(
+        n_workers=workers,
+        threads_per_worker=1,
+        dashboard_address=":0",
+        silence_logs=logging.ERROR,
     )
-    parser.add_argument(
-        "--cluster",
-        choices=CLUSTERS,
-        default="local",
-        help="without --scheduler; jobs are as the configuration of dask-jobqueue says",
+
+
+@contextlib.contextmanager
+def local_client(workers: int) -> Iterator[Client]:
+    with (
+        local_cluster(workers) as cluster,
+        Client(cluster, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def trainer(
+    client: Client, model: Callable[[], nn.Module] = mlp, **options: Any
+) -> daskdl.Trainer:
+    return daskdl.Trainer(
+        model, nn.CrossEntropyLoss(), sgd, client=client, progress=False, **options
     )
 
 
 def _queue(name: str) -> Any:
-    """Of dask-jobqueue; one process for each job, so that it has the job's cores."""
+    """A cluster of dask-jobqueue; one process for each job."""
     try:
         import dask_jobqueue
     except ImportError:
@@ -54,11 +77,19 @@ CLUSTERS: dict[str, Callable[[], Any]] = {
     "sge": lambda: _queue("SGE"),
     "lsf": lambda: _queue("LSF"),
 }
+OPTIONS: dict[str, Any] = {
+    "--scheduler": {"metavar": "URL", "help": "a running cluster, tcp://host:8786"},
+    "--cluster": {
+        "choices": CLUSTERS,
+        "default": "local",
+        "help": "without --scheduler; jobs as dask-jobqueue is configured",
+    },
+}
 
 
 @contextlib.contextmanager
 def connected(asked: argparse.Namespace) -> Iterator[tuple[Client, Any]]:
-    """A client, and the cluster, or None if that is the user's own.
+    """A client, and the cluster, or None for a cluster that was running already.
 
     What the workers need besides daskdl is sent to them with the functions.
     """
@@ -67,21 +98,18 @@ def connected(asked: argparse.Namespace) -> Iterator[tuple[Client, Any]]:
         if asked.scheduler:
             with Client(asked.scheduler, set_as_default=False) as client:
                 yield client, None
-            return
-        with (
-            CLUSTERS[asked.cluster]() as cluster,
-            Client(cluster, set_as_default=False) as client,
-        ):
-            yield client, cluster
+        else:
+            with (
+                CLUSTERS[asked.cluster]() as cluster,
+                Client(cluster, set_as_default=False) as client,
+            ):
+                yield client, cluster
     finally:
         cloudpickle.unregister_pickle_by_value(benchmarks)
 
 
-def sizes(client: Client, cluster: Any, wanted: list[int]) -> Iterator[int]:
-    """Numbers of workers, one after the other, each as soon as so many are there.
-
-    A cluster of the user's own is left as it is, and has the one that it has.
-    """
+def sizes(client: Client, cluster: Any, wanted: Sequence[int]) -> Iterator[int]:
+    """Scale a cluster to each number of workers, unless it was running already."""
     if cluster is None:
         yield len(client.scheduler_info(n_workers=-1)["workers"])
         return
@@ -91,49 +119,73 @@ def sizes(client: Client, cluster: Any, wanted: list[int]) -> Iterator[int]:
         yield workers
 
 
-GRID = 2.0**-24
-LIMIT_BYTES = 8 * 2**20
-INBOX_BYTES = 64 * 2**20
+# ---- the channel alone
 
 
 @contextlib.contextmanager
-def bare_run(
-    client: Client, seats: Mapping[int, str], size: int, routing: str
+def _open_run(
+    client: Client, places: Mapping[int, str], size: int, routing: str
 ) -> Iterator[Callable[[int], ChannelSpec]]:
-    """Open a run, and close it again."""
     client.register_plugin(ChannelSchedulerPlugin())
     client.register_plugin(ChannelWorkerPlugin())
     run, timeouts = secrets.randbits(63), Timeouts.from_config()
-    plan = {
+    spec = {
         "run": run,
-        "replicas": dict(seats),
-        "sizes": {"train": partition_sizes([], 1, len(seats))},
+        "replicas": dict(places),
+        "sizes": {"train": partition_sizes([], 1, len(places))},
         "seed": None,
         "epochs_before": 0,
         "synchronous": False,
-        "relay_bytes": LIMIT_BYTES,
+        "relay_bytes": OUTBOX_BYTES,
         "min_replicas": 1,
         "timeouts": vars(timeouts),
         "relayed": ROUTINGS[routing].relayed,
         "intervals": WHOLE_EPOCHS,
     }
-    client.sync(client.scheduler.daskdl_open, spec=plan, client=client.id)
-
-    def spec(replica: int) -> ChannelSpec:
-        limits = LIMIT_BYTES, INBOX_BYTES
-        return ChannelSpec(run, replica, size, GRID, *limits, timeouts, routing)
-
+    client.sync(client.scheduler.daskdl_open, spec=spec, client=client.id)
+    limits = OUTBOX_BYTES, INBOX_BYTES
     try:
-        yield spec
+        yield lambda replica: ChannelSpec(
+            run, replica, size, GRID, *limits, timeouts, routing
+        )
     finally:
         client.sync(getattr(client.scheduler, protocol.CLOSE), run=run)
 
 
-def local_cluster(workers: int) -> LocalCluster:
-    """Worker processes of one thread on this machine, the scheduler in this process."""
-    return LocalCluster(
-        n_workers=workers,
-        threads_per_worker=1,
-        dashboard_address=":0",
-        silence_logs=logging.ERROR,
-    )
+def spread(client: Client, members: int) -> dict[int, str]:
+    """A worker for each member of a run."""
+    workers = sorted(client.nthreads())
+    return {member: workers[member % len(workers)] for member in range(members)}
+
+
+def run_members(
+    client: Client, members: int, size: int, routing: str, function: Any, *more: Any
+) -> tuple[list[Any], float, float]:
+    """Call ``function(spec, *more)`` for each member of a run, at the same time.
+
+    Returns:
+        What they return, and the cores used by the scheduler's process, which is this
+        one, and by all workers.
+    """
+
+    def pid(dask_worker: Any) -> int:
+        return psutil.Process().pid
+
+    def cpu_s(process: psutil.Process) -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    places = spread(client, members)
+    with _open_run(client, places, size, routing) as spec:
+        workers = [psutil.Process(own) for own in client.run(pid).values()]
+        before, began = [*map(cpu_s, workers)], time.perf_counter()
+        own = time.process_time()
+        futures = [
+            client.submit(function, spec(member), *more, workers=[worker], pure=False)
+            for member, worker in places.items()
+        ]
+        found = client.gather(futures)
+        seconds = time.perf_counter() - began
+        own = time.process_time() - own
+        used = sum(map(cpu_s, workers)) - sum(before)
+    return found, own / seconds, used / seconds

@@ -1,10 +1,9 @@
-"""Ratios of this run beside those of the last committed one.
+"""Ratios of this run beside those of the last committed run.
 
-Question: has anything become slower since, in comparison with its own baseline?
-Counted:  ratios that were measured within one run, never absolute times: machines
-          differ, and one machine differs from minute to minute. `now / then` is the
-          ratio of two such ratios; a mark stands where it is further from 1 than a
-          tenth.
+Question: Has anything become slower, relative to its own baseline?
+Counted:  Ratios that were measured within one run, never absolute times: machines
+          differ, and the speed of one changes by the minute. `now / then` is the ratio
+          of two such ratios, marked where it differs from 1 by more than a tenth.
 Baseline: benchmarks/baseline.json, which `--write` writes.
 Run:      python -m benchmarks compare
           python -m benchmarks compare --of benchmarks/results/*.json --write
@@ -18,33 +17,27 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import question_of
-from benchmarks.results import ROOT, Lines, Result, load
+from benchmarks.results import ROOT, Result, columns_of, load, text_table
 
 BASELINE = ROOT / "benchmarks" / "baseline.json"
 MARKED = 0.1
 
-# Columns with ratios of one run, and those that say what of.
 RATIOS = ("ratio", "efficiency", "over_bound", "to_ddp", "to_single")
-NAMES = (
+NAMES = (  # columns that identify a row
     *("work", "rate", "contestant", "case", "workers", "density"),
     *("replicas", "step_ms", "exchange_every", "routing"),
 )
 
-# What is measured where no results are given: some minutes.
+# Measured where no results are given: some minutes.
 GUARD = {
-    "encode": ["--size", "5_000_000"],
-    "wire-size": ["--repeat", "5"],
-    "peers": [
-        *("--contestants", "single", "ddp", "daskdl", "daskdl-16"),
-        *("--seconds", "8", "--seeds", "0", "1", "2"),
-    ],
+    "encode": "--size 5_000_000",
+    "wire-size": "--repeat 5",
+    "peers": "--contestants single ddp daskdl daskdl-16 --seconds 8 --seeds 0 1 2",
 }
-
-COLUMNS = {"what": "", "then": ".3f", "now": ".3f", "now / then": ".3f", "mark": ""}
 
 
 def ratios(result: Result) -> dict[str, float]:
-    """Every ratio of a result, by what it is of.
+    """Every ratio of a result, by name.
 
     Example:
         >>> rows = [{"case": "find", "density": 0.01, "ratio": 1.5, "ms": 3.0}]
@@ -62,34 +55,17 @@ def ratios(result: Result) -> dict[str, float]:
 
 
 def beside(now: Mapping[str, float], then: Mapping[str, float]) -> list[dict[str, Any]]:
-    """What both have, and then what only one has."""
-    both = [name for name in now if name in then]
-    one = [name for name in [*now, *then] if name not in both]
+    """Ratios of both runs first, then those of only one."""
     rows = []
-    for name in [*both, *one]:
+    for name in sorted(
+        {**now, **then}, key=lambda name: not (name in now and name in then)
+    ):
         change = now.get(name, math.nan) / then.get(name, math.nan)
-        marked = "!" * (abs(change - 1) > MARKED)
+        row = {"what": name, "then": then.get(name), "now": now.get(name)}
         rows.append(
-            {
-                "what": name,
-                "then": then.get(name),
-                "now": now.get(name),
-                "now / then": change,
-                "mark": marked,
-            }
+            row | {"now / then": change, "mark": "!" * (abs(change - 1) > MARKED)}
         )
     return rows
-
-
-def measured(asked: argparse.Namespace) -> list[Result]:
-    """Given results, or those of the guard, which are written nowhere."""
-    if asked.of:
-        return [load(path) for path in asked.of]
-    results = []
-    for name, options in GUARD.items():
-        question = question_of(name)
-        results.append(question.main([*options, "--no-results"]))
-    return results
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -100,29 +76,29 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--write", action="store_true", help="as the new baseline")
     parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
     asked = parser.parse_args(arguments)
-    results = measured(asked)
+    if asked.of:
+        results = [load(path) for path in asked.of]
+    else:
+        results = [
+            question_of(name).main([*options.split(), "--no-results"])
+            for name, options in GUARD.items()
+        ]
     now = {name: own for result in results for name, own in ratios(result).items()}
     then: dict[str, Any] = {"ratios": {}}
     if asked.baseline.exists():
         then = json.loads(asked.baseline.read_text())
         print(f"# then: {then['date']}, commit {then['commit']}, {then['hardware']}")
-    lines = Lines(COLUMNS)
-    print(lines.head())
-    for row in beside(now, then["ratios"]):
-        print(lines.row(row))
+    columns = columns_of("what then:.3f now:.3f") | {"now / then": ".3f", "mark": ""}
+    for line in text_table(columns, beside(now, then["ratios"])):
+        print(line)
     if asked.write:
-        write(asked.baseline, results, now)
-
-
-def write(path: Path, results: list[Result], now: Mapping[str, float]) -> None:
-    """Make these ratios the baseline, with what they were measured on."""
-    first = results[0]
-    text = {
-        "date": first.date,
-        "commit": first.commit,
-        "hardware": first.hardware,
-        "versions": first.versions,
-        "commands": [result.command for result in results],
-        "ratios": {name: round(value, 4) for name, value in now.items()},
-    }
-    path.write_text(json.dumps(text, indent=1) + "\n")
+        first = results[0]
+        made = {
+            "date": first.date,
+            "commit": first.commit,
+            "hardware": first.hardware,
+            "versions": first.versions,
+            "commands": [result.command for result in results],
+            "ratios": {name: round(value, 4) for name, value in now.items()},
+        }
+        asked.baseline.write_text(json.dumps(made, indent=1) + "\n")

@@ -1,23 +1,24 @@
 """Does it learn as well as synchronous training?
 
-Question: with as many examples and the same learning rate, how good is the model that
+Question: With as many examples and the same learning rate, how good is the model that
           daskdl returns, beside synchronous data-parallel training and one process?
-Counted:  accuracy or loss on rows that were not trained on, mean and standard
-          deviation over seeds. `returned` is the model that `fit` returns, `shared`
-          what all agreed on last, which is the same. `to sync`: against
+Counted:  Accuracy or loss on rows that were not trained on, mean and standard deviation
+          over seeds. `returned` is the model that `fit` returns, `shared` the last
+          state that all replicas agreed on, which is the same. `to sync`: relative to
           synchronous training with as many replicas, the same rate and seed, in points
           of accuracy or percent of the loss, more is better; `worst` of the seeds.
-          `epochs`: at the end of which shared was first as good as one process over
-          its last three. `sent`: bytes published / bytes of whole updates.
-          Replicas are threads of one process (`Trainer(client=False)`): the step, the
-          codec and the record of a run are those of a cluster, the network is not.
-          "synchronous" is one process that adds up the gradients of as many batches as
-          there are replicas before each step, which is what DistributedDataParallel
-          computes; "DDP" is PyTorch's own, over gloo, with two processes.
+          `epochs`: after how many shared first was as good as one process over its last
+          three. `sent`: bytes published / bytes of whole updates. Replicas are threads
+          of one process (`Trainer(client=False)`): the step, the codec and the run
+          state are those of a cluster, the network is not. "synchronous" is one process
+          that adds up the gradients of as many batches as there are replicas before
+          each step, which is what DistributedDataParallel computes; "DDP" is PyTorch's
+          own, over gloo, with two processes.
 Run:      python -m benchmarks convergence --tasks digits diabetes --seeds 0 1 2
 """
 
 import argparse
+import functools
 import itertools
 import json
 import math
@@ -30,7 +31,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,15 +39,9 @@ import torch.multiprocessing
 from torch import nn
 
 import daskdl
-from benchmarks.work import TASKS, Split, Task
+from benchmarks.work import OPTIMIZERS, TASKS, Task
 
-WAYS = [
-    *("one process", "synchronous", "DDP", "default", "link", "target", "strict"),
-    *("sum", "keep", "staleness 0", "staleness 2", "staleness None"),
-    *("every 4", "every 16", "warm-up"),
-    *("averaging", "averaging in 8", "averaging 1", "averaging 20", "averaging own"),
-    *("DiLoCo 20", "DiLoCo 20 in 8"),
-]
+BASELINES = ("one process", "synchronous", "DDP")
 PLOTTED = {
     "one process": "one process",
     "synchronous": "synchronous",
@@ -55,33 +49,163 @@ PLOTTED = {
     "link": "daskdl, LinkThreshold",
 }
 
+Averaging = daskdl.ParameterAveraging
+Sharing = daskdl.GradientSharing
+
+
+def diloco(**options: str) -> daskdl.ParameterAveraging:
+    """With the outer rate and momentum of its authors."""
+    outer = functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+    return Averaging(frequency=20, average_optimizer=False, outer=outer, **options)
+
+
+# The default, and one option changed at a time.
+MASTERS: dict[str, daskdl.GradientSharing | daskdl.ParameterAveraging] = {
+    "default": Sharing(),
+    "link": Sharing(threshold=daskdl.LinkThreshold()),
+    "target": Sharing(threshold=daskdl.TargetSparsityThreshold()),
+    "strict": Sharing(apply="strict"),
+    "sum": Sharing(update_scale="sum"),
+    "keep": Sharing(residual=daskdl.KeepResidual()),
+    "staleness 0": Sharing(max_staleness=0),
+    "staleness 2": Sharing(max_staleness=2),
+    "staleness None": Sharing(max_staleness=None),
+    "every 4": Sharing(exchange_every=4),
+    "every 16": Sharing(exchange_every=16),
+    "averaging": Averaging(),
+    "averaging in 8": Averaging(compression="dense8"),
+    "averaging 1": Averaging(frequency=1),
+    "averaging 20": Averaging(frequency=20),
+    "averaging own": Averaging(average_optimizer=False),
+    "DiLoCo 20": diloco(),
+    "DiLoCo 20 in 8": diloco(compression="dense8"),
+}
+WAYS = [*BASELINES, *MASTERS]
+
 
 @dataclass(frozen=True)
-class Row:
-    """One run."""
-
+class Run:
     task: str
     optimizer: str
     replicas: int
     way: str
     seed: int
-    returned: float  # score of the model that comes back
-    shared: float  # of what was agreed on last
-    scores: list[float]  # after each epoch, of what was agreed on
+
+
+@dataclass(frozen=True)
+class Row(Run):
+    returned: float  # score of the model that is returned
+    shared: float  # of the last agreed state
+    scores: list[float]  # of the agreed state after each epoch
     sent: float  # bytes published / bytes of whole updates
     seconds: float
 
 
-def reached(scores: list[float], goal: float, *, higher: bool) -> float:
-    """The first epoch at whose end the goal was reached, from 1; NaN if never."""
-    for epoch, value in enumerate(scores, 1):
-        if (value >= goal) if higher else (value <= goal):
-            return epoch
-    return math.nan
+# ---- training
+
+
+def synchronous(run: Run) -> list[float]:
+    """One process that adds up the gradients of several batches."""
+    torch.manual_seed(run.seed)
+    task = TASKS[run.task]
+    split, model = task.split(), task.model()
+    optimizer = task.optimizer(run.optimizer)(model.parameters())
+    rng = np.random.default_rng(run.seed)
+    x, y, x_test, y_test = map(torch.from_numpy, split)
+    scores = []
+    for _ in range(task.epochs):
+        batches = torch.from_numpy(rng.permutation(len(x))).split(task.batch_size)
+        for start in range(0, len(batches), run.replicas):
+            group = batches[start : start + run.replicas]
+            optimizer.zero_grad()
+            for rows in group:
+                (task.loss(model(x[rows]), y[rows]) / len(group)).backward()
+            optimizer.step()
+        scores.append(task.test(model, x_test, y_test))
+    return scores
+
+
+def ddp(run: Run) -> list[float]:
+    """PyTorch's DistributedDataParallel over gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (run, folder), nprocs=run.replicas)
+        return json.loads(Path(folder, "scores.json").read_text())
+
+
+def _rank(rank: int, run: Run, folder: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=run.replicas
+    )
+    task = TASKS[run.task]
+    x, y, x_test, y_test = map(torch.from_numpy, task.split())
+    torch.manual_seed(run.seed)
+    model = nn.parallel.DistributedDataParallel(task.model())
+    optimizer = task.optimizer(run.optimizer)(model.parameters())
+    rng = np.random.default_rng(run.seed)
+    scores = []
+    for _ in range(task.epochs):
+        order = torch.from_numpy(rng.permutation(len(x)))
+        for rows in order.split(run.replicas * task.batch_size):
+            own = rows.tensor_split(run.replicas)[rank]
+            optimizer.zero_grad()
+            task.loss(model(x[own]), y[own]).backward()
+            optimizer.step()
+        if rank == 0:
+            scores.append(task.test(model.module, x_test, y_test))
+        torch.distributed.barrier()
+    if rank == 0:
+        Path(folder, "scores.json").write_text(json.dumps(scores))
+    torch.distributed.destroy_process_group()
+
+
+def shared(run: Run, rate_factor: float) -> tuple[float, list[float], float]:
+    """daskdl: the returned model's score, those after each epoch, and bytes sent."""
+    task = TASKS[run.task]
+    split = task.split()
+    trainer = daskdl.Trainer(
+        task.model,
+        task.loss,
+        task.optimizer(run.optimizer, rate_factor),
+        master=replace(MASTERS[run.way], replicas_per_worker=run.replicas),
+        client=False,
+        seed=run.seed,
+        progress=False,
+    )
+    test = split.x_test, split.y_test
+    options = {"epochs": task.epochs, "batch_size": task.batch_size}
+    history = trainer.fit(split.x, split.y, validation=test, **options)
+    sent, dense = (sum(history.column(f"{name}_bytes")) for name in ("sent", "dense"))
+    returned = task.test(trainer.model_, *map(torch.from_numpy, test))
+    return returned, history.column(f"val_{task.score}"), sent / max(1, dense)
+
+
+def trained(run: Run, rate_factor: float) -> Row:
+    torch.set_num_threads(1)
+    began, sent = time.perf_counter(), 1.0
+    if run.way in MASTERS:
+        returned, scores, sent = shared(run, rate_factor)
+    else:
+        scores = ddp(run) if run.way == "DDP" else synchronous(run)
+        returned = scores[-1]
+    seconds = time.perf_counter() - began
+    if run.way in MASTERS and rate_factor != 1:
+        run = replace(run, way=f"{run.way}, x{rate_factor:g}")
+    return Row(**asdict(run), returned=returned, shared=scores[-1], scores=scores,
+               sent=sent, seconds=seconds)  # fmt: skip
+
+
+# ---- results
+
+
+def reached(scores: list[float], goal: float, task: Task) -> float:
+    """The first epoch, from 1, that reached the goal; NaN if none did."""
+    found = (epoch for epoch, own in enumerate(scores, 1) if task.better(own, goal))
+    return next(found, math.nan)
 
 
 def gaps(rows: list[Row], beside: list[Row], *, higher: bool) -> list[float]:
-    """How much better than others of the same seed: points, or percent of the loss."""
+    """Improvement on runs of the same seed: points, or percent of the loss."""
     others = {row.seed: row.returned for row in beside}
     pairs = [(row.returned, others[row.seed]) for row in rows if row.seed in others]
     if higher:
@@ -90,25 +214,37 @@ def gaps(rows: list[Row], beside: list[Row], *, higher: bool) -> list[float]:
 
 
 def table(rows: list[Row]) -> str:
-    """Means over seeds, one line for each task, optimizer, number and way."""
+    """A line for each task, optimizer, number of replicas and way."""
     lines = [
         f"{'task':9} {'optimizer':9} {'n':>2} {'way':14} {'returned':>8} {'+-':>6} "
         f"{'shared':>7} {'to sync':>8} {'worst':>7} {'epochs':>6} {'sent':>8}"
     ]
-    of: dict[tuple[str, str, int, str], list[Row]] = {}
-    for row in rows:
-        of.setdefault((row.task, row.optimizer, row.replicas, row.way), []).append(row)
-    for (task, optimizer, replicas, way), own in sorted(of.items(), key=order):
-        higher = TASKS[task].score == "accuracy"
-        sync = of.get((task, optimizer, replicas, "synchronous"), own)
-        single = of.get((task, optimizer, 1, "one process"), own)
-        ends = [statistics.mean(row.scores[-3:]) for row in single]
-        goal = (min if higher else max)(ends)
+    order = {"task": list(TASKS), "optimizer": list(OPTIMIZERS), "way": WAYS}
+    cases: dict[tuple[str, str, int, str], list[Row]] = {}
+    for row in sorted(
+        rows,
+        key=lambda row: (
+            order["task"].index(row.task),
+            order["optimizer"].index(row.optimizer),
+            row.replicas,
+            order["way"].index(row.way.split(",")[0]),
+        ),
+    ):
+        case = (row.task, row.optimizer, row.replicas, row.way)
+        cases.setdefault(case, []).append(row)
+    for (name, optimizer, replicas, way), own in cases.items():
+        task = TASKS[name]
+        higher = task.score == "accuracy"
+        sync = cases.get((name, optimizer, replicas, "synchronous"), own)
+        single = cases.get((name, optimizer, 1, "one process"), own)
+        goal = (min if higher else max)(
+            statistics.mean(row.scores[-3:]) for row in single
+        )
         gap = gaps(own, sync, higher=higher)
         returned = [row.returned for row in own]
-        epochs = [reached(row.scores, goal, higher=higher) for row in own]
+        epochs = [reached(row.scores, goal, task) for row in own]
         lines.append(
-            f"{task:9} {optimizer:9} {replicas:>2} {way:14} "
+            f"{name:9} {optimizer:9} {replicas:>2} {way:14} "
             f"{statistics.mean(returned):8.4f} {statistics.pstdev(returned):6.4f} "
             f"{statistics.mean(row.shared for row in own):7.4f} "
             f"{statistics.mean(gap):+8.2f} {min(gap):+7.2f} "
@@ -118,289 +254,81 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def order(item: tuple[tuple[str, str, int, str], object]) -> tuple[int, ...]:
-    """Lines of a table: as the tasks, optimizers and ways are listed."""
-    (task, optimizer, replicas, way), _ = item
-    return (
-        list(TASKS).index(task),
-        list(TASKS[task].rates).index(optimizer),
-        replicas,
-        WAYS.index(way.split(",")[0]),
-    )
+def plot(rows: list[Row], name: str, path: Path) -> None:
+    """Draw the score after each epoch: mean of the seeds, worst and best."""
+    from matplotlib.figure import Figure
 
-
-def curves(rows: list[Row], task: str, path: Path) -> None:
-    """Draw the score after each epoch: mean of the seeds, and from worst to best."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    own = [row for row in rows if row.task == task]
-    most = max(row.replicas for row in own)
-    optimizers = [o for o in TASKS[task].rates if any(r.optimizer == o for r in own)]
-    figure, axes = plt.subplots(1, len(optimizers), figsize=(11, 3.4), sharey=True)
+    own = [row for row in rows if row.task == name]
+    most, task = max(row.replicas for row in own), TASKS[name]
+    optimizers = [o for o in OPTIMIZERS if any(row.optimizer == o for row in own)]
+    figure = Figure(figsize=(11, 3.4), layout="tight")
+    axes = figure.subplots(1, len(optimizers), sharey=True, squeeze=False)[0]
     for axis, optimizer in zip(axes, optimizers, strict=True):
         for way, label in PLOTTED.items():
-            replicas = 1 if way == "one process" else most
+            case = (optimizer, way, 1 if way == "one process" else most)
             scores = [
                 row.scores
                 for row in own
-                if (row.optimizer, row.way, row.replicas) == (optimizer, way, replicas)
+                if (row.optimizer, row.way, row.replicas) == case
             ]
             if scores:
                 epochs = range(1, len(scores[0]) + 1)
-                columns = list(zip(*scores, strict=True))
-                axis.plot(epochs, [statistics.mean(c) for c in columns], label=label)
-                low, high = [min(c) for c in columns], [max(c) for c in columns]
+                axis.plot(epochs, np.mean(scores, axis=0), label=label)
+                low, high = np.min(scores, axis=0), np.max(scores, axis=0)
                 axis.fill_between(epochs, low, high, alpha=0.15)
         axis.set_title(f"{optimizer}, {most} replicas")
         axis.set_xlabel("epoch")
         axis.grid(alpha=0.3)
-    low = statistics.quantiles([s for r in own for s in r.scores], n=10)
-    if TASKS[task].score == "accuracy":
-        axes[0].set_ylim(low[0], 1.0)
-    else:
-        axes[0].set_ylim(top=low[-1])
-    axes[0].set_ylabel(f"{TASKS[task].score}, rows not trained on")
-    axes[-1].legend(fontsize=8)
-    figure.suptitle(task)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-BASELINES = ("one process", "synchronous", "DDP")
-
-
-def nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The outer optimizer of DiLoCo, with the rate and momentum of its authors."""
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-
-
-# What is compared, beside the default: one option changed at a time.
-MASTERS: dict[str, daskdl.TrainingMaster] = {
-    "default": daskdl.GradientSharing(),
-    "link": daskdl.GradientSharing(threshold=daskdl.LinkThreshold()),
-    "strict": daskdl.GradientSharing(apply="strict"),
-    "sum": daskdl.GradientSharing(update_scale="sum"),
-    "keep": daskdl.GradientSharing(residual=daskdl.KeepResidual()),
-    "target": daskdl.GradientSharing(threshold=daskdl.TargetSparsityThreshold()),
-    "staleness 0": daskdl.GradientSharing(max_staleness=0),
-    "staleness 2": daskdl.GradientSharing(max_staleness=2),
-    "staleness None": daskdl.GradientSharing(max_staleness=None),
-    "every 4": daskdl.GradientSharing(exchange_every=4),
-    "every 16": daskdl.GradientSharing(exchange_every=16),
-    "averaging": daskdl.ParameterAveraging(),
-    "averaging 1": daskdl.ParameterAveraging(frequency=1),
-    "averaging 20": daskdl.ParameterAveraging(frequency=20),
-    "averaging own": daskdl.ParameterAveraging(average_optimizer=False),
-    "averaging in 8": daskdl.ParameterAveraging(compression="dense8"),
-    "DiLoCo 20": daskdl.ParameterAveraging(
-        frequency=20, average_optimizer=False, outer=nesterov
-    ),
-    "DiLoCo 20 in 8": daskdl.ParameterAveraging(
-        frequency=20, average_optimizer=False, outer=nesterov, compression="dense8"
-    ),
-}
-
-
-def alone(
-    task: Task, split: Split, optimizer: str, replicas: int, seed: int
-) -> list[float]:
-    """One process; with `replicas` batches added up it is synchronous training."""
-    torch.manual_seed(seed)
-    model = task.model()
-    rule = task.optimizer(optimizer)(model.parameters())
-    rng = np.random.default_rng(seed)
-    x, y = torch.from_numpy(split.x), torch.from_numpy(split.y)
-    scores = []
-    for _ in range(task.epochs):
-        model.train()
-        batches = torch.from_numpy(rng.permutation(len(x))).split(task.batch_size)
-        for start in range(0, len(batches), replicas):
-            group = batches[start : start + replicas]
-            rule.zero_grad()
-            for rows in group:
-                loss = task.loss(model(x[rows]), y[rows]) / len(group)
-                loss.backward()
-            rule.step()
-        scores.append(score(task, model, split))
-    return scores
-
-
-def score(task: Task, model: torch.nn.Module, split: Split) -> float:
-    """On the rows that were not trained on, as the task counts."""
-    model.eval()
-    y = torch.from_numpy(split.y_test)
-    with torch.no_grad():
-        output = model(torch.from_numpy(split.x_test))
+    tenths = statistics.quantiles([s for row in own for s in row.scores], n=10)
     if task.score == "accuracy":
-        return float((output.argmax(1) == y).double().mean())
-    return float(task.loss(output, y))
-
-
-def shared(
-    task: Task, split: Split, optimizer: str, replicas: int, way: str, seed: int
-) -> Row:
-    """One run of daskdl."""
-    options: dict[str, Any] = {"replicas_per_worker": replicas}
-    master = replace(MASTERS[way], **options)  # type: ignore[type-var]
-    trainer = daskdl.Trainer(
-        task.model,
-        task.loss,
-        task.optimizer(optimizer),
-        master=master,
-        client=False,
-        seed=seed,
-        progress=False,
-    )
-    began = time.perf_counter()
-    history = trainer.fit(
-        split.x,
-        split.y,
-        epochs=task.epochs,
-        batch_size=task.batch_size,
-        validation=(split.x_test, split.y_test),
-    )
-    seconds = time.perf_counter() - began
-    scores = history.column(f"val_{task.score}")
-    sent = sum(history.column("sent_bytes"))
-    return Row(
-        task.name,
-        optimizer,
-        replicas,
-        way,
-        seed,
-        score(task, trainer.model_, split),
-        scores[-1],
-        scores,
-        sent / max(1, sum(history.column("dense_bytes"))),
-        seconds,
-    )
-
-
-def ddp(task_name: str, optimizer: str, replicas: int, seed: int, path: str) -> None:
-    """PyTorch's DistributedDataParallel over gloo; the scores go to a file."""
-    arguments = (task_name, optimizer, replicas, seed, path)
-    torch.multiprocessing.spawn(_rank, arguments, nprocs=replicas)
-
-
-def _rank(
-    rank: int, task_name: str, optimizer: str, replicas: int, seed: int, path: str
-) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", f"file://{path}.store", rank=rank, world_size=replicas
-    )
-    task = TASKS[task_name]
-    split = task.split()
-    torch.manual_seed(seed)
-    model = nn.parallel.DistributedDataParallel(task.model())
-    rule = task.optimizer(optimizer)(model.parameters())
-    rng = np.random.default_rng(seed)
-    x, y = torch.from_numpy(split.x), torch.from_numpy(split.y)
-    scores = []
-    for _ in range(task.epochs):
-        model.train()
-        order = torch.from_numpy(rng.permutation(len(x)))
-        for rows in order.split(replicas * task.batch_size):
-            own = rows.tensor_split(replicas)[rank]
-            rule.zero_grad()
-            task.loss(model(x[own]), y[own]).backward()
-            rule.step()
-        if rank == 0:
-            scores.append(score(task, model.module, split))
-        torch.distributed.barrier()
-    if rank == 0:
-        Path(path).write_text(json.dumps(scores))
-    torch.distributed.destroy_process_group()
-
-
-def one(
-    task_name: str,
-    optimizer: str,
-    replicas: int,
-    way: str,
-    seed: int,
-    factor: float = 1.0,
-) -> Row:
-    """One run of any way."""
-    torch.set_num_threads(1)
-    task = TASKS[task_name]
-    split = task.split()
-    if way in MASTERS:
-        rates = {name: factor * rate for name, rate in task.rates.items()}
-        task = replace(task, rates=rates)
-        row = shared(task, split, optimizer, replicas, way, seed)
-        return row if factor == 1 else replace(row, way=f"{way}, x{factor:g}")
-    began = time.perf_counter()
-    if way == "DDP":
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "scores.json"
-            ddp(task_name, optimizer, replicas, seed, str(path))
-            scores = json.loads(path.read_text())
+        axes[0].set_ylim(tenths[0], 1.0)
     else:
-        scores = alone(task, split, optimizer, replicas, seed)
-    seconds = time.perf_counter() - began
-    return Row(
-        *(task_name, optimizer, replicas, way, seed),
-        *(scores[-1], scores[-1], scores, 1.0, seconds),
-    )
+        axes[0].set_ylim(top=tenths[-1])
+    axes[0].set_ylabel(f"{task.score}, rows not trained on")
+    axes[-1].legend(fontsize=8)
+    figure.suptitle(name)
+    figure.savefig(path, dpi=110)
 
 
-def runs(a: argparse.Namespace) -> Iterator[tuple[str, str, int, str, int]]:
-    """What is to be run: task, optimizer, replicas, way, seed."""
-    for seed, task, optimizer in itertools.product(a.seeds, a.tasks, a.optimizers):
-        for replicas in a.replicas:
-            for way in a.ways:
-                alone = way == "one process"
-                if alone == (replicas == 1) and (way != "DDP" or replicas == 2):
-                    yield task, optimizer, replicas, way, seed
+def runs(asked: argparse.Namespace) -> Iterator[Run]:
+    for seed, task, optimizer, replicas, way in itertools.product(
+        asked.seeds, asked.tasks, asked.optimizers, asked.replicas, asked.ways
+    ):
+        alone = way == "one process"
+        if alone == (replicas == 1) and (way != "DDP" or replicas == 2):
+            yield Run(task, optimizer, replicas, way, seed)
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["digits"])
-    parser.add_argument("--optimizers", nargs="+", default=["SGD", "momentum", "AdamW"])
-    parser.add_argument("--replicas", nargs="+", type=int, default=[1, 2, 4, 8])
-    parser.add_argument(
-        "--ways",
-        nargs="+",
-        choices=[*BASELINES, *MASTERS],
-        default=[*BASELINES, "default"],
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--factor", type=float, default=1.0, help="of daskdl's rates")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
-    parser.add_argument("--rows", type=Path, help="file to which each run is added")
-    parser.add_argument("--kept", nargs="+", type=Path, help="run nothing: these rows")
-    parser.add_argument("--plots", type=Path, help="folder for a picture of each task")
-    a = parser.parse_args(arguments)
-    if a.kept:
-        lines = [line for path in a.kept for line in path.read_text().splitlines()]
-        rows = [Row(**json.loads(line)) for line in lines]
-    else:
-        rows = trained(a)
-    print(table(rows))
-    for task in dict.fromkeys(row.task for row in rows) if a.plots else ():
-        curves(rows, task, a.plots / f"convergence_{task}.png")
-
-
-def trained(a: argparse.Namespace) -> list[Row]:
-    """Run all that is asked for."""
-    print(f"# torch {torch.__version__}, {platform.machine()}")
+    add = parser.add_argument
+    add("--tasks", nargs="+", choices=TASKS, default=["digits"])
+    add("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    add("--replicas", nargs="+", type=int, default=[1, 2, 4, 8])
+    add("--ways", nargs="+", choices=WAYS, default=[*BASELINES, "default"])
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    add("--factor", type=float, default=1.0, help="on daskdl's learning rates")
+    add("--jobs", type=int, default=1, help="runs at the same time")
+    add("--rows", type=Path, help="file to which each run is added")
+    add("--kept", nargs="+", type=Path, help="train nothing: show these rows")
+    add("--plots", type=Path, help="folder for a picture of each task")
+    asked = parser.parse_args(arguments)
     rows = []
-    with ProcessPoolExecutor(a.jobs, mp_context=get_context("spawn")) as pool:
-        for under_way in [pool.submit(one, *run, a.factor) for run in runs(a)]:
-            row = under_way.result()
-            rows.append(row)
-            print(
-                f"# {row.task} {row.optimizer} {row.replicas} {row.way} {row.seed}: "
-                f"{row.returned:.4f}, {row.seconds:.1f} s",
-                flush=True,
-            )
-            if a.rows:
-                with a.rows.open("a") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
+    if asked.kept:
+        for path in asked.kept:
+            rows += [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+    else:
+        print(f"# torch {torch.__version__}, {platform.machine()}")
+        with ProcessPoolExecutor(asked.jobs, mp_context=get_context("spawn")) as pool:
+            futures = [pool.submit(trained, run, asked.factor) for run in runs(asked)]
+            for future in futures:
+                row = future.result()
+                rows.append(row)
+                case = f"{row.task} {row.optimizer} {row.replicas} {row.way} {row.seed}"
+                print(f"# {case}: {row.returned:.4f}, {row.seconds:.1f} s", flush=True)
+                if asked.rows:
+                    with asked.rows.open("a") as file:
+                        file.write(json.dumps(asdict(row)) + "\n")
     print(table(rows))
+    for task in dict.fromkeys(row.task for row in rows) if asked.plots else ():
+        plot(rows, task, asked.plots / f"convergence_{task}.png")

@@ -1,20 +1,19 @@
-"""More replicas than there are cores: compute is a sleep, the channel is real.
+"""More replicas than cores: steps are sleeps, the channel is real.
 
-Question: which share of its steps do 2 to 32 replicas make, for steps of 1 to 150 ms?
-Counted:  each member of a run sleeps in place of a step, publishes an update, takes in
-          what has arrived, and waits where it is more than `max_staleness` steps ahead
-          when an interval of `exchange_every` steps begins.
-          The updates are those of a real run of the MLP with 5.8 million parameters,
-          two replicas and the default threshold, with their entries: sizes, encoding,
-          decoding, relaying are real. Not done is what costs a core of its own on a
-          real cluster: forward and backward pass, the search for entries in 5.8
-          million differences, and adding the entries of others to the model.
-          Efficiency: steps a second, beside the same loop without a channel, in the
-          same run and as many processes. CPU of the scheduler's process (this one) and
-          of all workers, of one core. Bytes of frames that a worker receives from all
-          others; staleness in steps, at the end of each.
-          Members are threads of up to eight worker processes, which share this
-          machine's cores with the scheduler.
+Question: Which share of its speed does a replica keep among 2 to 32, for steps of 1 to
+          150 ms?
+Counted:  Each member of a run sleeps in place of a step, publishes an update, takes in
+          updates that have arrived, and waits where it is more than `max_staleness`
+          steps ahead when an interval of `exchange_every` steps begins. The updates are
+          those of a real run of the MLP with 5.8 million parameters, two replicas and
+          the default threshold: sizes, encoding, decoding and relaying are real. Left
+          out is what takes a core of its own on a real cluster: forward and backward
+          pass, the search for entries, and applying the entries of others. Efficiency:
+          steps per second, relative to the same loop without a channel, in the same run
+          and with as many processes. CPU of the scheduler's process (this one) and of
+          all workers, in cores. Bytes of frames that a worker receives; staleness in
+          steps, at the end of each. Members are threads of up to eight worker
+          processes, which share this machine's cores with the scheduler.
 Run:      python -m benchmarks emulation
 """
 
@@ -26,12 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from distributed import Client, get_worker, secede
-from numpy.typing import NDArray
 
-from benchmarks.clusters import bare_run, local_cluster
+from benchmarks.clusters import MOST_WORKERS, local_client, run_members, spread
 from benchmarks.report import lines
 from benchmarks.results import Question
 from benchmarks.work import WORKS, batches
@@ -43,35 +40,27 @@ from daskdl.compression.flat import FlatParameters
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import scaled
 
-MOST_WORKERS = 8
 MAX_STALENESS = 8  # the default of `GradientSharing`
-# Deeplearning4j's, for steps at least as long as this.
+# Of Deeplearning4j, for steps of at least so many milliseconds.
 GUIDANCE = {100.0: "good", 10.0: "sub-linear", 0.0: "no gain"}
-
-
 STEPS = 80
-LEFT_OUT = 20  # of these, while the threshold finds its place
-
-Entries = tuple[
-    float, np.ndarray
-]  # the threshold, and int32 signed one-based positions
+LEFT_OUT = 20  # of these steps, while the threshold adapts
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """What two replicas sent, each step one update."""
+class Recording:
+    """Updates of two replicas, one per step."""
 
     size: int  # parameters of the model
-    updates: tuple[Entries, ...]  # in the order in which they were sent
-    nbytes: float  # of an encoded update, the median
+    updates: Sequence[tuple[float, np.ndarray]]  # threshold and entries
+    nbytes: float  # of an encoded update, median
 
-    def of(self, replica: int, number: int) -> Entries:
-        """What a replica sends: each begins at another place."""
+    def update(self, replica: int, number: int) -> tuple[float, np.ndarray]:
+        """Each replica begins at another place."""
         return self.updates[(7 * replica + number) % len(self.updates)]
 
 
-def recorded() -> Recorded:
-    """Train two replicas for some steps, and keep what they sent."""
+def record() -> Recording:
     task, stamp = WORKS["mlp"], codec.Stamp(0, 0, 1, 1)
     split = task.split()
     x, y = torch.from_numpy(split.x), torch.from_numpy(split.y)
@@ -104,65 +93,35 @@ def recorded() -> Recorded:
     kept = frames[2 * LEFT_OUT :]
     updates = [codec.decode(frame.data) for frame in kept]
     assert all(isinstance(update, codec.SparseUpdate) for update in updates)
-    return Recorded(
+    return Recording(
         sum(p.numel() for p in module.parameters()),
-        tuple((update.threshold, update.entries_K) for update in updates),
+        [(update.threshold, update.entries_K) for update in updates],
         float(np.median([frame.nbytes for frame in kept])),
     )
 
 
 @dataclass(frozen=True)
 class Case:
-    """What each member does."""
-
     step_ms: float  # of a sleep in place of a step
-    exchange_every: int  # steps between updates
-    seconds: float  # that the steps take, if nothing holds them up
+    exchange_every: int
+    seconds: float  # of all steps, without waits
 
     @property
     def steps(self) -> int:
         return max(2 * self.exchange_every, round(1000 * self.seconds / self.step_ms))
 
 
-@dataclass(frozen=True)
-class Told:
-    """What a member has seen."""
-
-    seconds: float
-    waited_s: float
-    leads: Sequence[int]
-    received_bytes: int
-
-
-@dataclass(frozen=True)
-class Row:
-    replicas: int
-    workers: int
-    step_ms: float
-    exchange_every: int
-    routing: str
-    kilobytes: float  # of an update
-    efficiency: float
-    waiting: float  # share of the time
-    staleness: float  # mean over all steps and members
-    staleness_max: int
-    megabits_per_s: float  # that a worker receives
-    scheduler_cpu: float  # of one core
-    workers_cpu: float  # of one core, all together
-    guidance: str
-
-
-def compute(case: Case) -> float:
-    """The steps alone; seconds. What the efficiency is measured by."""
+def without_channel(case: Case) -> float:
+    """Seconds of the steps alone."""
     secede()
-    started = time.monotonic()
+    began = time.monotonic()
     for _ in range(case.steps):
         time.sleep(case.step_ms / 1000)
-    return time.monotonic() - started
+    return time.monotonic() - began
 
 
-def member(own: ChannelSpec, case: Case, updates: Recorded) -> Told:
-    """Take part in a run: as many steps as `compute`, with exchanges."""
+def member(own: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
+    """Take as many steps, with exchanges."""
     secede()
     channel = RemoteChannel(get_worker().extensions[NAME], own)
     pace = GradientSharing(
@@ -170,13 +129,14 @@ def member(own: ChannelSpec, case: Case, updates: Recorded) -> Told:
     )
     leads = []
 
-    def encode(stamp: codec.Stamp) -> NDArray[np.uint8]:
-        return codec.encode(stamp, own.size, *updates.of(own.replica, stamp.sequence))
+    def encode(stamp: codec.Stamp) -> np.ndarray:
+        update = updates.update(own.replica, stamp.sequence)
+        return codec.encode(stamp, own.size, *update)
 
     try:
         channel.join()
         channel.barrier("start", None)
-        started = time.monotonic()
+        began = time.monotonic()
         for step in range(1, case.steps + 1):
             time.sleep(case.step_ms / 1000)
             exchanges = step % case.exchange_every == 0
@@ -188,95 +148,82 @@ def member(own: ChannelSpec, case: Case, updates: Recorded) -> Told:
             leads.append(pace.least_lead(step, channel.wait_for_peers(step, 0, None)))
             if exchanges:
                 channel.wait_for_peers(step, 0, MAX_STALENESS)
-        seconds = time.monotonic() - started
+        seconds = time.monotonic() - began
         traffic = channel.stats()
-        channel.progress(case.steps, 0)  # nobody waits for who has ended
+        channel.progress(case.steps, 0)  # so that nobody waits for this one
         channel.barrier("end", None)
     finally:
         channel.leave()
-    waited_s = traffic.waits_s.get("staleness", 0.0)
-    return Told(seconds, waited_s, leads, traffic.received_bytes)
+    return {
+        "seconds": seconds,
+        "waited_s": traffic.waits_s.get("staleness", 0.0),
+        "leads": leads,
+        "received_bytes": traffic.received_bytes,
+    }
 
 
-def measure(
-    client: Client, replicas: int, routing: str, case: Case, updates: Recorded
-) -> Row:
+def measured(
+    client: Client, replicas: int, routing: str, case: Case, updates: Recording
+) -> dict[str, Any]:
     """One case, after the same steps without a channel."""
-    workers = sorted(client.nthreads())
-    seats = {replica: workers[replica % len(workers)] for replica in range(replicas)}
-    alone = client.gather(
-        [client.submit(compute, case, workers=[w], pure=False) for w in seats.values()]
-    )
+    places = spread(client, replicas)
+    loops = [
+        client.submit(without_channel, case, workers=[worker], pure=False)
+        for worker in places.values()
+    ]
+    alone_s = statistics.median(client.gather(loops))
     held = client.scatter(updates, broadcast=True)
-    with bare_run(client, seats, updates.size, routing) as spec:
-        processes = [psutil.Process(pid) for pid in client.run(_pid).values()]
-        before = [_cpu_s(process) for process in processes]
-        own, began = time.process_time(), time.monotonic()
-        told = client.gather(
-            [
-                client.submit(member, spec(r), case, held, workers=[worker], pure=False)
-                for r, worker in seats.items()
-            ]
-        )
-        seconds = time.monotonic() - began
-        scheduler_cpu = (time.process_time() - own) / seconds
-        used = [_cpu_s(p) - s for p, s in zip(processes, before, strict=True)]
-    slowest = statistics.median(each.seconds for each in told)
-    return Row(
-        replicas,
-        len(workers),
-        case.step_ms,
-        case.exchange_every,
-        routing,
-        updates.nbytes / 1e3,
-        statistics.median(alone) / slowest,
-        sum(each.waited_s for each in told) / sum(each.seconds for each in told),
-        statistics.fmean(lead for each in told for lead in each.leads),
-        max(lead for each in told for lead in each.leads),
-        8e-6 * sum(each.received_bytes for each in told) / slowest / len(workers),
-        scheduler_cpu,
-        sum(used) / seconds,
-        next(says for least, says in GUIDANCE.items() if case.step_ms >= least),
+    found, scheduler_cpu, workers_cpu = run_members(
+        client, replicas, updates.size, routing, member, case, held
     )
+    workers = len(set(places.values()))
+    seconds = statistics.median(own["seconds"] for own in found)
+    leads = [lead for own in found for lead in own["leads"]]
+    received = sum(own["received_bytes"] for own in found)
+    waited_s, all_s = (sum(own[k] for own in found) for k in ("waited_s", "seconds"))
+    return {
+        "replicas": replicas,
+        "workers": workers,
+        "step_ms": case.step_ms,
+        "exchange_every": case.exchange_every,
+        "routing": routing,
+        "kilobytes": updates.nbytes / 1e3,
+        "efficiency": alone_s / seconds,
+        "waiting": waited_s / all_s,
+        "staleness": statistics.fmean(leads),
+        "staleness_max": max(leads),
+        "megabits_per_s": 8e-6 * received / seconds / workers,
+        "scheduler_cpu": scheduler_cpu,
+        "workers_cpu": workers_cpu,
+        "guidance": next(g for least, g in GUIDANCE.items() if case.step_ms >= least),
+    }
 
 
-def _pid(dask_worker: Any) -> int:
-    return psutil.Process().pid
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def rows(arguments: argparse.Namespace) -> Iterator[Row]:
-    updates = recorded()
-    for replicas in arguments.replicas:
-        with local_cluster(min(replicas, MOST_WORKERS)) as own, Client(own) as client:
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    updates = record()
+    for replicas in asked.replicas:
+        with local_client(min(replicas, MOST_WORKERS)) as client:
             warm = Case(10.0, 1, 0.5)  # the first frames load the kernels
-            measure(client, replicas, arguments.routing, warm, updates)
-            for step_ms in arguments.step_ms:
-                for every in arguments.exchange_every:
-                    case = Case(step_ms, every, arguments.seconds)
-                    yield measure(client, replicas, arguments.routing, case, updates)
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16, 32])
-    parser.add_argument("--step-ms", type=float, nargs="+", default=[1, 10, 100, 150])
-    parser.add_argument("--exchange-every", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--routing", choices=["plain", "mesh"], default="plain")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each case")
+            measured(client, replicas, asked.routing, warm, updates)
+            for step_ms in asked.step_ms:
+                for every in asked.exchange_every:
+                    case = Case(step_ms, every, asked.seconds)
+                    yield measured(client, replicas, asked.routing, case, updates)
 
 
 QUESTION = Question(
     "emulation",
     __doc__,
-    options,
     rows,
-    {"replicas": "d", "step_ms": "g", "exchange_every": "d", "routing": ""}
-    | {"kilobytes": ".1f", "efficiency": ".3f", "waiting": ".3f"}
-    | {"staleness": ".2f", "staleness_max": "d", "megabits_per_s": ".1f"}
-    | {"scheduler_cpu": ".0%", "workers_cpu": ".0%", "guidance": ""},
+    "replicas:d step_ms:g exchange_every:d routing kilobytes:.1f efficiency:.3f "
+    "waiting:.3f staleness:.2f staleness_max:d megabits_per_s:.1f scheduler_cpu:.0% "
+    "workers_cpu:.0% guidance",
+    {
+        "--replicas": [2, 4, 8, 16, 32],
+        "--step-ms": [1.0, 10.0, 100.0, 150.0],
+        "--exchange-every": [1, 16],
+        "--routing": {"choices": ["plain", "mesh"], "default": "plain"},
+        "--seconds": {"type": float, "default": 8.0, "help": "of each case"},
+    },
     lambda result: lines(result, "replicas", "efficiency", "step_ms", "exchange_every"),
 )

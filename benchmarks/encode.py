@@ -1,124 +1,105 @@
-"""Cost of finding and taking one update, and of applying one.
+"""Time to find and take the entries of an update, and to apply one.
 
-Question: what does an exchange add to a step, in passes over memory?
-Counted:  ``find`` and ``commit_`` of the kernels on residuals of a normal
-          distribution; ``apply_`` of 25,000 entries. Not packing, not sending.
-Baseline: ``np.add(r, u, out=r)`` over as many float32, what Strom's update of the
-          residual costs before anything is searched.
+Question: What does an exchange add to a step, in passes over memory?
+Counted:  ``find`` and ``commit_`` of the kernels on normally distributed residuals;
+          ``apply_`` of 25,000 entries. Packing and sending are not included.
+Baseline: ``np.add(r, u, out=r)`` over as many float32: the update of a residual alone.
 Run:      python -m benchmarks encode --size 25_000_000
 """
 
 import argparse
 import math
-import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.report import bars
-from benchmarks.results import Question
+from benchmarks.results import Question, in_turns, medians
 from daskdl.compression.flat import empty
 from daskdl.compression.kernels import VectorGroup
 from daskdl.compression.kernels_numba import NumbaGroup
 
 GRID = 2.0**-24
-CPU = torch.device("cpu")
 DENSITIES = (1e-4, 1e-3, 7e-3, 2.5e-2)
-ROUNDS = 11  # the median of so many, cases taken in turn
+ENTRIES = 25_000
+ROUNDS = 11
 
 
-@dataclass(frozen=True)
-class Row:
-    case: str
-    density: float  # entries / parameters
-    ms: float  # median, milliseconds
-    ratio: float  # to the baseline of the same run
+def timed(work: Callable[[], Any]) -> dict[str, float]:
+    began = time.perf_counter()
+    work()
+    return {"ms": 1e3 * (time.perf_counter() - began)}
 
 
-class Case:
-    """A replica whose residual has so many entries above the threshold."""
+class Vector:
+    """A replica's vectors, with a share of the residual above the threshold."""
 
-    def __init__(self, size, density, kind=NumbaGroup):
-        self.density = density
-        # Allocated as a replica's own vectors are.
-        local = empty(size, torch.float32, CPU)
+    def __init__(
+        self, size: int, density: float, kind: type[VectorGroup] = NumbaGroup
+    ) -> None:
+        cpu = torch.device("cpu")
+        local = empty(size, torch.float32, cpu)
         local.normal_(0, 1e-2, generator=torch.Generator().manual_seed(0))
-        self.shared = empty(size, torch.int32, CPU).fill_(1)
+        self.shared = empty(size, torch.int32, cpu).fill_(1)
         self.group = kind(local, local, self.shared, 0)
         sample = local[:1_000_000].abs()
         threshold = sample.kthvalue(int(sample.numel() * (1 - density))).values.item()
         self.count = round(threshold / GRID)
 
-    def find(self):
+    def find(self) -> Any:
         return self.group.find(self.count, GRID)
 
-    def commit(self, entries, multiple):
+    def exchange(self, multiple: float = math.inf) -> dict[str, float]:
+        """Find and commit; shared is restored outside of the measured time."""
         bound = multiple * self.count * GRID
-        self.group.commit_(entries, self.count, GRID, bound)
+        found = timed(lambda: self.group.commit_(self.find(), self.count, GRID, bound))
+        self.shared.fill_(1)
+        return found
 
 
-def timed(work) -> float:
-    start = time.perf_counter()
-    work()
-    return 1e3 * (time.perf_counter() - start)
-
-
-def encode_ms(case, multiple=math.inf) -> float:
-    """Find and take once; shared is put back outside of the time."""
-    ms = timed(lambda: case.commit(case.find(), multiple))
-    case.shared.fill_(1)
-    return ms
-
-
-def cases(size):
-    """(name, density, work); work returns milliseconds."""
+def cases(size: int) -> dict[tuple[str, float], Callable[[], dict[str, float]]]:
+    """By name and density."""
     residual, update = (np.ones(size, np.float32) for _ in range(2))
-    yield (
-        "np.add(r, u, out=r) (baseline)",
-        1.0,
-        lambda: timed(lambda: np.add(residual, update, out=residual)),
-    )
-    for density in DENSITIES:
-        case = Case(size, density)
-        yield "find", density, lambda case=case: timed(case.find)
-        yield "find + commit_", density, lambda case=case: encode_ms(case)
-        yield (
-            "find + commit_, clipped at 5",
-            density,
-            lambda case=case: encode_ms(case, multiple=5.0),
+    found: dict[tuple[str, float], Callable[[], dict[str, float]]] = {
+        ("np.add(r, u, out=r) (baseline)", 1.0): lambda: timed(
+            lambda: np.add(residual, update, out=residual)
         )
-    plain = Case(size, 1e-3, VectorGroup)
-    yield "find + commit_, torch operations", 1e-3, lambda: encode_ms(plain)
-    case = Case(size, 1e-3)
-    chosen = np.random.default_rng(0).choice(size, 25_000, replace=False)
+    }
+    for density in DENSITIES:
+        own = Vector(size, density)
+        found["find", density] = lambda own=own: timed(own.find)
+        found["find + commit_", density] = own.exchange
+        found["find + commit_, clipped at 5", density] = lambda own=own: own.exchange(
+            multiple=5.0
+        )
+    reference = Vector(size, 1e-3, VectorGroup)
+    found["find + commit_, torch operations", 1e-3] = reference.exchange
+    own = Vector(size, 1e-3)
+    chosen = np.random.default_rng(0).choice(size, ENTRIES, replace=False)
     entries = torch.from_numpy(np.sort(chosen).astype(np.int32) + 1)
-    yield (
-        "apply_ of 25,000 entries",
-        25_000 / size,
-        lambda: timed(lambda: case.group.apply_(entries, 1, GRID)),
+    found[f"apply_ of {ENTRIES:,} entries", ENTRIES / size] = lambda: timed(
+        lambda: own.group.apply_(entries, 1, GRID)
     )
+    return found
 
 
-def rows(asked):
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
-    table = list(cases(asked.size))
-    taken = [[work() for _, _, work in table] for _ in range(ROUNDS + 1)][1:]
-    medians = [statistics.median(column) for column in zip(*taken, strict=True)]
-    for (name, density, _), ms in zip(table, medians, strict=True):
-        yield Row(name, density, ms, ms / medians[0])
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", type=int, default=25_000_000, help="parameters")
+    taken = in_turns(cases(asked.size), ROUNDS + 1)
+    ms = {case: medians(rounds[1:])["ms"] for case, rounds in taken.items()}
+    baseline, *_ = ms.values()
+    for (name, density), own in ms.items():
+        yield {"case": name, "density": density, "ms": own, "ratio": own / baseline}
 
 
 QUESTION = Question(
     "encode",
     __doc__,
-    options,
     rows,
-    {"case": "", "density": ".1e", "ms": ".2f", "ratio": ".2f"},
+    "case density:.1e ms:.2f ratio:.2f",
+    {"--size": {"type": int, "default": 25_000_000, "help": "parameters"}},
     lambda result: bars(result, "ratio", "case", "density"),
 )

@@ -1,113 +1,77 @@
-"""Evaluation with many metrics beside the forward pass alone.
+"""Evaluation with many metrics, beside the forward pass alone.
 
-Question: what do loss and the metrics of "classification" add to a pass over 1 M rows?
-Counted:  seconds, in one process with one torch thread. Rows of 64 random numbers and
+Question: What do the loss and the metrics of "classification" add to a pass over a
+          million rows?
+Counted:  Seconds, in one process with one torch thread. Rows of 64 random numbers and
           10 classes, in memory. Forward: a plain loop, `model(x)` for batches of 64
           under `torch.inference_mode`, outputs dropped. After it, in each round,
-          `daskdl.evaluate` with the loss, and with "classification": exact areas below
-          curves, top 5, confusion matrix, all rates. Ratios are of a round.
+          `daskdl.evaluate` with the loss, and with "classification": exact areas under
+          curves, top 5, confusion matrix, all rates. Ratios are within a round.
 Run:      python -m benchmarks evaluate --rounds 5
 """
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 import daskdl
-from benchmarks.results import Question
+from benchmarks.results import Question, in_turns, median_ratio, medians
+from benchmarks.work import BATCH, perceptron
 
-BATCH = 64
-CLASSES = 10
-FEATURES = 64
-
-
-def perceptron(width: int) -> nn.Sequential:
-    """Two hidden layers."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(FEATURES, width),
-        nn.ReLU(),
-        nn.Linear(width, width),
-        nn.ReLU(),
-        nn.Linear(width, CLASSES),
-    )
+CLASSES, FEATURES = 10, 64
 
 
-@dataclass(frozen=True)
-class Row:
-    parameters: int
-    forward_s: float  # median over rounds
-    loss: float  # times that, median of the rounds' ratios
-    metrics: float
-
-
-def forward_s(model: nn.Module, x: np.ndarray) -> float:
-    """Seconds of a plain loop."""
-    began = time.perf_counter()
+def forward(model: nn.Module, x: np.ndarray) -> None:
     with torch.inference_mode():
         for batch in torch.from_numpy(x).split(BATCH):
             model(batch)
-    return time.perf_counter() - began
 
 
-def evaluate_s(
-    model: nn.Module, x: np.ndarray, y: np.ndarray, metrics: object
-) -> float:
-    """Seconds from the call to the report."""
+def evaluate(model: nn.Module, x: np.ndarray, y: np.ndarray, metrics: Any) -> None:
+    loss = nn.CrossEntropyLoss()
+    options = {"metrics": metrics, "client": False, "batch_size": BATCH}
+    daskdl.evaluate(model, x, y, loss=loss, **options)
+
+
+def timed(work: Callable[..., None], *arguments: Any) -> dict[str, float]:
     began = time.perf_counter()
-    daskdl.evaluate(
-        model,
-        x,
-        y,
-        loss=nn.CrossEntropyLoss(),
-        metrics=metrics,
-        client=False,
-        batch_size=BATCH,
-    )
-    return time.perf_counter() - began
+    work(*arguments)
+    return {"seconds": time.perf_counter() - began}
 
 
-def rows(asked: argparse.Namespace) -> Iterator[Row]:
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     y = rng.integers(0, CLASSES, asked.rows)
     x = rng.standard_normal((asked.rows, FEATURES), np.float32)
-    few = slice(50 * BATCH)
     for width in asked.widths:
-        model = perceptron(width).eval()
-        kinds: list[Callable[[slice], float]] = [
-            lambda part, own=model: forward_s(own, x[part]),
-            lambda part, own=model: evaluate_s(own, x[part], y[part], None),
-            lambda part, own=model: evaluate_s(own, x[part], y[part], "classification"),
-        ]
-        for kind in kinds:
-            kind(few)  # the first is not counted
-        found = [[kind(slice(None)) for kind in kinds] for _ in range(asked.rounds)]
-        size = sum(parameter.numel() for parameter in model.parameters())
-        yield Row(
-            size,
-            statistics.median(forward for forward, _, _ in found),
-            statistics.median(loss / forward for forward, loss, _ in found),
-            statistics.median(metrics / forward for forward, _, metrics in found),
-        )
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--widths", type=int, nargs="*", default=[128, 512, 1024])
+        torch.manual_seed(0)
+        model = perceptron(FEATURES, width, width, CLASSES).eval()
+        evaluate(model, x[: 50 * BATCH], y[: 50 * BATCH], "classification")  # warm up
+        cases = {
+            "forward": partial(timed, forward, model, x),
+            "loss": partial(timed, evaluate, model, x, y, None),
+            "metrics": partial(timed, evaluate, model, x, y, "classification"),
+        }
+        found = in_turns(cases, asked.rounds)
+        yield {
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "forward_s": medians(found["forward"])["seconds"],
+            "loss": median_ratio(found["loss"], found["forward"], "seconds"),
+            "metrics": median_ratio(found["metrics"], found["forward"], "seconds"),
+        }
 
 
 QUESTION = Question(
     "evaluate",
     __doc__,
-    options,
     rows,
-    {"parameters": ",", "forward_s": ".2f", "loss": ".2f", "metrics": ".2f"},
+    "parameters:, forward_s:.2f loss:.2f metrics:.2f",
+    {"--rounds": 5, "--rows": 1_000_000, "--widths": [128, 512, 1024]},
 )

@@ -1,14 +1,13 @@
 """What the other replicas notice when a worker is killed.
 
-Question: how long is the longest step of a survivor, and when does the worker that is
-          started in the dead one's place train?
-Counted:  time from the end of one step to the end of the next, of each replica that
-          was there from the start and was not killed; four worker processes, one of
-          them killed with SIGKILL in the middle of an epoch, `--rounds` times. A step
-          waits `--step-ms` for an accelerator that is not there, so that the
-          processes do not fight for the cores, and computes a little. Baselines: the
-          median step of the same replicas before the kill, and the longest step of
-          the same length of a run in which nobody is killed.
+Question: How long is the longest step of a survivor, and when does the worker that
+          replaces the killed one train?
+Counted:  Time from the end of one step to the end of the next, of replicas that were
+          there from the start and were not killed. One of four worker processes is
+          killed (SIGKILL) in the middle of an epoch, `--rounds` times. A step sleeps
+          for `--step-ms`, in place of an accelerator, so that the processes do not
+          compete for the cores, and computes a little. Baselines: the median step of
+          the same replicas before the kill, and the longest step of a run without one.
 Run:      python -m benchmarks kill --rounds 3
 """
 
@@ -16,133 +15,94 @@ import argparse
 import functools
 import os
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from distributed import Client
-from torch import nn
 
 import daskdl
-from benchmarks.clusters import local_cluster
-from benchmarks.results import Question
+from benchmarks.clusters import local_client, trainer
+from benchmarks.results import Question, medians
+from benchmarks.work import perceptron
 
 WORKERS = 4
-DOOMED = 1  # replica
+KILLED = 1  # replica
 KILLED_AT = 60  # step
 ROWS, BATCH = 9600, 8
 
 
-@dataclass(frozen=True)
-class Row:
-    routing: str
-    median_ms: float  # of a survivor's steps before the kill
-    undisturbed_ms: float  # the longest of a run in which nobody is killed
-    longest_ms: float  # of a survivor's steps after the kill
-    ratio: float  # of the longest after the kill to the median before
-    rejoin_s: float  # from the kill to the first step of the worker started again
-
-
 class Clock(daskdl.Callback):
-    """Waits as for an accelerator; notes each step; one replica's process may die."""
+    """Sleeps in each step and writes down when it ended; kills one process."""
 
     def __init__(self, folder: str, step_s: float, *, kills: bool) -> None:
-        self._folder = folder
-        self._step_s = step_s
-        self._kills = kills
+        self._folder, self._step_s, self._kills = folder, step_s, kills
 
     def on_step_end(self, step: daskdl.Step) -> None:
         time.sleep(self._step_s)
         with Path(self._folder, str(step.replica)).open("a") as file:
             file.write(f"{time.time()}\n")
-        if step.replica == DOOMED and step.number == KILLED_AT:
+        if step.replica == KILLED and step.number == KILLED_AT:
             Path(self._folder, "killed").write_text(str(time.time()))
             if self._kills:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 4))
-
-
-def train(client: Client, clock: Clock, routing: str) -> None:
+def run(
+    routing: str, step_s: float, *, kills: bool
+) -> tuple[float, dict[int, np.ndarray]]:
+    """When a worker was killed, and the ends of steps by replica."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(ROWS, 20)).astype(np.float32)
     y = rng.integers(0, 4, ROWS)
-    daskdl.Trainer(
-        mlp,
-        nn.CrossEntropyLoss(),
-        functools.partial(torch.optim.SGD, lr=0.05),
-        master=daskdl.GradientSharing(routing=routing),
-        client=client,
-        callbacks=[clock],
-        progress=False,
-    ).fit(x, y, batch_size=BATCH)
+    with tempfile.TemporaryDirectory() as folder, local_client(WORKERS) as client:
+        trainer(
+            client,
+            functools.partial(perceptron, 20, 256, 4),
+            master=daskdl.GradientSharing(routing=routing),
+            callbacks=[Clock(folder, step_s, kills=kills)],
+        ).fit(x, y, batch_size=BATCH)
+        killed = float(Path(folder, "killed").read_text())
+        paths = (path for path in Path(folder).iterdir() if path.name != "killed")
+        return killed, {int(path.name): np.loadtxt(path) for path in paths}
 
 
-def run(routing: str, step_s: float, *, kills: bool) -> tuple[float, dict]:
-    """Train on four workers; when one was killed, and the ends of steps by replica."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        local_cluster(WORKERS) as cluster,
-        Client(cluster) as client,
-    ):
-        train(client, Clock(folder, step_s, kills=kills), routing)
-        return float(Path(folder, "killed").read_text()), {
-            int(path.name): np.loadtxt(path)
-            for path in Path(folder).iterdir()
-            if path.name != "killed"
-        }
+def survivors_s(
+    killed: float, ends: dict[int, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of their steps before and after the kill, without the first steps."""
+    found = [ends[replica][5:] for replica in range(WORKERS) if replica != KILLED]
+    before = [np.diff(end)[end[1:] < killed] for end in found]
+    after = [np.diff(end)[end[1:] >= killed] for end in found]
+    return np.concatenate(before), np.concatenate(after)
 
 
-def survivors(killed: float, ends: dict) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds of their steps before and after the kill."""
-    # The first steps of all load what is needed for the first time.
-    there = [ends[replica][5:] for replica in range(WORKERS) if replica != DOOMED]
-    steps = [(end[1:], np.diff(end)) for end in there]
-    before = np.concatenate([took[at < killed] for at, took in steps])
-    after = np.concatenate([took[at >= killed] for at, took in steps])
-    return before, after
-
-
-def measure(routing: str, step_s: float) -> Row:
-    _, undisturbed = survivors(*run(routing, step_s, kills=False))
+def measured(routing: str, step_s: float) -> dict[str, float]:
+    _, undisturbed = survivors_s(*run(routing, step_s, kills=False))
     killed, ends = run(routing, step_s, kills=True)
-    before, after = survivors(killed, ends)
-    median = float(np.median(before))
+    before, after = survivors_s(killed, ends)
     joined = [end.min() for replica, end in ends.items() if replica >= WORKERS]
-    return Row(
-        routing,
-        1e3 * median,
-        1e3 * float(undisturbed.max()),
-        1e3 * float(after.max()),
-        float(after.max()) / median,
-        min(joined) - killed if joined else float("nan"),
-    )
+    return {
+        "median_ms": 1e3 * float(np.median(before)),
+        "undisturbed_ms": 1e3 * float(undisturbed.max()),
+        "longest_ms": 1e3 * float(after.max()),
+        "ratio": float(after.max() / np.median(before)),
+        "rejoin_s": float(min(joined) - killed) if joined else None,
+    }
 
 
-def rows(asked: argparse.Namespace) -> Iterator[Row]:
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for routing in ("plain", "mesh"):
-        rounds = [measure(routing, asked.step_ms / 1e3) for _ in range(asked.rounds)]
-        numbers = zip(*(astuple(each)[1:] for each in rounds), strict=True)
-        yield Row(routing, *map(statistics.median, numbers))
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--step-ms", type=float, default=50.0)
+        rounds = [measured(routing, asked.step_ms / 1e3) for _ in range(asked.rounds)]
+        yield {"routing": routing, **medians(rounds)}
 
 
 QUESTION = Question(
     "kill",
     __doc__,
-    options,
     rows,
-    {"routing": "", "median_ms": ".1f", "undisturbed_ms": ".1f"}
-    | {"longest_ms": ".1f", "ratio": ".2f", "rejoin_s": ".1f"},
+    "routing median_ms:.1f undisturbed_ms:.1f longest_ms:.1f ratio:.2f rejoin_s:.1f",
+    {"--rounds": 3, "--step-ms": 50.0},
 )

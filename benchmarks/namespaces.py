@@ -1,8 +1,7 @@
-"""A network inside this machine: hosts that are namespaces, on one bridge.
+"""A network inside this machine: network namespaces as hosts, on one bridge.
 
-Linux only, and for root only. Of this machine nothing is changed but that there are
-more interfaces, and a network of addresses that is nobody's: RFC 2544 keeps it for
-measurements.
+Needs Linux and root. It adds interfaces and a network of addresses that RFC 2544
+reserves for measurements, and changes nothing else.
 """
 
 import contextlib
@@ -20,16 +19,16 @@ import psutil
 
 NETWORKS = 256  # that can be at the same time, on one machine
 INNER = "eth0"  # a host's own end of its link
-BURST = "64kb"  # what passes at once; 100 Mbit/s need 50 kB at 250 Hz
-LATENCY = "50ms"  # what would wait longer is dropped
+BURST = "64kb"  # 100 Mbit/s need 50 kB at 250 Hz
+LATENCY = "50ms"  # packets that would wait longer are dropped
 
 
 class CommandError(RuntimeError):
-    """A command was refused; says what it said."""
+    """A command failed; the message has its output."""
 
 
 def run(command):
-    """Run ``ip`` or ``tc`` with arguments; returns what it says."""
+    """Run ``ip`` or ``tc``; returns the output."""
     done = subprocess.run(command.split(), capture_output=True, text=True)
     if done.returncode:
         raise CommandError(f"`{command}`: {done.stderr.strip()}")
@@ -38,7 +37,7 @@ def run(command):
 
 @functools.cache
 def unavailable():
-    """Why there cannot be such a network on this machine; None: there can."""
+    """Why this machine cannot have such a network; None: it can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} of iproute2 not found"
@@ -51,10 +50,10 @@ def unavailable():
 
 
 class Network:
-    """A bridge that is on this host, and further hosts, each with a link to it.
+    """A bridge on this host, and more hosts, each with a link to it.
 
-    Its number is in the name of the bridge. There cannot be two bridges of one name,
-    so processes that make networks at the same time get different ones.
+    The name of the bridge has a number and is unique, so processes that create
+    networks at the same time get different ones.
     """
 
     def __init__(self, hosts):
@@ -63,7 +62,7 @@ class Network:
         self._made = contextlib.ExitStack()
 
     def __enter__(self):
-        with contextlib.ExitStack() as made:  # undone if not all of it can be made
+        with contextlib.ExitStack() as made:  # undone after an error
             self._bridge = self._make_bridge(made)
             number = self._bridge.removeprefix("daskdl")
             self.address = f"198.18.{number}.1"
@@ -80,7 +79,7 @@ class Network:
 
     def _make_bridge(self, made):
         for more in range(NETWORKS):
-            # Not what another process has just given back: it may still look at it.
+            # Not a number that another process has just released.
             number = (os.getpid() + more) % NETWORKS
             try:
                 run(f"ip link add daskdl{number} type bridge")
@@ -104,15 +103,15 @@ class Network:
         run(f"ip -n {name} link set lo up")
 
     def name(self, host):
-        """Of a host's namespace, and of its link's end at the bridge."""
+        """Of a host's namespace, and of the bridge's end of its link."""
         return f"{self._bridge}-{host}"
 
     def on(self, host, *command):
-        """A command as it has to be called to run on a host."""
+        """The command that runs a command on a host."""
         return ["ip", "netns", "exec", self.name(host), *command]
 
     def limit(self, rate):
-        """Let each link carry no more than a rate, as ``tc`` has it, each way."""
+        """Limit each link, in each direction, to a rate of ``tc``."""
         way = f"root tbf rate {rate} burst {BURST} latency {LATENCY}"
         for host in self._hosts:
             name = self.name(host)
@@ -129,7 +128,7 @@ class Network:
         run(f"ip link set {self.name(host)} up")
 
     def restore(self):
-        """All cables are in, and carry what they can."""
+        """Plug in all cables, and remove limits."""
         for host in self._hosts:
             self.plug(host)
             if self._limited:
@@ -146,19 +145,19 @@ class Place(Protocol):
     """Hosts, one for each process."""
 
     addresses: list[str]
-    interface: str  # of each host, that has its address
+    interface: str  # of each host
 
     def on(self, host: int, *command: str) -> list[str]:
-        """A command as it has to be called to run on a host."""
+        """The command that runs a command on a host."""
 
     def limit(self, rate: str) -> None:
-        """Let each link carry no more, each way; "unlimited": what it can."""
+        """Limit each link, in each direction."""
 
     def first_port(self) -> int:
-        """The first of ten that nobody uses."""
+        """The first of ten free ports."""
 
     def end(self) -> None:
-        """End what still runs there."""
+        """Kill all processes that still run there."""
 
 
 class Hosts:
@@ -172,7 +171,7 @@ class Hosts:
         self._ports = iter(range(29400, 60000, 10))
 
     def on(self, host: int, *command: str) -> list[str]:
-        # A host's name leads to it, as on a real network; torchft relies on that.
+        # torchft relies on a host's name leading to it, as on a real network.
         named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
         return self._network.on(host, *named, self.addresses[host], *command)
 
@@ -182,7 +181,7 @@ class Hosts:
             self._network.limit(rate)
 
     def first_port(self) -> int:
-        return next(self._ports)  # nobody else is there; no connection is met again
+        return next(self._ports)
 
     def end(self) -> None:
         for host in range(len(self.addresses)):
@@ -192,7 +191,7 @@ class Hosts:
 
 
 class ThisHost:
-    """All on the loopback interface, which carries what it can."""
+    """The loopback interface, without limits."""
 
     interface = "lo"
 
@@ -213,35 +212,30 @@ class ThisHost:
         return random.randrange(20000, 30000, 10)
 
     def end(self) -> None:
-        """Nothing is there that whoever started it does not end."""
+        """Do nothing: each process is killed by the one that started it."""
 
 
 @contextlib.contextmanager
 def hosts(count: int, *, loopback: bool) -> Iterator[Place]:
-    """Hosts for so many processes, removed again with all that runs there."""
+    """Hosts for so many processes; removed with all that still runs there."""
     if loopback:
         yield ThisHost(count)
         return
-    with _exit_when_terminated(), Network(count) as network:
-        place = Hosts(network)
-        try:
-            yield place
-        finally:
-            place.end()
-
-
-@contextlib.contextmanager
-def _exit_when_terminated() -> Iterator[None]:
-    """As by a time limit: a network has to go then too."""
+    # A network has to go when a time limit ends this process, too.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        yield
+        with Network(count) as network:
+            place = Hosts(network)
+            try:
+                yield place
+            finally:
+                place.end()
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def end_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started, and those have."""
+    """Kill a process and all its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

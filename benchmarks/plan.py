@@ -1,123 +1,82 @@
 """What `daskdl.plan` predicts for two workers, beside what they do.
 
-Question: how far is the prediction for two workers from what is then measured?
-Counted:  samples/s of one and of two workers of one torch thread each, processes of
-          this machine. Predicted: by ``daskdl.plan(..., link=None)``, for which two
-          processes rehearse at once, since two workers here share memory and caches,
-          and in which the scheduler's work takes its share of the cores. Measured: of
-          the second epoch of a `fit` on a `LocalCluster`; the end of that epoch is in
-          it, and not in the prediction. Client and scheduler share the cores with the
-          workers. One and the other take turns, `--rounds` times, and each round has a
-          ratio of its own, since a machine's speed may drift. The models: the MLP
-          784-2048-2048-10 (5.8 M parameters, expensive to encode), and a small CNN
-          (20 thousand, cheap). Batch 64, SGD.
+Question: How far is the prediction for two workers from the measured speed?
+Counted:  Samples/s of one and of two workers, processes of this machine with one torch
+          thread. Predicted: by ``daskdl.plan(..., link=None)``, which runs two
+          processes at once, since workers of one machine share memory and caches, and
+          takes the scheduler's work into account. Measured: in the second epoch of a
+          `fit` on a local cluster, with the end of that epoch, which the prediction
+          leaves out. Both take turns, `--rounds` times, and each round has its own
+          ratio. Models: the MLP 784-2048-2048-10 (5.8 million parameters, expensive to
+          encode) and a small CNN (20 thousand, cheap). Batches of 64, SGD.
 Run:      python -m benchmarks plan --rounds 5
 """
 
 import argparse
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
-from distributed import Client
 from torch import nn
 
 import daskdl
-from benchmarks.clusters import local_cluster
-from benchmarks.results import Question
-from benchmarks.step import BATCH, samples, sgd
-from benchmarks.work import cnn, mlp
+from benchmarks.clusters import local_client, trainer
+from benchmarks.results import Question, medians
+from benchmarks.work import BATCH, cnn, mlp, samples, sgd
 
 WORKERS = (1, 2)
+# Shape of an example, and how many steps take as long as one of the MLP.
+MODELS = {"MLP": (mlp, (784,), 1), "CNN": (cnn, (1, 28, 28), 3)}
 
 
-@dataclass(frozen=True)
-class Case:
-    name: str
-    model: Callable[[], nn.Module]
-    shape: tuple[int, ...]  # of an example
-    steps_factor: int  # steps of this model that take as long as one of the MLP
-
-    def data(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        x, y = samples(count)
-        return x.reshape(count, *self.shape), y
+def data(count: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    x, y = samples(count)
+    return x.reshape(count, *shape), y
 
 
-@dataclass(frozen=True)
-class Row:
-    case: str
-    workers: int
-    predicted: float  # samples/s, median over rounds
-    measured: float  # samples/s, median over rounds
-    ratio: float  # predicted / measured, median over rounds
-    limit: str  # that was predicted most often
+def measured(name: str, workers: int, steps: int) -> float:
+    """Samples/s in the second epoch of a fit."""
+    model, shape, factor = MODELS[name]
+    with local_client(workers) as client:
+        own = data(steps * factor * BATCH * workers, shape)
+        fitted = trainer(client, model).fit(*own, epochs=2, batch_size=BATCH)
+        return float(fitted[-1]["examples_per_s"])
 
 
-CASES = [Case("MLP", mlp, (784,), 1), Case("CNN", cnn, (1, 28, 28), 3)]
-
-
-def predicted(case: Case) -> dict[int, tuple[float, str]]:
-    plan = daskdl.plan(
-        case.model,
-        case.data(BATCH),
-        workers=WORKERS,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=sgd,
-        threads=1,
-    )
-    return {row.workers: (row.samples_per_s, row.limit) for row in plan.rows}
-
-
-def measured(case: Case, workers: int, steps: int) -> float:
-    """Samples/s of a fit on so many worker processes, after a first epoch."""
-    with (
-        local_cluster(workers) as cluster,
-        Client(cluster, set_as_default=False) as client,
-    ):
-        trainer = daskdl.Trainer(
-            case.model, nn.CrossEntropyLoss(), sgd, client=client, progress=False
-        )
-        data = case.data(steps * case.steps_factor * BATCH * workers)
-        return trainer.fit(*data, epochs=2, batch_size=BATCH)[-1]["examples_per_s"]
-
-
-def rows(asked: argparse.Namespace) -> Iterator[Row]:
-    steps, rounds = asked.steps, asked.rounds
-    plans: dict[str, list[dict[int, tuple[float, str]]]] = {c.name: [] for c in CASES}
-    rates: dict[tuple[str, int], list[float]] = {
-        (case.name, workers): [] for case in CASES for workers in WORKERS
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    found: dict[tuple[str, int], list[dict[str, Any]]] = {
+        (name, workers): [] for name in MODELS for workers in WORKERS
     }
-    for _ in range(rounds):
-        for case in CASES:
-            # No cluster is there meanwhile: an idle one takes a part of a core too.
-            plans[case.name].append(predicted(case))
-            for workers in WORKERS:
-                rates[case.name, workers].append(measured(case, workers, steps))
-                said, did = plans[case.name][-1][workers][0], rates[case.name, workers]
-                print(
-                    f"# {case.name} {workers}: {said:,.0f}, {did[-1]:,.0f}", flush=True
+    for _ in range(asked.rounds):
+        for name, (model, shape, _) in MODELS.items():
+            # No cluster runs meanwhile: an idle one uses a part of a core, too.
+            plan = daskdl.plan(
+                model,
+                data(BATCH, shape),
+                workers=WORKERS,
+                loss=nn.CrossEntropyLoss(),
+                optimizer=sgd,
+                threads=1,
+            )
+            for row in plan.rows:
+                own = measured(name, row.workers, asked.steps)
+                found[name, row.workers].append(
+                    {"predicted": row.samples_per_s, "measured": own}
+                    | {"limit": row.limit}
                 )
-    for (name, workers), found in rates.items():
-        said = [plan[workers] for plan in plans[name]]
-        expected, rate = statistics.median(s for s, _ in said), statistics.median(found)
-        ratio = statistics.median(s / f for (s, _), f in zip(said, found, strict=True))
-        limit = statistics.mode(limit for _, limit in said)
-        yield Row(name, workers, expected, rate, ratio, limit)
-
-
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--steps", type=int, default=150, help="of an epoch and worker, MLP"
-    )
-    parser.add_argument("--rounds", type=int, default=5)
+                print(f"# {name} {row.workers}: {row.samples_per_s:,.0f}, {own:,.0f}")
+    for (name, workers), rounds in found.items():
+        limit = statistics.mode(row.pop("limit") for row in rounds)
+        for row in rounds:
+            row["ratio"] = row["predicted"] / row["measured"]
+        yield {"case": name, "workers": workers, **medians(rounds), "limit": limit}
 
 
 QUESTION = Question(
     "plan",
     __doc__,
-    options,
     rows,
-    {"case": "", "workers": "d", "predicted": ",.0f", "measured": ",.0f"}
-    | {"ratio": ".3f", "limit": ""},
+    "case workers:d predicted:,.0f measured:,.0f ratio:.3f limit",
+    {"--steps": 150, "--rounds": 5},
 )

@@ -1,59 +1,57 @@
 """docs/benchmarks.md and its pictures, from the newest results.
 
-A result is a JSON file that a question has written, or a Markdown file for what was
-measured before questions wrote any.
+A result is a JSON file that a question has written, or a Markdown file from before
+questions wrote any.
 
 Run:      python -m benchmarks report
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.__main__ import QUESTIONS, TOOLS, asked_by, question_of
+from benchmarks.__main__ import QUESTIONS, TOOLS, purpose, question_of
 from benchmarks.results import FOLDER, ROOT, Result, load, markdown, newest
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 
-# The headings of the page, in order, and the name of the result below each.
+# Headings of the page, and the result below each.
 SECTIONS = {
-    "Beside others": "peers",
-    "Links of every speed": "links",
+    "Other libraries": "peers",
+    "Links": "links",
     "Time to accuracy": "time-to-accuracy",
-    "Workers of a Dask cluster": "scaling",
+    "Scaling on a Dask cluster": "scaling",
     "More replicas than cores": "emulation",
     "Replicas of one scheduler": "cost-model",
-    "A training step": "step",
-    "The allocator": "allocator",
+    "Cost of a step": "step",
     "Encoding": "encode",
-    "Size on the wire": "wire-size",
-    "The first step": "first-step",
+    "Frame sizes": "wire-size",
+    "Time to the first step": "first-step",
     "The channel alone": "channel",
-    "The plan": "plan",
-    "Rows of steps": "telemetry",
-    "Does it learn as well": "convergence",
-    "One option at a time": "convergence-options",
-    "Does averaging learn as well": "averaging",
+    "Accuracy of the plan": "plan",
+    "Quality of models": "convergence",
+    "Quality by option": "convergence-options",
+    "Quality of parameter averaging": "averaging",
     "Published rules": "published-rules",
     "Data": "data",
     "Small parts": "parts",
-    "A worker is killed": "kill",
+    "A killed worker": "kill",
     "Checkpoints": "checkpoint",
     "Evaluation": "evaluate",
     "Prediction": "predict",
-    "Numpy in, numpy out": "predict-in-memory",
+    "Prediction from memory": "predict-in-memory",
     "A predictor": "predictor",
 }
 
 HEAD = """# Benchmarks
 
-All figures about speed and size, each with the command that printed it. What they mean
-and how to run them is on [another page](benchmarks-meaning.md). `python -m benchmarks
-report` writes this page from the files in `benchmarks/results`. Compare figures of one
-run on one machine only.
+All figures about speed, size and quality, each with the command that printed it. [What
+the benchmarks mean](benchmarks-meaning.md) explains how they are measured. `python -m
+benchmarks report` writes this page from the files in `benchmarks/results`. Compare
+figures only within one run on one machine.
 
-| `python -m benchmarks` | question |
+| `python -m benchmarks` | Question |
 |---|---|
 """
 
@@ -79,7 +77,7 @@ def section(result: Result, picture: str | None) -> str:
 
 
 def page(results: Path = FOLDER, pictures: Path | None = None) -> str:
-    """The page, of the questions that have results."""
+    """The text of the page; pictures are drawn where a folder is given."""
     found, parts = newest(results), []
     for title, name in SECTIONS.items():
         path = found.get(name)
@@ -91,11 +89,17 @@ def page(results: Path = FOLDER, pictures: Path | None = None) -> str:
             result, plot = load(path), question_of(name).plot
             picture = None if plot is None else f"images/benchmark_{name}.png"
             if plot is not None and pictures is not None:
-                draw(result, plot, pictures / f"benchmark_{name}.png")
+                pictures.mkdir(parents=True, exist_ok=True)
+                # Without metadata, the same rows give the same bytes.
+                plot(result).savefig(
+                    pictures / f"benchmark_{name}.png",
+                    dpi=100,
+                    metadata={"Software": None},
+                )
             own = section(result, picture)
         parts.append(f"\n## {title}\n\n{own}\n")
     names = [*QUESTIONS, *TOOLS]
-    table = "".join(f"| `{name}` | {asked_by(name)} |\n" for name in names)
+    table = "".join(f"| `{name}` | {purpose(name)} |\n" for name in names)
     return HEAD + table + "".join(parts)
 
 
@@ -107,54 +111,57 @@ def main(arguments: Sequence[str]) -> None:
     asked.page.write_text(page(asked.results, asked.page.parent / "images"))
 
 
-def bars(result: Result, value: str, label: str, group: str | None = None) -> Any:
-    """A bar for each row, in groups."""
+# ---- pictures
+
+
+def _panels(groups: Sequence[Any], width: float, height: float, **options: Any) -> Any:
+    """A figure with a panel for each group."""
     from matplotlib.figure import Figure
 
+    columns = max(1, len(groups))
+    figure = Figure(figsize=(width * columns, height), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False, **options)[0]
+    for axis in axes:
+        axis.tick_params(labelsize=7)
+    return figure, list(zip(groups, axes, strict=False))
+
+
+def bars(result: Result, value: str, label: str, group: str) -> Any:
+    """A bar for each row, a panel for each group."""
     rows = [row for row in result.rows if row.get(value) is not None]
-    groups = list(dict.fromkeys(row.get(group) if group else "" for row in rows))
+    groups = list(dict.fromkeys(row.get(group) for row in rows))
     height = 1.2 + 0.28 * max(1, len(rows) // max(1, len(groups)))
-    figure = Figure(figsize=(4.2 * max(1, len(groups)), height), layout="constrained")
-    axes = figure.subplots(1, max(1, len(groups)), squeeze=False)[0]
-    for axis, name in zip(axes, groups, strict=False):
-        own = [row for row in rows if (row.get(group) if group else "") == name]
+    figure, panels = _panels(groups, 4.2, height)
+    for name, axis in panels:
+        own = [row for row in rows if row.get(group) == name]
         axis.barh([str(row[label]) for row in own], [row[value] for row in own])
         axis.invert_yaxis()
         axis.set_title(str(name), fontsize=9)
         axis.set_xlabel(value.replace("_per_", "/"), fontsize=8)
-        axis.tick_params(labelsize=7)
         axis.grid(axis="x", alpha=0.3)
     return figure
 
 
 def curves(result: Result, label: str, group: str) -> Any:
     """Score over seconds of training, of the rows that have a curve."""
-    from matplotlib.figure import Figure
-
     rows = [row for row in result.rows if row.get("curve")]
-    groups = list(dict.fromkeys(row[group] for row in rows))
-    figure = Figure(figsize=(5 * max(1, len(groups)), 3.6), layout="constrained")
-    axes = figure.subplots(1, max(1, len(groups)), squeeze=False)[0]
-    for axis, name in zip(axes, groups, strict=False):
+    figure, panels = _panels(list(dict.fromkeys(row[group] for row in rows)), 5, 3.6)
+    for name, axis in panels:
         for row in (row for row in rows if row[group] == name):
             seconds, scores = zip(*row["curve"], strict=True)
             axis.plot(seconds, scores, label=row[label], linewidth=1)
         axis.set_title(str(name), fontsize=9)
         axis.set_xlabel("seconds of training", fontsize=8)
-        axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=6)
     return figure
 
 
 def lines(result: Result, x: str, y: str, group: str, label: str) -> Any:
-    """Of y over x: a picture for each value of `group`, a line for each of `label`."""
-    from matplotlib.figure import Figure
-
+    """y over x, a panel for each group and a line for each label."""
     groups = list(dict.fromkeys(row[group] for row in result.rows))
-    figure = Figure(figsize=(3.4 * max(1, len(groups)), 3.2), layout="constrained")
-    axes = figure.subplots(1, max(1, len(groups)), squeeze=False, sharey=True)[0]
-    for axis, name in zip(axes, groups, strict=False):
+    figure, panels = _panels(groups, 3.4, 3.2, sharey=True)
+    for name, axis in panels:
         rows = [row for row in result.rows if row[group] == name]
         for value in dict.fromkeys(row[label] for row in rows):
             own = [row for row in rows if row[label] == value]
@@ -164,14 +171,7 @@ def lines(result: Result, x: str, y: str, group: str, label: str) -> Any:
         axis.set_ylim(bottom=0)
         axis.set_title(f"{group} {name}", fontsize=9)
         axis.set_xlabel(x, fontsize=8)
-        axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)
         axis.legend(fontsize=6)
-    axes[0].set_ylabel(y, fontsize=8)
+    figure.axes[0].set_ylabel(y, fontsize=8)
     return figure
-
-
-def draw(result: Result, plot: Callable[[Result], Any], path: Path) -> None:
-    """Write a picture as PNG, the same bytes for the same rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plot(result).savefig(path, dpi=100, metadata={"Software": None})

@@ -1,6 +1,6 @@
-"""Questions, the results that they write, and the machine that they were measured on.
+"""Questions, the result files that they write, and the machine they were measured on.
 
-A result is one JSON file for each run of a question: rows, columns, hardware, versions,
+A result is one JSON file per run of a question: rows, columns, hardware, versions,
 commit, seeds and command, which is all that is needed to render it and to repeat it.
 """
 
@@ -12,38 +12,35 @@ import os
 import platform
 import re
 import shlex
+import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+FOLDER = Path(__file__).parent / "results"
 LIBRARIES = ("torch", "dask", "distributed", "numpy", "numba", "lz4")
+
+Row = Mapping[str, Any]
 
 
 def hardware_here() -> dict[str, object]:
-    """The processor, its cores that may be used, and the memory."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    path = Path("/proc/cpuinfo")
+    text = path.read_text() if path.exists() else ""
+    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     return {
-        "processor": processor(),
+        "processor": found[1] if found else platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(pages / 2**30, 1),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
 
 
-def processor() -> str:
-    """As the system calls it."""
-    path = Path("/proc/cpuinfo")
-    text = path.read_text() if path.exists() else ""
-    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def slug(found: dict[str, object]) -> str:
+def slug(found: Mapping[str, Any]) -> str:
     """Hardware as a part of a file name.
 
     Example:
@@ -56,10 +53,9 @@ def slug(found: dict[str, object]) -> str:
     return "-".join([*kept[:4], f"{found['cores']}cores"])
 
 
-def versions_here(more: tuple[str, ...] = ()) -> dict[str, str]:
-    """Of Python and of the libraries that are installed."""
+def versions_here() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for name in (*LIBRARIES, *more):
+    for name in LIBRARIES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -68,37 +64,31 @@ def versions_here(more: tuple[str, ...] = ()) -> dict[str, str]:
 
 
 def commit_of_checkout() -> str | None:
-    """Of this checkout, with a plus if files have changed; None outside of one."""
+    """With a plus if files have changed; None outside of a checkout."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        number = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no")
+        number = git("rev-parse", "--short=12", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):
         return None
     return number + "+" * bool(changed)
 
 
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(ROOT), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-FOLDER = Path(__file__).parent / "results"
-
-Row = Mapping[str, Any]
-
-
 @dataclass(frozen=True)
 class Result:
-    """What one run of a question found."""
+    """One run of a question."""
 
-    question: str  # its name, as `python -m benchmarks` knows it
-    columns: Mapping[str, str]  # name of each column that is shown, and its format
-    rows: Sequence[Row]  # A mapping each, with more than is shown
-    command: str  # that made it
-    seeds: Sequence[int] = (0,)  # of all that is random
-    # what a reader has to know, such as a link that was not to be had
-    notes: Sequence[str] = ()
+    question: str
+    columns: Mapping[str, str]  # format of each column that is shown
+    rows: Sequence[Row]  # with more than is shown
+    command: str
+    seeds: Sequence[int] = (0,)
+    notes: Sequence[str] = ()  # shown above the table
     date: str = field(default_factory=lambda: f"{datetime.date.today()}")
     commit: str | None = field(default_factory=commit_of_checkout)
     hardware: Mapping[str, Any] = field(default_factory=hardware_here)
@@ -109,36 +99,32 @@ class Result:
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def save(self, folder: Path) -> Path:
-        """Write it as ``<question>_<hardware>_<date>.json``, over one of that name."""
+        """Write ``<question>_<hardware>_<date>.json``, over a file of that name."""
         part = self.save_part(folder)
         return part.replace(part.with_suffix(""))
 
     def save_part(self, folder: Path) -> Path:
-        """Write what is known so far beside, as ``.json.part``, never rendered."""
+        """Write the rows so far to a file ``.json.part``, which no page shows."""
         folder.mkdir(parents=True, exist_ok=True)
-        hardware = slug(dict(self.hardware))
-        part = folder / f"{self.question}_{hardware}_{self.date}.json.part"
+        name = f"{self.question}_{slug(self.hardware)}_{self.date}.json.part"
         text = json.dumps(_finite(asdict(self)), indent=1, allow_nan=False)
-        part.write_text(text + "\n")
-        return part
+        (folder / name).write_text(text + "\n")
+        return folder / name
 
 
 def load(path: Path) -> Result:
-    """Read what `Result.save` wrote."""
     return Result(**json.loads(path.read_text()))
 
 
 def newest(folder: Path = FOLDER) -> dict[str, Path]:
-    """The file of the last date for each question that has results."""
-    found: dict[str, Path] = {}
+    """The latest file of each question that has results."""
     paths = [*folder.glob("*_*_*.json"), *folder.glob("*_*_*.md")]
-    for path in sorted(paths, key=lambda path: path.stem[-10:]):
-        found[path.name.split("_")[0]] = path
-    return found
+    paths.sort(key=lambda path: path.stem[-10:])
+    return {path.name.split("_")[0]: path for path in paths}
 
 
 def _finite(value: Any) -> Any:
-    """What JSON cannot say, numbers that are none, becomes null."""
+    """Replace NaN and infinity, which JSON has not, by null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -148,25 +134,62 @@ def _finite(value: Any) -> Any:
     return value
 
 
-Row = Mapping[str, Any]
-MISSING = "-"
+# ---- medians over rounds
+
+
+def in_turns(
+    cases: Mapping[Any, Callable[[], Any]], rounds: int
+) -> dict[Any, list[Any]]:
+    """What each case returns in each round; the cases take turns."""
+    found: dict[Any, list[Any]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, measure in cases.items():
+            found[name].append(measure())
+    return found
+
+
+def medians(rounds: Sequence[Row]) -> dict[str, float]:
+    """Median of each column over the rounds that have it; NaN if none has."""
+    columns = {name: [row[name] for row in rounds if row.get(name) is not None]
+               for name in rounds[0]}  # fmt: skip
+    return {
+        name: float(statistics.median(own)) if own else math.nan
+        for name, own in columns.items()
+    }
+
+
+def median_ratio(own: Sequence[Row], base: Sequence[Row], column: str) -> float:
+    """Median over rounds of a column, relative to the same round of a baseline."""
+    pairs = zip(own, base, strict=True)
+    return statistics.median(one[column] / other[column] for one, other in pairs)
+
+
+# ---- tables
+
+
+def columns_of(text: str) -> dict[str, str]:
+    """Columns and their formats.
+
+    Example:
+        >>> columns_of("case ms:.2f")
+        {'case': '', 'ms': '.2f'}
+    """
+    return {name: style for name, _, style in (c.partition(":") for c in text.split())}
 
 
 def cell(row: Row, name: str, style: str) -> str:
-    """One value as its column has it.
+    """A value in its column's format.
 
     Example:
         >>> cell({"rate": 1234.5}, "rate", ",.0f"), cell({"rate": None}, "rate", ",.0f")
         ('1,234', '-')
     """
     value = row.get(name)
-    if value is None or value != value:
-        return MISSING
-    return format(value, style)
+    return "-" if value is None or value != value else format(value, style)
 
 
 def title(name: str) -> str:
-    """The head of a column.
+    """The heading of a column.
 
     Example:
         >>> title("samples_per_s"), title("startup_s"), title("sent_kb_per_step")
@@ -175,30 +198,22 @@ def title(name: str) -> str:
     return name.replace("_per_", "/").replace("_kb", " KB").replace("_", " ")
 
 
-class Lines:
-    """The lines of a table, each as wide as its head and what is usual."""
+def text_table(columns: Mapping[str, str], rows: Iterable[Row]) -> Iterator[str]:
+    """The lines of a table for a terminal, each as soon as its row is known."""
+    widths = [max(len(title(name)) + 1, 10) for name in columns]
+    widths[0] = max(widths[0], 34)
 
-    def __init__(self, columns: Mapping[str, str], least: int = 10) -> None:
-        self._columns = columns
-        self._widths = {c: max(len(title(c)) + 1, least) for c in columns}
-        first = next(iter(columns))
-        self._widths[first] = max(self._widths[first], 34)
+    def line(cells: Sequence[str]) -> str:
+        others = [f"{text:>{width}}" for text, width in zip(cells, widths, strict=True)]
+        return " ".join([f"{cells[0]:<{widths[0]}}", *others[1:]]).rstrip()
 
-    def head(self) -> str:
-        return self._line({name: title(name) for name in self._columns})
-
-    def row(self, row: Row) -> str:
-        return self._line({n: cell(row, n, s) for n, s in self._columns.items()})
-
-    def _line(self, cells: Mapping[str, str]) -> str:
-        first, *others = cells
-        parts = [f"{cells[first]:<{self._widths[first]}}"]
-        parts += [f"{cells[name]:>{self._widths[name]}}" for name in others]
-        return " ".join(parts).rstrip()
+    yield line([title(name) for name in columns])
+    for row in rows:
+        yield line([cell(row, name, style) for name, style in columns.items()])
 
 
-def markdown(columns: Mapping[str, str], rows: Sequence[Row]) -> Iterator[str]:
-    """The lines of a Markdown table; a bar in a text is escaped."""
+def markdown(columns: Mapping[str, str], rows: Iterable[Row]) -> Iterator[str]:
+    """The lines of a Markdown table."""
     yield "| " + " | ".join(title(name) for name in columns) + " |"
     yield "|" + "|".join("---" for _ in columns) + "|"
     for row in rows:
@@ -206,55 +221,62 @@ def markdown(columns: Mapping[str, str], rows: Sequence[Row]) -> Iterator[str]:
         yield "| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |"
 
 
+# ---- questions
+
+
+def _argument(default: Any) -> dict[str, Any]:
+    """Arguments of `add_argument`, which an option may also have itself."""
+    if isinstance(default, dict):
+        return default
+    if isinstance(default, list | tuple):
+        return {"nargs": "+", "type": type(default[0]), "default": list(default)}
+    return {"type": type(default), "default": default}
+
+
 @dataclass(frozen=True)
 class Question:
-    """How a question is asked, and how the answer is shown."""
+    """What `python -m benchmarks NAME` measures and shows."""
 
-    name: str  # as `python -m benchmarks` knows it
+    name: str
     text: str  # the question, what is counted, and the baseline
-    # adds the options of the command to a parser
-    options: Callable[[argparse.ArgumentParser], Any]
-    # measures: each row as soon as it is known, a mapping or a dataclass. The notes of
-    # the result may be added to ``arguments.notes`` meanwhile
-    rows: Callable[[argparse.Namespace], Iterable[Any]]
-    columns: Mapping[str, str]  # what is shown of a row, and the format of each
-    # makes a picture of the result; None: there is none
+    # Yields the rows, each as soon as it is known. It may add to ``asked.notes``.
+    rows: Callable[[argparse.Namespace], Iterable[Row]]
+    columns: str  # for `columns_of`
+    options: Mapping[str, Any]  # a default, or the arguments of `add_argument`
     plot: Callable[[Result], Any] | None = None
 
-    def main(self, arguments: Sequence[str] | None = None) -> Result:
-        """Ask it: print the table, and write the JSON file.
-
-        What is known by then is in a file beside, named ``.part``, if it ends early.
-        """
-        arguments = sys.argv[1:] if arguments is None else list(arguments)
+    def main(self, arguments: Sequence[str]) -> Result:
+        """Print the table, and write the JSON file."""
         asked = self.parser().parse_args(arguments)
         asked.notes = []
         command = shlex.join(["python", "-m", "benchmarks", self.name, *arguments])
         print(f"# {command}", flush=True)
         seeds = getattr(asked, "seeds", [0])
-        result = Result(self.name, self.columns, [], command, seeds)
-        lines = Lines(self.columns)
-        print(lines.head(), flush=True)
-        for row in self.rows(asked):
-            found = asdict(row) if is_dataclass(row) else row
-            print(lines.row(found), flush=True)
-            rows = [*result.rows, found]
-            result = replace(result, rows=rows, notes=asked.notes)
-            if asked.results is not None:
-                result.save_part(asked.results)
+        columns = columns_of(self.columns)
+        result = Result(self.name, columns, [], command, seeds)
+
+        def kept() -> Iterator[Row]:
+            nonlocal result
+            for row in self.rows(asked):
+                result = replace(result, rows=[*result.rows, row], notes=asked.notes)
+                if asked.results is not None:
+                    result.save_part(asked.results)
+                yield row
+
+        for line in text_table(columns, kept()):
+            print(line, flush=True)
         if asked.results is not None and result.rows:
-            path = result.save(asked.results)
-            print(f"# written: {path}")
+            print(f"# written: {result.save(asked.results)}")
         return result
 
     def parser(self) -> argparse.ArgumentParser:
-        """Of the options, those of all questions included."""
         parser = argparse.ArgumentParser(
             prog=f"python -m benchmarks {self.name}",
             description=self.text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        self.options(parser)
+        for name, default in self.options.items():
+            parser.add_argument(name, **_argument(default))
         parser.add_argument(
             "--results",
             type=Path,

@@ -1,21 +1,23 @@
-"""Bytes of one update in every kind, and the time to pack and read it.
+"""Bytes of one update in every kind of frame, and the time to pack and read it.
 
-Question: how near is each kind to what the positions and signs must cost?
-Counted:  bytes of the body (header apart where a column says so), and the
-          median of encode plus decode of the smallest kind. Not finding the
-          entries, not sending.
-Baseline: RAW32, and a byte-wise varint of the gaps for comparison.
+Question: How close does each kind of frame come to the bytes that the positions and
+          signs need at least?
+Counted:  Bytes of the body (with the header where a column says "frame"), and the
+          median of encode plus decode of the smallest kind. Finding the entries and
+          sending are not included.
+Baseline: RAW32, and a bytewise varint of the gaps for comparison.
 Run:      python -m benchmarks wire-size
 
-``bound`` is N * H(K / N) + K bits: the entropy of independent positions and
-one bit per sign. Clustered positions may go below it.
+``bound`` is N * H(K / N) + K bits: the entropy of independent positions and one bit per
+sign. Clustered positions may need less.
 """
 
 import argparse
 import math
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -28,97 +30,58 @@ THRESHOLD = 2.0**-10
 HEADER_BYTES = 64
 
 
-@dataclass(frozen=True)
-class Row:
-    case: str
-    size: int  # N
-    entries: int  # K
-    bound: float  # bytes
-    raw32: int  # bytes, the baseline
-    varint: int
-    bitmap: int
-    bitmap_lz4: int
-    one: int  # GAPS with one Rice parameter
-    blocks: int  # GAPS with one for each block
-    gaps_lz4: int  # the smaller of those two, under lz4
-    frame: int  # what encode makes by itself, header included
-    kind: str  # what encode chose, + where it kept lz4
-    ms: float  # encode + decode, median
-
-    @property
-    def over_bound(self) -> float:
-        """GAPS body / bound."""
-        return min(self.one, self.blocks) / self.bound
-
-    @property
-    def frame_over_bound(self) -> float:
-        """Frame with its header / bound."""
-        return self.frame / self.bound
-
-
 def bound_bytes(size: int, count: int) -> float:
     p = count / size
     entropy = -sum(q * math.log2(q) for q in (p, 1 - p) if q)
     return (size * entropy + count) / 8
 
 
-def varint_bytes(positions_K) -> int:
-    """7 bits per byte, gaps and one bit of sign in the same number."""
+def varint_bytes(positions_K: np.ndarray) -> int:
+    """7 bits per byte; a gap and its sign are one number."""
     values = np.diff(positions_K, prepend=-1) * 2
-    return int(sum((values >= 2**shift).sum() for shift in (7, 14, 21, 28)))
+    return len(values) + int(sum((values >= 2**s).sum() for s in (7, 14, 21, 28)))
 
 
-def median_ms(work, repeat: int) -> float:
-    """Median of single runs, the first left out: it may compile."""
-    times = []
-    for _ in range(repeat + 1):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times[1:])
-
-
-def measure(case: str, size: int, positions, repeat: int) -> Row:
-    signs = np.random.default_rng(1).choice([-1, 1], len(positions))
+def measured(size: int, positions: np.ndarray, repeat: int) -> dict[str, Any]:
+    count = len(positions)
+    signs = np.random.default_rng(1).choice([-1, 1], count)
     entries = ((positions + 1) * signs).astype(np.int32)
     positions_K = positions.astype(np.int32)
     sizes = payload_sizes(size, entries)
-    sign_bytes = (len(entries) + 7) // 8
     one, blocks = (
-        golomb.plan_with(b, size, positions_K).length + sign_bytes
+        golomb.plan_with(b, size, positions_K).length + (count + 7) // 8
         for b in (golomb.WHOLE, golomb.BLOCK)
     )
     gaps_lz4, bitmap_lz4 = (
         len(encode(STAMP, size, THRESHOLD, entries, kind)) - HEADER_BYTES
         for kind in (Kind.GAPS, Kind.BITMAP)
     )
-    frame = encode(STAMP, size, THRESHOLD, entries)
-
-    def there_and_back():
-        return decode(encode(STAMP, size, THRESHOLD, entries))
-
-    update = there_and_back()
+    frame, times = encode(STAMP, size, THRESHOLD, entries), []
+    for _ in range(repeat + 1):
+        began = time.perf_counter()
+        update = decode(encode(STAMP, size, THRESHOLD, entries))
+        times.append(time.perf_counter() - began)
     assert np.array_equal(update.entries_K, entries)
-    return Row(
-        case=case,
-        size=size,
-        entries=len(entries),
-        bound=bound_bytes(size, len(entries)),
-        raw32=sizes[Kind.RAW32],
-        varint=len(entries) + varint_bytes(positions_K),
-        bitmap=sizes[Kind.BITMAP],
-        bitmap_lz4=bitmap_lz4,
-        one=one,
-        blocks=blocks,
-        gaps_lz4=gaps_lz4,
-        frame=len(frame),
-        kind=update.kind.name + "+" * bool(frame[6]),
-        ms=median_ms(there_and_back, repeat),
-    )
+    bound = bound_bytes(size, count)
+    return {
+        "bound": bound,
+        "raw32": sizes[Kind.RAW32],
+        "varint": varint_bytes(positions_K),
+        "bitmap": sizes[Kind.BITMAP],
+        "bitmap_lz4": bitmap_lz4,
+        "one": one,  # GAPS with one Rice parameter
+        "blocks": blocks,  # GAPS with one per block
+        "gaps_lz4": gaps_lz4,  # the smaller of the two, with lz4
+        "over_bound": min(one, blocks) / bound,
+        "frame": len(frame),
+        "frame_over_bound": len(frame) / bound,
+        "kind": update.kind.name + "+" * bool(frame[6]),  # +: with lz4
+        "ms": 1e3 * statistics.median(times[1:]),  # the first may compile
+    }
 
 
-def cases(generator):
-    """Yield (name, N, positions): independent ones, then clustered ones."""
+def cases(generator: np.random.Generator) -> Iterator[tuple[str, int, np.ndarray]]:
+    """Name, N and positions: independent ones, then clustered ones."""
     for count in (10_000, 58_000):
         for density in (1e-4, 1e-3, 1e-2, 1e-1, 0.5):
             size = round(count / density)
@@ -130,7 +93,7 @@ def cases(generator):
         present = (generator.random((rows, width)) < density) & active[:, None]
         name = f"2 % of 2,048-wide rows, {density:.0%} full"
         yield name, rows * width, np.flatnonzero(present)
-    # Rows whose updates differ in scale by a factor e**2, as early layers do.
+    # Rows whose updates differ in scale by a factor e**2, as in early layers.
     scales = np.exp(2 * generator.standard_normal((rows, 1), dtype=np.float32))
     values = np.abs(generator.standard_normal((rows, width), dtype=np.float32)) * scales
     for density in (1e-3, 1e-2, 1e-1):
@@ -139,29 +102,18 @@ def cases(generator):
         yield name, rows * width, np.flatnonzero(largest)
 
 
-def rows(asked):
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name, size, positions in cases(np.random.default_rng(0)):
-        row = measure(name, size, positions, asked.repeat)
-        ratios = {
-            name: getattr(row, name) for name in ("over_bound", "frame_over_bound")
-        }
-        yield asdict(row) | ratios
+        case = {"case": name, "size": size, "entries": len(positions)}
+        yield case | measured(size, positions, asked.repeat)
 
-
-def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--repeat", type=int, default=51, help="timed runs per row")
-
-
-COUNTS = ("raw32", "varint", "bitmap", "bitmap_lz4", "one", "blocks", "gaps_lz4")
 
 QUESTION = Question(
     "wire-size",
     __doc__,
-    options,
     rows,
-    {"case": "", "entries": ",", "bound": ",.0f"}
-    | dict.fromkeys(COUNTS, ",")
-    | {"over_bound": ".4f", "frame": ",", "frame_over_bound": ".4f"}
-    | {"kind": "", "ms": ".2f"},
+    "case entries:, bound:,.0f raw32:, varint:, bitmap:, bitmap_lz4:, one:, blocks:, "
+    "gaps_lz4:, over_bound:.4f frame:, frame_over_bound:.4f kind ms:.2f",
+    {"--repeat": {"type": int, "default": 51, "help": "timed runs per row"}},
     lambda result: bars(result, "frame_over_bound", "case", "entries"),
 )

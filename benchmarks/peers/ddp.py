@@ -20,20 +20,19 @@ from benchmarks.peers.loop import (
     Arguments,
     Least,
     Meeting,
-    meet,
     parser,
-    plain_step,
     read,
     report,
     train,
 )
 
+POWERSGD_FIRST = 2  # its first step, from 0; no earlier one is allowed
+
 
 @contextlib.contextmanager
-def group(own: Arguments) -> Iterator[Meeting]:
+def group(own: Arguments) -> Iterator[None]:
     """All processes of the contestant as the default group."""
     os.environ["GLOO_SOCKET_IFNAME"] = own.interface
-    meeting = meet(own)
     distributed.init_process_group(
         "gloo",
         f"tcp://{own.address}:{own.port + 1}",
@@ -42,64 +41,43 @@ def group(own: Arguments) -> Iterator[Meeting]:
         timeout=PATIENCE,
     )
     try:
-        yield meeting
+        yield
     finally:
         distributed.destroy_process_group()
 
 
-FIRST = 2  # step of PowerSGD, from 0; no earlier one is allowed
-WARM_UP = {"none": Least(), "fp16": Least(), "powersgd": Least(warm_up=FIRST + 1)}
-# Its hook starts collectives in callbacks. With several buckets their order is not the
-# same on all ranks, and gloo ends the processes. So there is one.
-BUCKET_MB = {"none": None, "fp16": None, "powersgd": 1024}
-
-
-def compress(model: DistributedDataParallel, hook: str) -> None:
-    """Register a hook by its name."""
+def data_parallel(
+    own: Arguments, meeting: Meeting, module: nn.Module, hook: str
+) -> None:
+    """Average gradients in each step."""
+    # PowerSGD's hook starts collectives in callbacks, with several buckets in another
+    # order on each rank, and gloo then ends the processes. So it has one bucket.
+    bucket_mb = 1024 if hook == "powersgd" else None
+    model, least = DistributedDataParallel(module, bucket_cap_mb=bucket_mb), Least()
     if hook == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif hook == "powersgd":
+        least = Least(warm_up=POWERSGD_FIRST + 1)
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=1, start_powerSGD_iter=FIRST
+            None, matrix_approximation_rank=1, start_powerSGD_iter=POWERSGD_FIRST
         )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = own.new_optimizer()(model.parameters())
+    train(own, meeting, model, optimizer, block=1, least=least, scored=module)
 
 
-def plain(own: Arguments) -> None:
-    """One process, or several that know nothing of each other."""
-    model = own.model()
-    step = plain_step(own, model, own.rule()(model.parameters()))
-    meeting = meet(own)
-    train(own, meeting, model, step, block=None)
-    report(own, meeting)
-
-
-def data_parallel(own: Arguments, meeting: Meeting, hook: str) -> None:
-    """Average gradients in each step."""
-    module: nn.Module = own.model()
-    model = DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB[hook])
-    compress(model, hook)
-    step = plain_step(own, model, own.rule()(model.parameters()))
-    train(own, meeting, module, step, block=1, least=WARM_UP[hook])
-
-
-def post_local(own: Arguments, meeting: Meeting, every: int) -> None:
-    """Average models after so many steps, as `PostLocalSGDOptimizer` documents it.
-
-    There is no warm-up of synchronous steps.
-    """
-    module = own.model()
+def post_local(own: Arguments, meeting: Meeting, module: nn.Module, every: int) -> None:
+    """Average models every few steps, without a warm-up of synchronous steps."""
     model = DistributedDataParallel(module)
-    # Each process is a subgroup of its own: gradients are not averaged.
+    # Each process is its own subgroup, so gradients are not averaged.
     alone, _ = torch.distributed.new_subgroups(group_size=1)
     state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=0)
     model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     optimizer = PostLocalSGDOptimizer(
-        own.rule()(model.parameters()),
+        own.new_optimizer()(model.parameters()),
         averagers.PeriodicModelAverager(period=every, warmup_steps=0),
     )
-    step = plain_step(own, model, optimizer)
-    train(own, meeting, module, step, block=every)
+    train(own, meeting, model, optimizer, block=every, scored=module)
 
 
 def main() -> None:
@@ -108,14 +86,17 @@ def main() -> None:
     made.add_argument("--hook", choices=("none", "fp16", "powersgd"), default="none")
     made.add_argument("--every", type=int, default=16, help="steps between two means")
     own, more = read(made)
+    meeting, module = Meeting(own), own.model()
     if more.way == "plain":
-        plain(own)
+        optimizer = own.new_optimizer()(module.parameters())
+        train(own, meeting, module, optimizer, block=None)
+        report(own, meeting)
         return
-    with group(own) as meeting:
+    with group(own):
         if more.way == "ddp":
-            data_parallel(own, meeting, more.hook)
+            data_parallel(own, meeting, module, more.hook)
         else:
-            post_local(own, meeting, more.every)
+            post_local(own, meeting, module, more.every)
         report(own, meeting)
 
 

@@ -19,9 +19,8 @@ from torchft.process_group import ProcessGroupGloo
 from benchmarks.peers.loop import (
     PATIENCE,
     Arguments,
-    meet,
+    Meeting,
     parser,
-    plain_step,
     read,
     report,
     train,
@@ -32,7 +31,7 @@ from benchmarks.peers.loop import (
 def managed(
     own: Arguments, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[Manager]:
-    """The manager of this process's group, and on rank 0 the lighthouse of all."""
+    """The manager of this process's group; rank 0 also has the lighthouse."""
     os.environ["GLOO_SOCKET_IFNAME"] = own.interface
     lighthouse = own.port + 1
     if own.rank == 0:
@@ -44,10 +43,14 @@ def managed(
         timeout=PATIENCE,
         wait_for_workers=False,
     )
-    group = ProcessGroupGloo(timeout=PATIENCE)
+
+    def load_state(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
     manager = Manager(
-        pg=group,
-        load_state_dict=lambda state: _load(state, model, optimizer),
+        pg=ProcessGroupGloo(timeout=PATIENCE),
+        load_state_dict=load_state,
         state_dict=lambda: {
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
@@ -73,17 +76,10 @@ def managed(
             light.shutdown()
 
 
-def _load(
-    state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-
-
 def rule(
     kind: str, manager: Manager, model: nn.Module, inner: Any, every: int
 ) -> contextlib.AbstractContextManager[Any]:
-    """What hooks into the optimizer while inside."""
+    """Hooks into the optimizer while it is entered."""
     if kind == "local-sgd":
         return LocalSGD(manager, model, inner, sync_every=every)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -95,13 +91,11 @@ def main() -> None:
     made.add_argument("--rule", choices=("local-sgd", "diloco"), default="local-sgd")
     made.add_argument("--every", type=int, default=16, help="steps between two means")
     own, more = read(made)
-    meeting = meet(own)
-    model = own.model()
-    inner = own.rule()(model.parameters())
+    meeting, model = Meeting(own), own.model()
+    inner = own.new_optimizer()(model.parameters())
     with managed(own, model, inner) as manager:
         with rule(more.rule, manager, model, inner, more.every):
-            step = plain_step(own, model, inner)
-            train(own, meeting, model, step, block=more.every)
+            train(own, meeting, model, inner, block=more.every)
         report(own, meeting)
 
 

@@ -1,7 +1,7 @@
-"""hivemind: local updates, and the mean of all parameters now and then, in background.
+"""hivemind: local updates, with the mean of all parameters computed in the background.
 
-`use_local_updates` is its asynchronous way of training. The matchmaking time is what
-its documentation recommends for small local runs.
+`use_local_updates` is its asynchronous mode. The matchmaking time is what its
+documentation recommends for small local runs.
 """
 
 import hivemind
@@ -12,9 +12,7 @@ from benchmarks.peers.loop import (
     Arguments,
     Least,
     Meeting,
-    meet,
     parser,
-    plain_step,
     read,
     report,
     train,
@@ -25,13 +23,13 @@ AVERAGING_S = 120.0  # twice what 23 MB take at the slowest rate, both ways
 
 
 def table(own: Arguments, meeting: Meeting) -> hivemind.DHT:
-    """The distributed hash table, which begins at rank 0."""
-    first: list[str] = [] if own.rank == 0 else meeting.hear("initial peers")
+    """The distributed hash table, started by rank 0."""
+    first: list[str] = [] if own.rank == 0 else meeting.get("initial peers")
     dht = hivemind.DHT(
         host_maddrs=[f"/ip4/{own.own}/tcp/0"], initial_peers=first, start=True
     )
     if own.rank == 0:
-        meeting.say("initial peers", [str(a) for a in dht.get_visible_maddrs()])
+        meeting.put("initial peers", [str(a) for a in dht.get_visible_maddrs()])
     return dht
 
 
@@ -43,7 +41,7 @@ def optimizer_of(
         dht=dht,
         run_id=f"benchmark-{int(own.began)}",
         params=model.parameters(),
-        optimizer=own.rule(),
+        optimizer=own.new_optimizer(),
         batch_size_per_step=own.task.batch_size,
         target_batch_size=every * own.task.batch_size * own.world,
         use_local_updates=True,
@@ -56,12 +54,11 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--every", type=int, default=16, help="steps between two means")
     own, more = read(made)
-    meeting = meet(own)
+    meeting, model = Meeting(own), own.model()
     dht = table(own, meeting)
-    model = own.model()
     optimizer = optimizer_of(own, dht, model, more.every)
-    step = plain_step(own, model, optimizer)
-    train(own, meeting, model, step, block=None, least=Least(counted=2 * more.every))
+    least = Least(counted=2 * more.every)
+    train(own, meeting, model, optimizer, block=None, least=least)
     report(own, meeting)
     optimizer.shutdown()
     dht.shutdown()

@@ -1,4 +1,4 @@
-"""What every contestant does alike: read its arguments, meet, train, count, report."""
+"""Common to all contestants: arguments, a meeting of processes, training, counting."""
 
 import argparse
 import json
@@ -11,40 +11,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import TCPStore
 
-from benchmarks.work import WORKS, Task, batches, reaches, score
+from benchmarks.work import WORKS, Task, batches, plain_step
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """One process of one contestant, and its work."""
+    """One process of a contestant."""
 
-    rank: int  # of this process, from 0
-    world: int  # how many there are, one on each host
-    address: str  # of the host of rank 0, where the processes meet
-    port: int  # the first of ten there that are the contestant's
+    rank: int
+    world: int  # number of processes, one per host
+    address: str  # of the host of rank 0
+    port: int  # the first of ten on that host for the contestant
     own: str  # address of this process's host
-    interface: str  # the network interface of this host that has it
-    work: str  # name of the work
-    seed: int  # of the model's start and of the order of the data
-    optimizer: str  # name of the rule
-    rate_factor: float  # times the learning rate that suits one process
+    interface: str  # network interface of this host
+    work: str
+    seed: int  # of the initial model and of the order of the data
+    optimizer: str
+    rate_factor: float  # on the learning rate that suits one process
     warm_up: float  # seconds of training that are not counted
     seconds: float  # seconds of training that are; with a target, at most
-    target: float | None  # score at which training ends; None: none is computed
+    target: float | None  # score at which training ends; None: never scored
     began: float  # when the contestant was started, seconds since 1970
 
     @property
     def task(self) -> Task:
         return WORKS[self.work]
 
-    def rule(self) -> Callable[[Any], torch.optim.Optimizer]:
-        """Makes the optimizer, of parameters."""
-        own = self.task.optimizer(self.optimizer)
-        rate = self.rate_factor * own.keywords["lr"]  # type: ignore[attr-defined]
-        return lambda parameters: own(parameters, lr=rate)
+    def new_optimizer(self) -> Callable[[Any], torch.optim.Optimizer]:
+        return self.task.optimizer(self.optimizer, self.rate_factor)
 
     def model(self) -> nn.Module:
         """The same on all ranks."""
@@ -53,27 +50,31 @@ class Arguments:
 
 
 def parser(text: str) -> argparse.ArgumentParser:
-    """Of a contestant's script, which may add options of its own."""
+    """For a contestant's script, which may add options."""
     made = argparse.ArgumentParser(description=text.splitlines()[0])
-    made.add_argument("--rank", type=int, default=0)
-    made.add_argument("--world", type=int, default=1)
-    made.add_argument("--address", default="127.0.0.1")
-    made.add_argument("--port", type=int, default=29400)
-    made.add_argument("--own", default="127.0.0.1")
-    made.add_argument("--interface", default="lo")
-    made.add_argument("--work", choices=WORKS, default="mlp")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--optimizer", default="SGD")
-    made.add_argument("--rate-factor", type=float, default=1.0)
-    made.add_argument("--warm-up", type=float, default=2.0)
-    made.add_argument("--seconds", type=float, default=5.0)
+    defaults = {
+        "rank": 0,
+        "world": 1,
+        "address": "127.0.0.1",
+        "port": 29400,
+        "own": "127.0.0.1",
+        "interface": "lo",
+        "work": "mlp",
+        "seed": 0,
+        "optimizer": "SGD",
+        "rate-factor": 1.0,
+        "warm-up": 2.0,
+        "seconds": 5.0,
+        "began": time.time(),
+    }
+    for name, value in defaults.items():
+        made.add_argument(f"--{name}", type=type(value), default=value)
     made.add_argument("--target", type=float)
-    made.add_argument("--began", type=float, default=time.time())
     return made
 
 
 def read(made: argparse.ArgumentParser) -> tuple[Arguments, argparse.Namespace]:
-    """What all have, and what this script has besides."""
+    """The common arguments, and those of this script."""
     found = vars(made.parse_args())
     common = {name: found.pop(name) for name in Arguments.__dataclass_fields__}
     torch.set_num_threads(1)
@@ -84,30 +85,32 @@ PATIENCE = timedelta(minutes=30)  # a step of the slowest may take minutes
 
 
 class Meeting:
-    """Of so many processes."""
+    """A store of values that all processes of a contestant read and write."""
 
-    def __init__(self, address: str, port: int, world: int, *, hosts: bool) -> None:
-        self._world = world
+    def __init__(self, own: Arguments, *, host: bool | None = None) -> None:
+        self._world = own.world
         self._store = TCPStore(
-            address, port, is_master=hosts, timeout=PATIENCE, wait_for_workers=False
+            own.address,
+            own.port,
+            is_master=own.rank == 0 if host is None else host,
+            timeout=PATIENCE,
+            wait_for_workers=False,
         )
 
     def wait_for_all(self, name: str) -> None:
-        """Until all have called this."""
-        if self._store.add(f"{name} came", 1) == self._world:
+        """Wait until all processes have called this."""
+        if self._store.add(f"{name} count", 1) == self._world:
             self._store.set(f"{name} all", b"")
         self._store.wait([f"{name} all"])
 
-    def say(self, name: str, value: Any) -> None:
-        """Let the others read it."""
+    def put(self, name: str, value: Any) -> None:
         self._store.set(name, json.dumps(value))
 
-    def hear(self, name: str) -> Any:
-        """What was said, as soon as it is."""
+    def get(self, name: str) -> Any:
+        """Wait for a value."""
         return json.loads(self._store.get(name))
 
-    def is_said(self, name: str) -> bool:
-        """Whether somebody has said that."""
+    def has(self, name: str) -> bool:
         return self._store.check([name])
 
 
@@ -116,7 +119,7 @@ SCORE_S, SCORE_SHARE = 1.0, 0.05  # between two scores: seconds, and share of th
 
 
 class Least(NamedTuple):
-    """Steps that one process has to make, however long they take."""
+    """Steps that each process makes, however long they take."""
 
     warm_up: int = 1
     counted: int = 1
@@ -124,23 +127,22 @@ class Least(NamedTuple):
 
 @dataclass
 class Report:
-    """What one process found in the part that counts."""
+    """Results of one process, for the time that counts."""
 
     startup_s: float = 0.0  # from the start of the contestant until all were ready
     warm_up_s: float = 0.0  # of training that is not counted
-    seconds: float = 0.0  # of training that is
-    rows: int = 0  # that it trained on meanwhile
-    steps: int = 0  # it made meanwhile
-    sent: int = 0  # bytes that its host's interface sent meanwhile
-    received: int = 0  # likewise
+    seconds: float = 0.0  # of training that is counted
+    rows: int = 0
+    steps: int = 0
+    sent: int = 0  # bytes, by the host's interface
+    received: int = 0
     # seconds of training and score
     curve: list[tuple[float, float]] = field(default_factory=list)
-    # seconds of training until the target; None: it was not reached
-    reached_s: float | None = None
+    reached_s: float | None = None  # seconds of training until the target
 
 
 def carried(interface: str) -> tuple[int, int]:
-    """Bytes that an interface of this host has sent and received."""
+    """Bytes sent and received by an interface of this host."""
     folder = Path("/sys/class/net", interface, "statistics")
     sent, received = (
         int((folder / f"{way}_bytes").read_text()) for way in ("tx", "rx")
@@ -149,7 +151,7 @@ def carried(interface: str) -> tuple[int, int]:
 
 
 class Gauge:
-    """Counts the steps of one process, and says when it is enough."""
+    """Counts the steps of one process, and decides when it has trained enough."""
 
     def __init__(
         self,
@@ -168,13 +170,13 @@ class Gauge:
         self.report = Report()
 
     def begin(self) -> None:
-        """Wait until all are ready: now training begins."""
+        """Wait until all processes are ready to train."""
         self._meeting.wait_for_all("begin")
         self.report.startup_s = time.time() - self._own.began
         self._start()
 
     def goes_on(self, rows: int) -> bool:
-        """Call it before each step, with the rows of that: whether to make it."""
+        """Whether to make another step, of so many rows."""
         if self._made == self._next and self._phase != "over":
             self._decide()
         if self._phase == "over":
@@ -185,7 +187,6 @@ class Gauge:
         return True
 
     def _start(self) -> None:
-        """Begin to count."""
         self.report.rows = self.report.steps = 0
         self._began, self._paused = self._clock(), 0.0
         self._carried = carried(self._own.interface)
@@ -200,9 +201,9 @@ class Gauge:
         if self._block is not None:
             name = f"decision {self._blocks}"
             if leads:
-                self._meeting.say(name, decided)
+                self._meeting.put(name, decided)
             else:
-                decided = self._meeting.hear(name)
+                decided = self._meeting.get(name)
         phase, blocks = decided
         self._blocks += blocks
         self._next = self._made + blocks * (self._block or 1)
@@ -233,7 +234,7 @@ class Gauge:
         if self._block is not None:
             self._paused += self._clock() - stopped
         curve.append((now, score))
-        if reaches(self._own.task, score, target):
+        if self._own.task.better(score, target):
             self.report.reached_s = now
         return self.report.reached_s is not None
 
@@ -255,12 +256,12 @@ class Gauge:
             sent, received = carried(self._own.interface)
             self.report.sent = sent - self._carried[0]
             self.report.received = received - self._carried[1]
-            self._meeting.say(f"report {self._own.rank}", asdict(self.report))
+            self._meeting.put(f"report {self._own.rank}", asdict(self.report))
         self._phase = phase
 
 
 def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """All processes of a contestant together.
+    """Results of a contestant.
 
     Example:
         >>> found = {"rows": 640, "seconds": 2.0, "steps": 10, "sent": 5000,
@@ -283,44 +284,27 @@ def summary(reports: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def put(own: Arguments, meeting: Meeting, **more: Any) -> None:
-    """Print it, with more that this contestant knows, when all have reported."""
+def print_summary(own: Arguments, meeting: Meeting, **more: Any) -> None:
+    """When all processes have reported."""
     wanted = own.world if own.target is None else 1
-    reports = [meeting.hear(f"report {rank}") for rank in range(wanted)]
+    reports = [meeting.get(f"report {rank}") for rank in range(wanted)]
     print(json.dumps(summary(reports) | more), flush=True)
-
-
-Step = Callable[[Tensor, Tensor], None]
-
-
-def meet(own: Arguments) -> Meeting:
-    """The processes of the contestant, its store on rank 0."""
-    return Meeting(own.address, own.port, own.world, hosts=own.rank == 0)
-
-
-def plain_step(
-    own: Arguments, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Step:
-    """A step as PyTorch's documentation has it."""
-    loss = own.task.loss
-
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        loss(model(x), y).backward()
-        optimizer.step()
-
-    return step
 
 
 def train(
     own: Arguments,
     meeting: Meeting,
     model: nn.Module,
-    step: Step,
+    optimizer: torch.optim.Optimizer,
     block: int | None,
     least: Least = Least(),  # noqa: B008 - a value
+    scored: nn.Module | None = None,
 ) -> None:
-    """Train on this rank's rows until the gauge says it is enough."""
+    """Train on this rank's rows until the gauge ends it.
+
+    Args:
+        scored: The module inside ``model``, if that is a wrapper.
+    """
     x, y, x_test, y_test = map(torch.from_numpy, own.task.split())
     rng = np.random.default_rng((own.seed, own.rank))
     mine = slice(own.rank, None, own.world)
@@ -329,16 +313,17 @@ def train(
         own,
         meeting,
         block,
-        lambda: score(own.task, model, x_test, y_test),
+        lambda: own.task.test(scored or model, x_test, y_test),
         least,
     )
+    step = plain_step(own.task.loss, model, optimizer)
     gauge.begin()
     while gauge.goes_on(own.task.batch_size):
         step(*next(some))
 
 
 def report(own: Arguments, meeting: Meeting) -> None:
-    """On rank 0 print what all have found; the others wait: the store is there."""
+    """Print the summary on rank 0, whose store the others need until then."""
     if own.rank == 0:
-        put(own, meeting)
+        print_summary(own, meeting)
     meeting.wait_for_all("end")

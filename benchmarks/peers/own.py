@@ -1,8 +1,8 @@
-"""daskdl: `fit` on a Dask worker of one thread for each host.
+"""daskdl: `fit` on a Dask worker of one thread per host.
 
-Scheduler and client are on the host of rank 0, beside its worker. The data are files
-that all workers reach, as the other contestants make theirs from what is on each host.
-Dask's own housekeeping is as docs/tuning.md has it for workers without a core to spare.
+Scheduler and client run on the host of rank 0, beside its worker. The data are files
+that all workers reach. Dask's housekeeping is reduced as docs/tuning.md recommends for
+workers without a core to spare.
 """
 
 import contextlib
@@ -25,19 +25,16 @@ from distributed import Client, LocalCluster
 from torch import Tensor, nn
 
 import daskdl
-from benchmarks.peers.loop import Arguments, Gauge, Meeting, meet, parser, put, read
-from benchmarks.work import score
+from benchmarks.peers.loop import Arguments, Gauge, Meeting, parser, print_summary, read
 
 PARTS = 16  # files of the rows to learn from
 START_S = 120
-
 HOUSEKEEPING = {
     "distributed.worker.profile.enabled": False,
     "distributed.admin.tick.interval": "1s",
     "distributed.admin.system-monitor.interval": "5s",
     "distributed.worker.memory.monitor-interval": "1s",
 }
-
 WAYS: dict[str, Any] = {
     "sharing": lambda every: daskdl.GradientSharing(exchange_every=every),
     "averaging": lambda every: daskdl.ParameterAveraging(frequency=every),
@@ -45,11 +42,11 @@ WAYS: dict[str, Any] = {
 
 
 class EnoughError(Exception):
-    """All have reported; nothing went wrong."""
+    """All replicas have reported."""
 
 
 class Ends(daskdl.Callback):
-    """On the client: ends the fit when all that count have reported."""
+    """On the client: ends the fit when all replicas that count have reported."""
 
     def __init__(self, own: Arguments, meeting: Meeting) -> None:
         wanted = own.world if own.target is None else 1
@@ -57,15 +54,12 @@ class Ends(daskdl.Callback):
         self._meeting = meeting
 
     def on_epoch_end(self, row: Mapping[str, Any]) -> None:
-        if all(map(self._meeting.is_said, self._names)):
+        if all(map(self._meeting.has, self._names)):
             raise EnoughError
 
 
 class Counts(daskdl.Callback):
-    """On the workers: counts the steps of a replica with the gauge of all contestants.
-
-    Each replica has a copy of its own.
-    """
+    """On the workers: counts the steps of a replica, as every other contestant does."""
 
     def __init__(self, own: Arguments) -> None:
         self._own = own
@@ -73,56 +67,47 @@ class Counts(daskdl.Callback):
 
     def on_epoch_begin(self, epoch: daskdl.EpochBegin) -> None:
         if self._gauge is None:
-            self._gauge = self._begun(epoch.replica)
+            own = replace(self._own, rank=epoch.replica)
+            *_, x, y = map(torch.from_numpy, own.task.split())
+            self._gauge = Gauge(
+                own,
+                Meeting(own, host=False),
+                None,
+                lambda: own.task.test(_trained[get_ident()], x, y),
+            )
+            self._gauge.begin()
 
     def on_step_end(self, step: daskdl.Step) -> None:
         assert self._gauge is not None
         self._gauge.goes_on(step.examples)
 
-    def _begun(self, replica: int) -> Gauge:
-        own = replace(self._own, rank=replica)
-        meeting = Meeting(own.address, own.port, own.world, hosts=False)
-        *_, x, y = map(torch.from_numpy, own.task.split())
-        # Of the last step: no model but the replica's own is trained by this thread.
-        gauge = Gauge(
-            own, meeting, None, lambda: score(own.task, _trained[get_ident()], x, y)
-        )
-        gauge.begin()
-        return gauge
 
-
-_trained: dict[int, nn.Module] = {}  # by training thread
+_trained: dict[int, nn.Module] = {}  # the replica's model, by training thread
 
 
 def step(loss: nn.Module, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """That of every other contestant; who wants to score the model finds it."""
     _trained[get_ident()] = model
     x, y = batch
     found: Tensor = loss(model(x), y)
     return found
 
 
-def environment() -> dict[str, str]:
-    """This process's, with Dask's housekeeping as a shell says it."""
-    said = {
+@contextlib.contextmanager
+def worker(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker on this host, as `dask worker` starts it."""
+    housekeeping = {
         f"DASK_{key}".upper().replace(".", "__"): str(value)
         for key, value in HOUSEKEEPING.items()
     }
-    return {**os.environ, **said}
-
-
-@contextlib.contextmanager
-def worker(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
-    """This host's, as `dask worker` starts it."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "distributed.cli.dask_worker"]
         command += [f"tcp://{own.address}:{own.port + 1}", "--nthreads=1"]
         command += [f"--host={own.own}", f"--local-directory={folder}"]
         command += ["--no-dashboard", f"--death-timeout={START_S}"]
-        log = Path(folder, "log")
+        environment = {**os.environ, **housekeeping}
         with (
-            log.open("wb") as file,
-            subprocess.Popen(command, stderr=file, env=environment()) as process,
+            Path(folder, "log").open("wb") as log,
+            subprocess.Popen(command, stderr=log, env=environment) as process,
         ):
             try:
                 yield process
@@ -130,8 +115,8 @@ def worker(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
                 process.terminate()
 
 
-def files(own: Arguments, folder: Path) -> str:
-    """The rows to learn from, in parts; where they are."""
+def write_files(own: Arguments, folder: Path) -> str:
+    """Write the rows to learn from, in parts; returns a pattern."""
     x, y, *_ = own.task.split()
     for part in range(PARTS):
         np.save(folder / f"{part}.x.npy", x[part::PARTS])
@@ -139,46 +124,21 @@ def files(own: Arguments, folder: Path) -> str:
     return f"{folder}/*.x.npy"
 
 
-def mapped(file: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A part, which stays in the system's memory, where the others have theirs."""
+def load_mapped(file: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Load a part, which stays in the page cache, as the others have their data."""
     x = np.load(file.name, mmap_mode="r")
     return x, np.load(file.name.replace(".x.", ".y."))
 
 
-def fit(
-    own: Arguments, client: Client, meeting: Meeting, master: Any
-) -> daskdl.StepTable:
-    """Train until all that count have reported; a sample of the steps."""
-    trainer = daskdl.Trainer(
-        own.task.model,
-        optimizer=own.rule(),
-        step=functools.partial(step, own.task.loss),
-        master=master,
-        client=client,
-        callbacks=[Counts(own), Ends(own, meeting)],
-        seed=own.seed,
-        progress=False,
-    )
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(EnoughError):
-        trainer.fit(
-            files(own, Path(folder)),
-            epochs=10**6,
-            batch_size=own.task.batch_size,
-            loader=mapped,
-        )
-    return trainer.history_.steps
-
-
 def parts(steps: daskdl.StepTable) -> dict[str, float]:
-    """Milliseconds of a step, and of what is not computing, mean of the later half."""
+    """Milliseconds of a step and of its parts, means of the later half."""
     half = max(row["step"] for row in steps) / 2
     later = [row for row in steps if row["step"] > half]
-    names = ("step_s", "encode_s", "apply_s", "wait_s")
     found = {
-        name[:-2] + "_ms": 1e3 * float(np.mean([row[name] for row in later]))
-        for name in names
+        f"{name}_ms": 1e3 * float(np.mean([row[f"{name}_s"] for row in later]))
+        for name in ("step", "encode", "apply", "wait")
     }
-    return {**found, "density": float(np.nanmean([row["density"] for row in later]))}
+    return found | {"density": float(np.nanmean([row["density"] for row in later]))}
 
 
 def main() -> None:
@@ -190,7 +150,7 @@ def main() -> None:
         with worker(own) as process:
             process.wait()
         return
-    meeting = meet(own)
+    meeting = Meeting(own)
     with (
         dask.config.set(HOUSEKEEPING),
         LocalCluster(
@@ -203,10 +163,27 @@ def main() -> None:
         ) as cluster,
         worker(own),
         Client(cluster) as client,
+        tempfile.TemporaryDirectory() as folder,
     ):
         client.wait_for_workers(own.world, timeout=START_S)
-        steps = fit(own, client, meeting, WAYS[more.way](more.every))
-        put(own, meeting, parts=parts(steps))
+        trainer = daskdl.Trainer(
+            own.task.model,
+            optimizer=own.new_optimizer(),
+            step=functools.partial(step, own.task.loss),
+            master=WAYS[more.way](more.every),
+            client=client,
+            callbacks=[Counts(own), Ends(own, meeting)],
+            seed=own.seed,
+            progress=False,
+        )
+        with contextlib.suppress(EnoughError):
+            trainer.fit(
+                write_files(own, Path(folder)),
+                epochs=10**6,
+                batch_size=own.task.batch_size,
+                loader=load_mapped,
+            )
+        print_summary(own, meeting, parts=parts(trainer.history_.steps))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,21 +16,19 @@ from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 from benchmarks.peers.loop import (
     Arguments,
     Meeting,
-    meet,
     parser,
-    plain_step,
-    put,
+    print_summary,
     read,
     train,
 )
+from benchmarks.results import ROOT
 
 STORE_BYTES = 100 * 2**20  # Ray's own is not needed
-ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
 def node(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
-    """This host's part of the cluster; rank 0 has the head."""
+    """A node of the cluster on this host; rank 0 has the head."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
     command += ["--disable-usage-stats", "--num-cpus=1"]
     command += [f"--node-ip-address={own.own}", f"--object-store-memory={STORE_BYTES}"]
@@ -39,8 +36,14 @@ def node(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
         command += ["--head", f"--port={own.port + 1}", "--include-dashboard=false"]
     else:
         command += [f"--address={own.address}:{own.port + 1}"]
+    environment = {  # of the node and of its workers
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": own.interface,
+        "PYTHONPATH": str(ROOT),
+        "RAY_DEDUP_LOGS": "0",
+    }
     with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, env=_environment(own)
+        command, stdout=subprocess.DEVNULL, env=environment
     ) as process:
         try:
             yield process
@@ -48,18 +51,8 @@ def node(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
             process.terminate()  # with --block it ends all that it has started
 
 
-def _environment(own: Arguments) -> dict[str, str]:
-    """Of the node, which its workers have too."""
-    return {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": own.interface,
-        "PYTHONPATH": str(ROOT),
-        "RAY_DEDUP_LOGS": "0",
-    }
-
-
 def connect(own: Arguments) -> None:
-    """To the cluster, when all of its nodes are there."""
+    """Connect to the cluster, and wait for all nodes."""
     until = time.monotonic() + 120
     while True:
         try:
@@ -75,16 +68,16 @@ def connect(own: Arguments) -> None:
 
 
 def worker(config: dict[str, Any]) -> None:
-    """What each of Ray's workers runs."""
+    """Runs on each of Ray's workers."""
     import torch
 
     torch.set_num_threads(1)
     own = replace(Arguments(**config), rank=get_context().get_world_rank())
-    meeting = Meeting(own.address, own.port, own.world, hosts=False)
+    meeting = Meeting(own, host=False)
     module = own.model()
     model = prepare_model(module)
-    step = plain_step(own, model, own.rule()(model.parameters()))
-    train(own, meeting, module, step, block=1)
+    optimizer = own.new_optimizer()(model.parameters())
+    train(own, meeting, model, optimizer, block=1, scored=module)
 
 
 def main() -> None:
@@ -93,7 +86,7 @@ def main() -> None:
         if own.rank > 0:
             process.wait()
             return
-        meeting = meet(own)
+        meeting = Meeting(own)
         connect(own)
         TorchTrainer(
             worker,
@@ -103,7 +96,7 @@ def main() -> None:
                 num_workers=own.world, resources_per_worker={"CPU": 1}
             ),
         ).fit()
-        put(own, meeting)
+        print_summary(own, meeting)
         ray.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""One TCP stream from rank 1 to rank 0: what the link carries at all."""
+"""One TCP stream from rank 1 to rank 0: the rate that the link carries."""
 
 import json
 import socket
@@ -11,7 +11,7 @@ PATIENCE_S = 60
 
 
 def receive(own: Arguments) -> float:
-    """Mbit/s that came, from the first byte on."""
+    """Mbit/s received, from the first byte on."""
     with socket.create_server((own.own, own.port)) as server:
         server.settimeout(PATIENCE_S)
         peer, _ = server.accept()
@@ -24,7 +24,7 @@ def receive(own: Arguments) -> float:
 
 
 def send(own: Arguments) -> None:
-    """For so many seconds, as soon as somebody listens."""
+    """Send for so many seconds, as soon as rank 0 listens."""
     until = time.monotonic() + PATIENCE_S
     while True:
         try:

@@ -11,96 +11,94 @@ from benchmarks import compare, contest, report, time_to_accuracy
 from benchmarks.contest import CONTESTANTS
 from benchmarks.peers.loop import Arguments, Gauge, Least
 from benchmarks.report import bars
-from benchmarks.results import Question, Result, load
+from benchmarks.results import Question, Result, columns_of, load
 
-COLUMNS = {"case": "", "ms": ".2f", "ratio": ".2f"}
+COLUMNS = "case ms:.2f ratio:.2f"
 ROWS = [{"case": "find", "density": 1e-3, "ms": 1.25, "ratio": 0.5, "more": [1, 2]}]
 
 
 def result(rows=ROWS, **changes):
-    return Result("encode", COLUMNS, rows, "python -m benchmarks encode", **changes)
+    columns = columns_of(COLUMNS)
+    return Result("encode", columns, rows, "python -m benchmarks encode", **changes)
 
 
 def question(rows):
     return Question(
         "encode",
         "What does it cost?",
-        lambda parser: parser.add_argument("--size", type=int, default=1),
         lambda asked: rows,
         COLUMNS,
-        lambda made: bars(made, "ratio", "case"),
+        {"--size": 1},
+        lambda made: bars(made, "ratio", "case", "density"),
     )
 
 
-class TestCommand:
-    @pytest.mark.parametrize("name", command.QUESTIONS)
-    def test_each_question_has_the_name_it_is_asked_by(self, name):
-        asked = command.question_of(name)
+@pytest.mark.parametrize("name", command.QUESTIONS)
+def test_the_command_finds_each_question(name):
+    asked = command.question_of(name)
 
-        assert asked.name == name
-        assert asked.parser().parse_args([]).results is not None
-
-    def test_each_tool_and_each_contestant_has_a_module(self):
-        names = [contestant.script for contestant in CONTESTANTS.values()]
-        modules = [*command.TOOLS, *(f"peers.{name}" for name in names)]
-
-        assert all(importlib.util.find_spec(f"benchmarks.{own}") for own in modules)
+    assert asked.name == name
+    assert asked.parser().parse_args([]).results is not None
+    assert name in report.SECTIONS.values()
+    assert "Question: " in asked.text
 
 
-class TestResults:
-    def test_a_question_prints_a_table_and_writes_json(self, tmp_path, capsys):
-        made = question(ROWS).main(["--size", "3", "--results", str(tmp_path)])
+def test_each_tool_and_each_contestant_has_a_module():
+    names = [contestant.script for contestant in CONTESTANTS.values()]
+    modules = [*command.TOOLS, *(f"peers.{name}" for name in names)]
 
-        assert "1.25" in capsys.readouterr().out
-        assert made.command == (
-            f"python -m benchmarks encode --size 3 --results {tmp_path}"
-        )
-        (path,) = tmp_path.iterdir()
-        assert load(path) == made
-        assert json.loads(path.read_text())["commit"]
-        assert {"processor", "cores", "memory_gib", "system"} <= set(made.hardware)
-        assert {"python", "torch", "distributed", "numpy"} <= set(made.versions)
-
-    def test_what_is_known_is_kept_where_a_question_ends_early(self, tmp_path):
-        def broken():
-            yield from ROWS
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            question(broken()).main(["--results", str(tmp_path)])
-
-        (path,) = tmp_path.iterdir()
-        assert path.name.endswith(".json.part")  # nothing that is rendered
-        assert list(load(path).rows) == ROWS
+    assert all(importlib.util.find_spec(f"benchmarks.{own}") for own in modules)
 
 
-class TestPage:
-    def test_the_page_of_the_documentation_is_what_the_command_writes(self):
-        assert report.PAGE.read_text() == report.page(), (
-            "run `python -m benchmarks report`"
-        )
+def test_a_question_prints_a_table_and_writes_json(tmp_path, capsys):
+    made = question(ROWS).main(["--size", "3", "--results", str(tmp_path)])
 
-    def test_tables_and_pictures_are_of_the_newest_results(self, tmp_path):
-        result([{**ROWS[0], "ms": 7.0}], date="2026-01-01").save(tmp_path)
-        result(date="2026-01-02").save(tmp_path)
-        (tmp_path / "kill_z80_2026-01-01.md").write_text("By hand.\n")
-        page = tmp_path / "page.md"
-
-        report.main(["--results", str(tmp_path), "--page", str(page)])
-
-        text = page.read_text()
-        assert "| find | 1.25 | 0.50 |" in text
-        assert "7.00" not in text
-        assert "`python -m benchmarks encode`, 2026-01-02" in text
-        assert "## A worker is killed\n\nBy hand.\n" in text
-        picture = tmp_path / "images" / "benchmark_encode.png"
-        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "1.25" in capsys.readouterr().out
+    assert made.command == f"python -m benchmarks encode --size 3 --results {tmp_path}"
+    (path,) = tmp_path.iterdir()
+    assert load(path) == made
+    assert json.loads(path.read_text())["commit"]
+    assert {"processor", "cores", "memory_gib", "system"} <= set(made.hardware)
+    assert {"python", "torch", "distributed", "numpy"} <= set(made.versions)
 
 
-def test_a_baseline_is_compared_with_by_the_ratio_of_ratios(tmp_path, capsys):
+def test_rows_are_kept_when_a_question_is_interrupted(tmp_path):
+    def broken():
+        yield from ROWS
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        question(broken()).main(["--results", str(tmp_path)])
+
+    (path,) = tmp_path.iterdir()
+    assert path.name.endswith(".json.part")  # which the page ignores
+    assert list(load(path).rows) == ROWS
+
+
+def test_the_page_of_the_documentation_is_up_to_date():
+    assert report.PAGE.read_text() == report.page(), "run `python -m benchmarks report`"
+
+
+def test_the_page_shows_the_newest_results(tmp_path):
+    result([{**ROWS[0], "ms": 7.0}], date="2026-01-01").save(tmp_path)
+    result(date="2026-01-02").save(tmp_path)
+    (tmp_path / "kill_z80_2026-01-01.md").write_text("By hand.\n")
+    page = tmp_path / "page.md"
+
+    report.main(["--results", str(tmp_path), "--page", str(page)])
+
+    text = page.read_text()
+    assert "| find | 1.25 | 0.50 |" in text
+    assert "7.00" not in text
+    assert "`python -m benchmarks encode`, 2026-01-02" in text
+    assert "## A killed worker\n\nBy hand.\n" in text
+    picture = tmp_path / "images" / "benchmark_encode.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_comparison_shows_the_ratio_of_ratios(tmp_path, capsys):
     baseline = tmp_path / "baseline.json"
-    path = result().save(tmp_path)
-    arguments = ["--of", str(path), "--baseline", str(baseline)]
+    arguments = ["--of", str(result().save(tmp_path)), "--baseline", str(baseline)]
 
     compare.main([*arguments, "--write"])
     capsys.readouterr()
@@ -115,7 +113,7 @@ def test_a_baseline_is_compared_with_by_the_ratio_of_ratios(tmp_path, capsys):
     assert [row["mark"] for row in rows] == ["!", "", ""]
 
 
-def test_a_time_is_known_only_if_all_seeds_came_to_the_target():
+def test_a_contestant_has_a_time_only_if_all_seeds_reached_the_target():
     reached, not_reached = {"reached_s": 2.0}, {"reached_s": None}
 
     made = time_to_accuracy.row(
@@ -130,7 +128,7 @@ def test_a_time_is_known_only_if_all_seeds_came_to_the_target():
     assert made["reached"] == "2 of 2"
 
 
-def test_a_ratio_is_of_the_same_round_and_a_failure_is_named():
+def test_ratios_are_within_a_round_and_failed_rounds_are_left_out():
     own = [{"samples_per_s": 10.0}, {"error": "it broke"}, {"samples_per_s": 90.0}]
     base = [{"samples_per_s": speed} for speed in (10.0, 50.0, 100.0)]
 
@@ -141,62 +139,36 @@ def test_a_ratio_is_of_the_same_round_and_a_failure_is_named():
     assert (made["samples_per_s"], made["error"]) == (50.0, "it broke")
 
 
-# ---- counting calls and steps
-
-
 class Board:
-    """A meeting of threads of nobody: what is said, is there."""
-
-    def __init__(self):
-        self.said = {}
+    """A meeting of one process."""
 
     def wait_for_all(self, name):
         pass
 
-    def say(self, name, value):
-        self.said[name] = json.loads(json.dumps(value))
-
-    def hear(self, name):
-        return self.said[name]
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-def begun(clock, least=None):
-    arguments = {"rank": 0, "world": 2, "address": "127.0.0.1", "port": 1}
-    arguments |= {"own": "127.0.0.1", "interface": "lo", "work": "mlp", "seed": 0}
-    arguments |= {"optimizer": "SGD", "rate_factor": 1.0, "warm_up": 2.0}
-    arguments |= {"seconds": 5.0, "target": None, "began": 0.0}
-    gauge = Gauge(Arguments(**arguments), Board(), None, None, least or Least(), clock)
-    gauge.begin()
-    return gauge
-
-
-def train(gauge, clock, step_s, most=1000):
-    """Steps of so many seconds, until it is enough; how many."""
-    for made in range(most):
-        if not gauge.goes_on(64):
-            return made
-        clock.now += step_s
-    raise AssertionError("it never was enough")
+    def put(self, name, value):
+        json.dumps(value)
 
 
 @pytest.mark.parametrize(
     ("least", "step_s", "made", "counted"),
-    [(None, 0.5, 14, 10), (Least(warm_up=3, counted=2), 60.0, 5, 2)],
+    [(Least(), 0.5, 14, 10), (Least(warm_up=3, counted=2), 60.0, 5, 2)],
     ids=["seconds", "steps"],
 )
 def test_steps_of_the_warm_up_are_not_counted(least, step_s, made, counted):
-    clock = Clock()
-    gauge = begun(clock, least)
+    now = 100.0
+    arguments = {"rank": 0, "world": 2, "address": "127.0.0.1", "port": 1}
+    arguments |= {"own": "127.0.0.1", "interface": "lo", "work": "mlp", "seed": 0}
+    arguments |= {"optimizer": "SGD", "rate_factor": 1.0, "warm_up": 2.0}
+    arguments |= {"seconds": 5.0, "target": None, "began": 0.0}
+    gauge = Gauge(Arguments(**arguments), Board(), None, None, least, lambda: now)
+    gauge.begin()
 
-    assert train(gauge, clock, step_s) == made
+    steps = 0
+    while gauge.goes_on(64):
+        now += step_s
+        steps += 1
+
+    assert steps == made
     assert gauge.report.steps == counted
     assert gauge.report.rows == 64 * counted
     assert gauge.report.seconds == step_s * counted

@@ -52,7 +52,6 @@ Function = tuple[str, str]  # module, qualified name
 class Thread:
     """Calls of one thread."""
 
-    ident: int
     forwards: int = 0  # passes through the model, counted or not
     steps: list[Counter[Function]] = field(default_factory=list)  # calls of each
     calls: Counter[Function] = field(default_factory=Counter)  # since the last step
@@ -77,7 +76,7 @@ class Calls:
     def thread(self) -> Thread:
         """The current thread."""
         if not hasattr(self._own, "thread"):
-            self._own.thread = Thread(threading.get_ident())
+            self._own.thread = Thread()
             self.threads.append(self._own.thread)
         return self._own.thread
 
@@ -97,8 +96,8 @@ class Calls:
             self.thread().calls[function] += 1
 
 
-def counted(routing: str, steps: int) -> tuple[Calls, set[int]]:
-    """Calls of a fit, and the threads of the event loops."""
+def counted(routing: str, steps: int) -> Calls:
+    """Calls of a fit."""
     calls, lock, ready = Calls(), threading.Lock(), set()
 
     def forward(module: nn.Module, _: object) -> None:
@@ -133,8 +132,6 @@ def counted(routing: str, steps: int) -> tuple[Calls, set[int]]:
             ) as cluster,
             Client(cluster, set_as_default=False) as client,
         ):
-            loops = {client.run_on_scheduler(threading.get_ident)}
-            loops.update(client.run(threading.get_ident).values())
             daskdl.Trainer(
                 functools.partial(nn.Linear, FEATURES, OUTPUTS),
                 nn.MSELoss(),
@@ -147,42 +144,7 @@ def counted(routing: str, steps: int) -> tuple[Calls, set[int]]:
         sys.setprofile(None)
         threading.setprofile(None)
         hook.remove()
-    return calls, loops
-
-
-def per_update(calls: Calls, loops: set[int]) -> dict[Function, Counter[str]]:
-    """Calls per update of each function, by kind of thread, in the order of a step."""
-    updates = sum(len(thread.steps) for thread in calls.threads)
-    table: dict[Function, Counter[str]] = defaultdict(Counter)
-    for thread in sorted(calls.threads, key=lambda t: -len(t.steps)):
-        kind = "training" if thread.steps else "client or other"
-        kind = "event loop" if thread.ident in loops else kind
-        for counts in thread.steps or [thread.calls]:
-            for function, count in counts.items():
-                table[function][kind] += count / updates
-    return table
-
-
-def print_modules(table: dict[Function, Counter[str]]) -> None:
-    """In the order in which a step calls them; then those of the other threads."""
-    functions: dict[str, list[Counter[str]]] = defaultdict(list)
-    for (module, _), row in table.items():
-        functions[module].append(row)
-    on_path = {
-        module: max(row.total() for row in rows) >= ON_PATH
-        for module, rows in functions.items()
-    }
-    for title, wanted in (
-        ("modules that an update passes", True),
-        ("other modules", False),
-    ):
-        chosen = [module for module in functions if on_path[module] == wanted]
-        print(f"\n{title}: {len(chosen)}\n{'module':36}{'calls/update':>12}  threads")
-        for module in chosen:
-            rows = functions[module]
-            calls = sum(row.total() for row in rows)
-            threads = sorted({kind for row in rows for kind in row}, reverse=True)
-            print(f"{module:36}{calls:>12.2f}  {', '.join(threads)}")
+    return calls
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -192,25 +154,44 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--top", type=int, default=25, help="functions to list")
     asked = parser.parse_args(arguments)
 
-    calls, loops = counted(asked.routing, asked.steps)
-    training = [thread for thread in calls.threads if thread.steps]
-    if len(training) < REPLICAS:
-        raise SystemExit(f"{REPLICAS - len(training)} replicas made no step")
-    table = per_update(calls, loops)
-    updates = sum(len(thread.steps) for thread in training)
+    calls = counted(asked.routing, asked.steps)
+    replicas = [thread for thread in calls.threads if thread.steps]
+    if len(replicas) < REPLICAS:
+        raise SystemExit(f"{REPLICAS - len(replicas)} replicas made no step")
+    updates = sum(len(thread.steps) for thread in replicas)
+    in_training: Counter[Function] = Counter()  # in the order of a step
+    elsewhere: Counter[Function] = Counter()
+    for thread in calls.threads:
+        for counts in thread.steps:
+            in_training.update(counts)
+        if not thread.steps:
+            elsewhere.update(thread.calls)
+    total = in_training + elsewhere
     print(f"# torch {torch.__version__}, Python {platform.python_version()}, ", end="")
     print(f"routing {asked.routing}, {updates} updates")
-    print_modules(table)
+
+    modules: dict[str, list[int]] = defaultdict(list)
+    for (module, _), count in total.items():
+        modules[module].append(count)
+    for title, on_path in (("modules of an update", True), ("other modules", False)):
+        chosen = {
+            module: sum(counts) / updates
+            for module, counts in modules.items()
+            if (max(counts) / updates >= ON_PATH) == on_path
+        }
+        print(f"\n{title}: {len(chosen)}\n{'module':36}{'calls/update':>12}")
+        for module, count in chosen.items():
+            print(f"{module:36}{count:>12.2f}")
 
     print("\nreplica   steps  calls/step  modules/step")
-    for number, thread in enumerate(training):
-        calls_of = median(step.total() for step in thread.steps)
-        modules = median(len({module for module, _ in step}) for step in thread.steps)
-        print(f"{number:<7}{len(thread.steps):>8}{calls_of:>12.0f}{modules:>14.0f}")
+    for number, thread in enumerate(replicas):
+        per_step = median(step.total() for step in thread.steps)
+        own = median(len({module for module, _ in step}) for step in thread.steps)
+        print(f"{number:<7}{len(thread.steps):>8}{per_step:>12.0f}{own:>14.0f}")
 
-    lines = [(".".join(f), row["training"], row.total()) for f, row in table.items()]
-    lines.sort(key=lambda line: -line[2])
-    everything = ("all", sum(own for _, own, _ in lines), sum(n for *_, n in lines))
     print(f"\n{'calls per update':>24}\n{'training':>12}{'elsewhere':>12}  function")
-    for name, own, both in [everything, *lines[: asked.top]]:
-        print(f"{own:>12.2f}{both - own:>12.2f}  {name}")
+    print(f"{in_training.total() / updates:>12.2f}", end="")
+    print(f"{elsewhere.total() / updates:>12.2f}  all")
+    for function, _ in total.most_common(asked.top):
+        print(f"{in_training[function] / updates:>12.2f}", end="")
+        print(f"{elsewhere[function] / updates:>12.2f}  {'.'.join(function)}")

@@ -23,17 +23,14 @@ from tests.support.recording import ATOL, Recorded, check_barrier, records
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = (1.0, 5.0)  # between two things that happen
-SILENCE_S = 6.0  # that is borne
-FREEZE_S = (0.5, 8.0)  # shorter and longer
-HEARD_S = SILENCE_S / 3  # ago, of one that is well; it says something each quarter
+PAUSE_S = (1.0, 5.0)  # between two disturbances
+SILENCE_S = 6.0  # the timeout
+FREEZE_S = (0.5, 8.0)  # shorter and longer than that
+HEARD_S = SILENCE_S / 3  # heartbeats come after each quarter of the timeout
 
 
 def training(dask_scheduler):
-    """Addresses of the workers whose replicas train and are well, of all runs.
-
-    One that says nothing, because its machine is busy, may be given up too.
-    """
+    """Addresses of workers whose replicas train and have sent a recent heartbeat."""
     return [
         live.state.members.replicas[replica].worker
         for live in dask_scheduler.extensions[NAME].runs.values()
@@ -44,15 +41,15 @@ def training(dask_scheduler):
 
 
 class Disturbance(threading.Thread):
-    """Something happens to a worker every few seconds, until it is told to end.
+    """Kills, freezes, adds or removes a worker every few seconds.
 
-    At least two replicas are always left alone, and nothing is added or taken away
-    while a worker is frozen: Dask would wait for it.
+    At least two replicas are always left alone. The cluster is not scaled while a
+    worker is frozen, since Dask would wait for it.
 
     Args:
         client: Of a `LocalCluster` of processes.
-        seed: The same things happen in the same order, at other steps.
-        workers: As many as there are, give or take one.
+        seed: Of the order of the disturbances; they happen at other steps each time.
+        workers: Usual number of workers.
     """
 
     def __init__(self, client, seed, workers):
@@ -62,7 +59,7 @@ class Disturbance(threading.Thread):
         self._random = random.Random(seed)
         self._workers = workers
         self._over = threading.Event()
-        self._frozen = {}  # process to when it goes on
+        self._frozen = {}  # when each frozen process continues
         self._failure = None
 
     def __enter__(self):
@@ -145,7 +142,7 @@ SEEDS = range(int(os.environ.get("DASKDL_CHAOS_SEEDS", "1")))
 WORKERS = 4
 EPOCHS = 30
 BATCH_SIZE = 16
-STEP_S = 0.05  # a step of a larger model; the run takes long enough to be disturbed
+STEP_S = 0.05  # so that the run takes long enough to be disturbed
 
 
 class Larger(Callback):
@@ -157,7 +154,7 @@ class Larger(Callback):
 
 @pytest.fixture
 def four():
-    """A client of four workers that can be lost for long before Dask gives them up."""
+    """A client of four workers that Dask does not give up soon."""
     with (
         dask.config.set({"distributed.deploy.lost-worker-timeout": "90s"}),
         cluster_of(WORKERS) as client,
@@ -206,11 +203,7 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
 
 
 def check_memory(ends):
-    """What waits in a replica stays within its bound, whatever happens to the others.
-
-    Args:
-        ends: Records at the end of each epoch, by replica.
-    """
+    """Check that the queues of each replica stay within their bounds."""
     for replica in {replica for end in ends for replica in end}:
         peaks = [int(end[replica]["peak_bytes"]) for end in ends if replica in end]
         assert peaks[-1] - peaks[0] < OUTBOX_BYTES + INBOX_BYTES, replica

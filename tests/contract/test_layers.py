@@ -1,4 +1,4 @@
-"""Who may import whom, and what from outside."""
+"""Which modules may import which, and which packages."""
 
 import ast
 import graphlib
@@ -12,8 +12,8 @@ import daskdl
 ROOT = Path(daskdl.__file__).parent
 PATHS = sorted(ROOT.rglob("*.py"))
 
-# Imports point to an earlier line only. A folder is one name here, but for the files
-# that have a line of their own; inside of one, files must not import in a circle.
+# Imports point to an earlier line only. A folder is one name here, except for files
+# that have their own line; within a folder, files must not import in a circle.
 LAYERS = [
     {"errors"},
     {"config", "codec", "serialization", "objective"},
@@ -106,7 +106,7 @@ OUTSIDE = {
     "__init__": set(),
 }
 
-# The edges: everything else runs, and is tested, without a cluster.
+# All other modules run, and are tested, without a cluster.
 DISTRIBUTED = {
     "channel.protocol",  # Dask's wrappers, so that it does not touch the bytes
     "channel.scheduler",
@@ -130,13 +130,13 @@ DISTRIBUTED = {
 
 
 def name_of(path: Path) -> str:
-    """The dotted name below the package, of a folder that of its `__init__`."""
+    """The dotted name below the package; for `__init__`, that of its folder."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[1:] and parts[-1] == "__init__" else parts)
 
 
 def imported(path: Path) -> set[str]:
-    """Everything a file imports, at any depth of the code, as full dotted names."""
+    """All imports of a file, also inside functions, as full dotted names."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -148,7 +148,7 @@ def imported(path: Path) -> set[str]:
 
 
 def own(names: set[str]) -> set[str]:
-    """Those of this package, below it."""
+    """Names of this package, without its name."""
     return {n.removeprefix("daskdl.") for n in names if n.startswith("daskdl.")}
 
 
@@ -167,7 +167,7 @@ def files_of(name: str) -> list[str]:
     return [n for n in longer if n in FILES][:1]
 
 
-def test_every_part_has_a_layer_and_a_list_of_what_it_may_import():
+def test_every_part_has_a_layer_and_a_list_of_packages():
     parts = {name.split(".")[0] for name in FILES}
 
     assert parts | {part_of(name) for name in FILES} == set(LEVEL)
@@ -196,7 +196,7 @@ def test_files_do_not_import_in_a_circle():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_part_imports_from_outside_only_what_it_may(name):
+def test_each_part_imports_listed_packages_only(name):
     outside = {n.split(".")[0] for n in FILES[name]} - set(sys.stdlib_module_names)
 
     more = outside - {"daskdl"} - OUTSIDE[name.split(".")[0]]
@@ -204,7 +204,7 @@ def test_each_part_imports_from_outside_only_what_it_may(name):
     assert not more, f"{name} must not import {more}"
 
 
-def test_nothing_is_allowed_that_nobody_needs():
+def test_every_listed_package_is_imported():
     used = {part: set() for part in OUTSIDE}
     for name, names in FILES.items():
         used[name.split(".")[0]] |= {n.split(".")[0] for n in names}
@@ -216,7 +216,7 @@ def test_nothing_is_allowed_that_nobody_needs():
     } == {}
 
 
-def test_distributed_is_imported_at_the_edges_only():
+def test_distributed_is_imported_by_listed_modules_only():
     users = {
         n
         for n, names in FILES.items()

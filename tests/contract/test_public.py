@@ -1,4 +1,4 @@
-"""What is public is documented, and importing it does nothing else."""
+"""Public names are documented, and importing daskdl has no side effects."""
 
 import dataclasses
 import inspect
@@ -42,7 +42,7 @@ def test_the_list_of_public_names_is_sorted_and_without_repeats(package):
     assert package.__all__ == sorted(set(package.__all__))
 
 
-def test_nothing_is_imported_into_the_package_that_is_not_public():
+def test_the_package_has_public_names_only():
     values = {n: v for n, v in vars(daskdl).items() if not n.startswith("_")}
     public = {n for n, v in values.items() if not isinstance(v, type(sys))}
 
@@ -56,7 +56,7 @@ def test_the_reference_documents_the_public_names_and_no_others():
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_has_a_docstring_of_its_own(name):
+def test_every_public_name_has_its_own_docstring(name):
     value = PUBLIC[name]
 
     assert value.__doc__ is not None
@@ -66,7 +66,7 @@ def test_every_public_name_has_a_docstring_of_its_own(name):
 
 
 @pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if isinstance(v, type)])
-def test_what_users_call_of_a_public_class_is_documented(name):
+def test_every_public_method_is_documented(name):
     undocumented = [
         n
         for n, value in vars(PUBLIC[name]).items()
@@ -90,11 +90,11 @@ def test_the_reference_lists_the_columns(heading, columns):
 
 
 def written(strategy):
-    """As short as one would write it."""
+    """A strategy as a user would write it."""
     own = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
     usual = type(strategy)()
-    said = [f"{k}={v!r}" for k, v in own.items() if v != getattr(usual, k)]
-    return f"{type(strategy).__name__}({', '.join(said)})"
+    given = [f"{k}={v!r}" for k, v in own.items() if v != getattr(usual, k)]
+    return f"{type(strategy).__name__}({', '.join(given)})"
 
 
 def defaults_of(fields):
@@ -127,7 +127,7 @@ def fields_of(kind):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_page_of_options_lists_all_with_their_defaults(heading, defaults):
+def test_the_page_of_options_lists_all_options_with_their_defaults(heading, defaults):
     rows = table("options.md", heading)
 
     assert {name: cells[0].strip("`") for name, cells in rows.items()} == defaults
@@ -136,7 +136,7 @@ def test_the_page_of_options_lists_all_with_their_defaults(heading, defaults):
 @pytest.mark.parametrize(
     ("method", "heading"), [("evaluate", "Evaluate"), ("predict", "Predict")]
 )
-def test_the_page_of_options_says_which_of_them_others_have_too(method, heading):
+def test_the_page_of_options_says_which_options_other_methods_have(method, heading):
     rows = table("options.md", "Fit")
 
     also = {name for name, cells in rows.items() if f"`{method}`" in cells[-1]}
@@ -147,7 +147,7 @@ def test_the_page_of_options_says_which_of_them_others_have_too(method, heading)
     assert defaults.items() <= arguments.items()
 
 
-def test_functions_take_what_a_trainer_takes():
+def test_functions_have_the_arguments_of_methods():
     predict, evaluate = map(arguments_of, (daskdl.predict, daskdl.evaluate))
 
     more = {"client": "None"}
@@ -182,7 +182,7 @@ IMPORT = """
 import ast, importlib, os, pathlib, sys, threading
 
 root = pathlib.Path(sys.argv[1])
-# What daskdl depends on may do as it likes; it does it before anybody looks.
+# Imported before anything is watched: dependencies may do what they like.
 for path in root.rglob("*.py"):
     for node in ast.walk(ast.parse(path.read_text())):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -239,7 +239,7 @@ def test_import_starts_no_thread_reads_no_environment_and_adds_its_defaults():
 
 
 FEW = {"torchmetrics", "matplotlib", "pandas", "pyarrow", "keras", "PIL", "dask.array"}
-# What there is to wait for, and to hold in memory, before the first step.
+# Packages that an import must not load, for its time and memory.
 NOT_FOR = {
     "daskdl.Trainer": FEW,  # a client
     "daskdl.training.dask_backend": FEW,  # a worker
@@ -249,7 +249,7 @@ NOT_FOR = {
 
 
 @pytest.mark.parametrize("name", NOT_FOR)
-def test_what_few_need_is_not_imported_by_all(name):
+def test_packages_that_few_users_need_are_not_imported(name):
     module = name.removesuffix(".Trainer")
     asked = f"import {module}, sys; {name}; "
     asked += f"print(sorted({NOT_FOR[name]!r} & sys.modules.keys()))"
@@ -261,7 +261,7 @@ def test_what_few_need_is_not_imported_by_all(name):
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_what_is_no_code_is_installed_too():
+def test_files_other_than_code_are_installed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     package = Path(daskdl.__file__).parent
     files = [p.relative_to(package) for p in package.rglob("*") if p.is_file()]

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 SEEDS = (0, 1, 2)
 BATCH_SIZE = 16
 
-# Epochs, and rates at which one process has converged after them, and two workers,
-# which at "mean" go like one with batches twice as large, have too.
+# Epochs and learning rates at which both one process and two workers, which behave like
+# one process with batches twice as large, have converged.
 WAYS = {
     "SGD": (30, functools.partial(torch.optim.SGD, lr=0.1)),
     "momentum": (15, functools.partial(torch.optim.SGD, lr=0.04, momentum=0.9)),
@@ -38,10 +38,7 @@ def digits():
 
 
 def alone(epochs, optimizer, digits, seed):
-    """What a plain loop reaches in one process, without daskdl.
-
-    A task of Dask's, so that both processors have one to work on.
-    """
+    """Accuracy of a plain loop, as a task of Dask, so that both cores are used."""
     x_train, x_test, y_train, y_test = digits
     torch.manual_seed(seed)
     module = network()
@@ -56,7 +53,7 @@ def alone(epochs, optimizer, digits, seed):
 
 
 def together(client, epochs, optimizer, digits, seed):
-    """What two workers reach with what daskdl does by itself."""
+    """Accuracy of two workers with the default options."""
     x_train, x_test, y_train, y_test = digits
     trainer = Trainer(
         network, nn.CrossEntropyLoss(), optimizer, client=client, seed=seed
@@ -76,6 +73,5 @@ def test_two_workers_are_as_accurate_as_one_process(client, digits, name):
     shared = [together(client, *WAYS[name], digits, seed) for seed in SEEDS]
 
     logger.info("%s: one process %s, two workers %s", name, single, shared)
-    # It has learnt, or there would be nothing to be as accurate as.
     assert np.mean(single) >= 0.97
     assert np.mean(shared) >= np.mean(single) - 0.01

@@ -22,7 +22,7 @@ def few_steps(**changes):
 
 
 @pytest.mark.parametrize("name", ["ddp", "daskdl-16"])
-def test_each_trains_on_both_and_its_bytes_are_counted(place, name):
+def test_a_contestant_trains_on_both_hosts_and_its_bytes_are_counted(place, name):
     place.limit("100mbit")
 
     line = compete(CONTESTANTS[name], place, few_steps())
@@ -42,7 +42,7 @@ def test_a_link_carries_its_rate(place):
     assert 5 < line["mbit_per_s"] < 11
 
 
-def test_one_that_cannot_run_is_named_with_its_error(place):
+def test_a_contestant_that_cannot_run_has_its_error(place):
     line = compete(Contestant("none", "no_such_script"), place, few_steps())
 
     assert "no_such_script" in line["error"]

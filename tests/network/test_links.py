@@ -1,7 +1,7 @@
-"""Training over slow and broken links ends, agrees, and has learnt.
+"""Training over slow and broken links: it ends, replicas agree, and the model learns.
 
-Four workers on three hosts, each host a link away from the others and from this one,
-where the scheduler and the client are.
+Four workers on three hosts, each with a link to a bridge on this host, where the
+scheduler and the client are.
 """
 
 import time
@@ -42,7 +42,7 @@ def own_client(network, tmp_path_factory):
 
 @pytest.fixture
 def four(network, own_client):
-    """A client; afterwards the links are as before, and the workers too."""
+    """A client; afterwards links are restored, and nothing is left on the workers."""
     yield own_client
     network.restore()
     assert still_left_behind(own_client) == {}
@@ -52,7 +52,7 @@ def four(network, own_client):
     ("rate", "routing"),
     [(None, "plain"), ("100mbit", "mesh"), ("10mbit", "plain"), ("10mbit", "mesh")],
 )
-def test_it_trains_whatever_they_carry(network, four, rate, routing, tmp_path):
+def test_it_trains_at_every_rate(network, four, rate, routing, tmp_path):
     own = recorded(four, routing, tmp_path)
     if rate is not None:
         network.limit(rate)
@@ -63,7 +63,7 @@ def test_it_trains_whatever_they_carry(network, four, rate, routing, tmp_path):
 
 
 class Unplugs(Callback):
-    """On the client: after the first epoch the cable of a host is out for a while."""
+    """On the client: unplugs a host for a while after the first epoch."""
 
     def __init__(self, network, host):
         self._network = network
@@ -76,19 +76,21 @@ class Unplugs(Callback):
             self._network.plug(self._host)
 
 
-def test_one_that_is_down_for_a_while_costs_nothing_but_time(network, four, tmp_path):
-    # With a mesh the two beyond it go on with each other, as far as they may.
+def test_a_link_that_is_down_for_a_while_costs_nothing_but_time(
+    network, four, tmp_path
+):
+    # In a mesh, the two workers of that host exchange with each other.
     own = recorded(four, "mesh", tmp_path, callbacks=[Unplugs(network, host=2)])
 
     history = fit(own)
 
     check(own, history, 4, tmp_path)
-    # It was in the middle of training: nobody passes a barrier meanwhile.
+    # The link was down during training: no replica passes a barrier meanwhile.
     assert max(history.column("seconds")) > 0.9 * DOWN_S
 
 
 @pytest.mark.parametrize("routing", ["plain", "mesh"])
-def test_one_that_is_down_for_longer_than_silence_is_borne_costs_a_replica(
+def test_a_link_that_is_down_for_longer_than_silence_costs_a_replica(
     network, four, routing, tmp_path
 ):
     own = recorded(four, routing, tmp_path)
@@ -103,5 +105,5 @@ def test_one_that_is_down_for_longer_than_silence_is_borne_costs_a_replica(
     for end in ends:
         check_barrier(end)
     assert [len(end) for end in ends] == [row["replicas"] for row in script.rows]
-    assert len(set().union(*ends)) == 5  # the one that came back has a new number
+    assert len(set().union(*ends)) == 5  # the returning replica has a new number
     check_learnt(own)

@@ -1,4 +1,4 @@
-"""The networks that the other tests here train on."""
+"""Networks of namespaces, on which other tests train."""
 
 import re
 import socket
@@ -17,7 +17,7 @@ def _available():
 
 
 def answers(address):
-    """Whether a host is there. Nobody listens, so it refuses; else nothing comes."""
+    """Whether a host is reached: it refuses the connection, since nobody listens."""
     try:
         socket.create_connection((address, 9), timeout=1.0)
     except ConnectionRefusedError:
@@ -33,7 +33,7 @@ def test_each_host_is_reached():
         assert all(answers(address) for address in network.addresses)
 
 
-def test_two_networks_do_not_meet():
+def test_two_networks_do_not_collide():
     with Network(1) as one, Network(1) as other:
         assert one.name(0) != other.name(0)
         assert one.addresses != other.addresses
@@ -42,7 +42,7 @@ def test_two_networks_do_not_meet():
 
 
 def left(network):
-    """What there is of a network that was removed."""
+    """Namespaces and links of a network."""
     namespaces = run("ip netns list").split()
     links = re.findall(r"^\d+: ([^@:]+)", run("ip link show"), re.MULTILINE)
     own = [network.name(0), network.name(0).split("-")[0]]
@@ -64,7 +64,7 @@ def test_nothing_stays_after_a_failure():
     assert left(network) == []
 
 
-def test_nothing_stays_of_one_that_cannot_be_made(monkeypatch):
+def test_nothing_stays_of_a_network_that_cannot_be_made(monkeypatch):
     network = Network(1)
     monkeypatch.setattr(namespaces, "INNER", "longer than a name may be")
 
@@ -87,7 +87,7 @@ def test_a_rate_holds_both_ways_until_it_is_restored():
     assert not any("tbf" in way for way in restored)
 
 
-def test_an_unplugged_host_says_nothing_until_it_is_plugged_in():
+def test_an_unplugged_host_is_not_reached_until_it_is_plugged_in():
     with Network(2) as network:
         network.unplug(0)
         assert not answers(network.addresses[0])

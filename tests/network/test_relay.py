@@ -1,4 +1,4 @@
-"""The relay that the other tests here put between hosts; no namespaces are needed."""
+"""The relay with which other tests delay connections; it needs no namespaces."""
 
 import contextlib
 import random
@@ -33,11 +33,11 @@ def _connect(address):
 
 
 def read(source, size=None):
-    """So many bytes, or all until the end."""
-    came = bytearray()
-    while len(came) != size and (some := source.recv(65536)):
-        came += some
-    return bytes(came)
+    """Read so many bytes, or all until the end."""
+    received = bytearray()
+    while len(received) != size and (some := source.recv(65536)):
+        received += some
+    return bytes(received)
 
 
 def test_bytes_keep_their_order_whatever_the_jitter(relayed):
@@ -51,7 +51,7 @@ def test_bytes_keep_their_order_whatever_the_jitter(relayed):
     assert read(other, len(sent)) == sent
 
 
-def test_nothing_comes_before_its_time(relayed):
+def test_nothing_arrives_before_the_delay(relayed):
     client, other, relay = relayed
     relay.delay(DELAY_S, 0.0)
     started = time.monotonic()
@@ -76,17 +76,17 @@ def test_the_end_of_one_direction_is_not_that_of_the_other(relayed):
     assert read(client) == b"more"
 
 
-def test_one_end_that_is_gone_ends_the_connection(relayed):
+def test_a_reset_of_one_end_ends_the_connection(relayed):
     client, other, _ = relayed
 
-    # Not an end, but a reset: as of a process that was killed.
+    # A reset instead of an end, as by a process that is killed.
     other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     other.close()
 
     assert read(client) == b""
 
 
-def test_where_nobody_listens_a_connection_ends_at_once():
+def test_a_connection_ends_at_once_if_nobody_listens():
     near, far = (f"127.0.0.1:{open_port()}" for _ in range(2))
 
     with Relay({near: far}), _connect(near) as client:

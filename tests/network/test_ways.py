@@ -1,7 +1,6 @@
-"""Training over long ways, of changing length, ends, agrees, and has learnt.
+"""Training with latency and jitter: it ends, replicas agree, and the model learns.
 
-Two workers on two hosts; all that they are sent, and all that they send, goes
-through a relay. That is the only address by which the others know them.
+Two workers on two hosts, known to the others only by the address of a relay.
 """
 
 import pytest
@@ -62,9 +61,7 @@ def two(relay, own_client):
     ("delay_s", "jitter_s", "routing"),
     [(0.010, 0.005, "plain"), (0.050, 0.025, "mesh")],
 )
-def test_it_trains_however_long_they_take(
-    relay, two, delay_s, jitter_s, routing, tmp_path
-):
+def test_it_trains_with_every_latency(relay, two, delay_s, jitter_s, routing, tmp_path):
     own = recorded(two, routing, tmp_path)
     relay.delay(delay_s, jitter_s)
 

@@ -1,4 +1,4 @@
-"""Handwritten digits, a network that learns them, and what holds after a fit."""
+"""Handwritten digits, a network that learns them, and checks after a fit."""
 
 import functools
 
@@ -26,7 +26,6 @@ def network():
 
 
 def trainer(client, master, **options):
-    """A trainer of the network, whose progress nobody has to see."""
     optimizer = functools.partial(torch.optim.SGD, lr=0.04, momentum=0.9)
     loss = nn.CrossEntropyLoss()
     options = {"master": master, "client": client, "progress": False, **options}
@@ -34,11 +33,7 @@ def trainer(client, master, **options):
 
 
 def images():
-    """1,437 images to train on and 360 to test on, alike in their classes.
-
-    Returns:
-        Arrays (x to train on, x to test on, y to train on, y to test on).
-    """
+    """1,437 images to train on and 360 to test on: x, x_test, y, y_test."""
     x, y = load_digits(return_X_y=True)
     return train_test_split(
         (x / 16).astype(np.float32), y, test_size=0.2, stratify=y, random_state=0
@@ -69,7 +64,7 @@ def fit(own):
 
 
 def check(own, history, replicas, folder):
-    """All have trained to the end, agreed at each barrier, and learnt."""
+    """Check that all replicas trained to the end, agreed and learned."""
     assert history.column("replicas") == [replicas] * EPOCHS
     assert history.column("examples") == [len(X)] * EPOCHS
     assert history.column("repeated_pieces") == [0] * EPOCHS

@@ -1,4 +1,4 @@
-"""Hosts in network namespaces: a Dask cluster whose workers are processes on them."""
+"""A Dask cluster whose workers are processes in network namespaces."""
 
 import contextlib
 import os
@@ -14,29 +14,22 @@ from benchmarks.namespaces import unavailable
 
 
 def skip_if_unavailable():
-    """Skip the test where there cannot be such a network, and say why."""
     if reason := unavailable():
         pytest.skip(f"no network namespaces: {reason}")
 
 
-ROOT = Path(__file__).parents[2]  # what the workers are sent is found from here
-PORT = 8786  # of the scheduler; on its network it is the only one
+ROOT = Path(__file__).parents[2]
+PORT = 8786  # of the scheduler, the only one on its network
 START_S = 60
-LEAVE_S = 30  # after they were told to end
+LEAVE_S = 30  # for workers to end
 
-# A link is down for 20 s. Dask gives up a connection on which nothing came for 30 s,
-# and on some nothing may have come for 9 s before.
+# A link is down for 20 s. Dask closes a connection after 30 s without data, and up to
+# 9 s may have passed before.
 TCP = "60s"
 
 
 def worker(scheduler, folder, **options):
-    """The command of a worker with one thread.
-
-    Args:
-        scheduler: Its address, as the worker knows it.
-        folder: For what it writes.
-        options: Of the command, for its own addresses.
-    """
+    """The command of a worker with one thread; options are those of `dask worker`."""
     command = [sys.executable, "-m", "distributed.cli.dask_worker", scheduler]
     fixed = ["--nthreads=1", "--no-nanny", "--no-dashboard"]
     more = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]

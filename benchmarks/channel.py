@@ -224,5 +224,5 @@ QUESTION = Question(
         "--rate": {"type": float, "default": 10.0, "help": "updates/s of each member"},
         "--seconds": {"type": float, "default": 5.0, "help": "of each case"},
     },
-    lambda result: bars(result, "median_ms", "case", "members"),
+    lambda result: bars(result, "median_ms", "case", "kilobytes", group="members"),
 )

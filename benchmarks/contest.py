@@ -307,7 +307,7 @@ COLUMNS = (
 
 
 def _bars(result: Result) -> Any:
-    return bars(result, "ratio", "contestant", "rate")
+    return bars(result, "ratio", "contestant", group="rate")
 
 
 LINKS = Question("links", LINKS_TEXT, rows, COLUMNS, options(ALL_RATES, SOME), _bars)

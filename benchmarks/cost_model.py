@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks.report import lines
 from benchmarks.results import Question, load, newest
 from daskdl.channel.scheduler import PACE_S
 
@@ -105,7 +104,4 @@ QUESTION = Question(
     "replicas:d step_ms:g exchange_every:d seen scheduler_cpu:.0% scheduler_model:.0% "
     "workers_cpu:.0% workers_model:.0% efficiency:.3f megabits_per_s:.1f",
     {"--measured": {"type": Path, "help": "a result of `emulation`; default: newest"}},
-    lambda result: lines(
-        result, "replicas", "scheduler_model", "step_ms", "exchange_every"
-    ),
 )

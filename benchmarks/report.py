@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import QUESTIONS, TOOLS, purpose, question_of
-from benchmarks.results import FOLDER, ROOT, Result, load, markdown, newest
+from benchmarks.results import (
+    FOLDER,
+    ROOT,
+    Result,
+    Row,
+    cell,
+    load,
+    markdown,
+    newest,
+    title,
+)
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 
@@ -79,7 +89,7 @@ def section(result: Result, picture: str | None) -> str:
 def page(results: Path = FOLDER, pictures: Path | None = None) -> str:
     """The text of the page; pictures are drawn where a folder is given."""
     found, parts = newest(results), []
-    for title, name in SECTIONS.items():
+    for heading, name in SECTIONS.items():
         path = found.get(name)
         if path is None:
             continue
@@ -97,7 +107,7 @@ def page(results: Path = FOLDER, pictures: Path | None = None) -> str:
                     metadata={"Software": None},
                 )
             own = section(result, picture)
-        parts.append(f"\n## {title}\n\n{own}\n")
+        parts.append(f"\n## {heading}\n\n{own}\n")
     names = [*QUESTIONS, *TOOLS]
     table = "".join(f"| `{name}` | {purpose(name)} |\n" for name in names)
     return HEAD + table + "".join(parts)
@@ -114,64 +124,78 @@ def main(arguments: Sequence[str]) -> None:
 # ---- pictures
 
 
-def _panels(groups: Sequence[Any], width: float, height: float, **options: Any) -> Any:
-    """A figure with a panel for each group."""
+def _panels(
+    rows: Sequence[Row], group: str | None, height: float, **options: Any
+) -> Any:
+    """A figure with the rows of each group and a panel for them, in two columns."""
     from matplotlib.figure import Figure
 
-    columns = max(1, len(groups))
-    figure = Figure(figsize=(width * columns, height), layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False, **options)[0]
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(str(row[group]) if group else "", []).append(row)
+    columns = min(2, len(groups)) or 1
+    lines = -(-len(groups) // columns) or 1
+    size = (8 if columns == 2 else 6.5, height * lines)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = list(figure.subplots(lines, columns, squeeze=False, **options).flat)
     for axis in axes:
-        axis.tick_params(labelsize=7)
-    return figure, list(zip(groups, axes, strict=False))
+        axis.tick_params(labelsize=8)
+        axis.grid(alpha=0.3)
+    for axis in axes[len(groups) :]:
+        axis.set_visible(False)
+    return figure, zip(groups.items(), axes, strict=False)
 
 
-def bars(result: Result, value: str, label: str, group: str) -> Any:
+def bars(result: Result, value: str, *labels: str, group: str | None = None) -> Any:
     """A bar for each row, a panel for each group."""
+
+    def named(row: Row, label: str) -> str:
+        style = result.columns[label]
+        return f"{title(label)} " * bool(style) + cell(row, label, style)
+
     rows = [row for row in result.rows if row.get(value) is not None]
-    groups = list(dict.fromkeys(row.get(group) for row in rows))
-    height = 1.2 + 0.28 * max(1, len(rows) // max(1, len(groups)))
-    figure, panels = _panels(groups, 4.2, height)
-    for name, axis in panels:
-        own = [row for row in rows if row.get(group) == name]
-        axis.barh([str(row[label]) for row in own], [row[value] for row in own])
+    groups = len({row[group] for row in rows}) if group else 1
+    height = 0.9 + 0.24 * len(rows) / max(1, groups)
+    figure, panels = _panels(rows, group, height)
+    for (name, own), axis in panels:
+        names = [", ".join(named(row, label) for label in labels) for row in own]
+        made = axis.barh(names, [row[value] for row in own])
+        shown = [cell(row, value, result.columns[value]) for row in own]
+        axis.bar_label(made, shown, fontsize=7, padding=2)
+        axis.margins(x=0.2)
         axis.invert_yaxis()
-        axis.set_title(str(name), fontsize=9)
-        axis.set_xlabel(value.replace("_per_", "/"), fontsize=8)
-        axis.grid(axis="x", alpha=0.3)
+        axis.set_title(f"{title(group)}: {name}" if group else "", fontsize=9)
+        axis.set_xlabel(title(value), fontsize=9)
     return figure
 
 
 def curves(result: Result, label: str, group: str) -> Any:
     """Score over seconds of training, of the rows that have a curve."""
     rows = [row for row in result.rows if row.get("curve")]
-    figure, panels = _panels(list(dict.fromkeys(row[group] for row in rows)), 5, 3.6)
-    for name, axis in panels:
-        for row in (row for row in rows if row[group] == name):
+    figure, panels = _panels(rows, group, 3.2, sharey=True)
+    for (name, own), axis in panels:
+        for row in own:
             seconds, scores = zip(*row["curve"], strict=True)
             axis.plot(seconds, scores, label=row[label], linewidth=1)
-        axis.set_title(str(name), fontsize=9)
-        axis.set_xlabel("seconds of training", fontsize=8)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=6)
+        axis.set_title(f"{title(group)}: {name}", fontsize=9)
+        axis.set_xlabel("seconds of training", fontsize=9)
+        axis.legend(fontsize=7)
     return figure
 
 
 def lines(result: Result, x: str, y: str, group: str, label: str) -> Any:
     """y over x, a panel for each group and a line for each label."""
-    groups = list(dict.fromkeys(row[group] for row in result.rows))
-    figure, panels = _panels(groups, 3.4, 3.2, sharey=True)
-    for name, axis in panels:
-        rows = [row for row in result.rows if row[group] == name]
+    figure, panels = _panels(result.rows, group, 2.8, sharey=True)
+    for (name, rows), axis in panels:
         for value in dict.fromkeys(row[label] for row in rows):
             own = [row for row in rows if row[label] == value]
             xs, ys = [row[x] for row in own], [row[y] for row in own]
-            axis.plot(xs, ys, marker="o", label=f"{label} {value}", linewidth=1)
+            axis.plot(xs, ys, marker="o", markersize=4, label=f"{title(label)} {value}")
         axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
-        axis.set_title(f"{group} {name}", fontsize=9)
-        axis.set_xlabel(x, fontsize=8)
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=6)
-    figure.axes[0].set_ylabel(y, fontsize=8)
+        axis.set_xticks(xs, [f"{value:g}" for value in xs])
+        axis.set_title(f"{title(group)}: {name}", fontsize=9)
+        axis.set_xlabel(title(x), fontsize=9)
+        axis.set_ylabel(title(y), fontsize=9)
+        axis.legend(fontsize=7)
+    axis.set_ylim(bottom=0)  # of all, when their lines are there
     return figure

@@ -121,5 +121,5 @@ QUESTION = Question(
         "--steps": {"type": int, "default": 150, "help": "of a worker, per epoch"},
         "--seeds": [0, 1, 2],
     },
-    lambda result: bars(result, "efficiency", "workers", "case"),
+    lambda result: bars(result, "efficiency", "workers", group="case"),
 )

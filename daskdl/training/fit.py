@@ -573,7 +573,7 @@ def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
         f"{replicas} replicas with {name} may learn slower than one process with "
         f"{replicas} times the batch: each step is made from a smaller and noisier "
         f"batch, and {name} makes it shorter for that. Try a learning rate up to "
-        f"{math.sqrt(replicas):.2g} times as high; see 'Adam and its like' in "
+        f"{math.sqrt(replicas):.2g} times as high; see 'Learning rate' in "
         "docs/tuning.md",
         stacklevel=4,  # where `fit` was called
     )

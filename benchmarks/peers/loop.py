@@ -21,20 +21,20 @@ from benchmarks.work import WORKS, Task, batches, plain_step
 class Arguments:
     """One process of a contestant."""
 
-    rank: int
-    world: int  # number of processes, one per host
-    address: str  # of the host of rank 0
-    port: int  # the first of ten on that host for the contestant
-    own: str  # address of this process's host
-    interface: str  # network interface of this host
-    work: str
-    seed: int  # of the initial model and of the order of the data
-    optimizer: str
-    rate_factor: float  # on the learning rate that suits one process
-    warm_up: float  # seconds of training that are not counted
-    seconds: float  # seconds of training that are; with a target, at most
-    target: float | None  # score at which training ends; None: never scored
-    began: float  # when the contestant was started, seconds since 1970
+    rank: int = 0
+    world: int = 1  # number of processes, one per host
+    address: str = "127.0.0.1"  # of the host of rank 0
+    port: int = 29400  # the first of ten on that host for the contestant
+    own: str = "127.0.0.1"  # address of this process's host
+    interface: str = "lo"  # network interface of this host
+    work: str = "mlp"
+    seed: int = 0  # of the initial model and of the order of the data
+    optimizer: str = "SGD"
+    rate_factor: float = 1.0  # on the learning rate that suits one process
+    warm_up: float = 2.0  # seconds of training that are not counted
+    seconds: float = 5.0  # seconds of training that are; with a target, at most
+    target: float | None = None  # score at which training ends; None: never scored
+    began: float = field(default_factory=time.time)  # start of the contestant
 
     @property
     def task(self) -> Task:
@@ -52,24 +52,9 @@ class Arguments:
 def parser(text: str) -> argparse.ArgumentParser:
     """For a contestant's script, which may add options."""
     made = argparse.ArgumentParser(description=text.splitlines()[0])
-    defaults = {
-        "rank": 0,
-        "world": 1,
-        "address": "127.0.0.1",
-        "port": 29400,
-        "own": "127.0.0.1",
-        "interface": "lo",
-        "work": "mlp",
-        "seed": 0,
-        "optimizer": "SGD",
-        "rate-factor": 1.0,
-        "warm-up": 2.0,
-        "seconds": 5.0,
-        "began": time.time(),
-    }
-    for name, value in defaults.items():
-        made.add_argument(f"--{name}", type=type(value), default=value)
-    made.add_argument("--target", type=float)
+    for name, value in vars(Arguments()).items():
+        kind = float if value is None else type(value)
+        made.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value)
     return made
 
 

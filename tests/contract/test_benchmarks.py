@@ -156,11 +156,8 @@ class Board:
 )
 def test_steps_of_the_warm_up_are_not_counted(least, step_s, made, counted):
     now = 100.0
-    arguments = {"rank": 0, "world": 2, "address": "127.0.0.1", "port": 1}
-    arguments |= {"own": "127.0.0.1", "interface": "lo", "work": "mlp", "seed": 0}
-    arguments |= {"optimizer": "SGD", "rate_factor": 1.0, "warm_up": 2.0}
-    arguments |= {"seconds": 5.0, "target": None, "began": 0.0}
-    gauge = Gauge(Arguments(**arguments), Board(), None, None, least, lambda: now)
+    arguments = Arguments(warm_up=2.0, seconds=5.0)
+    gauge = Gauge(arguments, Board(), None, None, least, lambda: now)
     gauge.begin()
 
     steps = 0

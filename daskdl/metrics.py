@@ -304,13 +304,19 @@ def _collection(**metrics: Metric) -> MetricCollection:
     return MetricCollection(given, compute_groups=False)
 
 
-def _macro(each: Mapping[str, Any], seen: Any) -> dict[str, float]:
-    """Average all values named ``*_per_class`` over the classes that were seen."""
-    return {
-        name.removesuffix("_per_class"): streaming.mean_of(values, seen)
+def _of_classes(hits: Any, predicted: Any, support: Any, curves: Any) -> dict[str, Any]:
+    """Return rates and areas of each class, and their means over classes that occur."""
+    rates = streaming.rates(hits, predicted, support)
+    each = {f"{name}_per_class": rate for name, rate in rates.items()}
+    each |= streaming.areas_and_curves(curves)
+    means = {
+        name.removesuffix("_per_class"): streaming.mean_of(
+            values, support + predicted > 0
+        )
         for name, values in each.items()
         if name.endswith("_per_class")
     }
+    return {**means, "support": support, "predicted": predicted, **each}
 
 
 @dataclass(frozen=True)
@@ -355,18 +361,16 @@ class ClassificationMetrics(MetricSet):
     def collection(self, sample: SampleBatch) -> MetricCollection:
         classes = check_classes(sample)
         check_names(self.classes, classes, "classes")
-        unchecked: dict[str, Any] = {"validate_args": False}
+        unchecked: Any = {"validate_args": False}
         made: dict[str, Metric] = {
-            "confusion": MulticlassConfusionMatrix(classes, **unchecked)
+            "confusion": MulticlassConfusionMatrix(classes, **unchecked),
+            "curves": streaming.ClassCurves(classes, **unchecked)
+            if self.thresholds is None
+            else streaming.BinnedCurves(classes, self.thresholds),
         }
         if (top := self._top(classes)) is not None:
-            made["top"] = MulticlassStatScores(
-                classes, top_k=top, average="micro", **unchecked
-            )
-        if self.thresholds is None:
-            made["curves"] = streaming.ClassCurves(classes, **unchecked)
-        else:
-            made["curves"] = streaming.BinnedCurves(classes, self.thresholds)
+            options: Any = {"top_k": top, "average": "micro", **unchecked}
+            made["top"] = MulticlassStatScores(classes, **options)
         return _collection(**made)
 
     def _top(self, classes: int) -> int | None:
@@ -385,31 +389,19 @@ class ClassificationMetrics(MetricSet):
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         confusion = computed["confusion"].numpy()
-        support, predicted = confusion.sum(axis=1), confusion.sum(axis=0)
-        hits = np.diag(confusion)
-        each = {
-            f"{k}_per_class": v
-            for k, v in streaming.rates(hits, predicted, support).items()
+        classes, hits = len(confusion), np.diag(confusion)
+        values: dict[str, Any] = {
+            "accuracy": streaming.share(hits.sum(), confusion.sum())
         }
-        each |= streaming.areas_and_curves(computed["curves"])
-        top = {}
         if "top" in computed:
             right, *_, rows = computed["top"].tolist()
-            top[f"top_{self._top(len(support))}_accuracy"] = streaming.share(
-                right, rows
-            )
-        values = {
-            "accuracy": streaming.share(hits.sum(), support.sum()),
-            **top,
-            **_macro(each, support + predicted > 0),
-            "mcc": streaming.matthews(confusion),
-            "support": support,
-            "predicted": predicted,
-            "confusion_matrix": confusion,
-            **each,
-        }
-        names = class_names(self.classes, sample, len(values["support"]))
-        return report.classification(values, names)
+            top = f"top_{self._top(classes)}_accuracy"
+            values[top] = streaming.share(right, rows)
+        values |= _of_classes(
+            *(hits, confusion.sum(axis=0), confusion.sum(axis=1), computed["curves"])
+        )
+        values |= {"mcc": streaming.matthews(confusion), "confusion_matrix": confusion}
+        return report.classification(values, class_names(self.classes, sample, classes))
 
 
 @dataclass(frozen=True)
@@ -546,26 +538,16 @@ class MultilabelMetrics(_LabelMetrics):
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         confusion = computed["confusion"].numpy().reshape(-1, 2, 2)
         tn, fp, fn, tp = confusion.reshape(-1, 4).T
-        all_, predicted, support = tn + fp + fn + tp, tp + fp, tp + fn
-        each = {"accuracy_per_class": streaming.divided(tp + tn, all_)}
-        each |= {
-            f"{k}_per_class": v
-            for k, v in streaming.rates(tp, predicted, support).items()
-        }
-        each |= streaming.areas_and_curves(computed["curves"])
-        matches, rows = computed["exact"]
+        all_, (matches, rows) = tn + fp + fn + tp, computed["exact"]
         values = {
-            **_macro(each, support + predicted > 0),
             "accuracy": streaming.share((tp + tn).sum(), all_.sum()),
             "exact_match": streaming.share(matches, rows),
             "rows": rows,
-            "support": support,
-            "predicted": predicted,
+            "accuracy_per_class": streaming.divided(tp + tn, all_),
+            **_of_classes(tp, tp + fp, tp + fn, computed["curves"]),
             "confusion_matrices": confusion,
-            **each,
         }
-        names = class_names(self.classes, sample, len(values["support"]))
-        return report.multilabel(values, names)
+        return report.multilabel(values, class_names(self.classes, sample, len(tp)))
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ import contextlib
 import functools
 import logging
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from distributed import Client
 from torch import Tensor, nn
+from typing_extensions import override
 
 from daskdl.data import batching, checks
 from daskdl.data.batching import Batch, Chunk, Kinds, Rows, Transform, Tree, batches
@@ -34,6 +36,7 @@ if TYPE_CHECKING:  # torchmetrics brings SciPy and matplotlib, some 90 MB
     from daskdl.evaluation.metric_state import MetricSpec, PartStates
     from daskdl.metrics import MetricSet
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -126,7 +129,7 @@ def evaluate_model(
         packed = PackedModel(model, here=found is False)
         run = checks.dry_run(packed.unpack(), source.first, read.transform, objective)
         seen = run.output, run.batch[1]
-        specs: tuple[MetricSpec, ...] = ()
+        specs: Sequence[MetricSpec] = ()
         if sets:
             from daskdl.evaluation.metric_state import metric_specs
 
@@ -151,38 +154,37 @@ def evaluate_model(
             batching.kinds(run.rows),
             Packed(specs, "metrics") if specs else None,
         )
-        if found is not False:
-            source = split_stream(source, len(workers_of(found)))
-        return _merged(source, scorer, found, specs)
-
-
-def _merged(
-    source: Source,
-    scorer: "PartScorer",
-    client: Client | Literal[False],
-    specs: "Sequence[MetricSpec]",
-) -> Evaluation:
-    """Score all parts, and merge the results as they arrive."""
-    mergers: list[Any] = []
-    if specs:
-        from daskdl.evaluation.metric_state import StateMerger, metric_section
-
-        mergers = [StateMerger(spec.collection) for spec in specs]
-    scores: dict[int, Score] = {}
-    for part, (score, states) in map_parts(source, scorer, client, send=True):
-        scores[part] = score
-        for merger, own in zip(mergers, states, strict=True):
-            merger.add_(part, own)
-    unscored = [part for part in sorted(scores) if not scores[part].examples]
-    if scorer.skips and unscored:  # the workers' logs say why
-        logger.warning("%s parts gave nothing to score: %s", len(unscored), unscored)
+        mergers = [spec.merger() for spec in specs]
+        scores: dict[int, Score] = {}
+        for part, (score, states) in map_split(source, scorer, found):
+            scores[part] = score
+            for merger, own in zip(mergers, states, strict=True):
+                merger.add_(part, own)
+    warn_of_unscored(read, [part for part in scores if not scores[part].examples])
     # In order, so that the sum does not depend on which part was first.
     values = sum((scores[part] for part in sorted(scores)), Score()).metrics()
-    if scorer.loss is None:
+    if objective is None:
         del values["loss"]
-    measured = zip(specs, mergers, strict=True)
-    sections = [metric_section(spec, merger) for spec, merger in measured]
-    return Evaluation(values, sections)
+    return Evaluation(
+        values, [s.section(m) for s, m in zip(specs, mergers, strict=True)]
+    )
+
+
+def map_split(
+    source: Source,
+    function: Callable[[Source, int], T],
+    client: Client | Literal[False],
+) -> Iterator[tuple[int, T]]:
+    """Call a function for each part; streams are split over the workers."""
+    if client is not False:
+        source = split_stream(source, len(workers_of(client)))
+    return map_parts(source, function, client, send=True)
+
+
+def warn_of_unscored(read: ReadOptions, parts: Sequence[int]) -> None:
+    """Log which parts gave nothing to score; the workers' logs say why."""
+    if read.skips and parts:
+        logger.warning("%s parts gave nothing to score: %s", len(parts), sorted(parts))
 
 
 @dataclass(frozen=True)
@@ -248,8 +250,7 @@ class PartScorer:
                 yield batching.whole(left)
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(NamedTuple):
     """Loss and accuracy on some examples, as sums that can be added.
 
     Example:
@@ -265,15 +266,9 @@ class Score:
     # labels, or classes weigh less than 1.
     more: float = 0.0
 
-    def __iter__(self) -> Iterator[float]:
-        """Iterate over the numbers, so that ``Score(*score)`` is the score again."""
-        return iter(
-            (self.loss_sum, self.correct, self.labels, self.examples, self.more)
-        )
-
-    def __add__(self, other: "Score") -> "Score":
-        sums: Any = (one + two for one, two in zip(self, other, strict=True))
-        return Score(*sums)
+    @override
+    def __add__(self, other: "Score") -> "Score":  # type: ignore[override]
+        return Score(*map(operator.add, self, other))
 
     def metrics(self) -> dict[str, float]:
         """Return the mean loss, NaN if no example counts for it, and the accuracy."""

@@ -30,7 +30,8 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from daskdl.data import batching
 from daskdl.data.batching import Tree
-from daskdl.data.checks import USER_ERRORS, ignored_label
+from daskdl.data.checks import USER_ERRORS, described, ignored_label
+from daskdl.data.tables import as_numpy
 from daskdl.errors import DaskDLError, DataError, ModelError
 from daskdl.evaluation.report import Section
 from daskdl.metrics import MetricSet, SampleBatch, scale_of
@@ -42,13 +43,6 @@ logger = logging.getLogger(__name__)
 # many rows, or bytes.
 GATHERED_ROWS = 4096
 GATHERED_BYTES = 16 * 2**20
-
-
-class PackedTensor(NamedTuple):
-    """A tensor as a numpy array, which Dask sends without a copy."""
-
-    array: np.ndarray
-    dtype: torch.dtype
 
 
 class PartState(NamedTuple):
@@ -77,7 +71,7 @@ def states_of(collection: MetricCollection, rows: int) -> PartStates:
             metric.update_count,
             rows,
             {
-                name: _packed_state(getattr(metric, name), reduction)
+                name: _as_numpy(getattr(metric, name), reduction)
                 for name, reduction in metric._reductions.items()
             },
         )
@@ -138,15 +132,15 @@ class _MergedState:
         self._rows = 0
         self._total: Any = None  # the sum, or the extreme
         self._lost: Any = 0  # to rounding: Knuth's two-sum
-        self._dtype: torch.dtype | None = None
+        self._dtype: np.dtype[Any] | None = None
         self._parts: dict[int, Any] = {}  # states that are not reduced, by part
 
     def add_(self, state: Any, rows: int, part: int) -> None:
         merges = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min)
-        if not isinstance(state, PackedTensor) or self._reduction not in merges:
+        if not isinstance(state, np.ndarray) or self._reduction not in merges:
             self._parts[part] = state
             return
-        array, self._dtype = state
+        array, self._dtype = state, state.dtype
         if self._reduction in (dim_zero_sum, dim_zero_mean):
             wide = {"f": np.float64, "c": np.complex128}.get(array.dtype.kind, np.int64)
             array = array.astype(wide)
@@ -175,10 +169,10 @@ class _MergedState:
         if self._dtype is not None:
             total = np.asarray(self._total + self._lost)
             array = total / self._rows if self._rows else total
-            return _unpacked(PackedTensor(array, self._dtype))
+            return _as_tensor(array.astype(self._dtype))
         states = [self._parts[part] for part in sorted(self._parts)]
         listed = isinstance(states[0], list)
-        flat = [_unpacked(one) for s in states for one in (s if listed else [s])]
+        flat = [_as_tensor(one) for s in states for one in (s if listed else [s])]
         if self._reduction is dim_zero_cat:
             return dim_zero_cat(flat) if flat else []
         if len(states) == 1:  # there is nothing to reduce
@@ -187,26 +181,16 @@ class _MergedState:
         return stacked if self._reduction is None else self._reduction(stacked)
 
 
-def _packed_state(state: Tensor | list[Any], reduction: Any) -> Any:
-    if not isinstance(state, list):
-        return _packed(state)
-    if reduction is dim_zero_cat and state:
-        state = [dim_zero_cat(state)]
-    return [_packed(one) for one in state]
+def _as_numpy(state: Any, reduction: Any) -> Any:
+    """Replace tensors by arrays, which Dask sends without a copy."""
+    if isinstance(state, list):
+        whole = [dim_zero_cat(state)] if reduction is dim_zero_cat and state else state
+        return [_as_numpy(one, None) for one in whole]
+    return as_numpy(state) if isinstance(state, Tensor) else state
 
 
-def _packed(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    tensor = value.detach().cpu()
-    wider = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # numpy's lack
-    return PackedTensor(wider.numpy(), value.dtype)
-
-
-def _unpacked(value: Any) -> Any:
-    if not isinstance(value, PackedTensor):
-        return value
-    return torch.from_numpy(np.array(value.array)).to(value.dtype)
+def _as_tensor(value: Any) -> Any:
+    return torch.tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def _metrics(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
@@ -223,6 +207,21 @@ class MetricSpec(NamedTuple):
     metrics: MetricSet
     sample: SampleBatch
     collection: MetricCollection  # before any update; copied, never changed
+
+    def merger(self) -> StateMerger:
+        """Return a merger of the states of parts."""
+        return StateMerger(self.collection)
+
+    def section(self, merger: StateMerger) -> Section:
+        """Compute and report the metrics from the states of all parts."""
+        with _warnings_logged():
+            try:
+                computed: Mapping[str, Any] = merger.merged().compute()
+            except USER_ERRORS as error:
+                raise DataError(
+                    f"metrics could not be computed of the rows there are: {error}"
+                ) from error
+        return self.metrics.section(self.sample, computed)
 
 
 def metric_specs(
@@ -252,16 +251,10 @@ def metric_specs(
         except USER_ERRORS as error:
             if isinstance(error, DaskDLError):
                 raise
-            shown = [
-                ", ".join(
-                    f"{name} {tuple(leaf.shape)} {leaf.dtype}"
-                    for name, leaf in batching.named(tree, "")
-                )
-                for tree in (sample.output, sample.y)
-            ]
             raise ModelError(
                 f"metrics failed on {batching.length(sample.y)} rows, the output being "
-                f"{shown[0]} and the labels {shown[1]}: {error}"
+                f"{described(sample.output)} and the labels {described(sample.y)}: "
+                f"{error}"
             ) from error
     return tuple(specs)
 
@@ -312,18 +305,6 @@ class MetricAccumulator:
                 raise
             raise DataError(f"metrics failed on {where}: {error}") from error
         self._measured += rows
-
-
-def metric_section(spec: MetricSpec, merger: StateMerger) -> Section:
-    """Compute and report a set of metrics from the states of all parts."""
-    with _warnings_logged():
-        try:
-            computed: Mapping[str, Any] = merger.merged().compute()
-        except USER_ERRORS as error:
-            raise DataError(
-                f"metrics could not be computed of the rows there are: {error}"
-            ) from error
-    return spec.metrics.section(spec.sample, computed)
 
 
 @contextmanager

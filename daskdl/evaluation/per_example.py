@@ -8,7 +8,7 @@ largest loss; equal losses keep the order of the data.
 import copy
 import functools
 import itertools
-import logging
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,19 +30,17 @@ from daskdl.data import source as sources
 from daskdl.data.batching import Batch, Rows, Transform, Tree
 from daskdl.data.checks import LabelCheck
 from daskdl.data.dask_collections import Collections
-from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
 from daskdl.data.source import SHOWN_ROWS, Source, rows_of_part
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
-from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, ModelError, OptionError
+from daskdl.evaluation.evaluate import map_split, warn_of_unscored
+from daskdl.evaluation.report import Table, Text, as_text, decimals
 from daskdl.inference.lazy import Examples, lazy_outputs, with_first_rows
 from daskdl.keras.module import CrossEntropyOfProbabilities
 from daskdl.objective import Objective, OwnStep, Penalised, batch_loss, on_device
 from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.util import check_outlives, client_or_process
-
-logger = logging.getLogger(__name__)
 
 
 def score_examples(
@@ -82,9 +80,16 @@ def score_examples(
         here = found is False and not dask_collections.is_lazy(X)
         scorer = _scorer(model, objective, source, read, penalty=penalty, here=here)
         if isinstance(source, Collections) and dask_collections.is_lazy(X):
-            scores = lazy_outputs(X, source, scorer.losses, np.zeros(0), found, y)
+            losses = scorer.checked_losses
+            scores = lazy_outputs(X, source, losses, np.zeros(0), found, y)
         else:
-            scores = _like(X, _all_losses(source, scorer, found))
+            parts = dict(map_split(source, scorer, found))
+            warn_of_unscored(read, [part for part in parts if not len(parts[part])])
+            for part, rows in enumerate(source.lengths or ()):
+                unread = np.full(rows - len(parts[part]), np.nan)
+                parts[part] = np.concatenate([parts[part], unread])
+            in_order = (parts[part] for part in sorted(parts))
+            scores = _like(X, np.concatenate([np.zeros(0), *in_order]))
     return scores if keys is None else keys.index(scores)
 
 
@@ -124,8 +129,7 @@ def worst_examples(
         finding = functools.partial(_worst_of_part, scorer, top, wrong_only)
         rows: dict[int, int] = {}
         worst: list[Found] = []
-        parts = _spread(source, found)
-        for part, (count, more) in map_parts(parts, finding, found, send=True):
+        for part, (count, more) in map_split(source, finding, found):
             rows[part] = count
             worst = _worst([*worst, *more], top)
         total = sum(rows.values())
@@ -164,24 +168,6 @@ def _source(
     return with_first_rows(source, client)
 
 
-def _spread(source: Source, client: Client | Literal[False]) -> Source:
-    return source if client is False else split_stream(source, len(workers_of(client)))
-
-
-def _all_losses(
-    source: Source, scorer: "ExampleScorer", client: Client | Literal[False]
-) -> np.ndarray:
-    """Score all parts; rows that cannot be read are NaN if their number is known."""
-    found = dict(map_parts(_spread(source, client), scorer, client, send=True))
-    unscored = [part for part in sorted(found) if not len(found[part])]
-    if scorer.skips and unscored:  # the workers' logs say why
-        logger.warning("%s parts gave nothing to score: %s", len(unscored), unscored)
-    for part, rows in enumerate(source.lengths or ()):
-        missing = np.full(rows - len(found[part]), np.nan)
-        found[part] = np.concatenate([found[part], missing])
-    return np.concatenate([np.zeros(0), *(found[part] for part in sorted(found))])
-
-
 def _like(X: Any, scores: np.ndarray) -> Any:
     """Return a tensor, a pandas series or an array, depending on X."""
     leaves = batching.leaves(X) if isinstance(X, tuple | dict) else [X]
@@ -201,7 +187,7 @@ class Scored(NamedTuple):
     """Losses and predictions of rows, as numpy arrays."""
 
     losses: np.ndarray  # float64
-    ignored: np.ndarray  # bool, whether the loss ignores all labels of a row
+    ignored: np.ndarray | None = None  # rows whose labels the loss all ignores
     labels: np.ndarray | None = None  # None: not one class for each row
     predicted: np.ndarray | None = None  # the class with the largest output
     probabilities: np.ndarray | None = None  # of the label; None: the loss does not say
@@ -222,30 +208,32 @@ class ExampleScorer:
 
     def __call__(self, source: Source, part: int) -> np.ndarray:
         """Return the loss of each row of a part, float64."""
-        return self.losses(self.rows(source, part), check=False)
+        return self._losses(self.rows(source, part))
 
-    def losses(self, some: Iterable[Rows], *, check: bool = True) -> np.ndarray:
-        """Return the loss of each row; labels are checked first."""
-        found = [np.zeros(0)]
+    def checked_losses(self, some: Iterable[Rows]) -> np.ndarray:
+        """Return the loss of each row, for rows that come without their part."""
+        return self._losses(self._checked(some))
+
+    def _losses(self, some: Iterable[Rows]) -> np.ndarray:
+        losses = (self.scored(rows, predict=False).losses for rows in some)
+        return np.concatenate([np.zeros(0), *losses])
+
+    def _checked(self, some: Iterable[Rows], name: str = "") -> Iterator[Rows]:
         for rows in some:
-            if check and self.labels is not None:
-                self.labels.check(rows[1])
-            found.append(self.scored(rows).losses)
-        return np.concatenate(found)
+            if self.labels is not None:
+                self.labels.check(rows[1], name)
+            yield rows
 
     def rows(self, source: Source, part: int) -> Iterator[Rows]:
         """Yield the rows of a part, with labels that the loss accepts."""
         name = source.name(part)
         try:
-            for rows in rows_of_part(source, part, self.batch_size):
-                if self.labels is not None:
-                    self.labels.check(rows[1], name)
-                yield rows
+            yield from self._checked(rows_of_part(source, part, self.batch_size), name)
         except checks.UNREADABLE as error:
             if not checks.is_left_out(error, name, self.skips):
                 raise
 
-    def scored(self, rows: Rows) -> Scored:
+    def scored(self, rows: Rows, *, predict: bool) -> Scored:
         """Score rows, in order; there may be none."""
         device = batching.auto_device()
         module = self.model.module(lambda copy: copy.eval().to(device))
@@ -264,11 +252,14 @@ class ExampleScorer:
                 each, output = example_losses(
                     module, objective, made, by_rows=self.by_rows
                 )
-                losses, ignored = each.numpy() + self.penalty, _ignored(objective, made)
-                guessed = class_predictions(objective, output, made[1]) or ()
-                found.append(Scored(losses, ignored, *guessed))
+                scored = Scored(each.numpy() + self.penalty)
+                if predict:
+                    ignored = _ignored(objective, made[1])
+                    guessed = class_predictions(objective, output, made[1]) or ()
+                    scored = Scored(scored.losses, ignored, *guessed)
+                found.append(scored)
         if not found:
-            return Scored(np.zeros(0), np.zeros(0, bool))
+            return Scored(np.zeros(0))
         joined: Any = (
             None if any(one is None for one in some) else np.concatenate(some)
             for some in zip(*found, strict=True)
@@ -378,12 +369,13 @@ def example_losses(
 
     Also return the outputs; None if the model was called with one row at a time.
     """
-    ones = (
-        batching.of_both(functools.partial(batching.rows, which=slice(i, i + 1)), batch)
-        for i in range(batching.rows_in(batch))
-    )
+    cuts = [slice(i, i + 1) for i in range(batching.rows_in(batch))]
     output = None
     if isinstance(objective, OwnStep) or not by_rows:
+        ones = (
+            batching.of_both(functools.partial(batching.rows, which=cut), batch)
+            for cut in cuts
+        )
         each = [batch_loss(objective, module, one) for one in ones]
     else:
         x, y = batch
@@ -392,8 +384,7 @@ def example_losses(
         if losses is not None:
             return losses.double().cpu(), output
         each = [
-            objective(batching.rows(output, slice(i, i + 1)), row)
-            for i, (_, row) in enumerate(ones)
+            objective(batching.rows(output, cut), batching.rows(y, cut)) for cut in cuts
         ]
     losses = torch.stack([loss.detach().reshape(()) for loss in each])
     return losses.double().cpu(), output
@@ -456,11 +447,11 @@ def class_predictions(
     return labels, predicted, picked.cpu().numpy()
 
 
-def _ignored(loss: Any, batch: Batch) -> np.ndarray:
+def _ignored(loss: Any, y: Tree) -> np.ndarray | None:
     """Return which rows have only labels that the loss ignores."""
-    label, y = checks.ignored_label(loss), batch[1]
-    if label is None or not isinstance(y, Tensor) or y.is_floating_point():
-        return np.zeros(batching.rows_in(batch), bool)
+    label = checks.ignored_label(loss)
+    if label is None or not isinstance(y, Tensor):
+        return None
     ignored: np.ndarray = (y == label).reshape(len(y), -1).all(dim=1).cpu().numpy()
     return ignored
 
@@ -738,8 +729,9 @@ class WorstExamples(Sequence[WorstExample]):
         >>> found = WorstExample(2.5, "part 0", 3, number=3, label=1, predicted=0)
         >>> print(WorstExamples((found,), rows=10))
         the worst 1 of 10 examples
-              loss  label     predicted       p  where
-            2.5000  1         0               -  row 3 (part 0, row 3)
+        <BLANKLINE>
+                                  loss  label  predicted  probability
+        row 3 (part 0, row 3)   2.5000      1          0            -
     """
 
     examples: tuple[WorstExample, ...]
@@ -772,7 +764,7 @@ class WorstExamples(Sequence[WorstExample]):
             ) from error
         columns = ["loss", "label", "predicted", "probability"]
         columns += ["part", "row", "number", "key"]
-        rows = [[getattr(one, name) for name in columns] for one in self.examples]
+        rows = map(operator.attrgetter(*columns), self.examples)
         return pandas.DataFrame(rows, columns=columns)
 
     @override
@@ -781,22 +773,19 @@ class WorstExamples(Sequence[WorstExample]):
 
     @override
     def __str__(self) -> str:
-        guessed = any(one.predicted is not None for one in self.examples)
-        names = f"  {'label':8}  {'predicted':9}  {'p':>6}" if guessed else ""
-        lines = [f"the worst {len(self)} of {self.rows} examples"]
-        lines.append(f"{'loss':>10}{names}  where")
+        rows = []
         for one in self.examples:
-            middle = ""
-            if guessed:
-                chance = "-" if one.probability is None else f"{one.probability:.4f}"
-                middle = f"  {self._name(one.label):8}  {self._name(one.predicted):9}"
-                middle += f"  {chance:>6}"
             where = f"{one.part}, row {one.row}"
             if one.number is not None:
                 where = f"row {one.number} ({where})"
-            key = "" if one.key is None else f", key {one.key!r}"
-            lines.append(f"{one.loss:10.4f}{middle}  {where}{key}")
-        return "\n".join(lines)
+            if one.key is not None:
+                where += f", key {one.key!r}"
+            classes = map(self._name, (one.label, one.predicted))
+            chance = math.nan if one.probability is None else one.probability
+            rows.append((where, f"{one.loss:.4f}", *classes, decimals(chance)))
+        title = Text(f"the worst {len(self)} of {self.rows} examples")
+        columns = ["", "loss", "label", "predicted", "probability"]
+        return as_text([title, Table(rows, columns)])
 
     def _name(self, number: int | None) -> str:
         if number is None:
@@ -814,8 +803,8 @@ def _worst_of_part(
     """Return the number of rows of a part, and its worst examples."""
     count, found = 0, list[Found]()
     for rows in scorer.rows(source, part):
-        losses, ignored, labels, predicted, chances = scorer.scored(rows)
-        chosen = ~ignored
+        losses, ignored, labels, predicted, chances = scorer.scored(rows, predict=True)
+        chosen = np.ones(len(losses), bool) if ignored is None else ~ignored
         if wrong_only and labels is not None:
             chosen &= predicted != labels
         candidates = np.flatnonzero(chosen)

@@ -66,17 +66,13 @@ def draw_confusion(
     image = axes.imshow(share_CC, cmap="Blues", vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, label="share of the row", fraction=0.046)
     axes.set(title="Confusion matrix", xlabel="predicted", ylabel="actual")
-    places = range(
-        0, len(names), 1 if len(names) <= _COUNTED else -(-len(names) // _TICKS)
-    )
+    each = 1 if len(names) <= _COUNTED else -(-len(names) // _TICKS)
+    places = range(0, len(names), each)
     # Matplotlib typesets text between dollars as mathematics.
     shown = [short(names[k], 12).replace("$", r"\$") for k in places]
-    crowded = len(shown) > 12
-    upright: dict[str, Any] = {"fontsize": "small" if crowded else "medium"}
-    axes.set_yticks(places, shown, **upright)
-    if len(shown) > 4 and max(map(len, shown)) > 2:
-        upright |= {"rotation": 90} if crowded else {"rotation": 45, "ha": "right"}
-    axes.set_xticks(places, shown, **upright)
+    axes.set_yticks(places, shown)
+    upright = len(shown) > 4 and max(map(len, shown)) > 2
+    axes.set_xticks(places, shown, rotation=90 if upright else 0)
     if len(names) > _COUNTED:
         return
     digits = max(len(str(confusion_CC.max())), 2)

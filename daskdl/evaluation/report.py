@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import numbers
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
 Values = Mapping[str, Any]
+_COUNTS = ("support", "predicted", "count")
 
 
 class Text(NamedTuple):
@@ -49,8 +50,17 @@ class Section:
     values: Values
     blocks: Sequence[Text | Table]
     names: tuple[str, ...] = ()
-    columns: Values = field(default_factory=dict)
     pictures: "Mapping[str, Callable[[SubFigure], None]]" = field(default_factory=dict)
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The values that have one number per name."""
+        return {
+            name: value
+            for name, value in self.values.items()
+            if name in _COUNTS
+            or (name.endswith(("_per_class", "_per_column")) and value.ndim == 1)
+        }
 
 
 def decimals(value: float) -> str:
@@ -165,9 +175,8 @@ def classification(values: Values, names: tuple[str, ...]) -> Section:
     blocks = _class_blocks(title, values, names, "class", "with labels")
     if len(names) <= LIMIT:
         blocks += _confusion(values, names)
-    pictures = {**_confusion_picture(values, names), **_curve_pictures(values, names)}
-    columns = {name: values[name] for name in _PER_CLASS if name in values}
-    return Section("classification", values, blocks, names, columns, pictures)
+    pictures = _confusion_picture(values, names) | _curve_pictures(values, names)
+    return Section("classification", values, blocks, names, pictures)
 
 
 def binary(values: Values, names: tuple[str, ...]) -> Section:
@@ -184,20 +193,15 @@ def binary(values: Values, names: tuple[str, ...]) -> Section:
         ),
         *_confusion(values, names),
     ]
-    pictures = {
-        **_confusion_picture(values, names),
-        **_curve_pictures(values, names[1:]),
-    }
-    return Section("binary", values, blocks, names, pictures=pictures)
+    pictures = _confusion_picture(values, names) | _curve_pictures(values, names[1:])
+    return Section("binary", values, blocks, names, pictures)
 
 
 def multilabel(values: Values, names: tuple[str, ...]) -> Section:
     """Report rates and curves; a row may have any number of labels."""
     title = f"Multilabel: {len(names)} labels, {values['rows']} rows"
     blocks = _class_blocks(title, values, names, "label", "that occur")
-    columns = {name: values[name] for name in _PER_CLASS}
-    pictures = _curve_pictures(values, names)
-    return Section("multilabel", values, blocks, names, columns, pictures)
+    return Section("multilabel", values, blocks, names, _curve_pictures(values, names))
 
 
 def _facts(values: Values, *, averaged: bool) -> Table:
@@ -315,10 +319,7 @@ def regression(values: Values, names: tuple[str, ...]) -> Section:
         for remark, name in remarks.items()
     }
     blocks += _remarks(undefined, names)
-    per_column = {
-        f"{error}_per_column": values[f"{error}_per_column"] for error in _ERRORS
-    }
-    return Section("regression", values, blocks, names, per_column | {"count": count})
+    return Section("regression", values, blocks, names)
 
 
 def calibration(values: Values, names: tuple[str, ...]) -> Section:
@@ -341,9 +342,8 @@ def calibration(values: Values, names: tuple[str, ...]) -> Section:
         ),
         Table(rows, ["confidence", "count", "mean confidence", "accuracy"]),
     ]
-    each = {name: values[name] for name in ("ece_per_class",) if name in values}
     pictures = {"reliability": partial(plots.draw_reliability, edges, *bins)}
-    return Section("calibration", values, blocks, names, each, pictures)
+    return Section("calibration", values, blocks, names, pictures)
 
 
 class Evaluation(dict[str, Any]):
@@ -386,7 +386,8 @@ class Evaluation(dict[str, Any]):
             >>> Evaluation({"support": np.array([1, 2])}).to_dict()
             {'support': [1, 2]}
         """
-        return {name: _plain(value) for name, value in self.items()}
+        plain: dict[str, Any] = _plain(self)
+        return plain
 
     def to_json(self) -> str:
         """The values as JSON; what is not defined or infinite is null.
@@ -395,7 +396,7 @@ class Evaluation(dict[str, Any]):
             >>> Evaluation({"roc_auc": float("nan")}).to_json()
             '{"roc_auc": null}'
         """
-        return json.dumps(_finite(self.to_dict()), allow_nan=False)
+        return json.dumps(_plain(self, finite=True), allow_nan=False)
 
     def to_pandas(
         self, rows: Literal["classes", "all"] | None = None
@@ -480,26 +481,23 @@ class Evaluation(dict[str, Any]):
 
 def _add_free(into: dict[str, Any], section: Section, values: Values) -> None:
     """Add values; a name that is taken gets the kind of its section as a prefix."""
-    taken: Container[str] = set(into)
     for name, value in values.items():
-        numbered = (f"{section.kind}_{n}_{name}" for n in itertools.count(2))
-        free = itertools.chain([name, f"{section.kind}_{name}"], numbered)
-        into[next(one for one in free if one not in taken)] = value
+        free, number = name, 1
+        while free in into:
+            prefix = section.kind if number == 1 else f"{section.kind}_{number}"
+            free, number = f"{prefix}_{name}", number + 1
+        into[free] = value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, *, finite: bool = False) -> Any:
+    """Return numbers, lists and dicts; if `finite`, None for NaN and infinity."""
     if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
+        value = value.tolist()
+        if not finite:
+            return value
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return (
-        [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-    )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+        return {str(key): _plain(item, finite=finite) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, finite=finite) for item in value]
+    unknown = finite and isinstance(value, float) and not math.isfinite(value)
+    return None if unknown else value

@@ -198,28 +198,26 @@ def areas_and_curves(each: list[ThresholdCounts]) -> dict[str, Any]:
         >>> areas["roc_auc_per_class"], areas["average_precision_per_class"]
         (array([1.]), array([1.]))
     """
-    names = ("roc_auc", "average_precision")
-    found: dict[str, Any] = {f"{name}_per_class": [] for name in names}
-    found |= {"roc_curves": [], "precision_recall_curves": []}
-    for others, hits in each:
-        area = average = math.nan
-        roc = precision_recall = np.full((2, POINTS), np.nan)
-        if others[-1] and hits[-1]:
-            # Whole numbers: exact, whatever the number of steps.
-            twice = np.sum(np.diff(others) * (hits[1:] + hits[:-1]))
-            area = float(twice / 2 / (float(others[-1]) * float(hits[-1])))
-            roc = _thinned(np.stack([others / others[-1], hits / hits[-1]]))
-        if hits[-1]:
-            recall, predicted = hits / hits[-1], others + hits
-            precision = np.ones(len(hits))
-            np.divide(hits, predicted, out=precision, where=predicted > 0)
-            average = float(np.sum(np.diff(recall) * precision[1:]))
-            precision_recall = _thinned(np.stack([recall, precision]))
-        for values, own in zip(
-            found.values(), (area, average, roc, precision_recall), strict=True
-        ):
-            values.append(own)
-    return {name: np.array(values) for name, values in found.items()}
+    names = ("roc_auc_per_class", "average_precision_per_class")
+    names += ("roc_curves", "precision_recall_curves")
+    columns = zip(*(_area_and_curve(*counts) for counts in each), strict=True)
+    return dict(zip(names, map(np.array, columns), strict=True))
+
+
+def _area_and_curve(others: Counts, hits: Counts) -> tuple[Any, ...]:
+    area = average = math.nan
+    roc = precision_recall = np.full((2, POINTS), np.nan)
+    if others[-1] and hits[-1]:
+        # Whole numbers: exact, whatever the number of steps.
+        twice = np.sum(np.diff(others) * (hits[1:] + hits[:-1]))
+        area = float(twice / 2 / (float(others[-1]) * float(hits[-1])))
+        roc = _thinned(np.stack([others / others[-1], hits / hits[-1]]))
+    if hits[-1]:
+        recall, predicted = hits / hits[-1], others + hits
+        precision = np.where(predicted > 0, hits / np.maximum(predicted, 1), 1.0)
+        average = float(np.sum(np.diff(recall) * precision[1:]))
+        precision_recall = _thinned(np.stack([recall, precision]))
+    return area, average, roc, precision_recall
 
 
 def _thinned(curve_2T: Numbers) -> Numbers:

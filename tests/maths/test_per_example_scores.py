@@ -421,11 +421,12 @@ def worst():
 def test_it_reads_like_a_table(worst):
     assert str(worst).splitlines() == [
         "the worst 2 of 90 examples",
-        "      loss  label     predicted       p  where",
-        "       nan  2         cat           nan  "
-        "row 34 (s3://b/1.npz, row 4), key 'k34'",
-        "    2.5000  dog       cat        0.0821  "
-        "row 1 (s3://b/0.npz, row 1), key 'k1'",
+        "",
+        f"{'':42}loss  label  predicted  probability",
+        f"row 34 (s3://b/1.npz, row 4), key 'k34'{'nan':>7}{'2':>7}{'cat':>11}"
+        f"{'-':>13}",
+        f"row 1 (s3://b/0.npz, row 1), key 'k1'  {'2.5000':>8}{'dog':>7}{'cat':>11}"
+        f"{'0.0821':>13}",
     ]
     assert repr(worst) == "<WorstExamples: 2 of 90>"
 

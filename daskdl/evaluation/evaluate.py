@@ -129,7 +129,7 @@ def evaluate_model(
         packed = PackedModel(model, here=found is False)
         run = checks.dry_run(packed.unpack(), source.first, read.transform, objective)
         seen = run.output, run.batch[1]
-        specs: Sequence[MetricSpec] = ()
+        specs: tuple[MetricSpec, ...] = ()
         if sets:
             from daskdl.evaluation.metric_state import metric_specs
 

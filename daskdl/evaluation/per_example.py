@@ -730,8 +730,8 @@ class WorstExamples(Sequence[WorstExample]):
         >>> print(WorstExamples((found,), rows=10))
         the worst 1 of 10 examples
         <BLANKLINE>
-                                  loss  label  predicted  probability
-        row 3 (part 0, row 3)   2.5000      1          0            -
+                                 loss  label  predicted  probability
+        row 3 (part 0, row 3)  2.5000      1          0            -
     """
 
     examples: tuple[WorstExample, ...]

@@ -198,8 +198,8 @@ def areas_and_curves(each: list[ThresholdCounts]) -> dict[str, Any]:
         >>> areas["roc_auc_per_class"], areas["average_precision_per_class"]
         (array([1.]), array([1.]))
     """
-    names = ("roc_auc_per_class", "average_precision_per_class")
-    names += ("roc_curves", "precision_recall_curves")
+    names = [f"{area}_per_class" for area in ("roc_auc", "average_precision")]
+    names += ["roc_curves", "precision_recall_curves"]
     columns = zip(*(_area_and_curve(*counts) for counts in each), strict=True)
     return dict(zip(names, map(np.array, columns), strict=True))
 

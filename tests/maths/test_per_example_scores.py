@@ -422,8 +422,8 @@ def test_it_reads_like_a_table(worst):
     assert str(worst).splitlines() == [
         "the worst 2 of 90 examples",
         "",
-        f"{'':42}loss  label  predicted  probability",
-        f"row 34 (s3://b/1.npz, row 4), key 'k34'{'nan':>7}{'2':>7}{'cat':>11}"
+        f"{'':43}loss  label  predicted  probability",
+        f"row 34 (s3://b/1.npz, row 4), key 'k34'{'nan':>8}{'2':>7}{'cat':>11}"
         f"{'-':>13}",
         f"row 1 (s3://b/0.npz, row 1), key 'k1'  {'2.5000':>8}{'dog':>7}{'cat':>11}"
         f"{'0.0821':>13}",

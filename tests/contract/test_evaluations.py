@@ -202,6 +202,8 @@ class TestLossAndAccuracy:
 class TestLiveModel:
     """A replica scores the module that it goes on training."""
 
+    rows = ((torch.from_numpy(X[:50]), torch.from_numpy(Y[:50])),)
+
     def test_each_submodule_gets_its_mode_back_after_an_error_too(self, model):
         model[1].eval()
         seen = []

@@ -1,10 +1,10 @@
-"""The sets of metrics for `evaluate` and `Evaluate`: frozen, picklable specifications.
+"""Presets of metrics for `evaluate` and `Evaluate`: frozen, picklable specifications.
 
-Hides the required form of outputs and labels, the input of the live metrics, and the
-values of the report. Imported only where metrics are measured: torchmetrics brings
-SciPy and matplotlib, about 90 MB per process.
+Hides the expected shapes of outputs and labels, the input of the torchmetrics, and the
+values of the report. Imported only when needed: torchmetrics loads SciPy and
+matplotlib, about 90 MB per process.
 
-B rows, C classes, L labels, N labels that count: each step of a sequence has one.
+B rows, C classes, L labels, N labels that count (each step of a sequence has one).
 """
 
 import functools
@@ -59,14 +59,13 @@ _SCALES: dict[Any, Scale] = {
     functional.nll_loss: "log_probabilities",
     functional.binary_cross_entropy: "probabilities",
 }
-_ROUNDING = 2e-2  # of a sum of probabilities in bfloat16, which has 8 bits
+_ROUNDING = 2e-2  # error of a sum of probabilities in bfloat16, which has 8 bits
 
-
-Pair = tuple[Any, Any]  # predictions and targets, as torchmetrics takes them
+Pair = tuple[Any, Any]  # predictions and targets for torchmetrics
 
 
 class SampleBatch(NamedTuple):
-    """The first rows, which show the form of outputs and labels."""
+    """The first rows, which show the shapes of outputs and labels."""
 
     output: Tree  # on the CPU
     y: Tree
@@ -76,7 +75,7 @@ class SampleBatch(NamedTuple):
 
 
 class MetricSet(ABC):
-    """Metrics that are measured together; frozen, picklable, without state."""
+    """Metrics that share their input and their section of the report; stateless."""
 
     @property
     def masks_nan(self) -> bool:
@@ -86,26 +85,23 @@ class MetricSet(ABC):
 
     @abstractmethod
     def collection(self, sample: SampleBatch) -> MetricCollection:
-        """Make live metrics, before any update."""
+        """Return new torchmetrics for data like the sample."""
 
     @abstractmethod
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
-        """Return predictions and targets as the metrics take them.
-
-        Rows are independent of the rows that are prepared with them.
-        """
+        """Return the predictions and targets to update the metrics with, row by row."""
 
     @abstractmethod
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
-        """Report the values of the merged metrics, as numbers and numpy arrays."""
+        """Return the report of computed metrics."""
 
 
 def scale_of(loss: Any, output: Any) -> Scale:
     """Return the scale of class scores.
 
-    The loss states it, by its type or its attribute ``scale``. Otherwise scores over
-    several classes that are >= 0 and sum to 1 are probabilities, those whose
-    exponentials do are log probabilities, and all others are logits.
+    The type of the loss or its attribute ``scale`` determines it. Otherwise, scores of
+    several classes are probabilities if they are >= 0 and sum to 1, log probabilities
+    if their exponentials sum to 1, and else logits.
 
     Example:
         >>> scale_of(nn.BCELoss(), None)
@@ -134,7 +130,7 @@ def _is_one(sums: Tensor) -> bool:
 
 
 def probabilities(scores: Tensor, scale: Scale, *, over_classes: bool) -> Tensor:
-    """Turn scores into probabilities, float64.
+    """Convert scores to probabilities, float64.
 
     Example:
         >>> probabilities(torch.tensor([[0.0, 0.0]]), "logits", over_classes=True)
@@ -147,15 +143,13 @@ def probabilities(scores: Tensor, scale: Scale, *, over_classes: bool) -> Tensor
 
 
 def check_thresholds(thresholds: int | None) -> None:
-    """Refuse fewer than 2 thresholds of curves."""
     if thresholds is not None and thresholds < 2:
         raise OptionError(
-            f"thresholds must be 2 or more, or None for all there are, got {thresholds}"
+            f"thresholds must be 2 or more, or None for exact curves, got {thresholds}"
         )
 
 
 def check_names(names: Sequence[str] | None, count: int, what: str) -> None:
-    """Refuse a number of names other than `count`."""
     if names is not None and len(names) != count:
         raise OptionError(f"{what} must be {count} names, got {len(names)}: {names!r}")
 
@@ -163,7 +157,7 @@ def check_names(names: Sequence[str] | None, count: int, what: str) -> None:
 def class_names(
     names: Sequence[str] | None, sample: SampleBatch, count: int
 ) -> tuple[str, ...]:
-    """Name each class, by its number if it has no name."""
+    """Return the names of all classes; the name of an unnamed class is its number."""
     given = list(names or sample.classes or ())[:count]
     return (*map(str, given), *(str(k) for k in range(len(given), count)))
 
@@ -175,13 +169,13 @@ def _one_tensor_each(sample: SampleBatch) -> tuple[Tensor, Tensor]:
             got = outline(given) if several else type(given).__name__
             raise (ModelError if what == "output" else DataError)(
                 f"metrics by name need {what} of one tensor, got {got}: wrap the model "
-                "so that it returns what is measured, or give metrics of your own"
+                "so that it returns one tensor, or give metrics of your own"
             )
     return sample.output, sample.y
 
 
 def is_per_class(output: Tree, y: Tree) -> bool:
-    """Whether there is one score per class, 2 or more, along dimension 1."""
+    """Whether dimension 1 of the output holds the scores of 2 or more classes."""
     return (
         isinstance(output, Tensor)
         and isinstance(y, Tensor)
@@ -192,7 +186,7 @@ def is_per_class(output: Tree, y: Tree) -> bool:
 
 
 def check_classes(sample: SampleBatch) -> int:
-    """Check for one score per class and class indices; return the number of classes."""
+    """Return the number of classes; refuse other outputs or labels."""
     output, y = _one_tensor_each(sample)
     if y.dtype.is_floating_point or y.dtype == torch.bool:
         raise DataError(
@@ -231,7 +225,7 @@ def check_binary(sample: SampleBatch) -> None:
 
 
 def is_counted(y: Tensor, *ignored: float | None) -> Tensor:
-    """Return which labels are none of `ignored`, which may be NaN.
+    """Return a mask of the labels that equal none of `ignored`, which may be NaN.
 
     Example:
         >>> is_counted(torch.tensor([0, -100]), -100, None)
@@ -245,29 +239,28 @@ def is_counted(y: Tensor, *ignored: float | None) -> Tensor:
 
 
 def check_labels(labels: Tensor, allowed: Tensor, range_: str) -> None:
-    """Refuse labels that are not allowed."""
     if not bool(allowed.all()):
         worst: Any = labels[~allowed][0].item()
         raise DataError(
             f"labels must be {range_}, got {worst} ({int((~allowed).sum())} such): "
-            "leave these rows out, or name the label that does not count as ignore="
+            "leave these rows out, or give the label that does not count as ignore="
         )
 
 
 def checked(scores: Tensor, scale: Scale) -> Tensor:
-    """Return probabilities clamped to [0, 1]; refuse NaN, and more than rounding."""
+    """Clamp probabilities to [0, 1]; refuse NaN, and values out of range."""
     if bool(torch.isnan(scores).any()):
         rows = int(torch.isnan(scores.reshape(len(scores), -1)).any(dim=1).sum())
         raise ModelError(
-            f"{rows} of {len(scores)} outputs are NaN or infinite, of which nothing "
-            "can be measured: look at the rows, and whether training diverged"
+            f"{rows} of {len(scores)} outputs are NaN or infinite, so nothing can be "
+            "measured: check these rows, and whether training diverged"
         )
     far = (scores < -1e-3) | (scores > 1 + 1e-3)
     if bool(far.any()):
         raise ModelError(
-            f"outputs must be {scale.replace('_', ' ')}, as the loss takes them, got "
-            f"{scores[far][0].item():g} where a probability from 0 to 1 was expected: "
-            "return what the loss takes, or use a loss that takes what is returned"
+            f"outputs must be {scale.replace('_', ' ')}, as the loss expects, got "
+            f"{scores[far][0].item():g} instead of a probability from 0 to 1: change "
+            "the last layer of the model, or the loss"
         )
     return scores.clamp(0, 1)
 
@@ -305,7 +298,7 @@ def _collection(**metrics: Metric) -> MetricCollection:
 
 
 def _of_classes(hits: Any, predicted: Any, support: Any, curves: Any) -> dict[str, Any]:
-    """Return rates and areas of each class, and their means over classes that occur."""
+    """Return rates and areas per class, and their means over classes that occur."""
     rates = streaming.rates(hits, predicted, support)
     each = {f"{name}_per_class": rate for name, rate in rates.items()}
     each |= streaming.areas_and_curves(curves)
@@ -321,23 +314,22 @@ def _of_classes(hits: Any, predicted: Any, support: Any, curves: Any) -> dict[st
 
 @dataclass(frozen=True)
 class ClassificationMetrics(MetricSet):
-    """What ``metrics="classification"`` measures of one score per class.
+    """Metrics of class scores and class indices, ``metrics="classification"``.
 
-    Outputs are (B, C), or (B, C, T) with a label for each step, and labels are class
-    indices. Precision, recall and F1 of a class are 0 where they would be 0/0; their
-    means ("macro") leave out classes that are neither labelled nor predicted. ROC AUC
-    and average precision are of each class against the others, NaN without examples of
-    both, and their means leave these out.
+    Outputs are (B, C), or (B, C, T) with a label for each step. Precision, recall and
+    F1 of a class are 0 instead of 0/0; their means ("macro") leave out classes that are
+    neither labelled nor predicted. ROC AUC and average precision compare each class
+    with the rest; they are NaN without examples of both, and then left out of means.
 
     Args:
-        top: A prediction is right in top-N accuracy if the label is among this many
-            best scores; of equal scores, those that `torch.topk` takes. None: 5 of 6
-            classes or more, 2 of 3 to 5, and with 2 classes there is none.
-        thresholds: None: areas and curves are exact, and 8 bytes are kept for each
-            class of each row. A number: they are those of that many thresholds, evenly
-            from 0 to 1, and memory does not grow with the data.
-        ignore: A label that does not count, besides the one that the loss ignores.
-        classes: Their names, for the report; None: those of the data, or numbers.
+        top: N of the top-N accuracy, the share of labels among the N best scores; ties
+            are broken as in `torch.topk`. None: 5 for 6 classes or more, 2 for 3 to 5
+            classes, no top-N accuracy for 2 classes.
+        thresholds: Number of thresholds from 0 to 1 at which curves and areas are
+            measured, in constant memory. None: they are exact, which takes 8 bytes for
+            each class of each row.
+        ignore: A label that does not count, like the one that the loss ignores.
+        classes: Names of the classes; None: those of the data, or numbers.
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -406,7 +398,7 @@ class ClassificationMetrics(MetricSet):
 
 @dataclass(frozen=True)
 class _LabelMetrics(MetricSet):
-    """Metrics of labels 0 and 1."""
+    """The arguments of metrics of labels 0 and 1."""
 
     threshold: float = 0.5
     thresholds: int | None = None
@@ -419,7 +411,7 @@ class _LabelMetrics(MetricSet):
         check_thresholds(self.thresholds)
 
     def curves(self, labels: int) -> Metric:
-        """Make the metric that keeps the curves of a number of labels."""
+        """Return the metric that holds the curves of this many labels."""
         if self.thresholds is not None:
             return streaming.BinnedCurves(labels, self.thresholds)
         return streaming.LabelCurves(labels, ignore_index=MASKED, validate_args=False)
@@ -427,18 +419,18 @@ class _LabelMetrics(MetricSet):
 
 @dataclass(frozen=True)
 class BinaryMetrics(_LabelMetrics):
-    """What ``metrics="binary"`` measures of one score, or of two classes.
+    """Metrics of labels 0 and 1, ``metrics="binary"``.
 
-    Outputs are (B,), (B, 1), or (B, 2) with the score of 1 second; labels are 0 and 1,
-    as integers, bools or floats. Rates are those of 1, and 0 where they would be 0/0.
-    ROC AUC is NaN without labels of both kinds, average precision without a 1.
+    Outputs are (B,), (B, 1), or (B, 2) with the score of class 1 second; labels are
+    integers, bools or floats. Rates are those of class 1, and 0 instead of 0/0. ROC AUC
+    is NaN without labels of both classes, average precision without a 1.
 
     Args:
-        threshold: 1 is predicted if its probability is above, in [0, 1).
-        thresholds: Of areas and curves, as of `ClassificationMetrics`.
-        ignore: A label that does not count, besides the one that the loss ignores; may
-            be NaN.
-        classes: Names of 0 and 1, for the report; None: those of the data, or 0 and 1.
+        threshold: Class 1 is predicted above this probability, in [0, 1).
+        thresholds: See `ClassificationMetrics`.
+        ignore: A label that does not count, like the one that the loss ignores; may be
+            NaN.
+        classes: Names of 0 and 1; None: those of the data, or 0 and 1.
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -483,20 +475,19 @@ class BinaryMetrics(_LabelMetrics):
 
 @dataclass(frozen=True)
 class MultilabelMetrics(_LabelMetrics):
-    """What ``metrics="multilabel"`` measures of one score for each label.
+    """Metrics of several labels 0 and 1 per row, ``metrics="multilabel"``.
 
-    Outputs are (B, L), or (B, L, T), and labels are 0 and 1 of the same shape, as
-    integers, bools or floats. Accuracy is the share of right labels, exact match that
-    of rows in which all are. Other numbers are those of each label, and their means,
-    by the rules of `ClassificationMetrics`.
+    Outputs are (B, L) or (B, L, T); labels have the same shape and are integers, bools
+    or floats. Accuracy is the share of correctly predicted labels, exact match the
+    share of rows whose labels are all correct. Other values are computed per label and
+    averaged as in `ClassificationMetrics`.
 
     Args:
-        threshold: A label is predicted if its probability is above, in [0, 1).
-        thresholds: Of areas and curves, as of `ClassificationMetrics`.
-        ignore: A label that does not count, besides the one that the loss ignores; may
-            be NaN. Other labels of its row count.
-        classes: Names of the labels, for the report; None: those of the data, or
-            numbers.
+        threshold: A label is predicted above this probability, in [0, 1).
+        thresholds: See `ClassificationMetrics`.
+        ignore: A label that does not count, like the one that the loss ignores; may be
+            NaN. Other labels of the same row count.
+        classes: Names of the labels; None: those of the data, or numbers.
 
     Raises:
         OptionError: If an argument is outside its range.
@@ -552,19 +543,20 @@ class MultilabelMetrics(_LabelMetrics):
 
 @dataclass(frozen=True)
 class CalibrationMetrics(MetricSet):
-    """What ``metrics="calibration"`` measures of one score per class, or of one score.
+    """How well probabilities are calibrated, ``metrics="calibration"``.
 
-    Of classes, a prediction is the best one, and its confidence is its probability; of
-    one score, (B,) or (B, 1) with labels 0 and 1, it is 1, with the probability of 1.
-    The expected calibration error (ECE) is the mean over predictions of how far the
-    accuracy of their bin is from its mean confidence, and the largest one (MCE) that of
-    the worst bin. The same errors are there for each class against the others.
+    With one score per class, the confidence of a prediction is the probability of the
+    best class. With one score, (B,) or (B, 1) and labels 0 and 1, it is the probability
+    of class 1. The expected calibration error (ECE) is the mean difference between the
+    confidence and the accuracy of a bin, weighted by predictions; the maximum
+    calibration error (MCE) is the largest difference. Both are also computed for each
+    class against the rest.
 
     Args:
-        bins: Of the same width, from 0 to 1. A confidence on an edge is in the upper
-            bin, 1 in the last.
-        ignore: A label that does not count, besides the one that the loss ignores.
-        classes: Their names, for tables; None: those of the data, or numbers.
+        bins: Number of bins of equal width from 0 to 1. A confidence on an edge belongs
+            to the upper bin, and 1 to the last.
+        ignore: A label that does not count, like the one that the loss ignores.
+        classes: Names of the classes; None: those of the data, or numbers.
 
     Raises:
         OptionError: If there is no bin.
@@ -605,7 +597,7 @@ class CalibrationMetrics(MetricSet):
 
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
-        # `computed` is the dict that the only metric returns.
+        # `computed` is the dict that the only metric of the collection returns.
         values = {name: value[0] for name, value in computed.items()}
         values |= {name: float(values[name]) for name in ("ece", "mce")}
         values["bin_edges"] = np.linspace(0, 1, self.bins + 1)
@@ -617,16 +609,16 @@ class CalibrationMetrics(MetricSet):
 
 @dataclass(frozen=True)
 class RegressionMetrics(MetricSet):
-    """What ``metrics="regression"`` measures of numbers.
+    """Errors of predicted numbers, ``metrics="regression"``.
 
-    Outputs and labels are (B,), one column, or (B, n), or (B, T, n) where each step
-    counts as a row; (B, 1) and (B,) go together. The numbers of all columns are the
-    means of those of each, RMSE and R2 too, as scikit-learn's "uniform_average".
+    Outputs and labels are (B,), (B, n), or (B, T, n), where each step counts as a row;
+    (B, 1) and (B,) may be mixed. Overall values are the means of all columns, as with
+    scikit-learn's "uniform_average", also for RMSE and R2.
 
     Args:
-        ignore: A label that does not count; may be NaN. Other columns of its row
+        ignore: A label that does not count; may be NaN. Other columns of the same row
             count.
-        columns: Their names, for the report; None: numbers.
+        columns: Names of the columns; None: numbers.
 
     Example:
         >>> RegressionMetrics(ignore=float("nan"))
@@ -651,7 +643,7 @@ class RegressionMetrics(MetricSet):
         predictions, labels = _columns(output), _columns(y)
         check_names(self.columns, labels.shape[1], "columns")
         counted = is_counted(labels, self.ignore, float("nan"))
-        near = [  # the means of the sample, where they are numbers
+        near = [  # the means of the sample, 0 where undefined
             torch.where(counted, each, torch.nan).nanmean(dim=0).nan_to_num(0, 0, 0)
             for each in (predictions, labels)
         ]
@@ -668,8 +660,8 @@ class RegressionMetrics(MetricSet):
             )
         if bad := int((~predictions[counted].isfinite()).sum()):
             raise ModelError(
-                f"{bad} of {int(counted.sum())} outputs are NaN or infinite, of which "
-                "nothing can be measured: look at the rows, and whether training "
+                f"{bad} of {int(counted.sum())} outputs are NaN or infinite, so "
+                "nothing can be measured: check these rows, and whether training "
                 "diverged"
             )
         return predictions, torch.where(counted, labels, torch.nan)
@@ -694,10 +686,10 @@ def _columns(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class UserMetrics(MetricSet):
-    """The user's own torchmetrics, by name."""
+    """The user's torchmetrics, by name."""
 
-    metrics: Mapping[str, Metric]  # in the order of the report; not changed
-    # Whether they get probabilities: torchmetrics treats scores as logits if any score
+    metrics: Mapping[str, Metric]  # in the order of the report; never updated
+    # Whether to update with probabilities: torchmetrics takes scores for logits if any
     # of an update is outside [0, 1], so the result would depend on the batches.
     scored: bool
 
@@ -735,7 +727,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_scored(metric: Metric) -> bool:
-    """Whether a metric, or one within it, is for classification.
+    """Whether a metric, or a metric within it, is one of torchmetrics.classification.
 
     Example:
         >>> import torchmetrics
@@ -781,7 +773,7 @@ def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
             for name, metric in _named(one):
                 if name == "loss":
                     raise OptionError(
-                        "metrics must not have one named 'loss', which is there"
+                        "metrics must not include the name 'loss', which is taken"
                     )
                 if name in user:
                     raise OptionError(
@@ -790,9 +782,8 @@ def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
                     )
                 if any(isinstance(module, Running) for module in metric.modules()):
                     raise OptionError(
-                        f"metrics[{name!r}] is of the last updates, of which there are "
-                        "none where parts are measured apart; give the metric without "
-                        "Running"
+                        f"metrics[{name!r}] depends on the order of updates, and parts "
+                        "are measured in parallel; give the metric without Running"
                     )
                 user[name] = metric
         elif one in _PRESETS:

@@ -1,7 +1,8 @@
 """Loss, accuracy and metrics of a model on data, on a cluster or in this process.
 
-Each part is scored on its own. Only sums, counts and metric states are merged, never
-means, so the result does not depend on how the data are partitioned.
+Parts are scored separately. Only sums, counts and metric states are merged, never
+means, so the result does not depend on the partitioning. Loss and accuracy are counted
+here, since replicas validate with them and do not load torchmetrics.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from daskdl.objective import Loss, Objective, OwnStep, batch_loss, is_sum, on_de
 from daskdl.serialization import Packed, PackedModel
 from daskdl.util import client_or_process, freed_memory_kept
 
-if TYPE_CHECKING:  # torchmetrics brings SciPy and matplotlib, some 90 MB
+if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib, about 90 MB
     from daskdl.evaluation.metric_state import MetricSpec, PartStates
     from daskdl.metrics import MetricSet
 
@@ -61,7 +62,7 @@ def evaluate(
         model: Any module, in training or evaluation mode; not changed.
         X: Inputs, or inputs and labels, of any type that :meth:`Trainer.fit` takes.
         y: Labels, or None if `X` includes them.
-        loss: ``loss(model(x), labels)``; also determines the meaning of the outputs.
+        loss: ``loss(model(x), labels)``, which also determines the meaning of outputs.
             None: no loss is measured, and the first outputs determine their meaning.
         metrics: See :meth:`Trainer.evaluate`.
         client: A synchronous `distributed.Client`; None: the default client, else a
@@ -112,8 +113,8 @@ def evaluate_model(
         if not labelled:
             raise OptionError(
                 "metrics need the outputs of the model, which a step does not show; "
-                "use daskdl.evaluate(trainer.model_, ..., metrics=...) if model(x) is "
-                "what is to be measured"
+                "to measure model(x), use daskdl.evaluate(trainer.model_, ..., "
+                "metrics=...)"
             )
         from daskdl.metrics import metric_sets
 
@@ -136,7 +137,7 @@ def evaluate_model(
             specs = metric_specs(sets, objective, *seen, source.classes or classes)
         elif objective is None and not checks.is_classification(*seen):
             raise OptionError(
-                "there is nothing to measure without loss and metrics where labels are "
+                "there is nothing to measure without loss and metrics, as labels are "
                 "not class indices; give loss=, metrics=, or both"
             )
         masked = run.classes is None and any(one.metrics.masks_nan for one in specs)
@@ -161,7 +162,7 @@ def evaluate_model(
             for merger, own in zip(mergers, states, strict=True):
                 merger.add_(part, own)
     warn_of_unscored(read, [part for part in scores if not scores[part].examples])
-    # In order, so that the sum does not depend on which part was first.
+    # In order of the parts, so that the sum does not depend on their arrival.
     values = sum((scores[part] for part in sorted(scores)), Score()).metrics()
     if objective is None:
         del values["loss"]
@@ -189,13 +190,13 @@ def warn_of_unscored(read: ReadOptions, parts: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class PartScorer:
-    """Scores one part, on a worker or here; picklable."""
+    """Scores one part, on a worker or in this process; picklable."""
 
     model: PackedModel
     loss: Packed[Objective] | None  # None: the loss is 0
     batch_size: int
     transform: Transform | None
-    labels: LabelCheck | None  # None: they are not checked
+    labels: LabelCheck | None  # None: not checked
     skips: bool  # leave out parts that cannot be read
     first: Kinds  # of the rows of the dry run
     specs: "Packed[tuple[MetricSpec, ...]] | None"
@@ -203,13 +204,13 @@ class PartScorer:
     def __call__(
         self, source: Source, part: int
     ) -> "tuple[Score, tuple[PartStates, ...]]":
-        """Score a part; propagates errors of the user's code and of reading."""
+        """Return loss and accuracy, and the states of each set of metrics."""
         device = batching.auto_device()
         module = self.model.module(lambda copy: copy.eval().to(device))
         loss: Objective | None = None
         if self.loss is not None:
             loss = self.loss.shared(lambda copy: on_device(copy, device))
-        # A step may compute gradients with respect to x.
+        # A step may need gradients with respect to x.
         own = isinstance(loss, OwnStep)
         shapes = ShapeCheck(self.first, self.transform)
 
@@ -251,7 +252,7 @@ class PartScorer:
 
 
 class Score(NamedTuple):
-    """Loss and accuracy on some examples, as sums that can be added.
+    """Loss and accuracy on some rows, as sums that can be added.
 
     Example:
         >>> (Score(3.0, 1, 2, 2) + Score(1.0, 1, 1, 1)).metrics()
@@ -260,10 +261,10 @@ class Score(NamedTuple):
 
     loss_sum: float = 0.0
     correct: int = 0  # correctly predicted labels
-    labels: int = 0  # predicted labels; 0 if labels are not class indices
+    labels: int = 0  # counted labels; 0 if labels are not class indices
     examples: int = 0  # rows
-    # Weight of the rows in the loss - number of rows; negative where the loss ignores
-    # labels, or classes weigh less than 1.
+    # The weight of the rows in the mean loss minus their number: negative if the loss
+    # ignores labels, or class weights are below 1.
     more: float = 0.0
 
     @override
@@ -271,7 +272,7 @@ class Score(NamedTuple):
         return Score(*map(operator.add, self, other))
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean loss, NaN if no example counts for it, and the accuracy."""
+        """Return the mean loss, NaN if the loss ignores all rows, and the accuracy."""
         if not self.examples:
             raise DataError("no examples were scored")
         weight = self.examples + self.more
@@ -288,10 +289,10 @@ def score_batches(
     device: torch.device | str,
     observe: Callable[[Tree, Tree], None] | None = None,
 ) -> Score:
-    """Score a module on batches in evaluation mode; its modes are restored afterwards.
+    """Score a module on batches in evaluation mode; restore its modes afterwards.
 
-    Uses `no_grad` rather than inference mode, since tensors that a live module caches
-    in inference mode cannot be used in training.
+    In `no_grad` rather than inference mode: a live module cannot train with tensors
+    that it has cached in inference mode.
 
     Example:
         >>> rows = [(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))]
@@ -317,7 +318,7 @@ def score_batches(
             elif checks.is_classification(output, y):
                 ignored, best = checks.ignored_label(loss), output.max(dim=1)
                 counted = torch.ones_like(y).bool() if ignored is None else y != ignored
-                # With NaN scores no class is the best.
+                # If scores are NaN, there is no best class.
                 right = (best.indices == y) & counted & ~best.values.isnan()
                 correct, labels = int(right.sum()), int(counted.sum())
             total += Score(loss_sum, correct, labels, rows, more)
@@ -329,9 +330,9 @@ def _loss_sum(
 ) -> tuple[float, float]:
     """Return the sum of a batch's losses, and its weight minus its number of rows.
 
-    A mean over class indices divides by the labels that are not ignored, weighted by
-    class. If batches were weighted by rows, a batch whose labels are all ignored would
-    make the total NaN, and the mean would depend on the batch size.
+    The mean loss of class indices divides by the class weights of the labels that are
+    not ignored. Weighting batches by rows instead would make the total depend on the
+    batch size, and NaN if a batch has ignored labels only.
     """
     if loss is None:
         return 0.0, 0.0
@@ -347,7 +348,7 @@ def _loss_sum(
         if weights_C is not None:
             labels = weights_C.to(y.device).double()[y.where(counted, 0)] * counted
         weight = labels.sum().item() * rows / max(y.numel(), 1)
-    if not weight:  # the loss would be 0/0
+    if not weight:  # the loss is 0/0
         return 0.0, -rows
     value = loss(output, y).item()
     return value * (1 if is_sum(loss) else weight), weight - rows
@@ -355,7 +356,7 @@ def _loss_sum(
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set evaluation mode, and restore the mode of each submodule afterwards."""
+    """Set evaluation mode; restore the mode of each submodule afterwards."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

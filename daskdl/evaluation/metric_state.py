@@ -1,10 +1,10 @@
 """Live torchmetrics on a part of the data, and the exact merge of all parts' states.
 
-Torchmetrics weights processes equally in a "mean", and includes the default states of
-processes without data. Here means are weighted by rows, float sums are compensated for
-rounding, and kept rows stay in the order of the parts, so the result does not depend on
-the order in which parts arrive. Metrics share no state: torchmetrics guesses from the
-first update which of them may.
+Not torchmetrics' merge, which weights processes equally in a "mean" and includes the
+defaults of processes without data. Here means are weighted by rows, float sums carry
+their rounding errors, and lists keep the order of the parts, so the result does not
+depend on the order of arrival. Metrics never share states: torchmetrics decides from
+the first update alone which may.
 """
 
 import copy
@@ -39,8 +39,7 @@ from daskdl.objective import Objective
 
 logger = logging.getLogger(__name__)
 
-# An update costs as much as hundreds of rows: batches are collected until there are so
-# many rows, or bytes.
+# An update costs as much as hundreds of rows, so batches are collected up to this size.
 GATHERED_ROWS = 4096
 GATHERED_BYTES = 16 * 2**20
 
@@ -49,23 +48,23 @@ class PartState(NamedTuple):
     """The state of one metric after one part."""
 
     updates: int  # > 0
-    rows: int  # the weight of its means
-    values: Mapping[str, Any]  # by the names of its states
+    rows: int  # the weight of means
+    values: Mapping[str, Any]  # by name of the state
 
 
-# By place in the collection: "name", or "name.inner" for a metric within a metric.
+# By name in the collection; "name.inner" for a metric within a metric.
 PartStates = Mapping[str, PartState]
 
 
 def update_(collection: MetricCollection, *given: Any) -> None:
-    """Update each metric with some rows, if there are any: some metrics refuse none."""
+    """Update each metric with rows, unless there are none, which some refuse."""
     if batching.length(given[-1]):
         for metric in collection.values(copy_state=False):
             metric.update(*given)
 
 
 def states_of(collection: MetricCollection, rows: int) -> PartStates:
-    """Return the states of live metrics after `rows` rows, which end their use."""
+    """Return the states of live metrics after `rows` rows; do not update them again."""
     return {
         place: PartState(
             metric.update_count,
@@ -106,14 +105,14 @@ class StateMerger:
         }
 
     def add_(self, part: int, states: PartStates) -> None:
-        """Add the states of a part; each part comes once."""
+        """Add the states of a part, once for each part."""
         for place, (updates, rows, values) in states.items():
             self._updates[place] += updates
             for name, value in values.items():
                 self._states[place][name].add_(value, rows, part)
 
     def merged(self) -> MetricCollection:
-        """Return metrics with the merged states of all parts."""
+        """Return new metrics with the merged states."""
         collection = copy.deepcopy(self._collection)
         for place, metric in _metrics(collection):
             if self._updates[place]:
@@ -125,15 +124,15 @@ class StateMerger:
 
 
 class _MergedState:
-    """One state of a metric over all parts so far, by torchmetrics' reduction."""
+    """One state of a metric over all parts so far."""
 
     def __init__(self, reduction: Any) -> None:
         self._reduction = reduction
         self._rows = 0
-        self._total: Any = None  # the sum, or the extreme
-        self._lost: Any = 0  # to rounding: Knuth's two-sum
+        self._total: Any = None  # sum, maximum or minimum
+        self._lost: Any = 0  # rounding errors of the sum, by Knuth's two-sum
         self._dtype: np.dtype[Any] | None = None
-        self._parts: dict[int, Any] = {}  # states that are not reduced, by part
+        self._parts: dict[int, Any] = {}  # other states, by part
 
     def add_(self, state: Any, rows: int, part: int) -> None:
         merges = (dim_zero_sum, dim_zero_mean, dim_zero_max, dim_zero_min)
@@ -156,9 +155,9 @@ class _MergedState:
             )
         if self._reduction in (dim_zero_max, dim_zero_min):
             extreme = np.maximum if self._reduction is dim_zero_max else np.minimum
-            self._total = extreme(self._total, array)  # both keep NaN, as torch does
+            self._total = extreme(self._total, array)  # keeps NaN, like torch
             return
-        with np.errstate(invalid="ignore"):  # nothing is lost of inf
+        with np.errstate(invalid="ignore"):  # inf - inf
             total = self._total + array
             ours = total - array
             lost = (self._total - ours) + (array - (total - ours))
@@ -194,7 +193,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _metrics(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
-    """Yield place and metric, nested ones too; no wrappers, which only delegate."""
+    """Yield metrics by name, also nested ones; wrappers only delegate to those."""
     for name, metric in collection.items(keep_base=True, copy_state=False):
         for inner, module in metric.named_modules():
             if isinstance(module, Metric) and not isinstance(module, WrapperMetric):
@@ -202,14 +201,14 @@ def _metrics(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
 
 
 class MetricSpec(NamedTuple):
-    """A set of metrics ready to be measured; picklable."""
+    """A set of metrics for data like a sample; picklable."""
 
     metrics: MetricSet
     sample: SampleBatch
     collection: MetricCollection  # before any update; copied, never changed
 
     def merger(self) -> StateMerger:
-        """Return a merger of the states of parts."""
+        """Return a new merger of the states of parts."""
         return StateMerger(self.collection)
 
     def section(self, merger: StateMerger) -> Section:
@@ -219,7 +218,7 @@ class MetricSpec(NamedTuple):
                 computed: Mapping[str, Any] = merger.merged().compute()
             except USER_ERRORS as error:
                 raise DataError(
-                    f"metrics could not be computed of the rows there are: {error}"
+                    f"metrics could not be computed from all rows: {error}"
                 ) from error
         return self.metrics.section(self.sample, computed)
 
@@ -231,7 +230,7 @@ def metric_specs(
     y: Tree,
     classes: Sequence[str] | None,
 ) -> tuple[MetricSpec, ...]:
-    """Prepare sets of metrics for outputs and labels like these, and try them."""
+    """Prepare sets of metrics for such outputs and labels, and try one update."""
     if y is None:
         raise DataError("labels must be given, or data that have them, for metrics")
     for name, leaf in batching.named(output, "output"):
@@ -260,19 +259,19 @@ def metric_specs(
 
 
 class MetricAccumulator:
-    """Live metrics of one part, on the CPU."""
+    """Live metrics of one part, on the CPU, updated with many rows at a time."""
 
     def __init__(self, specs: Sequence[MetricSpec], name: str) -> None:
         self._specs = specs
         self._name = name
         self._live = [copy.deepcopy(spec.collection) for spec in specs]
         self._waiting: list[tuple[Tree, Tree]] = []
-        self._shapes: Any = None  # of a row of those waiting
+        self._shapes: Any = None  # of the waiting rows
         self._waiting_rows = self._most = 0
         self._measured = 0  # rows
 
     def add_(self, output: Tree, y: Tree) -> None:
-        """Measure some rows, now or together with later ones."""
+        """Add rows."""
         shapes = [leaf.shape[1:] for leaf in batching.named_both((output, y)).values()]
         if shapes != self._shapes:
             self._measure()
@@ -309,9 +308,9 @@ class MetricAccumulator:
 
 @contextmanager
 def _warnings_logged() -> Iterator[None]:
-    """Log warnings, such as those of classes without rows; the report shows them too.
+    """Log warnings, such as those about classes without rows, which the report has too.
 
-    On the client only: warning filters belong to the whole process.
+    Only on the client: warning filters are global.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

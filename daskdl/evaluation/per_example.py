@@ -1,8 +1,8 @@
 """The loss of each example, and the examples with the largest losses.
 
-Hides which losses can be computed for a whole batch at once, how keys and positions
-identify examples, and how the worst of all parts are found exactly: NaN first, then the
-largest loss; equal losses keep the order of the data.
+Hides which losses are computed for a whole batch at once, how keys and positions
+identify examples, and how the worst of all parts are selected: NaN first, then the
+largest losses; equal losses in the order of the data.
 """
 
 import copy
@@ -70,7 +70,7 @@ def score_examples(
         if read.skips:
             raise OptionError(
                 "on_bad_batch must be 'raise' for Dask's collections, whose scores are "
-                "computed later, by Dask"
+                "computed later"
             )
     keyed = key if isinstance(key, bool) else None
     with client_or_process(client) as found:
@@ -112,13 +112,13 @@ def worst_examples(
     with client_or_process(client) as found:
         if dask_collections.is_bag(X):
             keyed = key
-            if not read.skips:  # the first example shows whether there are keys
+            if not read.skips:  # the first example shows if there are keys
                 keyed = with_first_rows(Examples(X, key), found).reader.keyed
             if keyed:
                 keys = Keys(X.map(operator.itemgetter(0)))
                 X = X.map(operator.itemgetter(1))
         source = _source(model, objective, X, y, read, found, False, classes)
-        if isinstance(source, Examples):  # all have one shape, and are rows of a part
+        if isinstance(source, Examples):  # of one shape, so that parts have rows
             first, source = source.first, source_of(X, None, read, labelled=False)
             source.first = first
         if keys is not None:
@@ -156,7 +156,7 @@ def _source(
     keyed: bool | None,
     classes: Sequence[str] | None,
 ) -> Source:
-    """Return the data with rows for a dry run; `Examples` for bags and lists."""
+    """Return a source with rows for a dry run; `Examples` for bags and lists."""
     checks.check_module(model)
     checks.check_loss(objective)
     source = source_of(X, y, read, labelled=not isinstance(objective, OwnStep))
@@ -169,7 +169,7 @@ def _source(
 
 
 def _like(X: Any, scores: np.ndarray) -> Any:
-    """Return a tensor, a pandas series or an array, depending on X."""
+    """Return scores as a tensor, a pandas series or an array, like X."""
     leaves = batching.leaves(X) if isinstance(X, tuple | dict) else [X]
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         return torch.from_numpy(scores)
@@ -184,34 +184,34 @@ def _like(X: Any, scores: np.ndarray) -> Any:
 
 
 class Scored(NamedTuple):
-    """Losses and predictions of rows, as numpy arrays."""
+    """Losses and predictions of rows, numpy arrays."""
 
     losses: np.ndarray  # float64
     ignored: np.ndarray | None = None  # rows whose labels the loss all ignores
-    labels: np.ndarray | None = None  # None: not one class for each row
+    labels: np.ndarray | None = None  # None: not one class index per row
     predicted: np.ndarray | None = None  # the class with the largest output
-    probabilities: np.ndarray | None = None  # of the label; None: the loss does not say
+    probabilities: np.ndarray | None = None  # of the label; None: unknown
 
 
 @dataclass(frozen=True)
 class ExampleScorer:
-    """Scores the rows of a part, on a worker or here; picklable."""
+    """Scores the rows of a part, on a worker or in this process; picklable."""
 
     model: PackedModel
     objective: Packed[Objective]
     batch_size: int
     transform: Transform | None
-    by_rows: bool  # outputs have a row for each of the batch
+    by_rows: bool  # see `has_rows`
     penalty: float  # added to each loss
-    labels: LabelCheck | None  # None: they are not checked
-    skips: bool  # leaves out parts that cannot be read
+    labels: LabelCheck | None  # None: not checked
+    skips: bool  # leave out parts that cannot be read
 
     def __call__(self, source: Source, part: int) -> np.ndarray:
-        """Return the loss of each row of a part, float64."""
+        """Return the losses of a part, float64."""
         return self._losses(self.rows(source, part))
 
     def checked_losses(self, some: Iterable[Rows]) -> np.ndarray:
-        """Return the loss of each row, for rows that come without their part."""
+        """Return the losses of rows whose labels are not checked yet."""
         return self._losses(self._checked(some))
 
     def _losses(self, some: Iterable[Rows]) -> np.ndarray:
@@ -225,7 +225,7 @@ class ExampleScorer:
             yield rows
 
     def rows(self, source: Source, part: int) -> Iterator[Rows]:
-        """Yield the rows of a part, with labels that the loss accepts."""
+        """Yield the rows of a part, with checked labels."""
         name = source.name(part)
         try:
             yield from self._checked(rows_of_part(source, part, self.batch_size), name)
@@ -234,12 +234,12 @@ class ExampleScorer:
                 raise
 
     def scored(self, rows: Rows, *, predict: bool) -> Scored:
-        """Score rows, in order; there may be none."""
+        """Score rows, in order; also predict classes, if asked to."""
         device = batching.auto_device()
         module = self.model.module(lambda copy: copy.eval().to(device))
         objective = self.objective.shared(lambda copy: on_device(copy, device))
         dtype = batching.floating_dtype(module)
-        # A step may compute gradients with respect to x.
+        # A step may need gradients with respect to x.
         own = isinstance(objective, OwnStep)
         found: list[Scored] = []
         for batch in batching.batches([batching.whole(rows)], self.batch_size):
@@ -268,7 +268,7 @@ class ExampleScorer:
 
 
 def check_rows_kept(made: Batch, rows: int) -> None:
-    """Refuse a transformed batch with another number of rows."""
+    """Refuse a transform that changed the number of rows."""
     for leaf in batching.named_both(made).values():
         if tuple(leaf.shape[:1]) != (rows,):
             raise ModelError(
@@ -287,7 +287,7 @@ def _scorer(
     penalty: float = 0.0,
     wrong_only: bool = False,
 ) -> ExampleScorer:
-    """Make a scorer, with a dry run on two rows that finds errors early."""
+    """Return a scorer after a dry run on two rows."""
     own = isinstance(objective, OwnStep)
     packed = PackedModel(model, here=here)
     loss = Packed(objective, "step" if own else "loss")
@@ -306,8 +306,8 @@ def _scorer(
                 )
         except checks.USER_ERRORS as error:
             raise ModelError(
-                f"{'step' if own else 'loss'} failed on a batch of one row, which is "
-                f"how each example gets a score: {error}"
+                f"{'step' if own else 'loss'} failed on a batch of one row, which "
+                f"scores one example: {error}"
             ) from error
     if wrong_only and class_predictions(objective, output, y) is None:
         raise OptionError(
@@ -321,7 +321,7 @@ def _scorer(
 
 
 def has_rows(module: nn.Module, x: Tree) -> bool:
-    """Whether outputs have one row per input row, tried with two and three rows.
+    """Whether outputs have a row per input row, by a trial with two and three rows.
 
     Example:
         >>> x = torch.zeros(2, 5)
@@ -332,7 +332,7 @@ def has_rows(module: nn.Module, x: Tree) -> bool:
     def fits(output: Any, rows: int) -> bool:
         if isinstance(output, tuple | dict):
             inner = list(output.values() if isinstance(output, dict) else output)
-            # Other classes of mappings and tuples may change when they are cut.
+            # Slicing may not preserve other mappings and tuples.
             plain = type(output) in (tuple, dict) or hasattr(output, "_fields")
             return plain and bool(inner) and all(fits(leaf, rows) for leaf in inner)
         return isinstance(output, Tensor) and output.ndim > 0 and len(output) == rows
@@ -342,7 +342,7 @@ def has_rows(module: nn.Module, x: Tree) -> bool:
     return all(map(fits, outputs, (2, 3)))
 
 
-# Exactly these classes: subclasses may compute anything.
+# Losses of torch and Keras that are means over rows; not subclasses.
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, CrossEntropyOfProbabilities)
 _OF_ROWS = (
     *_OF_CLASSES,
@@ -365,9 +365,9 @@ _OF_ROWS = (
 def example_losses(
     module: nn.Module, objective: Objective, batch: Batch, *, by_rows: bool
 ) -> tuple[Tensor, Any]:
-    """Compute the loss of each example, as the loss of a batch of one.
+    """Return the loss of each example, as a batch of one, and the outputs of all.
 
-    Also return the outputs; None if the model was called with one row at a time.
+    The outputs are None if the model was called for each row.
     """
     cuts = [slice(i, i + 1) for i in range(batching.rows_in(batch))]
     output = None
@@ -391,7 +391,7 @@ def example_losses(
 
 
 def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
-    """Compute all losses at once; None where rows may share something."""
+    """Return the losses of all rows; None if rows may depend on each other."""
     if type(loss) not in _OF_ROWS or not (
         isinstance(output, Tensor) and isinstance(y, Tensor)
     ):
@@ -399,14 +399,14 @@ def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
     classes = checks.is_classification(output, y)
     if not classes and (
         output.shape != y.shape
-        # Such a weight may differ between rows.
+        # A weight with an axis of rows.
         or any(b.numel() > 1 and b.ndim >= output.ndim for b in loss.buffers())
     ):
         return None
-    single = copy.copy(loss)  # threads share it
+    single = copy.copy(loss)  # threads share the loss
     single.reduction = "none"
     values: Tensor = single(output, y)
-    if not values.ndim:  # the rows of one axis were taken for classes
+    if not values.ndim:  # the loss took rows for classes
         return None
     values = values.reshape(len(values), -1)
     if loss.reduction != "mean":  # "sum", and "batchmean" of a single row
@@ -423,9 +423,10 @@ def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
 def class_predictions(
     loss: Any, output: Any, y: Tree
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-    """Return labels, predictions and the labels' probabilities, see `Scored`.
+    """Return labels, predicted classes and probabilities, see `Scored`.
 
-    None unless each row has one class index. An ignored label has the probability NaN.
+    None unless labels are one class index per row. The probability of an ignored label
+    is NaN.
     """
     if not checks.is_classification(output, y) or y.ndim != 1:
         return None
@@ -448,7 +449,7 @@ def class_predictions(
 
 
 def _ignored(loss: Any, y: Tree) -> np.ndarray | None:
-    """Return which rows have only labels that the loss ignores."""
+    """Return a mask of the rows whose labels are all ignored."""
     label = checks.ignored_label(loss)
     if label is None or not isinstance(y, Tensor):
         return None
@@ -456,8 +457,8 @@ def _ignored(loss: Any, y: Tree) -> np.ndarray | None:
     return ignored
 
 
-# Those that add ``weight_decay * parameter`` to the gradient, which is what a term
-# ``0.5 * weight_decay * parameter ** 2`` of the loss does.
+# Optimizers that add ``weight_decay * parameter`` to the gradient, which is the
+# gradient of ``0.5 * weight_decay * parameter ** 2``.
 _ADD_TO_GRADIENT = (
     optim.ASGD,
     optim.Adadelta,
@@ -472,9 +473,9 @@ _ADD_TO_GRADIENT = (
 
 
 def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
-    """Return the penalty that weight decay and regularizers add to any example's loss.
+    """Return the penalty of weight decay and regularizers, a term of every loss.
 
-    Weight decay adds ``0.5 * weight_decay`` times the sum of squares of each group.
+    Weight decay adds ``0.5 * weight_decay * sum of squares`` for each parameter group.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -499,12 +500,12 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
             raise OptionError(
                 "regularization=True needs an optimizer whose weight decay is a term "
                 f"of the loss, such as SGD's or Adam's, got {type(optimizer).__name__} "
-                f"with weight_decay={decay:g}, which is taken off the weights apart "
-                "from the gradient; use regularization=False"
+                f"with weight_decay={decay:g}, which is decoupled from the gradient; "
+                "use regularization=False"
             )
         squares = [p.detach().double().square().sum().item() for p in group["params"]]
         total += 0.5 * decay * sum(squares)
-    fresh = copied(model)  # a model adds no activity penalties before it sees rows
+    fresh = copied(model)  # without activity penalties of former rows
     if isinstance(fresh, Penalised):
         with torch.no_grad():
             penalty = fresh.penalty()
@@ -519,26 +520,24 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
 class Keys:
     """One key for each example."""
 
-    # A list in the order of the examples, or a Dask collection with the partitions of
-    # the data.
-    values: Any
-    name: str | None = None  # of a list that was the column of a table
+    values: Any  # a list in order, or a Dask collection with the partitions of the data
+    name: str | None = None  # of the table column that a list was
 
     def check(self, source: Source) -> None:
-        """Refuse keys in memory for unordered data, or another number of rows."""
+        """Refuse keys in memory if the data have no order, or another length."""
         if not isinstance(self.values, list):
             return
         if source.sequential:
             raise OptionError(
-                "key must be None for data that are gone through from the beginning: "
-                "their rows come from several shards at a time, in no order"
+                "key must be None for sequential data: their rows come from several "
+                "shards at a time, in no order"
             )
         rows = sources.rows_in(source)
         if rows is not None:
             self.check_count(rows)
 
     def check_count(self, rows: float) -> None:
-        """Refuse a number of rows other than that of the keys in memory."""
+        """Refuse another number of rows than that of keys in memory."""
         if isinstance(self.values, list) and rows != len(self.values):
             raise DataError(
                 f"key must have one value for each row, got {len(self.values)} for "
@@ -572,9 +571,9 @@ class Keys:
     def of(
         self, places: Sequence[tuple[int, int, int]], client: Client | Literal[False]
     ) -> list[Any]:
-        """Return the keys of examples, given by part, row of it, and row of the data.
+        """Return the keys of examples at (part, row of the part, row of the data).
 
-        Computes the partitions they are in.
+        Computes the partitions of keys that are needed.
         """
         if isinstance(self.values, list):
             return [self.values[number] for _, _, number in places]
@@ -591,7 +590,7 @@ class Keys:
 
 
 def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
-    """Split data into data without keys and the keys; a bag keeps its pairs.
+    """Separate data and keys; a bag keeps its pairs.
 
     Example:
         >>> keys_apart(np.zeros((2, 3)), "id")
@@ -640,7 +639,7 @@ ndarray; give one value for each row
 
 
 def _cut_alike(X: Any, key: Any) -> Any:
-    """Cut a ``dask.array`` of keys into the blocks of the first array of X."""
+    """Rechunk a ``dask.array`` of keys like the first array of X."""
     first = batching.leaves(X)[0] if isinstance(X, tuple | dict) else X
     if not is_dask_array(first) or key.ndim != 1:
         raise OptionError(
@@ -656,7 +655,7 @@ def _cut_alike(X: Any, key: Any) -> Any:
         return key.rechunk({0: first.chunks[0]})
     if key.numblocks[0] != first.numblocks[0]:
         raise DataError(
-            "key must have the blocks of X where their lengths are not known, got "
+            "key must have the blocks of X if their lengths are unknown, got "
             f"{key.numblocks[0]} for {first.numblocks[0]}"
         )
     return key
@@ -678,7 +677,7 @@ def _take(values: Any, rows: list[int]) -> list[Any]:
     if max(rows) >= len(values):
         raise DataError(
             f"key has {len(values)} values in a part that had at least {max(rows) + 1} "
-            "rows; it must be cut as the data are, and be the same each time"
+            "rows; it must have the partitions of the data, and not change"
         )
     return [values[row] for row in rows]
 
@@ -691,17 +690,17 @@ class WorstExample:
     """One example, its loss and its prediction.
 
     Attributes:
-        loss: Loss of a batch of this example alone.
+        loss: Loss of a batch with only this example.
         part: Origin: the URL of a file, or the name of a partition.
         row: Row within the part, from 0.
         number: Row within all data, from 0; None if the data have no order.
-        key: The key given for it, or None.
-        label: A class index; None if the labels are not one class for each row.
-        predicted: The class with the largest output; None if `label` is.
-        probability: Probability of the label; None if the loss does not imply what the
-            outputs are.
+        key: Its key, or None.
+        label: A class index; None if labels are not one class index per row.
+        predicted: The class with the largest output; None if `label` is None.
+        probability: Probability of the label; None if the loss does not determine the
+            meaning of the outputs.
         x: The row as arrays without the axis of rows, before any transform.
-        y: Its labels in the same form, or None.
+        y: The labels in the same form, or None.
     """
 
     loss: float
@@ -751,7 +750,7 @@ class WorstExamples(Sequence[WorstExample]):
         return len(self.examples)
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`, a row for each without x and y; needs pandas.
+        """Return a `pandas.DataFrame` with a row for each example, without x and y.
 
         Raises:
             OptionError: If pandas is missing.
@@ -831,13 +830,13 @@ def _row(i: int, tree: Tree) -> Tree:
 
 
 def _worst(found: Sequence[Found], top: int) -> list[Found]:
-    """Return the `top` worst ones, worst first."""
+    """Return the `top` worst examples, worst first."""
     in_order = sorted(found, key=lambda one: (one[0], one[1].row))
     losses = np.array([one.loss for _, one in in_order], dtype=np.float64)
     return [in_order[i] for i in _worst_first(losses)[:top].tolist()]
 
 
 def _worst_first(losses: np.ndarray) -> np.ndarray:
-    """Order by loss, NaN first; equal losses keep their order."""
+    """Return the order by loss, NaN first; equal losses keep their order."""
     missing = np.isnan(losses)
     return np.lexsort((-np.where(missing, 0, losses), ~missing))

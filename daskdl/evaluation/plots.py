@@ -1,6 +1,6 @@
 """Pictures of an evaluation: confusion matrix, curves, reliability diagram.
 
-Matplotlib is imported when something is drawn, and its global state is not touched.
+Matplotlib is imported on use, and its global state does not change.
 C classes, M bins, P points of a curve.
 """
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[np.float64]
 
-# Okabe and Ito's colors, distinct for color-blind readers too, without yellow.
+# Okabe and Ito's palette for color-blind readers, without yellow.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-DASHES = ("-", "--")  # with the colors, enough for the curves that are named
+DASHES = ("-", "--")
 PALE, DARK = "#BBBBBB", "#555555"
 
 _WIDTH, _HEIGHT = 6.0, 4.5  # of one picture, inches
-_COUNTED = 20  # classes up to which each cell of a matrix has its number
-_TICKS = 10  # class names along one side, of more classes than that
-_NAMED = 10  # curves with a color of their own; of more, those with the least area
+_COUNTED = 20  # largest matrix whose cells show their counts
+_TICKS = 10  # class names along the sides of larger matrices
+_NAMED = 10  # curves with a color and a name, those with the smallest areas
 _BESIDE: dict[str, Any] = {
     "loc": "upper left",
     "bbox_to_anchor": (1.02, 1),
@@ -35,7 +35,7 @@ _BESIDE: dict[str, Any] = {
 
 
 def figure_of(pictures: "Sequence[Callable[[SubFigure], None]]") -> "Figure":
-    """Draw pictures beside and below each other."""
+    """Draw pictures in two columns."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -53,14 +53,14 @@ def figure_of(pictures: "Sequence[Callable[[SubFigure], None]]") -> "Figure":
 
 
 def short(name: str, letters: int) -> str:
-    """Cut a name to a number of letters."""
+    """Truncate a name."""
     return name if len(name) <= letters else f"{name[: letters - 1]}…"
 
 
 def draw_confusion(
     confusion_CC: NDArray[np.int64], names: Sequence[str], figure: "SubFigure"
 ) -> None:
-    """Draw a confusion matrix: colors are shares of the row, numbers are counts."""
+    """Draw a confusion matrix: colors show shares of the row, numbers are counts."""
     axes = figure.add_subplot()
     share_CC = confusion_CC / np.maximum(confusion_CC.sum(axis=1, keepdims=True), 1)
     image = axes.imshow(share_CC, cmap="Blues", vmin=0, vmax=1)
@@ -68,7 +68,7 @@ def draw_confusion(
     axes.set(title="Confusion matrix", xlabel="predicted", ylabel="actual")
     each = 1 if len(names) <= _COUNTED else -(-len(names) // _TICKS)
     places = range(0, len(names), each)
-    # Matplotlib typesets text between dollars as mathematics.
+    # Matplotlib typesets text between dollar signs as mathematics.
     shown = [short(names[k], 12).replace("$", r"\$") for k in places]
     axes.set_yticks(places, shown)
     upright = len(shown) > 4 and max(map(len, shown)) > 2
@@ -91,7 +91,7 @@ def draw_curves(
     names: Sequence[str],
     figure: "SubFigure",
 ) -> None:
-    """Draw one curve for each class, named beside the picture."""
+    """Draw a curve for each class, with a legend beside the picture."""
     roc = kind == "roc"
     title, x, y, area = (
         ("ROC", "false positive rate", "true positive rate", "AUC")
@@ -100,7 +100,7 @@ def draw_curves(
     )
     axes = figure.add_subplot()
     axes.set(title=title, xlabel=x, ylabel=y, xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
-    # Precision holds from one threshold to the next.
+    # Precision is constant between thresholds.
     drawstyle = "default" if roc else "steps-pre"
     if roc:
         axes.plot([0, 1], [0, 1], color=PALE, linestyle=":", zorder=1)
@@ -134,7 +134,7 @@ def draw_reliability(
     accuracy_M: Numbers,
     figure: "SubFigure",
 ) -> None:
-    """Draw how often predictions of each confidence are right, and their number."""
+    """Draw the accuracy of predictions by confidence, above their number."""
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     there = count_M > 0
     width = np.diff(edges)

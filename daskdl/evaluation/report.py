@@ -1,7 +1,7 @@
-"""What an evaluation returns: a dict that prints as a report, saves, and draws.
+"""The result of an evaluation: a dict that prints as a report and draws pictures.
 
-A section is data: blocks of text and tables, per-class columns, pictures. Text and HTML
-are written from the same blocks. No torch, no Dask; pandas and matplotlib are optional.
+Each set of metrics has a section of text, tables and pictures; text and HTML are
+rendered from the same blocks. No torch, no Dask; pandas and matplotlib are optional.
 """
 
 import html
@@ -44,7 +44,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """The values of one set of metrics, and how they are shown."""
+    """The values of one set of metrics, and their report."""
 
     kind: str
     values: Values
@@ -64,7 +64,7 @@ class Section:
 
 
 def decimals(value: float) -> str:
-    """Write a number with 4 decimals; "-" for NaN.
+    """Format a number with 4 decimals; NaN is "-".
 
     Example:
         >>> decimals(0.5), decimals(float("nan")), decimals(1e-7), decimals(123456.0)
@@ -77,7 +77,7 @@ def decimals(value: float) -> str:
 
 
 def as_text(blocks: Iterable[Text | Table]) -> str:
-    """Write a report for a terminal.
+    """Render a report for a terminal.
 
     Example:
         >>> print(as_text([Text("Errors", "h4"), Table([("MSE", "0.5000")])]))
@@ -103,12 +103,12 @@ def _aligned(table: Table) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Remove line breaks, tabs and control characters."""
+    """Replace line breaks, tabs and control characters by spaces."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def as_html(blocks: Iterable[Text | Table]) -> str:
-    """Write a report for a notebook; every name is escaped.
+    """Render a report for a notebook, with names escaped.
 
     Example:
         >>> as_html([Text("<b>")])
@@ -130,8 +130,8 @@ def as_html(blocks: Iterable[Text | Table]) -> str:
     return f"<div>{''.join(map(written, blocks))}</div>"
 
 
-LIMIT = 20  # classes in a table or matrix; beyond, nobody reads them
-WORST = 10  # of more classes, these are shown
+LIMIT = 20  # classes in a table or matrix
+WORST = 10  # classes shown if there are more
 
 _AVERAGED = ("precision", "recall", "f1", "roc_auc", "average_precision")
 _SCALARS = {
@@ -170,7 +170,7 @@ def user_metrics(values: Values) -> Section:
 
 
 def classification(values: Values, names: tuple[str, ...]) -> Section:
-    """Report rates, confusion matrix and curves; each row has one class."""
+    """Report rates, confusion matrix and curves of class predictions."""
     title = f"Classification: {len(names)} classes, {values['support'].sum()} labels"
     blocks = _class_blocks(title, values, names, "class", "with labels")
     if len(names) <= LIMIT:
@@ -198,14 +198,14 @@ def binary(values: Values, names: tuple[str, ...]) -> Section:
 
 
 def multilabel(values: Values, names: tuple[str, ...]) -> Section:
-    """Report rates and curves; a row may have any number of labels."""
+    """Report rates and curves of several labels per row."""
     title = f"Multilabel: {len(names)} labels, {values['rows']} rows"
     blocks = _class_blocks(title, values, names, "label", "that occur")
     return Section("multilabel", values, blocks, names, _curve_pictures(values, names))
 
 
 def _facts(values: Values, *, averaged: bool) -> Table:
-    # The number in "top_5_accuracy" is that of the classes it allows.
+    # Such as "top_5_accuracy", shown as "top-5 accuracy".
     shown = {"accuracy": "accuracy"}
     shown |= {
         n: n.replace("_", "-", 1).replace("_", " ") for n in values if "top_" in n
@@ -323,7 +323,7 @@ def regression(values: Values, names: tuple[str, ...]) -> Section:
 
 
 def calibration(values: Values, names: tuple[str, ...]) -> Section:
-    """Report the accuracy of predictions by confidence."""
+    """Report calibration errors, and the accuracy of each bin of confidence."""
     bins = [values[f"bin_{name}"] for name in ("count", "confidence", "accuracy")]
     edges = values["bin_edges"]
     rows = [
@@ -347,19 +347,18 @@ def calibration(values: Values, names: tuple[str, ...]) -> Section:
 
 
 class Evaluation(dict[str, Any]):
-    """Everything that was measured, by name: numbers, and numpy arrays.
+    """A dict of measured values by name, numbers and numpy arrays.
 
-    Without metrics it is the dict of loss and accuracy, and prints as one; with
-    metrics it prints as a report. Where two sets of metrics have a value of the same
-    name, that of the later one is named after its set: ``binary_precision``; of still
-    later ones of that kind ``binary_2_precision``, ``binary_3_precision``.
+    With metrics it prints as a report. If two sets of metrics have a value of the same
+    name, the later one is prefixed: ``binary_precision``, then ``binary_2_precision``,
+    ``binary_3_precision``.
 
     Args:
-        values: Of no set of metrics, as the loss.
-        sections: What each set of metrics measured.
+        values: Values that belong to no set of metrics, such as the loss.
+        sections: The values of each set of metrics.
 
     Attributes:
-        sections: Likewise.
+        sections: As given.
 
     Example:
         >>> Evaluation({"loss": 0.5})
@@ -380,7 +379,7 @@ class Evaluation(dict[str, Any]):
             _add_free(self, section, section.values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The values as Python's numbers and lists.
+        """Return the values as Python numbers, lists and dicts.
 
         Example:
             >>> Evaluation({"support": np.array([1, 2])}).to_dict()
@@ -390,7 +389,7 @@ class Evaluation(dict[str, Any]):
         return plain
 
     def to_json(self) -> str:
-        """The values as JSON; what is not defined or infinite is null.
+        """Return the values as JSON; NaN and infinity become null.
 
         Example:
             >>> Evaluation({"roc_auc": float("nan")}).to_json()
@@ -401,12 +400,12 @@ class Evaluation(dict[str, Any]):
     def to_pandas(
         self, rows: Literal["classes", "all"] | None = None
     ) -> "pd.DataFrame":
-        """The values as a table.
+        """Return the values as a table.
 
         Args:
-            rows: "classes": one for each class, label or column of the first set of
-                metrics that has any, with the values of sets with the same ones; "all":
-                one, with the single numbers. None: the first, if there are classes.
+            rows: "classes": a row for each class, label or column of the first set of
+                metrics that has any, with the values of all sets with the same names.
+                "all": one row with the single numbers. None: "classes" if possible.
 
         Raises:
             OptionError: If pandas is missing, or there are no classes.
@@ -431,14 +430,11 @@ class Evaluation(dict[str, Any]):
         return pd.DataFrame(columns, index=pd.Index(with_some[0].names))
 
     def plot(self, kind: str | None = None) -> "Figure":
-        """Draw what there is.
-
-        The figure is matplotlib's, shown by a notebook as it is, and saved by its
-        ``savefig``; nothing global is changed.
+        """Draw pictures into a new figure, which notebooks show; save it by `savefig`.
 
         Args:
             kind: "confusion_matrix", "roc", "precision_recall" or "reliability"; None:
-                all that this evaluation has.
+                all pictures of this evaluation.
 
         Raises:
             OptionError: If there is no such picture, or matplotlib is missing.
@@ -480,7 +476,7 @@ class Evaluation(dict[str, Any]):
 
 
 def _add_free(into: dict[str, Any], section: Section, values: Values) -> None:
-    """Add values; a name that is taken gets the kind of its section as a prefix."""
+    """Add values; names that are taken get the kind of the section as a prefix."""
     for name, value in values.items():
         free, number = name, 1
         while free in into:
@@ -490,7 +486,7 @@ def _add_free(into: dict[str, Any], section: Section, values: Values) -> None:
 
 
 def _plain(value: Any, *, finite: bool = False) -> Any:
-    """Return numbers, lists and dicts; if `finite`, None for NaN and infinity."""
+    """Return numbers, lists and dicts; `finite`: NaN and infinity become None."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
         if not finite:

@@ -1,10 +1,10 @@
-"""Counts that grow batch by batch, and the float64 arithmetic on them. No Dask.
+"""Metrics whose states merge exactly, and rates, areas and errors computed from them.
 
-Counts are torchmetrics' where its states merge exactly. Rates and areas are ours:
-torchmetrics divides in float32, which shows 0.9 as 0.89999998.
+Metrics are torchmetrics' wherever these merge exactly; each class here states why not.
+Rates and areas are float64; torchmetrics divides in float32, so 0.9 is 0.89999998.
 
-N rows that count, K classes, labels, columns or kinds, T thresholds, M bins. A rate of
-nothing at all, 0/0, is 0, as scikit-learn's is with ``zero_division=0``.
+N rows that count, K classes, labels or columns, T thresholds, M bins. Rates are 0
+instead of 0/0, as with scikit-learn's ``zero_division=0``.
 """
 
 import math
@@ -66,14 +66,13 @@ def mean_of(values: Numbers, counted: NDArray[np.bool_]) -> float:
 def matthews(confusion_KK: Counts) -> float:
     """Compute Matthews' correlation coefficient.
 
-    It is 0 if all labels or all predictions are equal, as in scikit-learn; torchmetrics
-    then returns 1 or -1.
+    Not torchmetrics, which returns 1 or -1 instead of 0 for constant labels.
 
     Example:
         >>> matthews(np.array([[2, 0], [0, 3]])), matthews(np.array([[2, 0], [0, 0]]))
         (1.0, 0.0)
     """
-    # Python's integers: the products below pass 2**63 at three thousand million rows.
+    # Python integers: the products exceed 2**63 above three billion rows.
     support = [int(n) for n in confusion_KK.sum(axis=1)]
     predicted = [int(n) for n in confusion_KK.sum(axis=0)]
     total, right = sum(support), int(np.trace(confusion_KK))
@@ -84,15 +83,15 @@ def matthews(confusion_KK: Counts) -> float:
     return (right * total - both) / math.sqrt(spread) if spread else 0.0
 
 
-POINTS = 101  # kept per curve: more than a picture shows
+POINTS = 101  # per curve: more than a picture shows
 MASKED = -1  # replaces a label that does not count
 
 
 class ThresholdCounts(NamedTuple):
-    """Counts at falling thresholds, from 0 to all; both int64, (T + 1,)."""
+    """Numbers of examples with scores at or above falling thresholds, each (T + 1,)."""
 
-    others: Counts  # examples of other classes with a score at least as high
-    hits: Counts  # and of the class
+    others: Counts  # examples of other classes
+    hits: Counts  # examples of the class
 
 
 def counts_at_thresholds(
@@ -100,8 +99,7 @@ def counts_at_thresholds(
 ) -> ThresholdCounts:
     """Count at each distinct score.
 
-    Steps inside a straight segment of the ROC curve are left out: they do not change
-    any area.
+    Points inside a straight segment of the ROC curve are left out; areas do not change.
 
     Example:
         >>> scores, hits = np.array([0.1, 0.9, 0.9]), np.array([False, True, False])
@@ -137,7 +135,7 @@ def _counts_of_each(scores: Any, targets: Any, columns: int) -> list[ThresholdCo
 
 
 class ClassCurves(MulticlassPrecisionRecallCurve):
-    """All scores and labels of classes, as torchmetrics keeps them: exact curves."""
+    """Torchmetrics' states, all scores and class indices; exact counts of them."""
 
     @override
     def compute(self) -> list[ThresholdCounts]:  # type: ignore[override]
@@ -145,7 +143,7 @@ class ClassCurves(MulticlassPrecisionRecallCurve):
 
 
 class LabelCurves(MultilabelPrecisionRecallCurve):
-    """All scores, and labels 0, 1 or `MASKED`, as torchmetrics keeps them."""
+    """Torchmetrics' states, all scores and labels 0, 1 or `MASKED`; exact counts."""
 
     @override
     def compute(self) -> list[ThresholdCounts]:  # type: ignore[override]
@@ -153,9 +151,9 @@ class LabelCurves(MultilabelPrecisionRecallCurve):
 
 
 class BinnedCurves(Metric):
-    """Number of rows with a score between thresholds, of the class and of others.
+    """Numbers of scores between thresholds, of the class and of other classes.
 
-    Torchmetrics is 40 times slower: it compares each score with each threshold.
+    Not torchmetrics, 70 times slower: it compares each score with each threshold.
     """
 
     full_state_update = False
@@ -169,7 +167,7 @@ class BinnedCurves(Metric):
 
     @override
     def update(self, scores_NK: Tensor, targets: Tensor) -> None:
-        """Count rows; targets are class indices (N,), or labels (N, K)."""
+        """Add rows; targets are class indices (N,), or labels (N, K)."""
         _, columns, thresholds = self.shape
         each = torch.arange(columns)
         hit = targets[:, None] == each if targets.ndim == 1 else targets == 1
@@ -188,9 +186,7 @@ class BinnedCurves(Metric):
 
 
 def areas_and_curves(each: list[ThresholdCounts]) -> dict[str, Any]:
-    """Return areas and curves of each class or label, NaN where undefined, by name.
-
-    Average precision weights precision at each threshold by the gain in recall.
+    """Return areas and curves of all classes or labels by name, NaN where undefined.
 
     Example:
         >>> scores, hits = np.array([0.1, 0.5, 0.9]), np.array([False, True, True])
@@ -208,7 +204,7 @@ def _area_and_curve(others: Counts, hits: Counts) -> tuple[Any, ...]:
     area = average = math.nan
     roc = precision_recall = np.full((2, POINTS), np.nan)
     if others[-1] and hits[-1]:
-        # Whole numbers: exact, whatever the number of steps.
+        # Integers, so the area is exact for any number of steps.
         twice = np.sum(np.diff(others) * (hits[1:] + hits[:-1]))
         area = float(twice / 2 / (float(others[-1]) * float(hits[-1])))
         roc = _thinned(np.stack([others / others[-1], hits / hits[-1]]))
@@ -221,7 +217,7 @@ def _area_and_curve(others: Counts, hits: Counts) -> tuple[Any, ...]:
 
 
 def _thinned(curve_2T: Numbers) -> Numbers:
-    """Keep `POINTS` points, evenly along the curve; the last one repeats."""
+    """Return `POINTS` points, evenly spaced along the curve or padded at its end."""
     count = curve_2T.shape[1]
     if count <= POINTS:
         return np.pad(curve_2T, ((0, 0), (0, POINTS - count)), mode="edge")
@@ -231,11 +227,9 @@ def _thinned(curve_2T: Numbers) -> Numbers:
 
 
 class ErrorSums(Metric):
-    """Sums of labels, predictions and errors of each column, for all of regression.
+    """Sums over the rows of each column, relative to values near the means.
 
-    Not torchmetrics, which cannot mask single columns, treats labels whose squares sum
-    to less than 1e-4 as constant, and loses digits where the mean of labels is far
-    above their spread. These sums are of differences to a value near the mean.
+    Not torchmetrics, which cannot mask columns and loses digits of tiny or far labels.
     """
 
     full_state_update = False
@@ -251,7 +245,7 @@ class ErrorSums(Metric):
 
     @override
     def update(self, predictions_NK: Tensor, labels_NK: Tensor) -> None:
-        """Add rows, both float64; NaN labels do not count."""
+        """Add rows, float64; NaN labels do not count."""
         counted = ~torch.isnan(labels_NK)
         p = torch.where(counted, predictions_NK - self.predicted, 0)
         y = torch.where(counted, labels_NK - self.labels, 0)
@@ -262,10 +256,9 @@ class ErrorSums(Metric):
 
     @override
     def compute(self) -> tuple[Counts, dict[str, Numbers]]:
-        """Return counts, and errors, R2 and correlation, NaN where undefined.
+        """Return counts, and errors, R2 and correlation by name, NaN where undefined.
 
-        R2 of constant labels is 1 if there is no error, else 0, as in scikit-learn and
-        torchmetrics.
+        R2 of constant labels is 1 without an error, else 0, as in scikit-learn.
         """
         values = self.count.numpy()
         squared, absolute, y, yy, p, pp, py = self.sums.numpy()
@@ -286,16 +279,15 @@ class ErrorSums(Metric):
 
 
 def _spread(squares: Numbers, total: Numbers, count: Numbers) -> Numbers:
-    """Sum the squares around the mean; below 1e-13 of all squares, it is rounding."""
+    """Return the sum of squares around the mean, 0 if it may be rounding."""
     spread: Numbers = squares - total**2 / count
     return np.where(spread <= 1e-13 * squares, 0.0, spread)
 
 
 class ReliabilityBins(Metric):
-    """Counts of predictions by their confidence, in bins of the same width.
+    """Numbers of predictions by confidence, in bins of equal width.
 
-    Not torchmetrics, which keeps every confidence and does not bin per class. A
-    confidence on the edge of two bins is in the upper one, 1 in the last one.
+    Not torchmetrics, which keeps every confidence and has no errors per class.
     """
 
     full_state_update = False
@@ -311,7 +303,7 @@ class ReliabilityBins(Metric):
 
     @override
     def update(self, confidence_NK: Tensor, right_NK: Tensor) -> None:
-        """Count predictions; confidences are float64 from 0 to 1."""
+        """Add predictions; confidences are float64 from 0 to 1."""
         edges = torch.linspace(0, 1, self.bins + 1, dtype=confidence_NK.dtype)[1:-1]
         bins = torch.bucketize(confidence_NK.contiguous(), edges, right=True)
         place = bins + torch.arange(self.kinds) * self.bins
@@ -325,7 +317,7 @@ class ReliabilityBins(Metric):
 
     @override
     def compute(self) -> dict[str, Any]:
-        """Return errors (K,), and values per bin (K, M), NaN for empty bins."""
+        """Return errors (K,) and values per bin (K, M), NaN for empty bins."""
         count, right = self.counts.numpy()
         confidence = self.confidences.numpy()
         with np.errstate(invalid="ignore"):  # 0/0 of an empty bin
@@ -342,9 +334,9 @@ class ReliabilityBins(Metric):
 
 
 class ExactMatch(Metric):
-    """Number of rows whose unmasked labels are all predicted correctly.
+    """Number of rows whose unmasked labels are all correct.
 
-    Not torchmetrics, which counts a row with a masked label as wrong.
+    Not torchmetrics: up to 1.7.1 it counts rows with a masked label as wrong.
     """
 
     full_state_update = False
@@ -358,7 +350,7 @@ class ExactMatch(Metric):
 
     @override
     def update(self, scores_NK: Tensor, labels_NK: Tensor) -> None:
-        """Count rows with unmasked labels; masked scores are 0, below any threshold."""
+        """Add rows; masked scores are 0, and rows without unmasked labels left out."""
         right = (scores_NK > self.threshold) == (labels_NK == 1)
         right_N = right.all(dim=1)[(labels_NK != MASKED).any(dim=1)]
         self.counts += torch.tensor([int(right_N.sum()), len(right_N)])

@@ -107,7 +107,7 @@ ROWS = {
     "negative": (CalibrationMetrics, of(2, 3), [-1, -1], "0 to 2, got -1 (2 such)"),
     "half": (BinaryMetrics, of(2), [0.5, 1], "0 or 1, got 0.5 (1 such)"),
     "NaN": (MultilabelMetrics, of(2, 1), [[NAN], [1]], "0 or 1, got nan (1 such)"),
-    "minus": (MultilabelMetrics, of(2, 1), [[-1], [1]], "name the label that does not"),
+    "minus": (MultilabelMetrics, of(2, 1), [[-1], [1]], "give the label that does not"),
     "no number": (RegressionMetrics, of(2), [NAN, 1.0], "1 labels are NaN or infinite"),
     **{
         f"outputs of {kind.__name__}": (
@@ -150,7 +150,7 @@ def test_only_rounding_may_take_a_probability_out_of_range():
     values = measured(BinaryMetrics(), sample, output, y)
 
     assert values["confusion_matrix"].tolist() == [[1, 0], [0, 1]]
-    with pytest.raises(ModelError, match=r"must be probabilities.* got -3.25 where"):
+    with pytest.raises(ModelError, match=r"must be probabilities.* got -3.25 instead"):
         measured(BinaryMetrics(), sample, torch.tensor([-3.25, 4.0]), y)
 
 
@@ -191,8 +191,8 @@ def evaluated(metrics):
         ({"a": "binary"}, r"metrics\['a'\] must be a Metric .* got 'binary'"),
         ({3: MeanMetric()}, r"metrics\[3\] must be .* by a name"),
         ([MeanMetric(), MeanMetric()], "two named 'MeanMetric'; name them"),
-        ({"loss": MeanMetric()}, "must not have one named 'loss'"),
-        (Running(MeanMetric(), 3), r"metrics\['Running'\] is of the last updates"),
+        ({"loss": MeanMetric()}, "must not include the name 'loss'"),
+        (Running(MeanMetric(), 3), r"metrics\['Running'\] depends on the order"),
     ],
 )
 def test_what_is_no_metric_is_refused(metrics, message):

@@ -375,12 +375,12 @@ def test_its_gradient_is_what_the_optimizer_adds(kind):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: optim.AdamW(p, weight_decay=0.1), "which is taken off the weights"),
+        (lambda p: optim.AdamW(p, weight_decay=0.1), "decoupled from the gradient"),
         (
             lambda p: optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True),
-            "weight_decay=0.1, which is taken off the weights",
+            "weight_decay=0.1, which is decoupled",
         ),
-        (lambda p: optim.Adafactor(p, weight_decay=0.1), "which is taken off"),
+        (lambda p: optim.Adafactor(p, weight_decay=0.1), "decoupled from"),
         (lambda p: optim.SGD(linear().parameters()), "that are not those of model_"),
     ],
     ids=["AdamW", "NAdam", "Adafactor", "another model"],

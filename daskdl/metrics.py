@@ -389,9 +389,8 @@ class ClassificationMetrics(MetricSet):
             right, *_, rows = computed["top"].tolist()
             top = f"top_{self._top(classes)}_accuracy"
             values[top] = streaming.share(right, rows)
-        values |= _of_classes(
-            *(hits, confusion.sum(axis=0), confusion.sum(axis=1), computed["curves"])
-        )
+        predicted, support = confusion.sum(axis=0), confusion.sum(axis=1)
+        values |= _of_classes(hits, predicted, support, computed["curves"])
         values |= {"mcc": streaming.matthews(confusion), "confusion_matrix": confusion}
         return report.classification(values, class_names(self.classes, sample, classes))
 
@@ -711,10 +710,9 @@ class UserMetrics(MetricSet):
 
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
-        order = {name: i for i, name in enumerate(self.metrics)}
-        names = sorted(computed, key=lambda name: order.get(name, len(order)))
-        values = {name: _plain(computed[name]) for name in names}
-        return report.user_metrics(values)
+        given = [name for name in self.metrics if name in computed]
+        names = dict.fromkeys([*given, *computed])  # a metric may return several values
+        return report.user_metrics({name: _plain(computed[name]) for name in names})
 
 
 def _plain(value: Any) -> Any:

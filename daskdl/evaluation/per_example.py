@@ -315,8 +315,14 @@ def _scorer(
             "row, and a model that gives one output for each class"
         )
     return ExampleScorer(
-        *(packed, loss, read.batch_size, read.transform),
-        *(by_rows, penalty, run.labels, read.skips),
+        packed,
+        loss,
+        read.batch_size,
+        read.transform,
+        by_rows,
+        penalty,
+        run.labels,
+        read.skips,
     )
 
 

@@ -38,11 +38,11 @@ def scores(model):
         return model(torch.from_numpy(X)).double().softmax(1).numpy()
 
 
-def check(told, scores):
+def check(values, scores):
     """It is scikit-learn's, of the whole."""
     chosen = scores.argmax(1)
     expected = sklearn_metrics.confusion_matrix(Y, chosen)
-    assert told["confusion_matrix"].tolist() == expected.tolist()
+    assert values["confusion_matrix"].tolist() == expected.tolist()
     numbers = {
         "loss": sklearn_metrics.log_loss(Y, scores),
         "accuracy": sklearn_metrics.accuracy_score(Y, chosen),
@@ -51,7 +51,7 @@ def check(told, scores):
         "roc_auc": sklearn_metrics.roc_auc_score(Y, scores, multi_class="ovr"),
         "MulticlassAUROC": sklearn_metrics.roc_auc_score(Y, scores, multi_class="ovr"),
     }
-    assert {name: told[name] for name in numbers} == pytest.approx(numbers, rel=1e-6)
+    assert {name: values[name] for name in numbers} == pytest.approx(numbers, rel=1e-6)
 
 
 def measured(model, client, *given):
@@ -79,9 +79,9 @@ def loaded(number, span):
 
 
 def test_uneven_and_empty_partitions_are_the_whole(client, model, scores):
-    told = measured(model, client, partitions(loaded))
+    values = measured(model, client, partitions(loaded))
 
-    check(told, scores)
+    check(values, scores)
     assert still_left_behind(client) == {}
 
 
@@ -99,13 +99,13 @@ def test_a_worker_that_dies_on_a_part_changes_nothing(three, model, scores, tmp_
     flag = str(tmp_path / "died")
     bag = partitions(functools.partial(lost_once, flag))
 
-    told = measured(model, three, bag)
+    values = measured(model, three, bag)
 
-    check(told, scores)
+    check(values, scores)
     assert os.path.exists(flag)
 
 
-def test_what_a_metric_refuses_is_named_with_its_part(client, model):
+def test_an_error_of_a_metric_names_its_part(client, model):
     x = X.copy()
     x[600] = np.nan
     given = da.from_array(x, (250, 4)), da.from_array(Y, 250)
@@ -125,13 +125,13 @@ def test_every_worker_does_a_part_and_nothing_stays(client, model, chunk):
     state = {name: value.clone() for name, value in model.state_dict().items()}
     options = {"loss": nn.CrossEntropyLoss(), "batch_size": 4}
 
-    told = daskdl.evaluate(model, *given, client=client, **options)
+    values = daskdl.evaluate(model, *given, client=client, **options)
 
     after = executed(client)
     assert all(after[worker] > before[worker] for worker in after)
     assert still_left_behind(client) == {}
     # Batches may be rounded otherwise, and bfloat16 has 8 bits.
     here = daskdl.evaluate(model, X, Y, client=False, **options)
-    assert told == pytest.approx(here, rel=2e-2)
+    assert values == pytest.approx(here, rel=2e-2)
     assert model.training
     assert all(torch.equal(state[n], value) for n, value in model.state_dict().items())

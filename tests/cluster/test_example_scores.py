@@ -28,10 +28,6 @@ def expected():
     return trainer().score_examples(X, Y)
 
 
-def cross_entropy(output, y):
-    return nn.functional.cross_entropy(output, y)
-
-
 def step(model, batch):
     x, y = batch
     return nn.functional.cross_entropy(model(x), y, reduction="sum")
@@ -39,8 +35,8 @@ def step(model, batch):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"loss": cross_entropy}, {"loss": None, "step": step}],
-    ids=["at once", "row by row", "step"],
+    [{}, {"loss": None, "step": step}],
+    ids=["at once", "step"],
 )
 def test_every_worker_scores_a_part_and_nothing_stays(client, expected, options):
     before = executed(client)
@@ -91,13 +87,11 @@ def test_lazy_scores_have_keys(forgetful, expected):
     np.testing.assert_allclose(values, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "array", "frame", "bag", "files"])
+@pytest.mark.parametrize("kind", ["numpy", "array", "bag", "files"])
 def test_the_worst_are_found_exactly(client, expected, tmp_path, kind):
-    whole = table()
     data, key = {
         "numpy": ((X, Y), IDS),
         "array": (blocks(), da.from_array(np.array(IDS), chunks=17)),
-        "frame": ((whole[[*"abcd", "id"]], whole["label"]), "id"),
         "bag": ((keyed_pairs(),), True),
         "files": (files(tmp_path) if kind == "files" else (), IDS),
     }[kind]

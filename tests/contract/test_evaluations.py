@@ -58,7 +58,7 @@ def trainer_of(model, **options):
 
 
 class TestOnePass:
-    def test_all_that_is_asked_for_is_there_in_its_order(self, model, scores):
+    def test_all_metrics_are_measured_in_one_pass_in_order(self, model, scores):
         own = {"top": MulticlassAccuracy(3, average="micro")}
         passes = []
 
@@ -67,7 +67,7 @@ class TestOnePass:
                 passes.append(len(x))
                 return super().forward(x)
 
-        told = evaluate(
+        values = evaluate(
             Counted(model),
             X,
             Y,
@@ -77,21 +77,21 @@ class TestOnePass:
         )
 
         right = (scores.argmax(1) == Y).mean()
-        assert list(told)[:3] == ["loss", "accuracy", "top_2_accuracy"]
-        assert list(told)[-1] == "top"
-        assert (told["accuracy"], told["top"]) == pytest.approx((right, right))
-        assert told["roc_auc"] == pytest.approx(
+        assert list(values)[:3] == ["loss", "accuracy", "top_2_accuracy"]
+        assert list(values)[-1] == "top"
+        assert (values["accuracy"], values["top"]) == pytest.approx((right, right))
+        assert values["roc_auc"] == pytest.approx(
             sklearn_metrics.roc_auc_score(Y, scores, multi_class="ovr")
         )
-        assert told["ece"] > 0
+        assert values["ece"] > 0
         assert sum(passes) - ROWS <= 6  # the rest: two rows at a time, a dry run
 
-    def test_without_metrics_it_is_loss_and_accuracy(self, model, scores):
+    def test_without_metrics_there_are_loss_and_accuracy(self, model, scores):
         before = {name: value.clone() for name, value in model.state_dict().items()}
 
-        told = evaluate(model, X, Y, loss=nn.CrossEntropyLoss())
+        values = evaluate(model, X, Y, loss=nn.CrossEntropyLoss())
 
-        assert list(told.items()) == [
+        assert list(values.items()) == [
             ("loss", pytest.approx(sklearn_metrics.log_loss(Y, scores), rel=1e-6)),
             ("accuracy", pytest.approx((scores.argmax(1) == Y).mean())),
         ]
@@ -104,12 +104,12 @@ class TestOnePass:
         names = pd.Categorical.from_codes(Y, ["ant", "bee", "cat"])
         trainer.fit(X, pd.Series(names))
 
-        told = trainer.evaluate(X, Y, metrics="classification", batch_size=50)
+        values = trainer.evaluate(X, Y, metrics="classification", batch_size=50)
 
-        assert told.sections[0].names == ("ant", "bee", "cat")
+        assert values.sections[0].names == ("ant", "bee", "cat")
         by_hand = evaluate(trainer.model_, X, Y, loss=loss, metrics="classification")
         for name in ("loss", "accuracy", "mcc"):
-            assert told[name] == pytest.approx(by_hand[name], rel=1e-6)
+            assert values[name] == pytest.approx(by_hand[name], rel=1e-6)
 
     def test_a_step_shows_no_outputs(self, model):
         trainer = trainer_of(model, step=lambda model, batch: model(batch[0]).mean())
@@ -119,8 +119,8 @@ class TestOnePass:
             trainer.evaluate(X, Y, metrics="classification")
         with torch.no_grad():
             mean = trainer.model_.eval()(torch.from_numpy(X)).mean().item()
-        told = trainer.evaluate(X, Y, batch_size=7)
-        assert told == {"loss": pytest.approx(mean, rel=1e-5)}
+        values = trainer.evaluate(X, Y, batch_size=7)
+        assert values == {"loss": pytest.approx(mean, rel=1e-5)}
 
 
 class TestLossAndAccuracy:
@@ -139,27 +139,27 @@ class TestLossAndAccuracy:
         ids=["ignored", "weights", "sum", "partial", "partial weights"],
     )
     def test_the_loss_is_that_of_all_rows_at_once(self, model, loss, batch_size):
-        told = evaluate(model, X, Y, loss=loss, batch_size=batch_size)
+        values = evaluate(model, X, Y, loss=loss, batch_size=batch_size)
 
         with torch.no_grad():
             whole = loss(model.eval()(torch.from_numpy(X)), torch.from_numpy(Y)).item()
         if getattr(loss, "reduction", "mean") == "sum":
             whole /= ROWS
         # 1e-6: float32 losses of batches, summed in another order.
-        assert told["loss"] == pytest.approx(whole, rel=1e-6)
+        assert values["loss"] == pytest.approx(whole, rel=1e-6)
 
-    def test_steps_of_a_sequence_that_are_ignored_weigh_nothing(self):
+    def test_ignored_steps_of_a_sequence_have_no_weight(self):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(9, 3, 5, generator=generator)
         y = torch.randint(0, 3, (9, 5), generator=generator)
         y[:4] = y[6, 2:] = -100
         loss = nn.CrossEntropyLoss()
 
-        told = evaluate(nn.Identity(), x, y, loss=loss, batch_size=1)
+        values = evaluate(nn.Identity(), x, y, loss=loss, batch_size=1)
 
-        assert told["loss"] == pytest.approx(loss(x, y).item(), rel=1e-6)
+        assert values["loss"] == pytest.approx(loss(x, y).item(), rel=1e-6)
         right = (x.argmax(1) == y)[y != -100].double().mean().item()
-        assert told["accuracy"] == pytest.approx(right)
+        assert values["accuracy"] == pytest.approx(right)
         assert np.isnan(evaluate(nn.Identity(), x[:4], y[:4], loss=loss)["loss"])
 
     @pytest.mark.parametrize("metrics", [None, "classification"])
@@ -168,10 +168,10 @@ class TestLossAndAccuracy:
     ):
         loss = nn.CrossEntropyLoss(ignore_index=2)
 
-        told = evaluate(model, X, Y, loss=loss, metrics=metrics)
+        values = evaluate(model, X, Y, loss=loss, metrics=metrics)
 
         right = (scores.argmax(1) == Y)[Y != 2].mean()
-        assert told["accuracy"] == pytest.approx(right)
+        assert values["accuracy"] == pytest.approx(right)
 
     @pytest.mark.parametrize(
         ("x", "y"),
@@ -184,19 +184,19 @@ class TestLossAndAccuracy:
         ids=["one output each", "positions", "floats", "no scores"],
     )
     def test_without_one_score_per_class_there_is_no_accuracy(self, x, y):
-        told = evaluate(nn.Identity(), x, y, loss=lambda output, y: output.mean())
+        values = evaluate(nn.Identity(), x, y, loss=lambda output, y: output.mean())
 
-        assert told == {"loss": 1.0}
+        assert values == {"loss": 1.0}
 
     def test_scores_of_nan_are_never_right(self):
         x = torch.eye(3)
         x[2, 0] = float("nan")
         y = torch.tensor([0, 1, 0])  # what argmax says of NaN
 
-        told = evaluate(nn.Identity(), x, y, loss=nn.CrossEntropyLoss())
+        values = evaluate(nn.Identity(), x, y, loss=nn.CrossEntropyLoss())
 
-        assert np.isnan(told["loss"])
-        assert told["accuracy"] == pytest.approx(2 / 3)
+        assert np.isnan(values["loss"])
+        assert values["accuracy"] == pytest.approx(2 / 3)
 
 
 class TestLiveModel:
@@ -218,7 +218,7 @@ class TestLiveModel:
         assert seen == [(False, False)]
         assert [part.training for part in model] == [True, False, True, True]
 
-    def test_what_it_caches_can_still_be_trained_on(self):
+    def test_tensors_that_the_model_caches_can_be_trained_with(self):
         class Caching(nn.Linear):
             cached = None
 
@@ -279,26 +279,26 @@ WITH_NAN = np.where(np.arange(ROWS)[:, None] == 50, np.nan, X[:, :3])
         ),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(model, given, error, message):
+def test_arguments_that_cannot_be_evaluated_are_refused(model, given, error, message):
     usual = {"model": model, "loss": nn.CrossEntropyLoss(), "X": X, "y": Y}
 
     with pytest.raises(error, match=message):
         evaluate(**(usual | given))
 
 
-def test_no_value_takes_the_place_of_another_however_many_sets_there_are():
+def test_values_of_equal_names_are_prefixed():
     chances, labels = np.linspace(0, 1, 5, dtype=np.float32), np.ones(5, np.int64)
     sets = [BinaryMetrics(threshold=at) for at in (0.1, 0.3, 0.6)]
     loss = nn.BCELoss()
 
-    told = evaluate(
+    values = evaluate(
         nn.Identity(), chances, labels.astype(np.float32), loss=loss, metrics=sets
     )
 
-    recalls = told["recall"], told["binary_recall"], told["binary_2_recall"]
+    recalls = values["recall"], values["binary_recall"], values["binary_2_recall"]
     assert recalls == (0.8, 0.6, 0.4)
-    assert str(told).count("Binary:") == 3
-    assert "binary_recall" not in str(told)  # it is in its own section
+    assert str(values).count("Binary:") == 3
+    assert "binary_recall" not in str(values)  # it is in its own section
 
 
 @pytest.mark.parametrize("loss", [None, lambda output, y: output.mean()])
@@ -342,10 +342,10 @@ def of_parts(*pairs, kind=Parts, **options):
 
 
 @pytest.mark.parametrize("kind", [Parts, Streamed])
-def test_parts_weigh_by_their_rows(kind):
-    told = of_parts(ONES, TWOS, kind=kind)
+def test_parts_are_weighted_by_rows(kind):
+    values = of_parts(ONES, TWOS, kind=kind)
 
-    assert told["loss"] == told["mse"] == pytest.approx((2 * 1 + 6 * 4) / 8)
+    assert values["loss"] == values["mse"] == pytest.approx((2 * 1 + 6 * 4) / 8)
 
 
 MISSING = ONES[0], np.full((2, 1), np.nan, np.float32)
@@ -365,8 +365,8 @@ def test_a_part_that_cannot_be_read_is_named_or_left_out(part, message, caplog):
         of_parts(ONES, part)
 
     assert "box 1" in f"{caught.value}{getattr(caught.value, '__notes__', '')}"
-    told = of_parts(ONES, part, TWOS, on_bad_batch="skip")
-    assert told["loss"] == told["mse"] == pytest.approx(3.25)
+    values = of_parts(ONES, part, TWOS, on_bad_batch="skip")
+    assert values["loss"] == values["mse"] == pytest.approx(3.25)
     assert caplog.messages[-1] == "1 parts gave nothing to score: [1]"
 
 

@@ -1,4 +1,4 @@
-"""What metrics refuse: messages say what was got, what is allowed, and what to do."""
+"""Refusals of metrics: messages with the value and the remedy."""
 
 import re
 
@@ -84,7 +84,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("case", SHAPES)
-def test_outputs_and_labels_that_do_not_go_together_are_refused(case):
+def test_outputs_and_labels_that_do_not_match_are_refused(case):
     metrics, output, y, message = SHAPES[case]
 
     with pytest.raises((DataError, ModelError, OptionError), match=re.escape(message)):
@@ -92,7 +92,7 @@ def test_outputs_and_labels_that_do_not_go_together_are_refused(case):
 
 
 @pytest.mark.parametrize("kind", PRESETS)
-def test_other_than_one_tensor_is_refused(kind):
+def test_anything_but_one_tensor_is_refused(kind):
     sample = sample_of(of(4, 2), INDICES)
 
     with pytest.raises(ModelError, match=r"need output of one tensor, got {'a': .}: w"):
@@ -133,7 +133,7 @@ def test_rows_that_cannot_be_measured_are_refused(case):
         measured(kind(), sample_of(output, y), output, y)
 
 
-def test_a_row_that_does_not_count_may_be_no_number():
+def test_outputs_of_ignored_rows_may_be_nan():
     output, y = torch.tensor([[1.0, 0.0], [NAN, NAN]]), torch.tensor([0, -100])
 
     values = measured(
@@ -195,7 +195,7 @@ def evaluated(metrics):
         (Running(MeanMetric(), 3), r"metrics\['Running'\] depends on the order"),
     ],
 )
-def test_what_is_no_metric_is_refused(metrics, message):
+def test_arguments_that_are_no_metrics_are_refused(metrics, message):
     with pytest.raises(OptionError, match=message):
         evaluated(metrics)
 
@@ -217,10 +217,10 @@ def test_metrics_of_torchmetrics_have_names_and_are_never_changed(metrics, names
     ACCURACY.reset()
     ACCURACY.update(torch.tensor([0, 1]), torch.tensor([1, 0]))
 
-    told = evaluated(metrics)
+    values = evaluated(metrics)
 
-    assert [*told] == ["loss", *names]
-    assert set(told.values()) == {told["loss"], 1.0}
+    assert [*values] == ["loss", *names]
+    assert set(values.values()) == {values["loss"], 1.0}
     assert (ACCURACY.update_count, int(ACCURACY.tp.sum())) == (1, 0)
 
 
@@ -228,7 +228,7 @@ def test_only_metrics_for_classification_get_probabilities():
     numbers, scores = MeanSquaredError(), MinMaxMetric(BinaryAUROC())
     output, y = torch.tensor([-1.0, 3.0]), torch.tensor([0.0, 1.0])
 
-    told = daskdl.evaluate(
+    values = daskdl.evaluate(
         torch.nn.Identity(),
         *(output, y),
         loss=torch.nn.BCEWithLogitsLoss(),
@@ -236,5 +236,5 @@ def test_only_metrics_for_classification_get_probabilities():
         client=False,
     )
 
-    assert told["raw"] == 1.0
-    assert told["MeanSquaredError"] == ((output - y) ** 2).mean().item()
+    assert values["raw"] == 1.0
+    assert values["MeanSquaredError"] == ((output - y) ** 2).mean().item()

@@ -1,4 +1,4 @@
-"""What an evaluation gives back: a dict, a report, tables, JSON, pictures."""
+"""The result of an evaluation: a dict, a report, tables, JSON, pictures."""
 
 import io
 import json
@@ -173,7 +173,7 @@ class TestReport:
             (RegressionMetrics(columns=["a", "b"]), torch.eye(2)),
         ],
     )
-    def test_names_that_the_user_gives_come_before_those_of_the_data(self, metrics, y):
+    def test_names_given_to_a_preset_replace_those_of_the_data(self, metrics, y):
         own = evaluation_of(torch.eye(2) + 0.5, y, metrics, classes=["other", "names"])
 
         assert own.sections[0].names == ("a", "b")
@@ -191,9 +191,9 @@ class TestReport:
         assert "lowest" not in str(many(20))
         assert "Confusion matrix" not in report
         table = report.split("The 10 classes with the lowest F1, of those with labels:")
-        told = [int(line.split()[0]) for line in table[1].strip().splitlines()[1:11]]
+        shown = [int(line.split()[0]) for line in table[1].strip().splitlines()[1:11]]
         f1 = evaluation["f1_per_class"]
-        assert sorted(f1[told]) == sorted(f1)[:10]
+        assert sorted(f1[shown]) == sorted(f1)[:10]
 
     def test_names_cannot_break_it(self):
         names = ["a\nb\x1b[31m", "a name that is far too long", "c", "d"]
@@ -234,7 +234,7 @@ class TestTable:
         assert table.loc["dog", "f1_per_class"] == 1.0
         assert "ece_per_class" in table
 
-    def test_of_all_it_has_one_row(self):
+    def test_all_values_are_one_row(self):
         table = classified().to_pandas("all")
 
         assert len(table) == 1
@@ -314,7 +314,9 @@ def test_bars_are_the_bins(three):
     ],
     ids=["kind", "nothing", "matplotlib", "rows", "no classes", "pandas"],
 )
-def test_what_there_is_not_is_refused(show, hidden, message, monkeypatch):
+def test_missing_pictures_tables_and_packages_are_refused(
+    show, hidden, message, monkeypatch
+):
     if hidden:
         monkeypatch.setitem(sys.modules, hidden, None)
 

@@ -1,4 +1,4 @@
-"""The presets: parts give what the whole gives, and scikit-learn says the same."""
+"""Presets match scikit-learn, on all rows and on merged parts."""
 
 import functools
 import math
@@ -301,7 +301,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("kind", "reference", "options", "output", "y", "facts"), CASES
 )
-def test_values_are_those_of_scikit_learn_however_data_are_cut(
+def test_values_match_scikit_learn_for_any_partitioning(
     kind, reference, options, output, y, facts
 ):
     metrics, sample = kind(**options), sample_of(output, y, **facts)
@@ -342,32 +342,24 @@ class TestCurves:
                 ours = values[f"{name}_per_class"][k]
                 assert ours == pytest.approx(theirs, abs=1e-6)
 
-    def test_areas_are_those_below_the_curves(self):
-        _, output, y, _ = BINARY["flat"]
+    @pytest.mark.parametrize(("rows", "error"), [(ROWS, 1e-12), (3000, 1e-2)])
+    def test_areas_are_those_below_the_curves_of_101_points(self, rows, error):
+        y = classes(30, rows, 2)
+        output = random(31, rows) + y
 
         values = measured(BinaryMetrics(), sample_of(output, y), output, y)
 
         (others, hits), (recall, precision) = (
             values[f"{kind}_curves"][0] for kind in ("roc", "precision_recall")
         )
-        area = np.sum(np.diff(others) * (hits[1:] + hits[:-1]) / 2)
-        average = np.sum(np.diff(recall) * precision[1:])
-        assert values["roc_auc"] == pytest.approx(area, abs=1e-12)
-        assert values["average_precision"] == pytest.approx(average, abs=1e-12)
-
-    def test_of_many_rows_a_curve_has_few_points_from_end_to_end(self):
-        y = classes(30, 3000, 2)
-        output = random(31, len(y)) + y
-
-        values = measured(BinaryMetrics(), sample_of(output, y), output, y)
-
-        (others, hits) = values["roc_curves"][0]
-        assert len(others) == 101
+        assert len(others) == len(recall) == 101
         assert (others[0], hits[0], others[-1], hits[-1]) == (0, 0, 1, 1)
         area = np.sum(np.diff(others) * (hits[1:] + hits[:-1]) / 2)
-        assert values["roc_auc"] == pytest.approx(area, abs=2e-3)
+        average = np.sum(np.diff(recall) * precision[1:])
+        assert values["roc_auc"] == pytest.approx(area, abs=error)
+        assert values["average_precision"] == pytest.approx(average, abs=error)
 
-    def test_thresholds_bound_what_is_kept(self):
+    def test_thresholds_bound_the_size_of_states(self):
         _, output, y, _ = CLASSES["balanced"]
         metrics, sample = ClassificationMetrics(thresholds=50), sample_of(output, y)
         live = metrics.collection(sample)
@@ -394,7 +386,7 @@ class TestClasses:
         expected = sk.top_k_accuracy_score(y, scores, k=top, labels=np.arange(count))
         assert values[f"top_{top}_accuracy"] == pytest.approx(expected, abs=1e-12)
 
-    def test_a_share_is_as_exact_as_it_can_be(self):
+    def test_rates_are_float64(self):
         y = torch.zeros(10, dtype=torch.int64)
         scores = torch.tensor([[1.0, 0.0]]).repeat(10, 1)
         scores[0] = torch.tensor([0.0, 1.0])
@@ -405,7 +397,7 @@ class TestClasses:
 
 
 class TestLabels:
-    def test_what_is_masked_makes_no_row_wrong_and_a_row_of_nothing_none(self):
+    def test_masked_labels_make_no_row_wrong(self):
         output = torch.tensor([[9.0, 9.0], [9.0, NAN], [NAN, 9.0]])
         y = torch.tensor([[1, -1], [0, -1], [-1, -1]])
 
@@ -446,9 +438,7 @@ class TestRegression:
         ("predicted", "r2"), [([2.5, 2.5, 2.5], 1.0), ([2.5, 2.5, 3.5], 0.0)]
     )
     @pytest.mark.parametrize("cuts", [[], [1]])
-    def test_labels_that_are_all_the_same_are_explained_or_not(
-        self, predicted, r2, cuts
-    ):
+    def test_r2_of_constant_labels_is_1_or_0(self, predicted, r2, cuts):
         output, y = torch.tensor(predicted), torch.full((3,), 2.5)
 
         values = measured(RegressionMetrics(), sample_of(output, y), output, y, cuts)
@@ -456,7 +446,7 @@ class TestRegression:
         assert values["r2"] == sk.r2_score(y, output) == r2
         assert math.isnan(values["pearson"])
 
-    def test_of_one_row_there_are_errors_only(self):
+    def test_r2_of_one_row_is_nan(self):
         output, y = torch.tensor([1.0]), torch.tensor([3.0])
 
         values = measured(RegressionMetrics(), sample_of(output, y), output, y)
@@ -476,7 +466,7 @@ class TestRegression:
         assert values["mse"] == values["mse_per_column"][0] == 0.5
         assert math.isnan(values["mse_per_column"][1])
 
-    def test_labels_that_are_all_the_same_are_so_whatever_rounding_says(self):
+    def test_constant_labels_are_recognised_despite_rounding(self):
         """The first rows do not count, so that sums are not of small differences."""
         y = torch.full((50,), 0.1, dtype=torch.float64)
         y[:2] = NAN
@@ -515,5 +505,5 @@ SPREAD = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.5, 0.25]])
         (None, {"a": SPREAD.softmax(1)}, "logits"),
     ],
 )
-def test_the_loss_says_the_scale_of_scores_or_they_do_themselves(loss, output, scale):
+def test_the_scale_follows_from_the_loss_or_the_scores(loss, output, scale):
     assert scale_of(loss, output) == scale

@@ -1,4 +1,4 @@
-"""States of metrics: parts, in whatever order, give what the whole is."""
+"""States of metrics: parts in any order merge to the state of all rows."""
 
 import pickle
 import warnings
@@ -48,7 +48,7 @@ GUESSED = WANTED + torch.from_numpy(generator.normal(size=ROWS))
 
 
 class Own(Metric):
-    """One state of each kind; rows are told by their predictions."""
+    """One state of each kind."""
 
     full_state_update = False
 
@@ -108,7 +108,7 @@ def test_each_kind_of_state_is_merged_by_its_own_rule():
     assert own.spans == [(WANTED[0], WANTED[39])]  # what its function left of it
 
 
-def test_of_nothing_all_is_as_it_began():
+def test_without_parts_states_are_the_defaults():
     nothing = StateMerger(live()).merged()["own"]
 
     assert (nothing.count, nothing.max, nothing.rows) == (0, -7, [])
@@ -117,7 +117,7 @@ def test_of_nothing_all_is_as_it_began():
 
 @settings(max_examples=25)
 @given(at=cuts, seed=st.integers(0, 5))
-def test_any_cut_in_any_order_gives_the_bits_that_its_order_gives(at, seed):
+def test_the_order_of_arrival_changes_no_bit(at, seed):
     order = np.random.default_rng(seed).permutation(len(at) + 1).tolist()
 
     own = merged(live, at, WANTED, order=order)["own"].metric_state
@@ -135,7 +135,7 @@ def plain(value):
 
 
 class TestMetricsInMetrics:
-    def test_of_compositions_all_terms_are_merged(self):
+    def test_compositions_merge_all_terms(self):
         def make():
             both = MeanSquaredError() + MeanAbsoluteError() * 10
             return MetricCollection({"both": both})
@@ -196,7 +196,7 @@ class TestOnTheWay:
         assert torch.equal(computed["all"], rows)
         assert torch.equal(computed["max"], rows.max())
 
-    def test_what_dask_sent_can_be_computed_with(self):
+    def test_states_in_read_only_buffers_can_be_merged(self):
         buffers = []
         metrics, merger = live(), StateMerger(live())
         update_(metrics, WANTED)
@@ -217,35 +217,20 @@ class TestTotals:
     def test_a_sum_does_not_depend_on_the_order(self):
         terms = [1e16, 1.0, -1e16, 3.0, 1e-9]
 
-        class Sum(Metric):
-            def __init__(self):
-                super().__init__()
-                zero = torch.zeros(1, dtype=torch.float64)
-                self.add_state("sum", zero, dist_reduce_fx="sum")
-
-            def update(self, rows):
-                self.sum = self.sum + rows.sum()
-
-            def compute(self):
-                return self.sum
-
-        def make():
-            return MetricCollection([Sum()])
-
         each = torch.tensor(terms, dtype=torch.float64)
         for order in ([0, 1, 2, 3, 4], [4, 0, 3, 2, 1], [2, 1, 4, 0, 3]):
-            computed = merged(make, [1, 2, 3, 4], each, order=order).compute()
-            assert computed["Sum"].item() == 4.000000001
+            own = merged(live, [1, 2, 3, 4], each, order=order)["own"]
+            assert own.sum.item() == 4.000000001
 
     @pytest.mark.parametrize("bad", [np.inf, np.nan])
-    def test_what_is_not_finite_stays_so(self, bad):
+    def test_sums_of_infinity_and_nan_stay_so(self, bad):
         rows = torch.tensor([1.0, bad, 2.0], dtype=torch.float64)
 
         total = merged(live, [1, 2], rows)["own"].sum.item()
 
         assert total == bad or np.isnan([total, bad]).all()
 
-    def test_shapes_that_differ_are_no_sum(self):
+    def test_sums_of_different_shapes_are_refused(self):
         class Shaped(Own):
             def update(self, rows, _=None):
                 super().update(rows)
@@ -285,7 +270,9 @@ def updates(monkeypatch):
         ("GATHERED_BYTES", 20 * 2 * 3 * 4, [20] * 5 + [1]),  # both, of 20 rows
     ],
 )
-def test_batches_wait_for_each_other(updates, monkeypatch, limit, value, rows):
+def test_updates_collect_batches_up_to_a_limit(
+    updates, monkeypatch, limit, value, rows
+):
     monkeypatch.setattr(metric_state, limit, value)
     scores = SCORES.float()
 
@@ -294,7 +281,7 @@ def test_batches_wait_for_each_other(updates, monkeypatch, limit, value, rows):
     assert [len(preds) for preds in updates] == [2, *rows]  # a trial on two first
 
 
-def test_rows_of_another_shape_do_not_come_together(updates):
+def test_rows_of_different_shapes_are_updated_separately(updates):
     def cut(batch):  # as a collate function that pads each batch
         length = 2 + int(batch[0][0, 0] > 0.5)
         return tuple(rows[:, :length] for rows in batch)
@@ -307,7 +294,7 @@ def test_rows_of_another_shape_do_not_come_together(updates):
     assert {preds.shape[1] for preds in updates} == {2, 3}
 
 
-def test_short_floats_are_told_as_long_ones(updates):
+def test_short_floats_become_float32(updates):
     class Short(nn.Module):
         def forward(self, x):
             return x.bfloat16()
@@ -361,6 +348,6 @@ def test_scores_that_are_no_numbers_are_an_error_that_says_where(metrics, monkey
     assert caught.value.__notes__[0] == "in rows 50 to 99 of box 0"
 
 
-def test_what_cannot_be_computed_is_said():
+def test_metrics_that_cannot_be_computed_are_an_error():
     with pytest.raises(DataError, match=r"could not be computed .* two samples"):
         evaluate(R2Score(), SCORES[:1, 0], SCORES[:1, 0])

@@ -1,4 +1,4 @@
-"""The loss of an example is that of a batch which has only it."""
+"""The loss of an example is the loss of a batch with only this example."""
 
 import functools
 
@@ -138,7 +138,7 @@ class Passing(nn.Module):
 
 
 def trainer(model=None, loss=None, **options):
-    """One that has a model, without having been trained."""
+    """Return a trainer with a model that was not trained."""
     own = Trainer(model or Passing(), loss, optim.SGD, client=False, **options)
     own.model_ = own.model
     return own
@@ -186,7 +186,7 @@ def test_it_is_the_loss_of_a_batch_of_one(case, reduction, monkeypatch):
 
 
 class Focal(nn.CrossEntropyLoss):
-    """Of one's own, whose rows weigh by what all of them are together."""
+    """A user's loss, whose rows depend on each other."""
 
     def forward(self, output, y):
         return super().forward(output, y) * len(y) ** 0.5
@@ -201,7 +201,7 @@ class Focal(nn.CrossEntropyLoss):
     ],
     ids=["class", "function", "partial"],
 )
-def test_what_may_look_at_several_rows_gets_one_at_a_time(loss):
+def test_other_losses_get_one_row_at_a_time(loss):
     found = scores(loss, LOGITS, LABELS)
 
     expected = one_by_one(loss, LOGITS, LABELS)
@@ -228,21 +228,21 @@ class Two(Passing):
 
 
 class Together(Passing):
-    """Returns something that has no row for each example."""
+    """Returns an output without rows."""
 
     def forward(self, x):
         return x, x.sum()
 
 
 class States(Passing):
-    """Returns as many states as there are rows in a batch of two, but not of them."""
+    """Returns two states, as many as the dry run has rows."""
 
     def forward(self, x):
         return x, x.new_zeros(2, len(x)) + x.sum()
 
 
 class Pairs(dict):
-    """A mapping of a class of its own, which a plain one is not."""
+    """A mapping of another class."""
 
 
 class Named(Passing):
@@ -278,7 +278,7 @@ GUESSED = {
 
 
 @pytest.mark.parametrize(("loss", "output"), GUESSED.values(), ids=GUESSED)
-def test_the_loss_says_what_the_outputs_are(loss, output):
+def test_the_loss_determines_probabilities(loss, output):
     found = sorted(trainer(loss=loss).errors(output, LABELS), key=lambda e: e.number)
 
     assert [one.predicted for one in found] == CHANCES.argmax(1).tolist()
@@ -352,7 +352,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_its_gradient_is_what_the_optimizer_adds(kind):
+def test_the_gradient_of_the_penalty_is_what_the_optimizer_adds(kind):
     """Of a loss that is zero, the step is the one with the penalty as the loss."""
     own, other = linear(), linear()
     other.load_state_dict(own.state_dict())
@@ -385,7 +385,7 @@ def test_its_gradient_is_what_the_optimizer_adds(kind):
     ],
     ids=["AdamW", "NAdam", "Adafactor", "another model"],
 )
-def test_what_is_no_term_of_the_loss_is_refused(make, message):
+def test_decoupled_weight_decay_is_refused(make, message):
     own = linear()
 
     with pytest.raises(OptionError, match=message):
@@ -397,7 +397,7 @@ class Ridge(nn.Linear, Penalised):
         return self.weight.square().sum()
 
 
-def test_what_a_model_adds_of_itself_is_added():
+def test_penalties_of_the_model_are_added():
     own = Ridge(3, 2).double()
 
     groups = [{"params": [own.weight], "weight_decay": 0.5}, {"params": [own.bias]}]

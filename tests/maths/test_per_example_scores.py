@@ -97,7 +97,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_as_the_data_are(own, kind, tmp_path):
+def test_scores_have_the_type_of_the_data(own, kind, tmp_path):
     make, result = KINDS[kind]
 
     scores = own.score_examples(*(make(tmp_path) if kind == "files" else make()))
@@ -117,42 +117,47 @@ def test_scores_are_as_the_data_are(own, kind, tmp_path):
         assert scores.npartitions == 4
 
 
-class TestKeys:
-    """Scores by name."""
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from zip(X, Y, strict=True)
 
-    @staticmethod
-    def check(series, own, name=None):
-        assert isinstance(series, pd.Series)
-        assert series.index.tolist() == IDS
-        assert series.index.name == name
+
+PAIRS = [*enumerate(IDS)]
+# Data, keys, and the index and its name of the scores.
+KEYED = {
+    "list": lambda: ((X, Y), IDS, IDS, None),
+    "series": lambda: ((X, Y), pd.Series(IDS, index=range(5, 95)), IDS, None),
+    "tuples": lambda: ((X, Y), PAIRS, PAIRS, None),
+    "tensor": lambda: ((X, Y), torch.arange(ROWS), [*range(ROWS)], None),
+    "column": lambda: (labelled(frame()), "id", IDS, "id"),
+    "lazy column": lambda: (labelled(table()), "id", IDS, "id"),
+    "dask.array": lambda: (blocks(), lazy_ids(), IDS, None),
+}
+
+
+def labelled(whole):
+    return whole[["id", *NAMES]], whole["label"]
+
+
+def lazy_ids():
+    return da.from_array(np.array(IDS), chunks=17)
+
+
+class TestKeys:
+    @pytest.mark.parametrize("kind", KEYED)
+    def test_scores_with_keys_are_a_series(self, own, kind):
+        data, key, index, name = KEYED[kind]()
+
+        scores = own.score_examples(*data, key=key)
+
+        lazy = kind in ("lazy column", "dask.array")
+        assert isinstance(scores, dd.Series if lazy else pd.Series)
+        series = now(scores)
+        assert (series.index.tolist(), series.index.name) == (index, name)
         np.testing.assert_allclose(series, losses(own), **CLOSE)
 
-    @pytest.mark.parametrize("key", [IDS, pd.Series(IDS, index=range(5, 95))])
-    def test_of_rows_in_memory(self, own, key):
-        self.check(own.score_examples(X, Y, key=key), own)
-
-    @pytest.mark.parametrize("key", [[*enumerate(IDS)], torch.arange(ROWS)])
-    def test_may_be_tuples_and_numbers(self, own, key):
-        assert own.score_examples(X, Y, key=key).index.tolist() == [*key]
-
-    @pytest.mark.parametrize("make", [frame, table])
-    def test_of_a_column(self, own, make):
-        whole = make()
-
-        series = own.score_examples(whole[["id", *NAMES]], whole["label"], key="id")
-
-        self.check(now(series), own, "id")
-
-    def test_of_a_dask_array(self, own):
-        key = da.from_array(np.array(IDS), chunks=17)
-
-        series = own.score_examples(*blocks(), key=key)
-
-        assert isinstance(series, dd.Series)
-        self.check(now(series), own)
-
     @pytest.mark.parametrize("key", [True, None])
-    def test_of_a_bag(self, own, key):
+    def test_scores_of_a_bag_with_keys_are_pairs(self, own, key):
         scores = own.score_examples(keyed_pairs(), key=key)
 
         assert isinstance(scores, db.Bag)
@@ -178,13 +183,13 @@ class TestKeys:
             *("in memory", "lazy length", "lazy axes", "lazy key", "no such column"),
         ],
     )
-    def test_that_do_not_go_with_the_data_are_refused(
+    def test_keys_that_do_not_fit_the_data_are_refused(
         self, own, data, key, error, message
     ):
         with pytest.raises(error, match=message):
             own.score_examples(*data, key=key)
 
-    def test_that_are_cut_otherwise_are_refused(self, own):
+    def test_keys_with_other_partitions_are_refused(self, own):
         x, y = blocks()
         keep = y >= 0  # of unknown lengths
         key = da.from_array(np.arange(4), chunks=1)
@@ -192,11 +197,7 @@ class TestKeys:
         with pytest.raises(DataError, match="key has 1 values in a part that had"):
             own.errors(x[keep], y[keep], key=key)
 
-    def test_of_what_has_no_order_are_refused(self, own):
-        class Stream(IterableDataset):
-            def __iter__(self):
-                yield from zip(X, Y, strict=True)
-
+    def test_keys_of_a_stream_are_refused(self, own):
         with pytest.raises(OptionError, match="in no order"):
             own.score_examples(Stream(), key=IDS)
 
@@ -206,10 +207,12 @@ def halved(batch):
     return x / 2, y
 
 
-def test_a_transform_comes_before(own):
-    np.testing.assert_allclose(
-        own.score_examples(X, Y, transform=halved), losses(own, X / 2), **CLOSE
-    )
+def test_a_transform_comes_before_the_model_and_leaves_rows_as_they_were(own):
+    scores = own.score_examples(X, Y, transform=halved)
+    one = own.errors(X, Y, top=1, transform=halved)[0]
+
+    np.testing.assert_allclose(scores, losses(own, X / 2), **CLOSE)
+    np.testing.assert_array_equal(one.x, X[one.number])
 
 
 def first_only(batch):
@@ -243,7 +246,7 @@ MISSING[7] = np.nan
     ids=["no labels", "unseen class", "empty", "missing", "one row", "transform"],
 )
 @pytest.mark.parametrize("method", ["score_examples", "errors"])
-def test_what_cannot_be_scored_is_refused(options, data, message, method):
+def test_arguments_that_cannot_be_scored_are_refused(options, data, message, method):
     with pytest.raises((DataError, ModelError), match=message):
         getattr(trainer(**options), method)(*data)
 
@@ -273,7 +276,7 @@ class TestSkipping:
                 raise ValueError("torn")
             return X[i % ROWS], Y[i % ROWS]
 
-    def test_they_have_no_score_where_their_rows_are_known(self, own):
+    def test_unreadable_parts_score_nan_if_their_length_is_known(self, own):
         scores = own.score_examples(self.Torn(), on_bad_batch="skip")
 
         assert scores.shape == (100,)
@@ -291,7 +294,7 @@ class TestSkipping:
         assert worst.rows == 60
         assert max(one.number for one in worst) == 59
 
-    def test_of_lazy_data_none_can_be_left_out(self, own):
+    def test_lazy_data_cannot_be_skipped(self, own):
         with pytest.raises(OptionError, match="for Dask's collections"):
             own.score_examples(*blocks(), on_bad_batch="skip")
 
@@ -307,14 +310,14 @@ class TestErrors:
         ("data", "key"),
         [
             ((X, Y), IDS),
-            (blocks(), da.from_array(np.array(IDS), chunks=17)),
-            ((table()[[*NAMES, "id"]], table()["label"]), "id"),
+            (blocks(), lazy_ids()),
+            (labelled(table()), "id"),
             ((keyed_pairs(),), True),
             ((keyed_pairs(),), None),
         ],
         ids=["numpy", "dask.array", "dask.dataframe", "bag", "bag by itself"],
     )
-    def test_they_are_found_with_where_they_came_from(self, own, data, key):
+    def test_the_worst_are_found_with_their_origin(self, own, data, key):
         worst = own.errors(*data, key=key, top=7, batch_size=8)
 
         expected = self.order(own)[:7]
@@ -334,18 +337,14 @@ class TestErrors:
             assert one.part.endswith(f"{tmp_path}/{one.number // 30}.npz")
             assert one.row == one.number % 30
 
-    def test_in_a_stream_there_is_no_number(self, own):
-        class Stream(IterableDataset):
-            def __iter__(self):
-                yield from zip(X, Y, strict=True)
-
+    def test_rows_of_a_stream_have_no_number(self, own):
         worst = own.errors(Stream(), top=3, batch_size=8)
 
         assert [one.row for one in worst] == self.order(own)[:3].tolist()
         assert [one.number for one in worst] == [None, None, None]
         assert [one.part for one in worst] == ["part 0 of 1"] * 3
 
-    def test_they_may_be_the_wrong_ones_only(self, own):
+    def test_wrong_only_leaves_out_correct_predictions(self, own):
         with torch.no_grad():
             predicted = own.model_(torch.from_numpy(X)).argmax(1).numpy()
 
@@ -355,14 +354,9 @@ class TestErrors:
         assert [one.number for one in worst] == wrong
         assert [one.predicted for one in worst] == predicted[wrong].tolist()
 
-    def test_rows_are_as_they_were_before_a_transform(self, own):
-        one = own.errors(X, Y, top=1, transform=halved)[0]
-
-        np.testing.assert_array_equal(one.x, X[one.number])
-
 
 @pytest.mark.parametrize("method", ["score_examples", "errors"])
-def test_before_a_fit_there_is_nothing_to_score_with(method):
+def test_an_untrained_trainer_cannot_score(method):
     own = Trainer(nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.optim.SGD, client=False)
 
     with pytest.raises(OptionError, match="call fit first"):
@@ -418,7 +412,7 @@ def worst():
     return WorstExamples(examples, 90, ("cat", "dog"))
 
 
-def test_it_reads_like_a_table(worst):
+def test_the_worst_examples_print_as_a_table(worst):
     assert str(worst).splitlines() == [
         "the worst 2 of 90 examples",
         "",
@@ -431,7 +425,7 @@ def test_it_reads_like_a_table(worst):
     assert repr(worst) == "<WorstExamples: 2 of 90>"
 
 
-def test_pandas_gets_a_row_for_each(worst):
+def test_to_pandas_has_a_row_per_example(worst):
     table = worst.to_pandas()
 
     assert list(table["key"]) == ["k34", "k1"]
@@ -444,7 +438,7 @@ def test_pandas_gets_a_row_for_each(worst):
     assert isinstance(WorstExamples((), 0).to_pandas(), pd.DataFrame)
 
 
-def test_it_is_a_sequence_that_travels(worst):
+def test_the_worst_examples_are_a_picklable_sequence(worst):
     assert len(worst) == 2
     assert worst[1] in worst
     assert list(worst[:1]) == [worst[0]]

@@ -1,4 +1,4 @@
-"""Measure parts as a cluster does, and cut data into such parts."""
+"""Metrics of partitioned data, merged as on a cluster."""
 
 import functools
 import itertools
@@ -10,17 +10,17 @@ from daskdl.evaluation.metric_state import StateMerger, states_of, update_
 from daskdl.metrics import SampleBatch
 
 ROWS = 101  # a prime
-# Where data are cut, by what that makes of parts; labels of most data are sorted.
+# Positions of cuts; labels of most data are sorted.
 CUTS = {
     "unequal": [1, 7, 60],
-    "masked": [20, 30],  # rows of which nothing counts, where labels are masked
+    "masked": [20, 30],  # a part of masked rows only
     "empty": [0, 0, 50, 50, ROWS, ROWS],
     "rows": [*range(1, 15), *range(ROWS - 15, ROWS)],
 }
 
 
 def merged(make, cuts, *given, order=None, prepared=lambda *given: given):
-    """Metrics that have seen parts apart; the last part comes first, if not told.
+    """Return metrics merged from parts, by default from the last part to the first.
 
     An empty part has no state.
     """
@@ -35,7 +35,7 @@ def merged(make, cuts, *given, order=None, prepared=lambda *given: given):
 
 
 def section_of(metrics, sample, output, y, cuts=()):
-    """The report of a set of metrics on parts."""
+    """Return the section of a preset for parts."""
 
     def prepared(output, y):
         return metrics.prepared(sample, output, y)
@@ -46,12 +46,12 @@ def section_of(metrics, sample, output, y, cuts=()):
 
 
 def measured(metrics, sample, output, y, cuts=()):
-    """The values of that."""
+    """Return the values of a preset for parts."""
     return section_of(metrics, sample, output, y, cuts).values
 
 
 def check_close(values, expected, atol, rtol=0.0):
-    """All that is expected is there, and the same to rounding."""
+    """Compare values by name."""
     for name, value in expected.items():
         np.testing.assert_allclose(
             values[name], value, rtol=rtol, atol=atol, err_msg=name
@@ -59,12 +59,12 @@ def check_close(values, expected, atol, rtol=0.0):
 
 
 def sample_of(output, y, scale="logits", classes=None, ignored=None):
-    """The first rows, as an evaluation shows them."""
+    """Return the sample of an evaluation."""
     return SampleBatch(output[:2], y[:2], scale, classes, ignored)
 
 
 def softmax(scores):
-    """Numpy's own, over the second axis, float64."""
+    """Softmax over the second axis by numpy, float64."""
     scores = scores.numpy().astype(np.float64)
     powers = np.exp(scores - scores.max(axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True)

@@ -22,7 +22,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
 def trainer(**options):
-    """One that has a model, without having been trained."""
+    """Return a trainer with a model that was not trained."""
     torch.manual_seed(0)
     chosen = {"loss": nn.CrossEntropyLoss(), "client": False, **options}
     own = Trainer(nn.Linear(4, 3), optimizer=torch.optim.SGD, **chosen)

@@ -505,9 +505,6 @@ class Inbox:
             return self.changed.wait_for(over, timeout_s)
 
 
-UNREADABLE = (CodecError, TypeError, ValueError, LookupError)  # decoding raises these
-
-
 class SharedFrame:
     """A received frame for several replicas of a run, decoded once."""
 
@@ -517,28 +514,29 @@ class SharedFrame:
 
     @property
     def frame(self) -> Any:
-        """Bytes of the frame, unwrapped."""
+        """The frame, unwrapped."""
         return unwrap(self._payload)
 
-    def decode(self, run: int, size: int) -> codec.Update:
-        """Return the update, not to be changed; see :func:`daskdl.codec.decode`."""
-        if self._update is None:
-            self._update = codec.decode(self.frame, run=run, size=size)
-        return self._update
+    def decode(self, message: Message, spec: ChannelSpec, grid: float) -> codec.Update:
+        """Return the update for one replica; it must not be changed.
 
-
-def decoded(
-    message: Message, shared: SharedFrame, spec: ChannelSpec, grid: float
-) -> codec.Update:
-    """Decode an update for one replica."""
-    update = shared.decode(spec.run, spec.size)
-    if update.stamp[1:3] != (message.origin, message.sequence):
-        raise CodecError(f"sent as {message[1:3]}, stamped {update.stamp[1:3]}")
-    if isinstance(update, codec.SparseUpdate):
-        count_of(update.threshold, grid)
-    elif update.grid != grid:
-        raise CodecError(f"grid must be {grid}, got {update.grid}")
-    return update
+        Raises:
+            CodecError: If the frame is invalid, or not the update of the message.
+        """
+        try:
+            if self._update is None:
+                frame = self.frame
+                self._update = codec.decode(frame, run=spec.run, size=spec.size)
+        except (TypeError, ValueError, LookupError) as error:  # not bytes
+            raise CodecError(str(error)) from error
+        update = self._update
+        if update.stamp[1:3] != (message.origin, message.sequence):
+            raise CodecError(f"sent as {message[1:3]}, stamped {update.stamp[1:3]}")
+        if isinstance(update, codec.SparseUpdate):
+            count_of(update.threshold, grid)
+        elif update.grid != grid:
+            raise CodecError(f"grid must be {grid}, got {update.grid}")
+        return update
 
 
 def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) -> None:

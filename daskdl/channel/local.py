@@ -23,13 +23,7 @@ from daskdl.channel.base import (
     JoinResult,
     Snapshot,
 )
-from daskdl.channel.inbox import (
-    UNREADABLE,
-    Inbox,
-    SharedFrame,
-    decoded,
-    refuse,
-)
+from daskdl.channel.inbox import Inbox, SharedFrame, refuse
 from daskdl.channel.leasing import Finished, Lease, RunSpec, SyncPoint
 from daskdl.channel.protocol import (
     Arrays,
@@ -43,7 +37,7 @@ from daskdl.channel.protocol import (
 from daskdl.channel.run_state import RunState
 from daskdl.channel.sender import Outbox
 from daskdl.config import Bound
-from daskdl.errors import ChannelError, OptionError, WaitTimeoutError
+from daskdl.errors import ChannelError, CodecError, OptionError, WaitTimeoutError
 from daskdl.thresholds import Drained
 
 
@@ -266,8 +260,8 @@ class LocalChannel(Channel):
     def _queue(self, item: Message, frame: Frame, force: bool) -> bool:
         grid = self._inbox.pending.grid
         try:  # decoded once for all replicas, outside the lock
-            update: Any = decoded(item, SharedFrame(frame), self._spec, grid)
-        except UNREADABLE as error:
+            update: Any = SharedFrame(frame).decode(item, self._spec, grid)
+        except CodecError as error:
             update = error
         with self._changed:
             self._publish([item._replace(payload=update)])

@@ -17,12 +17,10 @@ from distributed.diagnostics.plugin import WorkerPlugin
 from typing_extensions import override
 
 from daskdl.channel.inbox import (
-    UNREADABLE,
     Inbox,
     PreSnapshotBuffer,
     Received,
     SharedFrame,
-    decoded,
     refuse,
 )
 from daskdl.channel.protocol import (
@@ -45,7 +43,7 @@ from daskdl.channel.protocol import (
 from daskdl.channel.recovery import Repairs
 from daskdl.channel.routing import ROUTINGS, Routing
 from daskdl.channel.sender import BATCH_BYTES, Connection
-from daskdl.errors import ChannelError, WaitTimeoutError
+from daskdl.errors import ChannelError, CodecError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
@@ -215,19 +213,19 @@ class ReplicaEndpoint:
         payload = message.payload if shared is None else shared.frame
         try:
             return message._replace(payload=owned(payload))
-        except (TypeError, ValueError):  # not bytes: `decoded` refuses it
+        except (TypeError, ValueError):  # not bytes: refused later
             return message
 
     async def _put(self, message: Message) -> bool:
         payload = message.payload
         shared = payload if isinstance(payload, SharedFrame) else SharedFrame(payload)
-        arguments = message, shared, self._spec, self.inbox.pending.grid
+        arguments = message, self._spec, self.inbox.pending.grid
         try:
-            if memoryview(shared.frame).nbytes > INLINE_BYTES:
-                update = await asyncio.to_thread(decoded, *arguments)
+            if message.nbytes > INLINE_BYTES:
+                update = await asyncio.to_thread(shared.decode, *arguments)
             else:
-                update = decoded(*arguments)
-        except UNREADABLE as error:
+                update = shared.decode(*arguments)
+        except CodecError as error:
             refuse(message, error, self._spec, self.inbox)
             return False
         if not self.inbox.put(message, update):

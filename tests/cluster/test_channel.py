@@ -6,8 +6,8 @@ import pytest
 from distributed import Client
 
 from daskdl import codec
-from daskdl.channel import worker as worker_end
 from daskdl.channel.base import Stopped
+from daskdl.channel.inbox import SharedFrame
 from daskdl.channel.protocol import NAME
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
@@ -49,10 +49,10 @@ async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
         frame = codec.encode_dense(stamp, run.spec.grid, counts_N)
         assert frame.nbytes > 2**20
 
-        decode, threads = worker_end.decoded, []
+        decode, threads = SharedFrame.decode, []
         monkeypatch.setattr(
-            worker_end,
-            "decoded",
+            SharedFrame,
+            "decode",
             lambda *frame: threads.append(threading.get_ident()) or decode(*frame),
         )
         assert run.channels[0].publish(lambda _: frame, stamp.step)

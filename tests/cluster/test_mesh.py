@@ -1,4 +1,4 @@
-"""Real fits on worker processes that send to each other, along trees."""
+"""Fits on worker processes that send to each other: along trees, or by own routings."""
 
 import os
 import signal
@@ -7,33 +7,61 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from daskdl import Callback
+from daskdl import Callback, GradientSharing, OptionError
+from daskdl.channel.routing import ROUTINGS, Routing
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, delivered, records
 
 X, Y = rows(960)
 
 
+class Direct(Routing):
+    """A routing of one's own: each replica sends to every other one itself."""
+
+    relayed = False
+
+    def destinations(self):
+        others = [replica for replica in self.workers if replica != self._replica]
+        return [n for r in others if (n := self.neighbour(r)) is not None]
+
+
+@pytest.fixture(autouse=True)
+def direct(monkeypatch):
+    monkeypatch.setitem(ROUTINGS, "direct", Direct)
+
+
+def test_every_routing_is_named_among_the_options():
+    with pytest.raises(OptionError, match="'plain', 'mesh' or 'direct', got 'tree'"):
+        GradientSharing(routing="tree")
+
+
 def recorded(folder, **options):
-    """With three replicas the second passes on to the third."""
-    return Recorded(str(folder), kept(routing="mesh", fan_out=1, **options))
+    """With a fan-out of 1 each replica forwards to the next one."""
+    return Recorded(str(folder), kept(**{"routing": "mesh", "fan_out": 1, **options}))
 
 
-@pytest.mark.parametrize("max_staleness", [8, 0])
-def test_a_mesh_agrees_and_loses_nothing(three, tmp_path, max_staleness):
-    own = trainer(three, master=recorded(tmp_path, max_staleness=max_staleness))
+@pytest.mark.parametrize("routing", ["mesh", "direct"])
+def test_replicas_agree_and_no_update_is_lost_or_repeated(threads, tmp_path, routing):
+    master = recorded(tmp_path, routing=routing, replicas_per_worker=2)
+    own = trainer(threads, master=master)
 
     own.fit(X, Y, epochs=3, batch_size=16)
 
-    ends = list(records(tmp_path, epoch=2).values())
-    assert len(ends) == 3
-    for end in ends:
-        np.testing.assert_array_equal(end["shared"], ends[0]["shared"])
-        np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=4e-6)
-        assert len({tuple(u) for u in end["received"]}) == len(end["received"]) > 0
+    ends = check_agreement(records(tmp_path, epoch=2).values())
     expected = ends[0]["start"] + sum(end["progress"] for end in ends)
     got = delivered(own).numpy()
     np.testing.assert_allclose(got, expected, rtol=0, atol=6e-6)
+
+
+def check_agreement(ends):
+    """Check that replicas have applied the same updates, each once; return the ends."""
+    first, *others = ends
+    for end in (first, *others):
+        np.testing.assert_array_equal(end["shared"], first["shared"])
+        np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=6e-6)
+        assert len({tuple(u) for u in end["received"]}) == len(end["received"]) > 0
+    assert others
+    return [first, *others]
 
 
 @dataclass
@@ -49,16 +77,12 @@ class Killing(Callback):
 
 
 @pytest.mark.slow
-def test_after_a_loss_in_the_middle_of_sending_all_go_on_with_the_same(three, tmp_path):
+def test_survivors_of_a_killed_replica_agree(three, tmp_path):
     killing = Killing(replica=1, step=25)
     own = trainer(three, master=recorded(tmp_path), callbacks=[killing])
 
     history = own.fit(X, Y, epochs=6, batch_size=16)
 
     assert len(history) == 6
-    ends = [end for r, end in records(tmp_path, epoch=5).items() if r in (0, 2)]
-    assert len(ends) == 2
-    for end in ends:
-        np.testing.assert_array_equal(end["shared"], ends[0]["shared"])
-        np.testing.assert_allclose(end["shared"], end["expected"], rtol=0, atol=6e-6)
-        assert len({tuple(u) for u in end["received"]}) == len(end["received"])
+    left = records(tmp_path, epoch=5)
+    check_agreement(left[replica] for replica in (0, 2))

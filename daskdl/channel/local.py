@@ -156,12 +156,6 @@ class LocalRun:
                 inbox.stop(self.state.stopped)
         self.changed.notify_all()
 
-    @property
-    def here(self) -> list[int]:
-        """Replicas that have a channel, ascending."""
-        with self.changed:
-            return sorted(self._inboxes)
-
 
 class LocalChannel(Channel):
     """The channel of one replica among threads.

@@ -161,10 +161,7 @@ class RemoteChannel(Channel):
             future.cancel()
             self.check()
             raise TimeoutError("it did not answer")
-        try:
-            return future.result()
-        except RuntimeError as error:  # raised by Dask's pool once the worker closes
-            raise OSError(str(error)) from error
+        return future.result()
 
     def _ask(
         self, cause: WaitCause, operation: str, bound: Bound | None, **fields: Any

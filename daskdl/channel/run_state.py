@@ -60,14 +60,9 @@ class Member:
     adopted_at: int = 0
     received: dict[int, int] = field(default_factory=dict)
 
-    def advance(self, step: int, sequence: int, interval: int) -> None:
-        """Raise the progress; late messages change nothing."""
-        own = self.progress
-        self.progress = PeerProgress(
-            max(own.step, step),
-            max(own.sequence, sequence),
-            max(own.interval, interval),
-        )
+    def advance(self, *reached: int) -> None:
+        """Raise the step, sequence and interval; late messages change nothing."""
+        self.progress = PeerProgress(*map(max, self.progress, reached))
 
     def acknowledge(self, received: Mapping[int, int]) -> None:
         """Record the update of each origin up to which all are received."""

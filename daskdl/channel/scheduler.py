@@ -132,9 +132,10 @@ class WorkerBatcher:
             try:
                 async with asyncio.timeout(self._bound.seconds):
                     answers = await self._request(batches)
-            # Dask's pool raises a RuntimeError once the scheduler closes.
-            except (OSError, RuntimeError) as error:  # a TimeoutError is an OSError
+            except OSError as error:  # a TimeoutError is one
                 answers = [error] * len(batches)
+            except RuntimeError as error:  # from Dask's pool, once the scheduler closes
+                answers = [OSError(str(error))] * len(batches)
             for batch, answer in zip(batches, answers, strict=True):
                 if batch.accepted.done():  # its send loop was cancelled or timed out
                     continue
@@ -369,10 +370,11 @@ class LiveRun:
         async def relay() -> None:
             try:
                 await loop.run()
-            except (OSError, RuntimeError) as error:
-                # A closing worker refuses before Dask removes it. Dask's pool raises
-                # RuntimeError once the scheduler closes.
+            except OSError as error:  # a closing worker refuses before Dask removes it
                 self.lose(replica, str(error))
+            except Exception as error:
+                logger.exception("the relay to replica %s", replica)
+                self.lose(replica, f"its relay failed: {error!r}")
 
         self.relays[replica] = asyncio.ensure_future(relay())
 

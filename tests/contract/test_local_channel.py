@@ -93,4 +93,4 @@ def test_leaving_twice_changes_nothing():
     channel.leave()
 
     assert run.state.members.generation == generation
-    assert run.here == []
+    assert run.state.members.present == []

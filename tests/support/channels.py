@@ -377,7 +377,7 @@ async def a_threads_run(replicas, join=True, **options):
     finally:
         for channel in run.channels.values():
             await in_thread(channel.leave)
-        assert run.run.here == []
+        assert run.record.members.present == []
         assert run.record.outboxes == {}
 
 

@@ -95,7 +95,7 @@ def logged():
     ],
     ids=["older daskdl", "older torch", "no daskdl"],
 )
-def test_one_that_lacks_something_takes_no_part_and_the_client_says_so(
+def test_a_worker_with_other_versions_takes_no_part_and_is_reported(
     grown, logged, preload, what
 ):
     first = set(grown.client.nthreads())
@@ -116,7 +116,7 @@ def test_one_that_lacks_something_takes_no_part_and_the_client_says_so(
     assert len(workers) == 3
 
 
-def test_it_imports_in_a_thread_before_it_takes_part(grown):
+def test_a_new_worker_imports_daskdl_in_a_thread(grown):
     script = Script((1, lambda: grown.grow(WATCHED)), (2, enough))
 
     script.run(trainer(grown.client), X, Y)
@@ -142,7 +142,7 @@ async def refuse(**fields):
     raise ValueError("no newcomer today")
 
 
-def test_why_another_one_does_not_join_is_said_by_the_client(growing, logged):
+def test_the_client_reports_why_a_worker_does_not_join(growing, logged):
     handlers = growing.cluster.scheduler.handlers
 
     def grow():

@@ -26,7 +26,7 @@ from tests.support.channels import (
 
 
 @workers(2)
-async def test_a_second_instance_on_either_end_takes_over_what_is_there(c, s, a, b):
+async def test_a_second_plugin_adopts_the_state_of_the_first(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         second = ChannelSchedulerPlugin()
         await second.start(s)
@@ -39,9 +39,7 @@ async def test_a_second_instance_on_either_end_takes_over_what_is_there(c, s, a,
 
 
 @workers(2)
-async def test_a_frame_too_large_for_the_event_loop_arrives_whole(
-    c, s, a, b, monkeypatch
-):
+async def test_a_large_frame_is_decoded_outside_the_event_loop(c, s, a, b, monkeypatch):
     size = 2**19  # 2 MiB of counts, which do not compress
     counts_N = np.random.default_rng(0).integers(-(2**30), 2**30, size, np.int32)
     async with a_run(c, s, a, b, size=size, inbox_bytes=2**23) as run:
@@ -100,7 +98,7 @@ async def test_a_part_is_leased_to_the_replica_whose_worker_holds_it(c, s, a, b)
 
 
 @workers(2)
-async def test_the_run_of_a_client_that_goes_is_stopped_and_closed(c, s, a, b):
+async def test_a_run_is_closed_when_its_client_disconnects(c, s, a, b):
     async with (
         Client(s.address, asynchronous=True) as second,
         a_run(c, s, a, b) as mine,

@@ -48,7 +48,7 @@ def check_equal(got, expected):
 
 class TestJoining:
     @every_channel()
-    async def test_it_is_answered_once_all_have_joined(self, a_run):
+    async def test_join_returns_once_all_have_joined(self, a_run):
         async with a_run(join=False) as run:
             first = begin(run.channels[0].join)
             await run.until(lambda: run.record.members.present == [0])
@@ -74,7 +74,7 @@ class TestJoining:
                 await in_thread(run.channels[0].join)
 
     @every_channel()
-    async def test_a_replica_that_does_not_join_fails_the_run_and_is_named(self, a_run):
+    async def test_a_replica_that_does_not_join_ends_the_run_and_is_named(self, a_run):
         async with a_run(join=False, timeouts=bounds(join=0.3)) as run:
             with pytest.raises(Stopped, match="not all replicas started within"):
                 await in_thread(run.channels[0].join)
@@ -92,7 +92,7 @@ class TestJoining:
 
 class TestUpdates:
     @every_channel(replicas=3)
-    async def test_they_reach_all_others_once(self, a_run):
+    async def test_updates_reach_all_others_once(self, a_run):
         async with a_run() as run:
             for step in range(4):
                 assert publish(run.channels[0], step + 1, step=step, count=3)
@@ -135,7 +135,7 @@ class TestUpdates:
             assert run.channels[0].published == 1
 
     @every_channel(replicas=3)
-    async def test_the_link_counts_what_left_until_it_is_read(self, a_run):
+    async def test_link_stats_count_delivered_frames_since_the_last_call(self, a_run):
         async with a_run() as run:
             channel, expected = run.channels[0], 0
             for step in range(3):
@@ -241,7 +241,7 @@ class TestBarriers:
             assert run.record.barriers == {}
 
     @every_channel(replicas=3)
-    async def test_after_agreeing_all_have_what_any_published_before(self, a_run):
+    async def test_replicas_that_agreed_have_all_updates_published_before(self, a_run):
         async with a_run() as run:
 
             def end(replica, channel):
@@ -275,7 +275,7 @@ class TestBarriers:
 
 class TestRounds:
     @every_channel()
-    async def test_they_do_not_wait_for_replicas_that_wait_for_a_lease(self, a_run):
+    async def test_rounds_do_not_wait_for_replicas_that_wait_for_a_lease(self, a_run):
         async with a_run(pieces={"train": ("p",)}) as run:
             one, other = run.channels[0], run.channels[1]
             await lease(one)
@@ -293,7 +293,7 @@ class TestRounds:
             assert [dict(met.payloads) for met in both] == [{0: 0, 1: 1}] * 2
 
     @every_channel()
-    async def test_some_replicas_may_come_to_agree(self, a_run):
+    async def test_replicas_may_arrive_at_a_round_with_different_kinds(self, a_run):
         async with a_run() as run:
             kinds = BarrierKind.ROUND, BarrierKind.AGREE
             met = [
@@ -376,7 +376,7 @@ class TestLeases:
             assert progress == {"kind": "progress", "epoch": 0, **done(0)}
 
     @every_channel()
-    async def test_the_first_to_reach_the_end_waits_for_the_others(self, a_run):
+    async def test_a_replica_waits_for_a_lease_until_all_rows_are_finished(self, a_run):
         async with a_run(pieces={"train": ("p", "q")}) as run:
             for replica in (0, 1):
                 await lease(run.channels[replica])

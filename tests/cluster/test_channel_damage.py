@@ -111,7 +111,7 @@ async def test_requests_of_a_lost_replica_are_answered_and_change_nothing(c, s, 
 
 
 @workers(2)
-async def test_a_replica_that_was_given_up_has_to_stop(c, s, a, b):
+async def test_a_replica_that_was_removed_has_to_stop(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         channel = run.channels.pop(1)
         run.live.lose(1, "cut off")
@@ -182,9 +182,7 @@ async def test_invalid_deliveries_are_refused_and_counted(c, s, a, b):
 
 
 @workers(2)
-async def test_a_replica_learns_that_the_scheduler_has_no_plugin(
-    c, s, a, b, monkeypatch
-):
+async def test_a_scheduler_without_the_plugin_is_an_error(c, s, a, b, monkeypatch):
     async with a_run(c, s, a, b, join=False) as run:
         monkeypatch.delitem(s.handlers, "daskdl_join")
 

@@ -126,7 +126,7 @@ async def test_an_update_that_all_have_is_forgotten(c, s, *workers):
 
 
 @workers(2)
-async def test_a_replica_that_receives_nothing_holds_up_the_others_updates(
+async def test_a_replica_that_acknowledges_nothing_blocks_its_peers(
     c, s, a, b, monkeypatch
 ):
     async with a_run(c, s, a, b, **MESH, outbox_bytes=500) as run:
@@ -153,7 +153,7 @@ async def test_a_replica_that_receives_nothing_holds_up_the_others_updates(
 
 
 @workers(3)
-async def test_all_get_the_updates_of_a_lost_replica_that_one_survivor_has(
+async def test_survivors_get_the_updates_of_a_lost_replica_from_each_other(
     c, s, *workers
 ):
     async with a_run(c, s, *workers, **MESH) as run:

@@ -25,7 +25,7 @@ from tests.support.run_states import SIZE
 
 @EITHER
 @workers(2)
-async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
+async def test_a_joining_replica_has_each_update_once(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
         donor, other = run.channels[0], run.channels[1]
         donor.serve_snapshot(applied_by(donor))
@@ -49,7 +49,7 @@ async def test_a_newcomer_has_each_update_once(c, s, a, b, routing):
 
 
 @workers(2)
-async def test_a_donor_first_receives_what_the_newcomer_is_not_sent(c, s, a, b):
+async def test_a_snapshot_waits_for_the_updates_that_it_must_contain(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         donor, other = run.channels[0], run.channels[1]
         donor.serve_snapshot(applied_by(donor))
@@ -74,7 +74,9 @@ async def test_a_donor_first_receives_what_the_newcomer_is_not_sent(c, s, a, b):
 
 @EITHER
 @workers(3)
-async def test_another_donor_is_asked_if_the_first_has_gone(c, s, *workers, routing):
+async def test_a_joining_replica_asks_another_donor_if_the_first_has_gone(
+    c, s, *workers, routing
+):
     async with a_run(c, s, *workers, routing=routing) as run:
         first, second = run.channels[2], run.channels[0]
         first.progress(9)  # the donor, as it has most steps; but it serves none
@@ -97,7 +99,7 @@ async def test_another_donor_is_asked_if_the_first_has_gone(c, s, *workers, rout
 
 @EITHER
 @workers(2)
-async def test_a_newcomer_trains_in_the_current_epoch_and_barriers_wait_for_it(
+async def test_barriers_wait_for_a_joining_replica_once_it_is_active(
     c, s, a, b, routing
 ):
     async with a_run(c, s, a, b, routing=routing) as run:
@@ -122,7 +124,7 @@ async def test_a_newcomer_trains_in_the_current_epoch_and_barriers_wait_for_it(
 
 
 @workers(2)
-async def test_a_newcomer_without_a_donor_stops_and_is_no_failure(c, s, a, b):
+async def test_a_joining_replica_without_a_donor_stops(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         _, channel = await run.newcomer(b)
         for replica in (0, 1):
@@ -133,7 +135,7 @@ async def test_a_newcomer_without_a_donor_stops_and_is_no_failure(c, s, a, b):
 
 
 @workers(2)
-async def test_a_newcomer_that_was_not_started_can_be_replaced(c, s, a, b):
+async def test_a_replica_that_could_not_be_started_can_be_replaced(c, s, a, b):
     async with a_run(c, s, a, b) as run:
 
         async def assign():
@@ -153,7 +155,7 @@ async def test_a_newcomer_that_was_not_started_can_be_replaced(c, s, a, b):
 
 
 @workers(2)
-async def test_a_newcomer_has_all_traffic_of_a_mesh_once(c, s, a, b):
+async def test_a_joining_replica_has_each_update_once_under_traffic(c, s, a, b):
     async with a_run(c, s, a, b, routing="mesh") as run:
         donor = run.channels[0]
         donor.serve_snapshot(applied_by(donor))
@@ -187,7 +189,7 @@ async def test_a_newcomer_has_all_traffic_of_a_mesh_once(c, s, a, b):
 
 
 @workers(2)
-async def test_a_newcomer_waits_until_all_send_to_it(c, s, a, b):
+async def test_a_joining_replica_waits_until_all_send_to_it(c, s, a, b):
     async with a_run(c, s, a, b, routing="mesh") as run:
         donor, other = run.channels[0], run.channels[1]
         donor.serve_snapshot(applied_by(donor))

@@ -47,7 +47,7 @@ async def test_an_update_goes_once_to_a_worker_and_to_all_its_replicas(
 
 
 @workers(2)
-async def test_a_request_has_a_bound_in_bytes_of_which_an_update_for_several_takes_once(
+async def test_a_shared_update_counts_once_for_the_bound_of_a_request(
     c, s, a, b, monkeypatch
 ):
     async with a_run(c, s, a, b, b) as run:
@@ -68,7 +68,7 @@ async def test_a_request_has_a_bound_in_bytes_of_which_an_update_for_several_tak
 
 
 @workers(2)
-async def test_it_is_decoded_once(c, s, a, b, monkeypatch):
+async def test_a_frame_is_decoded_once_per_worker(c, s, a, b, monkeypatch):
     decoded = []
 
     def decode(frame, **expected):
@@ -88,7 +88,9 @@ async def test_it_is_decoded_once(c, s, a, b, monkeypatch):
 
 
 @workers(2)
-async def test_one_that_holds_back_holds_up_nobody_on_its_worker(c, s, a, b):
+async def test_a_replica_that_holds_back_does_not_block_others_on_its_worker(
+    c, s, a, b
+):
     async with a_run(c, s, a, b, b) as run:
         run.link(1).inbox.hold([])
 
@@ -102,7 +104,7 @@ async def test_one_that_holds_back_holds_up_nobody_on_its_worker(c, s, a, b):
 
 
 @workers(2)
-async def test_a_frame_that_cannot_be_read_is_refused_by_each(c, s, a, b):
+async def test_an_invalid_frame_is_refused_by_each_replica(c, s, a, b):
     async with a_run(c, s, a, b, b) as run:
         stamp = run.next_stamp(0, 0)
         frame = frame_of(stamp, 1)

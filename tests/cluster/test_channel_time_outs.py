@@ -53,9 +53,7 @@ async def test_a_request_without_an_answer_is_an_error_that_names_it(
 
 
 @workers(2)
-async def test_without_room_for_too_long_a_wait_names_what_waits(
-    c, s, a, b, monkeypatch
-):
+async def test_a_wait_for_room_names_the_unsent_updates(c, s, a, b, monkeypatch):
     options = {"outbox_bytes": 1, "timeouts": bounds(silence=1.0)}
     async with a_run(c, s, a, b, **options) as run:
         monkeypatch.setattr(run.record.members, "timed_out", lambda bound: [])
@@ -74,9 +72,7 @@ async def test_without_room_for_too_long_a_wait_names_what_waits(
 
 
 @workers(2)
-async def test_without_word_from_others_for_too_long_a_wait_names_what_waits(
-    c, s, a, b
-):
+async def test_a_wait_for_acknowledgements_names_the_kept_updates(c, s, a, b):
     timeouts = bounds(silence=4.0, request=0.5)
     async with a_run(c, s, a, b, timeouts=timeouts, routing="mesh") as run:
         run.link(0).routing.own.has_room = lambda: False
@@ -108,7 +104,7 @@ AHEAD = {
 @pytest.mark.parametrize(("block", "what"), AHEAD.values(), ids=AHEAD)
 @EITHER
 @workers(2)
-async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
+async def test_a_wait_for_others_names_them_and_their_last_progress(
     c, s, a, b, block, what, routing, monkeypatch
 ):
     timeouts = bounds(silence=2.0, data=1.0)
@@ -130,7 +126,7 @@ async def test_what_others_do_not_do_in_time_is_named_with_their_last_word(
 
 
 @workers(2)
-async def test_one_that_gets_no_snapshot_names_the_donor_and_why(c, s, a, b):
+async def test_a_missing_snapshot_names_the_donor_and_the_cause(c, s, a, b):
     timeouts = bounds(join=2.0, request=0.5)  # the founders have to join too
     async with a_run(c, s, a, b, timeouts=timeouts) as run:
         _, newcomer = await run.newcomer(b)

@@ -31,7 +31,7 @@ STAMP = codec.Stamp(RUN, 0, 1, 0)
 
 
 @workers(2)
-async def test_progress_goes_with_the_last_update_that_waits(c, s, a, b, monkeypatch):
+async def test_progress_is_sent_with_the_last_queued_update(c, s, a, b, monkeypatch):
     async with a_run(c, s, a, b) as run:
         monkeypatch.setattr(pump_end, "BATCH_BYTES", 1)
         told, handler = [], s.handlers["daskdl_publish"]
@@ -53,7 +53,7 @@ async def test_progress_goes_with_the_last_update_that_waits(c, s, a, b, monkeyp
 
 
 @workers(2)
-async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
+async def test_a_full_outbox_refuses_updates_and_accepted_ones_arrive(
     c, s, a, b, monkeypatch
 ):
     room = 4 * (frame_of(STAMP, 1).nbytes + MESSAGE_BYTES)
@@ -79,9 +79,7 @@ async def test_a_full_outbox_refuses_and_what_it_took_all_arrives(
 
 
 @workers(2)
-async def test_over_a_relay_only_the_latest_are_kept_for_those_that_miss_them(
-    c, s, a, b
-):
+async def test_a_relay_keeps_only_the_latest_updates_for_retransmission(c, s, a, b):
     async with a_run(c, s, a, b, outbox_bytes=1000) as run:
         for step in range(RECENT + 4):
             await in_thread(publish, run.channels[0], step=step, force=True)
@@ -93,7 +91,7 @@ async def test_over_a_relay_only_the_latest_are_kept_for_those_that_miss_them(
 
 @EITHER
 @workers(2)
-async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b, routing):
+async def test_heartbeats_are_frequent_enough_for_the_timeout(c, s, a, b, routing):
     silence = 4 * BEAT_S / 2
     async with a_run(
         c, s, a, b, timeouts=bounds(silence=silence), routing=routing
@@ -117,7 +115,7 @@ async def test_signs_of_life_are_as_frequent_as_the_time_out_needs(c, s, a, b, r
 
 
 @workers(2, clean_kwargs={"threads": False})  # Dask keeps the thread of callbacks
-async def test_data_are_waited_for_until_they_come(c, s, a, b):
+async def test_a_wait_for_data_ends_when_they_arrive(c, s, a, b):
     gate = Event("daskdl-test-gate")
     future = c.submit(gate_passed, gate.name)
     async with a_run(c, s, a, b) as run:

@@ -37,7 +37,7 @@ class TestKilled:
         # As the batch system or the kernel would.
         return worker, After(lambda: os.kill(pids[worker], signal.SIGKILL))
 
-    def test_with_data_that_can_be_computed_again_the_others_go_on(self, three, doomed):
+    def test_a_killed_worker_does_not_end_a_fit_on_lazy_data(self, three, doomed):
         _, kill = doomed
         own = trainer(three, callbacks=[kill])
         x, y = da.from_array(X, chunks=(40, 20)), da.from_array(Y, chunks=40)
@@ -50,7 +50,7 @@ class TestKilled:
         assert history[-1]["loss"] < history[0]["loss"]
         assert own.evaluate(X, Y)["accuracy"] > 0.8
 
-    def test_data_in_memory_are_sent_again(self, three, doomed):
+    def test_a_killed_worker_does_not_end_a_fit_on_data_in_memory(self, three, doomed):
         _, kill = doomed
         own = trainer(three, callbacks=[kill])
 
@@ -62,7 +62,7 @@ class TestKilled:
         assert own.evaluate(X, Y)["accuracy"] > 0.8
 
 
-def test_one_that_retires_hands_over_what_only_it_has(tmp_path):
+def test_a_retiring_worker_hands_over_its_residual(tmp_path):
     with cluster_of(3) as client:
         leaving = sorted(client.nthreads())[2]  # the worker of replica 2
         trained = trainer(

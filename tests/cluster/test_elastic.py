@@ -45,9 +45,7 @@ class TestThree:
         assert own.evaluate(X, Y)["accuracy"] > 0.8
 
     @pytest.mark.slow
-    def test_a_frozen_worker_is_given_up_and_begins_again(
-        self, three, worker, tmp_path
-    ):
+    def test_a_frozen_worker_is_removed_and_joins_again(self, three, worker, tmp_path):
         _, pid = worker
         script = Script(
             (3, lambda: os.kill(pid, signal.SIGSTOP)),
@@ -73,7 +71,7 @@ MORE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("add", MORE.values(), ids=MORE)
-def test_one_replica_becomes_several(growing, add, tmp_path):
+def test_workers_that_are_added_join_the_fit(growing, add, tmp_path):
     script = Script((1, lambda: add(growing.cluster)), (2, enough))
     master = Recorded(str(tmp_path), kept())
 

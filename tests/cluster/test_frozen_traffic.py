@@ -39,7 +39,7 @@ def said_of_it(caplog):
     return [r.getMessage() for r in caplog.records if "frozen" in r.getMessage()]
 
 
-def test_what_replicas_average_where_they_meet_counts_as_sent(threads):
+def test_averaged_arrays_count_as_sent_and_received(threads):
     changing, still = (fitted(threads, 200_000, changes) for changes in (True, False))
 
     for row in changing.history_:
@@ -48,7 +48,7 @@ def test_what_replicas_average_where_they_meet_counts_as_sent(threads):
     assert all(row["sent_bytes"] < 100_000 for row in still.history_)
 
 
-def test_many_of_them_through_the_scheduler_are_warned_of_once(threads, caplog):
+def test_large_frozen_parameters_cause_one_warning(threads, caplog):
     caplog.set_level(logging.WARNING, logger="daskdl.training")
 
     fitted(threads, 9_000_000)

@@ -37,7 +37,7 @@ def secured(secured_client):
 
 
 @pytest.mark.parametrize("routing", ["plain", "mesh"])
-def test_it_trains_scores_and_predicts(secured, routing):
+def test_a_secured_cluster_trains_evaluates_and_predicts(secured, routing):
     own = trainer(secured, master=kept(routing=routing))
 
     history = own.fit(X, Y, epochs=5, batch_size=8, validation=(X[:64], Y[:64]))
@@ -110,7 +110,7 @@ def test_a_stranger_is_refused_with_a_clear_error(secured, who, how):
     assert state(secured) == before
 
 
-def test_who_has_the_certificate_is_let_in_and_could_knock(secured):
+def test_a_client_with_the_certificate_can_connect(secured):
     """What the strangers try works, so it is the certificate that keeps them out."""
     with Client(
         secured.scheduler.address, security=secured.security, set_as_default=False

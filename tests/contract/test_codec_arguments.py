@@ -44,7 +44,7 @@ DENSE = np.array([1, -1, 2**31 - 1, -(2**31)], np.int32)
     ],
     ids=str,
 )
-def test_what_could_not_be_read_back_is_not_written(changes, message):
+def test_invalid_arguments_are_not_encoded(changes, message):
     arguments = {"stamp": STAMP, "size": 10, "threshold": 0.5, "entries_K": ENTRIES}
 
     with pytest.raises(CodecError, match=re.escape(message)):
@@ -75,6 +75,6 @@ def eight(scales, values):
     ],
     ids=str,
 )
-def test_counts_that_could_not_be_read_back_are_not_written(grid, counts, message):
+def test_invalid_counts_are_not_encoded(grid, counts, message):
     with pytest.raises(CodecError, match=re.escape(message)):
         encode_dense(STAMP, grid, counts)

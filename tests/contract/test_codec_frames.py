@@ -21,7 +21,7 @@ STAMP = Stamp(run=0x1122334455667788, origin=0xAABBCCDD, sequence=3, step=4)
 ENTRIES = np.array([1, -4, 10], np.int32)
 
 
-def test_the_stamp_reaches_the_ends_of_its_fields():
+def test_the_largest_stamp_is_decoded():
     stamp = Stamp(2**64 - 1, 2**32 - 1, 2**64 - 1, 2**64 - 1)
 
     assert decode(encode(stamp, 3, 0.5, ENTRIES[:1])).stamp == stamp
@@ -47,7 +47,7 @@ def updates(draw):
 @pytest.mark.parametrize("kind", [None, *SPARSE], ids=str)
 @settings(max_examples=150, derandomize=True)
 @given(update=updates())
-def test_entries_come_back(kind, update):
+def test_entries_are_decoded_as_encoded(kind, update):
     size, entries = update
 
     decoded = decode(encode(STAMP, size, 2.0**-10, entries, kind))
@@ -60,7 +60,7 @@ def test_entries_come_back(kind, update):
 @pytest.mark.parametrize("kind", [None, Kind.RAW32, Kind.GAPS], ids=str)
 @settings(max_examples=60, derandomize=True)
 @given(data=st.data())
-def test_entries_come_back_from_anywhere_in_the_largest_model(kind, data):
+def test_entries_anywhere_in_the_largest_model_are_decoded_as_encoded(kind, data):
     size = data.draw(st.integers(2**24 + 1, MOST))
     ends = st.sampled_from([0, 2**24, size - 1])
     positions = data.draw(st.sets(ends | st.integers(0, size - 1), max_size=9))
@@ -80,7 +80,7 @@ def test_entries_come_back_from_anywhere_in_the_largest_model(kind, data):
     counts=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40),
     repeat=st.sampled_from([1, 100]),
 )
-def test_counts_come_back(counts, repeat):
+def test_counts_are_decoded_as_encoded(counts, repeat):
     counts = np.repeat(np.array(counts, np.int32), repeat)
 
     decoded = decode(encode_dense(STAMP, 2.0**-24, counts))

@@ -34,7 +34,7 @@ def body_of(frame):
     return frame[64:]
 
 
-def test_every_file_has_its_update_and_its_sum():
+def test_every_file_has_an_update_and_a_checksum():
     files = {path.stem for path in FOLDER.glob("*.bin")}
 
     assert files == set(UPDATES) == set(SHA256)
@@ -42,12 +42,12 @@ def test_every_file_has_its_update_and_its_sum():
 
 @pytest.mark.parametrize("name", UPDATES)
 class TestGoldenFrame:
-    def test_the_file_is_the_first_one_made(self, name):
+    def test_the_file_is_unchanged(self, name):
         frame = (FOLDER / f"{name}.bin").read_bytes()
 
         assert hashlib.sha256(frame).hexdigest() == SHA256[name]
 
-    def test_it_is_read(self, name):
+    def test_it_is_decoded(self, name):
         *expected, values = UPDATES[name]
 
         *found, found_values = decode((FOLDER / f"{name}.bin").read_bytes())
@@ -55,7 +55,7 @@ class TestGoldenFrame:
         assert found == expected
         np.testing.assert_array_equal(found_values, values)
 
-    def test_it_is_made_bit_for_bit(self, name):
+    def test_it_is_encoded_bit_for_bit(self, name):
         golden = (FOLDER / f"{name}.bin").read_bytes()
 
         made = frame_of(UPDATES[name]).tobytes()

@@ -229,7 +229,7 @@ def test_a_damaged_frame_is_refused(frame, message):
 
 
 @pytest.mark.parametrize("frame", [RAW32, GAPS, BITMAP, DENSE32, DENSE8, EMPTY, ROW])
-def test_the_frames_damaged_above_are_sound_before(frame):
+def test_the_frames_are_valid_before_they_are_damaged(frame):
     assert decode(frame, run=1).stamp == STAMP
 
 
@@ -243,21 +243,21 @@ def test_a_frame_of_another_run_or_model_is_refused(frame):
 
 
 @pytest.mark.parametrize("name", ["nothing", "short", "magic", "version"])
-def test_no_kind_is_read_from_what_is_no_frame(name):
+def test_the_kind_of_an_invalid_header_is_refused(name):
     frame, message = HEADERS[name]
 
     with pytest.raises(CodecError, match=re.escape(message)):
         read_kind(frame)
 
 
-def test_a_frame_in_pieces_is_refused():
+def test_a_frame_that_is_not_contiguous_is_refused():
     frame = np.frombuffer(RAW32 + RAW32, np.uint8)[::2]
 
     with pytest.raises(CodecError, match=re.escape("contiguous, got strides (2,)")):
         decode(frame)
 
 
-def test_a_short_frame_cannot_ask_for_memory():
+def test_a_short_frame_cannot_claim_much_memory():
     """2 GiB announced in 94 bytes, within what N allows."""
     size = 2**29
     frame = patched(DENSE32, 36, "I", size)

@@ -1,4 +1,4 @@
-"""The inbox of a replica: what it accepts, what ends its waits, and what is drained."""
+"""The inbox of a replica: duplicates, progress, waits, and drained updates."""
 
 import concurrent.futures
 import dataclasses
@@ -33,7 +33,7 @@ def steps(inbox):
 
 
 class TestBarrier:
-    def test_held_back_is_what_was_neither_received_nor_agreed_on(self):
+    def test_updates_that_were_neither_received_nor_agreed_on_are_held_back(self):
         inbox = filled((1, 1))
 
         assert inbox.hold([]) == {1: (1, ())}
@@ -43,7 +43,7 @@ class TestBarrier:
         assert [inbox.holds_back(m) for m in messages] == [False, False, True]
         assert [put(inbox, 1, sequence) for sequence in (2, 3)] == [True, False]
 
-    def test_afterwards_only_failed_replicas_are_kept_out(self):
+    def test_afterwards_only_updates_of_failed_replicas_are_refused(self):
         inbox = filled()
         inbox.hold([7])
 
@@ -89,7 +89,7 @@ class TestProgress:
 
         assert steps(inbox) == {1: 3}
 
-    def test_or_once_a_snapshot_contains_those_updates(self):
+    def test_a_step_counts_once_a_snapshot_contains_its_updates(self):
         inbox = filled(in_order=False)
         inbox.note(control(MessageKind.PROGRESS, 1, 9, payload=0, sequence=4))
         assert steps(inbox) == {}
@@ -107,7 +107,7 @@ class TestProgress:
 
         assert steps(inbox) == {1: 1}
 
-    def test_a_failed_replica_has_none_any_more(self):
+    def test_a_failed_replica_has_no_progress(self):
         inbox = filled((1, 1), (2, 1))
         inbox.note(control(MessageKind.FAILED, 1, 3))
 
@@ -116,7 +116,7 @@ class TestProgress:
 
         assert steps(inbox) == {2: 6}
 
-    def test_the_last_announcement_of_each_is_described_with_its_age(self):
+    def test_messages_name_the_last_announcement_of_each_replica_and_its_age(self):
         now = 10.0
         peers = Peers(clock=lambda: now)
         peers.announce(2, PeerProgress(5, 1))
@@ -157,7 +157,7 @@ def begun_wait(inbox, ready):
     ],
     ids=["stop", "failed", "progress"],
 )
-def test_a_wait_for_a_replica_ends_when_it_fails_catches_up_or_must_stop(message):
+def test_a_wait_for_a_replica_ends_on_failure_progress_or_stop(message):
     inbox = filled()
     inbox.announce(1, PeerProgress(0))
     thread, came = begun_wait(inbox, lambda: steps(inbox).get(1, 9) == 9)
@@ -201,7 +201,7 @@ def folded(drained, first):
     return [] if drained.folded_N is None else drained.folded_N[:first].tolist()
 
 
-def test_updates_come_by_replica_and_in_order_whenever_they_arrived():
+def test_drained_updates_are_sorted_by_replica_and_sequence():
     own, *others = channels()
     for replica in (2, 1, 2, 1):
         publish(others[replica - 1], replica)
@@ -210,7 +210,7 @@ def test_updates_come_by_replica_and_in_order_whenever_they_arrived():
     assert stamps(own.drain()) == []
 
 
-def test_at_the_bound_nothing_is_folded_and_beyond_it_everything_once():
+def test_updates_are_folded_once_beyond_the_bound():
     own, *others = channels(inbox_bytes=EACH)
     publish(others[0], 1)
     assert (stamps(own.drain()), own.stats().folds) == ([(1, 1)], 0)
@@ -224,7 +224,7 @@ def test_at_the_bound_nothing_is_folded_and_beyond_it_everything_once():
     assert own.drain().folded_N is None
 
 
-def test_the_updates_up_to_a_step_are_drained_and_only_the_rest_counts():
+def test_updates_up_to_a_step_are_drained_and_the_rest_counts_for_the_bound():
     own, other = channels(2, inbox_bytes=3 * EACH)
     for step in (1, 2, 3):
         publish(other, 1, step=step)
@@ -292,7 +292,7 @@ UPDATES = st.lists(
 
 
 @given(UPDATES, st.integers(0, 3 * EACH), st.randoms())
-def test_folded_or_not_the_sum_is_the_sum_of_the_published(
+def test_drained_updates_add_up_to_the_published_ones_folded_or_not(
     updates, inbox_bytes, chance
 ):
     own, *others = channels(inbox_bytes=inbox_bytes)

@@ -181,7 +181,9 @@ def test_missing_is_the_difference(mine, target):
 
 
 @given(HAVE, UPDATES, st.integers(0, 5))
-def test_helpers_are_those_with_some_of_the_updates_most_first(have, wanted, asker):
+def test_helpers_have_some_of_the_updates_and_those_with_most_come_first(
+    have, wanted, asker
+):
     for origin in range(10, 12):  # no replica of `have`
         moved = {n: {(10 + o, s) for o, s in u} for n, u in have.items()}
         sequences = [s for o, s in wanted if 10 + o == origin]
@@ -198,7 +200,7 @@ def test_helpers_are_those_with_some_of_the_updates_most_first(have, wanted, ask
 
 
 @given(HAVE)
-def test_after_taking_a_donors_state_all_have_the_same(have):
+def test_all_replicas_have_the_same_updates_after_taking_a_donors_state(have):
     have = {n: {(o, s) for o, s in u if o not in have} for n, u in have.items()}
     notes = told(have)
 
@@ -217,7 +219,7 @@ def test_askers_begin_with_different_donors():
     assert {donors(have, asker)[0] for asker in (1, 4)} == {0, 2}
 
 
-def test_no_state_is_taken_that_lacks_an_update_of_a_survivor():
+def test_no_donor_lacks_an_update_of_a_survivor():
     # Replica 1 has more, but no update of replica 0.
     have = {0: {0: (1, ()), 1: (1, ())}, 1: {1: (1, ()), 7: (9, ())}}
 

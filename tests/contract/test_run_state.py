@@ -19,7 +19,7 @@ from tests.support.run_states import EACH, TIMEOUTS, joined, plan_of, queued, up
 # ---- updates and progress
 
 
-def test_an_update_for_which_one_receiver_has_no_room_goes_to_nobody():
+def test_an_update_is_sent_to_nobody_if_one_receiver_has_no_room():
     state = joined(relay_bytes=2 * EACH)
     state.publish(0, [update(0, 1)], PeerProgress(1))
     state.outboxes[2].drop(2)  # replica 2 has read them, replica 1 has not
@@ -74,7 +74,7 @@ def test_a_barrier_is_the_same_for_all_until_it_is_complete():
     assert arrive(state, "end", 0) is not barrier
 
 
-def test_all_read_the_same_at_a_barrier_whoever_fails_meanwhile():
+def test_a_failure_during_a_barrier_is_in_the_result_of_all():
     state = joined()
     barrier = arrive(state, "end", 0, 1)
     state.remove(2)
@@ -85,7 +85,7 @@ def test_all_read_the_same_at_a_barrier_whoever_fails_meanwhile():
     assert barrier.payloads == {0: "of 0", 1: "of 1"}
 
 
-def test_no_barrier_is_complete_without_a_reader_or_after_the_stop():
+def test_no_barrier_is_complete_without_members_or_after_a_stop():
     deserted, stopped = joined(2), joined(2)
     barriers = [arrive(state, "end", 0) for state in (deserted, stopped)]
 
@@ -97,7 +97,7 @@ def test_no_barrier_is_complete_without_a_reader_or_after_the_stop():
     assert [barrier.complete for barrier in barriers] == [False, False]
 
 
-def test_a_replica_that_fails_while_it_is_idle_has_no_part_in_later_rounds():
+def test_a_replica_that_fails_while_idle_has_no_payload_in_later_rounds():
     state = joined(3)
     state.give_back(2, "train", 0, [], 0.0, idle_payload="of 2")
     state.remove(2)
@@ -127,7 +127,7 @@ def test_updates_are_held_back_between_two_barriers_and_then_passed_on():
     assert len(queued(state, 0, "update")) == 1
 
 
-def test_the_client_reads_what_was_reported_and_counted():
+def test_the_report_of_an_epoch_has_payloads_and_counters():
     state = joined(2)
     state.refused = 3
 
@@ -139,7 +139,7 @@ def test_the_client_reads_what_was_reported_and_counted():
     assert (event["epoch"], event["refused"], event["departed"]) == (0, 3, [])
 
 
-def test_work_done_before_a_resumed_position_counts_in_that_epoch_alone():
+def test_work_before_a_resumed_position_counts_in_the_first_epoch_alone():
     resumed = SyncPoint(0, [RemainingWork(NOBODY, (Range(1, 0, 1),))], [Done(1.5, 3)])
     state = joined(1, intervals=SyncIntervals(resumed=resumed))
 
@@ -151,7 +151,7 @@ def test_work_done_before_a_resumed_position_counts_in_that_epoch_alone():
     assert departed == [[Done(1.5, 3)], [Done(1.5, 3)], []]
 
 
-def test_a_gone_replica_leaves_the_examples_of_its_own_leases():
+def test_the_finished_leases_of_a_gone_replica_are_counted():
     state = joined()
     lease = take(state, 1)
     for replica in (0, 1):
@@ -259,7 +259,7 @@ def test_every_join_and_loss_changes_the_membership_of_all():
     assert queued(state, replica, "members") == queued(state, 1, "members")
 
 
-def test_a_snapshot_has_to_contain_what_was_sent_before_all_adopted_the_newcomer():
+def test_a_snapshot_must_contain_the_updates_sent_by_older_memberships():
     state = joined(2, relayed=False)
     replica = newcomer(state)
     generation = state.members.generation
@@ -272,7 +272,7 @@ def test_a_snapshot_has_to_contain_what_was_sent_before_all_adopted_the_newcomer
     assert state.cut(replica) == {0: 7, 1: 4}
 
 
-def test_no_update_is_forgotten_that_a_newcomer_may_still_need():
+def test_updates_that_a_joining_replica_may_need_are_not_acknowledged():
     state = joined(2, relayed=False)
     acknowledge(state, 0, 5, 2)
     replica = newcomer(state)  # it needs no update up to 5
@@ -334,7 +334,7 @@ def test_replicas_without_a_heartbeat_have_failed():
     assert state.stopped is None
 
 
-def test_a_run_that_its_last_replica_leaves_at_the_end_is_no_failure():
+def test_a_run_ends_without_failure_when_its_last_replica_leaves():
     state = joined(2)
     replica = newcomer(state)
 
@@ -347,7 +347,7 @@ def test_a_run_that_its_last_replica_leaves_at_the_end_is_no_failure():
     assert state.stopped is None
 
 
-def test_a_run_whose_replicas_all_failed_says_which_and_why():
+def test_a_run_without_replicas_names_the_failed_ones_and_the_causes():
     state = joined(2)
 
     state.leave(0, 101.0, retires=True)
@@ -362,7 +362,7 @@ def test_a_run_whose_replicas_all_failed_says_which_and_why():
     )
 
 
-def test_a_failure_of_a_joining_replica_ends_no_run():
+def test_a_failure_of_a_joining_replica_does_not_end_the_run():
     state = joined(1)
     replica = newcomer(state)
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import threading
 import time
 from types import SimpleNamespace
 
@@ -178,7 +177,7 @@ def test_a_destination_that_cannot_be_reached_twice_is_an_error():
     asyncio.run(body())
 
 
-def test_requests_to_a_full_destination_become_rarer_until_it_has_room(monkeypatch):
+def test_the_send_loop_backs_off_while_the_destination_is_full(monkeypatch):
     pauses, sleep = [], asyncio.sleep
 
     async def noted(seconds):
@@ -290,25 +289,6 @@ def test_the_latest_updates_that_fit_are_kept_once(updates, limit_bytes):
     assert found == sorted(expected, key=lambda message: message[1:3])
     assert buffer.nbytes == sum(m.nbytes + MESSAGE_BYTES for m in expected)
     assert len(buffer) == len(expected)
-
-
-def test_two_threads_lose_no_count():
-    buffer = RetransmitBuffer(50 * EACH)
-
-    def fill(origin):
-        for sequence in range(1, 3000):
-            buffer.keep(update(origin, sequence))
-            buffer.find(1 - origin, [sequence])
-
-    threads = [threading.Thread(target=fill, args=(origin,)) for origin in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    found = [message for o in (0, 1) for message in buffer.find(o, range(3000))]
-    assert len(found) == len(buffer)
-    assert buffer.nbytes == len(found) * EACH <= 50 * EACH
 
 
 def test_a_buffer_that_evicts_nothing_accepts_one_update_of_any_size():

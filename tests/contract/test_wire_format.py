@@ -22,7 +22,7 @@ def examples():
         yield bytes.fromhex(re.sub(r"#.*", "", block))
 
 
-def test_the_worked_examples_are_what_is_written():
+def test_the_worked_examples_are_encoded_as_documented():
     written = [
         encode(STAMP, size, 0.5, np.array(entries, np.int32), kind).tobytes()
         for kind, size, entries in EXAMPLES
@@ -33,7 +33,7 @@ def test_the_worked_examples_are_what_is_written():
     assert [frame.hex(" ") for frame in examples()] == [f.hex(" ") for f in written]
 
 
-def test_the_worked_examples_are_read():
+def test_the_worked_examples_are_decoded():
     *read, dense = [decode(frame) for frame in examples()]
 
     assert [(u.stamp, u.kind, u.size, u.entries_K.tolist()) for u in read] == [

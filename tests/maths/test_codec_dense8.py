@@ -32,7 +32,7 @@ def vectors(draw):
 
 @settings(max_examples=200, derandomize=True)
 @given(counts=vectors() | arrays.arrays(np.int32, st.integers(1, 20)))
-def test_each_count_comes_back_within_half_a_scale(counts):
+def test_each_count_is_decoded_within_half_a_scale(counts):
     quantized = quantize(counts)
 
     back = decode(encode_dense(STAMP, 2.0**-24, quantized)).counts_N
@@ -63,7 +63,7 @@ def test_the_ends_of_int32_do_not_wrap(end):
 
 
 @pytest.mark.parametrize("size", [1, BLOCK, BLOCK + 1], ids=str)
-def test_the_body_takes_a_byte_for_each_and_four_for_each_block(size):
+def test_a_body_has_a_byte_per_parameter_and_four_per_block(size):
     generator = np.random.default_rng(0)
     counts = generator.integers(-(2**30), 2**30, size).astype(np.int32)
 

@@ -51,7 +51,7 @@ class TestPropose:
 
 
 class TestCommit:
-    def test_the_outcome_is_what_the_rule_sees_next(self):
+    def test_the_algorithm_gets_the_outcome_of_the_last_exchange(self):
         module = Vector([0.0, 0.0, 0.0, 0.0])
         rule = AdaptiveThreshold(initial=1e-3, max_density=0.1, decay=0.5)
         compressor = make(module, rule)
@@ -84,7 +84,7 @@ class TestCommit:
 
 
 class TestLead:
-    def test_what_is_sent_leaves_as_many_quanta(self):
+    def test_a_committed_quantum_moves_local_back_by_the_share_of_the_others(self):
         quantum, module = 2.0**-4, Vector([0.0] * 3)
         compressor = make(module)
         assert compressor.vector.set_scale_(0.25) == 1.0
@@ -99,7 +99,7 @@ class TestLead:
 
 
 class TestCommitDense:
-    def test_what_rounding_leaves_stays_in_the_residual(self):
+    def test_rounding_errors_stay_in_the_residual(self):
         module = Vector([0.0, 0.0])
         compressor = make(module)
         module.step(127 * 10 * GRID, 14 * GRID)
@@ -186,7 +186,7 @@ each_way = pytest.mark.parametrize("apply", ["eager", "strict"])
 @each_type
 @each_way
 @pytest.mark.parametrize("threshold", [STEADY, LAYERS], ids=["one rule", "two"])
-def test_one_that_goes_on_is_the_same_bit_for_bit(types, apply, threshold):
+def test_a_restored_compressor_continues_bit_for_bit(types, apply, threshold):
     options = {"apply": apply, "threshold": threshold, **types}
     one, other = Replica(**options).train(), Replica(scale=1.0, **options)
     shared, own = one.state()
@@ -208,7 +208,7 @@ def test_one_that_goes_on_is_the_same_bit_for_bit(types, apply, threshold):
 @each_type
 @each_way
 @pytest.mark.parametrize("scale", [1 / 3, 1.0])
-def test_of_several_the_residuals_add_up(types, apply, scale):
+def test_the_residuals_of_several_restored_states_add_up(types, apply, scale):
     options = {"scale": scale, "apply": apply, **types}
     replicas = [Replica(seed, **options) for seed in range(3)]
     for replica in replicas:
@@ -255,12 +255,14 @@ class TestAssign:
         ],
         ids=["no pattern", "no parameter", "too late"],
     )
-    def test_what_does_not_fit_is_named(self, mapping, message):
+    def test_mappings_that_do_not_fit_the_parameters_are_refused(
+        self, mapping, message
+    ):
         with pytest.raises(OptionError, match=re.escape(message)):
             LayerThresholds.of(mapping).assign(NAMES)
 
 
-def test_one_that_follows_the_link_has_none_beside_it():
+def test_an_algorithm_that_follows_the_link_must_be_the_only_one():
     with pytest.raises(
         OptionError,
         match=r"pattern '\*' has .* the link, got LinkThreshold.* alone",
@@ -301,7 +303,7 @@ class TestCompressor:
         assert rest.entries_K.tolist() == [10, -14]
         assert bias.size == rest.size == 16
 
-    def test_what_was_taken_least_often_comes_first(self):
+    def test_the_least_often_committed_pattern_comes_first(self):
         compressor = make(Layers(), {"bias": SMALL, "one": SMALL, "*": LARGE})
 
         compressor.commit_(compressor.propose()[0])

@@ -245,7 +245,7 @@ class TestReplicas:
             np.testing.assert_array_equal(replica.local(), local)
 
 
-def test_the_mass_that_clipping_removes_is_what_is_missing():
+def test_the_clipped_mass_equals_the_change_of_local():
     replica = Replica(Case(torch.float64, "eager", clipping=True), seed=0)
     missing = []
     for _ in range(9):

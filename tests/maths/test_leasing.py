@@ -189,7 +189,7 @@ def test_other_replicas_resume_with_what_remains(kind, replicas, seed):
 
 
 @pytest.mark.parametrize("ended", [None, 4])
-def test_a_resumed_partition_goes_on_as_if_there_had_been_no_break(ended):
+def test_a_resumed_partition_continues_as_without_a_break(ended):
     rows, replicas = [37, 22, 61], [0, 3, 7]
 
     def taken(leases, members):
@@ -226,7 +226,7 @@ def test_each_replica_of_a_partition_trains_as_much_in_an_interval():
     assert crowd.rows == dict.fromkeys(range(3), 3 * STEP)
 
 
-def test_an_interval_that_is_ended_ends_for_all_after_as_many_rows():
+def test_an_ended_interval_has_the_same_rows_for_all():
     leases = in_steps(StaticPartition, [400], range(2))
     ahead = [leases.take(0), leases.take(0)]
     behind = [leases.take(1)]
@@ -245,7 +245,7 @@ def leasing(*keys, seed=None, **options):
     return DynamicLeasing(PartitionSizes((1,) * len(keys), keys, 1, 1), seed, **options)
 
 
-def test_a_lease_has_the_keys_of_its_parts_and_of_the_one_ahead():
+def test_a_lease_has_the_keys_of_its_parts_and_of_the_next_one():
     leases = leasing("a", "b", "c", "d")
     leases.replace_key(1, "b again")
     leases.open(0, [0])
@@ -275,7 +275,7 @@ def test_a_part_that_no_worker_holds_is_near_to_none():
         leases.replace_key(0, "a")
 
 
-def test_remaining_work_is_of_the_first_epoch_alone():
+def test_the_remaining_work_replaces_only_the_first_epoch():
     resumed = SyncPoint(0, [RemainingWork(NOBODY, (Range(0, 8, 40),))])
     intervals = SyncIntervals(resumed=resumed)
     leases = DynamicLeasing(partition_sizes([40], 4, 1), intervals=intervals)
@@ -553,7 +553,7 @@ def test_parts_of_unknown_length_are_dealt_out_whole_and_in_turn():
     assert [lease.ranges for lease in drained(leases, 1)] == [(Range(1, 0, -1),)]
 
 
-def test_the_share_of_a_lost_replica_goes_to_others_and_is_no_repetition():
+def test_the_share_of_a_lost_replica_goes_to_others_and_does_not_count_as_repeated():
     leases = static([2, 2])
     leases.take(0)
 

@@ -90,7 +90,7 @@ class TestFlatParameters:
         ids=lambda value: value if isinstance(value, str) else "",
     )
     @pytest.mark.filterwarnings("ignore:Lazy modules")
-    def test_what_cannot_be_trained_is_refused(self, module, message):
+    def test_modules_that_cannot_be_trained_are_refused(self, module, message):
         with pytest.raises(ModelError, match=message):
             FlatParameters(module)
 
@@ -144,7 +144,7 @@ def of_every_kind(k):
     return module
 
 
-def test_what_was_taken_comes_back():
+def test_untrained_tensors_are_loaded_as_taken():
     module, other = of_every_kind(0), of_every_kind(0)
     untrained = Untrained(module)
     module.load_state_dict(of_every_kind(3).state_dict())
@@ -173,7 +173,7 @@ def test_floating_means_are_weighted_and_integers_take_the_maximum():
     ]
 
 
-def test_what_all_agree_on_stays_bit_for_bit():
+def test_values_on_which_all_agree_stay_bit_for_bit():
     values = [0.1, -math.inf, math.inf, 1 / 3]
 
     assert mean_of(*((values, [0], n) for n in (3, 7, 9))) == [values, [0]]
@@ -234,7 +234,7 @@ class TestResidual:
 
 
 class TestSnapshot:
-    def test_a_newcomer_takes_shared_and_local_from_it(self):
+    def test_a_joining_replica_adopts_shared_and_local(self):
         module = Vector([0.5, 0.0], second=[0.0])
         vector = whole(module)
         counts = np.array([7, -8, 9], np.int32)
@@ -250,7 +250,7 @@ class TestSnapshot:
 
 class TestDigest:
     @pytest.mark.parametrize("place", [0, 1, 2], ids=str)
-    def test_one_step_anywhere_makes_another(self, place):
+    def test_one_step_anywhere_changes_the_digest(self, place):
         one = whole(Vector([0.5, 0.1], second=[0.0]))
         before, counts = one.digest(), np.zeros(3, np.int32)
         counts[place] = 1
@@ -291,7 +291,7 @@ class TestRegrid:
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
 )
 class TestShowingShared:
-    def test_the_module_shows_shared_and_then_what_it_was(self, dtype, strict):
+    def test_the_module_shows_shared_and_is_restored(self, dtype, strict):
         module = Vector([0.5, 0.25], dtype)
         vector = whole(module, strict)
         module.step(0.1, 0.0)
@@ -377,7 +377,7 @@ class TestStrict:
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["eager", "strict"])
-def test_vectors_longer_than_a_chunk_are_done_to_the_end(strict):
+def test_vectors_longer_than_a_chunk_are_processed_to_the_end(strict):
     module = Vector([0.25] * (CHUNK + 3), torch.bfloat16)
     vector = whole(module, strict)
     with torch.no_grad():
@@ -410,7 +410,7 @@ class TestSample:
         pairs = enumerate(every) if ranges is None else ranges
         return ResidualView(vector, [(vector.groups[i], where) for i, where in pairs])
 
-    def test_of_a_large_one_runs_are_taken_evenly(self):
+    def test_a_sample_has_evenly_spaced_runs(self):
         sample = self.view(100).sample(most=50)
 
         runs = [*range(RUN), *range(2 * RUN, 3 * RUN), *range(4 * RUN, 5 * RUN)]

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from daskdl.data import batching, dask_collections
 from daskdl.data.batching import Rows, Tree
-from daskdl.data.dask_collections import Collections, Finish
+from daskdl.data.dask_collections import Collections, Finish, is_bag
 from daskdl.data.distribute import map_parts, new_key, workers_of
 from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.tables import is_dask_array
@@ -170,10 +170,9 @@ class Examples(Collections):
     """
 
     def __init__(self, collection: Any, keyed: bool | None) -> None:
-        tasks, keys = dask_collections.tasks_of(collection)
-        super().__init__(tasks, [(key,) for key in keys], _unread)
-        rows = dask_collections.pairs(collection).finish
-        self.reader = ExampleReader(rows, dask_collections.is_bag(collection), keyed)
+        pairs, bag = dask_collections.pairs(collection), is_bag(collection)
+        super().__init__(pairs._tasks, pairs._keys, _unread)
+        self.reader = ExampleReader(pairs.finish, bag, keyed)
 
 
 def with_first_rows(source: S, client: Client | Literal[False]) -> S:
@@ -286,7 +285,7 @@ def _partitions(X: Any, y: Any) -> list[Sequence[Any]]:
     """Return the partitions of each collection, Delayed or futures."""
     if isinstance(X, list):
         return [X]
-    if dask_collections.is_bag(X):
+    if is_bag(X):
         return [X.to_delayed()]
     leaves = list(batching.named_both((X, y)).values())
     first = leaves[0]
@@ -315,7 +314,7 @@ def lazy_outputs(
     """
     parts = partition_outputs(X, source, ask, client, y)
     if isinstance(source, Examples):
-        return collection_of_examples(parts, bag=dask_collections.is_bag(X))
+        return collection_of_examples(parts, bag=is_bag(X))
     first = batching.leaves(X)[0]
     if is_dask_array(first):
         return collection_of_arrays(parts, empty, first.chunks[0])

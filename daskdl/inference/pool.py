@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -56,7 +57,7 @@ class Outputs(NamedTuple):
     """Outputs of a batch."""
 
     tree: Tree  # of numpy arrays
-    dtypes: tuple[str, ...]  # torch's, by leaf: numpy has no bfloat16
+    dtypes: tuple[torch.dtype, ...]  # by leaf: numpy has no bfloat16
 
     @classmethod
     def of(cls, outputs: Any, rows: int) -> "Outputs":
@@ -68,11 +69,8 @@ class Outputs(NamedTuple):
                     "model must give one tensor with one row per example, or tuples "
                     f"and dicts of such, got {got} for {rows} rows"
                 )
-        dtypes = [str(leaf.dtype) for leaf in batching.leaves(outputs)]
-        return cls(
-            batching.mapped(as_numpy, outputs),
-            tuple(name.removeprefix("torch.") for name in dtypes),
-        )
+        dtypes = tuple(leaf.dtype for leaf in batching.leaves(outputs))
+        return cls(batching.mapped(as_numpy, outputs), dtypes)
 
 
 class Failure(NamedTuple):
@@ -242,12 +240,12 @@ class ModelThread(Replica):
             self._loop.call_soon_threadsafe(self._gone.set)
 
 
+@dataclass(frozen=True)
 class LocalHost(Host):
     """This process."""
 
-    def __init__(self, transform: Packed[Transform] | None) -> None:
-        self._transform = transform
-        self._threads = torch.get_num_threads()
+    transform: Packed[Transform] | None
+    threads: int = field(default_factory=torch.get_num_threads)
 
     @override
     async def places(self) -> list[str]:
@@ -255,7 +253,7 @@ class LocalHost(Host):
 
     @override
     def replica(self, place: str, sharing: int) -> Replica:
-        return ModelThread(self._transform, max(1, self._threads // sharing))
+        return ModelThread(self.transform, max(1, self.threads // sharing))
 
 
 # ---- on workers
@@ -405,24 +403,24 @@ class RemoteReplica(Replica):
         return unwrap(answer["result"])
 
 
+@dataclass(frozen=True)
 class ClusterHost(Host):
     """The workers of a cluster; their replicas close after `silence_s` without ping."""
 
-    def __init__(
-        self, client: Client, transform: Packed[Transform] | None, silence_s: float
-    ) -> None:
-        self._client = client
-        self._options = transform, silence_s
+    client: Client
+    transform: Packed[Transform] | None
+    silence_s: float
 
     @override
     async def places(self) -> list[str]:
-        if self._client.status in ("closing", "closed"):
+        if self.client.status in ("closing", "closed"):
             raise ChannelError("the client is closed, and no worker can be reached")
-        return sorted(await self._client.scheduler.ncores())
+        return sorted(await self.client.scheduler.ncores())
 
     @override
     def replica(self, place: str, sharing: int) -> Replica:
-        return RemoteReplica(self._client, place, sharing, *self._options)
+        options = sharing, self.transform, self.silence_s
+        return RemoteReplica(self.client, place, *options)
 
 
 # ---- the pool

@@ -144,7 +144,7 @@ def no_outputs(
         run = checks.dry_run(module, rows, transform)
         output = run.output
         if postprocess is not None:
-            shown = _shown(output)
+            shown = checks.described(output)
             try:
                 with torch.no_grad():
                     output = postprocess(output)
@@ -173,15 +173,6 @@ def no_outputs(
     if not isinstance(output, dict | tuple | Tensor) or not batching.leaves(output):
         raise refusal(type(output))
     return batching.mapped(none, output)
-
-
-def _shown(output: Any) -> str:
-    if isinstance(output, dict | tuple):
-        named = batching.named(output, "output")
-        return ", ".join(f"{name}: {_shown(leaf)}" for name, leaf in named)
-    if isinstance(output, Tensor):
-        return f"shape {tuple(output.shape)} and dtype {output.dtype}"
-    return f"a {type(output).__name__}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import base64
 import datetime
 import functools
 import io
+import itertools
 import json
 import logging
 import os
@@ -90,12 +91,12 @@ class ArrayFormat(Format):
 
     @override
     def encode(self, value: Any) -> tuple[int, bytes]:
-        return len(value[0]), _encoded(zip(self._names(), value, strict=True))
+        tree = restored(self.outline, iter(value))
+        return len(value[0]), _encoded(batching.named(tree, "y"))
 
     @override
     def decode(self, content: bytes) -> Any:
-        arrays = safetensors.numpy.load(content)
-        return [arrays[name] for name in self._names()]
+        return batching.leaves(_tree(self.outline, safetensors.numpy.load(content)))
 
     @override
     def join(self, values: Sequence[Any]) -> Any:
@@ -106,10 +107,6 @@ class ArrayFormat(Format):
     def to_dask(self, parts: list[Delayed], rows: Sequence[int]) -> Any:
         empty = (np.zeros((0, *shape), dtype) for dtype, shape in self.leaves)
         return lazy.collection_of_arrays(parts, restored(self.outline, empty), rows)
-
-    def _names(self) -> list[str]:
-        tree = restored(self.outline, iter(range(len(self.leaves))))
-        return [name for name, _ in batching.named(tree, "y")]
 
 
 _ROWS = "rows"
@@ -155,10 +152,10 @@ class ExampleFormat(Format):
     def decode(self, content: bytes) -> Any:
         arrays = safetensors.numpy.load(content)
         if _ROWS not in arrays:
-            return self._tree(arrays, "")
+            return _tree(self.outline, arrays)
         outputs: list[Any] = [None] * int(arrays[_ROWS][0])
         for name in [name for name in arrays if name.endswith(f"/{_ROWS}")]:
-            tree = self._tree(arrays, name.removesuffix(_ROWS))
+            tree = _tree(self.outline, arrays, name.removesuffix(_ROWS))
             for row, place in enumerate(arrays[name]):
                 outputs[place] = batching.rows(tree, row)
         if not self.keyed:
@@ -173,11 +170,6 @@ class ExampleFormat(Format):
     @override
     def to_dask(self, parts: list[Delayed], rows: Sequence[int]) -> Any:
         return lazy.collection_of_examples(parts, bag=self.bag)
-
-    def _tree(self, arrays: Mapping[str, np.ndarray], before: str) -> Tree:
-        numbers = restored(self.outline, iter(range(len(arrays))))
-        named = batching.named(numbers, f"{before}y")
-        return restored(self.outline, iter([arrays[name] for name, _ in named]))
 
 
 _SERIES = "prediction"  # column of a series, which Parquet needs
@@ -255,6 +247,12 @@ _FORMATS = {own.kind: own for own in (ArrayFormat, ExampleFormat, TableFormat)}
 def _encoded(named: Iterable[tuple[str, np.ndarray]]) -> bytes:
     # Of an array that is not contiguous, safetensors takes the wrong bytes.
     return safetensors.numpy.save({n: np.ascontiguousarray(x) for n, x in named})
+
+
+def _tree(outline: Any, arrays: Mapping[str, np.ndarray], prefix: str = "") -> Tree:
+    """Return a tree of the arrays that are called ``y``, ``y['name']`` and so on."""
+    names = batching.named(restored(outline, itertools.count()), f"{prefix}y")
+    return restored(outline, iter([arrays[name] for name, _ in names]))
 
 
 def _parquet(table: Any) -> bytes:

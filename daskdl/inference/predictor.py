@@ -129,8 +129,7 @@ def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
             own = batching.mapped(np.copy, own)
         if call.tensors:
             leaves = zip(batching.leaves(own), outputs.dtypes, strict=True)
-            made = [torch.from_numpy(x).to(getattr(torch, d)) for x, d in leaves]
-            own = batching.filled(own, made)
+            own = batching.filled(own, [torch.from_numpy(x).to(d) for x, d in leaves])
         answers.append(own)
     return answers
 
@@ -253,6 +252,7 @@ class BatchQueue:
 # ---- batches
 
 
+GATHER_S = 0.0005  # longest wait for as many calls as were answered last
 AHEAD = 2  # batches of one replica: the next is there when it is done with one
 MOST_LOSSES = 3  # of a call, as Dask's `allowed-failures`: it may be what ends workers
 
@@ -274,8 +274,9 @@ class Dispatcher:
         self._asking: dict[Asking, tuple[Replica, list[Call]]] = {}
         self._failure: BaseException | None = None  # of all calls, from now on
         self._closing = False
+        self._answered = 1  # calls of the last batch
         self._idle = asyncio.Event()  # set when no call is without an answer
-        self._due: asyncio.Handle | None = None
+        self._due: asyncio.TimerHandle | None = None
         self._alone: asyncio.TimerHandle | None = None  # since there is no replica
         pool.lost, pool.changed, pool.ended = self._lost, self._changed, self._end
 
@@ -283,17 +284,14 @@ class Dispatcher:
         """Take a call that the queue has admitted."""
         self._queue.add(call)
         if self._failure is not None or self._closing:
-            error = self._failure or RunError("the predictor is closed")
             self._queue.withdraw(call)
-            self._fail([call], error)
-        self._idle.clear()
-        if self._queue.due() == -math.inf:
-            self._send()
+            self._fail([call], self._failure or RunError("the predictor is closed"))
             return
-        if self._due is not None:
-            self._due.cancel()
+        self._idle.clear()
         # Callers that were answered together call again at about the same time.
-        self._due = asyncio.get_running_loop().call_soon(self._send)
+        complete = len(self._queue) >= self._answered
+        if complete or self._due is None:
+            self._wake(0.0 if complete else GATHER_S)
 
     def withdraw(self, call: Call) -> None:
         """Forget a call, if it still waits."""
@@ -322,16 +320,16 @@ class Dispatcher:
         if self._due is not None:
             self._due.cancel()
             self._due = None
-        loop = asyncio.get_running_loop()
+        clock = asyncio.get_running_loop().time
         while (replica := self._freest()) is not None:
             # Only a full batch goes ahead of an answer: others may still grow.
             idle = not self._load(replica)
-            now = math.inf if self._closing else loop.time()
+            now = math.inf if self._closing else clock()
             calls = self._queue.take(now if idle else -math.inf)
             if not calls:
                 due = self._queue.due()
                 if idle and due < math.inf:
-                    self._due = loop.call_at(due, self._send)
+                    self._wake(due - now)
                 break
             wanted = [call for call in calls if call.begin()]
             if wanted:
@@ -342,6 +340,12 @@ class Dispatcher:
             self._idle.clear()
         else:
             self._idle.set()
+
+    def _wake(self, seconds: float) -> None:
+        """Send due batches after this time, instead of the time set before."""
+        if self._due is not None:
+            self._due.cancel()
+        self._due = asyncio.get_running_loop().call_later(seconds, self._send)
 
     def _freest(self) -> Replica | None:
         """Return the replica with the fewest batches, if it can take one more."""
@@ -371,6 +375,7 @@ class Dispatcher:
         elif error is not None:  # a bug in daskdl: no caller may wait forever
             self._fail(calls, error)
         elif not isinstance(outcome := task.result(), Failure):
+            self._answered = len(calls)
             for call, answer in zip(calls, outcome, strict=True):
                 call.answer.set_result(answer)
         elif len(calls) == 1:

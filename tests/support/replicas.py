@@ -1,4 +1,4 @@
-"""Replicas for tests: each batch they are asked for is a test's to answer."""
+"""Simulated replicas of a predictor, whose batches a test answers."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import nn
 from typing_extensions import override
 
@@ -14,7 +15,7 @@ from daskdl.inference.pool import Failure, Host, Outputs, Replica, ReplicaPool
 from daskdl.inference.predictor import BatchQueue, Call, Dispatcher
 from daskdl.serialization import PackedModel
 
-WITHIN_S = 30.0  # for what a test awaits
+WITHIN_S = 30.0
 TIMEOUTS = Timeouts(60.0, 30.0, 60.0, 10.0, 300.0, 600.0)
 MODEL = PackedModel(nn.Identity())
 
@@ -31,8 +32,8 @@ class Asked(NamedTuple):
         return self.x[:, 0].tolist()
 
     def answer(self):
-        """Ten times what was asked."""
-        self.outcome.set_result(Outputs(self.x * 10, ("float32",)))
+        """Answer with ten times the input."""
+        self.outcome.set_result(Outputs(self.x * 10, (torch.float32,)))
 
     def refuse(self, summary="ValueError: no"):
         self.outcome.set_result(Failure(summary, "Traceback: ..."))
@@ -42,7 +43,7 @@ class Asked(NamedTuple):
 
 
 class FakeReplica(Replica):
-    """Writes down what is done to it."""
+    """Logs its calls."""
 
     def __init__(self, place, log, faults):
         self.place = place
@@ -89,9 +90,9 @@ class FakeReplica(Replica):
 class FakeHost(Host):
     """Places that a test may change.
 
-    `log` has what was done to replicas: a verb, a place, and a version if it has one.
-    `faults` has what happens the next time, by verb and place: an error, a `Failure`,
-    or an event that is waited for.
+    `log` lists the calls of all replicas: a verb, a place, and a version if there is
+    one. `faults` holds the outcome of the next call, by verb and place: an error, a
+    `Failure`, or an event to wait for.
     """
 
     def __init__(self, *there):
@@ -114,7 +115,7 @@ class FakeHost(Host):
 
 
 class Desk(NamedTuple):
-    """A dispatcher and what it works with."""
+    """A dispatcher with its host, pool and queue."""
 
     host: FakeHost
     pool: ReplicaPool
@@ -122,7 +123,7 @@ class Desk(NamedTuple):
     queue: BatchQueue
 
     def call(self, *values) -> Future:
-        """Rows that begin with these values."""
+        """Call with a row for each of these values."""
         x = np.array([[value, 0] for value in values], np.float32)
         call = Call.of(x, 4)
         self.queue.admit(call.rows)
@@ -134,7 +135,7 @@ class Desk(NamedTuple):
         return await soon(self.host.made[replica].asked.get())
 
     async def new_replicas(self):
-        """Those who are missing are started."""
+        """Start the missing replicas."""
         await self.pool.look()
         await soon(asyncio.gather(*self.pool.starting, return_exceptions=True))
         await turns()
@@ -145,12 +146,12 @@ async def soon(awaitable):
 
 
 async def values(answer):
-    """The first column of an answer that is coming."""
+    """Wait for an answer; return its first column."""
     return (await soon(asyncio.wrap_future(answer)))[:, 0].tolist()
 
 
 async def turns():
-    """The event loop goes round often enough for whatever is ready."""
+    """Run the event loop until nothing is ready."""
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -168,8 +169,8 @@ async def serving(
 ):
     """A desk with one replica in each place; a batch has 4 rows at most.
 
-    `host` is a list that gets the host; `there` is raised when it is asked for its
-    places once it has opened.
+    `host` is a list that gets the host; `there` is raised when the host is asked for
+    its places after the start.
     """
     own = FakeHost(*places)
     own.faults.update(faults)

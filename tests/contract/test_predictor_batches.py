@@ -21,6 +21,7 @@ from daskdl.errors import (
     ReplicaError,
     WaitTimeoutError,
 )
+from daskdl.inference import predictor
 from daskdl.inference.pool import Failure, start_server
 from daskdl.inference.predictor import BatchQueue, Call
 from daskdl.serialization import PackedModel
@@ -59,6 +60,27 @@ class TestBatches:
                 desk.call(2, 3, 4)
 
             assert (await desk.asked()).values == rows
+
+    async def test_callers_that_were_answered_together_share_the_next_batch(
+        self, monkeypatch
+    ):
+        async with serving("a") as desk:
+            desk.call(0), desk.call(1)
+            (await desk.asked()).answer()
+            monkeypatch.setattr(predictor, "GATHER_S", LONG_S)
+            await turns()
+            desk.call(2)
+            await turns()
+            desk.call(3)
+            batch = await desk.asked()
+            batch.answer()
+            assert batch.values == [2, 3]
+
+            monkeypatch.setattr(predictor, "GATHER_S", 0.001)
+            await turns()
+            desk.call(4)  # the other caller stays away
+
+            assert (await desk.asked()).values == [4]
 
     async def test_a_batch_goes_to_the_replica_with_the_fewest(self):
         async with serving("a", "b") as desk:

@@ -1,4 +1,4 @@
-"""Measuring for a plan: what is measured, what stays as it was, and what fails."""
+"""Measuring for a plan: the costs, the side effects, and the errors."""
 
 import copy
 import functools
@@ -27,7 +27,7 @@ Y = torch.arange(16) % 3
 
 
 class Net(nn.Module):
-    """With buffers, and draws of all generators."""
+    """Has buffers, and draws from all generators."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Few steps: nothing here is about how long they take."""
+    """Measure few steps and requests."""
     monkeypatch.setattr(measure, "TIMED_S", 0.0)
     monkeypatch.setattr(measure, "REQUESTS", 3)
     monkeypatch.setattr(measure, "WARM_REQUESTS", 1)
@@ -54,7 +54,7 @@ def costs(model=Net, batch=(X, Y), workers=2, **options):
     return daskdl.plan(model, batch, workers, NETWORK, **options).measured.alone
 
 
-def test_the_model_all_generators_the_batch_and_torchs_threads_are_as_they_were():
+def test_a_plan_changes_neither_model_nor_batch_nor_generators_nor_threads():
     def state():
         generators = torch.get_rng_state().tolist(), random.getstate()
         numpy_state = [str(part) for part in np.random.get_state()]
@@ -98,7 +98,7 @@ def test_loss_optimizer_and_threads_are_used():
         def step(self, closure=None):
             raise ValueError("the optimizer was called")
 
-    # Before any process is measured, a step is tried with the threads of this one.
+    # The dry run uses the threads of this process.
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -107,7 +107,7 @@ def test_loss_optimizer_and_threads_are_used():
         torch.set_num_threads(before)
     with pytest.raises(ValueError, match="the optimizer was called"):
         costs(optimizer=lambda params: Refusing(params, lr=0.1))
-    assert costs(batch=(X, torch.rand(16, 3))).rows == 16  # a loss for values
+    assert costs(batch=(X, torch.rand(16, 3))).rows == 16  # the loss for regression
 
 
 now = [0.0]
@@ -146,7 +146,7 @@ def test_a_threshold_settles_inside_its_band(loss, monkeypatch):
     ],
     ids=str,
 )
-def test_every_way_of_sharing_is_measured(options):
+def test_all_options_of_gradient_sharing_are_measured(options):
     fine = {"threshold": daskdl.FixedThreshold(1e-6)}
 
     own = costs(master=daskdl.GradientSharing(**fine | options))
@@ -168,7 +168,7 @@ def test_a_loss_that_diverges_is_an_error():
 
 
 def failures():
-    """Losses of processes that measure, and what becomes of them."""
+    """Losses that fail in a measuring process, and the errors."""
     parent = os.getpid()
 
     def failing(output, y):
@@ -194,7 +194,7 @@ def failures():
 
 
 @pytest.mark.parametrize("failure", ["fails", "ends", "hangs"])
-def test_a_process_that_cannot_measure_is_an_error(failure):
+def test_a_process_that_fails_to_measure_is_an_error(failure):
     loss, patience_s, error, message = failures()[failure]
     sgd = functools.partial(torch.optim.SGD, lr=0.01)
     rows, master = (X.numpy(), Y.numpy()), daskdl.GradientSharing()

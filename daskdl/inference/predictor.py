@@ -252,7 +252,7 @@ class BatchQueue:
 # ---- batches
 
 
-GATHER_S = 0.0005  # longest wait for as many calls as were answered last
+GATHER_S = 0.0005  # longest wait for callers that were just answered
 AHEAD = 2  # batches of one replica: the next is there when it is done with one
 MOST_LOSSES = 3  # of a call, as Dask's `allowed-failures`: it may be what ends workers
 
@@ -274,7 +274,7 @@ class Dispatcher:
         self._asking: dict[Asking, tuple[Replica, list[Call]]] = {}
         self._failure: BaseException | None = None  # of all calls, from now on
         self._closing = False
-        self._answered = 1  # calls of the last batch
+        self._returning = 0  # answered callers that may call again at once
         self._idle = asyncio.Event()  # set when no call is without an answer
         self._due: asyncio.TimerHandle | None = None
         self._alone: asyncio.TimerHandle | None = None  # since there is no replica
@@ -289,9 +289,9 @@ class Dispatcher:
             return
         self._idle.clear()
         # Callers that were answered together call again at about the same time.
-        complete = len(self._queue) >= self._answered
-        if complete or self._due is None:
-            self._wake(0.0 if complete else GATHER_S)
+        self._returning = max(0, self._returning - 1)
+        if not self._returning or self._due is None:
+            self._wake(GATHER_S if self._returning else 0.0)
 
     def withdraw(self, call: Call) -> None:
         """Forget a call, if it still waits."""
@@ -345,7 +345,11 @@ class Dispatcher:
         """Send due batches after this time, instead of the time set before."""
         if self._due is not None:
             self._due.cancel()
-        self._due = asyncio.get_running_loop().call_later(seconds, self._send)
+        self._due = asyncio.get_running_loop().call_later(seconds, self._woken)
+
+    def _woken(self) -> None:
+        self._returning = 0
+        self._send()
 
     def _freest(self) -> Replica | None:
         """Return the replica with the fewest batches, if it can take one more."""
@@ -375,7 +379,7 @@ class Dispatcher:
         elif error is not None:  # a bug in daskdl: no caller may wait forever
             self._fail(calls, error)
         elif not isinstance(outcome := task.result(), Failure):
-            self._answered = len(calls)
+            self._returning += len(calls)
             for call, answer in zip(calls, outcome, strict=True):
                 call.answer.set_result(answer)
         elif len(calls) == 1:

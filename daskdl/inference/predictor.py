@@ -290,8 +290,7 @@ class Dispatcher:
         self._idle.clear()
         # Callers that were answered together call again at about the same time.
         self._returning = max(0, self._returning - 1)
-        if not self._returning or self._due is None:
-            self._wake(GATHER_S if self._returning else 0.0)
+        self._wake(GATHER_S if self._returning else 0.0)
 
     def withdraw(self, call: Call) -> None:
         """Forget a call, if it still waits."""
@@ -342,10 +341,13 @@ class Dispatcher:
             self._idle.set()
 
     def _wake(self, seconds: float) -> None:
-        """Send due batches after this time, instead of the time set before."""
+        """Send due batches after this time at the latest."""
+        loop = asyncio.get_running_loop()
         if self._due is not None:
+            if self._due.when() <= loop.time() + seconds:
+                return
             self._due.cancel()
-        self._due = asyncio.get_running_loop().call_later(seconds, self._woken)
+        self._due = loop.call_later(seconds, self._woken)
 
     def _woken(self) -> None:
         self._returning = 0

@@ -82,6 +82,21 @@ class TestBatches:
 
             assert (await desk.asked()).values == [4]
 
+    async def test_a_full_batch_waits_for_no_timer_after_an_answer(self):
+        async with serving("a", "b", wait_s=LONG_S) as desk:
+            for value in range(5):
+                desk.call(value)
+            (await desk.asked(0)).answer()
+            await turns()
+            for value in range(5, 8):
+                desk.call(value)
+
+            asked = [asyncio.ensure_future(desk.asked(number)) for number in (0, 1)]
+            done, others = await asyncio.wait(asked, return_when="FIRST_COMPLETED")
+            assert [task.result().values for task in done] == [[4, 5, 6, 7]]
+            for task in others:
+                task.cancel()
+
     async def test_a_batch_goes_to_the_replica_with_the_fewest(self):
         async with serving("a", "b") as desk:
             desk.call(1)

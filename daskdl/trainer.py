@@ -6,7 +6,7 @@ inference and saving; the function works without a trainer, for any model.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Literal, Self
 
 import torch
@@ -34,7 +34,7 @@ from daskdl.inference.predict import predict as predict_with
 from daskdl.inference.predictor import Predictor
 from daskdl.objective import Loss, Objective, objective_of
 from daskdl.saving import trainer_state
-from daskdl.saving.trainer_state import NAMES, TrainerState
+from daskdl.saving.trainer_state import TrainerState
 from daskdl.training.base import TrainingMaster
 from daskdl.training.checkpointing import resume_plan
 from daskdl.training.epoch_control import Scheduling
@@ -603,7 +603,7 @@ class Trainer:
             SaveError: If the folder cannot be written.
         """
         self._trained_model()
-        arguments = {name: getattr(self, name) for name in NAMES}
+        arguments = {name: getattr(self, name) for name in self._argument_names()}
         state = TrainerState(
             arguments, self.model_, self._state, self.history_, self.classes_
         )
@@ -645,12 +645,18 @@ class Trainer:
         """
         own = {"model": model, "loss": loss, "optimizer": optimizer}
         passed = {name: one for name, one in own.items() if one is not None} | others
-        state = trainer_state.load(url, passed, trusted, storage_options)
+        names = cls._argument_names()
+        state = trainer_state.load(url, names, passed, trusted, storage_options)
         trainer = cls(client=client, **state.arguments)
         trainer._state = state.fit_state
         trainer.history_, trainer.classes_ = state.history, state.classes
         trainer._show(state.model)
         return trainer
+
+    @classmethod
+    def _argument_names(cls) -> list[str]:
+        """Return the arguments that are saved: all but the client."""
+        return [f.name for f in fields(cls) if f.init and f.name != "client"]
 
     def _trained_model(self) -> nn.Module:
         if not hasattr(self, "model_"):

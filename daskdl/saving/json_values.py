@@ -55,12 +55,10 @@ class JsonValues:
     ``{"counter": [[key, count], ...]}``       a `collections.Counter`
     ``{"dtype": "float32"}``                   of torch
     ``{"tensor": "name"}``                     one of `tensors`
-    ``{"object": {"class": ..., "fields": ...}}``  a frozen dataclass, one of `known`
     =========================================  =======================================
 
     Attributes:
         tensors: Tensors beside the JSON, by name; encoding adds to them.
-        known: Frozen dataclasses by name.
 
     Example:
         >>> JsonValues().encode((1, float("inf")), "betas")
@@ -70,7 +68,6 @@ class JsonValues:
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    known: Mapping[str, type] = field(default_factory=dict)
 
     def encode(self, value: Any, name: str, depth: int = 0) -> Json:
         """Encode a value.
@@ -111,18 +108,8 @@ class JsonValues:
             return {tag: [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
         return self._encode_other(value, name, depth)
 
-    def _object(self, kind: str, value: Any, name: str, depth: int) -> Json:
-        fields = {
-            f.name: self.encode(getattr(value, f.name), f"{name}.{f.name}", depth + 1)
-            for f in dataclasses.fields(value)
-            if f.init and f.compare  # others, such as credentials, are never saved
-        }
-        return {"object": {"class": kind, "fields": fields}}
-
     def _encode_other(self, value: Any, name: str, depth: int) -> Json:
-        kind: Any = type(value)
-        if kind in self.known.values():
-            return self._object(kind.__name__, value, name, depth)
+        kind = type(value)
         raise OptionError(
             f"{name} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved "
             "without code"
@@ -158,10 +145,6 @@ class JsonValues:
                 return getattr(torch, inner)
             case "tensor", str():
                 return self.tensors[inner]
-            case "object", {"class": str(name), "fields": dict(fields)}:
-                kind = self._class(name)
-                values = {key: self.decode(v, depth) for key, v in fields.items()}
-                return _made(kind, values)
         raise SaveError(f"nothing is saved as {tag!r:.80} with {inner!r:.80}")
 
     def _pairs(self, items: list[Json], depth: int) -> list[tuple[Any, Any]]:
@@ -170,46 +153,21 @@ class JsonValues:
             raise SaveError(f"{items!r:.80} have keys that are not plain")
         return pairs
 
-    def _class(self, name: str) -> type:
-        return self.known[name]
-
 
 class UntrustedError(OptionError):
     """A save names code of a module that is not trusted."""
 
 
-@dataclass(frozen=True)
-class TrustedModules:
-    """Modules that may be imported, and whose code may be called, for a save.
-
-    Attributes:
-        names: Of modules and of packages, with all that is in them; None: every module,
-            to read what this process has just written.
-
-    Example:
-        >>> trusted = TrustedModules.of(["my_nets"])
-        >>> "my_nets.small" in trusted, "my_nets_2" in trusted
-        (True, False)
-    """
-
-    names: frozenset[str] | None = frozenset()
-
-    @classmethod
-    def of(cls, names: Any) -> "TrustedModules":
-        """Trust modules by name; an OptionError says if `names` is no such list."""
-        several = isinstance(names, Iterable) and not isinstance(names, str | bytes)
-        listed: list[Any] = list(names) if several else [None]
-        if not all(isinstance(n, str) and _MODULE.fullmatch(n) for n in listed):
-            raise OptionError(
-                "trusted must be a list of names of modules, such as ['my_nets'], got "
-                f"{names!r:.200}"
-            )
-        return cls(frozenset(listed))
-
-    def __contains__(self, module: str) -> bool:
-        """Whether a module is trusted."""
-        own = self.names
-        return own is None or any(f"{module}.".startswith(f"{one}.") for one in own)
+def trusted_modules(names: Any) -> frozenset[str]:
+    """Check the argument `trusted`: names of modules and packages."""
+    several = isinstance(names, Iterable) and not isinstance(names, str | bytes)
+    listed: list[Any] = list(names) if several else [None]
+    if not all(isinstance(n, str) and _MODULE.fullmatch(n) for n in listed):
+        raise OptionError(
+            "trusted must be a list of names of modules, such as ['my_nets'], got "
+            f"{names!r:.200}"
+        )
+    return frozenset(listed)
 
 
 # Losses made with a few plain values and tensors, all kept as attributes.
@@ -246,9 +204,15 @@ class ArgumentValues(JsonValues):
     ===========================================  =====================================
 
     Modules are imported, and code in them is called, only if they are trusted.
+
+    Attributes:
+        known: Frozen dataclasses of daskdl, by name.
+        trusted: Names of trusted modules and packages; None: all modules, to check
+            what this process has just encoded.
     """
 
-    trusted: TrustedModules = TrustedModules()
+    known: Mapping[str, type] = field(default_factory=dict)
+    trusted: frozenset[str] | None = frozenset()
 
     @override
     def _encode_other(self, value: Any, name: str, depth: int) -> Json:
@@ -271,8 +235,17 @@ class ArgumentValues(JsonValues):
                 if _of_torch(module, value.__name__) is value:
                     return {"torch": f"{place}.{value.__name__}"}
             return {"import": reference(value)}
-        if _is_frozen(kind) and kind not in self.known.values():
-            return self._object(reference(kind), value, name, depth)
+        if _is_frozen(kind):
+            own = kind in self.known.values()
+            fields = {
+                f.name: self.encode(
+                    getattr(value, f.name), f"{name}.{f.name}", depth + 1
+                )
+                for f in dataclasses.fields(value)
+                if f.init and f.compare  # others, such as credentials, are never saved
+            }
+            named = kind.__name__ if own else reference(kind)
+            return {"object": {"class": named, "fields": fields}}
         return super()._encode_other(value, name, depth)
 
     @override
@@ -294,23 +267,23 @@ class ArgumentValues(JsonValues):
             case "partial", {"of": of, "arguments": list(own), "keywords": keywords}:
                 arguments, named = self.decode(own, depth), self.decode(keywords, depth)
                 return functools.partial(self.decode(of, depth), *arguments, **named)
+            case "object", {"class": str(name), "fields": dict(fields)}:
+                kind = self.known.get(name) or self._imported(name)
+                if not _is_frozen(kind):
+                    raise SaveError(f"{name} is no frozen dataclass")
+                return _made(
+                    kind, {k: self.decode(v, depth) for k, v in fields.items()}
+                )
         return super()._decode_tagged(tag, inner, depth)
-
-    @override
-    def _class(self, name: str) -> type:
-        if name in self.known:
-            return self.known[name]
-        kind: Any = self._imported(name)
-        if not _is_frozen(kind):
-            raise SaveError(f"{name} is no frozen dataclass")
-        found: type = kind
-        return found
 
     def _imported(self, name: str) -> Any:
         """Import a class or function, if its module is trusted."""
         check_name(name)
         module = name.partition(":")[0]
-        if module not in self.trusted:
+        trusted = self.trusted
+        if trusted is not None and not any(
+            f"{module}.".startswith(f"{one}.") for one in trusted
+        ):
             top = module.partition(".")[0]
             raise UntrustedError(
                 f"{name} is code; if it may be imported and called, pass "

@@ -32,8 +32,8 @@ from daskdl.saving.json_values import (
     ArgumentValues,
     Json,
     JsonValues,
-    TrustedModules,
     UntrustedError,
+    trusted_modules,
 )
 from daskdl.thresholds import (
     AdaptiveThreshold,
@@ -44,36 +44,16 @@ from daskdl.thresholds import (
     TargetSparsityThreshold,
 )
 from daskdl.training.base import CompressionState, KeptResidual, described
+from daskdl.training.checkpointing import Fingerprint
 from daskdl.training.epoch_control import Scheduling, hyperparameters
 from daskdl.training.fit_spec import (
     FitState,
     TrainedOptimizer,
-    parameters_of,
     starting_model,
 )
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.parameter_averaging import ParameterAveraging
 
-# Arguments of a trainer but its client, in the order in which they are asked for.
-NAMES = (
-    "model",
-    "loss",
-    "optimizer",
-    "master",
-    "device",
-    "seed",
-    "callbacks",
-    "progress",
-    "autocast",
-    "accumulate",
-    "clip_grad_norm",
-    "step",
-    "scheduler",
-    "scheduler_every",
-    "telemetry_every",
-    "max_loss_rise",
-    "transform",
-)
 ROLES = ("model", "optimizer", "extra")
 KIND = Kind(
     "daskdl trainer",
@@ -82,8 +62,6 @@ KIND = Kind(
     "give the URL of a folder that Trainer.save has written",
     "save the trainer again",
 )
-_HIDDEN = "hidden."  # before the names of buffers that are not in the state dict
-_STEPS = "history.steps"  # tensor with the packed rows of steps
 
 
 @dataclass(frozen=True)
@@ -130,7 +108,7 @@ class TrainerState:
     """A trainer without its client.
 
     Attributes:
-        arguments: Arguments of the trainer, by name; see `NAMES`.
+        arguments: Arguments of the trainer, by name.
         model: The trained model.
         fit_state: State from which the next fit continues.
         history: History of the last fit.
@@ -153,22 +131,17 @@ def save(
     """Save a fitted trainer; see `Trainer.save`."""
     check_flag("optimizer", optimizer)
     folder = Folder(folder_store(url, storage_options), KIND, ROLES)
-    model, fit_state, trained = (
-        ModelState.of(state.model),
-        state.fit_state,
-        JsonValues(),
-    )
-    extra = {_HIDDEN + name: buffer for name, buffer in model.hidden.items()}
+    model, trained, extra = ModelState.of(state.model), JsonValues(), JsonValues()
     content = {
-        "arguments": _encode_arguments(state, extra),
-        "model": model.to_json(),
+        "arguments": _encode_arguments(state, extra.tensors),
+        "model": extra.encode({**vars(model), "tensors": None}, "model"),
         "fit": trained.encode(_fit_values(state), "fit") if optimizer else None,
-        "epochs": fit_state.epochs,
+        "epochs": state.fit_state.epochs,
         "classes": None if state.classes is None else list(state.classes),
-        "class_count": fit_state.class_count,
-        "history": _encode_history(state.history, extra),
+        "class_count": state.fit_state.class_count,
+        "history": extra.encode(_history_values(state.history), "history"),
     }
-    tensors = (model.tensors, trained.tensors, extra)
+    tensors = (model.tensors, trained.tensors, extra.tensors)
     files = {role: own for role, own in zip(ROLES, tensors, strict=True) if own}
     folder.write(content, {role: encode_tensors(own) for role, own in files.items()})
 
@@ -183,22 +156,26 @@ _CONTENT = {
 
 def load(
     url: Any,
+    names: Sequence[str],
     passed: Mapping[str, Any],
     trusted: Any = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> TrainerState:
-    """Load what `save` wrote; see `Trainer.load`."""
-    wrong = [name for name in passed if name not in NAMES]
+    """Load a trainer with arguments of these names; see `Trainer.load`."""
+    wrong = [name for name in passed if name not in names]
     if wrong:
         raise OptionError(
             f"Trainer has no argument {wrong[0]!r}; any of these can be passed: "
-            f"{', '.join(NAMES)}"
+            f"{', '.join(names)}"
         )
-    modules = TrustedModules.of(trusted)
+    modules = trusted_modules(trusted)
     folder = Folder(folder_store(url, storage_options), KIND, ROLES)
     content, tensors = folder.read()
     try:
         check({name: content[name] for name in _CONTENT}, _CONTENT)
+        unknown = [name for name in content["arguments"] if name not in names]
+        if unknown:
+            raise SaveError(f"a trainer has no argument {unknown[0]!r:.80}")
         return _decode(content, tensors, passed, modules)
     except USER_ERRORS as error:
         if isinstance(error, DaskDLError) and not isinstance(error, SaveError):
@@ -211,17 +188,13 @@ def _decode(
     content: Mapping[str, Json],
     tensors: Mapping[str, dict[str, Tensor]],
     passed: Mapping[str, Any],
-    trusted: TrustedModules,
+    trusted: frozenset[str],
 ) -> TrainerState:
-    extra = tensors.get("extra", {})
-    values = ArgumentValues(extra, KNOWN, trusted)
+    values = ArgumentValues(tensors.get("extra", {}), KNOWN, trusted)
     arguments = _decode_arguments(content["arguments"], passed, values)
-    hidden = {
-        name.removeprefix(_HIDDEN): tensor
-        for name, tensor in extra.items()
-        if name.startswith(_HIDDEN)
-    }
-    state = ModelState(tensors.get("model", {}), hidden, **content["model"])
+    extra = JsonValues(values.tensors)
+    own = {**extra.decode(content["model"]), "tensors": tensors.get("model", {})}
+    state = ModelState(**own)
     try:
         model: Any = starting_model(arguments["model"], arguments.get("seed", 0))
     except FAILURES as error:
@@ -236,7 +209,7 @@ def _decode(
     if content["fit"] is not None:
         fit = JsonValues(tensors.get("optimizer", {})).decode(content["fit"])
         fit_state = _continued(fit_state, trained, fit, model)
-    history = _decode_history(content["history"], extra)
+    history = _history_of(extra.decode(content["history"]))
     return TrainerState(arguments, model, fit_state, history, content["classes"])
 
 
@@ -246,10 +219,10 @@ def _decode(
 def _encode_arguments(state: TrainerState, tensors: dict[str, Tensor]) -> Json:
     """Encode each argument as ``{"value": ...}``, or ``{"missing": reason}``."""
     content: dict[str, Json] = {}
-    for name in NAMES:
+    for name in state.arguments:
         reasons = []
         for describe in _ways(name, state):
-            values = ArgumentValues({}, KNOWN, TrustedModules(None))
+            values = ArgumentValues({}, KNOWN, None)
             try:
                 encoded = values.encode(describe(), name)
                 read = values.decode(encoded)
@@ -285,13 +258,8 @@ def _ways(name: str, state: TrainerState) -> Sequence[Callable[[], Any]]:
 
 def _optimizer_maker(state: TrainerState) -> Any:
     """Describe a new optimizer by class and hyperparameters, if these make it."""
-    made, parameters = (
-        new_optimizer(state.arguments, state.model),
-        trainable(state.model),
-    )
-    kind: Any = type(made)
-    if kind not in vars(torch.optim).values():
-        raise OptionError(f"it makes a {_class_of(made)}, which is not of torch")
+    made = new_optimizer(state.arguments, state.model)
+    parameters, kind = trainable(state.model), _torch_class(made, torch.optim)
     defaults = {
         name: value
         for name, value in made.defaults.items()
@@ -315,10 +283,7 @@ def _scheduler_maker(state: TrainerState) -> Any:
     """Describe a new scheduler by its class and arguments, if these make it."""
     optimizer, other = (new_optimizer(state.arguments, state.model) for _ in range(2))
     made: Any = scheduling_of(state.arguments).of(optimizer)
-    kind: Any = type(made)
-    if kind not in vars(torch.optim.lr_scheduler).values():
-        raise OptionError(f"it makes a {_class_of(made)}, which is not of torch")
-    arguments = {}
+    kind, arguments = _torch_class(made, torch.optim.lr_scheduler), {}
     for name in inspect.signature(kind).parameters:
         if name == "min_lr" and hasattr(made, "min_lrs"):
             same = len({*made.min_lrs}) == 1
@@ -337,18 +302,22 @@ def _scheduler_maker(state: TrainerState) -> Any:
     return maker
 
 
+def _torch_class(made: Any, module: Any) -> Any:
+    kind: Any = type(made)
+    if kind not in vars(module).values():
+        raise OptionError(f"it makes a {kind.__qualname__}, which is not of torch")
+    return kind
+
+
 def _decode_arguments(
     content: Mapping[str, Json], passed: Mapping[str, Any], values: ArgumentValues
 ) -> dict[str, Any]:
     """Decode the arguments that are not passed; OptionError names all missing ones."""
-    unknown = [name for name in content if name not in NAMES]
-    if unknown:
-        raise SaveError(f"a trainer has no argument {unknown[0]!r:.80}")
     arguments, missing = dict(passed), {}
-    for name in NAMES:
-        if name in passed or name not in content:
+    for name, saved in content.items():
+        if name in passed:
             continue
-        match content[name]:
+        match saved:
             case {"missing": reason}:
                 missing[name] = str(reason)
             case {"value": encoded}:
@@ -411,10 +380,6 @@ class ModelState:
             [n for n, p in module.named_parameters() if not p.requires_grad],
             [n for n, m in module.named_modules() if not m.training],
         )
-
-    def to_json(self) -> Json:
-        """Return all but the tensors."""
-        return {"ties": self.ties, "frozen": self.frozen, "evaluating": self.evaluating}
 
     def load_into(self, module: nn.Module) -> None:
         """Give a new module this state; SaveError names what differs."""
@@ -481,11 +446,10 @@ def scheduling_of(arguments: Mapping[str, Any]) -> Scheduling:
 
 # Of decoded values. The hyperparameters are those that the optimizer was made with.
 _FIT = {
-    "optimizer": str,
-    "parameters": Sequence[Sequence[str]],
+    "fingerprint": tuple[Mapping[str, str], str, str | None],
     "hyperparameters": Sequence[Mapping[str, Any]],
-    "state": Mapping[str, Any],
-    "scheduler": tuple[str, Natural, Mapping[str, Any]] | None,
+    "optimizer": Mapping[str, Any],
+    "scheduler": tuple[Natural, Mapping[str, Any]] | None,
     "thresholds": Mapping[str, tuple[float, float]] | None,
     "steps": Natural,
     "residual": tuple[Tensor, float] | None,
@@ -498,24 +462,22 @@ def _fit_values(state: TrainerState) -> dict[str, Any]:
     trained, compression, residual = fit.optimizer, fit.compression, fit.residual
     if trained is None:
         raise OptionError("the trainer has no optimizer_; fit it, or optimizer=False")
-    made = new_optimizer(state.arguments, state.model)
-    own = (type(made), [len(group["params"]) for group in made.param_groups])
-    had = (type(trained.optimizer), [len(group) for group in trained.parameters])
-    if own != had:
-        raise OptionError(
-            f"optimizer makes a {own[0].__name__} of {own[1]} parameters, and the "
-            f"state after the last fit is of a {had[0].__name__} of {had[1]}; save "
-            "without it, optimizer=False, or fit first"
-        )
     position = trained.rate.position() if trained.scheduling == scheduling else None
+    scheduler = None if position is None else trained.rate.scheduler
+    fingerprint = Fingerprint.of(state.model, trained.optimizer, scheduler)
+    made = new_optimizer(state.arguments, state.model)
+    Fingerprint.of(state.model, made, scheduler).check(
+        fingerprint,
+        "the state after the last fit",
+        "save without it, optimizer=False, or fit first",
+    )
     if residual is not None and not residual.fits(state.model):
         residual = None
     return {
-        "optimizer": _class_of(trained.optimizer),
-        "parameters": parameters_of(trained.optimizer, state.model),
+        "fingerprint": list(fingerprint),
         "hyperparameters": trained.made,
-        "state": trained.optimizer.state_dict(),
-        "scheduler": position and (_class_of(trained.rate.scheduler), *position),
+        "optimizer": trained.optimizer.state_dict(),
+        "scheduler": position and tuple(position),
         "thresholds": compression
         and {p: (s.threshold, s.density) for p, s in compression.sent.items()},
         "steps": 0 if compression is None else compression.steps,
@@ -529,19 +491,17 @@ def _continued(
     """Add the result of `_fit_values` to the state of a new trainer."""
     check({name: fit[name] for name in _FIT}, _FIT)
     optimizer, rate = trained.optimizer, trained.rate
-    _check_class("optimizer", optimizer, fit["optimizer"])
-    if parameters_of(optimizer, model) != [list(group) for group in fit["parameters"]]:
-        raise OptionError(
-            "optimizer has other parameters or groups than the saved state; save with "
-            "optimizer=False to train on with others"
-        )
+    Fingerprint.of(model, optimizer, rate.scheduler).check(
+        Fingerprint(*fit["fingerprint"]),
+        "the save",
+        "to train on with others, make a new Trainer with the model_ of a loaded one",
+    )
     try:
-        optimizer.load_state_dict(fit["state"])
+        optimizer.load_state_dict(fit["optimizer"])
     except USER_ERRORS as error:
         raise SaveError(f"the optimizer refuses its state: {error}") from error
     if fit["scheduler"] is not None:
-        kind, steps, own = fit["scheduler"]
-        _check_class("scheduler", rate.scheduler, kind)
+        steps, own = fit["scheduler"]
         wrong = [name for name in own if callable(getattr(rate.scheduler, name, None))]
         if wrong:
             raise SaveError(f"the state of the scheduler has {wrong}")
@@ -565,45 +525,34 @@ def _continued(
     return FitState(trained, compression, state.epochs, state.class_count, residual)
 
 
-def _class_of(value: Any) -> str:
-    return f"{type(value).__module__}:{type(value).__qualname__}"
-
-
-def _check_class(argument: str, made: Any, saved: str) -> None:
-    if _class_of(made) != saved:
-        raise OptionError(
-            f"{argument} makes a {_class_of(made)}, and the saved state is of a "
-            f"{saved}; to train on with another, make a new Trainer with the model_ of "
-            "the one that is loaded"
-        )
-
-
 # ---- history
 
+_HISTORY = {
+    "rows": Sequence[Mapping[str, Any]],
+    "stopping": Mapping[str, Any] | None,
+    "steps": Tensor,
+    "step_columns": Sequence[tuple[str, str]],
+}
 
-def _encode_history(history: History, tensors: dict[str, Tensor]) -> Json:
-    packed = history.steps.packed()
-    if packed:
-        tensors[_STEPS] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-    values = JsonValues({}, {"Stopping": Stopping})
+
+def _history_values(history: History) -> dict[str, Any]:
+    packed = np.frombuffer(history.steps.packed(), np.uint8)
     return {
-        "rows": values.encode([dict(row) for row in history], "history"),
-        "stopping": values.encode(history.stopping, "history.stopping"),
-        "step_columns": [list(column) for column in LAYOUT.descr],
+        "rows": [dict(row) for row in history],
+        "stopping": history.stopping and vars(history.stopping),
+        "steps": packed,
+        "step_columns": LAYOUT.descr,
     }
 
 
-def _decode_history(content: Json, tensors: Mapping[str, Tensor]) -> History:
-    values = JsonValues({}, {"Stopping": Stopping})
-    own = {name: values.decode(content[name]) for name in ("rows", "stopping")}
-    kinds = {"rows": Sequence[Mapping[str, Any]], "stopping": Stopping | None}
-    check(own, kinds)
-    history = History(own["rows"])
-    history.stopping = own["stopping"]
-    if _STEPS in tensors:
-        columns = [(name, kind) for name, kind in content["step_columns"]]
-        if not {kind for _, kind in columns} <= {column[1] for column in LAYOUT.descr}:
-            raise SaveError(f"the columns of its steps are {columns!r:.80}")
-        packed = tensors[_STEPS].numpy().tobytes()
-        history.steps.extend(unpack_rows(packed, np.dtype(columns)))
+def _history_of(values: Any) -> History:
+    check({name: values[name] for name in _HISTORY}, _HISTORY)
+    history = History(values["rows"])
+    if values["stopping"] is not None:
+        history.stopping = Stopping(**values["stopping"])
+    columns = [(name, kind) for name, kind in values["step_columns"]]
+    if not {kind for _, kind in columns} <= {column[1] for column in LAYOUT.descr}:
+        raise SaveError(f"the columns of its steps are {columns!r:.80}")
+    packed = values["steps"].numpy().tobytes()
+    history.steps.extend(unpack_rows(packed, np.dtype(columns)))
     return history

@@ -145,9 +145,23 @@ class CheckpointWriter:
         complete = {own["written"] for own in counters.values()} == {stamp.number - 1}
         expected = complete and set(self._members) <= set(members)
         self._members = members
+        state, used = make(), self._copies  # the memory of the last copy is reused
+        store, own = self._series.folder(stamp.number), of_replica(self._replica)
+        part = Part(store, own).copied(stamp, {}, state.own, used.get(own))
+        self._copies = {own: part}
         # A replica that joined later may lack rows of the history.
         first = max(members, key=lambda replica: counters[replica]["rows"])
-        self._copy(stamp, taken, make(), of_all=self._replica == first)
+        if self._replica == first:
+            header = {
+                **state.header,
+                "rows": self._rows.rows,
+                "members": list(members),
+                "count": self._plan.before + taken + 1,
+            }
+            part = Part(store, COMMON).copied(
+                stamp, header, state.common, used.get(COMMON)
+            )
+            self._copies[COMMON] = part
         write = functools.partial(self._write, stamp.number, expected)
         name = f"daskdl-checkpoint-{self._replica}"
         self._writing = stamp.number, run_in_thread(write, name)
@@ -168,32 +182,12 @@ class CheckpointWriter:
             done.result()
         return self._written
 
-    def _copy(
-        self, stamp: Stamp, taken: int, state: CheckpointState, *, of_all: bool
-    ) -> None:
-        """Copy the state, reusing the memory of the last copy where it suffices."""
-        used, store = self._copies, self._series.folder(stamp.number)
-        own = of_replica(self._replica)
-        part = Part(store, own)
-        self._copies = {own: part.copied(stamp, {}, state.own, used.get(own))}
-        if of_all:
-            header = {
-                **state.header,
-                "rows": self._rows.rows,
-                "members": list(self._members),
-                "count": self._plan.before + taken + 1,
-            }
-            part, before = Part(store, COMMON), used.get(COMMON)
-            copy = part.copied(stamp, header, state.common, before)
-            self._copies[COMMON] = copy
-
     # ---- thread of its own
 
     def _write(self, number: int, expected: bool) -> None:
         """Write the copies, the common part last."""
-        store = self._series.folder(number)
+        store, before = self._series.folder(number), self._series.folder(number - 1)
         for name, copy in self._copies.items():
-            before = self._series.folder(number - 1)
             if name == COMMON and expected and complete_at(before) is None:
                 raise SaveError(
                     f"all replicas have written their parts of {before.url}, and they "
@@ -204,20 +198,37 @@ class CheckpointWriter:
             self._plan.prune()
 
 
-@dataclass(frozen=True)
-class Fingerprint:
-    """A description of a fit, for comparison with a checkpoint.
+def parameters_of(optimizer: Optimizer, model: nn.Module) -> dict[str, str]:
+    """Describe each parameter of an optimizer, by its name in the model.
+
+    Example:
+        >>> layer = nn.Linear(2, 1)
+        >>> parameters_of(torch.optim.SGD([layer.bias]), layer)
+        {'bias': 'float32 (1,), parameter 0 of group 0'}
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            place = f"parameter {i} of group {number}"
+            name = names.get(id(parameter), f"another {place}")
+            found[name] = f"{described(parameter)}, {place}"
+    return found
+
+
+class Fingerprint(NamedTuple):
+    """A description of model, optimizer and scheduler, to which saved state belongs.
 
     Attributes:
-        tensors: Dtypes and shapes of the model's tensors, by name.
-        optimizer: Class, and number of parameters of each group.
+        tensors: Dtype and shape of the model's parameters and persistent buffers by
+            name, and the places of parameters in the optimizer.
+        optimizer: Class.
         scheduler: Class; None without a scheduler.
 
     Example:
-        >>> import torch
         >>> layer = nn.Linear(3, 2, bias=False)
-        >>> Fingerprint.of(layer, torch.optim.SGD(layer.parameters()), None).values()
-        [{'weight': 'float32 (2, 3)'}, 'SGD of [1] parameters', None]
+        >>> Fingerprint.of(layer, torch.optim.SGD(layer.parameters()), None)[1:]
+        ('SGD', None)
     """
 
     tensors: Mapping[str, str]
@@ -229,40 +240,40 @@ class Fingerprint:
         cls, module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
     ) -> Self:
         """Describe model, optimizer and scheduler."""
-        tensors = {name: described(t) for name, t in trained_in(module).items()}
-        for name, tensor in others_in(module).items():
-            tensors[name] = f"{described(tensor)}, not trained"
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        made = f"{type(optimizer).__name__} of {sizes} parameters"
-        schedules = None if scheduler is None else type(scheduler).__name__
-        return cls(tensors, made, schedules)
+        persistent = module.state_dict().keys()
+        others = {n: t for n, t in others_in(module).items() if n in persistent}
+        return cls(
+            {name: described(t) for name, t in trained_in(module).items()}
+            | parameters_of(optimizer, module)
+            | {name: f"{described(t)}, not trained" for name, t in others.items()},
+            type(optimizer).__name__,
+            None if scheduler is None else type(scheduler).__name__,
+        )
 
-    def values(self) -> list[Any]:
-        """Return the fields as plain values."""
-        return [dict(self.tensors), self.optimizer, self.scheduler]
-
-    def check(self, other: "Fingerprint", url: str) -> None:
-        """Refuse to resume a checkpoint with another fingerprint."""
-        for name in {**other.tensors, **self.tensors}:
-            ours, theirs = self.tensors.get(name), other.tensors.get(name)
-            if ours != theirs:
-                raise OptionError(
-                    f"{url} is of another model: {name} is {theirs} there, and {ours} "
-                    "in the model of this trainer"
-                )
+    def check(self, saved: "Fingerprint", what: str, remedy: str) -> None:
+        """Refuse state of another fingerprint; a saved one may have no scheduler."""
         for kind in ("optimizer", "scheduler"):
-            ours, theirs = getattr(self, kind), getattr(other, kind)
+            ours, theirs = getattr(self, kind), getattr(saved, kind)
             if theirs not in (None, ours):
                 raise OptionError(
-                    f"{url} is of another {kind}: {theirs} there, and {ours} in this "
-                    f"trainer; resume with the same {kind}, or make a new trainer with "
-                    "the model"
+                    f"{what} is of another {kind}: {theirs} there, and {ours} in this "
+                    f"trainer; {remedy}"
+                )
+        for name in {**saved.tensors, **self.tensors}:
+            ours = self.tensors.get(name, "missing")
+            theirs = saved.tensors.get(name, "missing")
+            if ours != theirs:
+                raise OptionError(
+                    f"{what} is of another model, or of an optimizer with other "
+                    f"parameters: {name} is {theirs} there, and {ours} in this "
+                    f"trainer; {remedy}"
                 )
 
 
 # Columns of a history that the code reads; other columns are only displayed.
-LOOKED_AT = ("epoch", "loss", "examples", "density", "threshold", "clipped")
-_ROW = dict.fromkeys(LOOKED_AT, float)
+_ROW = dict.fromkeys(
+    ("epoch", "loss", "examples", "density", "threshold", "clipped"), float
+)
 
 # Header fields to validate, as a checkpoint may be edited by hand. `complete_at` and
 # `StoppingDecision.of` validate the other fields.
@@ -316,7 +327,7 @@ class ResumePlan:
             if epoch < len(rows):
                 raise ValueError(f"{epoch} epochs, and {len(rows)} rows")
             for row in rows:
-                check({name: row[name] for name in LOOKED_AT}, _ROW)
+                check({name: row[name] for name in _ROW}, _ROW)
             if point is not None:
                 point = SyncPoint.from_wire(point)
             return cls(
@@ -346,8 +357,11 @@ class ResumePlan:
                 f"{self.store.url} is of replicas of another way of training than "
                 f"{type(master).__name__}; resume with the same master"
             )
-        own = Fingerprint.of(model, optimizer, scheduler)
-        own.check(self.fingerprint, self.store.url)
+        Fingerprint.of(model, optimizer, scheduler).check(
+            self.fingerprint,
+            self.store.url,
+            "resume with the same model, optimizer and scheduler",
+        )
 
 
 def resume_plan(

@@ -48,9 +48,8 @@ from daskdl.training.base import (
     CompressionState,
     KeptResidual,
     TrainingMaster,
-    described,
 )
-from daskdl.training.checkpointing import ResumePlan
+from daskdl.training.checkpointing import ResumePlan, parameters_of
 from daskdl.training.epoch_control import (
     EvaluationPlan,
     LearningRate,
@@ -82,14 +81,14 @@ class TrainedOptimizer(NamedTuple):
         rate: Its learning rate.
         scheduling: Options of the schedule.
         made: Hyperparameters of each group as the trainer's function set them.
-        parameters: The parameters of each group, from `parameters_of`.
+        parameters: Its parameters, from `parameters_of`.
     """
 
     optimizer: Optimizer
     rate: LearningRate
     scheduling: Scheduling
     made: list[dict[str, Any]]
-    parameters: list[list[str]]
+    parameters: dict[str, str]
 
     @classmethod
     def new(
@@ -183,19 +182,6 @@ class FitState:
             )
             residual = None
         return replace(self, optimizer=trained, residual=residual)
-
-
-def parameters_of(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return name, dtype and shape of the parameters of each group.
-
-    Example:
-        >>> layer = nn.Linear(2, 1)
-        >>> parameters_of(torch.optim.SGD([layer.bias]), layer)
-        [['bias float32 (1,)']]
-    """
-    named = {id(p): f"{n} {described(p)}" for n, p in model.named_parameters()}
-    groups = [group["params"] for group in optimizer.param_groups]
-    return [[named.get(id(p), described(p)) for p in group] for group in groups]
 
 
 def _same(one: Any, other: Any) -> bool:

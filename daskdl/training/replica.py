@@ -523,7 +523,7 @@ class Replica:
             "sync_point": None if sync_point is None else sync_point.to_wire(),
             "epochs_before": self._spec.epochs_before,
             "kind": state.kind,
-            "fingerprint": fingerprint.values(),
+            "fingerprint": list(fingerprint),
             "stopping": self.stopper.decision.values(),
         }
         common = {

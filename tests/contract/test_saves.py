@@ -31,9 +31,9 @@ from daskdl.data import MinMax, Standardize
 from daskdl.data.inputs import Compose
 from daskdl.history import Stopping
 from daskdl.keras import CrossEntropyOfProbabilities
-from daskdl.saving.trainer_state import KNOWN, NAMES, load, save
+from daskdl.saving.trainer_state import KNOWN, save
 from tests.support.keras_models import small
-from tests.support.saves import fitted, layers, signed
+from tests.support.saves import fitted, layers, load, signed
 
 
 class Net(nn.Module):
@@ -154,12 +154,6 @@ def test_a_trainer_comes_back_whole_and_can_be_saved_again(tmp_path):
         assert repr(list(loaded.history.steps)) == repr(list(one.history.steps))
     kinds = Counter(path.suffix for path in tmp_path.iterdir())
     assert kinds == {".json": 1, ".safetensors": 3}  # nothing is pickled
-
-
-def test_every_argument_of_a_trainer_is_saved():
-    fields = {f.name for f in Trainer.__dataclass_fields__.values() if f.init}
-
-    assert {*NAMES} == fields - {"_", "client"}
 
 
 def test_a_class_of_daskdl_may_move_to_another_module():
@@ -376,7 +370,7 @@ def with_another_optimizer():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (with_odd_state, r"state\.state\.0\.own is a builtins.obj"),
+        (with_odd_state, r"optimizer\.state\.0\.own is a builtins"),
         (with_another_optimizer, "save without it, optimizer=False"),
         (
             lambda: fitted(lambda: Extra(3, 2), 0),
@@ -501,17 +495,22 @@ def chained(model):
             layers,
             "optimizer",
             own_optimizer,
-            "optimizer makes a .*OwnSGD, and the saved",
+            "another optimizer: Adam there, and OwnSGD in this trainer; to train on",
         ),
         (
             layers,
             "optimizer",
             lambda p: torch.optim.Adam(p[1:]),
-            "has other parameters",
+            r"weight is .*, parameter 0 of group 0 there, and float32 \(4, 3\) in",
         ),
         (layers, "optimizer", lambda p: None, "optimizer must return"),
         (layers, "optimizer", lambda p: 1 / 0, "optimizer failed on"),
-        (layers, "scheduler", own_scheduler, "scheduler makes a .*LambdaLR"),
+        (
+            layers,
+            "scheduler",
+            own_scheduler,
+            "scheduler: StepLR there, and LambdaLR",
+        ),
         (Net, "model", Untied, "tied.weight is tied to layers.0.weight in the save"),
         (Net, "model", WithoutBuffer, "hidden is no buffer of the model"),
         (Net, "model", Refusing, "the model refuses its state: not now"),
@@ -632,10 +631,10 @@ def of_loss(value):
 @pytest.mark.parametrize(
     ("steps", "wrong"),
     [
-        (("fit", "dict", 3, 1), {"dict": []}),
-        (("fit", "dict", 4, 1, "tuple", 2), {"dict": [["step", 3]]}),
-        (("fit", "dict", 5, 1), {"dict": [["*", {"tuple": [-1.0, 0.5]}]]}),
-        (("fit", "dict", 7, 1), {"tuple": [{"tensor": "x"}, 1.0]}),
+        (("fit", "dict", 2, 1), {"dict": []}),
+        (("fit", "dict", 3, 1, "tuple", 1), {"dict": [["step", 3]]}),
+        (("fit", "dict", 4, 1), {"dict": [["*", {"tuple": [-1.0, 0.5]}]]}),
+        (("fit", "dict", 6, 1), {"tuple": [{"tensor": "x"}, 1.0]}),
         (("arguments", "own"), {"value": 1}),
         of_loss({"dict": [[[], 2]]}),
         of_loss({"dtype": "Tensor"}),
@@ -647,12 +646,13 @@ def of_loss(value):
         of_loss({"normalization": {"x": {"shift": 1}}}),
         of_loss({"keras": {"class_name": "Lambda", "config": {}}}),
         of_loss(deep()),
-        (("model", "ties"), {"a": "b"}),
+        (("model", "dict", 2, 1), {"dict": [["a", "b"]]}),
         (("epochs",), -1),
         (("classes",), [1]),
-        (("history", "stopping"), "patience"),
-        (("history", "step_columns"), [["number", "<i8"]]),
-        (("history", "step_columns"), [["loss", "|O8"]]),
+        (("history", "dict", 1, 1), "patience"),
+        (("history", "dict", 1, 1), {"dict": [["mood", "x"]]}),
+        (("history", "dict", 3, 1), [["number", "<i8"]]),
+        (("history", "dict", 3, 1), [["loss", "|O8"]]),
     ],
     ids=lambda value: str(value)[:60],
 )

@@ -14,8 +14,8 @@ from tests.golden import make_trainer_v1 as saves
 
 # Of the manifests, which have those of the other files.
 SHA256 = {
-    saves: "dd39752c7a6431211f8360ddff74bd612b9b75003ef77e10393165611683731d",
-    checkpoints: "3cafafeca125b3f5297746d18919877f79fbb18f253c122258eddb4bfd853960",
+    saves: "5870591febfec223aabeade1f08b5bd9db9abb18ca6f94d580d45dd448f41469",
+    checkpoints: "86ecdaf7a497458ca71731d2cb6fd7e10d092e2f8cbeb3c033ed907d27cccc3c",
 }
 
 

@@ -2,14 +2,15 @@
 
 import hashlib
 import json
+from dataclasses import fields
 
 import torch
 from torch import nn
 
 from daskdl import History, Trainer
 from daskdl.history import StepRow
+from daskdl.saving import trainer_state
 from daskdl.saving.trainer_state import (
-    NAMES,
     TrainerState,
     new_optimizer,
     scheduling_of,
@@ -18,6 +19,8 @@ from daskdl.thresholds import Sent
 from daskdl.training.base import CompressionState
 from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
 from daskdl.training.telemetry import EpochReport, EpochTotals
+
+NAMES = [f.name for f in fields(Trainer) if f.init and f.name != "client"]
 
 
 def layers():
@@ -52,6 +55,11 @@ def fitted(model=layers, steps=3, **options):
     history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
     history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])
     return TrainerState(arguments, module, standing, history, ["no", "yes"])
+
+
+def load(url, passed, trusted=()):
+    """What `Trainer.load` reads, before it is made a trainer."""
+    return trainer_state.load(str(url), NAMES, passed, trusted)
 
 
 def signed(index):

@@ -69,30 +69,17 @@ def resuming(store, stamp, members):
 
 
 class TestNewest:
-    def test_it_is_the_last_whole_one(self, series):
-        for number in (9, 10, 11):
-            put(series, number)
-        series.folder(11).delete(["replica-1.json"])
-
-        assert series.numbers() == [9, 10, 11]
-        assert series.newest().stamp.number == 10
-
-    def test_a_folder_that_is_not_there_has_none(self, series):
-        assert series.numbers() == []
-        assert series.newest() is None
-
-    def test_other_folders_and_files_are_passed_over(self, series):
+    def test_it_is_the_last_whole_one_by_number(self, series):
+        assert series.newest() is None  # nor is the folder there
         for name in ("checkpoint-12/x", "checkpoint-000013x/x", "checkpoint-000014"):
             series.store.write(name, b"")
-        put(series, 2)
-
-        assert series.numbers() == [2]
-
-    def test_numbers_are_not_in_the_order_of_the_alphabet(self, series):
-        for number in (999_999, 1_000_000):
+        for number in (9, 999_999, 1_000_000):
             put(series, number)
 
+        assert series.numbers() == [9, 999_999, 1_000_000]
         assert series.newest().stamp.number == 1_000_000
+        series.folder(1_000_000).delete(["replica-1.json"])
+        assert series.newest().stamp.number == 999_999
 
     def test_an_older_one_does_not_take_the_place_of_a_damaged_one(self, series):
         put(series, 1)
@@ -128,32 +115,18 @@ class TestPrune:
 
         assert series.numbers() == [13, 15]
 
-    def test_those_of_other_fits_stay(self, series):
+    def test_those_of_other_fits_and_one_that_is_being_written_stay(self, series):
         for number in (1, 2):
             put(series, number, origin="another fit")
-        for number in (3, 4):
+        put_part(series, Stamp("fit", "run", 3), 0)  # broken off
+        for number in (4, 5):
             put(series, number)
+        put_part(series, Stamp("fit", "run", 6), 1)
 
         plan_of(series).prune()
 
-        assert series.numbers() == [1, 2, 4]
-
-    def test_one_that_was_broken_off_before_goes(self, series):
-        put_part(series, Stamp("fit", "run", 1), 0)
-        put(series, 2)
-
-        plan_of(series, keep_last=None).prune()
-
-        assert series.numbers() == [2]
-        assert not [name for name in series.store.names() if "000001" in name]
-
-    def test_one_that_is_being_written_stays(self, series):
-        put(series, 2)
-        put_part(series, Stamp("fit", "run", 3), 1)
-
-        plan_of(series).prune()
-
-        assert series.numbers() == [2, 3]
+        assert series.numbers() == [1, 2, 5, 6]
+        assert not [name for name in series.store.names() if "000003" in name]
 
     def test_one_that_is_damaged_stays(self, series, caplog):
         for number in (1, 2):

@@ -189,33 +189,23 @@ class TestWaiting:
             own.finish()
 
 
-class TestFailures:
-    def test_a_folder_that_is_not_the_same_for_all_is_named(self, series):
-        own = writer(series)
-        own.take(met(-1, -1), having())
-        own.finish()  # and the other has written its part, somewhere else
+@pytest.mark.parametrize(
+    ("met_again", "missing"),
+    [((1, 1), True), ((1, -1), False), ((1,), False)],
+    ids=["written somewhere else", "still being written", "lost while it wrote"],
+)
+def test_only_a_folder_that_is_not_the_same_for_all_is_an_error(
+    series, met_again, missing
+):
+    own = writer(series)
+    own.take(met(-1, -1), having())
+    own.finish()
 
-        own.take(met(1, 1, taken=1), having())
+    own.take(met(*met_again, taken=1), having())
 
+    if missing:
         with pytest.raises(SaveError, match="and they are not all there; it has to"):
             own.finish()
-
-    def test_one_that_lacks_a_part_which_nobody_says_is_there_is_no_error(self, series):
-        own = writer(series)
-        own.take(met(-1, -1), having())
+    else:
         own.finish()
-
-        own.take(met(1, -1, taken=1), having())  # the other is still writing
-        own.finish()
-
         assert own.counters()["written"] == 2
-
-    def test_one_that_lacks_the_part_of_a_replica_that_was_lost_is_none(self, series):
-        own = writer(series)
-        own.take(met(-1, -1), having())
-        own.finish()
-
-        own.take(met(1, taken=1), having())  # it died while it wrote
-        own.finish()
-
-        assert series.newest().stamp.number == 2

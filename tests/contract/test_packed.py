@@ -1,10 +1,11 @@
-import io
+"""Models as bytes: written once, shared by threads, or refused by name."""
+
 import pickle
 import sys
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -101,31 +102,24 @@ def test_what_cannot_be_pickled_is_named(put, path):
 
 
 @pytest.mark.parametrize(
-    ("module", "cause"),
-    [("gone", "No module named 'gone'"), ("io", ".*attribute 'Gone'")],
+    ("lose", "cause"),
+    [
+        (lambda module: sys.modules.pop("gone"), "No module named 'gone'"),
+        (lambda module: delattr(module, "Held"), ".*attribute 'Held'"),
+    ],
     ids=["module", "class"],
 )
-def test_what_is_missing_on_the_worker_is_named_with_the_remedy(module, cause):
-    packed = Packed(Holder(1), "model")
-    buffer = io.BytesIO()
-    torch.save(Holder(f"c{module}\nGone\n"), buffer, pickle_module=_Renaming)
-    packed.payload = np.frombuffer(buffer.getvalue(), np.uint8)
+def test_what_is_missing_on_the_worker_is_named_with_the_remedy(
+    lose, cause, monkeypatch
+):
+    module = types.ModuleType("gone")
+    module.Held = type("Held", (), {"__module__": "gone"})
+    monkeypatch.setitem(sys.modules, "gone", module)
+    packed = Packed(module.Held(), "model")
+    lose(module)
 
     with pytest.raises(ModelError, match=rf"model cannot.*here: {cause}.*upload"):
         packed.unpack()
-
-
-class _Renaming:
-    """A pickle module that writes the reference to a class which a Holder holds."""
-
-    dumps = staticmethod(pickle.dumps)
-
-    class Pickler(pickle._Pickler):
-        def save(self, obj, save_persistent_id=True):
-            if isinstance(obj, Holder):
-                self.write(obj.held.encode())
-            else:
-                super().save(obj, save_persistent_id)
 
 
 def test_what_was_opened_has_let_go_of_its_bytes_and_stays_here():

@@ -1,7 +1,7 @@
-"""Keras models from JSON and from ``.keras`` files; nothing in these is executed.
+"""Keras models from JSON and from ``.keras`` files, without executing their content.
 
-A file is a zip of a description and of weights as HDF5. Its sizes are checked before
-anything is unpacked, and HDF5 may not refer to other files of this machine.
+A file is a zip archive of a description and of weights in HDF5. Sizes are checked
+before anything is unpacked, and HDF5 must not refer to other files.
 """
 
 import json
@@ -30,42 +30,42 @@ from daskdl.keras.module import (
 
 _CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
 _MEMBERS = frozenset({_CONFIG, _WEIGHTS, "metadata.json"})
-# A description is kilobytes; json.loads takes all of it into memory.
+# A description has kilobytes; json.loads reads it into memory as a whole.
 MOST_CONFIG_BYTES = 64 * 2**20
-# Beside its weights a compiled model saves what its optimizer keeps, up to five numbers
-# for each (AMSGrad with moving averages and accumulated gradients), and HDF5 its index.
+# A compiled model also saves the state of its optimizer, up to five numbers per weight
+# (AMSGrad with moving averages and accumulated gradients); HDF5 adds an index.
 MOST_PER_WEIGHT = 8
 INDEX_BYTES = 64 * 2**20
 
-# Raised by `zipfile` and the decompressors where bytes are wrong.
+# Raised by `zipfile` and the decompressors for damaged bytes.
 BROKEN = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError),
     *(NotImplementedError, RuntimeError, UnicodeError, ArithmeticError),
 )
-# Raised by `modern` and `vetted` where something is missing, or of another kind.
+# Raised by `modern` and `vetted` for missing keys and values of another type.
 _MALFORMED = (LookupError, TypeError, AttributeError, RecursionError)
 
 
 def from_config(
     path_or_json: str | os.PathLike[str] | Mapping[str, Any],
 ) -> KerasModule:
-    """Make a model from the result of Keras' `model.to_json()`, Keras 2 or Keras 3.
+    """Make a model from the result of `model.to_json()` in Keras 2 or Keras 3.
 
-    Its weights are new: drawn by its initializers from torch's random generator. With
+    The initializers draw new weights from torch's random generator. With
     ``Trainer(model=lambda: daskdl.keras.from_config(path), seed=...)`` the trainer's
     seed determines them.
 
     Args:
-        path_or_json: The path of a local file, the JSON itself, or the result of
-            ``json.loads``. Sequential or functional.
+        path_or_json: A Sequential or functional model: the path of a local file, the
+            JSON itself, or the result of ``json.loads``.
 
     Returns:
-        A module of torch, on the CPU.
+        A torch module on the CPU.
 
     Raises:
-        ModelError: If it is no such model, or has a layer that Keras 3 does not have,
-            that is made of code, or that cannot be trained; by name.
-        OptionError: If Keras 3 is missing, or has another backend than PyTorch.
+        ModelError: If it is not such a model, or has a layer that is not part of
+            Keras 3, contains code, or cannot be trained; the message names the layer.
+        OptionError: If Keras 3 is missing, or does not run on PyTorch.
         OSError: If the file cannot be read.
     """
     given, where = path_or_json, "the configuration"
@@ -87,17 +87,17 @@ def from_config(
 def from_saved(path: str | os.PathLike[str]) -> KerasModule:
     """Load a model with its weights from a ``.keras`` file, as Keras 3 saves it.
 
-    Optimizer and loss that it was compiled with are left out.
+    The optimizer and loss that the model was compiled with are ignored.
 
     Args:
-        path: Of a local file.
+        path: Path of a local file.
 
     Returns:
-        A module of torch, on the CPU.
+        A torch module on the CPU.
 
     Raises:
-        ModelError: As `from_config`, and if the file is damaged or another one.
-        OptionError: If Keras 3 is missing, or has another backend than PyTorch.
+        ModelError: As in `from_config`, and if the file is damaged or of another kind.
+        OptionError: If Keras 3 is missing, or does not run on PyTorch.
         OSError: If the file cannot be read.
     """
     file = Path(path)
@@ -130,7 +130,7 @@ def _parsed(text: str | bytes, where: str) -> JSON:
 
 
 def _understood(config: JSON, where: str) -> JSON:
-    """Return a description of either Keras as Keras 3 writes it, vetted."""
+    """Return a vetted description for Keras 3."""
     library()
     kind = config.get("class_name") if isinstance(config, dict) else type(config)
     if kind not in MODELS or not isinstance(config.get("config"), dict | list):
@@ -145,7 +145,7 @@ def _understood(config: JSON, where: str) -> JSON:
 
 
 def _description(file: Path) -> bytes:
-    """Return the description in a file, if its members are those of Keras."""
+    """Read the description in a file, and check the file's members."""
     with file.open("rb") as opened:
         try:
             with zipfile.ZipFile(opened) as archive:
@@ -170,7 +170,7 @@ def _description(file: Path) -> bytes:
 
 
 def _fault_of_weights(file: Path, model: Any) -> str | None:
-    """Say what of the weights in a file Keras would not have written; None: nothing."""
+    """Return the reason why the weights in a file are refused, or None."""
     import h5py
 
     most = sum(weight.value.nbytes for weight in model.variables)

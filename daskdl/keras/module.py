@@ -1,8 +1,8 @@
-"""A Keras model as a module of torch, of Keras' own layers only.
+"""A Keras model as a torch module, made of Keras' own layers only.
 
-Keras is imported at its first use, on its PyTorch backend. Models as Keras 2 writes
-them are rewritten as Keras 3 does. Classes are looked up in Keras' own tables, so
-nothing that a description names is imported or executed.
+Keras is imported at its first use, on its PyTorch backend. Descriptions by Keras 2 are
+converted to those of Keras 3. Classes are looked up in Keras' own tables, so loading a
+description imports and executes nothing.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _TRANSPOSED = ("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
 _SPATIAL = ("SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
 _ALL = None
 
-# Keys that Keras 3 does not take, the values at which they change nothing, and classes.
+# Keys that Keras 3 does not accept, the values that have no effect, and the classes.
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...] | None]] = {
     "time_major": ((False,), _ALL),
     "softmax_robust_masking": ((False,), _ALL),
@@ -44,9 +44,9 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...] | None]] = {
     "ragged": ((False, None), ("InputLayer",)),
     "noise_shape": ((None,), _SPATIAL),
 }
-# Ways of computing, and shapes that Keras 3 infers.
+# Implementation choices, and shapes that Keras 3 infers.
 _DROPPED = ("batch_input_shape", "implementation", "input_length", "loss_scale")
-# The same for single classes, and what these inherit and ignore.
+# The same for single classes, and settings that these inherit and ignore.
 _DROPPED_OF: Mapping[str, tuple[str, ...]] = {
     "MultiHeadAttention": ("query_shape", "key_shape", "value_shape"),
     **dict.fromkeys(
@@ -54,11 +54,11 @@ _DROPPED_OF: Mapping[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys((*_SPATIAL, "Discretization"), ("trainable",)),
 }
-_CONSTANT = "_CONSTANT_VALUE"  # Keras 2 writes it in place of the name of a layer
+_CONSTANT = "_CONSTANT_VALUE"  # written by Keras 2 instead of a layer's name
 
 
 def modern(value: JSON) -> JSON:
-    """Rewrite a model, and everything in it.
+    """Convert the description of a model by Keras 2 to that of Keras 3.
 
     Example:
         >>> modern({"class_name": "LeakyReLU", "config": {"alpha": 0.5}})
@@ -121,10 +121,10 @@ def _sequential(config: JSON) -> dict[str, JSON]:
 
 
 def _functional(config: dict[str, JSON]) -> dict[str, JSON]:
-    """Rewrite a graph: a layer has one node for each call.
+    """Convert a graph, in which a layer has one node for each call.
 
     Keras 2 writes a node as its first argument, in which a tensor is ``[layer, node,
-    tensor, other arguments]``. The first node of a nested model is its own there.
+    tensor, other arguments]``. It counts a nested model's own node as the first.
     """
     layers = [modern(layer) for layer in config["layers"]]
     config = {**config, "layers": layers}
@@ -154,7 +154,7 @@ def _node(node: JSON, nested: Mapping[str, bool]) -> dict[str, JSON]:
 
 
 def _tensors(part: JSON, nested: Mapping[str, bool], others: dict[str, JSON]) -> JSON:
-    """Rewrite tensors in any structure."""
+    """Convert the tensors in any structure."""
     if isinstance(part, dict):
         return {key: _tensors(one, nested, others) for key, one in part.items()}
     if not isinstance(part, list):
@@ -195,15 +195,15 @@ VARIABLE = "KERAS_BACKEND"
 ENDING = ".keras"
 SEEDS = 2**31  # seeds of Keras' generators are below
 SMALLEST = 1e-7  # as in Keras: below it the logarithm of float32 is mostly rounding
-# Raised by Keras when a description is wrong somewhere.
+# Raised by Keras for an invalid description.
 WRONG = (*USER_ERRORS, ImportError)
-# Building a model changes state of the whole process, such as Python's generator.
+# Building a model changes global state, such as Python's random generator.
 _building = threading.RLock()
 
 
 @functools.cache
 def library() -> Any:
-    """Return the module `keras`."""
+    """Import Keras 3 on its PyTorch backend, and return the module."""
     chosen, first = os.environ.get(VARIABLE), "keras" not in sys.modules
     if first and chosen and chosen != BACKEND:
         raise OptionError(
@@ -261,7 +261,7 @@ _SPACES = {
     "regularizer": ("regularizers", "Regularizer"),
     "dtype": ("dtype_policies", "DTypePolicy"),
 }
-# Optimizers of torch would ignore these, or replicas mix them up.
+# Settings that torch's optimizers ignore, or that do not work with replicas.
 _UNTRAINABLE = {
     "_constraint": "a constraint, which no optimizer of torch keeps",
     "stateful": "stateful=True, and batches of all replicas have no common order",
@@ -269,7 +269,7 @@ _UNTRAINABLE = {
 
 
 def vetted(value: JSON, key: str = "", where: str = "the model") -> JSON:
-    """Refuse a model with classes that are not of Keras, or that cannot be trained."""
+    """Refuse classes that are not Keras' own, and models that cannot be trained."""
     if isinstance(value, list):
         return [vetted(part, key, where) for part in value]
     config = value.get("config") if isinstance(value, dict) else None
@@ -333,7 +333,7 @@ def _module_of(value: dict[str, JSON], key: str, where: str) -> str:
         return _MODELS[kind]
     keras = library()
     if _OPERATIONS.fullmatch(module):
-        # Keras has imported all of its own; its tests lie beside them.
+        # Keras has imported its own modules, but not the tests beside them.
         found = getattr(sys.modules.get(module), kind, None)
         if not isinstance(found, type) or not issubclass(found, keras.Operation):
             _refuse(where, f"{module}.{kind}")
@@ -364,7 +364,7 @@ def _refuse(where: str, what: object) -> NoReturn:
 
 @contextlib.contextmanager
 def building(*, seeded: bool) -> Iterator[Any]:
-    """Build a model within: on the CPU, with Python's generator restored afterwards."""
+    """Build models on the CPU in this context; restores Python's random generator."""
     keras = library()
     with _building:
         former = random.getstate()
@@ -394,7 +394,7 @@ def built(config: JSON, *, seeded: bool) -> Any:
 
 
 def described(model: Any) -> JSON:
-    """Return the configuration of a Keras model, vetted; else a ModelError says why."""
+    """Return the vetted description of a Keras model."""
     try:
         config = library().saving.serialize_keras_object(model)
     except WRONG as error:
@@ -415,7 +415,7 @@ def _check_built(model: Any) -> None:
 
 
 def gist(error: BaseException) -> str:
-    """Return the last line of an error: Keras shows all settings first."""
+    """Return the last line of an error, which Keras puts after all settings."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1] if lines else 'without a message'}"
 
@@ -426,9 +426,8 @@ def gist(error: BaseException) -> str:
 class CrossEntropyOfProbabilities(nn.NLLLoss):
     """The cross-entropy of class indices, for models that end in a softmax.
 
-    Torch's `CrossEntropyLoss` applies a softmax itself; a second one slows training
-    down and ends it early. The arguments
-    are those of `torch.nn.NLLLoss`.
+    Torch's `CrossEntropyLoss` applies a softmax itself; a second one makes training
+    slow and limits accuracy. The arguments are those of `torch.nn.NLLLoss`.
 
     Example:
         >>> import torch
@@ -447,39 +446,38 @@ class CrossEntropyOfProbabilities(nn.NLLLoss):
 
 
 def as_module(model: Any) -> Any:
-    """Return a Keras model as a module of torch; anything else as it is."""
+    """Wrap a Keras model as a torch module; return anything else unchanged."""
     kind = getattr(sys.modules.get("keras"), "Model", None)
     return KerasModule(model) if kind and isinstance(model, kind) else model
 
 
 class KerasModule(nn.Module, Penalised):
-    """A Keras model as a module of torch.
+    """A Keras model as a torch module.
 
     Other attributes are those of the Keras model: `predict`, `summary`, `layers`,
-    `get_weights`. Both share the weights, in the same memory: trainable weights are
-    parameters, others are buffers.
+    `get_weights`. The module and the model share the memory of the weights: trainable
+    weights are parameters, others are buffers.
 
-    In training mode dropout drops, and batch normalization uses the batch; in
-    evaluation mode they do not. Random layers draw from torch's generator and ignore
-    seeds of their own, so replicas differ.
+    Dropout and batch normalization follow the module's training mode. Random layers
+    draw from torch's generator and ignore their own seeds, so replicas differ.
 
     Args:
-        model: Sequential or functional, of Keras' own layers, built.
+        model: A built Sequential or functional model of Keras' own layers.
 
     Attributes:
-        keras: The model itself.
+        keras: The Keras model.
 
     Raises:
-        ModelError: If it cannot be trained; the message names the layer.
-        OptionError: If Keras has another backend than PyTorch.
+        ModelError: If the model cannot be trained; the message names the layer.
+        OptionError: If Keras does not run on PyTorch.
     """
 
     def __init__(self, model: Any) -> None:
         library()
         super().__init__()
         _check_built(model)
-        described(model)  # which names what cannot travel, or cannot be trained
-        # Not as a submodule: its parameters would be there a second time.
+        described(model)  # raises for layers that cannot be copied or trained
+        # Not as a submodule, which would register its parameters twice.
         self.__dict__["_keras"] = model
         self.__dict__["_variables"] = _variables(model)
         self.__dict__["_seeds"] = _seeds(model)
@@ -491,7 +489,7 @@ class KerasModule(nn.Module, Penalised):
 
     @property
     def keras(self) -> Any:
-        """See the class."""
+        """The Keras model."""
         return self._keras
 
     @override
@@ -499,10 +497,10 @@ class KerasModule(nn.Module, Penalised):
         """Apply the model.
 
         Args:
-            x: A tensor, or a tuple or dict of tensors if it has several inputs.
+            x: A tensor; a tuple or dict of tensors for several inputs.
 
         Returns:
-            A tensor; of several outputs a tuple or dict.
+            A tensor; a tuple or dict of tensors for several outputs.
         """
         if self.training:
             self._draw_seeds_()
@@ -511,24 +509,24 @@ class KerasModule(nn.Module, Penalised):
 
     @override
     def penalty(self) -> Tensor | None:
-        """Return what its regularisers add to the loss after a forward pass, or None.
+        """Return the regularization penalty of the last forward pass, or None.
 
-        The trainer adds it to the loss of each step; a `step` of your own has to.
+        The trainer adds the penalty to the loss; a `step` of your own has to add it.
         """
         with library().device(self._device()):
             losses = self._keras.losses
             return sum(losses[1:], losses[0]) if losses else None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as Keras does, in a file that Keras itself can load.
+        """Save the model with Keras, to a file that Keras can load.
 
         Args:
-            path: Of a local file, ending in ``.keras``. An existing file is replaced
-                when all is written.
+            path: Path of a local file, ending in ``.keras``. An existing file is
+                replaced atomically.
 
         Raises:
-            OptionError: If the path ends otherwise.
-            OSError: If it cannot be written.
+            OptionError: If the path has another ending.
+            OSError: If the file cannot be written.
         """
         target = Path(path)
         if target.suffix != ENDING:
@@ -568,7 +566,7 @@ class KerasModule(nn.Module, Penalised):
         self._finalize_()
 
     def _finalize_(self) -> None:
-        """Have `Normalization` take its mean from its weights, which have changed."""
+        """Update the statistics of `Normalization` layers from their new weights."""
         kind = library().layers.Normalization
         for layer in self._keras._flatten_layers():
             if isinstance(layer, kind):
@@ -594,9 +592,9 @@ class KerasModule(nn.Module, Penalised):
 
 
 def _variables(model: Any) -> dict[str, tuple[Any, bool]]:
-    """Return Keras' variables by name, and whether each is trained; shared ones once.
+    """Return each variable once by name, and whether it is trained.
 
-    Names follow layers, as in ``"dense/kernel"``: Keras' paths begin with the model.
+    Names follow the layers, as in ``"dense/kernel"``, without the name of the model.
     """
     found: dict[str, tuple[Any, bool]] = {}
 
@@ -617,13 +615,12 @@ def _variables(model: Any) -> dict[str, tuple[Any, bool]]:
 
 
 def _seeds(model: Any) -> list[Any]:
-    """The states of all generators of Keras' layers."""
     layers = model._flatten_layers()
     return [seed.state for layer in layers for seed in layer._seed_generators]
 
 
 def _rebuilt(config: JSON, weights: Sequence[Tensor], training: bool) -> KerasModule:
-    """What `pickle` calls in another process."""
+    """Make a module again after pickling."""
     module = KerasModule(built(config, seeded=False)).train(training)
     variables = [variable for variable, _ in module._variables.values()]
     if len(variables) != len(weights):
@@ -638,7 +635,7 @@ def _rebuilt(config: JSON, weights: Sequence[Tensor], training: bool) -> KerasMo
 
 
 def _tree(outputs: Any) -> Any:
-    """Outputs as daskdl has them: Keras returns lists."""
+    """Convert Keras' lists of outputs to tuples."""
     if isinstance(outputs, list | tuple):
         return tuple(_tree(output) for output in outputs)
     if isinstance(outputs, dict):

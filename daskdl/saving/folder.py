@@ -1,7 +1,7 @@
-"""A save: safetensors files in a folder, and a manifest that makes them one.
+"""Atomic saves: safetensors files in a folder, and a manifest.
 
-Files are named after their checksum and the manifest is written last, so whenever a
-writer dies, the folder holds the old save or the new one.
+Files are named after their checksums and the manifest is written last, so the folder
+holds the old save or the new one, whenever the writer dies.
 """
 
 import json
@@ -22,8 +22,8 @@ from daskdl.errors import DataError, OptionError, SaveError
 
 Tensors = Mapping[str, Tensor]
 
-LENGTH_BYTES = 8  # the file begins with the length of its header, little-endian
-# About 100 bytes for each tensor: room for a million of them.
+LENGTH_BYTES = 8  # at the start of a file: the length of its header, little-endian
+# About 100 bytes per tensor: enough for a million tensors.
 MOST_HEADER_BYTES = 100_000_000
 ALIGNMENT = 8  # bytes; of the first tensor, and larger than any element
 DTYPES = {
@@ -39,7 +39,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 DIGITS = 16  # of the checksum in a file's name
-READS = 3  # of a save that is replaced meanwhile
+READS = 3  # attempts, if another process replaces the save meanwhile
 
 
 def encode_tensors(tensors: Tensors, reused: Tensor | None = None) -> Tensor:
@@ -79,7 +79,7 @@ def encode_tensors(tensors: Tensors, reused: Tensor | None = None) -> Tensor:
 
 
 def check_tensor(name: str, tensor: Any) -> None:
-    """Refuse subclasses, sparse tensors and unusual dtypes with an OptionError."""
+    """Refuse subclasses, sparse tensors and unsupported dtypes with an OptionError."""
     if type(tensor) not in (Tensor, nn.Parameter):
         kind = type(tensor)
         raise OptionError(
@@ -94,7 +94,7 @@ def check_tensor(name: str, tensor: Any) -> None:
 
 
 def decode_tensors(content: bytes) -> dict[str, Tensor]:
-    """Read a safetensors file of unknown origin; a SaveError says what is wrong."""
+    """Read an untrusted safetensors file."""
     header_bytes = int.from_bytes(content[:LENGTH_BYTES], "little")
     room = min(len(content) - LENGTH_BYTES, MOST_HEADER_BYTES)
     if not 0 < header_bytes <= room:
@@ -103,7 +103,7 @@ def decode_tensors(content: bytes) -> dict[str, Tensor]:
             f"{header_bytes} bytes, of {len(content)} in all"
         )
     try:
-        tensors = dict(sorted(load(content).items()))  # they come in any order
+        tensors = dict(sorted(load(content).items()))  # in no fixed order
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise SaveError(f"it is no safetensors file: {error}") from error
     for name, tensor in tensors.items():
@@ -114,7 +114,7 @@ def decode_tensors(content: bytes) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Folder:
-    """The place of a save; one process at a time may write there."""
+    """The folder of a save; only one process at a time may write to it."""
 
     store: Store
     kind: Kind
@@ -153,7 +153,7 @@ class Folder:
             return Manifest.read(self.store, self.kind).content
 
     def _files(self) -> list[str]:
-        """Names of all files of tensors, also of earlier and unfinished saves."""
+        """Return all files of tensors, including those of earlier, unfinished saves."""
         form = re.compile(
             rf"({'|'.join(self.roles)})-[0-9a-f]{{{DIGITS}}}\.safetensors"
         )

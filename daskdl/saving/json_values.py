@@ -1,7 +1,7 @@
-"""Plain Python values, tensors and frozen dataclasses as JSON; and names of code.
+"""Plain values, tensors, frozen dataclasses and references to code as JSON.
 
-A reader of this JSON makes values only. It imports and calls nothing that the caller
-does not trust, whoever has written the JSON.
+Decoding untrusted JSON is safe: it imports and calls only daskdl's and torch's known
+classes, and modules that the caller trusts.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ DEEPEST = 64  # levels of nesting; the deepest known, an optimizer's state, has 
 LONGEST = 500  # characters of the name of a class or function
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME = re.compile(rf"{_MODULE.pattern}:{_MODULE.pattern}")
-# What importing a module, or calling a class, raises at most.
+# Raised when a module is imported or a class is called.
 FAILURES = (*USER_ERRORS, ImportError, NameError, OSError, SyntaxError)
 
 
 @dataclass(frozen=True)
 class JsonValues:
-    """Encodes values and decodes them; values without a word in JSON are tagged.
+    """Encodes and decodes values; values without a type in JSON are tagged.
 
     =========================================  =======================================
     ``{"float": "nan"}``                       nan, inf or -inf
@@ -170,7 +170,7 @@ def trusted_modules(names: Any) -> frozenset[str]:
     return frozenset(listed)
 
 
-# Losses made with a few plain values and tensors, all kept as attributes.
+# Losses that keep all their arguments, plain values and tensors, as attributes.
 LOSSES: Mapping[str, type[nn.Module]] = {
     kind.__name__: kind
     for kind in (*vars(nn.modules.loss).values(), CrossEntropyOfProbabilities)
@@ -180,7 +180,7 @@ LOSSES: Mapping[str, type[nn.Module]] = {
         p.default is not p.empty for p in inspect.signature(kind).parameters.values()
     )
 }
-# Whatever the arguments of these are, they compute.
+# Modules whose classes and functions only compute, whatever their arguments are.
 _TORCH = {
     "optim": torch.optim,
     "optim.lr_scheduler": lr_scheduler,
@@ -190,7 +190,7 @@ _TORCH = {
 
 @dataclass(frozen=True)
 class ArgumentValues(JsonValues):
-    """Encodes arguments of a trainer: also code, by name.
+    """Encodes arguments of a trainer, including references to code.
 
     ===========================================  =====================================
     ``{"torch": "optim.SGD"}``                   an optimizer, scheduler or function
@@ -293,7 +293,7 @@ class ArgumentValues(JsonValues):
 
 
 def check_name(name: str) -> None:
-    """Refuse names that never stand for the user's code.
+    """Refuse names that cannot refer to the user's own modules.
 
     Example:
         >>> check_name("os:system")
@@ -316,7 +316,7 @@ does not name
 
 
 def imported(name: str) -> Any:
-    """Import a class or function by ``module:qualname``; nothing by another name."""
+    """Import a class or function by its own ``module:qualname``."""
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)

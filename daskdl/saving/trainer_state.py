@@ -1,6 +1,6 @@
-"""A fitted trainer as JSON and tensors in a folder, and back.
+"""Fitted trainers as JSON and tensors in a folder.
 
-Nothing is pickled: what cannot be described as data is passed to `Trainer.load` again.
+Nothing is pickled: arguments that are not data are passed to `Trainer.load` again.
 """
 
 import functools
@@ -240,7 +240,7 @@ def _encode_arguments(state: TrainerState, tensors: dict[str, Tensor]) -> Json:
 
 
 def _ways(name: str, state: TrainerState) -> Sequence[Callable[[], Any]]:
-    """Return functions that describe an argument by values and classes, if they can."""
+    """Return functions that may describe an argument by values and classes."""
     value, model = state.arguments[name], state.model
     if name == "model" and isinstance(model, KerasModule):
         return [lambda: model]
@@ -343,10 +343,10 @@ def _decode_arguments(
 
 @dataclass(frozen=True)
 class ModelState:
-    """The tensors of a module, and what else its code does not make anew.
+    """The state of a module that its code does not create.
 
     Attributes:
-        tensors: Its state dict; of tied tensors only the first.
+        tensors: The state dict, with only the first of tied tensors.
         hidden: Buffers that are not in the state dict.
         ties: Other names of tied tensors, and the name of each in `tensors`.
         frozen: Names of parameters that are not trained.
@@ -361,7 +361,7 @@ class ModelState:
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelState":
-        """Look at a module; OptionError names state that is no tensor."""
+        """Describe a module; state that is no tensor is an OptionError."""
         whole: dict[str, Any] = module.state_dict(keep_vars=True)
         first: dict[int, str] = {}
         ties = {}
@@ -382,7 +382,7 @@ class ModelState:
         )
 
     def load_into(self, module: nn.Module) -> None:
-        """Give a new module this state; SaveError names what differs."""
+        """Load this state into a new module; SaveError names a difference."""
         try:
             own = ModelState.of(module)
         except OptionError as error:

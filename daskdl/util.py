@@ -98,13 +98,12 @@ def freed_memory_kept() -> Iterator[None]:
         with _lock:
             _users.pop()
             if not _users:
-                _set({one.number: _asked_for(one.variable) for one in SETTINGS})
-                _give_back()
-
-
-def _asked_for(variable: str) -> int:
-    said = os.environ.get(variable, "")
-    return int(said) if said.isdigit() else DEFAULT_BYTES
+                asked = [os.environ.get(one.variable, "") for one in SETTINGS]
+                sizes = [int(one) if one.isdigit() else DEFAULT_BYTES for one in asked]
+                _set({one.number: n for one, n in zip(SETTINGS, sizes, strict=True)})
+                trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+                if trim is not None:
+                    trim(0)
 
 
 def _set(sizes: Mapping[int, int]) -> None:
@@ -112,12 +111,6 @@ def _set(sizes: Mapping[int, int]) -> None:
     if mallopt is not None:
         for number, size in sizes.items():
             mallopt(number, size)
-
-
-def _give_back() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 # A terminal sends SIGINT to the workers too; the client shuts them down instead.

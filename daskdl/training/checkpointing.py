@@ -322,26 +322,20 @@ class ResumePlan:
         with restoring(found.store.url_of(f"{COMMON}.json")):
             header = found.header
             check({name: header[name] for name in _HEADER}, _HEADER)
-            epoch, rows, point = header["epoch"], header["rows"], header["sync_point"]
+            rows, point = header["rows"], header["sync_point"]
             # Rows may be missing if only replicas that joined later remained.
-            if epoch < len(rows):
-                raise ValueError(f"{epoch} epochs, and {len(rows)} rows")
+            if header["epoch"] < len(rows):
+                raise ValueError(f"{header['epoch']} epochs, and {len(rows)} rows")
             for row in rows:
                 check({name: row[name] for name in _ROW}, _ROW)
-            if point is not None:
-                point = SyncPoint.from_wire(point)
+            same = ("members", "epoch", "rows", "epochs_before", "count", "kind")
             return cls(
-                found.store,
-                found.stamp,
-                header["members"],
-                epoch,
-                point,
-                rows,
-                StoppingDecision.of(header["stopping"]),
-                header["epochs_before"],
-                header["count"],
-                header["kind"],
-                Fingerprint(*header["fingerprint"]),
+                store=found.store,
+                stamp=found.stamp,
+                sync_point=None if point is None else SyncPoint.from_wire(point),
+                decision=StoppingDecision.of(header["stopping"]),
+                fingerprint=Fingerprint(*header["fingerprint"]),
+                **{name: header[name] for name in same},
             )
 
     def check(

@@ -15,7 +15,6 @@ from torch.optim import lr_scheduler
 
 import daskdl
 from daskdl import (
-    AdaptiveThreshold,
     Callback,
     Checkpoint,
     FailureInjection,
@@ -184,10 +183,7 @@ def test_a_class_of_daskdl_may_move_to_another_module():
         ("transform", Standardize().fit(TABLE, client=False)),
         ("transform", MinMax(-1, 1).fit(TABLE, client=False)),
         ("master", GradientSharing(LinkThreshold(share=0.5), KeepResidual())),
-        (
-            "master",
-            GradientSharing({"0.*": FixedThreshold(), "*": AdaptiveThreshold()}),
-        ),
+        ("master", GradientSharing({"0.*": FixedThreshold(), "*": LinkThreshold()})),
         ("master", GradientSharing(max_staleness=None, update_scale=0.5)),
     ],
 )
@@ -225,6 +221,7 @@ LOSSES = [
     nn.PoissonNLLLoss(log_input=False, full=True),
     nn.HuberLoss("sum", delta=0.5),
     CrossEntropyOfProbabilities(torch.tensor([1.0, 3.0])),
+    functools.partial(nn.functional.mse_loss, reduction="sum"),
 ]
 OPTIMIZERS = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -268,18 +265,11 @@ class TestWhatNeverHasToBePassed:
     def test_losses_of_torch_and_daskdl(self, tmp_path, loss):
         read = self.loaded(tmp_path, loss=loss)["loss"]
 
-        assert type(read) is type(loss)
+        assert repr(read) == repr(loss)
         for name, ours in vars(loss).items():
             assert name == "_buffers" or getattr(read, name) == ours, name
-        for name, ours in loss.named_buffers():
-            assert torch.equal(getattr(read, name), ours), name
-
-    def test_partials_of_functions_of_torch(self, tmp_path):
-        loss = functools.partial(nn.functional.mse_loss, reduction="sum")
-
-        read = self.loaded(tmp_path, loss=loss)["loss"]
-
-        assert (read.func, read.keywords) == (loss.func, loss.keywords)
+        for name, ours in vars(loss).get("_buffers", {}).items():
+            assert ours is None or torch.equal(getattr(read, name), ours), name
 
     @pytest.mark.parametrize("make", OPTIMIZERS)
     def test_optimizers_of_torch(self, tmp_path, make):
@@ -372,10 +362,7 @@ def with_another_optimizer():
     [
         (with_odd_state, r"optimizer\.state\.0\.own is a builtins"),
         (with_another_optimizer, "save without it, optimizer=False"),
-        (
-            lambda: fitted(lambda: Extra(3, 2), 0),
-            "_extra_state of the model's state is",
-        ),
+        (lambda: fitted(lambda: Extra(3, 2), 0), "_extra_state of the model's state"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_name(tmp_path, make, message):
@@ -396,11 +383,7 @@ def test_of_a_scheduler_that_was_exchanged_since_no_state_is_saved(tmp_path):
     [
         (lambda url: Trainer.load(url), SaveError, "cannot read .*no such"),
         (lambda url: Trainer.load(url, sed=4), OptionError, "has no argument 'sed'"),
-        (
-            lambda url: save(fitted(), url, 1),
-            OptionError,
-            "must be True or False, got 1",
-        ),
+        (lambda url: save(fitted(), url, 1), OptionError, "True or False, got 1"),
         (
             lambda url: Trainer(layers, nn.MSELoss(), torch.optim.SGD).save(url),
             OptionError,
@@ -434,11 +417,7 @@ def hooked():
         ("loss", more_attributes(), "own of the loss is no argument"),
         ("loss", hooked(), "_forward_hooks of the loss is no argument"),
         ("step", lambda m, b: own_step(m, b), "cannot be imported"),
-        (
-            "optimizer",
-            lambda p: own_optimizer(p),
-            "OwnSGD, which is not of torch, and ",
-        ),
+        ("optimizer", lambda p: own_optimizer(p), "OwnSGD, which is not of torch"),
         ("scheduler", lambda o: own_scheduler(o), "LambdaLR"),
         ("scheduler", lambda o: lr_scheduler.OneCycleLR(o, 0.1, 9), "OneCycleLR"),
         ("transform", lambda b: doubled(b), "cannot be imported"),
@@ -455,16 +434,11 @@ def test_what_cannot_be_made_without_code_is_asked_for(tmp_path, name, value, wh
     check_goes_on(load(tmp_path, {name: value}, ["tests"]), one)
 
 
-def test_all_of_it_is_asked_for_at_once(tmp_path):
-    save(fitted(lambda: Net(7), loss=lambda o, y: own_loss(o, y)), tmp_path, True)
+def test_an_argument_that_is_passed_wins_but_none_does_not(tmp_path):
+    save(fitted(seed=3, loss=lambda o, y: own_loss(o, y)), tmp_path, True)
 
     with pytest.raises(OptionError, match=r"pass model and loss to(.|\n)*\n- loss"):
         Trainer.load(tmp_path)
-
-
-def test_what_is_passed_wins_and_none_does_not(tmp_path):
-    save(fitted(seed=3, loss=nn.MSELoss()), tmp_path, True)
-
     loaded = Trainer.load(
         tmp_path, model=layers, loss=own_loss, optimizer=None, seed=4, client=False
     )
@@ -480,46 +454,21 @@ def chained(model):
 @pytest.mark.parametrize(
     ("saved", "name", "value", "message"),
     [
-        (
-            layers,
-            "model",
-            Net,
-            r"count is missing in the save, and int64 \(1,\) in the",
-        ),
+        (layers, "model", Net, r"count is missing in the save, and int64 \(1,\)"),
         (layers, "model", chained(layers), r"0.0.weight is missing in the save"),
         (layers, "model", lambda: layers().double(), r"float32 .* and float64"),
         (layers, "model", lambda: layers()[:1], r"1.bias is .* missing in the model"),
         (layers, "model", lambda: None, "model must make a torch.nn.Module"),
         (layers, "model", lambda: 1 / 0, "model failed: division by zero"),
-        (
-            layers,
-            "optimizer",
-            own_optimizer,
-            "another optimizer: Adam there, and OwnSGD in this trainer; to train on",
-        ),
-        (
-            layers,
-            "optimizer",
-            lambda p: torch.optim.Adam(p[1:]),
-            r"weight is .*, parameter 0 of group 0 there, and float32 \(4, 3\) in",
-        ),
+        (layers, "optimizer", own_optimizer, "Adam there, and OwnSGD in this trainer"),
+        (layers, "optimizer", OPTIMIZERS[-1], "0.weight is .*, parameter 0 of group 0"),
         (layers, "optimizer", lambda p: None, "optimizer must return"),
         (layers, "optimizer", lambda p: 1 / 0, "optimizer failed on"),
-        (
-            layers,
-            "scheduler",
-            own_scheduler,
-            "scheduler: StepLR there, and LambdaLR",
-        ),
+        (layers, "scheduler", own_scheduler, "StepLR there, and LambdaLR in this"),
         (Net, "model", Untied, "tied.weight is tied to layers.0.weight in the save"),
         (Net, "model", WithoutBuffer, "hidden is no buffer of the model"),
         (Net, "model", Refusing, "the model refuses its state: not now"),
-        (
-            Net,
-            "model",
-            lambda: Extra(3, 2),
-            "_extra_state of the model's state is a dict",
-        ),
+        (Net, "model", lambda: Extra(3, 2), "_extra_state of the model's state is a"),
     ],
 )
 def test_what_does_not_fit_the_save_is_refused(tmp_path, saved, name, value, message):
@@ -547,10 +496,7 @@ class TestTrust:
         ("name", "value"),
         [
             ("model", functools.partial(Net, 6)),
-            ("loss", own_loss),
-            ("step", own_step),
             ("optimizer", own_optimizer),
-            ("scheduler", own_scheduler),
             ("transform", Compose(doubled, doubled)),
             ("callbacks", [Own(5)]),
         ],

@@ -62,9 +62,7 @@ def check_same(resumed, uninterrupted):
     [kept(max_staleness=0), ParameterAveraging(frequency=3)],
     ids=["sharing", "averaging"],
 )
-def test_on_a_new_cluster_it_is_as_if_there_had_been_no_break(
-    client, another, tmp_path, master
-):
+def test_a_fit_resumed_on_a_new_cluster_is_the_same(client, another, tmp_path, master):
     without = with_checkpoints(client, tmp_path, master=master)
     history = without.fit(X, Y, epochs=4, batch_size=BATCH)
     url = tmp_path / "checkpoint-000002"
@@ -78,9 +76,7 @@ def test_on_a_new_cluster_it_is_as_if_there_had_been_no_break(
     assert Series.at(tmp_path / "b").numbers() == [1, 2]
 
 
-def test_nothing_is_lost_where_replicas_do_not_wait_for_each_other(
-    client, another, tmp_path
-):
+def test_residuals_of_asynchronous_replicas_are_resumed(client, another, tmp_path):
     with_checkpoints(client, tmp_path).fit(X, Y, epochs=2, batch_size=BATCH)
     newest = Series.at(tmp_path).newest()
     start, residual = agreed_and_residual(newest)
@@ -143,7 +139,7 @@ def agreed_and_residual(whole):
 @pytest.mark.parametrize(
     "master", [kept(), ParameterAveraging()], ids=["sharing", "averaging"]
 )
-def test_on_another_number_of_workers_each_row_is_trained_on_once(
+def test_on_more_or_fewer_workers_each_row_is_trained_on_once(
     client, request, place, master, tmp_path
 ):
     numbers = np.arange(len(X))
@@ -181,9 +177,7 @@ def ends_at_part(number):
 
 
 @pytest.mark.slow
-def test_a_part_that_was_never_written_leaves_the_checkpoint_before(
-    client, another, tmp_path
-):
+def test_an_unwritten_part_leaves_the_previous_checkpoint(client, another, tmp_path):
     master = kept(max_staleness=0)
     without = with_checkpoints(client, tmp_path / "a", master=master)
     without.fit(X, Y, epochs=3, batch_size=BATCH)
@@ -222,7 +216,7 @@ def in_the_middle(folder, epoch):
 
 
 @pytest.mark.slow
-def test_fewer_go_on_with_the_rows_that_are_left(three, tmp_path):
+def test_fewer_replicas_train_on_the_remaining_rows(three, tmp_path):
     numbers = np.arange(len(MANY))
     before, after = (TrainedRows(tmp_path / name) for name in ("before", "after"))
     for watched in (before, after):
@@ -244,9 +238,7 @@ def test_fewer_go_on_with_the_rows_that_are_left(three, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_killed_worker_had_trained_counts_in_the_epoch_that_goes_on(
-    three, tmp_path
-):
+def test_rows_of_a_killed_worker_count_in_the_resumed_epoch(three, tmp_path):
     first = trainer(three, callbacks=[KillAt(6), each(tmp_path / "all")])
     first.fit(MANY, LABELS, epochs=1, batch_size=BATCH)
     after = in_the_middle(tmp_path / "all", epoch=0)[2:]  # 8 steps of each
@@ -265,7 +257,7 @@ def test_what_a_killed_worker_had_trained_counts_in_the_epoch_that_goes_on(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("master", [kept(), ParameterAveraging(frequency=3)])
-def test_workers_may_die_and_come_between_two_meetings(three, tmp_path, master):
+def test_workers_may_leave_and_join_between_sync_points(three, tmp_path, master):
     pids = three.run(os.getpid)
     worker = pids[sorted(pids)[1]]
     (tmp_path / "rows").mkdir()
@@ -304,7 +296,7 @@ def test_workers_may_die_and_come_between_two_meetings(three, tmp_path, master):
 
 
 @pytest.mark.slow
-def test_time_passes_too(client, tmp_path):
+def test_checkpoints_after_a_time(client, tmp_path):
     own = trainer(client, callbacks=[each(tmp_path, every="50 ms")])
 
     own.fit(MANY, LABELS, epochs=2, batch_size=4)
@@ -313,7 +305,7 @@ def test_time_passes_too(client, tmp_path):
     assert own.history_.column("examples") == [len(MANY)] * 2
 
 
-def test_a_folder_that_each_worker_has_for_itself_is_named(client):
+def test_a_folder_that_workers_do_not_share_is_named(client):
     url = f"memory://{uuid.uuid4().hex}"  # of each process
     own = with_checkpoints(client, url)
 

@@ -39,7 +39,7 @@ def test_it_trains_scores_predicts_and_answers(client, model):
 
 
 @pytest.mark.slow
-def test_a_newcomer_makes_its_own(growing):
+def test_a_joining_replica_makes_its_own_model(growing):
     script = Script(
         (1, lambda: growing.cluster.scale(2)),
         (lambda row: row["replicas"] == 2, enough),

@@ -127,7 +127,7 @@ def rewritten(store, folder, part, change):
 
 @pytest.mark.parametrize("sample", [8, pytest.param(None, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("part", ["common", "replica-0"])
-def test_a_wrong_field_is_damage_and_named(kept, tmp_path, part, sample):
+def test_a_wrong_field_of_the_state_is_named(kept, tmp_path, part, sample):
     kind, store = kept
     header, state = Part(store, part).header()[1], Part(store, part).read()[1]
     cases = list(damages({n: v for n, v in state.items() if n not in header}))
@@ -168,7 +168,7 @@ FIELDS += ["kind", "fingerprint", "count", "members"]
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("how", [removed, retyped])
-def test_so_is_one_that_the_client_reads(kept, tmp_path, field, how):
+def test_a_wrong_field_of_the_header_is_an_error(kept, tmp_path, field, how):
     found = resumed_with(kept, tmp_path, lambda said: how(said, field))
 
     assert isinstance(found, SaveError | OptionError), found
@@ -199,7 +199,7 @@ BEST = [-1, float("nan"), -1, float("nan")]
     ],
     ids=repr,
 )
-def test_a_header_that_cannot_be_is_damage(kept, tmp_path, field, value):
+def test_invalid_values_in_the_header_are_damage(kept, tmp_path, field, value):
     found = resumed_with(kept, tmp_path, lambda said: said.update({field: value}))
 
     assert isinstance(found, SaveError)
@@ -219,7 +219,7 @@ def test_a_header_that_cannot_be_is_damage(kept, tmp_path, field, value):
     ],
     ids=repr,
 )
-def test_rows_that_cannot_remain_are_damage(in_an_epoch, tmp_path, remaining):
+def test_invalid_remaining_rows_are_damage(in_an_epoch, tmp_path, remaining):
     def change(said):
         order, _, departed = said["sync_point"]
         said["sync_point"] = [order, remaining, departed]
@@ -230,7 +230,7 @@ def test_rows_that_cannot_remain_are_damage(in_an_epoch, tmp_path, remaining):
     assert "is damaged" in str(found)
 
 
-def test_rows_that_remain_of_other_data_are_refused(in_an_epoch, tmp_path):
+def test_remaining_rows_of_other_data_are_refused(in_an_epoch, tmp_path):
     def change(said):
         said["sync_point"][0] += 1
 

@@ -25,7 +25,7 @@ from tests.support.problems import rows, trainer
     ],
     ids=repr,
 )
-def test_what_is_not_allowed_is_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(OptionError, match=message):
         Checkpoint(**{"url": "memory://x", **options})
 
@@ -44,12 +44,12 @@ def test_a_path_becomes_text_so_that_a_trainer_with_it_can_be_saved():
     ],
     ids=str,
 )
-def test_what_a_fit_cannot_write_or_resume_is_refused(callbacks, resume, message):
+def test_invalid_options_of_a_fit_are_refused(callbacks, resume, message):
     with pytest.raises(OptionError, match=message):
         trainer(False, callbacks=callbacks).fit(*rows(16), resume=resume)
 
 
-def test_options_of_the_storage_are_neither_shown_nor_saved(tmp_path):
+def test_storage_options_are_neither_shown_nor_saved(tmp_path):
     rule = Checkpoint(tmp_path / "own", storage_options={"auto_mkdir": True})
     own = trainer(False, callbacks=[rule])
     own.fit(*rows())

@@ -69,7 +69,7 @@ def resuming(store, stamp, members):
 
 
 class TestNewest:
-    def test_it_is_the_last_whole_one_by_number(self, series):
+    def test_the_newest_is_the_complete_one_with_the_highest_number(self, series):
         assert series.newest() is None  # nor is the folder there
         for name in ("checkpoint-12/x", "checkpoint-000013x/x", "checkpoint-000014"):
             series.store.write(name, b"")
@@ -81,7 +81,7 @@ class TestNewest:
         series.folder(1_000_000).delete(["replica-1.json"])
         assert series.newest().stamp.number == 999_999
 
-    def test_an_older_one_does_not_take_the_place_of_a_damaged_one(self, series):
+    def test_an_older_one_does_not_replace_a_damaged_one(self, series):
         put(series, 1)
         put(series, 2)
         damaged(series.folder(2), "common.json")
@@ -107,7 +107,7 @@ class TestNewest:
 
 
 class TestPrune:
-    def test_it_counts_in_the_fit_and_not_in_the_folder(self, series):
+    def test_keep_every_counts_within_the_fit(self, series):
         for number in range(11, 16):
             put(series, number, count=number - 10)
 
@@ -115,7 +115,7 @@ class TestPrune:
 
         assert series.numbers() == [13, 15]
 
-    def test_those_of_other_fits_and_one_that_is_being_written_stay(self, series):
+    def test_checkpoints_of_other_fits_and_unfinished_ones_stay(self, series):
         for number in (1, 2):
             put(series, number, origin="another fit")
         put_part(series, Stamp("fit", "run", 3), 0)  # broken off
@@ -128,7 +128,7 @@ class TestPrune:
         assert series.numbers() == [1, 2, 5, 6]
         assert not [name for name in series.store.names() if "000003" in name]
 
-    def test_one_that_is_damaged_stays(self, series, caplog):
+    def test_a_damaged_checkpoint_stays(self, series, caplog):
         for number in (1, 2):
             put(series, number)
         damaged(series.folder(1), "common.json")
@@ -139,7 +139,7 @@ class TestPrune:
         assert series.numbers() == [1, 2]
         assert "is left where it is" in caplog.text
 
-    def test_its_common_part_is_deleted_first(self, series, monkeypatch):
+    def test_the_common_part_is_deleted_first(self, series, monkeypatch):
         for number in (1, 2):
             put(series, number)
 
@@ -169,7 +169,7 @@ class TestPrune:
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_kept(in_memory, options, losses, kept):
+def test_kept_checkpoints(in_memory, options, losses, kept):
     for number, loss in enumerate(losses, 1):
         put(in_memory, number, rows=[{"loss": loss}])
 
@@ -181,7 +181,7 @@ def test_what_is_kept(in_memory, options, losses, kept):
 @pytest.mark.parametrize(
     ("keep_best", "best"), [("val_loss", 2), ("val_accuracy", 3), ("loss", 1)]
 )
-def test_the_best_is_the_one_whose_last_row_is(in_memory, keep_best, best):
+def test_the_best_is_determined_by_the_last_row(in_memory, keep_best, best):
     rows = [{"loss": 0.0, "val_loss": -9.0, "val_accuracy": 9.0}]  # of an epoch before
     scores = {1: (1.0, 2.0, 0.25), 2: (2.0, 1.0, 0.5), 3: (3.0, 3.0, 0.75)}
     for number, values in scores.items():
@@ -220,7 +220,7 @@ class TestParts:
     def test_each_part_is_taken_once(self, in_memory, members, founders, expected):
         assert list(self.parts(in_memory, members, founders)) == expected
 
-    def test_a_part_that_another_was_put_for_is_refused(self, in_memory):
+    def test_a_part_of_another_checkpoint_is_refused(self, in_memory):
         stamp = put(in_memory, 1)
         plan = resuming(in_memory.folder(1), stamp, [0, 1])
         put_part(in_memory, Stamp("fit", "another run", 1), 1)

@@ -94,7 +94,7 @@ def gate(monkeypatch):
 
 
 class TestParts:
-    def test_the_lowest_replica_writes_what_is_common(self, series):
+    def test_the_lowest_replica_writes_the_common_part(self, series):
         first, second = writer(series, 0), writer(series, 1)
 
         second.take(met(-1, -1), having(x=torch.ones(1)))
@@ -108,7 +108,7 @@ class TestParts:
         assert found.stamp == Stamp("fit", "run", 1)
         assert Part(found.store, of_replica(1)).read()[1]["x"].tolist() == [1.0]
 
-    def test_a_replica_that_is_gone_has_no_part(self, series):
+    def test_a_departed_replica_has_no_part(self, series):
         second = writer(series, 1)
 
         second.take(met(-1, -1, gone=[0]), having())
@@ -118,7 +118,7 @@ class TestParts:
 
 
 class TestCopy:
-    def test_what_changes_later_is_not_written(self, series, gate):
+    def test_later_changes_are_not_written(self, series, gate):
         weight, array = torch.zeros(2), np.zeros(2)
         header = {"losses": [1.0]}
         state = {"weight": weight, "deep": [(weight,)], "array": array, "steps": 1}
@@ -150,7 +150,7 @@ def test_arrays_are_copied_as_tensors(series):
 
 
 class TestWaiting:
-    def test_nobody_waits_for_what_is_being_written(self, series, gate):
+    def test_training_does_not_wait_for_the_writer(self, series, gate):
         channel = Waiting()
         own = writer(series, channel=channel)
 
@@ -160,7 +160,7 @@ class TestWaiting:
         assert own.counters()["written"] == -1
         assert not channel.waits.is_set()
 
-    def test_at_most_one_copy_waits(self, series, gate):
+    def test_at_most_one_copy_is_pending(self, series, gate):
         channel, made = Waiting(), []
         own = writer(series, channel=channel)
 
@@ -181,7 +181,7 @@ class TestWaiting:
         assert made == [0, 2]  # a part of its own, and the common one
         assert series.numbers() == [1, 2]
 
-    def test_a_store_that_does_not_answer_is_named(self, series, gate):
+    def test_a_store_that_hangs_is_named(self, series, gate):
         own = writer(series, channel=Waiting(patience_s=0.01))
         own.take(met(-1), having())
 
@@ -194,7 +194,7 @@ class TestWaiting:
     [((1, 1), True), ((1, -1), False), ((1,), False)],
     ids=["written somewhere else", "still being written", "lost while it wrote"],
 )
-def test_only_a_folder_that_is_not_the_same_for_all_is_an_error(
+def test_only_a_folder_that_workers_do_not_share_is_an_error(
     series, met_again, missing
 ):
     own = writer(series)

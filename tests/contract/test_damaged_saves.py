@@ -233,7 +233,7 @@ def test_any_truncated_or_missing_file_is_found(place, start):
 
 
 @KINDS
-def test_wrong_values_are_errors_of_ours_or_do_no_harm(place):
+def test_wrong_values_are_errors_or_harmless(place):
     generator = random.Random("values")
 
     found = [place.outcome(one_wrong(place, generator)) for _ in range(CHANGES)]
@@ -243,7 +243,7 @@ def test_wrong_values_are_errors_of_ours_or_do_no_harm(place):
 
 
 @pytest.mark.parametrize("kind", ["checkpoint"])
-def test_nor_do_they_in_a_fit(place):
+def test_wrong_values_are_errors_or_harmless_in_a_fit(place):
     generator, ended = random.Random("fits"), []
     for _ in range(FITS):
         place.put(one_wrong(place, generator))
@@ -268,7 +268,7 @@ class Bomb:
 
 @pytest.mark.parametrize("pickled", ["pickle", "torch"])
 @EACH_TENSORS
-def test_a_pickle_in_place_of_tensors_is_refused_and_not_run(
+def test_a_pickle_instead_of_tensors_is_refused_and_not_executed(
     place, tmp_path, start, pickled
 ):
     marker, aside = tmp_path / "exploded", tmp_path / "bomb"
@@ -294,7 +294,7 @@ def test_a_pickle_in_place_of_tensors_is_refused_and_not_run(
     "name", ["../x", "/etc/hostname", "a/../../x", "..", "s3://bucket/x", "x\0y"]
 )
 @KINDS
-def test_a_name_that_leads_out_of_the_folder_is_refused(place, name):
+def test_file_names_outside_the_folder_are_refused(place, name):
     manifest = INDEXES[place.kind][-1]
     index, digest = place.index(manifest), hashlib.sha256(MINE).hexdigest()
     index["files"][0] |= {"name": name, "nbytes": len(MINE), "sha256": digest}
@@ -331,7 +331,7 @@ def partial(name):
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_nothing_that_a_file_names_is_imported_or_called(
+def test_code_named_in_a_file_is_not_imported_or_called(
     place, argument, value, error, monkeypatch
 ):
     marker, index = place.around / "ran", place.index("trainer.json")
@@ -362,7 +362,7 @@ def test_a_newer_version_and_foreign_files_are_refused(place):
 
 
 @pytest.mark.parametrize("kind", ["checkpoint"])
-def test_parts_of_several_checkpoints_are_none(place):
+def test_parts_of_different_checkpoints_are_not_combined(place):
     index = place.index("replica-1.json")
     index["content"]["stamp"][2] += 1
 
@@ -371,7 +371,7 @@ def test_parts_of_several_checkpoints_are_none(place):
     assert "there is no checkpoint in" in str(found)
 
 
-def test_the_watch_sees_what_is_done():
+def test_the_watch_records_actions():
     WATCH.watching = threading.get_ident()
     pickle.loads(pickle.dumps(Path()))
     WATCH.watching = None

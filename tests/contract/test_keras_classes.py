@@ -95,7 +95,7 @@ def test_other_classes_and_code_are_refused_by_name(given, message):
 @pytest.mark.parametrize(
     "key", ["kernel_initializer", "bias_regularizer", "activation"]
 )
-def test_what_the_program_has_registered_is_not_called_by_a_file(key, monkeypatch):
+def test_custom_objects_of_the_program_are_refused(key, monkeypatch):
     monkeypatch.setitem(library().saving.get_custom_objects(), "mine>it", pytest.fail)
 
     with pytest.raises(ModelError, match="layer 'mine' is or has a mine>it"):
@@ -121,7 +121,7 @@ def test_an_activation_is_written_by_name():
     ],
     ids=str,
 )
-def test_each_class_is_looked_for_where_keras_has_it(settings, module):
+def test_classes_are_looked_up_in_their_keras_module(settings, module):
     ((key, kind),) = settings.items()
 
     made = vetted(sequential(layer(**{key: {"class_name": kind, "config": {}}})))
@@ -177,7 +177,7 @@ def settings(kind, **config):
     ],
     ids=str,
 )
-def test_settings_are_those_of_keras_3(kind, config, expected):
+def test_settings_of_keras_2_are_converted(kind, config, expected):
     assert settings(kind, **config) == expected
 
 
@@ -187,7 +187,7 @@ def dense(**config):
 
 @pytest.mark.parametrize("dtype", ["float32", policy("Policy")], ids=str)
 @pytest.mark.parametrize("listed", [False, True])
-def test_the_first_layer_of_a_sequential_model_says_what_goes_in(dtype, listed):
+def test_the_input_shape_of_the_first_layer_becomes_an_input_layer(dtype, listed):
     layers = [dense(batch_input_shape=[None, 3], dtype=dtype), dense()]
     config = layers if listed else {"name": "sequential", "layers": layers}
 
@@ -204,7 +204,7 @@ def test_the_first_layer_of_a_sequential_model_says_what_goes_in(dtype, listed):
 
 
 @pytest.mark.parametrize("rewrite", [modern, lambda config: vetted(modern(config))])
-def test_what_was_given_is_not_changed(rewrite):
+def test_the_given_description_is_not_changed(rewrite):
     config = json.loads((MODELS / "two_by_two_keras2.json").read_text())
     before = copy.deepcopy(config)
 
@@ -259,9 +259,7 @@ OTHER = "Keras models are trained on Keras' backend 'torch', and "
         ("2.15.0", "torch", "torch", "need Keras 3, got 2.15.0"),
     ],
 )
-def test_a_keras_that_cannot_train_is_refused(
-    version, backend, chosen, message, monkeypatch
-):
+def test_an_unsuitable_keras_is_refused(version, backend, chosen, message, monkeypatch):
     fake = SimpleNamespace(
         __version__=version, backend=SimpleNamespace(backend=lambda: backend)
     )
@@ -293,7 +291,7 @@ def test_a_node_of_keras_2_has_tensors_constants_and_other_arguments():
 
 
 @pytest.mark.parametrize(("kind", "node"), [("Functional", 1), ("Sequential", 0)])
-def test_outputs_of_a_nested_model_count_as_keras_3_has_it(kind, node):
+def test_output_nodes_of_nested_models_are_renumbered(kind, node):
     inner = {"class_name": kind, "config": {"layers": [], "output_layers": []}}
     nodes = {"name": "inner", "inbound_nodes": [[["a", 0, 0, {}]]]}
 

@@ -35,7 +35,7 @@ UNSHAPED = {"class_name": "Sequential", "config": {"name": "s", "layers": [DENSE
 
 class TestFromConfig:
     @pytest.mark.parametrize("given", [str, json.dumps, dict], ids=lambda f: f.__name__)
-    def test_it_may_be_a_path_json_or_what_json_says(self, given):
+    def test_a_path_json_or_a_dict_is_accepted(self, given):
         path = MODELS / "two_by_two_keras2.json"
         value = path if given is str else json.loads(path.read_text())
 
@@ -45,7 +45,7 @@ class TestFromConfig:
         assert module.keras.name == "two_by_two"
 
     @pytest.mark.parametrize("name", ["cifar10", "two_by_two"])
-    def test_both_kerases_mean_the_same(self, name):
+    def test_descriptions_of_keras_2_and_3_are_equivalent(self, name):
         two, three = (from_config(MODELS / f"{name}_keras{i}.json") for i in (2, 3))
         three.load_state_dict(two.state_dict())
         draw = torch.Generator().manual_seed(0)
@@ -56,7 +56,7 @@ class TestFromConfig:
         assert json.loads(two.to_json()) == json.loads(three.to_json())
         torch.testing.assert_close(two.eval()(x), three.eval()(x), rtol=0, atol=0)
 
-    def test_the_seed_of_torch_decides_the_weights(self):
+    def test_torchs_seed_determines_the_weights(self):
         kernels = []
         for seed in (3, 3, 4):
             torch.manual_seed(seed)
@@ -65,7 +65,7 @@ class TestFromConfig:
         assert torch.equal(kernels[0], kernels[1])
         assert not torch.equal(kernels[0], kernels[2])
 
-    def test_nested_models_of_keras_2_are_understood(self):
+    def test_nested_models_of_keras_2_are_converted(self):
         module = from_config(nested_of_keras_2())
         x = torch.randn(2, 4)
 
@@ -76,7 +76,7 @@ class TestFromConfig:
         torch.testing.assert_close(first, once)
         torch.testing.assert_close(second, once @ weights["inner/dense/kernel"])
 
-    def test_layers_of_keras_2_may_have_settings_that_they_inherit(self):
+    def test_inherited_settings_of_keras_2_are_dropped(self):
         size = {"filters": 2, "kernel_size": [3, 3], "groups": 1}
         unused = {"kernel_initializer": "zeros", "kernel_constraint": None}
         settings = {
@@ -110,7 +110,7 @@ class TestFromConfig:
         ],
         ids=lambda value: str(value)[:40],
     )
-    def test_what_is_no_model_is_refused(self, given, message):
+    def test_other_json_is_refused(self, given, message):
         with pytest.raises(ModelError, match=re.escape(message)):
             from_config(given)
 
@@ -147,7 +147,7 @@ ANOTHER = json.dumps(described(keras.Sequential(WIDER))).encode()
 
 
 class TestFromSaved:
-    def test_it_says_what_the_saved_one_said(self, tmp_path):
+    def test_a_loaded_model_predicts_as_the_saved_one(self, tmp_path):
         x = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
         model = small().keras
         model.compile("adam", "mse")
@@ -182,7 +182,7 @@ class TestFromSaved:
             from_saved(path)
 
     @pytest.mark.parametrize("load", [from_config, from_saved])
-    def test_a_file_that_is_not_there_is_no_model_error(self, load, tmp_path):
+    def test_a_missing_file_is_a_file_not_found_error(self, load, tmp_path):
         with pytest.raises(FileNotFoundError):
             load(tmp_path / "none.keras")
         with pytest.raises((ModelError, FileNotFoundError)):
@@ -202,14 +202,14 @@ class TestFromSaved:
 
         assert not ran.exists()
 
-    def test_a_description_of_any_size_is_not_read(self, saved, tmp_path, monkeypatch):
+    def test_an_oversized_description_is_not_read(self, saved, tmp_path, monkeypatch):
         monkeypatch.setattr("daskdl.keras.load.MOST_CONFIG_BYTES", 100)
 
         with pytest.raises(ModelError, match=r"config.json has \d+ bytes, more than"):
             from_saved(saved)
 
 
-def test_json_with_other_values_is_refused_or_harmless():
+def test_changed_json_is_refused_or_harmless():
     text = (MODELS / "two_by_two_keras2.json").read_text()
     draw, refused = random.Random(0), 0
     numbers = list(re.finditer(r"\b\d+\b|null|true|false|\"[a-zA-Z_]+\"", text))
@@ -296,16 +296,14 @@ def with_kernel(saved, target, change, secret):
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_weights_that_are_not_in_the_file_are_refused(
-    saved, tmp_path, secret, change, fault
-):
+def test_weights_outside_the_file_are_refused(saved, tmp_path, secret, change, fault):
     path = with_kernel(saved, tmp_path / "other.keras", change, secret)
 
     with pytest.raises(ModelError, match=re.escape(f"does not write: {fault}")):
         from_saved(path)
 
 
-def test_weights_of_any_size_are_not_unpacked(saved, tmp_path, monkeypatch):
+def test_oversized_weights_are_not_unpacked(saved, tmp_path, monkeypatch):
     monkeypatch.setattr("daskdl.keras.load.INDEX_BYTES", 2**16)
     bomb = {WEIGHTS: bytes(2**20)}
     path = rewritten(saved, tmp_path / "bomb.keras", zipfile.ZIP_DEFLATED, **bomb)

@@ -92,7 +92,7 @@ class TestParts:
             "normal/moving_variance",
         ]
 
-    def test_cells_of_one_name_have_names_of_their_own(self):
+    def test_parameters_of_layers_with_one_name_have_different_names(self):
         cells = [layers.SimpleRNNCell(2, name="cell") for _ in range(2)]
         model = keras.Sequential([keras.Input((3, 4)), layers.RNN(cells, name="rnn")])
 
@@ -105,7 +105,7 @@ class TestParts:
 
 
 class TestModes:
-    def test_training_looks_at_the_batch_and_evaluation_does_not(self):
+    def test_batch_statistics_are_used_only_in_training(self):
         module = KerasModule(normalised())
         before = moving_mean(module).clone()
 
@@ -134,7 +134,7 @@ class TestModes:
         ],
         ids=["dropout", "seeded", "noise", "spatial"],
     )
-    def test_torchs_generator_decides_what_is_random(self, layer):
+    def test_random_layers_use_torchs_generator(self, layer):
         model = keras.Sequential([keras.Input((4, 64)), layer, layers.Dense(1)])
         module, copied = KerasModule(model), PackedModel(KerasModule(model)).unpack()
         rows = torch.ones(2, 4, 64)
@@ -183,7 +183,7 @@ class TestPickling:
         ],
         ids=["deepcopy", "pickle", "packed"],
     )
-    def test_a_copy_says_the_same_and_has_memory_of_its_own(self, copied):
+    def test_a_copy_computes_the_same_in_its_own_memory(self, copied):
         module = KerasModule(everything()).eval()
         x = inputs_of_everything()
 
@@ -199,7 +199,7 @@ class TestPickling:
         pairs = zip(other.parameters(), module.parameters(), strict=True)
         assert all(one.data_ptr() != two.data_ptr() for one, two in pairs)
 
-    def test_what_was_frozen_meanwhile_is_frozen_in_a_copy(self):
+    def test_frozen_layers_are_frozen_in_a_copy(self):
         module = KerasModule(normalised())
         module.keras.get_layer("normal").trainable = False
 
@@ -221,7 +221,7 @@ class TestPickling:
 
         assert len(list(other.parameters())) == len(list(module.parameters())) == 2
 
-    def test_what_keras_would_not_share_any_more_is_refused(self):
+    def test_sharing_that_keras_does_not_describe_is_refused(self):
         dense, steps = layers.Dense(2), keras.Input((3, 4))
         wrapped = [layers.TimeDistributed(dense)(steps) for _ in range(2)]
         module = KerasModule(keras.Model(steps, wrapped))
@@ -244,7 +244,7 @@ class TestStructure:
 
 
 class TestPenalty:
-    def test_it_is_what_regularisers_say(self):
+    def test_the_penalty_is_that_of_the_regularizers(self):
         module = KerasModule(normalised(kernel_regularizer=keras.regularizers.L2(0.5)))
         kernel = dict(module.named_parameters())["first/kernel"]
 
@@ -255,7 +255,7 @@ class TestPenalty:
         torch.testing.assert_close(penalty, 0.5 * kernel.detach().square().sum())
         torch.testing.assert_close(kernel.grad, kernel.detach())
 
-    def test_it_is_of_the_last_forward_pass(self):
+    def test_the_penalty_is_that_of_the_last_forward_pass(self):
         module = KerasModule(normalised(activity_regularizer="l2"))
 
         module(ROWS)
@@ -283,7 +283,7 @@ class Mine(keras.Model):
     ],
     ids=["own", "shapeless"],
 )
-def test_a_model_that_cannot_travel_is_refused(made, message):
+def test_a_model_that_cannot_be_copied_is_refused(made, message):
     if isinstance(made, Mine):
         made(ROWS)
 
@@ -296,7 +296,7 @@ def model(**options):
     return keras.Sequential(layers, name="own")
 
 
-def test_generators_are_left_as_they_were():
+def test_random_generators_are_restored():
     config = described(model())
     before = random.getstate(), torch.get_rng_state()
 
@@ -316,7 +316,7 @@ def test_generators_are_left_as_they_were():
     ],
     ids=str,
 )
-def test_what_keras_cannot_make_is_said(settings, message):
+def test_errors_of_keras_are_reported(settings, message):
     config = described(model())
     config["config"]["layers"][1]["config"].update(settings)
 
@@ -335,7 +335,7 @@ LABELS = torch.tensor([0, 1])
     [{"reduction": "sum"}, {"weight": torch.tensor([1.0, 2.0, 3.0])}],
     ids=["sum", "weighted mean"],
 )
-def test_it_is_the_cross_entropy_of_the_scores(options):
+def test_the_loss_equals_the_cross_entropy_of_the_scores(options):
     expected = nn.CrossEntropyLoss(**options)(SCORES, LABELS)
 
     loss = CrossEntropyOfProbabilities(**options)(SCORES.softmax(1), LABELS)

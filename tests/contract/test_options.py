@@ -93,7 +93,7 @@ def test_an_option_of_a_fit_is_refused_by_name(option, value, message):
         fit({}, **{option: value})
 
 
-def test_a_timeout_that_is_no_time_is_refused():
+def test_an_invalid_timeout_is_refused():
     with (
         dask.config.set({"daskdl.timeouts.silence": "soon"}),
         pytest.raises(OptionError, match=r"daskdl\.timeouts\.silence must .* 'soon'"),
@@ -102,7 +102,7 @@ def test_a_timeout_that_is_no_time_is_refused():
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
-def test_cuda_that_is_not_there_is_refused_at_once(device, monkeypatch):
+def test_missing_cuda_is_refused_at_once(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     message = f"device='{device}' is not there: torch finds 0 CUDA devices in this pro"
 
@@ -165,7 +165,7 @@ TRIED = [
 
 
 @pytest.mark.parametrize(("options", "error", "message"), TRIED)
-def test_what_fails_when_it_is_tried_is_refused(options, error, message):
+def test_arguments_that_fail_in_the_dry_run_are_refused(options, error, message):
     with pytest.raises(error, match=re.escape(message)):
         fit(options)
 

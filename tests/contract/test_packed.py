@@ -51,7 +51,7 @@ class Remembering(nn.Module):
 TOGETHER = threading.Barrier(2)
 
 
-def test_threads_do_not_see_what_others_put_into_a_model():
+def test_threads_do_not_share_attributes_of_a_model():
     packed = PackedModel(Remembering())
 
     with ThreadPoolExecutor(2) as threads:
@@ -90,7 +90,7 @@ def test_threads_share_tensors_that_were_prepared_once():
     ],
     ids=["submodule", "containers", "object", "class"],
 )
-def test_what_cannot_be_pickled_is_named(put, path):
+def test_unpicklable_attributes_are_named(put, path):
     model = tied_model()
     put(model, threading.Lock())
 
@@ -109,9 +109,7 @@ def test_what_cannot_be_pickled_is_named(put, path):
     ],
     ids=["module", "class"],
 )
-def test_what_is_missing_on_the_worker_is_named_with_the_remedy(
-    lose, cause, monkeypatch
-):
+def test_code_missing_on_the_worker_is_named_with_the_remedy(lose, cause, monkeypatch):
     module = types.ModuleType("gone")
     module.Held = type("Held", (), {"__module__": "gone"})
     monkeypatch.setitem(sys.modules, "gone", module)
@@ -122,7 +120,7 @@ def test_what_is_missing_on_the_worker_is_named_with_the_remedy(
         packed.unpack()
 
 
-def test_what_was_opened_has_let_go_of_its_bytes_and_stays_here():
+def test_an_opened_pack_frees_its_bytes_and_cannot_be_pickled():
     packed = PackedModel(nn.Linear(100, 100))
     size = sys.getsizeof(packed)
 

@@ -56,7 +56,7 @@ def two_threads():
     torch.set_num_threads(former)
 
 
-def test_who_leaves_last_restores_torchs_threads(two_threads):
+def test_the_last_replica_restores_torchs_threads(two_threads):
     first, second = torch_threads(3), torch_threads(4)
     first.__enter__()
     second.__enter__()
@@ -68,7 +68,7 @@ def test_who_leaves_last_restores_torchs_threads(two_threads):
     assert (between, torch.get_num_threads()) == (4, 2)
 
 
-def test_who_leaves_last_restores_the_generator_that_the_first_found():
+def test_the_last_replica_restores_torchs_generator():
     with torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         first, second = (random_state_kept(torch.device("cpu")) for _ in range(2))

@@ -46,7 +46,7 @@ def numbers(folder):
 
 
 class TestFolder:
-    def test_a_new_save_leaves_no_file_of_the_old_one_and_all_others(self, folder):
+    def test_a_new_save_deletes_only_files_of_the_old_one(self, folder):
         others = {"model.safetensors", "model-x.safetensors", "note.txt", "below/y.txt"}
         for name in others:
             folder.store.write(name, b"the user's own")
@@ -89,7 +89,7 @@ class TestFolder:
         assert numbers(folder) == (3, 3)
         assert len(folder.store.names()) == 2
 
-    def test_a_reader_that_was_overtaken_reads_the_new_save(self, folder, monkeypatch):
+    def test_a_reader_that_is_overtaken_reads_the_new_save(self, folder, monkeypatch):
         write(folder, 1)
         read = Manifest.read
         overtaken = []
@@ -111,9 +111,7 @@ class TestFolder:
         with pytest.raises(SaveError, match="has the role 'model'"):
             Folder(folder.store, KIND, ("other",)).read()
 
-    def test_what_cannot_be_read_or_written_is_an_error_with_the_url(
-        self, folder, monkeypatch
-    ):
+    def test_storage_errors_contain_the_url(self, folder, monkeypatch):
         with pytest.raises(
             SaveError, match=rf"cannot read {folder.store.url}.*no such"
         ):
@@ -134,7 +132,7 @@ def to_bytes(named):
 
 class TestTensors:
     @pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
-    def test_every_dtype_comes_back_exactly_for_others_too(self, dtype):
+    def test_dtypes_are_exact_and_readable_by_safetensors(self, dtype):
         tensor = torch.tensor([[0, 1], [3, 2]]).to(dtype)
         content = to_bytes({"x": tensor, "y": torch.ones(1, dtype=torch.int8)})
 
@@ -154,13 +152,13 @@ class TestTensors:
         ],
         ids=repr,
     )
-    def test_any_view_comes_back_as_a_whole_tensor(self, tensor):
+    def test_views_are_restored_as_contiguous_tensors(self, tensor):
         (read,) = decode_tensors(to_bytes({"x": tensor})).values()
 
         assert torch.equal(read, tensor)
         assert read.is_contiguous()
 
-    def test_memory_is_reused_only_where_it_fits(self):
+    def test_memory_is_reused_only_if_its_size_fits(self):
         first = encode_tensors({"x": torch.arange(4.0)})
 
         same = encode_tensors({"x": torch.ones(4)}, first)
@@ -180,7 +178,7 @@ class TestTensors:
         ],
         ids=["complex", "sparse", "meta", "lazy"],
     )
-    def test_what_the_format_cannot_hold_is_refused_by_name(self, tensor, message):
+    def test_unsupported_tensors_are_refused_by_name(self, tensor, message):
         with pytest.raises(OptionError, match=message):
             encode_tensors({"x": tensor})
 
@@ -198,6 +196,6 @@ class TestTensors:
         ],
         ids=["no", "zero", "huge", "list", "pickle", "short", "more", "C64"],
     )
-    def test_what_is_no_whole_file_is_refused(self, content):
+    def test_incomplete_and_foreign_files_are_refused(self, content):
         with pytest.raises(SaveError, match=r"no safetensors file|never saved"):
             decode_tensors(content)

@@ -138,7 +138,7 @@ def check_goes_on(loaded, one):
     assert theirs.rate.position() == ours.rate.position()
 
 
-def test_a_trainer_comes_back_whole_and_can_be_saved_again(tmp_path):
+def test_all_state_is_restored_and_can_be_saved_again(tmp_path):
     one = fitted(scheduler=stepped)
     one.history.stopping = Stopping("loss", "target", "", {0: 2.0}, 0, 2.0, True)
 
@@ -155,7 +155,7 @@ def test_a_trainer_comes_back_whole_and_can_be_saved_again(tmp_path):
     assert kinds == {".json": 1, ".safetensors": 3}  # nothing is pickled
 
 
-def test_a_class_of_daskdl_may_move_to_another_module():
+def test_classes_of_daskdl_are_saved_without_their_module():
     bases = (Callback, daskdl.TrainingMaster, daskdl.ThresholdAlgorithm)
     bases = (*bases, daskdl.ResidualPostProcessor)
     kinds = [kind for kind in vars(daskdl).values() if isinstance(kind, type)]
@@ -187,14 +187,14 @@ def test_a_class_of_daskdl_may_move_to_another_module():
         ("master", GradientSharing(max_staleness=None, update_scale=0.5)),
     ],
 )
-def test_an_argument_comes_back_equal(tmp_path, name, value):
+def test_arguments_are_restored(tmp_path, name, value):
     given = torch.device(value) if name == "device" else value
 
     assert back(fitted(**{name: given}), tmp_path).arguments[name] == value
 
 
 @pytest.mark.parametrize("model", [Net, functools.partial(Net, width=6)])
-def test_a_model_gets_all_that_its_code_does_not_make(tmp_path, model):
+def test_buffers_frozen_parameters_modes_and_ties_are_restored(tmp_path, model):
     one, drawn = fitted(model), torch.get_rng_state()
     one.model.hidden.fill_(7)
     one.model.cache = torch.ones(3)
@@ -252,7 +252,7 @@ SCHEDULERS = [
 ]
 
 
-class TestWhatNeverHasToBePassed:
+class TestSavedWithoutCode:
     """Models are passed here, and nothing is trusted."""
 
     def loaded(self, tmp_path, **options):
@@ -310,7 +310,7 @@ class TestWhatNeverHasToBePassed:
         assert loaded.model.get_config() == one.model.get_config()
 
 
-def test_without_optimizer_its_scheduler_and_thresholds_begin_anew(tmp_path):
+def test_without_optimizer_state_the_next_fit_starts_with_new_state(tmp_path):
     loaded = back(fitted(scheduler=stepped), tmp_path, optimizer=False)
 
     trained = loaded.fit_state.optimizer
@@ -365,13 +365,13 @@ def with_another_optimizer():
         (lambda: fitted(lambda: Extra(3, 2), 0), "_extra_state of the model's state"),
     ],
 )
-def test_what_cannot_be_saved_is_refused_by_name(tmp_path, make, message):
+def test_state_that_cannot_be_saved_is_refused_by_name(tmp_path, make, message):
     with pytest.raises(OptionError, match=message):
         save(make(), tmp_path, True)
     assert not list(tmp_path.iterdir())
 
 
-def test_of_a_scheduler_that_was_exchanged_since_no_state_is_saved(tmp_path):
+def test_state_of_a_replaced_scheduler_is_not_saved(tmp_path):
     one = fitted(scheduler=stepped)
     one.arguments["scheduler"] = own_scheduler
 
@@ -391,7 +391,7 @@ def test_of_a_scheduler_that_was_exchanged_since_no_state_is_saved(tmp_path):
         ),
     ],
 )
-def test_calls_that_cannot_be_are_refused(tmp_path, call, error, message):
+def test_invalid_calls_are_refused(tmp_path, call, error, message):
     with pytest.raises(error, match=message):
         call(tmp_path)
 
@@ -425,7 +425,7 @@ def hooked():
         ("callbacks", [Inexact()], "is read in its place"),
     ],
 )
-def test_what_cannot_be_made_without_code_is_asked_for(tmp_path, name, value, why):
+def test_arguments_that_need_code_are_requested(tmp_path, name, value, why):
     one = fitted(**{name: value})
     save(one, tmp_path, True)
 
@@ -434,7 +434,7 @@ def test_what_cannot_be_made_without_code_is_asked_for(tmp_path, name, value, wh
     check_goes_on(load(tmp_path, {name: value}, ["tests"]), one)
 
 
-def test_an_argument_that_is_passed_wins_but_none_does_not(tmp_path):
+def test_passed_arguments_replace_saved_ones(tmp_path):
     save(fitted(seed=3, loss=lambda o, y: own_loss(o, y)), tmp_path, True)
 
     with pytest.raises(OptionError, match=r"pass model and loss to(.|\n)*\n- loss"):
@@ -471,7 +471,9 @@ def chained(model):
         (Net, "model", lambda: Extra(3, 2), "_extra_state of the model's state is a"),
     ],
 )
-def test_what_does_not_fit_the_save_is_refused(tmp_path, saved, name, value, message):
+def test_arguments_that_do_not_match_the_save_are_refused(
+    tmp_path, saved, name, value, message
+):
     save(fitted(saved, scheduler=stepped), tmp_path, True)
 
     with pytest.raises((OptionError, SaveError), match=message):
@@ -501,7 +503,7 @@ class TestTrust:
             ("callbacks", [Own(5)]),
         ],
     )
-    def test_code_is_asked_for_unless_it_is_trusted(self, tmp_path, name, value):
+    def test_untrusted_code_is_requested(self, tmp_path, name, value):
         one = fitted(**{"model": layers, name: value})
         save(one, tmp_path, True)
         others = {} if name == "model" else {"model": layers}
@@ -513,9 +515,7 @@ class TestTrust:
         check_goes_on(load(tmp_path, others, [__name__]), one)
 
     @pytest.mark.parametrize("trusted", [[], ["booby.more"], ["boo"]])
-    def test_a_module_is_imported_only_if_it_is_trusted(
-        self, tmp_path, monkeypatch, trusted
-    ):
+    def test_only_trusted_modules_are_imported(self, tmp_path, monkeypatch, trusted):
         ran = put_module(tmp_path, "booby", monkeypatch)
         folder = tmp_path / "save"
         save(fitted(lambda: nn.Linear(3, 2)), folder, True)
@@ -546,7 +546,7 @@ class TestTrust:
             ("", "cannot be imported by that name"),
         ],
     )
-    def test_a_name_that_no_save_has_is_refused(
+    def test_invalid_names_of_code_are_refused(
         self, tmp_path, monkeypatch, name, message
     ):
         put_module(tmp_path, "sound", monkeypatch)
@@ -561,7 +561,7 @@ class TestTrust:
     @pytest.mark.parametrize(
         "trusted", ["my_nets", b"x", None, 3, [None], [nn], ["a b"], [""], ["a."]]
     )
-    def test_what_is_no_list_of_modules_is_refused(self, tmp_path, trusted):
+    def test_trusted_must_be_a_list_of_modules(self, tmp_path, trusted):
         with pytest.raises(OptionError, match="trusted must be a list of names of"):
             Trainer.load(tmp_path, trusted=trusted)
 
@@ -602,7 +602,7 @@ def of_loss(value):
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_is_not_as_it_is_written_is_an_error_with_the_url(tmp_path, steps, wrong):
+def test_invalid_content_is_an_error_with_the_url(tmp_path, steps, wrong):
     save(fitted(scheduler=stepped), tmp_path, True)
     change(tmp_path, steps, wrong)
 
@@ -610,7 +610,7 @@ def test_what_is_not_as_it_is_written_is_an_error_with_the_url(tmp_path, steps, 
         load(tmp_path, {}, ["tests"])
 
 
-def test_tensors_with_names_that_look_alike_are_told_apart(tmp_path):
+def test_tensors_with_similar_names_are_distinguished(tmp_path):
     one = fitted()
     optimizer = one.fit_state.optimizer.optimizer
     state = optimizer.state[next(one.model.parameters())]

@@ -24,7 +24,7 @@ def load():
 
 
 @pytest.mark.parametrize("made", SHA256)
-def test_they_are_the_first_ones_made(made):
+def test_the_golden_files_are_unchanged(made):
     digest = hashlib.sha256()
     for path in sorted(made.FOLDER.rglob("*.json")):
         digest.update(path.read_bytes())
@@ -32,7 +32,7 @@ def test_they_are_the_first_ones_made(made):
     assert digest.hexdigest() == SHA256[made]
 
 
-def test_a_trainer_comes_back_as_it_was():
+def test_a_trainer_is_loaded():
     loaded = load()
     optimizer, history = loaded.optimizer_.state_dict(), loaded.history_
     [file] = saves.FOLDER.glob("model-*.safetensors")
@@ -57,7 +57,7 @@ def test_a_trainer_comes_back_as_it_was():
     assert {row["kind"] for row in history.steps} <= {"GAPS", "BITMAP"}
 
 
-def test_a_trainer_is_fitted_on(tmp_path):
+def test_a_loaded_trainer_continues(tmp_path):
     trainer = load()
 
     history = trainer.fit(saves.inputs(), saves.labels(), batch_size=8)
@@ -68,7 +68,7 @@ def test_a_trainer_is_fitted_on(tmp_path):
 
 
 @pytest.mark.parametrize("name", checkpoints.WRITTEN)
-def test_a_checkpoint_is_read_and_a_fit_goes_on(name):
+def test_a_fit_resumes_from_a_checkpoint(name):
     store = Series.at(checkpoints.FOLDER / name).store
     stamp, state = Part(store, COMMON).read()
     in_the_middle = stamp.number == 3

@@ -202,7 +202,7 @@ MASTERS = {
 
 @pytest.mark.parametrize("which", [0, -1], ids=["the first", "the last"])
 @pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
-def test_so_is_one_in_the_middle_of_an_epoch(which, master, url, one_thread):
+def test_a_fit_resumed_within_an_epoch_is_the_same(which, master, url, one_thread):
     options = {"keep": {"every": "4 steps"}, "master": master}
     whole, resumed = one_of(url, **options), one_of(f"{url}-later", **options)
     fits(whole)
@@ -235,7 +235,7 @@ def test_a_fit_that_is_resumed_is_the_same(options, url, one_thread):
 
 
 class TestWhere:
-    def test_one_may_be_resumed_that_was_resumed(self, url, one_thread):
+    def test_a_resumed_fit_is_resumed(self, url, one_thread):
         whole = one_of(f"{url}-whole")
         fits(whole)
         for epochs in (1, 2):
@@ -251,7 +251,7 @@ class TestWhere:
         assert len({one.stamp.run for one in found}) == 3
         assert [one.header["count"] for one in found] == [1, 2, 3]
 
-    def test_of_a_second_fit(self, url, one_thread):
+    def test_a_second_fit_is_resumed(self, url, one_thread):
         options = {"scheduler": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5)}
         whole, resumed = one_of(url, **options), one_of(f"{url}-later", **options)
         fits(whole, 1)
@@ -264,7 +264,7 @@ class TestWhere:
     @pytest.mark.parametrize(
         "master", [sharing(), averaging(), sharing(1)], ids=["two", "averaging", "one"]
     )
-    def test_at_the_end_there_is_what_it_ended_with(self, url, master, one_thread):
+    def test_a_finished_fit_is_resumed_without_training(self, url, master, one_thread):
         whole, resumed = one_of(url, master=master), one_of(url, master=master)
         fits(whole, 2)
 
@@ -275,7 +275,7 @@ class TestWhere:
 
 
 class TestScores:
-    def test_those_of_some_epochs(self, url, one_thread):
+    def test_scores_of_some_epochs(self, url, one_thread):
         own = functools.partial(
             one_of,
             callbacks=[Evaluate(every=2)],
@@ -295,7 +295,7 @@ class TestScores:
     @pytest.mark.parametrize(
         "master", [sharing(), sharing(1), averaging()], ids=["two", "one", "averaging"]
     )
-    def test_the_best_model_comes_back(self, url, master, one_thread):
+    def test_the_best_model_is_restored(self, url, master, one_thread):
         own = functools.partial(
             one_of,
             callbacks=[EarlyStopping(patience=2)],
@@ -317,7 +317,7 @@ class TestScores:
         assert_same(ended, whole)
         assert Series.at(f"{url}-ended").numbers() == []
 
-    def test_with_more_patience_a_fit_that_had_ended_goes_on(self, url):
+    def test_with_more_patience_a_finished_fit_continues(self, url):
         fits(one_of(url, [EarlyStopping("loss", patience=1, min_delta=9)]), 5)
         assert len(Series.at(url).numbers()) == 2
 
@@ -340,7 +340,7 @@ CROWDS = {
 
 
 @pytest.mark.parametrize(("before", "after"), CROWDS.values(), ids=CROWDS)
-def test_fewer_and_more_replicas_go_on_from_the_same_model(before, after, url):
+def test_fewer_and_more_replicas_resume_from_the_same_model(before, after, url):
     whole = one_of(url, master=before)
     fits(whole, 2)
     ends, goes_on = one_of(url, master=after), one_of(f"{url}-later", master=after)
@@ -357,7 +357,7 @@ def test_fewer_and_more_replicas_go_on_from_the_same_model(before, after, url):
     assert history[2]["loss"] < history[0]["loss"]
 
 
-def test_there_is_a_residual_that_could_be_lost(url):
+def test_the_resumed_checkpoints_have_residuals(url):
     """Else the test above would see nothing."""
     fits(one_of(url, master=sharing(3)), 2)
 
@@ -394,14 +394,16 @@ class TestRefused:
         ],
         ids=["model", "master", "optimizer", "frozen"],
     )
-    def test_another(self, url, options, message):
+    def test_other_options_are_refused(self, url, options, message):
         fits(one_of(url), 1)
 
         with pytest.raises(OptionError, match=rf"checkpoint-000001 .*{message}"):
             fits(one_of(url, **options), 2, resume=True)
 
     @pytest.mark.parametrize(("scheduler", "shown"), [(cosine, "Cosine"), (None, "No")])
-    def test_another_scheduler_but_one_may_begin(self, url, scheduler, shown):
+    def test_another_scheduler_is_refused_but_one_may_be_added(
+        self, url, scheduler, shown
+    ):
         fits(one_of(url), 1)
         fits(one_of(url, scheduler=halved), 2, resume=True)
 
@@ -409,12 +411,12 @@ class TestRefused:
         with pytest.raises(OptionError, match=message):
             fits(one_of(url, scheduler=scheduler), 3, resume=True)
 
-    def test_a_folder_without_any(self, url):
+    def test_a_folder_without_checkpoints_is_refused(self, url):
         with pytest.raises(SaveError, match="there is no checkpoint in memory://"):
             fits(one_of(url), 2, resume=url)
 
 
-def test_what_is_kept_is_there_at_the_end(tmp_path):
+def test_only_kept_checkpoints_remain_at_the_end(tmp_path):
     keep = {"keep_last": 1, "keep_best": "val_loss", "every": 2}
     trainer = one_of(tmp_path, keep=keep, master=sharing(1))
 
@@ -456,7 +458,7 @@ def test_a_fit_that_fails_says_where_the_last_checkpoint_is(url):
     assert f"fit(resume=...), is {at(url, 1)}" in "".join(notes_of(resumed))
 
 
-def test_a_disk_that_is_full_ends_the_fit_at_the_next_meeting(url, monkeypatch):
+def test_a_full_disk_ends_the_fit_at_the_next_sync_point(url, monkeypatch):
     write = Part.write
 
     def fails(part, copy):

@@ -89,7 +89,7 @@ def fits(trainer, epochs):
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_saving_and_loading_in_between_changes_no_bit(options, tmp_path, one_thread):
+def test_a_loaded_trainer_continues_bit_for_bit(options, tmp_path, one_thread):
     without = of_lambdas(**options)
     fits(without, 2)
     without.save(tmp_path)
@@ -105,7 +105,7 @@ def test_saving_and_loading_in_between_changes_no_bit(options, tmp_path, one_thr
         assert ours == theirs or repr(ours) == repr(theirs), column  # or all are NaN
 
 
-def test_what_was_loaded_predicts_and_scores_the_same(tmp_path):
+def test_a_loaded_trainer_predicts_and_scores_the_same(tmp_path):
     trainer = of_lambdas(model=normalised)
     fits(trainer, 1)
     trainer.save(tmp_path)

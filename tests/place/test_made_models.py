@@ -105,7 +105,7 @@ class TestEveryKind:
         for name, value in parameters_of(own.model_).items():
             np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-6)
 
-    def test_a_checkpoint_and_a_save_are_gone_on_from(self, model, tmp_path):
+    def test_a_checkpoint_and_a_save_are_continued(self, model, tmp_path):
         point = {"callbacks": [Checkpoint(str(tmp_path / "checkpoints"))]}
         trainer(False, model=model, **point).fit(X, Y, epochs=1)
         own = trainer(False, model=model, **point)

@@ -34,7 +34,7 @@ def tied():
 
 
 class TestModels:
-    def test_what_is_frozen_stays_as_it_is(self):
+    def test_frozen_parameters_do_not_change(self):
         def partly():
             model = mlp()
             model[0].requires_grad_(False)
@@ -48,7 +48,7 @@ class TestModels:
         assert not own.model_[0].weight.requires_grad
         assert (own.model_[2].weight - start[2].weight).abs().max() > 1e-3
 
-    def test_what_is_tied_stays_tied(self):
+    def test_tied_parameters_stay_tied(self):
         own = trainer(False, master=TWO, model=tied)
         own.fit(X, Y)
 
@@ -64,7 +64,7 @@ class TestModels:
             assert parameter.dtype == torch.bfloat16
             assert parameter.untyped_storage().nbytes() == 2 * parameter.numel()
 
-    def test_seeds_make_the_start(self):
+    def test_the_seed_determines_the_initial_parameters(self):
         class Stop(Callback):
             def on_step_end(self, step):
                 raise RuntimeError

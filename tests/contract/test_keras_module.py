@@ -154,7 +154,7 @@ class TestModes:
 
 class TestSharedMemory:
     def test_buffers_are_those_of_keras(self):
-        module = KerasModule(normalised())
+        module = KerasModule(normalised()).double()
         untrained = Untrained(module)
 
         untrained.load_({FLOATING: untrained.take()[FLOATING] + 2.0})

@@ -183,7 +183,10 @@ def test_classes_of_daskdl_are_saved_without_their_module():
         ("transform", Standardize().fit(TABLE, client=False)),
         ("transform", MinMax(-1, 1).fit(TABLE, client=False)),
         ("master", GradientSharing(LinkThreshold(share=0.5), KeepResidual())),
-        ("master", GradientSharing({"0.*": FixedThreshold(), "*": LinkThreshold()})),
+        (
+            "master",
+            GradientSharing({"0.*": FixedThreshold(), "*": FixedThreshold(0.5)}),
+        ),
         ("master", GradientSharing(max_staleness=None, update_scale=0.5)),
     ],
 )

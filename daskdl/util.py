@@ -131,7 +131,7 @@ def client_or_process(
     client: Client | Literal[False] | None,
 ) -> Iterator[Client | Literal[False]]:
     """Yield a synchronous client, or False; close a cluster started here on exit."""
-    found = _default() if client is None else client
+    found = running_client() if client is None else client
     if found is None:
         with (
             LocalCluster(
@@ -159,14 +159,15 @@ def client_or_process(
 
 def check_outlives(client: Any) -> None:
     """Refuse lazy outputs if their cluster would close before they are computed."""
-    if client is None and _default() is None:
+    if client is None and running_client() is None:
         raise OptionError(
             "client must be given to predict on a dask.array, whose outputs are "
             "computed later: a cluster started for the call would be closed by then"
         )
 
 
-def _default() -> Client | None:
+def running_client() -> Client | None:
+    """Return the default client; None if there is none."""
     try:
         return default_client()
     except ValueError:  # there is no default client

@@ -3,7 +3,6 @@
 Each part is the tasks that make it, lazy, persisted, or lazy on persisted results.
 """
 
-import copy
 import functools
 import math
 import sys
@@ -231,11 +230,9 @@ class Collections(Source):
 
     @override
     def known(self, facts: Sequence[Facts]) -> Self:
-        whole = copy.copy(self)
-        whole._counted = whole.lengths = [fact.rows for fact in facts]
+        whole = super().known(facts)
+        whole._counted = [fact.rows for fact in facts]
         whole._graphs = {}
-        if self.first is None:  # labels of one part may be floats, if some are missing
-            whole.first = next((fact.first for fact in facts if fact.rows), None)
         return whole
 
 

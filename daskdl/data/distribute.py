@@ -1,6 +1,6 @@
-"""Data on a cluster: futures, passes over parts, and the placement of a fit's parts.
+"""Parts of data on a cluster: placed for a fit, fetched by replicas, mapped over once.
 
-Parts that are sent by themselves go to one worker each; other sources to all workers.
+A part that is sent apart goes to one worker; any other source goes to all workers.
 Tensors never cross Dask: numpy arrays and packed tasks do.
 """
 
@@ -12,10 +12,15 @@ import logging
 import threading
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Literal, Self, TypeVar
 
 from distributed import (
@@ -23,7 +28,6 @@ from distributed import (
     Future,
     Worker,
     as_completed,
-    default_client,
     get_client,
     get_worker,
 )
@@ -37,27 +41,24 @@ from daskdl.data.batching import Rows
 from daskdl.data.source import PartGraph, Separate, Source
 from daskdl.errors import DataError, LostPieceError, OptionError, WaitTimeoutError
 from daskdl.serialization import Packed
-from daskdl.util import check_installed
+from daskdl.util import check_installed, running_client
 
 logger = logging.getLogger(__name__)
 
 
 def new_key(what: str) -> str:
-    """A key for Dask that says whose it is, and that nothing else has."""
+    """A unique key for Dask that starts with ``daskdl-``."""
     return f"daskdl-{what}-{uuid.uuid4().hex}"
 
 
 def release(futures: Iterable[Any]) -> None:
-    """Let go of Dask futures, so that what is not computed yet never is.
-
-    Not by cancelling them, which the scheduler logs key by key.
-    """
+    """Release futures; the scheduler would log every key that is cancelled instead."""
     for future in futures:
         future.release()
 
 
 def workers_of(client: Client) -> list[str]:
-    """Addresses of the workers of a synchronous client, in a fixed order, >= 1."""
+    """Sorted addresses of the workers of a synchronous client, at least one."""
     if client.asynchronous:
         raise OptionError(
             f"client must be synchronous, got {client}; use Client(...) instead of "
@@ -78,10 +79,10 @@ def answers_of(
     bound: Bound,
     what: str,
 ) -> dict[str, Any]:
-    """Call a function on workers, beside their tasks."""
+    """Call a function on workers, beside their tasks; `what` is for the message."""
 
     async def ask() -> Any:
-        # Dask by itself waits for a worker that hangs.
+        # Without a bound, Dask would wait for a worker that hangs.
         asking = client.run(function, workers=list(workers))
         return await asyncio.wait_for(asking, bound.seconds)
 
@@ -94,18 +95,18 @@ def answers_of(
     return answers
 
 
-ASK_S = 5.0  # for a better message, after a bound was passed anyway
-LOOK_S = 0.25  # between two looks whether nobody wants it any more
+ASK_S = 5.0  # spent on a better message, after a bound has been exceeded
+LOOK_S = 0.25  # between two checks whether the result is still wanted
 
 
 class Fetcher:
-    """Gets results of Dask's to one worker; made in a task, used by any thread.
+    """Fetches results of Dask tasks to one worker; made in a task, used by any thread.
 
-    Dask moves them, so they count and spill like any others. The task must have
+    Dask moves the results, so they count and spill like any others. The task must have
     seceded, or its worker needs a second thread.
 
     Attributes:
-        names: What parts are called that were sent as tasks, by key.
+        names: Names of the parts that were sent as tasks, by key.
     """
 
     names: dict[str, str]
@@ -116,11 +117,17 @@ class Fetcher:
         self._client: Client = get_client()
 
     def here(self, key: Any) -> Any | None:
-        """A result that is in this worker's store; None if it is not."""
+        """Return a result in this worker's store, or None."""
         return self._worker.data.get(key)
 
     def rows(self, key: str, timeout_s: float, unwanted: Callable[[], bool]) -> Rows:
-        """Get a part, whether it is here as rows or has to be computed."""
+        """Fetch a part that was sent as rows, or compute one that was sent as tasks.
+
+        Args:
+            key: Dask key of the content.
+            timeout_s: Bound for each result to arrive.
+            unwanted: Whether the part is no longer wanted, which ends the wait.
+        """
         content = self.fetch(key, timeout_s, unwanted)
         if not isinstance(content, Packed):
             x, y = content
@@ -132,7 +139,7 @@ class Fetcher:
     def separate(
         self, key: str, timeout_s: float, unwanted: Callable[[], bool]
     ) -> Separate:
-        """What a part is made of, see `Source.separate`; arguments as of `rows`."""
+        """Return the pieces of a part, as `Source.separate`; arguments of `rows`."""
         content = self.fetch(key, timeout_s, unwanted)
         if not isinstance(content, Packed):
             return []
@@ -142,20 +149,20 @@ class Fetcher:
     def _needs(
         self, graph: PartGraph, timeout_s: float, unwanted: Callable[[], bool]
     ) -> dict[Any, Any]:
-        """All results that a part begins with; those elsewhere in one request."""
+        """Fetch the results that a part depends on; several in one request."""
         found = {key: self.here(key) for key in graph.needs}
         missing = [key for key, value in found.items() if value is None]
         if len(missing) > 1:
             gathered = self._gathered(missing, timeout_s, unwanted)
             found |= gathered
             missing = [key for key in missing if key not in gathered]
-        # One by one, which says which is lost.
+        # One by one: the error then names the lost one.
         return found | {k: self._need(k, timeout_s, unwanted) for k in missing}
 
     def _gathered(
         self, keys: Sequence[Any], timeout_s: float, unwanted: Callable[[], bool]
     ) -> dict[Any, Any]:
-        """Those of many small results that their workers hand over in one request."""
+        """Fetch many small results straight from their workers; some may be missing."""
         loop = self._client.loop.asyncio_loop
         coming = asyncio.run_coroutine_threadsafe(_gather(self._client, keys), loop)
         deadline = time.monotonic() + timeout_s
@@ -166,7 +173,10 @@ class Fetcher:
         return {} if isinstance(coming.exception(), OSError) else coming.result()
 
     def _need(self, key: Any, timeout_s: float, unwanted: Callable[[], bool]) -> Any:
-        """A result that a part begins with; to send the part again is of no use."""
+        """Fetch a result that a part depends on; sending the part again would not help.
+
+        A loss is therefore no `LostPieceError`.
+        """
         try:
             return self.fetch(key, timeout_s, unwanted)
         except LostPieceError as error:
@@ -179,7 +189,7 @@ class Fetcher:
             ) from error
 
     def fetch(self, key: Any, timeout_s: float, unwanted: Callable[[], bool]) -> Any:
-        """Get one result from this worker's store, else from another's; see `rows`."""
+        """Fetch a result from this worker's store, or another's; see `rows`."""
         held = self.here(key)
         if held is not None:
             return held
@@ -191,7 +201,7 @@ class Fetcher:
         )
         try:
             self._wait(moved, key, timeout_s, unwanted)
-            # It is here: a client would fetch it through a connection to this worker.
+            # From the store: the client would open a connection to this very worker.
             held = self._worker.data.get(moved.key)
             return moved.result() if held is None else held
         except FutureCancelledError as error:
@@ -217,7 +227,7 @@ class Fetcher:
                 raise LostPieceError(f"{key} is not wanted any more")
 
     def _where(self, key: Any) -> str:
-        """What the scheduler says of a result that does not come."""
+        """Ask the scheduler about a result that does not arrive."""
         client = self._client
         try:
             answers = client.sync(_ask_where, client, key, callback_timeout=ASK_S)
@@ -228,7 +238,7 @@ class Fetcher:
             return f"it is held by {', '.join(holders)} and was not moved in time"
         if computing:
             return f"it is being computed on {', '.join(computing)}"
-        return "nobody has it; it waits for Dask to compute what it is made of"
+        return "no worker has it; it waits for Dask to compute what it depends on"
 
 
 async def _gather(client: Client, keys: Sequence[Any]) -> dict[Any, Any]:
@@ -255,9 +265,13 @@ def scatter(
     bound: Bound,
     what: str,
 ) -> dict[str, Any]:
-    """Put each value on all of these workers; returns the futures by key.
+    """Put each value on all of these workers; return the futures by key.
 
-    Dask by itself waits for a worker that hangs as long as its connection is open.
+    Without the bound, Dask would wait for a worker that hangs as long as its connection
+    is open. `what` names the values in the message.
+
+    Raises:
+        OSError: If a worker has left, or does not take the values in time.
     """
 
     async def send() -> Any:
@@ -271,8 +285,8 @@ def scatter(
         )
         done, _ = await asyncio.wait({sending}, timeout=bound.seconds)
         if not done:
-            # Not cancelled: the scheduler goes on, and would keep what arrives late.
-            sending.add_done_callback(_let_go)
+            # Not cancelled: the scheduler would go on, and keep what arrives late.
+            sending.add_done_callback(_release_late)
             raise WaitTimeoutError(
                 f"{what} could not be sent to {', '.join(workers)} within {bound}; is "
                 "the way there slow, or a worker busy?"
@@ -286,207 +300,184 @@ def scatter(
     return futures
 
 
-def _let_go(sending: asyncio.Task[Mapping[str, Any]]) -> None:
-    """Nobody waits any more for what was sent."""
-    if sending.cancelled() or sending.exception() is not None:
-        return
-    for future in sending.result().values():
-        future.release()
+def _release_late(sending: asyncio.Task[Mapping[str, Any]]) -> None:
+    if not sending.cancelled() and sending.exception() is None:
+        release(sending.result().values())
 
 
-# Small parts go together, so that thousands do not take minutes; more would be held
-# twice while they are on their way.
+# Small parts are sent together, so that thousands do not take minutes; larger messages
+# would be held twice on their way.
 SENT_BYTES = 4 * 2**20
 
 
-class DataPlacement(ABC):
-    """Has to be released. A context manager, too.
+class DataPlacement:
+    """Places the parts of a source on workers, and holds them there until released.
+
+    Each part of a source that is sent `apart` goes to one worker; any other source goes
+    to every worker as a whole, with the replica. A context manager.
+
+    Args:
+        source: Kept, to send lost parts again.
+        client: A synchronous client.
+        workers: Addresses to spread the parts over evenly; a part goes to a worker that
+            holds a result it depends on, if there is one.
+        bound: For a worker to take what is sent to it at a time.
 
     Attributes:
-        source: What the parts are of.
-        keys: For each part the Dask key under which a worker holds it, or "".
-        packed: What goes to every worker once, or None.
+        source: Source of the parts.
+        packed: The whole source, for every worker; None if parts are sent apart.
     """
 
     source: Source
-    keys: Sequence[str]
-    packed: Packed[Source] | None = None
-
-    @abstractmethod
-    def lost(self) -> list[tuple[int, str]]:
-        """Parts and their keys that died with the only worker that held them."""
-
-    @abstractmethod
-    def restore(self, part: int, key: str, workers: Sequence[str]) -> str:
-        """Send a part again that was lost with its worker."""
-
-    def release(self) -> None:  # noqa: B027 - some hold nothing
-        """Let go of what workers hold; may be called again."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-
-class Broadcast(DataPlacement):
-    """A source that every worker gets as a whole, and loads parts of by itself.
-
-    Args:
-        source: Files, a dataset.
-    """
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.keys = ("",) * source.parts
-        self.packed = Packed(source, "X")
-
-    @override
-    def lost(self) -> list[tuple[int, str]]:
-        return []
-
-    @override
-    def restore(self, part: int, key: str, workers: Sequence[str]) -> str:
-        raise AssertionError("no worker holds a part")
-
-
-class Scattered(DataPlacement):
-    """Each part is sent to one worker, and kept there.
-
-    Args:
-        source: Whose parts are sent apart; kept, to send lost ones again.
-        client: A synchronous client.
-        workers: Addresses to spread the parts over, evenly; a part whose results are
-            on one of them goes there.
-        bound: For a worker to take what is sent to it at a time.
-    """
-
-    _futures: dict[int, Any]  # Dask futures, by part
+    packed: Packed[Source] | None
+    _futures: dict[int, Future]  # by part
 
     def __init__(
         self, source: Source, client: Client, workers: Sequence[str], bound: Bound
     ) -> None:
         self.source = source
+        self.packed = None if source.apart else Packed(source, "X")
         self._client = client
         self._bound = bound
         self._futures = {}
-        self._released = False
-        with contextlib.ExitStack() as unless_complete:
-            unless_complete.callback(self.release)  # also after Ctrl-C
-            self._send(range(source.parts), workers)
-            unless_complete.pop_all()
+        if source.apart:
+            with contextlib.ExitStack() as unless_complete:
+                unless_complete.callback(self.release)  # also after Ctrl-C
+                self._send(range(source.parts), workers)
+                unless_complete.pop_all()
 
     @property
-    def keys(self) -> Sequence[str]:  # type: ignore[override]
-        """Of each part, as it is now."""
+    def keys(self) -> Sequence[str]:
+        """Current Dask key of each part; "" if no worker holds it."""
+        if self.packed is not None:
+            return [""] * self.source.parts
         return [str(self._futures[part].key) for part in sorted(self._futures)]
 
-    @override
     def lost(self) -> list[tuple[int, str]]:
+        """Parts, and their keys, that were lost with the only worker that held them."""
         ends = ("lost", "cancelled")  # statuses of Dask's
         lost = [p for p, future in self._futures.items() if future.status in ends]
         return [(part, str(self._futures[part].key)) for part in sorted(lost)]
 
-    @override
     def restore(self, part: int, key: str, workers: Sequence[str]) -> str:
+        """Send a lost part again, unless its key is no longer current.
+
+        Returns:
+            The part's new key.
+        """
         former = self._futures.get(part)
-        if former is None or former.key == key:
+        if former is None:
+            raise OptionError("the data have been released")
+        if former.key == key:
             self._send([part], workers)
-            release([] if former is None else [former])
+            former.release()
         return str(self._futures[part].key)
 
-    @override
     def release(self) -> None:
-        self._released = True
+        """Release the parts that workers hold; may be called again."""
         release(self._futures.values())
         self._futures.clear()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     def _send(self, parts: Sequence[int], workers: Sequence[str]) -> None:
-        if self._released:
-            raise OptionError("the data have been released")
-        if not workers:
-            raise OptionError("workers must name at least one worker, got none")
-        homes = _spread(parts, workers, _holders(self.source, self._client, parts))
-        there = list(workers)
+        needs = {part: found[0] for part in parts if (found := self.source.needs(part))}
+        held: Mapping[Any, Sequence[str]] = {}
+        if needs:
+            who_has = self._client.scheduler.who_has
+            held = self._client.sync(who_has, keys=list(set(needs.values())))
+        holders = {part: held.get(key, ()) for part, key in needs.items()}
+        there, client = [*workers], self._client
+        for sent in _sent(self.source, parts, client, there, holders, self._bound):
+            self._futures |= sent
+
+
+def _sent(
+    source: Source,
+    parts: Iterable[int],
+    client: Client,
+    workers: list[str],
+    holders: Mapping[int, Sequence[str]],
+    bound: Bound,
+) -> Iterator[dict[int, Future]]:
+    """Put each part on one worker, and yield the futures.
+
+    Args:
+        source: Source of the parts, sent apart.
+        parts: Their numbers.
+        client: A synchronous client.
+        workers: Addresses, at least one. A worker that has left or hangs is removed
+            from the list, and the others take its parts.
+        holders: Workers that hold a result the part depends on, by part.
+        bound: For a worker to take what is sent to it at a time.
+
+    Raises:
+        OSError: If no worker takes a part.
+    """
+    left = list(parts)
+    while left:
+        homes = _spread(left, workers, holders)
+        left = []
         for worker in dict.fromkeys(homes.values()):
-            left = [part for part in parts if homes[part] == worker]
+            own = [part for part in homes if homes[part] == worker]
             try:
-                for together in self._portions(left):
-                    what = f"parts {min(together)} to {max(together)} of the data"
-                    self._scatter(together, worker, what)
-                    left = left[len(together) :]
-            except OSError as error:  # it has gone, or hangs: the others take them
-                there.remove(worker)
-                if not there:
+                for contents in _portions(source, own):
+                    nbytes = sum(map(bytes_of, contents.values()))
+                    what = f"parts {min(contents)} to {max(contents)} of the data"
+                    # New keys: the scheduler may still be forgetting the old ones.
+                    keys = {part: f"{new_key('part')}-{part}" for part in contents}
+                    futures = scatter(
+                        client,
+                        {keys[part]: content for part, content in contents.items()},
+                        [worker],
+                        bound,
+                        f"{what} ({nbytes} bytes)",
+                    )
+                    yield {part: futures[key] for part, key in keys.items()}
+                    own = own[len(contents) :]
+            except OSError as error:
+                workers.remove(worker)
+                if not workers:
                     raise
                 logger.warning("no data on %s: %s", worker, error)
-                self._send(left, there)
+                left += own
 
-    def _portions(self, parts: Sequence[int]) -> Iterator[dict[int, Any]]:
-        """What is sent of these parts, as much at a time as should be."""
-        together: dict[int, Any] = {}
-        nbytes = 0
-        for part in parts:
-            together[part] = content = content_of(self.source, part)
-            nbytes += bytes_of(content)
-            if nbytes >= SENT_BYTES:
-                yield together
-                together, nbytes = {}, 0
-        if together:
+
+def _portions(source: Source, parts: Sequence[int]) -> Iterator[dict[int, Any]]:
+    """Yield the contents of these parts, those of small parts together."""
+    together: dict[int, Any] = {}
+    nbytes = 0
+    for part in parts:
+        together[part] = content = content_of(source, part)
+        nbytes += bytes_of(content)
+        if nbytes >= SENT_BYTES:
             yield together
-
-    def _scatter(self, contents: Mapping[int, Any], worker: str, what: str) -> None:
-        # A new name each time: the scheduler may still be forgetting the old.
-        keys = {part: f"{new_key('part')}-{part}" for part in contents}
-        data = {keys[part]: content for part, content in contents.items()}
-        what += f" ({sum(bytes_of(content) for content in data.values())} bytes)"
-        futures = scatter(self._client, data, [worker], self._bound, what)
-        self._futures |= {part: futures[key] for part, key in keys.items()}
-
-
-def place_data(
-    source: Source, client: Client, workers: Sequence[str], bound: Bound
-) -> DataPlacement:
-    """Choose how parts come to the workers; arguments as of `Scattered`."""
-    if source.apart:
-        return Scattered(source, client, workers, bound)
-    return Broadcast(source)
+            together, nbytes = {}, 0
+    if together:
+        yield together
 
 
 def content_of(source: Source, part: int) -> Any:
-    """What is sent of a part that is sent by itself: rows, or packed tasks."""
+    """What is sent of a part that is sent apart: rows, or packed tasks."""
     content = source.packed(part)
     return Packed(content, "X") if isinstance(content, PartGraph) else content
 
 
 def bytes_of(content: Any) -> int:
-    """How much of the network and of memory that takes."""
+    """Size of the content of a part, as in `content_of`."""
     if isinstance(content, Packed):
         return int(content.payload.nbytes)
     return batching.nbytes(content)
 
 
-def _holders(
-    source: Source, client: Client, parts: Sequence[int]
-) -> dict[int, Sequence[str]]:
-    """Who has what a part is made from, by part."""
-    needs = {part: source.needs(part)[0] for part in parts if source.needs(part)}
-    if not needs:
-        return {}
-    asked = client.sync(client.scheduler.who_has, keys=list(set(needs.values())))
-    return {part: asked.get(key, ()) for part, key in needs.items()}
-
-
 def _spread(
     parts: Sequence[int], workers: Sequence[str], holders: Mapping[int, Sequence[str]]
 ) -> dict[int, str]:
-    """A worker per part: one that has it already, else any; the one with the fewest."""
+    """Choose a worker for each part, a holder if possible; the least used of them."""
     there = {p: [w for w in held if w in workers] for p, held in holders.items()}
     count = dict.fromkeys(workers, 0)
     chosen = {}
@@ -498,12 +489,12 @@ def _spread(
 
 T = TypeVar("T")
 
-# Enough that no thread of a worker waits for the client, few enough that what is not
-# begun costs nothing.
+# Enough to keep every thread of the workers busy, few enough that releasing those that
+# have not started costs nothing.
 TASKS_PER_THREAD = 2
 
-LISTED_S = 0.5  # until Dask has noticed, at most, that a worker has gone
-MOST_LOSSES = 3  # of a part, as Dask's `allowed-failures`: it may be what ends them
+LISTED_S = 0.5  # at most, until Dask has noticed that a worker has left
+MOST_LOSSES = 3  # of a part, like Dask's `allowed-failures`: it may kill its workers
 
 
 def map_parts(
@@ -513,25 +504,25 @@ def map_parts(
     *,
     parts: Iterable[int] | None = None,
     send: bool = False,
-) -> Iterator[tuple[int, T]]:
-    """Call a function once for each part, and yield what it returns as it comes.
+) -> Generator[tuple[int, T]]:
+    """Call a function once for each part, and yield the results as they arrive.
 
     Args:
-        source: What the parts are of.
-        function: Of the source, as it is where it is called, and the number of a part.
-            What it raises comes out here.
+        source: Source of the parts.
+        function: Called with the source, or with one that has this part alone, and the
+            part's number. Its exceptions are passed on.
         client: Synchronous: one Dask task for each part. None: the default client, if
             there is one. False: in this process.
         parts: Numbers; None: all.
-        send: Also what is in this process's memory goes to the workers; without, it
-            is gone through here.
+        send: Whether data in this process's memory are sent to the workers; otherwise
+            this process calls the function.
 
     Yields:
         Pairs (part, result), in any order.
     """
     numbers = iter(range(source.parts) if parts is None else parts)
     stays = client is False or (source.here and not send)
-    found = None if stays else client or _default()
+    found = None if stays else client or running_client()
     if found is None:
         for part in numbers:
             yield part, function(source, part)
@@ -543,23 +534,26 @@ def map_parts(
         own.end()
 
 
-class _Sent(Source):
-    """A source of which one part is here, or what it is made from.
+class _SentPart(Source):
+    """A source of the one part whose content is here.
 
     Args:
-        name: Of the part.
+        name: Name of the part.
         content: Rows, or packed tasks.
-        held: Results that these begin with, by key.
+        keys: Keys of the results that the tasks depend on.
+        values: These results.
     """
 
     parts = 1
     lengths = None
     first = None
 
-    def __init__(self, name: str, content: Any, held: Mapping[Any, Any]) -> None:
+    def __init__(
+        self, name: str, content: Any, keys: Sequence[Any], values: Sequence[Any]
+    ) -> None:
         self._name = name
         self._content = content
-        self._held = held
+        self._held = dict(zip(keys, values, strict=True))
 
     @override
     def name(self, part: int) -> str:
@@ -575,12 +569,12 @@ class _Sent(Source):
 
 
 class _Pass:
-    """One pass on a cluster.
+    """One task for each part of a source, on a cluster that may lose workers.
 
     Args:
-        source: What the parts are of.
-        function: Called for each.
-        client: Of the cluster.
+        source: Source of the parts.
+        function: Called for each part.
+        client: A synchronous client.
     """
 
     def __init__(
@@ -592,34 +586,30 @@ class _Pass:
         check_installed(client)
         self._timeouts = Timeouts.from_config()
         self._bound = self._timeouts.bound("data")
-        self._packed: dict[str, Packed[Any]] = {
-            "function": Packed(function, "function")
-        }
+        self._packed: list[Packed[Any]] = [Packed(function, "function")]
         if not source.apart:
-            self._packed["source"] = Packed(source, "X")
-        self._sent = self._share()
-        self._running: dict[Any, int] = {}
-        self._lost: Counter[int] = Counter()  # how often, by part
+            self._packed.append(Packed(source, "X"))
+        self._shared = self._share()
+        self._running: dict[Future, int] = {}
+        self._losses: Counter[int] = Counter()  # by part
 
-    def _share(self) -> dict[str, Any]:
-        """Send all workers what each needs; futures by what they are of."""
-        nbytes = sum(value.payload.nbytes for value in self._packed.values())
-        what = f"what is to be done ({nbytes} bytes)"
-        keys = {name: new_key(name) for name in self._packed}
-        data = {keys[name]: value for name, value in self._packed.items()}
-        sent = scatter(self._client, data, self._workers, self._bound, what)
-        return {name: sent[key] for name, key in keys.items()}
+    def _share(self) -> Future:
+        """Send all workers the function, and the source unless parts are sent apart."""
+        nbytes = sum(packed.payload.nbytes for packed in self._packed)
+        what, key = f"the function and its data ({nbytes} bytes)", new_key("pass")
+        data = {key: self._packed}
+        return scatter(self._client, data, self._workers, self._bound, what)[key]
 
     def results(self, numbers: Iterator[int]) -> Iterator[tuple[int, Any]]:
-        """Yield results as they come; the next part is begun for each."""
+        """Yield results as they arrive; each one starts the task of another part."""
         most = TASKS_PER_THREAD * max(sum(self._client.nthreads().values()), 1)
         coming = as_completed(loop=self._client.loop)
-        for _, part in zip(range(most), numbers, strict=False):
+        for part in itertools.islice(numbers, most):
             coming.add(self._begin(part))
         for future in coming:
             part = self._running[future]
             try:
-                result = future.result()  # one that failed is let go of in the end
+                result = future.result()  # `end` releases one that failed
             except FutureCancelledError as error:
                 del self._running[future]
                 self._recover(part, error)
@@ -631,28 +621,62 @@ class _Pass:
                 coming.add(self._begin(following))
             yield part, result
 
+    def end(self) -> None:
+        """Leave nothing on the cluster."""
+        release([*self._running, self._shared])
+
+    def _begin(self, part: int) -> Future:
+        task: tuple[Any, ...] = (self._shared, part)
+        if self._source.apart:
+            needs = self._source.needs(part)
+            held = [Future(key, self._client) for key in needs]
+            task = (*task, self._source.name(part), self._placed(part), needs, held)
+        key = f"{new_key('pass')}-{part}"
+        future = self._client.submit(_apply, *task, key=key, pure=False)
+        self._running[future] = part
+        return future
+
+    def _placed(self, part: int) -> Future:
+        """Put the content of a part on a worker, in turns."""
+        while True:
+            homes = {part: [self._workers[part % len(self._workers)]]}
+            sending = _sent(
+                self._source, [part], self._client, self._workers, homes, self._bound
+            )
+            try:
+                (sent,) = sending
+                return sent[part]
+            except OSError as error:
+                if isinstance(error, WaitTimeoutError):
+                    raise
+                # All have left, which Dask may not have noticed yet.
+                self._count_loss(part, error)
+                time.sleep(LISTED_S)
+                self._workers = self._there()
+
     def _recover(self, part: int, error: BaseException) -> None:
-        """What a part was sent was lost with a worker: it goes to another one."""
+        """Prepare to start a part again that was lost with its worker."""
         self._count_loss(part, error)
         self._workers = self._there()
-        if any(future.cancelled() for future in self._sent.values()):
-            release(self._sent.values())
+        if self._shared.cancelled():
+            self._shared.release()
             try:
-                self._sent = self._share()
-            except OSError as gone:  # one more, meanwhile
+                self._shared = self._share()
+            except OSError as gone:  # another worker has left meanwhile
                 self._recover(part, gone)
 
     def _count_loss(self, part: int, error: BaseException) -> None:
-        self._lost[part] += 1
-        if self._lost[part] > MOST_LOSSES:
+        self._losses[part] += 1
+        if self._losses[part] > MOST_LOSSES:
             raise DataError(
                 f"{self._source.name(part)} was lost with its worker "
-                f"{self._lost[part]} times; does it, or one that was there with it, "
-                "fit into a worker's memory, and is what it is made from still there?"
+                f"{self._losses[part]} times; does it, or one that was there with it, "
+                "fit into a worker's memory, and do the results that it is made from "
+                "still exist?"
             ) from error
 
     def _there(self) -> list[str]:
-        """The workers; if there is none, the last may be about to be started again."""
+        """The workers; waits for one if the last is being restarted."""
         bound = self._timeouts.bound("join")
         while not (workers := sorted(self._client.nthreads())):
             try:
@@ -663,76 +687,8 @@ class _Pass:
                 ) from error
         return workers
 
-    def _besides(self, home: str, error: OSError) -> list[str]:
-        """The other workers. One that has gone alone is given time to be replaced."""
-        others = [worker for worker in self._there() if worker != home]
-        if others:
-            return others
-        if isinstance(error, WaitTimeoutError):
-            raise error
-        time.sleep(LISTED_S)
-        return self._there()
 
-    def end(self) -> None:
-        """Leave nothing of it on the cluster."""
-        release(list(self._running))
-        release(self._sent.values())
-
-    def _begin(self, part: int) -> Any:
-        key = f"{new_key('pass')}-{part}"
-        task: tuple[Any, ...]
-        function = self._sent["function"]
-        if self._source.apart:
-            task = (_apply_apart, function, *self._apart(part), part)
-        else:
-            task = (_apply, function, self._sent["source"], part)
-        future = self._client.submit(*task, key=key, pure=False)
-        self._running[future] = part
-        return future
-
-    def _apart(self, part: int) -> tuple[Any, ...]:
-        needs = self._source.needs(part)
-        held = [Future(key, self._client) for key in needs]
-        name = self._source.name(part)
-        return name, self._placed(part, name), needs, held
-
-    def _placed(self, part: int, name: str) -> Any:
-        """The future of what a part is made of, on a worker that takes it."""
-        content = {new_key("part"): content_of(self._source, part)}
-        while True:
-            home = self._workers[part % len(self._workers)]
-            try:
-                sent = scatter(self._client, content, [home], self._bound, name)
-            except OSError as error:  # it has gone, or hangs: another one
-                self._count_loss(part, error)
-                self._workers = self._besides(home, error)
-            else:
-                (future,) = sent.values()
-                return future
-
-
-def _apply(
-    function: Packed[Callable[[Source, int], T]], source: Packed[Source], part: int
-) -> T:
-    """The task of a part of a source that each worker has."""
-    return function.shared()(source.shared(), part)
-
-
-def _apply_apart(
-    function: Packed[Callable[[Source, int], T]],
-    name: str,
-    content: Any,
-    keys: tuple[Any, ...],
-    values: list[Any],
-    part: int,
-) -> T:
-    """The task of a part that was sent by itself."""
-    held = dict(zip(keys, values, strict=True))
-    return function.shared()(_Sent(name, content, held), part)
-
-
-def _default() -> Client | None:
-    try:
-        return default_client()
-    except ValueError:  # Dask's way to say that there is none
-        return None
+def _apply(shared: Sequence[Packed[Any]], part: int, *sent: Any) -> Any:
+    """The task of a part; `sent` are the arguments of `_SentPart`, if it was sent."""
+    function, *source = [packed.shared() for packed in shared]
+    return function(_SentPart(*sent) if sent else source[0], part)

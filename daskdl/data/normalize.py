@@ -1,22 +1,23 @@
 """Normalizers: statistics of x in one pass over all parts, and the scaling they give.
 
-Statistics of parts are merged in the order of the parts, so the result does not depend
-on which part is finished first.
+Statistics are merged in the order of the parts, so the result does not depend on which
+part is finished first.
 """
 
 import contextlib
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar, cast, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from daskdl.config import check_choice
 from daskdl.data import batching
 from daskdl.data.batching import Tree
 from daskdl.data.distribute import map_parts
@@ -27,19 +28,19 @@ from daskdl.errors import DataError, OptionError
 
 Per = Literal["feature", "channel", "all"]
 
-# Of float64 at a time: a part of bytes would otherwise take eight times its memory.
+# Converted to float64 at a time: a part of bytes would take eight times its memory.
 _SLICE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Of the values of an array, in float64, one each for what is counted together.
+    """Statistics of an array in float64, one for each group of values.
 
     Attributes:
-        count: Values that are counted together.
-        mean: Shape of a row, with 1 in the axes that are counted together.
-        rest: What rounding took from the mean; like `mean`. Without it two means near
-            1e8 are 1e-8 too far apart, and the deviation is wrong in its tenth digit.
+        count: Number of values in a group.
+        mean: Shape of a row, with 1 in the axes that belong to one group.
+        rest: Rounding error of the mean; like `mean`. Without it two means near 1e8 are
+            1e-8 too far apart, and the deviation is wrong in its tenth digit.
         squares: Sum of the squared distances from the mean; like `mean`.
         low: Lowest value; like `mean`.
         high: Highest value; like `mean`.
@@ -58,12 +59,12 @@ class Statistics:
         return np.sqrt(self.squares / self.count)
 
     def merged(self, other: "Statistics") -> "Statistics":
-        """Those of both together.
+        """Return the statistics of both together.
 
         Source:
             Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for
-            sample variances (1979). Nothing gets larger than the squares themselves,
-            unlike with sums of x and of x squared. The rest is ours.
+            sample variances (1979). No intermediate result is larger than the squares
+            themselves, unlike with sums of x and of x squared. `rest` is our addition.
         """
         count = self.count + other.count
         distance = (other.mean - self.mean) + (other.rest - self.rest)
@@ -79,20 +80,13 @@ class Statistics:
         )
 
 
-def check_per(per: object) -> None:
-    """Refuse what is not a way to count values together."""
-    if per not in get_args(Per):
-        allowed = ", ".join(map(repr, get_args(Per)))
-        raise OptionError(f"per must be one of {allowed}, got {per!r}")
-
-
 def statistics_of(values: np.ndarray, per: Per) -> Statistics:
-    """The statistics of one array that is here.
+    """Compute the statistics of an array.
 
     Args:
         values: Rows first, at least one; numbers of any dtype, read only.
-        per: "feature": each place in a row for itself; "channel": all but the second
-            axis is counted together; "all": one number for the whole array.
+        per: "feature": a group for each place in a row; "channel": one for each index
+            of the second axis; "all": a single group.
 
     Raises:
         DataError: If a value is NaN or infinite; the message begins with its index.
@@ -102,7 +96,10 @@ def statistics_of(values: np.ndarray, per: Per) -> Statistics:
         >>> found.mean, found.deviation
         (array([2., 5.]), array([1., 0.]))
     """
-    _check_finite(values)
+    if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
+        index = np.unravel_index(np.argmin(finite), finite.shape)
+        shown = ", ".join(str(i) for i in index)
+        raise DataError(f"[{shown}] is {values[index]}")
     together = {"feature": (0,), "channel": (0, *range(2, values.ndim))}
     axes = together.get(per, tuple(range(values.ndim)))
     bytes_of_row = 8 * max(values[0].size, 1)
@@ -115,8 +112,8 @@ def _of_slice(values: np.ndarray, axes: tuple[int, ...]) -> Statistics:
     wide = values.astype(np.float64)
     low = wide.min(axes, keepdims=True)
     high = wide.max(axes, keepdims=True)
-    # Distances from any value of the same size keep the digits that a large offset
-    # would take, and are zero where all values are the same.
+    # Distances from one of the values keep the digits that a large offset would take,
+    # and are zero where all values are the same.
     first = tuple(slice(1) if i in axes else slice(None) for i in range(wide.ndim))
     one = wide[first].copy()
     wide -= one
@@ -129,44 +126,26 @@ def _of_slice(values: np.ndarray, axes: tuple[int, ...]) -> Statistics:
 
 
 def _sum(large: np.ndarray, small: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sum, and what rounding took from it."""
+    """Return the sum, and its rounding error."""
     total = large + small
     return total, small - (total - large)
 
 
-def _check_finite(values: np.ndarray) -> None:
-    if values.dtype.kind != "f":
-        return
-    finite = np.isfinite(values)
-    if not finite.all():
-        index = np.unravel_index(np.argmin(finite), finite.shape)
-        shown = ", ".join(str(i) for i in index)
-        raise DataError(f"[{shown}] is {values[index]}")
-
-
-# Every value of theirs is one of float32.
-_EXACT_IN_FLOAT32 = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-    }
+# float32 holds every value of these dtypes.
+_EXACT_IN_FLOAT32 = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16),
+    *(torch.bfloat16, torch.float16, torch.float32),
 )
 
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """How the values of one array are scaled; equal if all numbers are.
+    """Scales the values of one array: ``(values - shift) / scale + offset``.
 
     Attributes:
-        shift: What is subtracted, float64, in the shape of a row or with 1 in some of
-            its axes.
-        scale: What is then divided by, like `shift`, nowhere 0.
-        offset: What is then added.
+        shift: float64, in the shape of a row or with 1 in some of its axes.
+        scale: Like `shift`, nowhere 0.
+        offset: One number.
 
     Example:
         >>> scaling = Scaling(np.array([10.0]), np.array([5.0]), 0.0)
@@ -186,12 +165,12 @@ class Scaling:
             object.__setattr__(self, name, own)
 
     def apply(self, values: Any) -> Any:
-        """Scaled values."""
+        """Return scaled values: a float32 tensor, or an array if `values` is one."""
         if isinstance(values, np.ndarray):
             return self.apply(_copied(values)).numpy()
         self._check(values)
         if values.dtype in _EXACT_IN_FLOAT32:
-            # As exact as in float64: what is left of the shift comes second.
+            # As exact as in float64: the rounding error of the shift comes second.
             high = self.shift.astype(np.float32)
             distance = values.float() - _like(high, values, torch.float32)
             distance -= _like(self.shift - high, values, torch.float32)
@@ -201,7 +180,7 @@ class Scaling:
         return wide.float()
 
     def inverse(self, values: Any) -> Any:
-        """The values before they were scaled."""
+        """Return the values before they were scaled, in the dtype of `values`."""
         if isinstance(values, np.ndarray):
             return self.inverse(_copied(values)).numpy()
         self._check(values)
@@ -221,10 +200,6 @@ class Scaling:
         )
 
     @override
-    def __hash__(self) -> int:
-        return hash((self.shift.tobytes(), self.scale.tobytes(), self.offset))
-
-    @override
     def __reduce__(self) -> Any:
         return Scaling, (self.shift, self.scale, self.offset)  # read only there too
 
@@ -242,7 +217,7 @@ class Scaling:
 
 
 def _copied(values: np.ndarray) -> Tensor:
-    # What a source loads is read only, of which torch warns.
+    # Arrays of a source are read only, which torch warns of.
     return torch.from_numpy(np.array(as_numpy(values)))
 
 
@@ -252,7 +227,7 @@ def _like(numbers: np.ndarray, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Normalization:
-    """What x is scaled by; goes where a `transform` does.
+    """A fitted normalizer, which scales x; to be used as a `transform`.
 
     Attributes:
         scalings: A tree like x, with a :class:`Scaling` for each array, and None for
@@ -272,7 +247,7 @@ class Normalization:
     scalings: Tree
 
     def __call__(self, batch: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        """The same as `transform`."""
+        """Scale the x of a batch, like `transform`."""
         return self.transform(batch)
 
     def transform(self, batch: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
@@ -282,17 +257,17 @@ class Normalization:
             batch: (x, y), trees of tensors on any device, or of numpy arrays.
 
         Returns:
-            x in float32 where it is scaled; y as it came.
+            x in float32 where it is scaled; y unchanged.
 
         Raises:
-            DataError: If x has another structure, or rows of another shape, than what
-                this was fitted on.
+            DataError: If x has another structure, or rows of another shape, than the
+                data this was fitted on.
         """
         x, y = batch
         return self._mapped(Scaling.apply, x), y
 
     def inverse(self, x: Tree) -> Tree:
-        """What x was before it was scaled.
+        """Return x as it was before it was scaled.
 
         Args:
             x: A tree of tensors or arrays, as `transform` returns it.
@@ -303,18 +278,15 @@ class Normalization:
         return self._mapped(Scaling.inverse, x)
 
     def to_dict(self) -> dict[str, Any]:
-        """Lists, dicts, strings and numbers, as JSON holds them, exactly."""
+        """Return plain lists, dicts, strings and numbers, which JSON holds exactly."""
         return {"x": _plain(self.scalings)}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
-        """What `to_dict` was called on.
-
-        Args:
-            plain: Its result, also after it has been through JSON.
+        """Return the normalization whose `to_dict` returned `plain`.
 
         Raises:
-            OptionError: If it is something else.
+            OptionError: If `plain` is something else.
         """
         try:
             return cls(_tree(plain["x"]))
@@ -324,7 +296,7 @@ class Normalization:
             ) from error
 
     def _mapped(self, function: Any, x: Tree) -> Tree:
-        if not alike(x, self.scalings):
+        if not _alike(x, self.scalings):
             raise DataError(
                 "the normalizer was fitted on x like "
                 f"{batching.outline(self.scalings)}, got {batching.outline(x)}"
@@ -336,13 +308,7 @@ class Normalization:
         )
 
 
-def alike(one: Tree, two: Tree) -> bool:
-    """Whether two trees have arrays in the same places.
-
-    Example:
-        >>> alike({"a": 1, "b": 2}, {"b": 3, "a": 4}), alike((1,), 1)
-        (True, False)
-    """
+def _alike(one: Tree, two: Tree) -> bool:
     first, second = ({name for name, _ in batching.named(t, "")} for t in (one, two))
     return first == second
 
@@ -374,20 +340,12 @@ T = TypeVar("T")
 Keys = tuple[str | int, ...]
 
 
-def statistics_of_all(
-    source: Source,
-    per: Per,
-    only: Keys | None,
-    client: Any,
-) -> Tree:
+def _of_all(source: Source, per: Per, only: Keys | None, client: Any) -> Tree:
     """Go through all parts once."""
     function = functools.partial(_of_part, per=per, only=only)
-    results = cast(
-        "Generator[tuple[int, Tree | None]]", map_parts(source, function, client)
-    )
     total = None
     # Closed at once, not when the traceback of an error is forgotten.
-    with contextlib.closing(results):
+    with contextlib.closing(map_parts(source, function, client)) as results:
         for part, found in _in_order(results):
             if found is not None:
                 total = found if total is None else _merged(total, found, source, part)
@@ -397,23 +355,9 @@ def statistics_of_all(
 
 
 def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | None:
-    """What is done where the part is; None if it has no rows."""
-    total, start = None, 0
-    for x, _ in rows_of_part(source, part, STREAMED_ROWS):
-        found = _of_rows(source, part, x, per, only, start)
-        if found is not None:
-            total = found if total is None else _merged(total, found, source, part)
-        start += batching.length(x)
-    return total
+    """Compute the statistics of a part where it is; None if it has no rows."""
 
-
-def _of_rows(
-    source: Source, part: int, x: Tree, per: Per, only: Keys | None, start: int
-) -> Tree | None:
-    if not batching.length(x):
-        return None
-
-    def found(leaf: np.ndarray, name: str | None) -> Statistics | None:
+    def of_leaf(leaf: np.ndarray, name: str | None) -> Statistics | None:
         if name is None:
             return None
         try:
@@ -425,22 +369,28 @@ def _of_rows(
                 "finite numbers, remove such rows or fill them in"
             ) from error
 
-    return batching.mapped(found, x, _names(x, only))
+    total, start = None, 0
+    for x, _ in rows_of_part(source, part, STREAMED_ROWS):
+        if batching.length(x):
+            found = batching.mapped(of_leaf, x, _names(x, only))
+            total = found if total is None else _merged(total, found, source, part)
+        start += batching.length(x)
+    return total
 
 
 def _names(x: Tree, only: Keys | None) -> Tree:
     """A tree like x: the name of each array, None if it is left out."""
     names = [name for name, _ in batching.named(x, "x")]
-    if only is not None:
-        for key in only:
-            if not any(name.startswith(f"x[{key!r}]") for name in names):
-                raise OptionError(
-                    f"only must hold keys of x, got {key!r} for x like "
-                    f"{batching.outline(x)}"
-                )
     starts = ("x",) if only is None else tuple(f"x[{key!r}]" for key in only)
-    shown = iter(name if name.startswith(starts) else None for name in names)
-    return batching.mapped(lambda _: next(shown), x)
+    for key, start in zip(only or (), starts, strict=False):
+        if not any(name.startswith(start) for name in names):
+            raise OptionError(
+                f"only must hold keys of x, got {key!r} for x like "
+                f"{batching.outline(x)}"
+            )
+    return batching.filled(
+        x, [name if name.startswith(starts) else None for name in names]
+    )
 
 
 def _merged(total: Tree, found: Tree, source: Source, part: int) -> Tree:
@@ -454,7 +404,7 @@ def _merged(total: Tree, found: Tree, source: Source, part: int) -> Tree:
             )
         return one.merged(two)
 
-    if not alike(total, found):
+    if not _alike(total, found):
         raise DataError(
             f"x of {source.name(part)} is like {batching.outline(found)}, "
             f"those before are like {batching.outline(total)}"
@@ -463,7 +413,7 @@ def _merged(total: Tree, found: Tree, source: Source, part: int) -> Tree:
 
 
 def _in_order(results: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
-    """By part; what comes early waits."""
+    """Yield results by part; those of later parts wait."""
     waiting: dict[int, T] = {}
     following = 0
     for part, result in results:
@@ -475,15 +425,14 @@ def _in_order(results: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Normalizer(ABC):
-    """Choose what values are scaled by from their statistics.
+    """Derives a scaling from statistics of the data.
 
     Attributes:
-        per: What has numbers of its own: "feature", each place in a row; "channel",
-            each index of the second axis, as of images (rows, channels, height,
-            width), which may then differ in size; "all", nothing: one number for an
-            array.
-        only: Keys of x, where it is a dict or a tuple, that are scaled; the others
-            are left as they are. None: all.
+        per: "feature": each place in a row is scaled by its own numbers; "channel":
+            each index of the second axis, as of images (rows, channels, height, width),
+            which may then differ in size; "all": an array by one number.
+        only: Keys of x, a dict or a tuple, that are scaled; the others are left as they
+            are. None: all.
 
     Raises:
         OptionError: If an attribute is outside what is allowed.
@@ -493,7 +442,7 @@ class Normalizer(ABC):
     only: tuple[str | int, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_per(self.per)
+        check_choice("per", self.per, get_args(Per))
         if self.only is not None and not isinstance(self.only, tuple):
             raise OptionError(
                 f"only must be a tuple of keys of x, got {self.only!r}; "
@@ -502,11 +451,7 @@ class Normalizer(ABC):
 
     @abstractmethod
     def scaling(self, statistics: Statistics) -> Scaling:
-        """What the values of one array are to be scaled by.
-
-        Args:
-            statistics: Of all its rows.
-        """
+        """Return the scaling for an array with these statistics."""
 
     def fit(
         self,
@@ -520,23 +465,23 @@ class Normalizer(ABC):
         """Go through the data once, each part where it is.
 
         Args:
-            X: Whatever `Trainer.fit` takes.
-            y: Labels, or their columns; not looked at.
+            X: Any data that `Trainer.fit` takes.
+            y: Labels; not read.
             client: None: the default client, if there is one. False: no cluster.
-            loader: As of `Trainer.fit`, for paths.
-            storage_options: As of `Trainer.fit`, for paths and URLs.
+            loader: As in `Trainer.fit`, for paths.
+            storage_options: As in `Trainer.fit`, for paths and URLs.
 
         Returns:
-            What x is scaled by, of this data; a `transform` of `Trainer.fit`.
+            The scaling of x, to be used as a `transform`.
 
         Raises:
-            DataError: Naming the part and the array if a value is NaN or infinite, if
-                parts do not fit together, or if the data cannot be used.
-            OptionError: If x has no such keys as `only`.
+            DataError: If a value is NaN or infinite, with the part and the array; if
+                parts do not fit together, or the data cannot be used.
+            OptionError: If x lacks a key of `only`.
         """
         read = ReadOptions(loader=loader, storage_options=storage_options)
         source = source_of(X, y, read, labelled=False)
-        found = statistics_of_all(source, self.per, self.only, client)
+        found = _of_all(source, self.per, self.only, client)
         return Normalization(
             batching.mapped(
                 lambda one: None if one is None else self.scaling(one), found
@@ -548,10 +493,10 @@ class Normalizer(ABC):
 class Standardize(Normalizer):
     """Mean 0 and standard deviation 1, as numpy's `mean` and `std`.
 
-    What is constant in all rows is divided by 1, and so becomes 0.
+    Constant values are divided by 1, and so become 0.
 
     Attributes:
-        epsilon: Deviations up to here count as constant, >= 0.
+        epsilon: Values whose deviation is at most this count as constant, >= 0.
 
     Example:
         >>> fitted = Standardize().fit(np.array([[1.0, 7.0], [3.0, 7.0]]), client=False)
@@ -577,14 +522,13 @@ class Standardize(Normalizer):
 
 @dataclass(frozen=True)
 class MinMax(Normalizer):
-    """From `low` for the lowest value to `high` for the highest.
+    """Scales the lowest value to `low` and the highest to `high`.
 
-    Values outside of what the data had come out outside: nothing is cut off. What is
-    constant in all rows becomes `low`.
+    Values beyond those of the data are not cut off. Constant values become `low`.
 
     Attributes:
-        low: What the lowest value becomes.
-        high: What the highest value becomes, > low.
+        low: Scaled lowest value.
+        high: Scaled highest value, > low.
 
     Example:
         >>> fitted = MinMax(-1, 1).fit(np.array([[0], [255]], "uint8"), client=False)

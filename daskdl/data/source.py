@@ -1,10 +1,10 @@
-"""The seam between kinds of data and those who read them: data in parts.
+"""The interface of every kind of data: a `Source` of parts, loaded one at a time.
 
-A part is what is loaded at a time: a chunk, a partition, a file, a range of a dataset.
-The channel decides the order of the rows of an epoch. A part of a Dask collection is
-the tasks that make it, run in the process and thread that reads the part.
+A part is a chunk, a partition, a file, or a range of a dataset. A part of a Dask
+collection is a graph of tasks, computed in the thread that loads the part.
 """
 
+import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,24 +19,24 @@ from daskdl.data import batching
 from daskdl.data.batching import Kinds, Rows
 from daskdl.errors import DataError
 
-SHOWN_ROWS = 2  # of the data, for a dry run
+SHOWN_ROWS = 2  # for a dry run
 
-# Rows read at a time of a part that may not fit into memory.
+# Rows read at a time from a part that may not fit into memory.
 STREAMED_ROWS = 1024
 
 Separate = Sequence[tuple[str, Callable[[], Rows]]]  # see `Source.separate`
 
 
 class Member(NamedTuple):
-    """One part among those that a `PartGraph` makes."""
+    """One of the parts of a `PartGraph`."""
 
     name: str
     keys: tuple[Any, ...]
     finish: Callable[[list[Any]], Rows]  # makes rows of the values of the keys
-    rows: int | None = None  # that it had when it was computed before
+    rows: int | None = None  # when the part was computed before
 
     def of(self, values: Mapping[Any, Any]) -> Rows:
-        """The rows of this part; refuses a part that has changed."""
+        """Make the rows of this part; refuse a part whose length has changed."""
         made = self.finish([values[key] for key in self.keys])
         if self.rows is not None and (found := batching.length(made[0])) != self.rows:
             raise DataError(
@@ -49,12 +49,12 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class PartGraph:
-    """The tasks that make a part, or several parts together; cloudpickle takes it.
+    """The tasks that compute one part, or several together; picklable.
 
     Attributes:
-        name: Of the part, for messages.
+        name: Name of the whole, for messages.
         graph: Tasks by key, of these parts alone.
-        needs: Keys of results that are not in the graph.
+        needs: Keys of results that the tasks depend on.
         members: The parts; their rows are joined.
     """
 
@@ -64,11 +64,7 @@ class PartGraph:
     members: tuple[Member, ...]
 
     def rows(self, held: Mapping[Any, Any]) -> Rows:
-        """Compute the part here and now; what a task raises is passed on.
-
-        Args:
-            held: The values of `needs`, by key.
-        """
+        """Compute the part in this thread; `held` has the values of `needs` by key."""
         keys = {key for member in self.members for key in member.keys}
         graph = convert_legacy_graph(self.graph, {*self.graph, *self.needs})
         values = execute_graph(graph, {key: held[key] for key in self.needs}, keys)
@@ -87,10 +83,10 @@ class PartGraph:
 
 
 class Facts(NamedTuple):
-    """What is known of a part that has been loaded once."""
+    """Length and first rows of a part."""
 
     rows: int
-    first: Rows  # its first rows, at most `SHOWN_ROWS`
+    first: Rows  # at most `SHOWN_ROWS` rows
 
 
 class Source(ABC):
@@ -98,16 +94,16 @@ class Source(ABC):
 
     Attributes:
         parts: Number of parts, >= 1.
-        lengths: Rows of each part; None: unknown before each was loaded once.
+        lengths: Rows of each part; None: unknown, each part is loaded once to count.
         first: At least one row like all others, for a dry run; None: unknown. The
             values may be zeros.
         sequential: Whether a part can only be read from its beginning, with `stream`
-            instead of `load`, and may not fit into memory. Its rows are not shuffled
-            and it is not shared by replicas.
-        classes: Names of the labels 0, 1, ...; None: they have none.
+            instead of `load`, and may not fit into memory. Its rows are not shuffled,
+            and replicas do not share it.
+        classes: Names of the labels 0, 1, ..., or None.
         here: Whether the rows are in this process's memory.
-        left_out: Unreadable examples that are in no part; a part of unknown length
-            counts as one for each of its files.
+        left_out: Number of unreadable examples that are in no part; a part of unknown
+            length counts as one for each of its files.
         unlike: Kinds of the rows of each part, see `daskdl.data.batching.kinds`; None:
             all are alike.
         given: Whether the user has chosen the parts, which may be small.
@@ -128,69 +124,71 @@ class Source(ABC):
 
     @abstractmethod
     def load(self, part: int) -> Rows:
-        """Load a part; called by any thread, by several at a time.
+        """Load a part; threads may load several at a time.
 
         Args:
             part: Its number, from 0.
 
         Returns:
-            Trees (x, y) of numpy arrays of equal length, to be read only; y is None
-            without labels.
+            Trees (x, y) of numpy arrays of equal length, read only; y is None without
+            labels.
 
         Raises:
-            DataError: With the name of the part, if it cannot be used. Errors of the
-                user's own loading are passed on.
+            DataError: If the part cannot be used, with its name. Errors of the user's
+                own loading are passed on.
         """
 
     def stream(self, part: int, rows: int) -> Iterator[Rows]:
-        """Yield a part of a sequential source, about so many rows at a time."""
+        """Yield a part of a sequential source, about `rows` rows at a time."""
         raise NotImplementedError(f"{type(self).__name__} is not sequential")
 
     def packed(self, part: int) -> Rows | PartGraph:
-        """What is sent of a part, if parts are sent `apart`."""
+        """Return what is sent of a part, if parts are sent `apart`."""
         raise NotImplementedError(f"{type(self).__name__} is sent as a whole")
 
     def needs(self, part: int) -> tuple[Any, ...]:
-        """Dask keys of the results that a part is made from."""
+        """Return the Dask keys of the results that a part depends on."""
         return ()
 
     def separate(self, part: int) -> Separate:
-        """What a part consists of: names, and functions that load each piece alone.
+        """Return the pieces of a part: names, and functions that load each one.
 
         Empty if the part can only be loaded as a whole.
         """
         return ()
 
     def together(self, groups: Sequence[Sequence[int]]) -> "Source":
-        """The same rows in fewer parts; parts that are in no group have no rows."""
+        """Return the same rows in fewer parts; parts in no group have no rows."""
         return Together(self, groups)
 
     def name(self, part: int) -> str:
-        """Name of a part in messages; of a file its URL."""
+        """Return the name of a part for messages; of a file, its URL."""
         return f"part {part}"
 
     def look(self, part: int) -> Facts:
-        """Length and first rows of a part; loads it, unless a cheaper way exists."""
+        """Return length and first rows of a part; loads it if need be."""
         return facts_of(self.load(part))
 
     def known(self, facts: Sequence[Facts]) -> Self:
-        """The same source with the facts of each part, in order."""
-        raise NotImplementedError(f"{type(self).__name__} knows its lengths")
+        """Return the same source with the facts of each part, in order."""
+        other = copy.copy(self)
+        other.lengths = [fact.rows for fact in facts]
+        if self.first is None:
+            other.first = next((fact.first for fact in facts if fact.rows), None)
+        return other
 
 
 class Together(Source):
-    """Groups of parts of another source, each group one part.
+    """Groups of parts of another source as its parts.
 
     Args:
-        source: With known lengths and first rows.
-        groups: Numbers of parts that have the same shapes.
+        source: Source with known lengths and first rows.
+        groups: Numbers of parts whose rows have the same shapes.
     """
-
-    lengths: Sequence[int]
 
     def __init__(self, source: Source, groups: Sequence[Sequence[int]]) -> None:
         lengths = source.lengths
-        assert lengths is not None, "small parts have known lengths"
+        assert lengths is not None
         self._source, self._groups = source, groups
         self.parts = len(groups)
         self.lengths = [sum(lengths[part] for part in group) for group in groups]
@@ -233,7 +231,7 @@ class Together(Source):
 
 
 def rows_of_part(source: Source, part: int, rows: int) -> Iterator[Rows]:
-    """Yield a part as a whole; of a sequential source, about so many rows at a time."""
+    """Yield a part as a whole, or about `rows` rows of a sequential one at a time."""
     if source.sequential:
         yield from source.stream(part, rows)
     else:
@@ -247,12 +245,12 @@ def is_known(source: Source) -> bool:
 
 
 def rows_in(source: Source) -> int | None:
-    """Rows of all parts; None if unknown."""
+    """Total number of rows; None if unknown."""
     return None if source.lengths is None else sum(source.lengths)
 
 
 def facts_of(rows: Rows) -> Facts:
-    """The facts of loaded rows; keeps nothing of them."""
+    """Return the facts of loaded rows; they refer to copies."""
 
     def few(tree: batching.Tree) -> batching.Tree:
         return batching.mapped(lambda leaf: leaf[:SHOWN_ROWS].copy(), tree)

@@ -36,7 +36,6 @@ from daskdl.data.distribute import (
     DataPlacement,
     answers_of,
     new_key,
-    place_data,
     scatter,
     workers_of,
 )
@@ -663,7 +662,7 @@ def dask_backend(
     with contextlib.ExitStack() as stack:
         supplies = {
             phase: stack.enter_context(
-                place_data(split_stream(own, len(assigned)), client, workers, bound)
+                DataPlacement(split_stream(own, len(assigned)), client, workers, bound)
             )
             for phase, own in sources.items()
         }

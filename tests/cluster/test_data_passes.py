@@ -129,6 +129,21 @@ class Whole(Source):
 KINDS = {"in memory": in_memory, "lazy": lazy, "whole": Whole}
 
 
+def test_a_part_that_no_worker_takes_is_an_error(threads, monkeypatch):
+    scatter = distribute.scatter
+
+    def refuse(client, content, *arguments):
+        if "daskdl-part" in str(*content):
+            raise OSError("gone")
+        return scatter(client, content, *arguments)
+
+    monkeypatch.setattr(distribute, "scatter", refuse)
+    monkeypatch.setattr(distribute, "LISTED_S", 0.0)
+
+    with pytest.raises(DataError, match="part 0 was lost with its worker 4 times"):
+        dict(map_parts(in_memory(), lambda source, part: 0, threads, send=True))
+
+
 @pytest.fixture
 def mortal():
     """A client of three workers, which may all be dead in the end."""

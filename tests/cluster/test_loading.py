@@ -7,7 +7,7 @@ from distributed import Event, get_worker, secede, wait
 from distributed.utils_test import poll_for
 
 from daskdl.config import Bound
-from daskdl.data.distribute import Fetcher, place_data, workers_of
+from daskdl.data.distribute import DataPlacement, Fetcher, workers_of
 from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.errors import LostPieceError, WaitTimeoutError
 
@@ -22,7 +22,7 @@ def workers(client):
 
 def put(client, workers, X=X, y=Y):
     source = source_of(X, y, ReadOptions(batch_size=10))
-    return place_data(source, client, workers, Bound(30, ("request",)))
+    return DataPlacement(source, client, workers, Bound(30, ("request",)))
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 import os
 
+import dask
 import numpy as np
 import pytest
+from distributed.utils_test import poll_for
 
 from daskdl.data import distribute
 from daskdl.data.distribute import map_parts
@@ -54,32 +56,20 @@ def refused_once(monkeypatch, error, then=lambda client: None):
     return refused
 
 
-@pytest.mark.slow
-def test_a_part_that_no_worker_is_left_for_waits_for_one(monkeypatch):
-    source = source_of(X)
-
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_part_waits_for_another_worker_when_the_only_one_has_left(
+    monkeypatch, listed
+):
     def leave_nobody(client):
-        there = client.nthreads
-
         def nobody():
             monkeypatch.setattr(client, "nthreads", there)
             return {}
 
-        monkeypatch.setattr(client, "nthreads", nobody)
+        there = client.nthreads
+        monkeypatch.setattr(client, "nthreads", there if listed else nobody)
 
-    refused = refused_once(monkeypatch, OSError("it has gone"), leave_nobody)
-    with cluster_of(2) as client:
-        found = dict(map_parts(source, first_of, client, send=True))
-
-    assert refused
-    assert found == {part: first_of(source, part) for part in range(source.parts)}
-
-
-@pytest.mark.slow
-def test_the_only_worker_may_be_listed_for_a_moment_when_it_has_gone(monkeypatch):
     source = source_of(X)
-    refused = refused_once(monkeypatch, OSError("it has gone"))
-
+    refused = refused_once(monkeypatch, OSError("it has gone"), leave_nobody)
     with cluster_of(1) as client:
         found = dict(map_parts(source, first_of, client, send=True))
 
@@ -87,7 +77,6 @@ def test_the_only_worker_may_be_listed_for_a_moment_when_it_has_gone(monkeypatch
     assert found == {part: first_of(source, part) for part in range(source.parts)}
 
 
-@pytest.mark.slow
 def test_the_only_worker_is_not_asked_again_when_it_hangs(monkeypatch):
     refused_once(monkeypatch, WaitTimeoutError("it hangs"))
 
@@ -95,7 +84,49 @@ def test_the_only_worker_is_not_asked_again_when_it_hangs(monkeypatch):
         dict(map_parts(source_of(X), first_of, client, send=True))
 
 
-@pytest.mark.slow
+class Once:
+    """Ends its worker once."""
+
+    def __init__(self, folder):
+        self.path = str(folder / "died")
+
+    def __call__(self, source, part):
+        if part == 5 and not os.path.exists(self.path):
+            open(self.path, "x").close()
+            os._exit(1)
+        return first_of(source, part)
+
+
+@pytest.mark.parametrize("send", [True, False], ids=["apart", "as a whole"])
+def test_function_and_source_are_sent_again_to_the_worker_that_replaces_the_only_one(
+    send, tmp_path
+):
+    source = source_of(X) if send else source_of(Numbers())
+
+    with cluster_of(1) as client:
+        found = dict(map_parts(source, Once(tmp_path), client, send=send))
+
+    assert found == {part: first_of(source, part) for part in range(source.parts)}
+
+
+def test_no_worker_is_waited_for_without_end(tmp_path, monkeypatch):
+    no_worker = refused_once(monkeypatch, OSError("it has gone"), leave)
+
+    with (
+        cluster_of(1, processes=False) as client,
+        dask.config.set({"daskdl.timeouts.join": "0.5s"}),
+        pytest.raises(WaitTimeoutError, match=r"no worker came within 0\.5 s"),
+    ):
+        dict(map_parts(source_of(X), first_of, client, send=True))
+
+    assert no_worker
+
+
+def leave(client):
+    client.cluster.scale(0)
+    poll_for(lambda: not client.nthreads(), timeout=20)
+
+
 @pytest.mark.parametrize("send", [True, False], ids=["apart", "as a whole"])
 def test_a_part_that_ends_its_workers_is_an_error(send):
     source = source_of(X) if send else source_of(Numbers())

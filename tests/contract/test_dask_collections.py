@@ -421,19 +421,9 @@ X6 = np.arange(12.0).reshape(6, 2)
 TORN = EOFError("torn")
 
 
-class Known(Parts):
-    """Parts that take what was found."""
-
-    def known(self, facts):
-        whole = type(self)(*self.pairs)
-        whole.lengths = [fact.rows for fact in facts]
-        whole.first = next(fact.first for fact in facts if fact.rows)
-        return whole
-
-
 class TestInferringMetadata:
     def test_finds_lengths_and_first_rows_and_logs_the_pass(self, caplog):
-        source = Known((X6[:0], None), (X6[:4], None), (X6[4:], None))
+        source = Parts((X6[:0], None), (X6[:4], None), (X6[4:], None))
 
         with caplog.at_level(logging.INFO, logger="daskdl.data.inputs"):
             whole = infer_metadata(source, False)
@@ -446,7 +436,7 @@ class TestInferringMetadata:
         ]
 
     def test_loads_nothing_that_is_known_or_cheaper_to_find(self):
-        class Cheap(Known):
+        class Cheap(Parts):
             def look(self, part):
                 return Facts(5, (X6[:1], None))
 
@@ -464,9 +454,9 @@ class TestInferringMetadata:
     @pytest.mark.parametrize("error", [DataError("bad"), OSError("gone"), TORN])
     def test_a_bad_part_is_an_error_or_left_out(self, error, caplog):
         with pytest.raises(type(error)) as caught:
-            infer_metadata(Known((X6, None), error), False)
+            infer_metadata(Parts((X6, None), error), False)
         caplog.clear()
-        whole = infer_metadata(Known(error, (X6, None), error), False, skips=True)
+        whole = infer_metadata(Parts(error, (X6, None), error), False, skips=True)
 
         assert caught.value is error
         assert (whole.lengths, whole.left_out) == ([0, 6, 0], 2)
@@ -477,11 +467,11 @@ class TestInferringMetadata:
     def test_refuses_data_without_rows_and_errors_that_are_not_of_the_data(self):
         none = X6[:0], None
         with pytest.raises(DataError, match=r"got no rows in 2 parts$"):
-            infer_metadata(Known(none, none), False)
+            infer_metadata(Parts(none, none), False)
         with pytest.raises(DataError, match=r"in 2 parts, of which 1 cannot be read$"):
-            infer_metadata(Known(TORN, none), False, skips=True)
+            infer_metadata(Parts(TORN, none), False, skips=True)
         with pytest.raises(OptionError, match="pillow is missing"):
-            infer_metadata(Known(none, OptionError("pillow is missing")), False,
+            infer_metadata(Parts(none, OptionError("pillow is missing")), False,
                            skips=True)  # fmt: skip
 
     def test_facts_keep_nothing_of_a_part(self):

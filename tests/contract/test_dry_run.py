@@ -21,7 +21,7 @@ from daskdl.data.checks import (
     of_validation,
     preserved_random_state,
 )
-from daskdl.data.tables import InMemory, check_arrays
+from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.objective import OwnStep
 from daskdl.serialization import copied
@@ -380,38 +380,6 @@ class TestLabels:
         with pytest.raises(DataError, match=r"^y\[5\] is 2, but the model"):
             LabelCheck(2).check_source(InMemory(X, np.array([0] * 5 + [2]), 2))
         LabelCheck(2).check_source(Parts((X, CLASSES)))
-
-
-class TestArrays:
-    @pytest.mark.parametrize(
-        ("x", "y"),
-        [
-            (torch.from_numpy(X), CLASSES),
-            ({"a": X, "b": (X, torch.from_numpy(CLASSES))}, (CLASSES, X)),
-            (X, None),
-        ],
-        ids=["tensor and numpy", "trees", "no labels"],
-    )
-    def test_are_counted(self, x, y):
-        assert check_arrays(x, y) == 6
-
-    @pytest.mark.parametrize(
-        ("x", "y", "message"),
-        [
-            (X, CLASSES[:5], "X and y must have the same length, got 6 and 5"),
-            (X.tolist(), CLASSES, "X must be a numpy array"),
-            (X, CLASSES.tolist(), "y must be a numpy array"),
-            ({"a": X, "b": (X, X[1:])}, None, "X['a'] and X['b'][0] and X['b'][1] "
-             "must have the same length, got 6 and 6 and 5"),
-            (X, {"a": CLASSES.astype(object)}, "y['a'] must hold real numbers"),
-            ((), CLASSES, "X must not be empty, got no array at all"),
-            (X, {}, "y must not be empty, got no array at all"),
-        ],
-        ids=["lengths", "X", "y", "lengths in a tree", "objects", "no X", "no y"],
-    )  # fmt: skip
-    def test_that_are_no_data_set_are_refused(self, x, y, message):
-        with pytest.raises(DataError, match=re.escape(message)):
-            check_arrays(x, y)
 
 
 @pytest.mark.parametrize("kind", [DataError, ModelError, OptionError])

@@ -1,3 +1,5 @@
+"""The rows of the history, made of the reports of replicas, and the reports as sent."""
+
 import dataclasses
 import math
 

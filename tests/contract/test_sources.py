@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from daskdl.data.dask_collections import Collections
 from daskdl.data.files import LoadedFiles
-from daskdl.data.inputs import ReadOptions, source_of
+from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
 from daskdl.data.tables import InMemory
 from daskdl.data.torch_datasets import IterableStyle, MapStyle
 from daskdl.errors import DataError, OptionError
@@ -87,6 +87,17 @@ def test_one_local_file_is_data(tmp_path):
 def test_what_brings_its_labels_takes_none_beside(name, a_file):
     with pytest.raises(DataError, match=r"y must not be given with .* labels"):
         source_of(PAIRED[name][0], Y)
+
+
+def test_a_source_may_know_its_lengths_but_not_its_first_rows():
+    source = Parts((X[:3], Y[:3]), (X[3:], Y[3:]))
+    source.lengths = [3, 1]
+
+    known = infer_metadata(source, False)
+
+    assert known.lengths == [3, 1]
+    assert known.first[0].tolist() == X[:2].tolist()
+    assert source.first is None
 
 
 def test_a_source_is_taken_as_it_is():

@@ -1,11 +1,11 @@
 """Trees of arrays, and batches cut from the rows of parts.
 
-A tree is an array, or a tuple (also a named one) or a dict of trees. Batches have
-memory of their own: arrays of parts may lie in a worker's store, and models may work in
-place.
+A tree is an array, or a tuple (also a named one) or a dict of trees. Batches have their
+own memory: a part may be in a worker's store, and a model may work in place.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ Kinds = tuple[tuple[str, tuple[int, ...], str], ...]  # see `kinds`
 
 
 def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
-    """Each array with the name that a user would write for it, in order.
+    """Yield each array with its name in the user's code, in order.
 
     Example:
         >>> list(named({"image": 1, "size": (2, 3)}, "X"))
@@ -33,7 +33,7 @@ def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def named_both(both: Rows, names: tuple[str, str] = ("X", "y")) -> dict[str, Any]:
-    """Each array of x and, if there is one, of y by its name, in order.
+    """Return the arrays of x and, if present, y by name, in order.
 
     Example:
         >>> named_both(({"a": 1}, 2)), named_both((1, None))
@@ -44,7 +44,7 @@ def named_both(both: Rows, names: tuple[str, str] = ("X", "y")) -> dict[str, Any
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """All arrays, in order.
+    """Return all arrays, in order.
 
     Example:
         >>> leaves(({"a": 1}, 2))
@@ -54,7 +54,7 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Apply a function to each array, and to those of others in the same places.
+    """Apply a function to each array, and those of other trees in the same places.
 
     Example:
         >>> mapped(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
@@ -77,7 +77,7 @@ def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
 
 
 def filled(tree: Tree, values: Iterable[Any]) -> Tree:
-    """The same structure with other values in its places, in order.
+    """Return the same structure with other values, in order.
 
     Example:
         >>> filled({"a": 0, "b": (0, 0)}, [1, 2, 3])
@@ -88,13 +88,13 @@ def filled(tree: Tree, values: Iterable[Any]) -> Tree:
 
 
 def filled_both(both: Rows, values: Iterable[Any]) -> Rows:
-    """The same for x and, if there is one, y."""
+    """Fill x and, if present, y."""
     following = iter(values)
     return of_both(lambda tree: filled(tree, following), both)
 
 
 def of_both(function: Callable[[Tree], Tree], rows: Rows) -> Rows:
-    """Apply a function to x and, if there is one, to y.
+    """Apply a function to x and, if present, to y.
 
     Example:
         >>> of_both(len, ([1, 2], None))
@@ -105,7 +105,7 @@ def of_both(function: Callable[[Tree], Tree], rows: Rows) -> Rows:
 
 
 def outline(tree: Tree) -> str:
-    """The structure without what is in it, for messages.
+    """Describe the structure, for messages.
 
     Example:
         >>> outline({"a": 1, "b": (2, 3)})
@@ -120,7 +120,7 @@ def outline(tree: Tree) -> str:
 
 
 def length(tree: Tree) -> int:
-    """Rows: the length of the first array.
+    """Return the number of rows: the length of the first array.
 
     Example:
         >>> length({"a": np.zeros((3, 2))})
@@ -130,7 +130,7 @@ def length(tree: Tree) -> int:
 
 
 def nbytes(both: Rows) -> int:
-    """Bytes of all arrays of x and y together.
+    """Return the size of all arrays of x and y in bytes.
 
     Example:
         >>> nbytes(({"a": np.zeros(3)}, None))
@@ -140,7 +140,7 @@ def nbytes(both: Rows) -> int:
 
 
 def rows(tree: Tree, which: Any) -> Tree:
-    """Some rows of each array: a slice, or indices.
+    """Select rows of each array by a slice or indices.
 
     Example:
         >>> rows((np.arange(4),), slice(1, 3))
@@ -152,7 +152,7 @@ def rows(tree: Tree, which: Any) -> Tree:
 
 
 def kinds(both: Rows) -> Kinds:
-    """Name, shape of a row and kind of dtype of each array of x and y.
+    """Return name, shape of a row and kind of dtype of each array of x and y.
 
     Example:
         >>> kinds((np.zeros((3, 2), np.float32), np.array([0, 1, 0])))
@@ -163,7 +163,7 @@ def kinds(both: Rows) -> Kinds:
 
 
 def joined(trees: Sequence[Tree]) -> Tree:
-    """Numpy arrays one after the other, along the first axis.
+    """Concatenate trees of numpy arrays along the first axis.
 
     Example:
         >>> joined([{"a": np.array([1])}, {"a": np.array([2, 3])}])
@@ -175,7 +175,7 @@ def joined(trees: Sequence[Tree]) -> Tree:
 
 
 def joined_rows(rows: Sequence[Rows]) -> Rows:
-    """The same of x and, if there is one, of y.
+    """Concatenate x and, if present, y.
 
     Example:
         >>> joined_rows([(np.array([1]), None), (np.array([2]), None)])
@@ -186,7 +186,7 @@ def joined_rows(rows: Sequence[Rows]) -> Rows:
 
 
 def _children(tree: Tree) -> Iterator[tuple[Any, Any]]:
-    """Parts with their keys; of an array itself, with None."""
+    """Children with their keys; of an array, itself with None."""
     if isinstance(tree, dict):
         yield from tree.items()
     elif isinstance(tree, tuple):
@@ -200,20 +200,20 @@ Transform = Callable[[Batch], Batch]
 
 
 class Chunk(NamedTuple):
-    """Some rows of a part, in the order in which they are trained on."""
+    """Chosen rows of a part, in the order in which they are trained on."""
 
     rows: Rows  # of the whole part; read only
-    chosen: slice | np.ndarray  # which; a slice has both ends
+    chosen: slice | np.ndarray  # a slice has both ends
 
     @property
     def length(self) -> int:
-        """How many rows were chosen."""
+        """Number of chosen rows."""
         if isinstance(self.chosen, slice):
             return int(self.chosen.stop - self.chosen.start)
         return len(self.chosen)
 
     def between(self, start: int, stop: int) -> Rows:
-        """Those from one position to another among the chosen rows."""
+        """Return the chosen rows from one position to another."""
         which = self.chosen
         if isinstance(which, slice):
             which = slice(which.start + start, which.start + stop)
@@ -226,17 +226,16 @@ class Chunk(NamedTuple):
 def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
     """Yield batches of exactly ``batch_size`` rows, cut across the chunks.
 
-    What the last chunk leaves over comes last, as a smaller batch; so does what is
-    before a chunk whose rows have another shape, padded to another length for one. The
-    next chunk is asked for only when the batch at hand cannot be filled without it.
+    A batch is smaller only at the end, and before a chunk whose rows have another
+    shape, such as another padded length. The next chunk is requested only when the
+    current batch cannot be filled without it.
 
     Args:
-        chunks: Those without rows are passed over.
+        chunks: Chunks without rows are skipped.
         batch_size: Rows per batch, >= 1.
 
     Yields:
-        Trees of tensors (x, y) in the chunks' dtypes, in memory of their own, on the
-        CPU.
+        Trees of tensors (x, y) in the chunks' dtypes, in their own memory, on the CPU.
 
     Example:
         >>> rows = np.arange(5), np.arange(5)
@@ -248,7 +247,7 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
     missing = batch_size
     for chunk in chunks:
         start, end = 0, chunk.length
-        if waiting and end and not _alike(waiting[-1], chunk.rows):
+        if waiting and end and _shapes(waiting[-1]) != _shapes(chunk.rows):
             yield _joined(waiting)
             waiting, missing = [], batch_size
         while start < end:
@@ -259,18 +258,18 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
             if missing == 0:
                 yield _joined(waiting)
                 waiting, missing = [], batch_size
-        del chunk  # a part that is done with need not be there for the next
+        del chunk  # frees a finished part before the next is loaded
     if waiting:
         yield _joined(waiting)
 
 
 def whole(rows: Rows) -> Chunk:
-    """All rows of a part, in their order."""
+    """Return all rows of a part, in order."""
     return Chunk(rows, slice(0, length(rows[0])))
 
 
 def rows_in(batch: Batch) -> int:
-    """How many rows a batch has.
+    """Return the number of rows of a batch.
 
     Example:
         >>> rows_in(({"a": torch.zeros(3, 2)}, None))
@@ -291,7 +290,7 @@ def to_device(
     Args:
         x: Inputs of a batch, a tree of tensors.
         y: Labels of the same batch, or None.
-        device: Where the model is.
+        device: The model's device.
         dtype: The model's floating dtype, see :func:`floating_dtype`.
 
     Example:
@@ -305,7 +304,7 @@ def to_device(
 
 
 def inputs_to_device(x: Tree, device: torch.device | str, dtype: torch.dtype) -> Tree:
-    """Return ``x`` on ``device``, what is floating in ``dtype``; see `to_device`."""
+    """Return ``x`` on ``device``, floating tensors in ``dtype``; see `to_device`."""
     return mapped(functools.partial(_moved, device, dtype, None), x)
 
 
@@ -315,7 +314,7 @@ def _moved(
     integer: torch.dtype | None,
     leaf: Tensor,
 ) -> Tensor:
-    """`integer` is None where integers keep their dtype, as bool always does."""
+    """`integer` is None where integers keep their dtype; bool always does."""
     if leaf.is_floating_point():
         dtype = floating
     else:
@@ -324,34 +323,28 @@ def _moved(
 
 
 def floating_dtype(module: nn.Module) -> torch.dtype:
-    """The dtype in which a model computes: that of its first floating parameter.
+    """Return the dtype in which a model computes: that of its first floating parameter.
 
-    A model without one is taken at its first floating buffer, then at torch's default.
+    Without one, it is that of the first floating buffer, or torch's default.
 
     Example:
         >>> floating_dtype(nn.Linear(1, 1).double())
         torch.float64
     """
-    for tensors in (module.parameters(), module.buffers()):
-        for tensor in tensors:
-            if tensor.is_floating_point():
-                return tensor.dtype
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if tensor.is_floating_point():
+            return tensor.dtype
     return torch.get_default_dtype()
 
 
 def auto_device() -> torch.device:
-    """CUDA if this process can use one, else the CPU."""
+    """Return CUDA if this process can use it, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def tensors(rows: Rows) -> Batch:
-    """The rows as tensors in memory of their own."""
+    """Return rows as tensors in their own memory."""
     return _joined([whole(rows).between(0, length(rows[0]))])
-
-
-def _alike(one: Rows, other: Rows) -> bool:
-    """Whether rows of both go into one batch."""
-    return _shapes(one) == _shapes(other)
 
 
 def _shapes(rows: Rows) -> list[tuple[int, ...]]:
@@ -365,9 +358,9 @@ def _joined(parts: Sequence[Rows]) -> Batch:
 
 
 def _tensor(*parts: np.ndarray) -> Tensor:
-    """The rows in memory of their own; shuffled ones have it already.
+    """Join rows in their own memory, which shuffled rows have already.
 
-    Row by row, as a table of columns is not: sums of floats depend on the order.
+    Row by row, unlike a table of columns: sums of floats depend on the order.
     """
     rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
     if rows.flags.owndata and rows.flags.c_contiguous:

@@ -1,7 +1,7 @@
-"""Whether data, model, loss and optimizer fit together, before a worker is touched.
+"""Checks that data, model, loss and optimizer fit together, before training.
 
-The dry run on two rows, the checks of labels, and the errors that mean that a part
-cannot be read. No Dask; the user's objects are not changed.
+The dry run on two rows, the checks of labels and shapes, and the exceptions that mean
+that a part cannot be read. No Dask; the user's objects are not changed.
 """
 
 import contextlib
@@ -53,8 +53,8 @@ from daskdl.serialization import Packed
 
 logger = logging.getLogger(__name__)
 
-# What user code raises when it does not fit the data. Not Exception: other errors say
-# nothing about the fit, and keep their own name and traceback.
+# Exceptions of user code that does not fit the data. Others have another cause, and
+# keep their name and traceback.
 USER_ERRORS = (
     RuntimeError,
     TypeError,
@@ -66,15 +66,6 @@ USER_ERRORS = (
     UserWarning,
 )
 
-_CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-_CLASS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss)
-_BCE_LOSSES = (nn.BCELoss, nn.BCEWithLogitsLoss)
-_BCE_FUNCTIONS = (
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-)
-_IGNORED_BY_DEFAULT = -100  # torch's own default for ignore_index
-
 
 # ---- labels
 
@@ -85,18 +76,18 @@ class LabelCheck:
 
     Attributes:
         classes: Integer labels must be in [0, classes); None: only NaN is refused.
-        ignore_index: The one label outside that range that the loss accepts.
+        ignore_index: A label outside that range that the loss ignores.
     """
 
     classes: int | None = None
     ignore_index: int | None = None
 
     def check(self, y: Tree, of: str = "") -> None:
-        """Check all labels of some rows.
+        """Check labels.
 
         Args:
             y: Tree of arrays, or None.
-            of: Name of the part, for the message; "": the whole data.
+            of: Name of the part, for the message; "": all data.
 
         Raises:
             DataError: With the first wrong label, and its index.
@@ -129,7 +120,7 @@ examples, or fill them in
                 raise DataError(f"{where}[{shown}] is {labels[index]}{remedy}")
 
     def check_source(self, source: Source) -> None:
-        """Check labels in memory; other labels are checked when they are loaded."""
+        """Check labels in memory; others are checked when they are loaded."""
         if isinstance(source, InMemory):
             self.check(source.whole[1])
 
@@ -165,13 +156,13 @@ def ignored_label(loss: Any) -> int | None:
         >>> ignored_label(nn.MSELoss()) is None
         True
     """
-    if isinstance(loss, _CLASS_LOSSES):
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return loss.ignore_index
     settings: dict[str, Any] = {}
     if isinstance(loss, functools.partial):
         loss, settings = loss.func, loss.keywords
-    if loss in _CLASS_FUNCTIONS:
-        return int(settings.get("ignore_index", _IGNORED_BY_DEFAULT))
+    if loss in (functional.cross_entropy, functional.nll_loss):
+        return int(settings.get("ignore_index", -100))  # torch's default
     return None
 
 
@@ -195,7 +186,7 @@ def is_classification(output: Any, y: Tree) -> bool:
 
 
 def check_module(model: Any) -> None:
-    """Refuse everything but modules whose parameters have shapes."""
+    """Refuse anything but a module whose parameters all have shapes."""
     if not isinstance(model, nn.Module):
         raise ModelError(
             "model must be a torch.nn.Module or a function that returns one, got "
@@ -303,12 +294,12 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 
 class DryRun(NamedTuple):
-    """What a model made of two rows."""
+    """Result of a dry run on two rows."""
 
     rows: Rows  # arrays, before the transform
-    batch: Batch  # as the model gets it, on the CPU
-    output: Any  # of the model; None: a step of the user's own runs the model
-    classes: int | None  # that the loss accepts as labels; None: any numbers
+    batch: Batch  # the model's, on the CPU
+    output: Any  # of the model; None: the user's own step runs the model
+    classes: int | None  # number of classes that the loss accepts; None: any labels
     labels: LabelCheck | None  # for labels loaded later; None: a transform changes them
 
 
@@ -318,7 +309,7 @@ def dry_run(
     transform: Transform | None = None,
     loss: Objective | None = None,
 ) -> DryRun:
-    """Run transform, model and loss on two rows, before any worker does.
+    """Run transform, model and loss on two rows.
 
     The random states of Python, numpy and torch's CPU are preserved.
 
@@ -328,13 +319,13 @@ def dry_run(
             have no rows. y is None without labels.
         transform: Applied to the batch, or None.
         loss: ``loss(output, labels)``, a mean over the examples, or the user's own
-            step, which runs the model itself; None: only the model is run.
+            step, which runs the model; None: only the model is run.
 
     Raises:
         ModelError: If transform, model, loss or step fails, or the loss is not one
             number.
         DataError: If there are no rows, no labels for a loss, or a label of these rows
-            is a class that the model does not have.
+            is not a class of the model.
     """
     if rows is None:
         raise DataError("X must not be empty, got no rows in any part")
@@ -369,7 +360,7 @@ def dry_run(
 
 
 def transformed_batch(rows: Rows, transform: Transform | None) -> Batch:
-    """Two rows as tensors, transformed; a failure of the transform is a ModelError."""
+    """Return two rows as transformed tensors; a failing transform is a ModelError."""
     batch = batching.tensors(rows)
     if transform is None:
         return batch
@@ -389,7 +380,7 @@ def transformed_batch(rows: Rows, transform: Transform | None) -> Batch:
 def _forward(module: nn.Module, x: Tree) -> Any:
     try:
         with torch.no_grad():
-            # Clones, because the first layer may work in place.
+            # Clones: the first layer may work in place.
             return module(batching.mapped(torch.clone, x))
     except USER_ERRORS as error:
         remedy = _input_remedy(x, error)
@@ -407,7 +398,7 @@ def _run_loss(
 ) -> None:
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            # torch only warns when (n,) meets (n, 1), and then trains on n * n pairs.
+            # For (n,) and (n, 1) torch only warns, and then trains on n * n pairs.
             warnings.filterwarnings("error", "Using a target size")
             value = run()
     except USER_ERRORS as error:
@@ -439,7 +430,7 @@ def _accepted_labels(loss: Any, output: Any, labels: Tree) -> LabelCheck:
 
 
 def described(value: Any) -> str:
-    """Shapes and dtypes, for messages."""
+    """Describe shapes and dtypes, for messages."""
     if isinstance(value, tuple | dict):
         named = batching.named(value, "")
         return ", ".join(f"{name}: {described(leaf)}" for name, leaf in named)
@@ -467,7 +458,10 @@ def _label_remedy(loss: Any, output: Any, labels: Tree) -> str:
     named = function if hasattr(function, "__name__") else type(function)
     if not str(named.__module__).startswith("torch.nn."):
         return ""
-    binary = isinstance(function, _BCE_LOSSES) or function in _BCE_FUNCTIONS
+    binary = isinstance(function, nn.BCELoss | nn.BCEWithLogitsLoss) or function in (
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+    )
     if binary and not floating:
         calls = ".astype('float32')"
     if output.shape == (*labels.shape, 1):
@@ -498,7 +492,7 @@ class ShapeCheck:
     """Refuses rows whose shapes make the model fail; each new shape is tried once.
 
     Args:
-        first: Kinds of the rows of the dry run; None: there was none.
+        first: Kinds of the rows of the dry run, or None.
         transform: Applied to each batch, or None.
     """
 
@@ -515,8 +509,8 @@ class ShapeCheck:
         Args:
             module: On its device; its buffers and mode are restored.
             device: That device.
-            rows: All of one shape.
-            name: Of the part, for the message.
+            rows: Rows of one shape.
+            name: Name of the part, for the message.
         """
         kinds = batching.kinds(rows)
         if kinds in self._fit or not batching.length(rows[0]):
@@ -541,7 +535,7 @@ def _shown_kinds(kinds: Kinds) -> str:
 
 @contextlib.contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """A module in evaluation mode; modes and buffers are restored."""
+    """Evaluate a module; restore modes and buffers on exit."""
     training = {part: part.training for part in module.modules()}
     buffers = {buffer: buffer.clone() for buffer in module.buffers()}
     module.eval()
@@ -555,7 +549,7 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(former)
 
 
-# They belong to the whole process: two fits in two threads take turns.
+# The states belong to the whole process: fits in two threads take turns.
 _random_states = threading.RLock()
 
 
@@ -574,7 +568,7 @@ def preserved_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_validation() -> Iterator[None]:
-    """Mark errors that speak of X and y as errors of the validation data."""
+    """Mark errors about X and y as errors about the validation data."""
     try:
         yield
     except OptionError as error:
@@ -583,7 +577,7 @@ def of_validation() -> Iterator[None]:
 
 # ---- parts that cannot be read
 
-# What reading raises. Not Exception: other errors say nothing about the data.
+# Exceptions that reading raises. Others say nothing about the data.
 UNREADABLE = (
     *USER_ERRORS,
     OSError,
@@ -600,7 +594,7 @@ UNREADABLE = (
 
 
 def blames_data(error: BaseException) -> bool:
-    """Whether an error means bad data, rather than something else to be changed.
+    """Whether an error means bad data, and not another mistake.
 
     Example:
         >>> blames_data(ValueError("torn")), blames_data(OptionError("no Pillow"))
@@ -616,11 +610,11 @@ def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
 
     Args:
         error: One of `UNREADABLE`; gets a note unless the part is left out.
-        name: Of the part.
+        name: Name of the part.
         skips: Whether parts that cannot be read are left out.
     """
     if not skips or not blames_data(error):
-        if not getattr(error, "__notes__", None):  # a part of this part has noted it
+        if not getattr(error, "__notes__", None):  # a piece of this part may be named
             error.add_note(f"in {name}")
         return False
     logger.warning("%s is left out: %s", name, error)
@@ -630,11 +624,11 @@ def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
 def load_each(
     separate: Sequence[tuple[str, Callable[[], Rows]]], skips: bool
 ) -> Iterator[tuple[str, Rows]]:
-    """Load what a part consists of, one by one; yield names and rows.
+    """Load the pieces of a part one by one; yield names and rows.
 
     Args:
         separate: See `Source.separate`.
-        skips: Whether what cannot be read is left out, instead of raised.
+        skips: Whether pieces that cannot be read are left out.
     """
     for name, load in separate:
         try:
@@ -649,14 +643,14 @@ def load_each(
 def join_readable(
     files: Iterable[tuple[str, Rows]], check: Callable[[Rows, str], None] | None = None
 ) -> tuple[Rows | None, int]:
-    """Join the rows that pass a check and have the shapes that most of them have.
+    """Join the rows that pass a check and have the most frequent shapes.
 
     Args:
-        files: Names and rows of what can be read.
+        files: Names and rows of readable files.
         check: Raises one of `UNREADABLE` if rows cannot be used.
 
     Returns:
-        The rows, or None; and of how many files they are. The log has the others.
+        The rows, or None; and the number of their files. Others are logged.
     """
     good: list[tuple[str, Rows]] = []
     for url, rows in files:

@@ -1,6 +1,6 @@
 """Dask collections as sources: arrays, dataframes, bags, lists of Delayed and futures.
 
-Each part is the tasks that make it, lazy, persisted, or lazy on persisted results.
+A part is a graph of tasks, which may depend on results that are on the cluster.
 """
 
 import functools
@@ -24,40 +24,39 @@ from daskdl.data.tables import (
     as_numpy,
     check_array,
     check_columns,
-    check_dtype,
-    check_kind,
     check_structure,
+    check_values,
     columns_of,
     is_dask_array,
     is_frame,
 )
 from daskdl.errors import DataError
 
-Finish = Callable[..., Rows]  # of the values of a part, and its number `part`
+Finish = Callable[..., Rows]  # takes the values of a part, and its number `part`
 
 
-# ---- kinds; none of these imports a collection
+# ---- kinds, without importing a collection
 
 
 def is_future(value: Any) -> bool:
-    """Whether it is a future of a Dask client."""
+    """Whether a value is a future of a Dask client."""
     return type(value).__module__ == "distributed.client"
 
 
 def is_dask_frame(value: Any) -> bool:
-    """Whether it is a ``dask.dataframe``, or a column of one."""
+    """Whether a value is a ``dask.dataframe``, or a column of one."""
     module = sys.modules.get("dask.dataframe")
     return module is not None and isinstance(value, module.DataFrame | module.Series)
 
 
 def is_bag(value: Any) -> bool:
-    """Whether it is a ``dask.bag``."""
+    """Whether a value is a ``dask.bag``."""
     module = sys.modules.get("dask.bag")
     return module is not None and isinstance(value, module.Bag)
 
 
 def is_lazy_list(value: Any) -> bool:
-    """Whether it is a list of Delayed objects and futures."""
+    """Whether a value is a list of Delayed objects and futures."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -66,7 +65,7 @@ def is_lazy_list(value: Any) -> bool:
 
 
 def is_lazy(value: Any) -> bool:
-    """Whether it is a collection, or a tree with one: outputs of a model are lazy."""
+    """Whether a value is a collection, or a tree with one: outputs are then lazy."""
     if is_bag(value) or is_lazy_list(value):
         return True
     return any(is_dask_array(x) or is_dask_frame(x) for x in batching.leaves(value))
@@ -76,14 +75,14 @@ def is_lazy(value: Any) -> bool:
 
 
 class Tasks:
-    """The graph of a collection, and the results on a cluster that it begins with.
+    """The graph of a collection, and the results on a cluster that it depends on.
 
     Args:
         graph: Tasks by key; futures among them are results.
         done: Futures by key.
 
     Attributes:
-        done: All futures by key; results live as long as these.
+        done: All futures by key, which keep the results alive.
     """
 
     done: Mapping[Any, Any]
@@ -95,11 +94,11 @@ class Tasks:
     def part(
         self, keys: Sequence[Any], finish: Callable[[list[Any]], Rows], name: str = ""
     ) -> PartGraph:
-        """The tasks that make the values of some keys."""
+        """Return the tasks that compute the values of some keys."""
         return self.graph_of(Member(name, tuple(keys), finish))
 
     def graph_of(self, member: Member) -> PartGraph:
-        """The tasks of one part, and the results they begin with."""
+        """Return the tasks of one part, and the results that they depend on."""
         keys = member.keys
         own, _ = cull(self._graph, [key for key in keys if key in self._graph])
         done = {key: TaskRef(key) for key in own if key in self.done}
@@ -112,7 +111,7 @@ class Tasks:
         asked = {
             k for task in graph.values() for k in getattr(task, "dependencies", ())
         }
-        # Of what is persisted, `to_delayed` leaves nothing but its key.
+        # `to_delayed` leaves nothing but the keys of persisted results.
         elsewhere = sorted((asked | set(keys)) - own.keys(), key=str)
         return PartGraph(member.name, graph, (*done, *elsewhere), (member,))
 
@@ -130,7 +129,7 @@ class Tasks:
 
 
 def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
-    """The optimized tasks of a collection, and the key of each partition.
+    """Return the optimized tasks of a collection, and the key of each partition.
 
     Args:
         collection: A ``dask.array`` with one block per row of blocks, a
@@ -146,7 +145,7 @@ def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
         done = {part.key: part for part in collection if is_future(part)}
         return Tasks(tasks, done), [part.key for part in collection]
     parts = list(np.ravel(collection.to_delayed()))
-    # The optimized graph has lost the futures of what is persisted.
+    # The optimized graph lacks the futures of persisted results.
     done = _futures(collection.__dask_graph__())
     return Tasks(dict(parts[0].__dask_graph__()), done), [part.key for part in parts]
 
@@ -180,11 +179,11 @@ def _inside(task: Any) -> Iterator[Any]:
 
 
 class Collections(Source):
-    """Parts that tasks make.
+    """Parts that are computed by tasks.
 
     Args:
-        tasks: Of all parts.
-        keys: For each part, those of the values that it is made of.
+        tasks: Tasks of all parts.
+        keys: For each part, the keys of its values.
         finish: Makes rows of these values.
         lengths: Rows of each part; None: unknown.
         first: Rows like all others; None: unknown.
@@ -239,22 +238,10 @@ class Collections(Source):
 def _as_array(
     value: Any, name: str, classes: Sequence[str] | None = None, label: bool = False
 ) -> np.ndarray:
-    """An array, tensor or table that tasks have made, as numpy.
-
-    Args:
-        value: What they made.
-        name: For messages.
-        classes: Names of the labels in a table, which become numbers.
-        label: Whether it holds labels, of which some may be missing.
-    """
+    """Convert an array, tensor or table to numpy; arguments as of `columns_of`."""
     if is_frame(value):
         return columns_of(value, name, classes, label)
-    check_kind(value, name)
-    if value.ndim == 0:
-        raise DataError(
-            f"{name} must have examples along its first axis, got one value"
-        )
-    check_dtype(value, name)
+    check_values(value, name)
     return as_numpy(value)
 
 
@@ -274,7 +261,7 @@ def _same_length(rows: Rows, part: int) -> Rows:
 
 @dataclass(frozen=True)
 class _Column:
-    """Where an array of a part comes from; a leaf of a tree."""
+    """Origin of an array of a part; a leaf of a tree."""
 
     number: int  # among the values of the part
     name: str
@@ -287,7 +274,7 @@ class _Columns:
     """Makes rows of values that are one array or table each."""
 
     columns: Rows  # trees of `_Column`
-    lengths: Sequence[int] | None  # that the chunks promise
+    lengths: Sequence[int] | None  # according to the chunks
 
     def __call__(self, values: list[Any], part: int) -> Rows:
         def array(own: _Column) -> np.ndarray:
@@ -308,7 +295,7 @@ def columns(x: Tree, y: Tree) -> Collections:
     """Make a source of trees of ``dask.array`` and ``dask.dataframe``; y may be None.
 
     Raises:
-        DataError: With the argument, if one cannot be used or they do not go together.
+        DataError: With the argument, if it cannot be used or does not fit the others.
     """
     check_structure(x, y)
     named = batching.named_both((x, y))
@@ -338,7 +325,7 @@ def columns(x: Tree, y: Tree) -> Collections:
 def _checked(
     value: Any, name: str, label: bool
 ) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
-    """Names of labels, if there are any; and a row of zeros, if its shape is known."""
+    """Names of labels, or None; and a row of zeros, or None if its shape is unknown."""
     if is_dask_frame(value):
         classes = check_columns(value._meta, name, label)
         meta = columns_of(value._meta, name, classes)
@@ -358,7 +345,7 @@ def _checked(
 def _aligned(
     named: Mapping[str, Any],
 ) -> tuple[Sequence[Any], tuple[int, ...] | None]:
-    """Collections with equal partitions, and the rows of these, if known."""
+    """Collections with equal partitions, and the lengths of these, or None."""
     chunks = {
         name: tuple(map(int, value.chunks[0]))
         for name, value in named.items()
@@ -393,7 +380,7 @@ def _aligned(
 class _Pairs:
     """Makes rows of a value that is (x, y), or x alone."""
 
-    examples: bool  # of a bag, whose values are lists of examples
+    examples: bool  # whether values are lists of examples, as in a bag
 
     def __call__(self, values: list[Any], part: int) -> Rows:
         (value,) = values

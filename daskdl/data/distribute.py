@@ -105,14 +105,18 @@ class Fetcher:
     Dask moves the results, so they count and spill like any others. The task must have
     seceded, or its worker needs a second thread.
 
+    Args:
+        timeout_s: Bound for each result to arrive.
+
     Attributes:
         names: Names of the parts that were sent as tasks, by key.
     """
 
     names: dict[str, str]
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self.names = {}
+        self._timeout_s = timeout_s
         self._worker: Worker = get_worker()
         self._client: Client = get_client()
 
@@ -120,65 +124,65 @@ class Fetcher:
         """Return a result in this worker's store, or None."""
         return self._worker.data.get(key)
 
-    def rows(self, key: str, timeout_s: float, unwanted: Callable[[], bool]) -> Rows:
+    def rows(self, key: str, unwanted: Callable[[], bool]) -> Rows:
         """Fetch a part that was sent as rows, or compute one that was sent as tasks.
 
         Args:
             key: Dask key of the content.
-            timeout_s: Bound for each result to arrive.
             unwanted: Whether the part is no longer wanted, which ends the wait.
         """
-        content = self.fetch(key, timeout_s, unwanted)
+        content = self.fetch(key, unwanted)
         if not isinstance(content, Packed):
             x, y = content
             return x, y
         graph: PartGraph = content.unpack()
         self.names[key] = graph.name
-        return graph.rows(self._needs(graph, timeout_s, unwanted))
+        return graph.rows(self._needs(graph, unwanted))
 
-    def separate(
-        self, key: str, timeout_s: float, unwanted: Callable[[], bool]
-    ) -> Separate:
-        """Return the pieces of a part, as `Source.separate`; arguments of `rows`."""
-        content = self.fetch(key, timeout_s, unwanted)
+    def separate(self, key: str, unwanted: Callable[[], bool]) -> Separate:
+        """Return the pieces of a part, see `Source.separate` and `rows`."""
+        content = self.fetch(key, unwanted)
         if not isinstance(content, Packed):
             return []
         graph: PartGraph = content.unpack()
-        return graph.separate(self._needs(graph, timeout_s, unwanted))
+        return graph.separate(self._needs(graph, unwanted))
 
-    def _needs(
-        self, graph: PartGraph, timeout_s: float, unwanted: Callable[[], bool]
-    ) -> dict[Any, Any]:
+    def _needs(self, graph: PartGraph, unwanted: Callable[[], bool]) -> dict[Any, Any]:
         """Fetch the results that a part depends on; several in one request."""
         found = {key: self.here(key) for key in graph.needs}
         missing = [key for key, value in found.items() if value is None]
         if len(missing) > 1:
-            gathered = self._gathered(missing, timeout_s, unwanted)
-            found |= gathered
-            missing = [key for key in missing if key not in gathered]
+            found |= self._gathered(missing, unwanted)
+            missing = [key for key, value in found.items() if value is None]
         # One by one: the error then names the lost one.
-        return found | {k: self._need(k, timeout_s, unwanted) for k in missing}
+        return found | {key: self._need(key, unwanted) for key in missing}
 
     def _gathered(
-        self, keys: Sequence[Any], timeout_s: float, unwanted: Callable[[], bool]
+        self, keys: Sequence[Any], unwanted: Callable[[], bool]
     ) -> dict[Any, Any]:
         """Fetch many small results straight from their workers; some may be missing."""
+
+        async def gather() -> dict[Any, Any]:
+            held = await self._client.scheduler.who_has(keys=keys)
+            found, *_ = await gather_from_workers(held, rpc=self._client.rpc)
+            return dict(found)
+
         loop = self._client.loop.asyncio_loop
-        coming = asyncio.run_coroutine_threadsafe(_gather(self._client, keys), loop)
-        deadline = time.monotonic() + timeout_s
+        coming = asyncio.run_coroutine_threadsafe(gather(), loop)
+        deadline = time.monotonic() + self._timeout_s
         while not concurrent.futures.wait([coming], LOOK_S).done:
             if time.monotonic() >= deadline or unwanted():
                 coming.cancel()
                 return {}
         return {} if isinstance(coming.exception(), OSError) else coming.result()
 
-    def _need(self, key: Any, timeout_s: float, unwanted: Callable[[], bool]) -> Any:
-        """Fetch a result that a part depends on; sending the part again would not help.
+    def _need(self, key: Any, unwanted: Callable[[], bool]) -> Any:
+        """Fetch a result that a part depends on.
 
-        A loss is therefore no `LostPieceError`.
+        A loss is no `LostPieceError`: sending the part again would not help.
         """
         try:
-            return self.fetch(key, timeout_s, unwanted)
+            return self.fetch(key, unwanted)
         except LostPieceError as error:
             if unwanted():
                 raise
@@ -188,21 +192,32 @@ class Fetcher:
                 "broadcast=True"
             ) from error
 
-    def fetch(self, key: Any, timeout_s: float, unwanted: Callable[[], bool]) -> Any:
+    def fetch(self, key: Any, unwanted: Callable[[], bool]) -> Any:
         """Fetch a result from this worker's store, or another's; see `rows`."""
         held = self.here(key)
         if held is not None:
             return held
+        address = self._worker.address
         moved = self._client.submit(
             _itself,
             Future(key, self._client),
             key=new_key("moved"),
-            workers=[self._worker.address],
+            workers=[address],
         )
+        ended = threading.Event()
+        moved.add_done_callback(lambda _: ended.set())
+        deadline = time.monotonic() + self._timeout_s
         try:
-            self._wait(moved, key, timeout_s, unwanted)
+            while not ended.wait(LOOK_S):
+                if time.monotonic() >= deadline:
+                    raise WaitTimeoutError(
+                        f"{key} did not come to {address} within {self._timeout_s:g} s "
+                        f"(daskdl.timeouts.data); {self._where(key)}"
+                    )
+                if unwanted():
+                    raise LostPieceError(f"{key} is not wanted any more")
             # From the store: the client would open a connection to this very worker.
-            held = self._worker.data.get(moved.key)
+            held = self.here(moved.key)
             return moved.result() if held is None else held
         except FutureCancelledError as error:
             raise LostPieceError(
@@ -211,47 +226,24 @@ class Fetcher:
         finally:
             moved.release()
 
-    def _wait(
-        self, moved: Any, key: Any, timeout_s: float, unwanted: Callable[[], bool]
-    ) -> None:
-        ended = threading.Event()
-        moved.add_done_callback(lambda _: ended.set())
-        deadline = time.monotonic() + timeout_s
-        while not ended.wait(LOOK_S):
-            if time.monotonic() >= deadline:
-                raise WaitTimeoutError(
-                    f"{key} did not come to {self._worker.address} within "
-                    f"{timeout_s:g} s (daskdl.timeouts.data); {self._where(key)}"
-                )
-            if unwanted():
-                raise LostPieceError(f"{key} is not wanted any more")
-
     def _where(self, key: Any) -> str:
         """Ask the scheduler about a result that does not arrive."""
-        client = self._client
+
+        async def ask() -> tuple[Any, Any]:
+            scheduler: Any = self._client.scheduler
+            held = await scheduler.who_has(keys=[key])
+            return held.get(key), await scheduler.processing(workers=None)
+
         try:
-            answers = client.sync(_ask_where, client, key, callback_timeout=ASK_S)
+            holders, processing = self._client.sync(ask, callback_timeout=ASK_S)
         except (OSError, TimeoutError):
             return f"the scheduler did not say within {ASK_S:g} s where it is"
-        holders, computing = answers
         if holders:
             return f"it is held by {', '.join(holders)} and was not moved in time"
+        computing = [worker for worker, keys in processing.items() if key in keys]
         if computing:
             return f"it is being computed on {', '.join(computing)}"
         return "no worker has it; it waits for Dask to compute what it depends on"
-
-
-async def _gather(client: Client, keys: Sequence[Any]) -> dict[Any, Any]:
-    held = await client.scheduler.who_has(keys=keys)
-    found, *_ = await gather_from_workers(held, rpc=client.rpc)
-    return dict(found)
-
-
-async def _ask_where(client: Any, key: Any) -> tuple[list[str], list[str]]:
-    held = await client.scheduler.who_has(keys=[key])
-    processing = await client.scheduler.processing(workers=None)
-    computing = [worker for worker, keys in processing.items() if key in keys]
-    return list(held.get(key, ())), computing
 
 
 def _itself(rows: Any) -> Any:
@@ -426,18 +418,8 @@ def _sent(
             own = [part for part in homes if homes[part] == worker]
             try:
                 for contents in _portions(source, own):
-                    nbytes = sum(map(bytes_of, contents.values()))
-                    what = f"parts {min(contents)} to {max(contents)} of the data"
-                    # New keys: the scheduler may still be forgetting the old ones.
-                    keys = {part: f"{new_key('part')}-{part}" for part in contents}
-                    futures = scatter(
-                        client,
-                        {keys[part]: content for part, content in contents.items()},
-                        [worker],
-                        bound,
-                        f"{what} ({nbytes} bytes)",
-                    )
-                    yield {part: futures[key] for part, key in keys.items()}
+                    # No local variable: the frame of an error that is logged may stay.
+                    yield _scattered(client, contents, worker, bound)
                     own = own[len(contents) :]
             except OSError as error:
                 workers.remove(worker)
@@ -445,6 +427,18 @@ def _sent(
                     raise
                 logger.warning("no data on %s: %s", worker, error)
                 left += own
+
+
+def _scattered(
+    client: Client, contents: Mapping[int, Any], worker: str, bound: Bound
+) -> dict[int, Future]:
+    nbytes = sum(map(bytes_of, contents.values()))
+    what = f"parts {min(contents)} to {max(contents)} of the data ({nbytes} bytes)"
+    # New keys: the scheduler may still be forgetting the old ones.
+    keys = {part: f"{new_key('part')}-{part}" for part in contents}
+    data = {keys[part]: content for part, content in contents.items()}
+    futures = scatter(client, data, [worker], bound, what)
+    return {part: futures[key] for part, key in keys.items()}
 
 
 def _portions(source: Source, parts: Sequence[int]) -> Iterator[dict[int, Any]]:
@@ -644,8 +638,7 @@ class _Pass:
                 self._source, [part], self._client, self._workers, homes, self._bound
             )
             try:
-                (sent,) = sending
-                return sent[part]
+                return next(sending)[part]
             except OSError as error:
                 if isinstance(error, WaitTimeoutError):
                     raise

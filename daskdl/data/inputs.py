@@ -1,4 +1,4 @@
-"""What the user gives as data: the arguments for reading it, and the source it becomes.
+"""The user's data: arguments for reading, the `Source` for each type, its metadata.
 
 A new kind of data is a subclass of :class:`~daskdl.data.source.Source` and a line in
 :func:`source_of`.
@@ -62,13 +62,13 @@ class ReadOptions:
     Attributes:
         batch_size: Rows per batch.
         transform: Applied to each batch, or None.
-        loader: Makes (x, y) of a file, or None.
+        loader: Reads (x, y) from a file, or None.
         collate_fn: Makes a batch of a list of a dataset's items, or None.
         on_bad_batch: Treatment of parts that cannot be read.
         storage_options: fsspec options for paths and URLs, such as credentials.
 
     Raises:
-        OptionError: With the option, what was given and what is allowed.
+        OptionError: With the option, its value and the allowed values.
 
     Example:
         >>> ReadOptions(32, on_bad_batch="ignore")
@@ -104,18 +104,18 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class Compose:
-    """One transform after another; picklable."""
+    """Two transforms in sequence; picklable."""
 
     first: Transform
     then: Transform
 
     def __call__(self, batch: Batch) -> Batch:
-        """Transform a batch."""
+        """Apply both to a batch."""
         return self.then(self.first(batch))
 
 
 def compose(*transforms: Transform | None) -> Transform | None:
-    """All transforms in this order as one; None if there are none."""
+    """Combine transforms in this order; None if there are none."""
     given = [transform for transform in transforms if transform is not None]
     return functools.reduce(Compose, given) if given else None
 
@@ -134,14 +134,14 @@ def source_of(
     Args:
         X: Inputs, or inputs and labels together.
         y: Labels, or None.
-        read: How the data are read.
+        read: Arguments for reading.
         shuffle_seed: Seed of the order in which rows in memory and items are dealt to
-            parts; None: their own order.
+            parts; None keeps the order.
         labelled: Whether labels are required.
         accumulate: Batches per step; parts of data in memory are whole steps.
 
     Raises:
-        DataError: If the type of the data is not supported, or it cannot be used.
+        DataError: If the data cannot be used, or their type is not supported.
         OptionError: If an option does not apply to the type.
     """
     if isinstance(X, DataLoader):
@@ -165,7 +165,7 @@ def source_of(
     if dataset:
         collation = Collation(read.collate_fn, read.batch_size, labelled)
         if is_iterable_style(X):
-            return IterableStyle(X, collation=collation)
+            return IterableStyle(X, collation)
         return MapStyle(X, collation, shuffle_seed)
     if paths:
         return files(X, read.loader, storage_options=read.storage_options)
@@ -197,15 +197,15 @@ def _in_memory(X: Tree, y: Tree, step_rows: int, shuffle_seed: int | None) -> So
 def infer_metadata(
     source: Source, client: Client | Literal[False], *, skips: bool = False
 ) -> Source:
-    """The same source with the lengths of its parts and its first rows known.
+    """Return the source with the lengths of its parts and its first rows.
 
     Args:
-        source: Any; if too little is known, each part is loaded once.
+        source: If lengths or first rows are unknown, each part is loaded once.
         client: Synchronous, its workers load the parts; False: this process does.
-        skips: Whether a part that cannot be read counts as empty, instead of an error.
+        skips: Whether a part that cannot be read counts as empty.
 
     Raises:
-        DataError: If there are no rows at all. Errors of loading are passed on.
+        DataError: If there are no rows. Errors of loading are passed on.
     """
     if is_known(source):
         return source
@@ -229,15 +229,16 @@ def infer_metadata(
     known.left_out = sum(left_out for _, left_out in seen)
     kinds = [batching.kinds(fact.first) if fact.rows else () for fact in facts]
     ((usual, _),) = Counter(filter(None, kinds)).most_common(1)
-    if known.first is not None and source.first is None:
+    if source.first is None:
         known.first = facts[kinds.index(usual)].first
     if len({*kinds} - {()}) > 1:
-        known.unlike = kinds
+        kept = known.parts == source.parts  # otherwise parts without rows are left out
+        known.unlike = kinds if kept else [*filter(None, kinds)]
     return known
 
 
 def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:
-    """Facts of a part, None if it cannot be read; and the number of bad examples."""
+    """Facts of a part, or None if it cannot be read; number of bad examples."""
     try:
         return source.look(part), 0
     except UNREADABLE as error:
@@ -249,21 +250,19 @@ def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:
         return None if rows is None else facts_of(rows), left_out
 
 
-# Small parts are merged as long as this many parts remain, so that an epoch ends within
-# 1/64 of the data of being even, and as long as no part exceeds these rows and bytes:
-# some milliseconds of training, and little memory.
+# Small parts are merged while this many remain, so that replicas end an epoch within
+# 1/64 of the data, and while no part exceeds these rows and bytes: some milliseconds of
+# training, and little memory.
 LEAST_PARTS = 64
 MERGED_ROWS = 1024
 MERGED_BYTES = 2**20
 
 
 def merge_small_parts(source: Source) -> Source:
-    """The same rows in fewer parts: leasing and computing a part takes a millisecond.
+    """Return the same rows in fewer parts, each of which costs a millisecond to lease.
 
-    How parts are merged does not depend on the number of replicas.
-
-    Args:
-        source: With known lengths and first rows; else it is returned as it is.
+    The result does not depend on the number of replicas. A source whose lengths or
+    first rows are unknown is returned unchanged.
     """
     lengths, first = source.lengths, source.first
     if not source.given or lengths is None or first is None:

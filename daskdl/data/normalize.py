@@ -39,8 +39,6 @@ class Statistics:
     Attributes:
         count: Number of values in a group.
         mean: Shape of a row, with 1 in the axes that belong to one group.
-        rest: Rounding error of the mean; like `mean`. Without it two means near 1e8 are
-            1e-8 too far apart, and the deviation is wrong in its tenth digit.
         squares: Sum of the squared distances from the mean; like `mean`.
         low: Lowest value; like `mean`.
         high: Highest value; like `mean`.
@@ -48,7 +46,6 @@ class Statistics:
 
     count: int
     mean: np.ndarray
-    rest: np.ndarray
     squares: np.ndarray
     low: np.ndarray
     high: np.ndarray
@@ -64,16 +61,14 @@ class Statistics:
         Source:
             Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for
             sample variances (1979). No intermediate result is larger than the squares
-            themselves, unlike with sums of x and of x squared. `rest` is our addition.
+            themselves, unlike with sums of x and of x squared.
         """
         count = self.count + other.count
-        distance = (other.mean - self.mean) + (other.rest - self.rest)
-        mean, rest = _sum(self.mean, self.rest + distance * (other.count / count))
+        distance = other.mean - self.mean
         weight = self.count * other.count / count
         return Statistics(
             count,
-            mean,
-            rest,
+            self.mean + distance * (other.count / count),
             self.squares + other.squares + distance**2 * weight,
             np.minimum(self.low, other.low),
             np.maximum(self.high, other.high),
@@ -114,21 +109,12 @@ def _of_slice(values: np.ndarray, axes: tuple[int, ...]) -> Statistics:
     high = wide.max(axes, keepdims=True)
     # Distances from one of the values keep the digits that a large offset would take,
     # and are zero where all values are the same.
-    first = tuple(slice(1) if i in axes else slice(None) for i in range(wide.ndim))
-    one = wide[first].copy()
-    wide -= one
+    wide -= low
     distance = wide.mean(axes, keepdims=True)
     wide -= distance
     squares = np.square(wide, out=wide).sum(axes, keepdims=True)
     count = wide.size // max(distance.size, 1)
-    mean, rest = _sum(one[0], distance[0])
-    return Statistics(count, mean, rest, squares[0], low[0], high[0])
-
-
-def _sum(large: np.ndarray, small: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sum, and its rounding error."""
-    total = large + small
-    return total, small - (total - large)
+    return Statistics(count, (low + distance)[0], squares[0], low[0], high[0])
 
 
 # float32 holds every value of these dtypes.
@@ -184,10 +170,10 @@ class Scaling:
         if isinstance(values, np.ndarray):
             return self.inverse(_copied(values)).numpy()
         self._check(values)
-        shift, scale = (
-            _like(a, values, torch.float64) for a in (self.shift, self.scale)
+        scaled = (values.double() - self.offset) * _like(
+            self.scale, values, torch.float64
         )
-        return ((values.double() - self.offset) * scale + shift).to(values.dtype)
+        return (scaled + _like(self.shift, values, torch.float64)).to(values.dtype)
 
     @override
     def __eq__(self, other: object) -> bool:

@@ -1,6 +1,6 @@
-"""Arrays and tables in memory: what is accepted, and rows as numpy arrays.
+"""Arrays and tables in memory: which are accepted, and their rows as numpy arrays.
 
-Imports neither Dask nor pandas nor pyarrow: what is theirs exists only if somebody else
+Imports neither Dask nor pandas nor pyarrow: their objects exist only where other code
 has imported them.
 """
 
@@ -23,138 +23,112 @@ from daskdl.errors import DataError, OptionError
 
 TEXT = "text must be numbers first, as a tokenizer makes them"
 
-_NUMBERS = int | float | complex | np.generic | None
-_BYTES = bytes | bytearray
-_INPUTS = "; several inputs are a tuple, tuple({X})"
-_ARRAYS = f"make one array of it, numpy.stack({{X}}){_INPUTS}"
-_TENSORS = f"make one tensor of it, torch.stack({{X}}){_INPUTS}"
-_PADDED = (
-    "its arrays have different shapes: pad them to one, then make one array with "
-    f"numpy.stack{_INPUTS}"
-)
-_EXAMPLES = (
-    "examples by themselves are a torch Dataset or a bag, dask.bag.from_sequence({X})"
-)
-_ITERATED = (
-    "stack them, numpy.stack(list({X})), or stream them with daskdl.data.Stream or a "
-    "torch IterableDataset"
-)
-_NAMES = "number the classes, numpy.unique({X}, return_inverse=True)[1]"
-_CONVERTED = "convert it with numpy.asarray({X})"
 _ROW_EACH = "give an array with one row for each example"
+_CONVERTED = "convert it with numpy.asarray({X})"
+_INPUTS = "; several inputs are a tuple, tuple({X})"
+
+
+def _is(*kinds: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
 
 
 def _has(name: str) -> Callable[[Any], bool]:
     return lambda value: hasattr(value, name)
 
 
-def _is(kinds: Any) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kinds)
-
-
-def _is_delayed(value: Any) -> bool:
-    return type(value).__module__ in ("dask.delayed", "distributed.client")
-
-
-# The first that holds. What has `__array__` may be iterated, too.
-_KINDS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (_is_delayed, "put it into a list, [{X}]"),
+# Remedies by kind of object; the first that applies.
+_REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda x: type(x).__module__ in ("dask.delayed", "distributed.client"),
+        "put it into a list, [{X}]",
+    ),
     (_is(type), _ROW_EACH),
     (_has("to_dask_array"), "convert it with {X}.to_dask_array(lengths=True)"),
     (_has("to_numpy"), "convert it with {X}.to_numpy()"),
     (_has("toarray"), "make it dense with {X}.toarray()"),
-    (_is(_NUMBERS), _ROW_EACH),
+    (_is(int, float, complex, np.generic, type(None)), _ROW_EACH),
     (
-        _is(str | PathLike),
+        _is(str, PathLike),
         f"paths and URLs of files are given as X, without y; {TEXT}",
     ),
-    (_is(_BYTES), "read it with numpy.frombuffer({X}, dtype=...)"),
+    (_is(bytes, bytearray), "read it with numpy.frombuffer({X}, dtype=...)"),
     (
-        _is(Dataset | DataLoader),
+        _is(Dataset, DataLoader),
         "a dataset has inputs and labels together: give it as X, without y",
     ),
     (_is(Mapping), "make it a dict of arrays, dict({X})"),
     (_has("__array__"), _CONVERTED),
-    (_is(memoryview | range), _CONVERTED),
-    (_is(Iterable), _ITERATED),
+    (_is(memoryview, range), _CONVERTED),
+    (
+        _is(Iterable),
+        "stack them, numpy.stack(list({X})), or stream them with daskdl.data.Stream or "
+        "a torch IterableDataset",
+    ),
     (callable, "give what it returns"),
 )
 
 
-def of_kind(value: Any, argument: str) -> str:
-    """What makes an array of something that is none.
-
-    Example:
-        >>> of_kind([1.0, 2.0], "X")
-        'convert it with numpy.asarray(X)'
-        >>> of_kind({1, 2}, "y of part 3")
-        'stack them, numpy.stack(list(y)), or stream them with daskdl.data.Stream or \
-a torch IterableDataset'
-    """
+def _remedy_for(value: Any, argument: str) -> str:
+    """How to make an array of an object that is none."""
     if isinstance(value, list):
-        remedy = _of_list(value, argument)
+        remedy = _remedy_for_list(value, argument)
     else:
-        remedy = next((then for holds, then in _KINDS if holds(value)), _ROW_EACH)
+        remedy = next((then for holds, then in _REMEDIES if holds(value)), _ROW_EACH)
     return remedy.replace("{X}", _variable(argument))
 
 
-def _of_list(value: list[Any], argument: str) -> str:
+def _remedy_for_list(value: list[Any], argument: str) -> str:
     first = value[0] if value else None
     if isinstance(first, dict | tuple):
-        return _EXAMPLES
-    arrays = isinstance(first, Tensor) or getattr(first, "ndim", 0) > 0
-    if arrays and len({getattr(item, "shape", None) for item in value}) > 1:
-        return _PADDED
-    if arrays:
-        return _TENSORS if isinstance(first, Tensor) else _ARRAYS
+        return (
+            "examples by themselves are a torch Dataset or a bag, "
+            "dask.bag.from_sequence({X})"
+        )
+    if isinstance(first, Tensor) or getattr(first, "ndim", 0) > 0:
+        if len({getattr(item, "shape", None) for item in value}) > 1:
+            return (
+                "its arrays have different shapes: pad them to one, then make one "
+                f"array with numpy.stack{_INPUTS}"
+            )
+        if isinstance(first, Tensor):
+            return f"make one tensor of it, torch.stack({{X}}){_INPUTS}"
+        return f"make one array of it, numpy.stack({{X}}){_INPUTS}"
     try:
         made = np.asarray(value)
     except ValueError:
         return "its items have different lengths: pad them to one length"
-    return _of_strings(argument) if made.dtype.kind in "US" else _CONVERTED
+    return _remedy_for_text(argument) if made.dtype.kind in "US" else _CONVERTED
 
 
-def of_dtype(array: Any, argument: str) -> str:
-    """What makes real numbers of an array that has none.
-
-    Example:
-        >>> of_dtype(np.array(["ant", "bee"]), "y")
-        'number the classes, numpy.unique(y, return_inverse=True)[1]'
-    """
-    variable = _variable(argument)
-    call = "astype(numpy.float32)"
-    if isinstance(array, Tensor):
-        call = "to(torch.float32)"
-    elif array.dtype.kind in "UST":
-        return _of_strings(argument).replace("{X}", variable)
-    elif isinstance(array, np.ndarray) and array.dtype.kind == "O" and array.size:
+def _remedy_for_dtype(array: Any, argument: str) -> str:
+    """How to make real numbers of the values of an array."""
+    remedy = "convert it, for example with {X}.astype(numpy.float32)"
+    first = None
+    if isinstance(array, np.ndarray) and array.dtype.kind == "O" and array.size:
         first = array.flat[0]
-        if isinstance(first, str | bytes):
-            return _of_strings(argument).replace("{X}", variable)
-        if isinstance(first, np.ndarray | Tensor | list | tuple):
-            return f"pad its arrays to one shape, then numpy.stack({variable})"
-    return f"convert it, for example with {variable}.{call}"
+    if isinstance(array, Tensor):
+        remedy = "convert it, for example with {X}.to(torch.float32)"
+    elif array.dtype.kind in "UST" or isinstance(first, str | bytes):
+        remedy = _remedy_for_text(argument)
+    elif isinstance(first, np.ndarray | Tensor | list | tuple):
+        remedy = "pad its arrays to one shape, then numpy.stack({X})"
+    return remedy.replace("{X}", _variable(argument))
 
 
-def _of_strings(argument: str) -> str:
+def _remedy_for_text(argument: str) -> str:
     if not argument.startswith("y"):
         return "encode them as numbers"
-    if " of " in argument:  # of some rows only, which may not have all classes
+    if " of " in argument:  # of a part, which may not have all classes
         return "number the classes, alike in all parts"
-    return _NAMES
+    return "number the classes, numpy.unique({X}, return_inverse=True)[1]"
 
 
 def _variable(argument: str) -> str:
-    """What the user has written, without where it was found.
-
-    Example:
-        >>> _variable("X['a'] of part 3")
-        "X['a']"
-    """
+    """The name in the user's code: "X['a']" of "X['a'] of part 3"."""
     return argument.partition(" of ")[0]
 
 
-# What torch.from_numpy can take over as it is; longdouble is the one it cannot.
+# Dtypes that torch.from_numpy takes; longdouble is the exception.
 _NUMBER_KINDS = "biuf"
 _LARGEST_ITEM_BYTES = 8
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
@@ -172,19 +146,18 @@ def is_dask_array(value: Any) -> bool:
 
 
 def check_array(value: Any, argument: str) -> float:
-    """Refuse what cannot be cut into examples; return their number.
+    """Refuse anything but a non-empty array of examples; return their number.
 
     Args:
-        value: What the user gave, of any type.
+        value: Any object.
         argument: Its name in the user's call, for the message.
 
     Returns:
-        Number of examples: the length of the first axis, > 0; NaN if Dask does not
-        know it.
+        Length of the first axis, > 0; NaN if Dask does not know it.
 
     Raises:
-        DataError: If the kind, the number of dimensions, the dtype or the chunks
-            cannot be used, or if there is nothing in it.
+        DataError: If the type, the number of dimensions, the dtype or the chunks cannot
+            be used, or the array is empty.
 
     Example:
         >>> check_array(np.zeros((3, 2)), "X")
@@ -194,12 +167,7 @@ def check_array(value: Any, argument: str) -> float:
         daskdl.errors.DataError: X must be a numpy array, a torch tensor or a \
 dask.array, got a list; convert it with numpy.asarray(X)
     """
-    check_kind(value, argument)
-    if value.ndim == 0:
-        raise DataError(
-            f"{argument} must have examples along its first axis, got 0 dimensions"
-        )
-    check_dtype(value, argument)
+    check_values(value, argument)
     if is_dask_array(value):
         _check_chunks(value, argument)
     if 0 in value.shape:
@@ -210,7 +178,7 @@ dask.array, got a list; convert it with numpy.asarray(X)
 
 
 def check_structure(X: Tree, y: Tree) -> None:
-    """Refuse trees without any array.
+    """Refuse trees without arrays.
 
     Example:
         >>> check_structure({}, None)
@@ -223,7 +191,7 @@ def check_structure(X: Tree, y: Tree) -> None:
 
 
 def check_arrays(X: Tree, y: Tree) -> int:
-    """Refuse arrays in memory that are no data set; return the number of examples, > 0.
+    """Refuse unusable arrays, or lengths that differ; return the number of examples.
 
     Example:
         >>> check_arrays(np.zeros((3, 2)), np.zeros(4))
@@ -268,8 +236,8 @@ def as_numpy(value: np.ndarray | Tensor) -> np.ndarray:
 def first_rows(value: Any, count: int) -> np.ndarray:
     """Return ``count`` rows of the right shape and dtype without computing anything.
 
-    In memory these are the first rows, repeated if there are fewer. Of a
-    ``dask.array`` they are zeros: its first block may take hours to load.
+    Arrays in memory give their first rows, repeated if there are fewer. A
+    ``dask.array`` gives zeros: its first block may take hours to load.
 
     Example:
         >>> first_rows(np.array([7, 8, 9]), 2)
@@ -283,37 +251,28 @@ def first_rows(value: Any, count: int) -> np.ndarray:
     return rows[np.arange(count) % len(rows)]
 
 
-def check_kind(value: Any, argument: str) -> None:
-    """Refuse what is no array."""
+def check_values(value: Any, argument: str) -> None:
+    """Refuse anything but an array of real numbers with a first axis; it may be empty.
+
+    Raises:
+        DataError: With the argument, and a remedy.
+    """
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(
             f"{argument} is a masked array, whose mask would be ignored; "
             f"fill it with {argument}.filled(...)"
         )
-    if isinstance(value, np.ndarray | Tensor) or is_dask_array(value):
-        return
-    raise DataError(
-        f"{argument} must be a numpy array, a torch tensor or a dask.array, got "
-        f"{_shown_type(value)}; {of_kind(value, argument)}"
-    )
-
-
-def _shown_type(value: Any) -> str:
-    if value is None:
-        return "None"
-    name = _type_name(value)
-    return f"an {name}" if name[0] in "aeio" else f"a {name}"
-
-
-def _type_name(value: Any) -> str:
-    kind = type(value)
-    if kind.__module__ == "builtins":
-        return kind.__qualname__
-    return f"{kind.__module__.split('.')[0]}.{kind.__qualname__}"
-
-
-def check_dtype(value: Any, argument: str) -> None:
-    """Refuse an array whose values are no real numbers."""
+    if not (isinstance(value, np.ndarray | Tensor) or is_dask_array(value)):
+        name = "None" if value is None else _type_name(value)
+        article = "" if value is None else "an " if name[0] in "aeio" else "a "
+        raise DataError(
+            f"{argument} must be a numpy array, a torch tensor or a dask.array, got "
+            f"{article}{name}; {_remedy_for(value, argument)}"
+        )
+    if value.ndim == 0:
+        raise DataError(
+            f"{argument} must have examples along its first axis, got 0 dimensions"
+        )
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_quantized:
             raise DataError(
@@ -329,8 +288,15 @@ def check_dtype(value: Any, argument: str) -> None:
     if not usable:
         raise DataError(
             f"{argument} must hold real numbers of at most 64 bits, got dtype "
-            f"{value.dtype}; {of_dtype(value, argument)}"
+            f"{value.dtype}; {_remedy_for_dtype(value, argument)}"
         )
+
+
+def _type_name(value: Any) -> str:
+    kind = type(value)
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__.split('.')[0]}.{kind.__qualname__}"
 
 
 def _check_chunks(value: Any, argument: str) -> None:
@@ -347,10 +313,10 @@ def _check_chunks(value: Any, argument: str) -> None:
         )
 
 
-# Fine enough to be shared among some replicas, coarse enough that a part is worth a
-# message. Not by the number of replicas: the order of rows shall not depend on it.
+# Enough for several replicas, few enough that a part is worth a message. Independent of
+# the number of replicas, on which the order of rows must not depend.
 PARTS = 64
-PART_BYTES = 32 * 2**20  # at most about so many, so that none takes long on its way
+PART_BYTES = 32 * 2**20  # about the most, so that no part takes long to send
 
 
 class InMemory(Source):
@@ -360,8 +326,8 @@ class InMemory(Source):
         x: Tree of numpy arrays and torch tensors of equal length.
         y: The same, or None.
         batch_size: A part is a whole number of batches, >= 1.
-        shuffle_seed: Rows are dealt out in an order of this seed, so that data sorted
-            by label do no harm; None keeps the order.
+        shuffle_seed: Seed of the order in which rows are dealt to parts, so that data
+            sorted by label do no harm; None keeps the order.
     """
 
     lengths: Sequence[int]
@@ -392,7 +358,7 @@ class InMemory(Source):
         self.lengths = [stop - start for start, stop in self._bounds]
 
     def in_parts(self, parts: int) -> "InMemory":
-        """The same rows in about so many parts, in more if these would be too large.
+        """Return the same rows in at most `parts` parts, or more if too large.
 
         Example:
             >>> InMemory(np.zeros((10, 1)), None, batch_size=2).in_parts(2).lengths
@@ -404,7 +370,7 @@ class InMemory(Source):
 
     @property
     def whole(self) -> Rows:
-        """All rows in the order they were given."""
+        """All rows in their original order."""
         return self._rows
 
     @override
@@ -415,7 +381,7 @@ class InMemory(Source):
             return batching.of_both(lambda tree: batching.rows(tree, order), self._rows)
 
         def cut_out(tree: Tree) -> Tree:
-            # Contiguous, because Dask would otherwise pickle them.
+            # Contiguous: Dask would pickle other arrays.
             return batching.mapped(lambda leaf: np.ascontiguousarray(leaf[rows]), tree)
 
         return batching.of_both(cut_out, self._rows)
@@ -426,9 +392,9 @@ class InMemory(Source):
 
 
 def cut(examples: int, batch_size: int, parts: int) -> list[tuple[int, int]]:
-    """Bounds of at most ``parts`` parts, each a whole number of batches.
+    """Bounds of at most ``parts`` parts, each a whole number of batches; none is empty.
 
-    Only the last may end with a smaller batch; none is empty.
+    Only the last part may end with a smaller batch.
 
     Example:
         >>> cut(10, batch_size=2, parts=2)
@@ -442,7 +408,7 @@ def cut(examples: int, batch_size: int, parts: int) -> list[tuple[int, int]]:
 
 # ---- columns of pandas and pyarrow
 
-SHOWN_NAMES = 5  # categories, or columns, in a message
+SHOWN_NAMES = 5  # most categories or columns in a message
 _UNKNOWN = "__UNKNOWN_CATEGORIES__"  # Dask's name for categories to be computed
 _ARROW = ("Table", "RecordBatch", "ChunkedArray", "Array")
 
@@ -462,7 +428,7 @@ def few(names: Any) -> str:
 
 
 def is_frame(value: Any) -> bool:
-    """Whether it is a pandas dataframe or series, or a table or array of pyarrow.
+    """Whether a value is a pandas dataframe or series, or a pyarrow table or array.
 
     Example:
         >>> is_frame([1, 2])
@@ -484,7 +450,7 @@ def check_columns(
     Args:
         frame: See `is_frame`; also the empty ``_meta`` of a ``dask.dataframe``.
         argument: Its name in the user's call.
-        label: Whether it holds labels: a single column may then be categorical.
+        label: Whether the frame holds labels: a single column may be categorical.
 
     Returns:
         The categories of such labels, which become 0, 1, ...; else None.
@@ -537,7 +503,7 @@ def _plain(dtype: Any) -> Any:
 
 
 def _refusal(dtype: Any, words: str, code: str, label: bool) -> str | None:
-    """Why a column cannot be used, and the remedy; None if it can."""
+    """Reason why a column cannot be used, and the remedy; None if it can be used."""
     from pandas.api import types
 
     if _are_numbers(dtype):
@@ -582,7 +548,7 @@ def columns_of(
     classes: Sequence[str] | None = None,
     label: bool = False,
 ) -> np.ndarray:
-    """Convert a frame to an array, which has one axis if it is a single column.
+    """Convert a frame to an array, with one axis if the frame is a single column.
 
     Columns of several dtypes are promoted as in numpy: integers with floats become
     floats, and so do booleans.
@@ -590,11 +556,11 @@ def columns_of(
     Args:
         frame: See `is_frame`.
         argument: Its name in the user's call.
-        classes: What `check_columns` returned: categories become their numbers.
-        label: Whether it holds labels: missing ones become NaN, and are not refused.
+        classes: Result of `check_columns`: categories become their numbers.
+        label: Whether the frame holds labels: missing ones become NaN.
 
     Returns:
-        Numbers of shape (rows, columns) or (rows,), to be read only.
+        Numbers of shape (rows, columns) or (rows,), read only.
 
     Raises:
         DataError: With a column that has missing values or cannot be used, or if the
@@ -633,10 +599,10 @@ def columns_of(
 def _numbers(column: Any) -> np.ndarray:
     """The numbers of a column; floats with NaN if some are missing."""
     gaps = column.isna().to_numpy()
-    if _is_categorical(column.dtype) and not _are_numbers(column.dtype):
-        codes = column.cat.codes.to_numpy()
-        return np.where(gaps, np.nan, codes) if gaps.any() else codes
     if _is_categorical(column.dtype):
+        if not _are_numbers(column.dtype):
+            codes = column.cat.codes.to_numpy()
+            return np.where(gaps, np.nan, codes) if gaps.any() else codes
         kind = "float64" if gaps.any() else column.dtype.categories.dtype
         column = column.astype(kind)
     dtype = np.dtype(_plain(column.dtype))
@@ -647,7 +613,7 @@ def _numbers(column: Any) -> np.ndarray:
 
 
 def _as_pandas(frame: Any) -> Any:
-    """Tables of pyarrow as pandas would keep them in pyarrow; pandas as it is."""
+    """Tables of pyarrow as pandas' frames with pyarrow's dtypes; others unchanged."""
     if not type(frame).__module__.startswith("pyarrow"):
         return frame
     try:
@@ -659,9 +625,9 @@ def _as_pandas(frame: Any) -> Any:
         ) from error
 
     def kept(dtype: Any) -> Any:
-        # None makes it categorical.
-        dictionary = pyarrow.types.is_dictionary(dtype)
-        return None if dictionary else pandas.ArrowDtype(dtype)
+        if pyarrow.types.is_dictionary(dtype):
+            return None  # becomes categorical
+        return pandas.ArrowDtype(dtype)
 
     whole = isinstance(frame, pyarrow.Table | pyarrow.RecordBatch)
     options = {"ignore_metadata": True} if whole else {}

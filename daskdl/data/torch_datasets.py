@@ -1,8 +1,8 @@
 """Datasets of torch, and streams, as sources.
 
-Of a map-style dataset a part is a range of items; of an iterable one, what one worker
-of a ``DataLoader`` would see. Items that random transforms change are drawn anew in
-each epoch from the process's random states: such a run is not repeatable from its seed.
+A part of a map-style dataset is a range of items; of an iterable one, the items that
+one worker of a ``DataLoader`` would see. Random transforms of items use the process's
+random states, so the seed of a run does not repeat them.
 """
 
 import contextlib
@@ -37,18 +37,17 @@ PAIR = "for several inputs ((x1, x2), y), or use a collate_fn that returns (x, y
 
 @dataclass(frozen=True)
 class Collation:
-    """How items become rows.
+    """Makes rows of items.
 
-    The rule for the user's own function: it gets `batch_size` items at a time (the
-    last time what is left), and what it returns has one row for each of them. It may
-    pad to the longest item, so rows of two calls go into one batch only if all their
-    axes but the first are equal.
+    The user's function gets `batch_size` items at a time, the last time the rest, and
+    returns one row for each. It may pad to the longest item: rows of two calls go into
+    one batch only if all their axes but the first are equal.
 
     Attributes:
-        function: The user's ``collate_fn``; None: torch's default one.
-        batch_size: How many items the user's function gets; torch's gets any number.
-        labelled: Whether items must be pairs (x, y). If not, a pair still is one,
-            and anything else is x alone.
+        function: The user's ``collate_fn``; None: torch's default.
+        batch_size: Number of items that the user's function gets.
+        labelled: Whether items must be pairs (x, y). If not, items that are no pairs
+            are x alone.
 
     Example:
         >>> Collation().rows([([1.0, 2.0], 0), ([3.0, 4.0], 1)])
@@ -60,15 +59,21 @@ class Collation:
     labelled: bool = True
 
     def rows(self, items: list[Any]) -> Rows:
-        """Put items together, at least one."""
+        """Collate items, at least one."""
         if self.function is None:
             return self.pair(_collated(items))
         rows = self.pair(self.function(items))
-        _check_rows(rows, len(items))
+        for name, leaf in batching.named_both(rows, ("x", "y")).items():
+            if len(leaf) != len(items):
+                raise DataError(
+                    f"collate_fn must return one row for each item, got {len(leaf)} "
+                    f"rows of {name} for {len(items)} items; leave bad items out in "
+                    "the dataset, and keep the items along the first axis"
+                )
         return rows
 
     def pair(self, batch: Any) -> Rows:
-        """Split what a collation has made into x and y, as trees of numpy arrays."""
+        """Split collated items into x and y, as trees of numpy arrays."""
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return _tree(batch[0], "x"), _tree(batch[1], "y")
         if self.labelled:
@@ -93,10 +98,10 @@ def _collated(items: list[Any]) -> Any:
 
 
 def _stacked(batch: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
-    """As torch's, but never into shared memory.
+    """Stack like torch, but never in shared memory.
 
-    Torch takes that where ``get_worker_info()`` is not None, as it may be here while
-    another thread goes through an iterable dataset.
+    Torch uses shared memory where ``get_worker_info()`` is not None, as it may be here
+    while another thread iterates over a dataset.
     """
     return torch.stack(list(batch))
 
@@ -105,14 +110,14 @@ def _tree(value: Any, name: str) -> Tree:
     if isinstance(value, Tensor | np.ndarray):
         check_array(value, name)
         return as_numpy(value)
-    children = dict(_children(value))
-    if not children:
+    if not isinstance(value, Mapping | tuple | list) or not value:
         raise DataError(
             f"{name} of a dataset's items must be made of tensors, arrays and numbers "
             f"in tuples and dicts, got {_outline(value)}; convert it in the dataset, "
             "or use a collate_fn"
         )
-    inner = {key: _tree(child, f"{name}[{key!r}]") for key, child in children.items()}
+    children = value.items() if isinstance(value, Mapping) else enumerate(value)
+    inner = {key: _tree(child, f"{name}[{key!r}]") for key, child in children}
     if isinstance(value, Mapping):
         return inner
     if hasattr(value, "_fields"):
@@ -120,16 +125,8 @@ def _tree(value: Any, name: str) -> Tree:
     return tuple(inner.values())
 
 
-def _children(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Of a dict, a tuple or a list; of anything else none."""
-    if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, tuple | list):
-        yield from enumerate(value)
-
-
 def _outline(value: Any) -> str:
-    """What the user gave, without what is in it."""
+    """The type of a value and its size, for messages."""
     if isinstance(value, Mapping):
         return f"a dict with the keys {list(value)}"
     if isinstance(value, tuple | list):
@@ -137,57 +134,44 @@ def _outline(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def _check_rows(rows: Rows, items: int) -> None:
-    for tree, argument in zip(rows, ("x", "y"), strict=True):
-        if tree is None:
-            continue
-        for name, leaf in batching.named(tree, argument):
-            if len(leaf) != items:
-                raise DataError(
-                    f"collate_fn must return one row for each item, got {len(leaf)} "
-                    f"rows of {name} for {items} items; leave bad items out in the "
-                    "dataset, and keep the items along the first axis"
-                )
-
-
 _one_at_a_time = threading.Lock()
 _END = object()
 
 
-class _Noticing:
-    """A worker's info that notes whether anything about the worker is read from it.
+class _ObservedInfo:
+    """A worker's info that records whether the dataset reads which worker it is on.
 
     Args:
-        told: The info; torch's own, which cannot be derived from in all its versions.
-        noted: Called when something is read.
+        info: Torch's own, from which not all versions of torch allow to derive.
+        workers: Its `asked` is set.
     """
 
-    def __init__(self, told: worker.WorkerInfo, noted: Callable[[], None]) -> None:
-        self._told = told
-        self._noted = noted
+    def __init__(self, info: worker.WorkerInfo, workers: "LoaderWorkers") -> None:
+        self._info = info
+        self._workers = workers
 
     def __getattr__(self, name: str) -> Any:
         if name in ("id", "num_workers", "seed"):
-            self._noted()
-        return getattr(self._told, name)
+            self._workers.asked = True
+        return getattr(self._info, name)
 
 
 class LoaderWorkers:
-    """What each worker of a ``DataLoader`` would see of a dataset.
+    """The items of a dataset that each worker of a ``DataLoader`` would see.
 
-    Each pass goes through a shallow copy, so that attributes a dataset sets while it
-    is gone through are its own.
+    Each pass iterates over a shallow copy, which keeps attributes that the dataset sets
+    meanwhile.
 
     Args:
-        dataset: To be gone through; not changed.
+        dataset: Not changed.
 
     Attributes:
-        asked: Whether the dataset has read in any pass, in this process, which worker
-            it is on. One that never does gives all its items to each.
+        asked: Whether the dataset has read, in this process, which worker it is on. A
+            dataset that never does gives all its items to each worker.
     """
 
     asked: bool
-    _passes: Counter[int]  # that have begun in this process, by part
+    _passes: Counter[int]  # started in this process, by part
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset = dataset
@@ -195,31 +179,28 @@ class LoaderWorkers:
         self._passes = Counter()
 
     def __call__(self, part: int, parts: int) -> Iterator[Any]:
-        """Yield the items of a part; every pass has another ``seed``."""
+        """Yield the items of a part; every pass has its own ``seed``."""
         dataset = copy.copy(self._dataset)
         seed = self._passes[part] * parts + part
         self._passes[part] += 1
         info = worker.WorkerInfo(id=part, num_workers=parts, seed=seed, dataset=dataset)
-        told = _Noticing(info, self._note)
-        with worker_info(told):
+        observed = _ObservedInfo(info, self)
+        with worker_info(observed):
             items = iter(dataset)
         while True:
-            with worker_info(told):
+            with worker_info(observed):
                 item = next(items, _END)
             if item is _END:
                 return
             yield item
 
-    def _note(self) -> None:
-        self.asked = True
-
 
 @contextlib.contextmanager
-def worker_info(told: Any) -> Iterator[None]:
-    """Answer ``get_worker_info()`` in this process, for a moment."""
+def worker_info(info: Any) -> Iterator[None]:
+    """Set the result of ``get_worker_info()`` in this process."""
     with _one_at_a_time:
         former = worker._worker_info
-        worker._worker_info = told
+        worker._worker_info = info
         try:
             yield
         finally:
@@ -228,18 +209,18 @@ def worker_info(told: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Stream:
-    """Items in parts, each made by a function of yours where it is trained on.
+    """Items in parts, each made by a function where it is trained on.
 
-    Unlike a ``torch.utils.data.IterableDataset``, parts of one process are gone
-    through at the same time.
+    Unlike a ``torch.utils.data.IterableDataset``, one process may iterate over several
+    parts at the same time.
 
     Attributes:
-        function: ``function(part, parts)`` gives an iterable of the items (x, y) of
-            part 0, 1, ..., a new one each time; cloudpickle takes it to the workers.
-        parts: How many there are; None: as many as there are replicas.
+        function: ``function(part, parts)`` returns a new iterable of the items (x, y)
+            of part 0, 1, ... at each call; pickled to the workers.
+        parts: Number of parts; None: one for each replica.
 
     Raises:
-        OptionError: If one of them cannot be used.
+        OptionError: If an argument cannot be used.
 
     Example:
         >>> def squares(part, parts):
@@ -262,20 +243,16 @@ class Stream:
 
 
 class IterableStyle(Source):
-    """Parts of a dataset, gone through in order.
+    """Parts of a stream, read in order.
 
     Args:
-        dataset: Of pairs (x, y), or of x alone if `collation` allows it. One of
-            torch's must look at ``torch.utils.data.get_worker_info()``, as for a
-            ``DataLoader``: a part is what one of its workers would give.
-        parts: How many, if `dataset` does not say it.
-        collation: How items become rows.
+        dataset: Its items are pairs (x, y), or x alone if `collation` allows. One of
+            torch's must read ``torch.utils.data.get_worker_info()``, as for a
+            ``DataLoader``: a part has the items of one worker.
+        collation: Makes rows of items.
 
     Attributes:
-        fixed: Whether the user has said how many parts there are.
-
-    Raises:
-        OptionError: If `parts` is not a whole number of at least 1.
+        fixed: Whether the user has chosen the number of parts.
     """
 
     fixed: bool
@@ -286,23 +263,20 @@ class IterableStyle(Source):
     def __init__(
         self,
         dataset: IterableDataset[Any] | Stream,
-        parts: int = 1,
         collation: Collation = Collation(),
     ) -> None:
         self._function: Callable[[int, int], Iterable[Any]]
+        self.parts, self.fixed = 1, False
         if isinstance(dataset, Stream):
             self._function = dataset.function
-            parts = dataset.parts or parts
+            self.parts, self.fixed = dataset.parts or 1, dataset.parts is not None
         else:
             self._function = LoaderWorkers(dataset)
-        check_whole("parts", parts, 1)
-        self.fixed = isinstance(dataset, Stream) and dataset.parts is not None
-        self.parts = parts
         self._collation = collation
 
     @functools.cached_property
     def first(self) -> Rows:  # type: ignore[override]
-        """Rows from the beginning of the first part that has any."""
+        """First rows of the first part that has any."""
         there = self._beginnings(1)
         if not there:
             raise DataError(
@@ -311,11 +285,11 @@ class IterableStyle(Source):
         return there[0]
 
     def warn_if_alike(self) -> None:
-        """Look whether each part has all items, as far as can be seen.
+        """Warn if every part seems to have all items.
 
         Warns:
             UserWarning: If two parts begin with the same items, or if a dataset of
-                torch gives items without asking which worker it is on.
+                torch does not read which worker it is on.
         """
         there = self._beginnings(2)
         if len(there) < 2:
@@ -323,7 +297,9 @@ class IterableStyle(Source):
         careless = (
             isinstance(self._function, LoaderWorkers) and not self._function.asked
         )
-        if not careless and not _equal(*there):
+        pairs = zip(*(batching.leaves(x) for x, _ in there), strict=False)
+        same = all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+        if not careless and not same:
             return
         seen = (
             "does not ask torch.utils.data.get_worker_info() which part it is"
@@ -340,12 +316,16 @@ class IterableStyle(Source):
         )
 
     def _beginnings(self, most: int) -> list[Rows]:
-        """Of the first parts that have any items; so many parts."""
-        begun = (self._begin(part) for part in range(self.parts))
-        return list(itertools.islice(filter(None, begun), most))
+        """First rows of each of the first parts that have any."""
+        begun = (
+            list(itertools.islice(self._function(part, self.parts), SHOWN_ROWS))
+            for part in range(self.parts)
+        )
+        few = itertools.islice(filter(None, begun), most)
+        return [self._collation.rows(items) for items in few]
 
     def in_parts(self, parts: int) -> Self:
-        """The same dataset in so many parts."""
+        """Return the same dataset in `parts` parts."""
         other = copy.copy(self)
         other.parts = parts
         other.__dict__.pop("first", None)
@@ -367,17 +347,12 @@ class IterableStyle(Source):
     def name(self, part: int) -> str:
         return f"part {part} of {self.parts}"
 
-    def _begin(self, part: int) -> Rows | None:
-        items = itertools.islice(self._function(part, self.parts), SHOWN_ROWS)
-        some = list(items)
-        return self._collation.rows(some) if some else None
-
 
 def split_stream(source: Source, parts: int) -> Source:
-    """A source in so many parts, if it is in parts and the user did not say how many.
+    """Return a stream in `parts` parts, unless the user has chosen; others unchanged.
 
     Warns:
-        UserWarning: If it seems that each part has all items.
+        UserWarning: If every part seems to have all items.
     """
     if not isinstance(source, IterableStyle):
         return source
@@ -387,7 +362,7 @@ def split_stream(source: Source, parts: int) -> Source:
 
 
 def is_iterable_style(value: Any) -> bool:
-    """Whether it is a dataset that is gone through from the beginning.
+    """Whether a value is a dataset that can only be read from its beginning.
 
     Example:
         >>> is_iterable_style([1, 2]), is_iterable_style(Stream(lambda k, n: [], 2))
@@ -396,35 +371,30 @@ def is_iterable_style(value: Any) -> bool:
     return isinstance(value, IterableDataset | Stream)
 
 
-def _equal(one: Rows, other: Rows) -> bool:
-    pairs = zip(batching.leaves(one[0]), batching.leaves(other[0]), strict=False)
-    return all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
-
-
-PARTS = 64  # wanted: an epoch ends within 1/64 of the data of being even
+PARTS = 64  # desired: replicas then end an epoch within 1/64 of the data
 LEAST_ITEMS = 64  # fewer are not worth a request to the scheduler
-# A part should load in well under a second: an item takes 10 to 100 us, or 10 ms if it
-# is an image to be decoded, whose 600 kB make parts of 50.
+# A part should load in well under a second. An item takes 10 to 100 us; an image to be
+# decoded takes 10 ms, and its 600 kB make parts of 50.
 MOST_ITEMS = 4096
 MOST_BYTES = 32 * 2**20
 
 
 class MapStyle(Source):
-    """A dataset with ``__getitem__`` and ``__len__``, as ``torch.utils.data`` has them.
+    """A dataset with ``__getitem__`` and ``__len__``, as in ``torch.utils.data``.
 
-    Its items are asked for by one thread at a time in each process: a dataset made
-    for the processes of a ``DataLoader`` never had to stand more.
+    One thread of a process at a time reads items: a dataset made for the processes of a
+    ``DataLoader`` need not be thread-safe.
 
     Args:
-        dataset: Of pairs (x, y); of x alone if `collation` allows it.
-        collation: How items become rows. With a function of the user's own, a part
-            is the items of one call.
-        shuffle_seed: Draws which items are in a part, once for all epochs; None: in
-            order, for a dataset whose neighbours are not alike or cheaper together.
+        dataset: Its items are pairs (x, y), or x alone if `collation` allows.
+        collation: Makes rows of items. With the user's own function, a part has the
+            items of one call.
+        shuffle_seed: Seed of the order in which items are dealt to parts, once for all
+            epochs; None keeps the order.
 
     Raises:
-        DataError: If the dataset is empty or has no length, or if its first items
-            cannot be used. What the dataset raises comes out as it is.
+        DataError: If the dataset is empty or has no length, or its first items cannot
+            be used. Errors of the dataset are passed on.
     """
 
     lengths: list[int]
@@ -440,7 +410,15 @@ class MapStyle(Source):
         self._collation = collation
         self._seed = shuffle_seed
         self._lock = SerializableLock()
-        self._items = length_of(dataset)
+        kind = type(dataset).__name__
+        if not hasattr(dataset, "__len__"):
+            raise DataError(
+                f"a map-style dataset must have __len__, {kind} has none; make it a "
+                "torch.utils.data.IterableDataset if it has no length"
+            )
+        self._items = len(dataset)
+        if self._items < 1:
+            raise DataError(f"the dataset is empty: len({kind}) is 0")
         self.first = self._rows(range(min(SHOWN_ROWS, self._items)))
         self._size = self._part_size(self.first)
         self.parts = -(-self._items // self._size)
@@ -461,13 +439,8 @@ class MapStyle(Source):
     def _part_size(self, first: Rows) -> int:
         if self._collation.function is not None:
             return self._collation.batch_size
-        row_bytes: int = sum(
-            leaf.nbytes // len(leaf)
-            for tree in first
-            if tree is not None
-            for leaf in batching.leaves(tree)
-        )
-        most = min(MOST_ITEMS, max(1, MOST_BYTES // max(row_bytes, 1)))
+        row_bytes = max(batching.nbytes(first) // batching.length(first[0]), 1)
+        most = min(MOST_ITEMS, max(1, MOST_BYTES // row_bytes))
         return min(max(-(-self._items // PARTS), LEAST_ITEMS), most)
 
     def _indices(self, part: int) -> Sequence[int]:
@@ -487,12 +460,15 @@ class MapStyle(Source):
             if tensors is not None:
                 return self._collation.pair(tensors)
         with self._lock:
-            items = _items_of(self._dataset, indices)
+            if getattr(self._dataset, "__getitems__", None):  # as a `DataLoader` does
+                items = list(self._dataset.__getitems__(list(indices)))
+            else:
+                items = [self._dataset[index] for index in indices]
         return self._collation.rows(items)
 
 
 def is_map_style(value: Any) -> bool:
-    """Whether it is a dataset with indices: torch's, or one with ``__getitems__``.
+    """Whether a value is a dataset with indices: torch's, or with ``__getitems__``.
 
     Example:
         >>> is_map_style([1, 2]), is_map_style(TensorDataset(Tensor([1.0])))
@@ -503,28 +479,8 @@ def is_map_style(value: Any) -> bool:
     return isinstance(value, Dataset) or hasattr(value, "__getitems__")
 
 
-def length_of(dataset: Any) -> int:
-    """How many items there are."""
-    if not hasattr(dataset, "__len__"):
-        raise DataError(
-            f"a map-style dataset must have __len__, {type(dataset).__name__} has "
-            "none; make it a torch.utils.data.IterableDataset if it has no length"
-        )
-    items: int = len(dataset)
-    if items < 1:
-        raise DataError(f"the dataset is empty: len({type(dataset).__name__}) is 0")
-    return items
-
-
-def _items_of(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """As a ``DataLoader`` asks for them."""
-    if getattr(dataset, "__getitems__", None):
-        return list(dataset.__getitems__(list(indices)))
-    return [dataset[index] for index in indices]
-
-
 def _tensors_of(dataset: Any, indices: Sequence[int]) -> tuple[Tensor, ...] | None:
-    """What items make together if they are rows of tensors in memory; else None."""
+    """The items as slices of a `TensorDataset`; None for other datasets."""
     while type(dataset) is Subset:
         indices = [dataset.indices[index] for index in indices]
         dataset = dataset.dataset

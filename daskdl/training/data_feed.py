@@ -283,7 +283,7 @@ class WorkerStore(Store):
         super().__init__(channel, timeouts, threads)
         self._remote = channel
         self._sources = sources
-        self._fetcher = Fetcher()
+        self._fetcher = Fetcher(timeouts.data)
         self._keys: dict[Which, str] = {}  # last requested key of each part
 
     @override
@@ -307,8 +307,7 @@ class WorkerStore(Store):
         if not key:
             return lambda: self._sources[phase].shared().load(part)
         self._keys[phase, part] = key
-        timeout_s = self._timeouts.data
-        return lambda: self._fetcher.rows(key, timeout_s, unwanted.is_set)
+        return lambda: self._fetcher.rows(key, unwanted.is_set)
 
     @override
     def _name(self, phase: str, part: int) -> str:
@@ -321,8 +320,7 @@ class WorkerStore(Store):
     ) -> Sequence[tuple[str, Callable[[], Rows]]]:
         if not key:
             return super()._separate(phase, part, key)
-        timeout_s = self._timeouts.data
-        return self._fetcher.separate(key, timeout_s, lambda: self._channel.closing)
+        return self._fetcher.separate(key, lambda: self._channel.closing)
 
     @override
     def _key_now(self, phase: str, part: int, key: str) -> str:

@@ -34,7 +34,7 @@ def fetch(client):
         def task():
             secede()
             held = get_worker().data.get(key)
-            rows = Fetcher().rows(key, timeout_s, unwanted)
+            rows = Fetcher(timeout_s).rows(key, unwanted)
             return rows, isinstance(held, tuple) and rows[0] is held[0]
 
         futures.append(client.submit(task, workers=[worker], pure=False))

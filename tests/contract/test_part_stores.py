@@ -64,7 +64,7 @@ class Fetching:
     def here(self, key):
         return self._held.get(key)
 
-    def rows(self, key, timeout_s, unwanted):
+    def rows(self, key, unwanted):
         return self._rows(key, unwanted)
 
 
@@ -75,7 +75,7 @@ def worker_store(monkeypatch):
 
     def make(rows, channel, *, held=(), sources=None, timeouts=TIMEOUTS):
         monkeypatch.setattr(
-            "daskdl.training.data_feed.Fetcher", lambda: Fetching(rows, held)
+            "daskdl.training.data_feed.Fetcher", lambda timeout_s: Fetching(rows, held)
         )
         made.append(WorkerStore(sources or {}, channel, timeouts, 1))
         return made[-1]

@@ -5,7 +5,6 @@ import re
 import threading
 
 import dask.array as da
-import dask.bag as db
 import numpy as np
 import pytest
 import torch
@@ -13,7 +12,7 @@ from dask import delayed
 from distributed import Client
 from torch import nn
 
-from daskdl import Callback, DataError, EarlyStopping, Evaluate, ModelError, OptionError
+from daskdl import Callback, DataError, EarlyStopping, ModelError, OptionError
 from daskdl import data as daskdl_data
 from tests.support.kinds import (
     NAMES,
@@ -28,7 +27,6 @@ from tests.support.kinds import (
     frame,
     load,
     save_npz,
-    save_table,
     tables,
 )
 from tests.support.problems import mlp, plain, trainer
@@ -60,17 +58,9 @@ def lazy_positive():
 # What the client sees by itself, before it asks a worker for anything.
 DATA = {
     "partitions": (uneven_tables, "must be partitioned alike, got 3 of X, 2 of y part"),
-    "unlike": (
-        lambda: Given(lazy_positive(), da.from_array(Y, chunks=45)),
-        "lengths are not known must be partitioned alike, got 3 of X, 2 of y part",
-    ),
     "y and Dataset": (
         lambda: Given(Items(), Y),
         "y must not be given with a Items, which brings its labels",
-    ),
-    "bag and y": (
-        lambda: Given(db.from_sequence([1, 2]), Y),
-        "y must not be given with a Bag, which brings its labels",
     ),
     "Delayed": (lambda: Given(delayed(load)("x")), r"put it into a list, \[X\]"),
     "too large": (
@@ -126,16 +116,8 @@ def locked_loss():
 
 
 PARTS = {
-    "not seen yet": (
-        {"model": nn.LazyLinear(4)},
-        "the shape of model.weight is not known yet; run the model on one batch",
-    ),
     "locked": ({"model": Locked()}, r"model\.lock \(a _thread\.lock\) cannot"),
     "locked loss": ({"loss": locked_loss()}, r"loss\.lock \(a _thread\.lock\) cannot"),
-    "optimizer of nothing": (
-        {"optimizer": lambda params: None},
-        "optimizer must return a torch.optim.Optimizer, got None",
-    ),
     "locked callback": (
         {"callbacks": [LockedCallback()]},
         r"trainer\.callbacks\[0\]\.lock \(a _thread\.lock\) cannot be pickled",
@@ -151,11 +133,6 @@ def test_so_are_models_losses_optimizers_and_callbacks(untouched, options, messa
 
 OPTIONS = {
     "loader": ({}, {"loader": load}, "loader is for paths and URLs, got other data"),
-    "collate": (
-        {},
-        {"collate_fn": print},
-        "collate_fn is for a torch Dataset, got oth",
-    ),
     "stopping": (
         {"callbacks": [EarlyStopping(patience=1)]},
         {},
@@ -166,11 +143,6 @@ OPTIONS = {
         | {"model": lambda: nn.Linear(4, 1), "loss": nn.MSELoss()},
         {"validation": (X, X[:, :1])},
         "monitor='val_accuracy' needs labels that are class indices",
-    ),
-    "evaluation": (
-        {"callbacks": [Evaluate(every=2)]},
-        {},
-        r"Evaluate\(every=2\) needs validation data",
     ),
 }
 
@@ -244,11 +216,6 @@ def npz(where, loader):
     return Given(files(where, ".npz", save_npz), options={"loader": loader})
 
 
-def npy(where):
-    loader = daskdl_data.Npy(label_column=9)
-    return Given(files(where, ".npy", save_table), options={"loader": loader})
-
-
 def missing_value(where):
     import dask.dataframe as dd
 
@@ -266,18 +233,9 @@ def with_label(row, value):
 # What only those see who read the data.
 ON_READING = {
     "damaged": (damaged_npz, r"cannot read \S*/1\.npz: "),
-    "column": (npy, r"\.npy must be a table with the column 9 .*, got the shape"),
     "names": (
         lambda w: npz(w, daskdl_data.Npz(y="target")),
         r"\S*\.npz must have an array named 'target', but has \['x', 'y'\]",
-    ),
-    "shapes": (
-        lambda w: Given(db.from_sequence([(X[0], 0), (X[0][:2], 1)], npartitions=1)),
-        "examples of part 0 must all have one shape for X",
-    ),
-    "lengths": (
-        lambda w: Given([delayed(lambda: (X, Y[1:]), pure=False)()]),
-        "part 0 has rows that do not go together: 90 of X, 89 of y",
     ),
     "missing": (missing_value, "column 'b' of X of part 1 has 1 missing values; fill"),
     "label": (

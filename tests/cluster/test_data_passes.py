@@ -1,12 +1,13 @@
-"""Normalisers and validation: one task for each part, the same result as without."""
+"""Passes over parts on a cluster: a task for each part, also when workers are lost."""
 
 import os
 import signal
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import KilledWorker
+from distributed.utils_test import poll_for
 
 from daskdl.data import distribute
 from daskdl.data.distribute import map_parts
@@ -15,12 +16,12 @@ from daskdl.data.normalize import Standardize
 from daskdl.data.source import Source
 from daskdl.data.tables import InMemory
 from daskdl.data.validate import validate
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError, WaitTimeoutError
 from tests.support.clusters import cluster_of
 
 
 class Boxes(Source):
-    """Parts that are made where they are loaded; one has rows that are wrong."""
+    """Parts that are made where they are loaded; one may have wrong rows."""
 
     parts = 9
     lengths = None
@@ -46,18 +47,13 @@ class Boxes(Source):
         return f"box {part}"
 
 
-def test_a_normaliser_is_fitted_where_the_parts_are(client):
-    fitted = Standardize().fit(Boxes(), client=client)
-
-    X = np.concatenate([Boxes().rows(part)[0] for part in range(9)])
-    np.testing.assert_allclose(fitted.scalings.shift, X.mean(0), rtol=1e-13)
-    np.testing.assert_allclose(fitted.scalings.scale, X.std(0), rtol=1e-13)
-
-
-def test_each_fit_gives_the_same_digits(client):
+def test_a_normalizer_is_fitted_where_the_parts_are_each_time_alike(client):
     one, two = (Standardize().fit(Boxes(), client=client) for _ in range(2))
 
+    X = np.concatenate([Boxes().rows(part)[0] for part in range(9)])
     assert one == two
+    np.testing.assert_allclose(one.scalings.shift, X.mean(0), rtol=1e-13)
+    np.testing.assert_allclose(one.scalings.scale, X.std(0), rtol=1e-13)
 
 
 def test_nan_on_a_worker_is_refused_with_the_part(client):
@@ -76,44 +72,10 @@ def test_data_are_validated_where_the_parts_are(client):
     ]
 
 
-def once(folder, action):
-    """Do something the first time that this is called, on any worker."""
-    try:
-        os.mkdir(folder)
-    except FileExistsError:
-        return
-    action()
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Dying:
-    """Sums up a part; the first call, or each one of one part, ends its worker."""
-
-    def __init__(self, folder, poison=None):
-        self.folder = folder
-        self.poison = poison
-
-    def __call__(self, source, part):
-        x, _ = source.load(part)
-        if self.poison is None:
-            once(self.folder, die)
-        elif x.min() == self.poison:
-            die()
-        return float(x.sum())
-
+# ---- losses
 
 VALUES = np.arange(24.0)
-
-
-def in_memory():
-    return InMemory(VALUES, None, batch_size=2)
-
-
-def lazy():
-    return source_of(da.from_array(VALUES, chunks=2))
+SUMS = {part: float(4 * part + 1) for part in range(12)}
 
 
 class Whole(Source):
@@ -126,59 +88,139 @@ class Whole(Source):
         return VALUES[2 * part : 2 * part + 2], None
 
 
-KINDS = {"in memory": in_memory, "lazy": lazy, "whole": Whole}
+KINDS = pytest.mark.parametrize(
+    "make",
+    [
+        lambda: InMemory(VALUES, None, batch_size=2),
+        lambda: source_of(da.from_array(VALUES, chunks=2)),
+        Whole,
+    ],
+    ids=["in memory", "lazy", "whole"],
+)
+
+
+class Dying:
+    """Sums up a part; of one part, the first call or every call ends its worker."""
+
+    def __init__(self, folder, always=False):
+        self.folder = folder
+        self.always = always
+
+    def __call__(self, source, part):
+        x, _ = source.load(part)
+        if x.min() == 10.0 and (self.always or not self.folder.exists()):
+            self.folder.mkdir(exist_ok=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return float(x.sum())
+
+
+def sums(source, client, function=lambda source, part: source.load(part)[0].sum()):
+    return dict(map_parts(source, function, client, send=True))
+
+
+@pytest.mark.slow
+@KINDS
+@pytest.mark.parametrize("workers", [3, 1])
+def test_a_part_whose_worker_is_lost_is_done_on_another(tmp_path, make, workers):
+    function = Dying(tmp_path / "died")
+
+    with cluster_of(workers) as client:
+        found = sums(make(), client, function)
+
+    assert function.folder.exists()
+    assert found == SUMS
+
+
+@pytest.mark.slow
+@KINDS
+def test_a_part_that_ends_its_workers_is_an_error(tmp_path, make):
+    with (
+        cluster_of(2) as client,
+        pytest.raises(
+            (DataError, RuntimeError), match=r"was lost with its worker|attempts"
+        ),
+    ):
+        sums(make(), client, Dying(tmp_path / "died", always=True))
+
+
+@pytest.mark.slow
+def test_parts_go_to_the_workers_that_are_still_there(tmp_path):
+    source, found = InMemory(VALUES, None, batch_size=1), {}
+
+    with cluster_of(2) as client:
+        numbers = map_parts(source, lambda own, part: part, client, send=True)
+        for part, number in numbers:
+            found[part] = number
+            if len(found) == 1:
+                client.retire_workers([min(client.nthreads())])
+
+    assert found == {part: part for part in range(24)}
+
+
+def refusing(monkeypatch, error, times, then=lambda client: None):
+    """The first parts cannot be sent."""
+    scatter, refused = distribute.scatter, []
+
+    def refuse(client, content, *arguments):
+        if len(refused) == times or "daskdl-part" not in str(*content):
+            return scatter(client, content, *arguments)
+        refused.append(content)
+        then(client)
+        raise error
+
+    monkeypatch.setattr(distribute, "scatter", refuse)
+    return refused
+
+
+def hide_workers(monkeypatch):
+    def hide(client):
+        def nobody():
+            monkeypatch.setattr(client, "nthreads", there)
+            return {}
+
+        there = client.nthreads
+        monkeypatch.setattr(client, "nthreads", nobody)
+
+    return hide
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_part_waits_for_a_worker_when_all_have_left(threads, monkeypatch, listed):
+    then = (lambda client: None) if listed else hide_workers(monkeypatch)
+    refused = refusing(monkeypatch, OSError("gone"), 2, then)
+    monkeypatch.setattr(distribute, "LISTED_S", 0.0)
+
+    assert sums(InMemory(VALUES, None, batch_size=2), threads) == SUMS
+    assert len(refused) == 2
 
 
 def test_a_part_that_no_worker_takes_is_an_error(threads, monkeypatch):
-    scatter = distribute.scatter
-
-    def refuse(client, content, *arguments):
-        if "daskdl-part" in str(*content):
-            raise OSError("gone")
-        return scatter(client, content, *arguments)
-
-    monkeypatch.setattr(distribute, "scatter", refuse)
+    refusing(monkeypatch, OSError("gone"), 10**6)
     monkeypatch.setattr(distribute, "LISTED_S", 0.0)
 
     with pytest.raises(DataError, match="part 0 was lost with its worker 4 times"):
-        dict(map_parts(in_memory(), lambda source, part: 0, threads, send=True))
+        sums(InMemory(VALUES, None, batch_size=2), threads)
 
 
-@pytest.fixture
-def mortal():
-    """A client of three workers, which may all be dead in the end."""
-    with cluster_of(3) as client:
-        yield client
+def test_workers_that_hang_are_not_asked_again(threads, monkeypatch):
+    refused = refusing(monkeypatch, WaitTimeoutError("it hangs"), 10**6)
 
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.slow
-def test_a_part_whose_worker_is_lost_is_done_on_another(mortal, tmp_path, kind):
-    function = Dying(tmp_path / "died")
-
-    results = dict(map_parts(KINDS[kind](), function, mortal, send=True))
-
-    assert (tmp_path / "died").exists()
-    assert results == {
-        part: VALUES[2 * part : 2 * part + 2].sum() for part in range(12)
-    }
+    with pytest.raises(WaitTimeoutError, match="it hangs"):
+        sums(InMemory(VALUES, None, batch_size=2), threads)
+    assert len(refused) == 2  # one for each worker
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_part_that_ends_every_worker_ends_the_pass(mortal, tmp_path, kind):
-    function = Dying(tmp_path, poison=10.0)
+def test_no_worker_is_waited_for_without_end(monkeypatch):
+    def leave(client):
+        client.cluster.scale(0)
+        poll_for(lambda: not client.nthreads(), timeout=20)
 
-    # Where nobody is left to send a part to, that is what is said.
-    with pytest.raises((OptionError, KilledWorker, OSError)):
-        dict(map_parts(KINDS[kind](), function, mortal, send=True))
+    refusing(monkeypatch, OSError("gone"), 1, leave)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["in memory", "lazy"])
-def test_it_ends_before_all_workers_are_gone(mortal, tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(distribute, "MOST_LOSSES", 1)
-    function = Dying(tmp_path, poison=10.0)
-
-    with pytest.raises(DataError, match=r"^part \d+ was lost with its worker 2 times"):
-        dict(map_parts(KINDS[kind](), function, mortal, send=True))
+    with (
+        cluster_of(1, processes=False) as client,
+        dask.config.set({"daskdl.timeouts.join": "0.5s"}),
+        pytest.raises(WaitTimeoutError, match=r"no worker came within 0\.5 s"),
+    ):
+        sums(InMemory(VALUES, None, batch_size=2), client)

@@ -8,10 +8,11 @@ import re
 import signal
 import threading
 
+import dask.array as da
 import dask.config
 import numpy as np
 import pytest
-from distributed import Event, wait
+from distributed import Event, get_worker, wait
 from distributed.utils_test import poll_for
 
 from daskdl import Callback, ReplicaError, WaitTimeoutError
@@ -23,7 +24,7 @@ from tests.support.clusters import (
     own_threads,
     still_left_behind,
 )
-from tests.support.problems import kept, trainer
+from tests.support.problems import kept, rows, trainer
 from tests.support.watched import (
     MADE,
     TrainedRows,
@@ -110,6 +111,19 @@ class TestWhenBlocksAreThere:
         # Trained on, the one before, and those of 100 batches or the next.
         assert watched.most() <= 3 + (prefetch == 100) * 100 // STEPS
         poll_for(lambda: watched.left() == 0, timeout=20)
+
+
+def test_tasks_of_blocks_find_the_worker_that_runs_them(client):
+    def of_worker(block):
+        assert get_worker().address.startswith("tcp://")
+        return block
+
+    x, y = rows()
+    x = da.from_array(x, chunks=(97, 20)).map_blocks(of_worker, meta=x)
+
+    history = trainer(client).fit(x, da.from_array(y, chunks=97))
+
+    assert history.column("examples") == [480]
 
 
 class Hanging:

@@ -64,16 +64,6 @@ def small_parts(folder, client):
     return Data((made,), COUNT // 3)
 
 
-def small_files(folder, client):
-    (folder / "small").mkdir()
-    for start in range(0, COUNT, 5):
-        own = slice(start, start + 5)
-        np.savez(
-            folder / "small" / f"{start:03}.npz", x=X[own], y=np.arange(COUNT)[own]
-        )
-    return Data((str(folder / "small"),), COUNT // 3)
-
-
 def dataset(folder, client):
     return Data((Rows(),), COUNT // 3)
 
@@ -88,7 +78,6 @@ def stream(folder, client):
         batch_files,
         lazy_blocks,
         small_parts,
-        small_files,
         scattered_rows,
         dataset,
         stream,

@@ -50,11 +50,7 @@ def test_every_row_comes_once_in_batches_of_the_size_asked_for(lengths, size, se
         assert rows == sorted(rows)
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [slice(2, 7), np.array([6, 2, 5, 3, 4]), np.array([0, 0, 1, 9, 9])],
-    ids=["slice", "order", "indices"],
-)
+@pytest.mark.parametrize("chosen", [slice(2, 7), np.array([6, 2, 2, 9])], ids=type)
 def test_of_a_part_the_chosen_rows_come_in_their_order(chosen):
     rows = np.arange(10), 10 * np.arange(10)
 
@@ -141,8 +137,7 @@ def test_rows_as_tensors_have_memory_of_their_own():
     x.mul_(0)
     y["a"].add_(1)
 
-    assert rows[0].min() == 1
-    assert rows[1]["a"].max() == 0
+    assert (rows[0].min(), rows[1]["a"].max()) == (1, 0)
 
 
 @pytest.mark.parametrize("size", [2, 3], ids=["whole", "cut across"])
@@ -155,12 +150,15 @@ def test_read_only_arrays_are_taken_without_a_warning(size):
     assert got == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_reversed_and_fortran_arrays_are_taken():
-    x = np.asfortranarray(np.arange(12.0).reshape(4, 3))[::-1]
+@pytest.mark.parametrize("size", [4, 8], ids=["whole", "cut across"])
+@pytest.mark.parametrize("step", [1, -1])
+def test_rows_of_a_table_of_columns_are_laid_out_row_by_row(step, size):
+    columns = np.asfortranarray(np.arange(12.0).reshape(4, 3))[::step]
 
-    [(got, _)] = batches([whole((x, np.arange(4)[::-1]))], 4)
+    got = list(batches([whole((columns, None))] * 2, size))
 
-    assert got.tolist() == x.tolist()
+    assert all(x.is_contiguous() for x, _ in got)
+    assert [row for x, _ in got for row in x.tolist()] == columns.tolist() * 2
 
 
 @pytest.mark.parametrize(
@@ -176,16 +174,11 @@ def test_reversed_and_fortran_arrays_are_taken():
 def test_dtypes_become_what_model_and_loss_expect(x, y, expected):
     batch = [torch.ones(2, dtype=getattr(torch, name)) for name in (x, y)]
 
-    moved = to_device(*batch, "cpu", torch.float16)
+    moved = to_device(*batch, "meta", torch.float16)
 
+    assert {tensor.device.type for tensor in moved} == {"meta"}
     assert tuple(tensor.dtype for tensor in moved) == expected
     assert inputs_to_device(batch[0], "cpu", torch.float16).dtype == expected[0]
-
-
-def test_a_batch_goes_where_it_is_told():
-    moved = to_device(torch.ones(2), torch.ones(2), "meta", torch.float32)
-
-    assert [tensor.device.type for tensor in moved] == ["meta", "meta"]
 
 
 @pytest.mark.parametrize(
@@ -206,15 +199,6 @@ def test_the_accelerator_is_used_if_there_is_one(monkeypatch, there):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
 
     assert auto_device().type == ("cuda" if there else "cpu")
-
-
-def test_rows_of_a_table_of_columns_are_laid_out_row_by_row():
-    columns = np.asfortranarray(np.arange(12.0).reshape(4, 3))
-
-    ((x, _),) = batches([whole((columns, None))] * 2, 8)
-
-    assert x.is_contiguous()
-    assert x.tolist() == columns.tolist() * 2
 
 
 def test_a_part_that_is_done_with_is_gone_before_the_next_is_asked_for():

@@ -89,8 +89,9 @@ class TestALoss:
     @pytest.mark.parametrize(
         ("loss", "y", "message"),
         [
-            (lambda out, y: out, np.zeros(6), "loss must return one floating number for"
-             " a batch, got shape (2, 3) and dtype torch.float32 for two rows; use re"),
+            (nn.MSELoss(reduction="none"), np.zeros((6, 3)), "loss must return one "
+             "floating number for a batch, got shape (2, 3) and dtype torch.float32 "
+             "for two rows; use reduction="),
             (lambda out, y: out.sum().long(), CLASSES, "shape () and dtype torch.int6"),
             (lambda out, y: float(len(out)), CLASSES, "must return a tensor, got 2.0"),
             (lambda out, y: out @ y, np.zeros(6), "loss failed on two rows, the output "
@@ -112,10 +113,6 @@ class TestALoss:
         with pytest.raises(ModelError, match=re.escape(message)):
             run(loss, y)
 
-    def test_one_example_shows_that_a_loss_is_no_mean(self):
-        with pytest.raises(ModelError, match=r"got shape \(2, 3\)"):
-            run(nn.MSELoss(reduction="none"), np.zeros((1, 3)), x=X[:1])
-
     def test_needs_labels_but_a_step_does_not(self):
         with pytest.raises(DataError, match="y must be given, or data of pairs"):
             run(y=None)
@@ -135,10 +132,9 @@ class TestALoss:
             run(loss, np.array([label, 1]))
 
     def test_counts_the_classes_of_pixels_along_dimension_1(self):
-        y = np.zeros((6, 4, 4), np.int64)
-        y[1, 2, 1] = 5
+        y = np.full((6, 4, 4), 5)
 
-        with pytest.raises(DataError, match=r"y\[1, 2, 1\] is 5.* 5 outputs"):
+        with pytest.raises(DataError, match=r"y\[0, 0, 0\] is 5.* 5 outputs"):
             run(y=y, x=np.zeros((6, 1, 4, 4)), model=nn.Conv2d(1, 5, 1))
 
     @pytest.mark.parametrize(
@@ -217,14 +213,6 @@ class TestAModel:
 
         assert isinstance(caught.value.__cause__, RuntimeError)
 
-    def test_that_is_interrupted_is_not_to_blame(self):
-        class Stop(nn.Module):
-            def forward(self, x):
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            run(model=Stop())
-
     def test_and_its_loss_and_the_random_states_stay_as_they_were(self):
         class Counting(nn.Module):
             calls = 0
@@ -299,15 +287,13 @@ class TestTraining:
              "optimizer failed on a list of 2 parameters: Invalid learning rate: -1"),
             (linear(), CROSS_ENTROPY, lambda params: params, "optimizer must return "
              "one torch.optim.Optimizer, got several (Parameter, Parameter)"),
-            (linear(), CROSS_ENTROPY, lambda params: SGD(linear().parameters()),
-             "optimizer works on parameters it was not given"),
             (linear(), CROSS_ENTROPY,
              lambda params: SGD([*params, nn.Parameter(torch.zeros(1))]),
              "optimizer works on parameters it was not given"),
             (linear(), CROSS_ENTROPY, torch.optim.LBFGS, "LBFGS needs a closure"),
         ],
         ids=["class", "none", "lazy", "lazy buffer", "text", "loss class", "name",
-             "made", "fails", "returns", "foreign", "one foreign", "closure"],
+             "made", "fails", "returns", "foreign", "closure"],
     )  # fmt: skip
     @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
     def test_says_what_is_wrong_and_what_to_do(self, model, loss, optimizer, message):

@@ -62,7 +62,5 @@ def test_what_is_in_this_process_stays_here_whatever_the_client():
 
 
 def test_it_is_sent_if_that_is_asked_for():
-    nobody = object()
-
-    with pytest.raises(AttributeError):
-        next(map_parts(InMemory(X, None, batch_size=2), total, nobody, send=True))
+    with pytest.raises(AttributeError):  # of the object that is no client
+        next(map_parts(InMemory(X, None, batch_size=2), total, object(), send=True))

@@ -302,7 +302,7 @@ class Forgetful(Fetcher):
     def here(self, key):
         return None
 
-    def fetch(self, key, timeout_s, unwanted):
+    def fetch(self, key, unwanted):
         if key == "part":
             return self._part
         raise LostPieceError(f"{key} was lost")
@@ -310,8 +310,8 @@ class Forgetful(Fetcher):
 
 def test_a_part_that_depends_on_a_lost_result_is_not_restored():
     with pytest.raises(DataError, match="Dask cannot compute it again") as got:
-        Forgetful().rows("part", 1.0, lambda: False)
+        Forgetful().rows("part", lambda: False)
 
     assert not isinstance(got.value, LostPieceError)
     with pytest.raises(LostPieceError, match="result was lost"):
-        Forgetful().rows("part", 1.0, lambda: True)
+        Forgetful().rows("part", lambda: True)

@@ -12,7 +12,12 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from daskdl.data.dask_collections import Collections
 from daskdl.data.files import LoadedFiles
-from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
+from daskdl.data.inputs import (
+    ReadOptions,
+    infer_metadata,
+    merge_small_parts,
+    source_of,
+)
 from daskdl.data.tables import InMemory
 from daskdl.data.torch_datasets import IterableStyle, MapStyle
 from daskdl.errors import DataError, OptionError
@@ -108,43 +113,26 @@ def test_a_source_is_taken_as_it_is():
 
 @pytest.mark.parametrize(
     ("name", "data"),
-    [
-        ("loader", X),
-        ("loader", lazy()),
-        ("loader", PAIRED["map style"][0]),
-        ("loader", PAIRED["iterable"][0]),
-        ("loader", PAIRED["bag"][0]),
-        ("loader", PAIRED["delayed"][0]),
-        ("loader", PAIRED["own"][0]),
-        ("collate_fn", X),
-        ("collate_fn", lazy()),
-        ("collate_fn", PAIRED["bag"][0]),
-        ("collate_fn", PAIRED["own"][0]),
-        ("collate_fn", "memory://daskdl-sources/a.npz"),
-    ],
-)  # fmt: skip
+    [("loader", PAIRED[kind][0]) for kind in PAIRED if kind != "path"]
+    + [("collate_fn", PAIRED[kind][0]) for kind in ("bag", "own", "path")]
+    + [(name, values) for name in ("loader", "collate_fn") for values in (X, lazy())],
+)
 def test_an_option_of_other_data_is_refused(name, data):
     with pytest.raises(OptionError, match=f"^{name} is for .*, got other data$"):
         source_of(data, None, ReadOptions(**{name: list}))
 
 
-def test_the_names_of_labels_are_kept():
+def test_tables_among_arrays_become_arrays_and_names_of_labels_are_kept():
+    table = pd.DataFrame({"a": [1, 2, 3, 4], "b": [0.5] * 4})
     labels = pd.Series(["cat", "ant", "bee", "ant"], dtype="category")
 
-    source = source_of(X, labels)
+    source = source_of({"table": table, "array": X}, labels)
 
-    assert source.classes == ("ant", "bee", "cat")
-    assert source.whole[1].tolist() == [2, 0, 1, 0]
-
-
-def test_tables_among_arrays_become_arrays():
-    table = pd.DataFrame({"a": [1, 2, 3, 4], "b": [0.5] * 4})
-
-    source = source_of({"table": table, "array": X}, Y)
-
-    x, _ = source.whole
+    x, y = source.whole
     assert x["table"].tolist() == [[1, 0.5], [2, 0.5], [3, 0.5], [4, 0.5]]
     assert x["array"].tolist() == X.tolist()
+    assert source.classes == ("ant", "bee", "cat")
+    assert y.tolist() == [2, 0, 1, 0]
 
 
 def test_a_column_that_is_no_number_is_named_with_its_place():
@@ -154,20 +142,20 @@ def test_a_column_that_is_no_number_is_named_with_its_place():
         source_of({"table": table, "array": X}, Y)
 
 
-def test_data_that_do_not_fit_are_refused():
-    with pytest.raises(DataError, match="same length, got 4 and 3"):
-        source_of(X, Y[1:])
+def test_parts_of_data_in_memory_are_whole_batches_in_the_order_of_the_seed():
+    dealt = source_of(X, Y, ReadOptions(batch_size=4), shuffle_seed=1)
+
+    assert source_of(X, Y, ReadOptions(batch_size=3)).lengths == [3, 1]
+    order = np.random.default_rng(1).permutation(4)
+    assert dealt.load(0)[1].tolist() == order.tolist()
 
 
-def test_parts_of_data_in_memory_are_whole_numbers_of_the_batch_size():
-    source = source_of(X, Y, ReadOptions(batch_size=3))
+def test_small_files_of_several_shapes_are_merged_although_some_have_no_rows(tmp_path):
+    for number in range(129):  # of one row, but for the first
+        rows = np.zeros((min(number, 1), 2 + number // 65))
+        np.savez(tmp_path / f"{number:03}.npz", x=rows, y=np.zeros(len(rows)))
 
-    assert source.lengths == [3, 1]
+    source = merge_small_parts(infer_metadata(source_of(str(tmp_path)), False))
 
-
-def test_the_seed_reaches_data_in_memory():
-    source = source_of(X, Y, ReadOptions(batch_size=4), shuffle_seed=1)
-
-    assert (
-        source.load(0)[1].tolist() == np.random.default_rng(1).permutation(4).tolist()
-    )
+    assert source.parts == 64
+    assert [len(source.load(part)[0]) for part in range(64)] == [2] * 64

@@ -17,14 +17,11 @@ NUMBERS = {
     "int8": (pd.Series([1, 2], dtype="int8"), "int8", [1, 2]),
     "uint64": (pd.Series([1, 2], dtype="uint64"), "uint64", [1, 2]),
     "bool": (pd.Series([True, False]), "bool", [True, False]),
-    "float16": (pd.Series([1, 2], dtype="float16"), "float16", [1, 2]),
     "infinite": (pd.Series([1, np.inf]), "float64", [1, np.inf]),
     "big-endian": (pd.Series(np.array([1, 2], ">i4")), "int32", [1, 2]),
     "Int64": (pd.Series([1, 2], dtype="Int64"), "int64", [1, 2]),
-    "UInt8": (pd.Series([1, 2], dtype="UInt8"), "uint8", [1, 2]),
     "Float32": (pd.Series([1, 2], dtype="Float32"), "float32", [1, 2]),
     "boolean": (pd.Series([True, False], dtype="boolean"), "bool", [True, False]),
-    "int32[pyarrow]": (pd.Series([1, 2], dtype="int32[pyarrow]"), "int32", [1, 2]),
     "float[pyarrow]": (pd.Series([1, 2], dtype="float[pyarrow]"), "float32", [1, 2]),
     "bool[pyarrow]": (pd.Series([True, False], dtype="bool[pyarrow]"), "bool",
                       [True, False]),
@@ -35,7 +32,6 @@ NUMBERS = {
     "arrow": (pa.array([1, 2], pa.int16()), "int16", [1, 2]),
     "chunked": (pa.chunked_array([[1.5], [2.5]]), "float64", [1.5, 2.5]),
     "arrow-bool": (pa.array([True, False]), "bool", [True, False]),
-    "arrow-half": (pa.array([1.0, 2.0], pa.float16()), "float16", [1, 2]),
     "arrow-dictionary": (pa.array([7, 5, 7]).dictionary_encode(), "int64", [7, 5, 7]),
 }  # fmt: skip
 
@@ -48,12 +44,9 @@ class TestNumbers:
         array = columns_of(series, "y")
 
         assert type(array) is np.ndarray
-        assert array.dtype == np.dtype(dtype)
-        assert array.dtype.isnative
+        assert (array.dtype, array.dtype.isnative) == (np.dtype(dtype), True)
         assert array.tolist() == values
-
-    def test_are_no_classes(self, series, dtype, values):
-        assert check_columns(series, "y", label=True) is None
+        assert check_columns(series, "y", label=True) is None  # no classes
 
     def test_are_columns_of_a_frame(self, series, dtype, values):
         if isinstance(series, pd.Series):
@@ -70,12 +63,9 @@ class TestNumbers:
 @pytest.mark.parametrize(
     ("dtypes", "expected"),
     [
-        (["float32", "float32"], "float32"),
         (["int64", "float32"], "float64"),
         (["int8", "float32"], "float32"),
-        (["int8", "int32"], "int32"),
         (["bool", "float32"], "float32"),
-        (["bool", "bool"], "bool"),
         (["bool", "int64"], "int64"),
         (["Int8", "float[pyarrow]", "boolean"], "float32"),
     ],
@@ -90,26 +80,13 @@ def test_columns_of_several_dtypes_take_the_one_numpy_finds(dtypes, expected):
     assert array.tolist() == [[1] * len(dtypes), [0] * len(dtypes)]
 
 
-def test_columns_of_one_name_stay_two():
-    frame = pd.DataFrame([[1, 2], [3, 4]], columns=["a", "a"])
+def test_a_frame_has_two_axes_whatever_its_columns_and_rows():
+    twice = columns_of(pd.DataFrame([[1, 2], [3, 4]], columns=["a", "a"]), "X")
 
-    assert columns_of(frame, "X").tolist() == [[1, 2], [3, 4]]
-
-
-def test_rows_of_a_frame_lie_together():
-    array = columns_of(pd.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]}), "X")
-
-    assert array.flags.c_contiguous
-
-
-def test_a_frame_of_one_column_has_two_axes():
+    assert twice.tolist() == [[1, 2], [3, 4]]
+    assert twice.flags.c_contiguous
     assert columns_of(pd.DataFrame({"a": [1, 2]}), "y").shape == (2, 1)
-
-
-def test_a_partition_may_be_empty():
-    frame = pd.DataFrame({"a": [1], "b": [1.5]})[:0]
-
-    assert columns_of(frame, "X").shape == (0, 2)
+    assert columns_of(pd.DataFrame({"a": [1], "b": [1.5]})[:0], "X").shape == (0, 2)
 
 
 @pytest.mark.parametrize("make", [pa.table, pa.record_batch], ids=["table", "batch"])
@@ -155,14 +132,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("series", "message"), REFUSED.values(), ids=REFUSED.keys())
-class TestRefused:
-    def test_by_name_and_with_the_remedy(self, series, message):
-        with pytest.raises(DataError, match=re.escape(message)):
-            columns_of(pd.DataFrame({"a": 1.0, "b": series}), "X")
+def test_other_columns_are_refused_by_name_with_rows_or_without(series, message):
+    frame = pd.DataFrame({"a": 1.0, "b": series})
 
-    def test_before_there_is_a_row(self, series, message):
-        with pytest.raises(DataError, match=re.escape(message)):
-            check_columns(pd.DataFrame({"a": 1.0, "b": series})[:0], "X")
+    with pytest.raises(DataError, match=re.escape(message)):
+        columns_of(frame, "X")
+    with pytest.raises(DataError, match=re.escape(message)):
+        check_columns(frame[:0], "X")
 
 
 @pytest.mark.parametrize(
@@ -180,18 +156,14 @@ def test_columns_of_pyarrow_are_refused_by_name(column, message):
         columns_of(pa.table({"a": [1.0], "b": column}), "X")
 
 
-def test_each_column_that_is_wrong_is_named():
-    frame = pd.DataFrame({"a": ["x"], "b": [1], "c": [DAY]})
+def test_wrong_columns_are_named_the_first_five_of_them():
+    few = pd.DataFrame({"a": ["x"], "b": [1], "c": [DAY]})
+    many = pd.DataFrame({str(i): ["x"] for i in range(9)})
 
     with pytest.raises(DataError, match=r"column 'a' of X .*; column 'c' of X [^;]*"):
-        check_columns(frame, "X")
-
-
-def test_very_many_wrong_columns_are_counted():
-    frame = pd.DataFrame({str(i): ["x"] for i in range(9)})
-
+        check_columns(few, "X")
     with pytest.raises(DataError, match=r"column '4' of X .*; and 4 more columns$"):
-        check_columns(frame, "X")
+        check_columns(many, "X")
 
 
 @pytest.mark.parametrize(
@@ -200,31 +172,6 @@ def test_very_many_wrong_columns_are_counted():
 def test_a_frame_without_columns_is_refused(frame):
     with pytest.raises(DataError, match="X must have columns"):
         check_columns(frame, "X")
-
-
-@pytest.mark.parametrize(
-    "series",
-    [
-        pd.Series([1.5, np.nan, np.nan]),
-        pd.Series([1, None, None], dtype="Int64"),
-        pd.Series([True, None, None], dtype="boolean"),
-        pd.Series([1.5, None, None], dtype="Float32"),
-        pd.Series([1, None, None], dtype="int64[pyarrow]"),
-        pd.Series([1, None, None], dtype="category"),
-        pd.Series(pd.arrays.ArrowExtensionArray(pa.array([1.5, np.nan, np.nan]))),
-    ],
-    ids=lambda series: str(series.dtype),
-)
-def test_missing_values_are_refused_by_name(series):
-    message = "column 'b' of X has 2 missing values; fill them in or drop the rows"
-
-    with pytest.raises(DataError, match=re.escape(message)):
-        columns_of(pd.DataFrame({"a": 1, "b": series}), "X")
-
-
-def test_missing_values_of_pyarrow_are_refused_by_name():
-    with pytest.raises(DataError, match="column 'b' of X has 1 missing values"):
-        columns_of(pa.table({"b": [1, None]}), "X")
 
 
 @pytest.mark.parametrize(
@@ -257,16 +204,17 @@ class TestNamedLabels:
             columns_of(series, "y", ("a", "b", "c"))
 
 
-def test_names_in_another_order_are_other_names():
-    series = pd.Series(pd.Categorical(["a"], categories=["b", "a"]))
-
-    with pytest.raises(DataError, match="y has the categories 'b', 'a' in one part"):
+@pytest.mark.parametrize(
+    ("series", "found"),
+    [
+        (pd.Series(pd.Categorical(["a"], categories=["b", "a"])), "'b', 'a'"),
+        (pd.Series([1]), "none"),
+    ],
+    ids=["another order", "numbers"],
+)
+def test_names_of_labels_must_be_alike_in_all_parts(series, found):
+    with pytest.raises(DataError, match=f"y has the categories {found} in one part"):
         columns_of(series, "y", ("a", "b"))
-
-
-def test_labels_that_are_numbers_in_one_part_only_are_refused():
-    with pytest.raises(DataError, match="y has the categories none in one part"):
-        columns_of(pd.Series([1]), "y", ("a", "b"))
 
 
 @pytest.mark.parametrize(
@@ -292,11 +240,19 @@ def test_labels_that_are_numbers_in_one_part_only_are_refused():
     ],
     ids=lambda value: str(getattr(value, "dtype", "")),
 )
-def test_labels_may_be_missing(series, classes, dtype):
+def test_missing_values_become_nan_in_labels_and_are_refused_in_x(
+    series, classes, dtype
+):
     labels = columns_of(series, "y", classes, label=True)
 
     np.testing.assert_array_equal(labels, [1, np.nan, np.nan])
     assert labels.dtype == dtype
+    if classes is None:
+        arrow = not isinstance(series, pd.Series)
+        frame = (pa.table if arrow else pd.DataFrame)({"b": series})
+        message = "column 'b' of X has 2 missing values; fill them in or drop the rows"
+        with pytest.raises(DataError, match=re.escape(message)):
+            columns_of(frame, "X")
 
 
 def test_strings_as_labels_are_told_how_to_become_classes():
@@ -306,26 +262,13 @@ def test_strings_as_labels_are_told_how_to_become_classes():
         check_columns(pd.Series(["a"]), "y", label=True)
 
 
-class TestOfADaskDataframe:
-    def test_columns_are_refused_before_anything_is_computed(self):
-        frame = dd.from_pandas(pd.DataFrame({"a": [1.0], "b": ["x"]}), npartitions=1)
+@pytest.mark.parametrize("label", [True, False])
+def test_categories_of_a_dask_dataframe_must_be_known(label):
+    labels = dd.from_pandas(pd.Series(["b", "a"], dtype="category"), npartitions=1)
 
-        with pytest.raises(DataError, match="column 'b' of X holds strings"):
-            check_columns(frame._meta, "X")
-
-    def test_classes_are_known_where_the_categories_are(self):
-        labels = pd.Series(["b", "a"], dtype="category")
-        series = dd.from_pandas(labels, npartitions=2)
-
-        assert check_columns(series._meta, "y", label=True) == ("a", "b")
-
-    @pytest.mark.parametrize("label", [True, False])
-    def test_categories_must_be_known(self, label):
-        labels = pd.Series([1, 2], dtype="category")
-        series = dd.from_pandas(labels, npartitions=1).cat.as_unknown()
-
-        with pytest.raises(DataError, match=r"not known yet; use y.cat.as_known\(\)"):
-            check_columns(series._meta, "y", label=label)
+    assert check_columns(labels._meta, "y", label=True) == ("a", "b")
+    with pytest.raises(DataError, match=r"not known yet; use y.cat.as_known\(\)"):
+        check_columns(labels.cat.as_unknown()._meta, "y", label=label)
 
 
 @pytest.mark.parametrize(

@@ -137,10 +137,9 @@ def test_tensors_are_not_copied_but_a_subclass_is_asked_for_its_items():
     dataset = tensors(150)
 
     x, _ = source_of(dataset).load(1)
-    doubled, _ = source_of(Doubled(*dataset.tensors)).load(0)
 
     assert np.shares_memory(x, dataset.tensors[0].numpy())
-    assert doubled[:2].tolist() == [[0], [2]]
+    assert source_of(Doubled(*dataset.tensors)).first[0].tolist() == [[0], [2]]
 
 
 def test_one_thread_at_a_time_asks_a_dataset():
@@ -173,9 +172,8 @@ def test_one_thread_at_a_time_asks_a_dataset():
         (Squares(0), "the dataset is empty: len(Squares) is 0"),
         (Endless(), "a map-style dataset must have __len__, Endless has none"),
         (TensorDataset(torch.ones(2)), "must give pairs (x, y), got a tuple of 1"),
-        (TensorDataset(*[torch.ones(2)] * 3), "must give pairs (x, y), got a tuple"),
     ],
-    ids=["empty", "endless", "one", "three"],
+    ids=["empty", "endless", "one"],
 )
 def test_a_dataset_that_cannot_be_trained_on_is_refused_at_once(dataset, message):
     with pytest.raises(DataError, match=re.escape(message)):
@@ -211,20 +209,17 @@ def shown(tree):
     ("labelled", "items", "x", "y"),
     [
         (True, [(torch.ones(2), 3), (torch.zeros(2), 4)], [[1, 1], [0, 0]], [3, 4]),
-        (True, [(np.ones(1), np.int8(3))], [[1]], [3]),
         (True, [((1, 2.5), True), ((3, 4.5), False)], ([1, 3], [2.5, 4.5]),
          [True, False]),
         (True, [[[1, 2], 5]], ([1], [2]), [5]),
         (True, [({"a": 1, "b": (2, 3)}, {"c": 2})], {"a": [1], "b": ([2], [3])},
          {"c": [2]}),
         (True, [(Point(1, 2.0), 0)], ([1], [2.0]), [0]),
-        (False, [{"a": 1}, {"a": 2}], {"a": [1, 2]}, None),
         (False, [(1, 2, 3)], ([1], [2], [3]), None),
         (False, [(1,), (2,)], [1, 2], None),
         (False, [(1, 2)], [1], [2]),
     ],
-    ids=["tensors", "numpy", "tuple", "list", "nested", "named", "dict", "three",
-         "alone", "pair"],
+    ids=["tensors", "tuple", "list", "nested", "named", "three", "alone", "pair"],
 )  # fmt: skip
 def test_items_become_trees_of_arrays_as_torch_collates_them(labelled, items, x, y):
     assert shown(Collation(labelled=labelled).rows(items)) == (x, y)
@@ -241,7 +236,6 @@ def test_dtypes_are_those_of_torch():
     [
         ([{"x": 1, "y": 2}], "must give pairs (x, y), got a dict with the keys "
          "['x', 'y']; for several inputs ((x1, x2), y), or use a collate_fn"),
-        ([torch.ones(2)], "must give pairs (x, y), got a Tensor"),
         ([("cat", 1)], "x[0] of a dataset's items must be made of tensors, arrays and "
          "numbers in tuples and dicts, got a str"),
         ([({"a": ()}, 1)], "x['a'] of a dataset's items must be made of"),
@@ -251,7 +245,7 @@ def test_dtypes_are_those_of_torch():
         ([({"a": 1}, 0), ({"b": 1}, 0)], "cannot be put together: KeyError"),
         ([(torch.tensor(1j), 0)], "x must hold real numbers"),
     ],
-    ids=["dict", "alone", "string", "nothing", "none", "ragged", "keys", "complex"],
+    ids=["dict", "string", "nothing", "none", "ragged", "keys", "complex"],
 )  # fmt: skip
 def test_items_that_are_no_pairs_of_numbers_are_refused(items, message):
     with pytest.raises(DataError, match=re.escape(message)):
@@ -267,9 +261,8 @@ def test_items_that_are_no_pairs_of_numbers_are_refused(items, message):
          "got 5 rows of x['b'] for 2 items"),
         (lambda items: (torch.ones(2), torch.ones(3)), "3 rows of y for 2 items"),
         (lambda items: (torch.ones(2), [1, 2]), "y[0] of a dataset's items must be"),
-        (lambda items: (*padded(items), [3, 1]), "got a tuple of 3"),
     ],
-    ids=["fewer", "dict", "labels", "list", "three"],
+    ids=["fewer", "dict", "labels", "list"],
 )  # fmt: skip
 def test_collated_rows_must_be_those_of_the_items(function, message):
     items = [(torch.ones(3), 0), (torch.ones(1), 1)]

@@ -418,7 +418,7 @@ def _sent(
             own = [part for part in homes if homes[part] == worker]
             try:
                 for contents in _portions(source, own):
-                    # No local variable: the frame of an error that is logged may stay.
+                    # No local variable: a logged error may keep this frame.
                     yield _scattered(client, contents, worker, bound)
                     own = own[len(contents) :]
             except OSError as error:
@@ -620,15 +620,20 @@ class _Pass:
         release([*self._running, self._shared])
 
     def _begin(self, part: int) -> Future:
-        task: tuple[Any, ...] = (self._shared, part)
-        if self._source.apart:
-            needs = self._source.needs(part)
-            held = [Future(key, self._client) for key in needs]
-            task = (*task, self._source.name(part), self._placed(part), needs, held)
         key = f"{new_key('pass')}-{part}"
-        future = self._client.submit(_apply, *task, key=key, pure=False)
+        future = self._client.submit(
+            _apply, self._shared, part, *self._content(part), key=key, pure=False
+        )
         self._running[future] = part
         return future
+
+    def _content(self, part: int) -> tuple[Any, ...]:
+        """Arguments of `_SentPart`; none if workers have the source."""
+        if not self._source.apart:
+            return ()
+        needs = self._source.needs(part)
+        held = [Future(key, self._client) for key in needs]
+        return self._source.name(part), self._placed(part), needs, held
 
     def _placed(self, part: int) -> Future:
         """Put the content of a part on a worker, in turns."""

@@ -15,7 +15,6 @@ from torch import nn
 from torchmetrics.classification import MulticlassAUROC
 
 import daskdl
-from daskdl.errors import ModelError
 from tests.support.clusters import still_left_behind
 from tests.support.recording import executed
 
@@ -103,17 +102,6 @@ def test_a_worker_that_dies_on_a_part_changes_nothing(three, model, scores, tmp_
 
     check(values, scores)
     assert os.path.exists(flag)
-
-
-def test_an_error_of_a_metric_names_its_part(client, model):
-    x = X.copy()
-    x[600] = np.nan
-    given = da.from_array(x, (250, 4)), da.from_array(Y, 250)
-
-    with pytest.raises(ModelError, match="1 of 250 outputs are NaN") as caught:
-        measured(model, client, *given)
-
-    assert caught.value.__notes__ == ["in rows 0 to 249 of part 2"]
 
 
 @pytest.mark.parametrize("chunk", [None, 97], ids=["numpy", "dask"])

@@ -258,42 +258,28 @@ def axes_of(figure):
     return {axes.get_title(): axes for axes in figure.findobj(mpl.axes.Axes)}
 
 
-def test_plot_draws_every_picture(three):
-    titles = axes_of(three.plot()).keys() - {""}  # color bar, number of predictions
+def test_pictures_show_the_values(three):
+    drawn = axes_of(three.plot())
+    below = drawn.pop("")  # or the color bar
 
-    assert titles == {
+    assert drawn.keys() == {
         *("Confusion matrix", "ROC", "Precision and recall", "Reliability")
     }
-
-
-def test_a_confusion_matrix_has_its_counts_in_its_cells(three):
-    axes = axes_of(three.plot("confusion_matrix"))["Confusion matrix"]
-
-    counts = {t.get_position(): t.get_text() for t in axes.texts}
+    matrix = drawn["Confusion matrix"]
+    counts = {t.get_position(): t.get_text() for t in matrix.texts}
     assert counts == {(0, 0): "1", (1, 0): "1", (1, 1): "1", (2, 2): "2"}
-    shares = axes.images[0].get_array()
+    shares = matrix.images[0].get_array()
     np.testing.assert_allclose(shares, [[0.5, 0.5, 0], [0, 1, 0], [0, 0, 1]])
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted", "actual")
-
-
-@pytest.mark.parametrize("kind", ["roc", "precision_recall"])
-def test_curves_are_those_of_the_evaluation(three, kind):
-    figure = three.plot(kind)
-
-    (axes,) = figure.findobj(mpl.axes.Axes)
-    curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
-    for line, curve in zip(curves, three[f"{kind}_curves"], strict=True):
-        np.testing.assert_array_equal(line.get_xydata().T, curve)
-
-
-def test_bars_are_the_bins(three):
-    figure = three.plot("reliability")
-
-    above, below = figure.findobj(mpl.axes.Axes)
+    assert (matrix.get_xlabel(), matrix.get_ylabel()) == ("predicted", "actual")
+    for title, kind in (("ROC", "roc"), ("Precision and recall", "precision_recall")):
+        lines = [line for line in drawn[title].lines if len(line.get_xdata()) > 2]
+        for line, curve in zip(lines, three[f"{kind}_curves"], strict=True):
+            np.testing.assert_array_equal(line.get_xydata().T, curve)
     there = three["bin_count"] > 0
-    heights = [bar.get_height() for bar in above.patches]
+    bars = drawn["Reliability"].patches
+    heights = [bar.get_height() for bar in bars]
     np.testing.assert_allclose(heights, three["bin_accuracy"][there])
-    starts = [bar.get_x() for bar in above.patches]
+    starts = [bar.get_x() for bar in bars]
     np.testing.assert_allclose(starts, three["bin_edges"][:-1][there])
     assert [bar.get_height() for bar in below.patches] == three["bin_count"].tolist()
 

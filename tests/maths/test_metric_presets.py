@@ -433,50 +433,34 @@ class TestCalibration:
         assert values["bin_count"].tolist() == [1, 2]
 
 
-class TestRegression:
-    @pytest.mark.parametrize(
-        ("predicted", "r2"), [([2.5, 2.5, 2.5], 1.0), ([2.5, 2.5, 3.5], 0.0)]
-    )
-    @pytest.mark.parametrize("cuts", [[], [1]])
-    def test_r2_of_constant_labels_is_1_or_0(self, predicted, r2, cuts):
-        output, y = torch.tensor(predicted), torch.full((3,), 2.5)
+# The first rows do not count, so that sums are not relative to the constant.
+CONSTANT = torch.tensor([NAN, NAN] + [0.1] * 48, dtype=torch.float64)
+# Outputs, labels and values.
+UNDEFINED = {
+    "constant labels": ([2.5] * 3, [2.5] * 3, {"r2": 1, "pearson": NAN}),
+    "constant labels, an error": ([2.5, 2.5, 3.5], [2.5] * 3, {"r2": 0}),
+    "constant up to rounding": (
+        *(CONSTANT.nan_to_num() + 1, CONSTANT),
+        {"r2": 0, "pearson": NAN},
+    ),
+    "one row": ([1.0], [3.0], {"mse": 4, "mae": 2, "r2": NAN}),
+    "a column without labels": (
+        *([[1.0, 1.0], [2.0, 2.0]], [[2.0, NAN]] * 2),
+        {"mse": 0.5, "mse_per_column": [0.5, NAN]},
+    ),
+}
 
-        values = measured(RegressionMetrics(), sample_of(output, y), output, y, cuts)
 
-        assert values["r2"] == sk.r2_score(y, output) == r2
-        assert math.isnan(values["pearson"])
+@pytest.mark.parametrize("cuts", [[], [1]])
+@pytest.mark.parametrize("case", UNDEFINED)
+def test_regression_without_variance_or_labels(case, cuts):
+    *given, expected = UNDEFINED[case]
+    output, y = map(torch.as_tensor, given)
+    metrics = RegressionMetrics(ignore=NAN)
 
-    def test_r2_of_one_row_is_nan(self):
-        output, y = torch.tensor([1.0]), torch.tensor([3.0])
+    values = measured(metrics, sample_of(output, y), output, y, cuts)
 
-        values = measured(RegressionMetrics(), sample_of(output, y), output, y)
-
-        assert (values["mse"], values["mae"]) == (4.0, 2.0)
-        assert math.isnan(values["r2"])
-
-    def test_a_column_without_a_value_is_left_out_of_means(self):
-        output, y = (
-            torch.tensor([[1.0, 1.0], [2.0, 2.0]]),
-            torch.tensor([[2.0, NAN]] * 2),
-        )
-
-        metrics = RegressionMetrics(ignore=NAN)
-        values = measured(metrics, sample_of(output, y), output, y)
-
-        assert values["mse"] == values["mse_per_column"][0] == 0.5
-        assert math.isnan(values["mse_per_column"][1])
-
-    def test_constant_labels_are_recognised_despite_rounding(self):
-        """The first rows do not count, so that sums are not of small differences."""
-        y = torch.full((50,), 0.1, dtype=torch.float64)
-        y[:2] = NAN
-        output = y.nan_to_num() + 1
-
-        metrics = RegressionMetrics(ignore=NAN)
-        values = measured(metrics, sample_of(output, y), output, y)
-
-        assert values["r2"] == 0.0
-        assert math.isnan(values["pearson"])
+    check_close(values, expected, atol=0)
 
 
 class Focal(nn.Module):

@@ -222,45 +222,43 @@ def test_a_step_gets_one_row_at_a_time_and_may_need_gradients():
     )
 
 
-class Two(Passing):
-    def forward(self, x):
-        return {"twice": 2 * x, "sum": x.sum(1)}
+class Returning(Passing):
+    """Returns a function of its input."""
 
-
-class Together(Passing):
-    """Returns an output without rows."""
-
-    def forward(self, x):
-        return x, x.sum()
-
-
-class States(Passing):
-    """Returns two states, as many as the dry run has rows."""
+    def __init__(self, output):
+        super().__init__()
+        self.output = output
 
     def forward(self, x):
-        return x, x.new_zeros(2, len(x)) + x.sum()
+        return self.output(x)
 
 
 class Pairs(dict):
     """A mapping of another class."""
 
 
-class Named(Passing):
-    def forward(self, x):
-        return Pairs(x=x, sum=x.sum())
+OUTPUTS = {
+    "rows": (
+        lambda x: {"twice": 2 * x, "sum": x.sum(1)},
+        lambda out, y: out["twice"].sum() - out["sum"].sum() + y.sum(),
+    ),
+    "one number": (lambda x: (x, x.sum()), lambda out, y: out[1] + y.sum()),
+    "states": (  # two of them, as many as the dry run has rows
+        lambda x: (x, x.new_zeros(2, len(x)) + x.sum()),
+        lambda out, y: out[1].mean() + y.sum(),
+    ),
+    "mapping": (
+        lambda x: Pairs(x=x, sum=x.sum()),
+        lambda out, y: out["sum"] + y.sum(),
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("model", "loss"),
-    [
-        (Two(), lambda out, y: out["twice"].sum() - out["sum"].sum() + y.sum()),
-        (Together(), lambda out, y: out[1] + y.sum()),
-        (States(), lambda out, y: out[1].mean() + y.sum()),
-        (Named(), lambda out, y: out["sum"] + y.sum()),
-    ],
-    ids=["rows", "one number", "states", "mapping"],
-)
-def test_several_outputs_are_cut_only_where_they_follow_the_rows(model, loss):
+@pytest.mark.parametrize("case", OUTPUTS)
+def test_several_outputs_are_cut_only_where_they_follow_the_rows(case):
+    output, loss = OUTPUTS[case]
+    model = Returning(output)
+
     found = trainer(model, loss).score_examples(LOGITS, LABELS)
 
     torch.testing.assert_close(found, LOGITS.sum(1) + LABELS)

@@ -234,7 +234,10 @@ class Returning(Passing):
 
 
 class Pairs(dict):
-    """A mapping of another class."""
+    """A mapping with a method, which slices of it would lack."""
+
+    def total(self):
+        return self["x"].sum()
 
 
 OUTPUTS = {
@@ -248,8 +251,8 @@ OUTPUTS = {
         lambda out, y: out[1].mean() + y.sum(),
     ),
     "mapping": (
-        lambda x: Pairs(x=x, sum=x.sum()),
-        lambda out, y: out["sum"] + y.sum(),
+        lambda x: Pairs(x=x),
+        lambda out, y: out.total() + y.sum(),
     ),
 }
 

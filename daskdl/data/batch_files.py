@@ -1,13 +1,11 @@
-"""Batch files: what `export` writes, rows of tensors that are ready to train on.
+"""Batch files, which `export` writes: rows of tensors that are ready to train on.
 
-Each is a safetensors file of some batches, whose arrays have the names that a user
-would write, ``x`` or ``x['image']``. The manifest says how they make up the trees of x
-and y, and what is in each file.
+Each is a safetensors file of some batches. Its arrays are named as the user would write
+them, ``x`` or ``x['image']``, and the manifest says how they form the trees x and y.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,8 @@ from daskdl.data import batching
 from daskdl.data.batching import Rows
 from daskdl.data.manifest import File, Kind, Manifest
 from daskdl.data.source import SHOWN_ROWS, Source
-from daskdl.data.storage import AnyPath, is_path, store_of
-from daskdl.data.tables import as_numpy, check_array
+from daskdl.data.storage import AnyPath, store_of
+from daskdl.data.tables import check_arrays
 from daskdl.errors import DataError
 
 KIND = Kind(
@@ -29,10 +27,10 @@ KIND = Kind(
     "daskdl.data.export writes batch files",
     "export again with overwrite=True",
 )
-# Says what an export is made from, until it is finished.
+# What an unfinished export is made from.
 ORIGIN = ".unfinished/origin.json"
 
-_ARRAY = "array"  # in an outline, where an array is
+_ARRAY = "array"  # a leaf of an outline
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,8 @@ class Schema:
         x: Outline of x, as JSON: ``"array"``, ``["tuple", [outline, ...]]`` or
             ``["dict", [[key, outline], ...]]``.
         y: The same of y; None without labels.
-        dtype: Of a record, one row with all its arrays one after the other: a field for
-            each array, named as the user would write it, with the shape of one row.
+        dtype: Of a record, which is one row: a field for each array, named as the user
+            would write it.
     """
 
     x: Any
@@ -54,78 +52,56 @@ class Schema:
     @classmethod
     def of(cls, rows: Rows) -> "Schema":
         """The schema of some rows, trees of numpy arrays."""
-        arrays = named_arrays(rows)
-        lengths = {name: check_array(a, name) for name, a in arrays.items()}
-        if len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-            raise DataError(f"all arrays must have as many rows, but {shown}")
+        check_arrays(*rows)
         fields = [
             (name, array.dtype.newbyteorder("="), array.shape[1:])
-            for name, array in arrays.items()
+            for name, array in named_arrays(rows).items()
         ]
         return cls(*batching.of_both(outline_of, rows), np.dtype(fields))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Schema":
-        """Read what `to_json` made."""
-        fields = [
-            (str(a["name"]), np.dtype(str(a["dtype"])), tuple(map(int, a["shape"])))
-            for a in content["arrays"]
-        ]
-        schema = cls(content["x"], content["y"], np.dtype(fields))
-        names = [*named_arrays(schema.rows(np.zeros(1, schema.dtype)))]
-        if names != [name for name, _, _ in fields]:
-            raise ValueError(f"the outlines are of {names}")
-        return schema
+        """Read what `to_json` returns."""
+        fields = [(name, dtype, tuple(shape)) for name, dtype, shape in content["rows"]]
+        return cls(content["x"], content["y"], np.dtype(fields))
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        arrays = [
-            {"name": name, "dtype": kind.base.name, "shape": list(kind.shape)}
-            for name, kind in self._fields().items()
-        ]
-        return {"x": self.x, "y": self.y, "arrays": arrays}
+        """Return plain values."""
+        fields = ((name, self.dtype[name]) for name in self.dtype.names or ())
+        rows = [[name, kind.base.name, [*kind.shape]] for name, kind in fields]
+        return {"x": self.x, "y": self.y, "rows": rows}
 
     def records(self, rows: Rows, order: np.ndarray) -> np.ndarray:
-        """Copy some rows into records, in that order."""
+        """Copy rows into records, in this order."""
         records = np.empty(len(order), self.dtype)
         for name, array in named_arrays(rows).items():
             records[name] = array[order]
         return records
 
     def rows(self, records: np.ndarray | Mapping[str, np.ndarray]) -> Rows:
-        """The trees of x and y of some records, or of whole arrays by name."""
+        """The trees x and y of records, or of whole arrays by name."""
         names = self.dtype.names or ()
         arrays = (np.ascontiguousarray(records[name]) for name in names)
         x = restored(self.x, arrays)
         return x, None if self.y is None else restored(self.y, arrays)
 
-    def check(self, other: "Schema", where: str) -> None:
-        """Refuse rows that look different."""
-        mine, others = self._fields(), other._fields()
-        for name in {**mine, **others}:
-            if mine.get(name) != others.get(name):
-                raise DataError(
-                    f"{name} of {where} is {_shown(others.get(name))}, but of those "
-                    f"before {_shown(mine.get(name))}; all rows must be alike"
-                )
-        if (self.x, self.y) != (other.x, other.y):
+    def agreeing(self, before: "Schema | None", where: str) -> "Schema":
+        """Return this schema; a DataError if it differs from the one before."""
+        if before is not None and before != self:
             raise DataError(
-                f"x and y of {where} are {other.x} and {other.y}, but of those before "
-                f"{self.x} and {self.y}; all rows must be alike"
+                f"rows of {where} are {self}, but those before are {before}; all rows "
+                "must be alike"
             )
+        return self
 
-    def _fields(self) -> dict[str, np.dtype]:
-        return {name: self.dtype[name] for name in self.dtype.names or ()}
-
-
-def as_rows(batch: Rows) -> Rows:
-    """A batch of tensors or arrays as numpy arrays; y may be None."""
-    return batching.of_both(partial(batching.mapped, as_numpy), batch)
+    @override
+    def __str__(self) -> str:
+        rows = self.to_json()["rows"]
+        return ", ".join(f"{name}: {dtype} {shape}" for name, dtype, shape in rows)
 
 
 def named_arrays(rows: Rows) -> dict[str, Any]:
-    """The arrays of x, then of y, as the user would write them."""
+    """The arrays of x, then of y, by the names that the user would write."""
     return batching.named_both(rows, ("x", "y"))
 
 
@@ -145,48 +121,33 @@ def outline_of(tree: Any) -> Any:
 
 
 def restored(outline: Any, arrays: Iterator[Any]) -> Any:
-    """The tree of an outline with these in its places; a named tuple is a plain one."""
+    """The tree of an outline with these arrays; named tuples become plain ones."""
     if outline == _ARRAY:
         return next(arrays)
     kind, children = outline
     if kind == "dict":
         return {key: restored(child, arrays) for key, child in children}
-    if kind == "tuple":
-        return tuple(restored(child, arrays) for child in children)
-    raise ValueError(f"an outline has {kind!r}")
-
-
-def _shown(dtype: np.dtype | None) -> str:
-    if dtype is None:
-        return "missing"
-    return f"{dtype.base.name} of shape (rows, {', '.join(map(str, dtype.shape))})"
-
-
-def encoded(rows: Rows) -> bytes:
-    """The content of a batch file."""
-    # Of an array that is not contiguous, safetensors takes the wrong bytes.
-    arrays = {n: np.ascontiguousarray(array) for n, array in named_arrays(rows).items()}
-    return safetensors.numpy.save(arrays)
+    return tuple(restored(child, arrays) for child in children)
 
 
 class BatchFiles(Source):
-    """What ``daskdl.data.export`` has written; a part is a file.
+    """A finished export as a source; a part is a file.
 
     Args:
-        url: The folder.
+        url: The folder that ``daskdl.data.export`` has written.
         storage_options: For fsspec, such as credentials; the workers use them too.
 
     Attributes:
         url: The folder.
         files: ``name``, ``nbytes`` and ``details["rows"]`` of each file, in order.
-        rows: How many there are in all files.
+        rows: Number of rows in all files.
         batch_size: Rows of a batch.
         classes: Names of the labels 0, 1, ...; None: they have none.
-        made_from: Which data and options the export was made from.
+        made_from: Data and options of the export.
 
     Raises:
-        DataError: If the export has not been finished, or there is none, or its
-            manifest cannot be used.
+        DataError: If the export has not been finished, there is none, or its manifest
+            cannot be used.
     """
 
     url: str
@@ -226,23 +187,14 @@ class BatchFiles(Source):
     @override
     def load(self, part: int) -> Rows:
         content = self.files[part].read(self._store, KIND.remedy)
-        rows = self._schema.rows(safetensors.numpy.load(content))
-        self._schema.check(Schema.of(rows), self.name(part))
-        return rows
+        return self._schema.rows(safetensors.numpy.load(content))
 
     @override
     def name(self, part: int) -> str:
         return self._store.url_of(self.files[part].name)
 
 
-def is_export(value: Any, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Whether it is the URL or path of an export, finished or not.
-
-    Example:
-        >>> is_export([1, 2]), is_export("memory://nothing-here")
-        (False, False)
-    """
-    if not is_path(value):
-        return False
-    store = store_of(value, storage_options)
+def is_export(url: AnyPath, storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Whether there is an export at a URL or path, finished or not."""
+    store = store_of(url, storage_options)
     return store.exists(KIND.name) or store.exists(ORIGIN)

@@ -1,10 +1,10 @@
 """Data of any kind into shuffled batch files, once, for many runs to train from.
 
 Each part is written into pieces, files of shuffled rows; then each shuffle bucket, some
-rows of every piece, into batch files; the manifest comes last. So nobody holds more
-than a part or a bucket. What is done is recorded in the folder ``.unfinished``, and who
-runs the export again goes on where it stopped. A task that outlives its export, because
-its client was interrupted, finds no origin there, and takes its file away again.
+rows of every piece, into batch files; the manifest comes last. So no process holds more
+than a part or a bucket. The folder ``.unfinished`` records the progress, from which an
+interrupted export continues. A task that outlives its export finds no origin there, and
+deletes its file.
 """
 
 import contextlib
@@ -14,17 +14,16 @@ import shutil
 import socket
 import tempfile
 import uuid
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import dask.config
 import numpy as np
+import safetensors.numpy
 import torch
 from dask.base import tokenize
 from dask.delayed import Delayed
@@ -32,17 +31,9 @@ from dask.tokenize import TokenizationError
 from torch import Tensor
 from typing_extensions import override
 
-from daskdl.config import Timeouts, check_count, check_whole
+from daskdl.config import Timeouts, check_whole
 from daskdl.data import batching
-from daskdl.data.batch_files import (
-    KIND,
-    ORIGIN,
-    BatchFiles,
-    Schema,
-    as_rows,
-    encoded,
-    named_arrays,
-)
+from daskdl.data.batch_files import KIND, ORIGIN, BatchFiles, Schema, named_arrays
 from daskdl.data.batching import Rows
 from daskdl.data.distribute import answers_of, map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, source_of
@@ -54,8 +45,8 @@ from daskdl.errors import DataError, OptionError
 
 logger = logging.getLogger(__name__)
 
-# Of a piece: large enough that a request costs little beside it, small beside a
-# worker's memory. A bucket needs twice its bytes.
+# Large enough that the cost of a request is small beside it, small beside a worker's
+# memory. A bucket needs twice its bytes.
 PIECE_BYTES = 64 * 2**20
 BUCKET_BYTES = 64 * 2**20
 
@@ -71,10 +62,10 @@ class ExportOptions:
     Attributes:
         batch_size: Rows of a batch, >= 1.
         batches_per_file: >= 1.
-        seed: Of the shuffling, >= 0; None: rows keep their order.
-        transform: What to do with each batch before it is written, on the worker;
-            None: nothing. It gets and returns (x, y) of CPU tensors, y None without
-            labels, and keeps the number of rows.
+        seed: Seed of the shuffling, >= 0; None: rows keep their order.
+        transform: Applied to each batch on the worker before it is written, or None. It
+            takes and returns (x, y) of CPU tensors, y None without labels, and keeps
+            the number of rows.
         classes: Names of the labels 0, 1, ...; None: those that the data have.
     """
 
@@ -85,7 +76,6 @@ class ExportOptions:
     classes: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
-        check_count("batch_size", self.batch_size)
         check_whole("batches_per_file", self.batches_per_file, 1)
         if self.seed is not None:
             check_whole("seed", self.seed, 0)
@@ -95,12 +85,27 @@ class ExportOptions:
                 f"{self.transform!r}"
             )
 
+    def fingerprint(self, source: Source, data: Any) -> dict[str, Any]:
+        """What an export is made from, as plain values for JSON.
+
+        Data without a token (objects that are made anew in every session) are
+        identified by the number of their parts and rows alone.
+        """
+        lengths, transform = source.lengths, self.transform
+        return {
+            "data": token_of(data),
+            "parts": source.parts,
+            "rows": None if lengths is None else int(sum(lengths)),
+            "batch_size": int(self.batch_size),
+            "batches_per_file": int(self.batches_per_file),
+            "seed": self.seed,
+            "classes": None if self.classes is None else [*map(str, self.classes)],
+            "transform": None if transform is None else token_of(transform),
+        }
+
 
 def token_of(value: Any) -> str | None:
-    """What tells a value from others, also in another session; None: nothing does.
-
-    Dask's token, where it always gives the same one: names of lazy collections,
-    contents of what is in memory.
+    """Dask's token of a value if it is the same in every session, else None.
 
     Example:
         >>> import numpy as np
@@ -117,7 +122,7 @@ def token_of(value: Any) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Without what has another token in each session although it is the same."""
+    """Replace values whose tokens differ from session to session."""
     if isinstance(value, Tensor):
         return as_numpy(value)
     if isinstance(value, dict):
@@ -125,30 +130,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Delayed) or type(value).__module__ == "distributed.client":
-        return type(value).__name__  # its key is another one each time
+        return type(value).__name__  # its key is random
     return value
 
 
-def fingerprint(source: Source, data: Any, options: ExportOptions) -> dict[str, Any]:
-    """What an export is made from, as plain values for JSON.
-
-    Data without a token (objects that are made anew in every session) are told by the
-    number of their parts and rows alone.
-    """
-    lengths, transform = source.lengths, options.transform
-    return {
-        "data": token_of(data),
-        "parts": source.parts,
-        "rows": None if lengths is None else int(sum(lengths)),
-        "batch_size": int(options.batch_size),
-        "batches_per_file": int(options.batches_per_file),
-        "seed": options.seed,
-        "classes": None if options.classes is None else [*map(str, options.classes)],
-        "transform": None if transform is None else token_of(transform),
-    }
-
-
-# Of a random generator's seed, behind the user's: which use of it this is.
+# Uses of a random generator, beside the user's seed.
 _ORDER, _BUCKET, _PIECE = 0, 1, 2
 
 
@@ -164,16 +150,20 @@ class ShufflePlan:
     """Which rows of which piece go into which batch file; numbers only.
 
     A bucket takes a span of consecutive rows of each piece, so that it can be read
-    without the others. When shuffling, the rows of a piece are in random order before,
-    the pieces are dealt one after the other in random order, and row by row to one
-    bucket after the other: each bucket gets about the same share of every piece.
-    Everything follows from the lengths and the seed, not from who does the work.
+    without the others. For shuffling, the rows of each piece are in random order, and
+    each bucket takes its share of every piece. The plan follows from the lengths and
+    the seed, not from who does the work.
+
+    Args:
+        lengths: Rows of each piece.
+        file_rows: Rows of a batch file; the last may have fewer.
+        bucket_rows: Most rows of a bucket of several files.
+        seed: Seed of the shuffling; None: rows keep their order.
 
     Attributes:
-        rows: All together.
-        files: How many batch files there will be.
-        buckets: How many buckets.
-        checksum: Tells this plan from others.
+        rows: Number of rows.
+        files: Number of batch files.
+        buckets: Number of buckets.
     """
 
     def __init__(
@@ -183,19 +173,13 @@ class ShufflePlan:
         bucket_rows: int,
         seed: int | None,
     ) -> None:
-        self._lengths = np.asarray(lengths, np.int64)
-        self._file_rows, self._seed = file_rows, seed
-        self.rows = int(self._lengths.sum())
+        self._lengths, self._file_rows, self._seed = lengths, file_rows, seed
+        self.rows = sum(lengths)
         self.files = -(-self.rows // file_rows)
         self.buckets = -(-self.files // max(bucket_rows // file_rows, 1))
-        self._order = np.arange(len(self._lengths))
-        if seed is not None:
-            self._order = np.random.default_rng((seed, _ORDER)).permutation(self._order)
-        told = (self._lengths.tolist(), file_rows, self.buckets, seed)
-        self.checksum = zlib.crc32(repr(told).encode())
 
     def files_of(self, bucket: int) -> range:
-        """The numbers of the batch files cut from a bucket.
+        """The numbers of the batch files of a bucket.
 
         Buckets differ by one file at most; those with more come first.
 
@@ -209,60 +193,43 @@ class ShufflePlan:
         return range(first, first + few + (bucket < more))
 
     def spans(self, bucket: int) -> list[Span]:
-        """The rows of a bucket, as far as there are any, in the order of the pieces.
+        """The rows of a bucket, in the order of the pieces.
 
         Example:
             >>> ShufflePlan([3, 4], file_rows=2, bucket_rows=4, seed=None).spans(0)
             [Span(piece=0, start=0, stop=3), Span(piece=1, start=0, stop=1)]
         """
-        ends = np.cumsum(self._lengths[self._order])
-        begins = ends - self._lengths[self._order]
-        start, stop = (
-            self._below(ends, edge) - self._below(begins, edge)
-            for edge in (bucket, bucket + 1)
-        )
-        taken = np.flatnonzero(stop > start)
-        columns = (self._order[taken], start[taken], stop[taken])
-        found = (Span(*(int(n) for n in row)) for row in zip(*columns, strict=True))
-        return sorted(found)
+        stops = self._stops[:, bucket]
+        starts = self._stops[:, bucket - 1] if bucket else np.zeros_like(stops)
+        taken = np.flatnonzero(stops > starts)
+        return [Span(int(i), int(starts[i]), int(stops[i])) for i in taken]
 
     def cuts(self, bucket: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Each file of a bucket, by number, and which of the bucket's rows it has."""
-        files = self.files_of(bucket)
-        order = _permutation(self._rows_in(files), self._seed, _BUCKET, bucket)
+        """The number of each file of a bucket, and which rows of the bucket it has."""
+        files, size = self.files_of(bucket), self._file_rows
+        rows = min(files.stop * size, self.rows) - files.start * size
+        order = _permutation(rows, self._seed, _BUCKET, bucket)
         for i, file in enumerate(files):
-            yield file, order[i * self._file_rows : (i + 1) * self._file_rows]
+            yield file, order[i * size : (i + 1) * size]
 
-    def _rows_in(self, files: range) -> int:
-        rows = self._file_rows
-        return min(files.stop * rows, self.rows) - min(files.start * rows, self.rows)
-
-    def _below(self, rows: np.ndarray, bucket: int) -> np.ndarray:
-        """How many of the first so many rows are in the buckets before this one."""
-        if self._seed is None:
-            before = self._rows_in(range(self.files_of(bucket).start))
-            capped: np.ndarray = np.minimum(rows, before)
-            return capped
-        below = np.zeros_like(rows)
-        left = rows
-        for rounds, buckets in self._rounds():
-            dealt = np.minimum(left, rounds * buckets)
-            full, more = np.divmod(dealt, buckets)
-            first = min(bucket, buckets)
-            below += full * first + np.minimum(more, first)
-            left = left - dealt
-        return below
-
-    def _rounds(self) -> Iterator[tuple[int, int]]:
-        """Rows are dealt in rounds, one to each of the first so many buckets."""
-        last = self._rows_in(self.files_of(self.buckets - 1))
-        few, longer = divmod(self.files, self.buckets)
-        phases = (
-            (last, self.buckets),
-            (few * self._file_rows - last, self.buckets - 1),
-            (self._file_rows, longer),
+    @cached_property
+    def _stops(self) -> np.ndarray:
+        """Where the rows of each bucket (axis 1) end in each piece (axis 0)."""
+        ends = [self.files_of(bucket).stop for bucket in range(self.buckets)]
+        left = np.diff(
+            np.minimum(np.multiply(ends, self._file_rows), self.rows), prepend=0
         )
-        yield from (phase for phase in phases if phase[1])
+        taken = np.zeros((len(self._lengths), self.buckets), np.int64)
+        for piece in _permutation(len(self._lengths), self._seed, _ORDER):
+            rows = self._lengths[piece]
+            if self._seed is None:
+                taken[piece] = np.diff(np.minimum(np.cumsum(left), rows), prepend=0)
+            elif rows:
+                taken[piece], rest = np.divmod(left * rows, left.sum())
+                more = rows - int(taken[piece].sum())
+                taken[piece, np.argsort(-rest, kind="stable")[:more]] += 1
+            left -= taken[piece]
+        return taken.cumsum(axis=1)
 
 
 def _permutation(rows: int, seed: int | None, *use: int) -> np.ndarray:
@@ -273,11 +240,7 @@ def _permutation(rows: int, seed: int | None, *use: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Progress:
-    """What is done of an unfinished export; any process may look and add to it.
-
-    Attributes:
-        store: Where to.
-    """
+    """The records of an unfinished export in its folder, for any process."""
 
     store: Store
 
@@ -285,25 +248,20 @@ class Progress:
         """What the export is made from; None: there is no unfinished one."""
         return self._read(ORIGIN) if self.store.exists(ORIGIN) else None
 
-    def begin(self, made_from: Mapping[str, Any]) -> None:
-        self.store.write(ORIGIN, json.dumps(made_from).encode())
-
     def done(self, kind: str) -> dict[int, dict[str, Any]]:
         """The records of this kind, by number."""
         names = self.store.names(f"{_FOLDER}/{kind}-*.json")
-        numbers = (name.rpartition("-")[2].removesuffix(".json") for name in names)
+        numbers = (int(name.rpartition("-")[2].removesuffix(".json")) for name in names)
         with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-            records = pool.map(self._read, names)
-            return dict(zip(map(int, numbers), records, strict=True))
+            return dict(zip(numbers, pool.map(self._read, names), strict=True))
 
     def add(self, kind: str, number: int, record: Mapping[str, Any]) -> None:
-        """Say that something is done; all its files must be there."""
+        """Record something as done; all its files must have been written."""
         name = f"{_FOLDER}/{kind}-{number:06d}.json"
         self.write(name, json.dumps(record).encode())
 
     def write(self, name: str, content: bytes, stays: bool = False) -> None:
-        """Write a file, and take it away again if the export is over by now."""
-        self.check()
+        """Write a file, and delete it again if the export is over by now."""
         self.store.write(name, content)
         finished = stays and self.store.exists(KIND.name)
         if not finished and not self.store.exists(ORIGIN):
@@ -326,18 +284,17 @@ class Progress:
         self.store.delete(self.store.names(f"{_FOLDER}/*"))
 
     def _read(self, name: str) -> dict[str, Any]:
-        try:
-            content: dict[str, Any] = json.loads(self.store.read(name))
-        except ValueError as error:
-            raise DataError(
-                f"{self.store.url_of(name)} is damaged: {error}; {KIND.remedy}"
-            ) from error
+        content: dict[str, Any] = json.loads(self.store.read(name))
         return content
 
 
 def _piece(part: int, index: int) -> str:
-    """The name of one of the pieces of a part."""
+    """The file name of one piece of a part."""
     return f"{_FOLDER}/part-{part:06d}-{index:04d}.rows"
+
+
+def _as_rows(batch: Rows) -> Rows:
+    return batching.of_both(partial(batching.mapped, as_numpy), batch)
 
 
 def _write_part(
@@ -349,11 +306,9 @@ def _write_part(
     schema: Schema | None = None
     for index, block in enumerate(_blocks(source, part)):
         try:
-            found = Schema.of(block)
-            (schema or found).check(found, "later rows")
+            schema = Schema.of(block).agreeing(schema, "a later block")
         except DataError as error:
             raise DataError(f"{source.name(part)}: {error}") from error
-        schema = found
         order = _permutation(batching.length(block[0]), seed, _PIECE, part, index)
         step = max(PIECE_BYTES // schema.dtype.itemsize, 1)
         for start in range(0, len(order), step):
@@ -366,10 +321,10 @@ def _write_part(
 
 
 def _blocks(source: Source, part: int) -> Iterator[Rows]:
-    """What is shuffled at a time: a part, or some of it if it comes as a stream."""
+    """The rows that are shuffled together: a part, or some rows of a stream."""
     waiting: list[Rows] = []
     size = 0
-    for rows in map(as_rows, rows_of_part(source, part, STREAMED_ROWS)):
+    for rows in map(_as_rows, rows_of_part(source, part, STREAMED_ROWS)):
         if any(map(len, named_arrays(rows).values())):
             waiting.append(rows)
             size += batching.nbytes(rows)
@@ -381,21 +336,16 @@ def _blocks(source: Source, part: int) -> Iterator[Rows]:
 
 
 class Buckets(Source):
-    """The rows of all pieces, as a plan deals them out; a part is a bucket."""
+    """The rows of all pieces as buckets of a plan, one in each part."""
 
     lengths = None
     first = None
 
     def __init__(
-        self,
-        store: Store,
-        names: Sequence[str],
-        schema: Schema,
-        plan: ShufflePlan,
-        here: bool,
+        self, store: Store, pieces: Sequence[str], schema: Schema, plan: ShufflePlan
     ) -> None:
-        self.store, self.names, self.schema, self.plan = store, names, schema, plan
-        self.parts, self.here = plan.buckets, here
+        self.store, self.pieces, self.schema, self.plan = store, pieces, schema, plan
+        self.parts = plan.buckets
 
     @override
     def load(self, part: int) -> Rows:
@@ -404,51 +354,34 @@ class Buckets(Source):
         return self.schema.rows(np.concatenate(found))
 
     def _read(self, span: Span) -> np.ndarray:
-        dtype, name = self.schema.dtype, self.names[span.piece]
+        dtype, rows = self.schema.dtype, span.stop - span.start
         start, stop = span.start * dtype.itemsize, span.stop * dtype.itemsize
-        content = self.store.read(name, start, stop)
-        if len(content) != stop - start:
-            raise DataError(
-                f"{self.store.url_of(name)} is damaged: bytes {start} to {stop} are "
-                f"not all there; {KIND.remedy}"
-            )
-        return np.frombuffer(content, dtype)
+        content = self.store.read(self.pieces[span.piece], start, stop)
+        return np.frombuffer(content, dtype, rows)  # refuses fewer bytes
 
 
 def _write_bucket(
-    buckets: Source,
-    bucket: int,
-    options: ExportOptions,
-    done: Mapping[int, Mapping[str, Any]],
-) -> Mapping[str, Any]:
-    """Write a bucket into batch files, or find that it was done: a task."""
+    buckets: Source, bucket: int, options: ExportOptions
+) -> dict[str, Any]:
+    """Write a bucket into batch files: a task. Returns their manifest and schema."""
     assert isinstance(buckets, Buckets)
-    store, plan = buckets.store, buckets.plan
-    before = done.get(bucket)
-    if before is not None and before["plan"] == plan.checksum:
-        files = [File.from_json(file) for file in before["files"]]
-        if all(file.is_intact(store) for file in files):
-            return before
-    progress = Progress(store)
+    progress, plan = Progress(buckets.store), buckets.plan
     progress.check()
     rows = buckets.load(bucket)
     schema: Schema | None = None
     files = []
     for number, indices in plan.cuts(bucket):
         own = _transformed(_taken(rows, indices), options)
-        found = Schema.of(own)
-        schema = schema or found
-        schema.check(found, f"batch file {number}")
-        name, content = f"batch-{number:06d}.safetensors", encoded(own)
+        schema = Schema.of(own).agreeing(schema, f"batch file {number}")
+        # Of an array that is not contiguous, safetensors takes the wrong bytes.
+        arrays = {n: np.ascontiguousarray(a) for n, a in named_arrays(own).items()}
+        name = f"batch-{number:06d}.safetensors"
+        content = safetensors.numpy.save(arrays)
         progress.write(name, content, stays=True)
-        files.append(File.of(name, content, rows=len(indices)))
+        files.append(File.of(name, content, rows=len(indices)).to_json())
     assert schema is not None, "a bucket has at least one file"
-    record = {
-        "plan": plan.checksum,
-        "schema": schema.to_json(),
-        "files": [file.to_json() for file in files],
-    }
-    progress.add("bucket", bucket, record)
+    record = {"schema": schema.to_json(), "files": files}
+    progress.add(f"bucket-of-{plan.buckets}", bucket, record)
     return record
 
 
@@ -464,7 +397,7 @@ def _transformed(rows: Rows, options: ExportOptions) -> Rows:
     for start in range(0, count, size):
         few = _taken(rows, np.arange(start, min(start + size, count)))
         tensors = batching.of_both(partial(batching.mapped, torch.from_numpy), few)
-        batch = as_rows(options.transform(tensors))
+        batch = _as_rows(options.transform(tensors))
         got, want = batching.length(batch[0]), batching.length(few[0])
         if got != want:
             raise DataError(
@@ -481,42 +414,41 @@ def _export(
     client: Any,
     made_from: Mapping[str, Any],
 ) -> None:
-    """Write batch files of a source, or go on where that was interrupted."""
+    """Write batch files of a source, or continue an interrupted export."""
     progress = Progress(store)
     if progress.made_from() is None:
-        progress.begin(made_from)
+        store.write(ORIGIN, json.dumps(made_from).encode())
+    if source.here:
+        client = False
 
-    done = progress.done("part")
-    left = [part for part in range(source.parts) if part not in done]
-    logger.info("export to %s: %d parts to read", store.url, len(left))
     write_part = partial(_write_part, progress=progress, seed=options.seed)
-    written = map_parts(source, write_part, client, parts=left) if left else ()
     schema: Schema | None = None
     lengths: dict[tuple[int, int], int] = {}
-    for part, record in chain(done.items(), written):
+    for part, record in _done_by(progress, "part", source, write_part, client):
         lengths |= {(part, i): rows for i, rows in enumerate(record["rows"])}
         if record["schema"] is not None:
             found = Schema.from_json(record["schema"])
-            schema = schema or found
-            schema.check(found, source.name(part))
+            schema = found.agreeing(schema, source.name(part))
     if schema is None:
         raise DataError("there is nothing to export: X has no rows")
 
     pieces = sorted(lengths)
-    names = [_piece(*piece) for piece in pieces]
     plan = ShufflePlan(
         [lengths[piece] for piece in pieces],
         int(options.batch_size) * int(options.batches_per_file),
         BUCKET_BYTES // schema.dtype.itemsize,
         options.seed,
     )
-    buckets = Buckets(store, names, schema, plan, source.here)
-    write = partial(_write_bucket, options=options, done=progress.done("bucket"))
-    records = dict(map_parts(buckets, write, client))
-    schema = Schema.from_json(records[0]["schema"])
-    for bucket in sorted(records):
-        schema.check(Schema.from_json(records[bucket]["schema"]), f"bucket {bucket}")
-    files = [file for bucket in sorted(records) for file in records[bucket]["files"]]
+    buckets = Buckets(store, [_piece(*piece) for piece in pieces], schema, plan)
+    write_bucket = partial(_write_bucket, options=options)
+    kind = f"bucket-of-{plan.buckets}"  # records of another plan do not count
+    records = dict(_done_by(progress, kind, buckets, write_bucket, client))
+    schema, files = None, []
+    for bucket in range(plan.buckets):
+        found = Schema.from_json(records[bucket]["schema"])
+        schema = found.agreeing(schema, f"bucket {bucket}")
+        files += map(File.from_json, records[bucket]["files"])
+    assert schema is not None, "there is at least one bucket"
 
     classes = source.classes if options.classes is None else options.classes
     content = {
@@ -525,9 +457,25 @@ def _export(
         "schema": schema.to_json(),
         "made_from": dict(made_from),
     }
-    Manifest(tuple(map(File.from_json, files)), content).write(store, KIND)
+    Manifest(tuple(files), content).write(store, KIND)
     progress.end()
     logger.info("exported %d rows in %d files to %s", plan.rows, plan.files, store.url)
+
+
+def _done_by(
+    progress: Progress,
+    kind: str,
+    source: Source,
+    function: Callable[[Source, int], dict[str, Any]],
+    client: Any,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The record of each part: those that are there, then those of the tasks."""
+    done = progress.done(kind)
+    left = [part for part in range(source.parts) if part not in done]
+    logger.info("export to %s: %d %s tasks", progress.store.url, len(left), kind)
+    yield from done.items()
+    if left:
+        yield from map_parts(source, function, client, parts=left)
 
 
 def export(
@@ -547,14 +495,12 @@ def export(
 ) -> BatchFiles:
     """Write data into shuffled batch files, from which ``trainer.fit(url)`` trains.
 
-    It is done on the cluster, and within the memory that a part of the data takes. A
-    folder can be trained from once the export is finished; one that was interrupted
-    goes on where it stopped when it is run again, and one that is finished is returned
-    as it is.
+    The cluster does it, within the memory that a part of the data takes. An export that
+    was interrupted continues where it stopped when it is run again; one that is
+    finished is returned as it is.
 
     Args:
-        X: Inputs, or inputs and labels: all that ``trainer.fit`` takes. A tuple is
-            several inputs, as there.
+        X: Inputs, or inputs and labels, as in ``trainer.fit``.
         y: Labels, or None.
         url: Folder to write into, any that fsspec knows; the same place for this
             process and all workers. Other files in it are left alone.
@@ -591,9 +537,9 @@ def export(
     source = source_of(X, y, read, labelled=False)
     store = store_of(url, storage_options)
     progress = Progress(store)
-    made_from = fingerprint(source, (X, y), options)
+    made_from = options.fingerprint(source, (X, y))
     if overwrite:
-        store.delete([KIND.name])  # first, so that nobody begins to read
+        store.delete([KIND.name])  # first, so that no reader starts
         progress.end()
         store.delete(store.names("batch-*.safetensors"))
     finished = BatchFiles(url, storage_options) if store.exists(KIND.name) else None
@@ -610,7 +556,7 @@ def export(
             "export to another URL, or with overwrite=True"
         )
     if finished is not None:
-        progress.end()  # the last run may not have come to it
+        progress.end()  # the last run may have been interrupted before that
         logger.info("%s has been exported before: %d rows", store.url, finished.rows)
         return finished
     _export(source, store, options, client, made_from)
@@ -623,9 +569,9 @@ def temporary_batches(
 ) -> Iterator[BatchFiles]:
     """Export a source into a new folder, which is deleted at the end in any case.
 
-    The folder is made below the URL that ``daskdl.export.url`` says in Dask's
-    configuration, with ``daskdl.export.storage_options``. Without one it is a temporary
-    folder of this machine, which all workers must see.
+    ``daskdl.export.url`` and ``daskdl.export.storage_options`` in Dask's configuration
+    say where. Without a URL it is a temporary folder of this machine, which all workers
+    must see.
     """
     url = dask.config.get("daskdl.export.url", None)
     with contextlib.ExitStack() as ending:
@@ -639,7 +585,7 @@ def temporary_batches(
             below = store_of(url).url.rstrip("/")
             store = store_of(f"{below}/{_PREFIX}{uuid.uuid4().hex}", storage)
         ending.callback(store.delete_all)
-        # A task that still writes sees that it is over, and cleans up itself.
+        # First the origin: a task that still writes finds none, and cleans up itself.
         ending.callback(Progress(store).end)
         _export(source, store, options, client, {})
         yield BatchFiles(store.url, store.options)

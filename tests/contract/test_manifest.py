@@ -38,7 +38,6 @@ def test_a_manifest_is_read_back(store):
     read = Manifest.read(store, KIND)
 
     assert list(whole) == ["format", "version", "made_by", "files", "content", "sha256"]
-
     assert read == Manifest((FILE,), {"seed": 0})
     assert read.files[0].read(store, "") == b"hello"
 
@@ -49,19 +48,13 @@ def test_a_manifest_is_read_back(store):
         ({"format": "something else"}, "not of the format .*; write notes first"),
         ({"format": None}, "not of the format"),
         ({"version": 3}, "of version 3, but this daskdl reads up to 2; install"),
-        ({"version": 0}, "damaged: its version is 0; write them again"),
-        ({"version": True}, "damaged: its version is True"),
-        ({"files": {}}, "damaged: its files are no list"),
-        ({"files": ["a.txt"]}, "describes no file"),
-        ({"files": [{"name": "a.txt"}]}, "describes no file"),
-        ({"files": [FILE.to_json()] * 2}, "no list of different names"),
+        ({"version": None}, "damaged: .*; write them again"),
+        ({"files": ["a.txt"]}, "damaged: .*; write them again"),
+        ({"files": [{"name": "a.txt"}]}, "damaged: .*; write them again"),
+        ({"files": [FILE.to_json()] * 2}, "a file is listed twice"),
         *(
-            ({"files": [FILE.to_json() | wrong]}, "describes no file")
-            for wrong in (
-                *({"name": name} for name in ("", ".", "..", "../x", "a/b", "a\\b", 7)),
-                *({"nbytes": nbytes} for nbytes in (-1, 5.0, True, "5")),
-                *({"sha256": digest} for digest in ("0" * 63, "G" * 64, 7)),
-            )
+            ({"files": [FILE.to_json() | {"name": name}]}, "describes no file")
+            for name in ("", ".", "..", "../x", "a/b", "a\\b", "a\0", 7)
         ),
     ],
 )
@@ -107,13 +100,9 @@ def test_a_folder_without_one_is_named(store):
     [(b"hell", "has 4 bytes instead of 5"), (b"hallo", "its checksum is wrong")],
 )
 def test_a_damaged_file_is_refused_with_the_remedy(store, content, reason):
-    assert FILE.is_intact(store)
     store.write("a.txt", content)
 
     with pytest.raises(DataError, match=rf"{reason}; write them again") as error:
         FILE.read(store, "write them again")
 
     assert store.url_of("a.txt") in str(error.value)
-    assert not FILE.is_intact(store)
-    store.delete(["a.txt"])
-    assert not FILE.is_intact(store)

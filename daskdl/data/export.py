@@ -443,7 +443,8 @@ def _export(
     write_bucket = partial(_write_bucket, options=options)
     kind = f"bucket-of-{plan.buckets}"  # records of another plan do not count
     records = dict(_done_by(progress, kind, buckets, write_bucket, client))
-    schema, files = None, []
+    schema = None
+    files: list[File] = []
     for bucket in range(plan.buckets):
         found = Schema.from_json(records[bucket]["schema"])
         schema = found.agreeing(schema, f"bucket {bucket}")

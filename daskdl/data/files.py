@@ -1,7 +1,7 @@
 """Files as data to train on: loose ones, shards, or batch files, whichever are there.
 
-A part is a file, or several that are read together: files of one example each, or those
-in a shard, a zip or tar archive that `pack_files` made of original files. An object
+A part is a file, or several that are read together: files of one example each, or the
+members of a shard, a zip or tar archive of original files from `pack_files`. An object
 store answers a request after tens of milliseconds, whatever its size; a shard of a
 hundred small images comes in one. A shard is read whole and unpacked in memory: 1,000
 images of 3 kB take 26 ms from a zip and 51 ms from a tar, with fsspec's own archives
@@ -17,12 +17,12 @@ import logging
 import tarfile
 import zipfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, Literal, Protocol, Self, TypeVar
+from typing import Any, BinaryIO, Literal, Self, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -74,70 +74,95 @@ KIND = Kind(
     "delete the folder, and pack the files again",
 )
 _READ_AT_A_TIME = 8  # each is a request that mostly waits
-_DIGITS = 8  # of a digest in a file's name: two plans in one folder seldom share it
+_DIGITS = 16  # of the digest in a shard's name, which identifies the files in it
 _READABLE = 0o644 << 16
 _UNIX = 3
 
 
 @dataclass(frozen=True)
-class Shard:
-    """Files in one archive, which are read together.
+class Group:
+    """Files that are read together: loose ones, or members of a shard.
 
     Attributes:
-        store: The folder of the archive.
-        file: The archive; its ``members`` are the names of all files in it.
-        names: Those of them that are read.
-        contents: Reads the archive: the bytes of all files by name; None: anew for
-            each call.
+        urls: By which fsspec finds each file.
+        options: Options of their file system, if they are loose.
+        names: Paths of the members in the shard.
+        read: Reads the shard: the content of each member by name; None: loose files.
     """
 
-    store: Store
-    file: File
-    names: Sequence[str]
-    contents: Callable[[], Mapping[str, bytes]] | None = field(default=None, repr=False)
+    urls: Sequence[str]
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    names: Sequence[str] = ()
+    read: Callable[[], Mapping[str, bytes]] | None = field(default=None, repr=False)
 
-    @property
-    def urls(self) -> list[str]:
-        """URLs by which fsspec finds the files in the archive."""
-        kind, archive = self.file.name[-3:], self.store.url_of(self.file.name)
-        return [f"{kind}://{name}::{archive}" for name in self.names]
-
-    def some(self, which: slice) -> "Shard":
-        """The same archive, and some of the files."""
-        return replace(self, names=self.names[which])
+    def opener(self, header: bool = False) -> Callable[[int], BinaryIO]:
+        """A function that opens a file by its number; a shard is read once."""
+        if self.read is None:
+            return lambda number: opened(self.urls[number], self.options, header)
+        contents = functools.cache(self.read)
+        return lambda number: OpenBytes(
+            contents()[self.names[number]], self.urls[number]
+        )
 
     def each(
-        self, function: Callable[[int, BinaryIO], T], header: bool = False
+        self,
+        function: Callable[[int, BinaryIO], T],
+        most: int | None = None,
+        header: bool = False,
     ) -> list[T]:
-        """Call a function of each file's number and the open file, in order."""
-        contents = self._read() if self.contents is None else self.contents()
-        named = enumerate(zip(self.names, self.urls, strict=True))
-        return [function(i, OpenBytes(contents[name], url)) for i, (name, url) in named]
+        """Call a function of the number and the open file of each file, in order.
 
-    def held(self) -> "Shard":
-        """The same, for whoever reads the files one by one: the archive is kept."""
-        return replace(self, contents=functools.cache(self._read))
+        Args:
+            function: Called by several threads at a time if files are not local.
+            most: Only of so many files; None: of all.
+            header: Whether files are read by ranges; see `opened`.
+        """
+        open_file = self.opener(header)
 
-    def _read(self) -> Mapping[str, bytes]:
-        content = self.file.read(self.store, KIND.remedy)
-        return unpacked(self.file.name, content)
+        def call(number: int) -> T:
+            with open_file(number) as file:
+                return function(number, file)
+
+        numbers = range(len(self.urls))[:most]
+        if self.read is not None or len(numbers) == 1 or is_local(self.urls[0]):
+            return [call(number) for number in numbers]
+        with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+            return list(pool.map(call, numbers))
 
 
-def shards_in(store: Store) -> list[Shard] | None:
+def loose_groups(
+    urls: Sequence[str], size: int, options: Mapping[str, Any]
+) -> list[Group]:
+    """Loose files in groups of this size."""
+    starts = range(0, len(urls), size)
+    return [Group(urls[start : start + size], options) for start in starts]
+
+
+def shards_in(store: Store) -> list[Group] | None:
     """The shards in a folder; None if it has no manifest of shards."""
     if not store.exists(KIND.name):
         return None
-    files = Manifest.read(store, KIND).files
-    return [Shard(store, file, file.details["members"]) for file in files]
+    shards = []
+    for file in Manifest.read(store, KIND).files:
+        names, archive = file.details["members"], store.url_of(file.name)
+        urls = [f"{file.name[-3:]}://{name}::{archive}" for name in names]
+        shards.append(Group(urls, names=names, read=partial(_unpacked, store, file)))
+    return shards
 
 
-def packed(name: str, files: Iterable[tuple[str, bytes]]) -> bytes:
-    """Put files into an archive: the same files give the same bytes.
+def _unpacked(store: Store, file: File) -> dict[str, bytes]:
+    """The members of a shard by their relative paths."""
+    content = io.BytesIO(file.read(store, KIND.remedy))
+    if file.name.endswith(".zip"):
+        with zipfile.ZipFile(content) as archive:
+            return {path: archive.read(path) for path in archive.namelist()}
+    with tarfile.open(fileobj=content, mode="r:") as tar:
+        members = ((entry.name, tar.extractfile(entry)) for entry in tar)
+        return {path: member.read() for path, member in members if member is not None}
 
-    Example:
-        >>> unpacked("x.zip", packed("x.zip", [("a/b.txt", b"hello")]))
-        {'a/b.txt': b'hello'}
-    """
+
+def _packed(name: str, files: Iterable[tuple[str, bytes]]) -> bytes:
+    """Put files into an archive: the same files give the same bytes."""
     target = io.BytesIO()
     if name.endswith(".zip"):
         with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
@@ -154,16 +179,6 @@ def packed(name: str, files: Iterable[tuple[str, bytes]]) -> bytes:
     return target.getvalue()
 
 
-def unpacked(name: str, content: bytes) -> dict[str, bytes]:
-    """The files in an archive by their relative paths; links are passed over."""
-    if name.endswith(".zip"):
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            return {path: archive.read(path) for path in archive.namelist()}
-    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
-        opened = ((entry.name, tar.extractfile(entry)) for entry in tar)
-        return {path: file.read() for path, file in opened if file is not None}
-
-
 def pack_files(
     paths: AnyPath | Sequence[AnyPath],
     *,
@@ -177,24 +192,25 @@ def pack_files(
 ) -> list[str]:
     """Pack original files into shards, uncompressed archives with their relative paths.
 
-    Shards appear whole or not at all, and their manifest when all are there. Calling it
-    again goes on with what is missing, and does nothing when nothing is; files that
-    were changed meanwhile under the same name are not noticed. The same files and the
-    same seed give the same bytes, however many workers there are. A worker holds the
-    files of one shard in memory for each of its threads.
+    Shards appear whole or not at all, and the manifest comes last. If the call is
+    interrupted, call it again, and it packs what is missing; files that were changed
+    under the same name are not noticed. The same files and the same seed give the same
+    bytes, however many workers there are. A worker holds the files of one shard in
+    memory for each of its threads.
 
     Args:
         paths: A folder, a file, a pattern, or a list of files and patterns; local or at
             URLs of one kind.
         url: Folder for the shards and their manifest, ``shards.json``.
         files_per_shard: Files in a shard, >= 1; the last may have fewer.
-        root: The paths that are kept are relative to this folder. None: the folder
-            given; of a pattern, the one in front of its first wildcard; of a list, the
-            deepest that has all.
+        root: Paths in the shards are relative to this folder. None: the folder given;
+            of a pattern, the one in front of its first wildcard; of a list, the deepest
+            that contains all.
         format: "zip" or "tar".
-        seed: Of the order of the files; None: as listed, which would make shards of
+        seed: Seed of the order of the files; None: as listed, which makes shards of
             images of one class each.
-        client: Of Dask. None: the default client, else this process, as False says.
+        client: Of Dask. None: the default client, if there is one, else this process.
+            False: this process.
         storage_options: Of both file systems, for fsspec, such as credentials; the
             workers use them too.
 
@@ -216,7 +232,7 @@ def pack_files(
     check_count("files_per_shard", files_per_shard)
     target = store_of(url, storage_options)
     store, names = _originals(paths, root, storage_options)
-    if is_path(paths) and f"{target.place}/".startswith(f"{store.place}/"):
+    if is_path(paths) and path_in(store.url, target.url_of(KIND.name)) is not None:
         raise OptionError(
             f"url must not be in the root of the files, {store.url}, got {target.url}; "
             "the shards would be packed the next time"
@@ -237,12 +253,12 @@ def pack_files(
                 "them, or choose another url"
             )
     else:
-        files = dict(map_parts(originals, partial(_pack, target), client))
+        files = dict(map_parts(originals, partial(_pack, target=target), client))
         ordered = tuple(files[part] for part in range(originals.parts))
         manifest = Manifest(ordered, {"plan": plan})
         manifest.write(target, KIND)
-    shown = len(names), len(manifest.files), target.url
-    logger.info("%d files are packed into %d shards at %s", *shown)
+    counts = len(names), len(manifest.files)
+    logger.info("%d files are packed into %d shards at %s", *counts, target.url)
     return [target.url_of(file.name) for file in manifest.files]
 
 
@@ -259,48 +275,28 @@ class _Originals(Source):
         self.parts = len(groups)
 
     @override
-    def name(self, part: int) -> str:
-        """Of the shard; another one for other files."""
-        digest = self.digest(self.groups[part])[:_DIGITS]
-        return f"shard-{part:05d}-{digest}.{self.format}"
-
-    @override
     def load(self, part: int) -> Rows:
         raise NotImplementedError("original files are packed, not loaded")
 
-    def contents(self, part: int) -> Iterator[tuple[str, bytes]]:
-        """Pairs (relative path, content) of a group."""
-        names = self.groups[part]
-        with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-            yield from zip(names, pool.map(self.store.read, names), strict=True)
-
     def digest(self, names: Sequence[Any]) -> str:
+        """Identify files of these names in an archive."""
         described = json.dumps([self.store.url, self.format, names])
         return hashlib.sha256(described.encode()).hexdigest()
 
 
-def _pack(target: Store, source: Source, part: int) -> File:
-    """What is done with each group of files, on a worker."""
+def _pack(source: Source, part: int, target: Store) -> File:
+    """Write a shard unless it is there: a task."""
     assert isinstance(source, _Originals)
-    name = source.name(part)
-    content = _written(target, name, source.groups[part])
-    if content is None:
-        content = packed(name, source.contents(part))
+    names = source.groups[part]
+    name = f"shard-{part:05d}-{source.digest(names)[:_DIGITS]}.{source.format}"
+    if target.exists(name):
+        content = target.read(name)
+    else:
+        with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+            contents = pool.map(source.store.read, names)
+            content = _packed(name, zip(names, contents, strict=True))
         target.write(name, content)
-    return File.of(name, content, members=list(source.groups[part]))
-
-
-def _written(target: Store, name: str, members: Sequence[str]) -> bytes | None:
-    """The shard that was written before, if it is what it should be."""
-    if not target.exists(name):
-        return None
-    content = target.read(name)
-    try:
-        files = unpacked(name, content)
-    except (zipfile.BadZipFile, tarfile.TarError, EOFError, ValueError):
-        return None
-    same = list(files) == list(members) and packed(name, files.items()) == content
-    return content if same else None
+    return File.of(name, content, members=list(names))
 
 
 def _originals(
@@ -309,28 +305,25 @@ def _originals(
     options: Mapping[str, Any] | None,
 ) -> tuple[Store, list[str]]:
     """The root of the files that a user means, and their paths relative to it."""
-    names = store_of(paths, options).names() if is_path(paths) else []
-    if is_path(paths) and names:  # a folder, with its hidden files
+    urls: Sequence[str] = ()
+    common = None if root is None else store_of(root).url
+    if is_path(paths):
         folder = store_of(paths, options)
-        if root is None:
+        names = folder.names()  # of a folder, with its hidden files
+        if names and common is None:
             return folder, names
         urls = [folder.url_of(name) for name in names]
-    else:
-        urls = listed(paths, None, options)
-    if root is not None:
-        common = store_of(root).url
-    elif is_path(paths):
-        common = folder_of(store_of(paths).url)
-    else:
-        common = common_folder(urls)
-    found: dict[str, str] = {}
+        common = folder_of(folder.url) if common is None else common
+    urls = urls or listed(paths, None, options)
+    common = common_folder(urls) if common is None else common
+    found: dict[str, None] = {}
     for url in urls:
         name = path_in(common, url)
         if name is None:
             raise OptionError(f"{url} is not in the root {common}")
         if name in found:
             raise DataError(f"{url} is in paths twice")
-        found[name] = url
+        found[name] = None
     return store_of(common, options), list(found)
 
 
@@ -345,57 +338,6 @@ _READERS: Mapping[str, Reader] = {
 # Of files with one example each: enough rows that a part is worth a request, few
 # enough that images of a megabyte stay far below a worker's memory.
 FILES_PER_PART = 64
-
-
-class Group(Protocol):
-    """Files that are read together: `Loose`, or a `daskdl.data.files.Shard`."""
-
-    @property
-    def urls(self) -> Sequence[str]: ...
-
-    def some(self, which: slice) -> Self: ...
-
-    def each(
-        self, function: Callable[[int, BinaryIO], T], header: bool = False
-    ) -> list[T]: ...
-
-    def held(self) -> Self: ...
-
-
-@dataclass(frozen=True)
-class Loose:
-    """Files by themselves.
-
-    Attributes:
-        urls: Of each.
-        options: Of their file systems.
-    """
-
-    urls: Sequence[str]
-    options: Mapping[str, Any] = field(repr=False)
-
-    def some(self, which: slice) -> "Loose":
-        """Some of the files."""
-        return replace(self, urls=self.urls[which])
-
-    def each(
-        self, function: Callable[[int, BinaryIO], T], header: bool = False
-    ) -> list[T]:
-        """Call a function of each file's number and the open file, in order."""
-
-        def one(number: int) -> T:
-            with opened(self.urls[number], self.options, header) as file:
-                return function(number, file)
-
-        numbers = range(len(self.urls))
-        if len(self.urls) == 1 or is_local(self.urls[0]):
-            return [one(number) for number in numbers]
-        with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-            return list(pool.map(one, numbers))
-
-    def held(self) -> "Loose":
-        """The same, for whoever reads the files one by one."""
-        return self
 
 
 class GroupedFiles(Source):
@@ -417,7 +359,7 @@ class GroupedFiles(Source):
 
     @override
     def load(self, part: int) -> Rows:
-        return self._joined(part, self.groups[part])
+        return self._joined(part)
 
     @override
     def name(self, part: int) -> str:
@@ -426,22 +368,24 @@ class GroupedFiles(Source):
 
     @override
     def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
-        group = self.groups[part].held()
+        group = self.groups[part]
         if len(group.urls) == 1:
             return ()
-        return [
-            (url, partial(self._alone, part, group, number))
-            for number, url in enumerate(group.urls)
+        open_file = group.opener()
+
+        def load(number: int) -> Rows:
+            with open_file(number) as file:
+                return self.rows(part, number, file)
+
+        return [(url, partial(load, number)) for number, url in enumerate(group.urls)]
+
+    def _joined(self, part: int, most: int | None = None) -> Rows:
+        group = self.groups[part]
+        loaded = group.each(partial(self.rows, part), most)
+        shapes = [
+            {name: leaf.shape[1:] for name, leaf in batching.named_both(one).items()}
+            for one in loaded
         ]
-
-    def _alone(self, part: int, group: Group, number: int) -> Rows:
-        one = group.some(slice(number, number + 1))
-        (rows,) = one.each(lambda _, file: self.rows(part, number, file))
-        return rows
-
-    def _joined(self, part: int, group: Group) -> Rows:
-        loaded = group.each(lambda number, file: self.rows(part, number, file))
-        shapes = [_shapes(rows) for rows in loaded]
         for number, own in enumerate(shapes):
             if own != shapes[0]:
                 raise ShapeError(
@@ -450,12 +394,6 @@ class GroupedFiles(Source):
                     f"{shapes[0]}"
                 )
         return batching.joined_rows(loaded)
-
-
-def _shapes(rows: Rows) -> dict[str, tuple[int, ...]]:
-    """Of one row, by name."""
-    leaves = batching.named_both(rows, ("x", "y"))
-    return {name: leaf.shape[1:] for name, leaf in leaves.items()}
 
 
 class LoadedFiles(GroupedFiles):
@@ -488,10 +426,9 @@ class LoadedFiles(GroupedFiles):
     def look(self, part: int) -> Facts:
         group = self.groups[part]
         if self._one_example:
-            shown = self._joined(part, group.some(slice(SHOWN_ROWS)))
-            return Facts(len(group.urls), shown)
+            return Facts(len(group.urls), self._joined(part, SHOWN_ROWS))
         header = isinstance(self._loader, Reader) and self._loader.reads_headers
-        facts = group.each(partial(self._facts, part), header)
+        facts = group.each(partial(self._facts, part), header=header)
         first = next((one.first for one in facts if one.rows), facts[0].first)
         return Facts(sum(one.rows for one in facts), first)
 
@@ -506,7 +443,7 @@ class LoadedFiles(GroupedFiles):
 
     @override
     def known(self, facts: Sequence[Facts]) -> Self:
-        """The same source; parts without rows are passed over from now on."""
+        """The same source without the parts that have no rows."""
         full = [part for part, fact in enumerate(facts) if fact.rows]
         if not full:
             raise DataError(f"there are no rows in any file, as {self.name(0)}")
@@ -586,9 +523,7 @@ def files(
     if groups is None:
         urls = listed(url, pattern, storage_options)
         each = (files_per_part or FILES_PER_PART) if one_example else 1
-        options = dict(storage_options or {})
-        starts = range(0, len(urls), each)
-        groups = [Loose(urls[start : start + each], options) for start in starts]
+        groups = loose_groups(urls, each, storage_options or {})
     if loader is None:
         loader = _reader_for(name for group in groups for name in group.urls)
     return LoadedFiles(groups, loader, one_example, classes)

@@ -43,7 +43,7 @@ Loader = Callable[[BinaryIO], Any]
 
 # What a damaged file makes readers raise; Pillow even a SyntaxError. All else is a
 # mistake in a program, and comes out as it is.
-_DAMAGED = (
+_DAMAGED: tuple[type[Exception], ...] = (
     OSError,
     ValueError,
     EOFError,
@@ -96,8 +96,8 @@ def check_loader(given: Any) -> None:
 
 
 @contextlib.contextmanager
-def reading(url: str) -> Iterator[None]:
-    """Name a file in what is raised because of its content.
+def reading(url: str, *also: type[Exception]) -> Iterator[None]:
+    """Name a file in errors of a damaged one, of these types too.
 
     Example:
         >>> with reading("memory://x/a.npy"):
@@ -110,7 +110,7 @@ literal for int() with base 10: '7b'
         yield
     except OptionError:  # a ValueError too, and its message says all
         raise
-    except _DAMAGED as error:
+    except (*_DAMAGED, *also) as error:
         shown = f"{type(error).__name__}: {error}"
         raise DataError(f"cannot read {url}: {shown}") from error
 

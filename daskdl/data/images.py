@@ -1,14 +1,12 @@
 """Folders of images, loose or in shards: x are pixels, y the numbers of their classes.
 
-Which class an image belongs to follows from the listing, and is decided once. Images
-are decoded by Pillow where their rows are used. TinyImageNet is recognised by its
-``wnids.txt``:
+The listing decides, once, which class an image belongs to. Images are decoded by Pillow
+where their rows are used. TinyImageNet is recognised by its ``wnids.txt``:
 
 =================================  ================================================
-file                               what it says
+file                               contents
 =================================  ================================================
 ``wnids.txt``                      the classes, one in each line, in their order
-``words.txt``                      an identifier, a tab and what it means
 ``train/<id>/images/*.JPEG``       images of a class
 ``val/val_annotations.txt``        an image's name, a tab, its class, more
 ``val/images/*.JPEG``              images of all classes
@@ -19,28 +17,24 @@ file                               what it says
 import logging
 import math
 import os
-import struct
-import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from typing_extensions import override
 
-from daskdl.config import check_count
+from daskdl.config import check_count, is_whole
 from daskdl.data.batching import Rows
 from daskdl.data.files import (
     FILES_PER_PART,
     Group,
     GroupedFiles,
-    Loose,
-    Shard,
+    loose_groups,
     shards_in,
 )
+from daskdl.data.formats import reading
 from daskdl.data.storage import Store, store_of
 from daskdl.errors import DataError, OptionError, ShapeError
 
@@ -59,30 +53,15 @@ Labels = Callable[[str], str] | Mapping[str, str] | Literal[False] | None
 
 # A JPEG is decoded at a lower resolution if that has at least so many times the pixels
 # wanted in each direction: a photo of 12 megapixels takes a quarter of the time, and
-# its values differ by less than half of 1/255 in the mean.
+# the mean difference of its values is less than half of 1/255.
 _FINER = 2
 
-# Where no size is given, so many are opened at most to learn it: some may be damaged,
-# and where all these are, something else is wrong.
+# Without a size, at most so many images are opened to learn it: some may be damaged.
 _TRIED = 8
 
 _CLASSES = "wnids.txt"
-_WORDS = "words.txt"
 _ANNOTATIONS = "val/val_annotations.txt"
 _NOT_OURS = (".", "__MACOSX")  # what systems put into folders, and archives of them
-
-# What Pillow raises on damaged files, depending on the format and on what is damaged.
-_UNREADABLE = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    TypeError,
-    LookupError,
-    OverflowError,
-    struct.error,
-    zlib.error,
-)
 
 
 @dataclass(frozen=True)
@@ -111,7 +90,8 @@ class Decoding:
                 f"scale must be > 0 and finite, or None, got {self.scale!r}"
             )
         pair = self.height_and_width
-        if pair is not None and (len(pair) != 2 or not all(map(_is_length, pair))):
+        sizes = [] if pair is None else [n for n in pair if is_whole(n) and n >= 1]
+        if pair is not None and not len(pair) == len(sizes) == 2:
             raise OptionError(
                 "size must be a number of pixels >= 1, a pair (height, width) or None, "
                 f"got {self.size!r}"
@@ -130,38 +110,22 @@ class Decoding:
 
     def __call__(self, file: BinaryIO) -> np.ndarray:
         """Decode one image."""
-        pillow, _ = _pillow_modules()
-        try:
-            values = self._values(file)
-        except (*_UNREADABLE, pillow.DecompressionBombError) as error:
-            shown = str(error) or type(error).__name__
-            if "cannot identify image file" in shown:
-                shown = "it is not an image, or not of a kind that Pillow knows"
-            raise DataError(f"cannot read {file.name}: {shown}") from error
+        pillow, operations = _pillow_modules()
+        size = self.height_and_width
+        also = TypeError, OverflowError, pillow.DecompressionBombError
+        with reading(file.name, *also), pillow.open(file) as image:
+            if size is not None:  # no effect but on a much larger JPEG
+                image.draft(None, (_FINER * max(size),) * 2)
+            operations.exif_transpose(image, in_place=True)
+            image = _converted(image, MODES[self.channels], pillow)
+            if size is not None:
+                image = image.resize(size[::-1], pillow.Resampling.BILINEAR)
+            values = np.asarray(image)
         rows = values[None] if self.channels == 1 else values.transpose(2, 0, 1)
         if self.scale is None:
             return np.ascontiguousarray(rows)
         scaled: np.ndarray = np.multiply(rows, np.float32(self.scale), order="C")
         return scaled
-
-    def _values(self, file: BinaryIO) -> np.ndarray:
-        pillow, operations = _pillow_modules()
-        size = self.height_and_width
-        with pillow.open(file) as image:
-            if size is not None:  # no effect but on a much larger JPEG
-                image.draft(None, (_FINER * max(size),) * 2)
-            operations.exif_transpose(image, in_place=True)
-            converted = _converted(image, MODES[self.channels], pillow)
-        if size is not None:
-            height, width = size
-            bilinear = pillow.Resampling.BILINEAR
-            converted = converted.resize((width, height), bilinear)
-        return np.asarray(converted)
-
-
-def _is_length(value: Any) -> bool:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and value >= 1
 
 
 def _pillow_modules() -> tuple[Any, Any]:
@@ -189,24 +153,23 @@ def _converted(image: Any, mode: str, pillow: Any) -> Any:
     return image.convert(mode)
 
 
-@dataclass
 class Folder:
-    """Files by their paths relative to a folder, loose or in shards.
+    """Files by their paths relative to a folder, loose or in shards."""
 
-    Attributes:
-        store: The folder.
-        shards: In it; None: the files are loose.
-    """
+    def __init__(self, store: Store) -> None:
+        self.store, self.shards = store, shards_in(store)
+        self._packed = {
+            name: (shard, number)
+            for shard in self.shards or ()
+            for number, name in enumerate(shard.names)
+        }
 
-    store: Store
-    shards: Sequence[Shard] | None
-
-    def names(self, folder: str = "") -> list[str]:
-        """Relative paths, sorted; only those inside a folder if one is given."""
+    def names(self, folder: str) -> list[str]:
+        """Relative paths of the files in a folder, sorted."""
         inside = f"{folder}/" if folder else ""
         if self.shards is None:
             return self.store.names(f"{inside}**")
-        return sorted(name for name in self._shard_of if name.startswith(inside))
+        return sorted(name for name in self._packed if name.startswith(inside))
 
     def folders(self, folder: str) -> list[str]:
         """Names of the folders that are directly in a folder."""
@@ -217,43 +180,41 @@ class Folder:
         return sorted({first for first, slash, _ in inner if slash})
 
     def exists(self, name: str) -> bool:
+        """Whether there is such a file."""
         if self.shards is None:
             return self.store.exists(name)
-        return name in self._shard_of
+        return name in self._packed
 
-    def read(self, name: str) -> bytes:
+    def read(self, name: str) -> str:
+        """The text of a file."""
         if self.shards is None:
-            return self.store.read(name)
-        (content,) = self._alone(name).each(lambda _, file: file.read())
-        return content
+            return self.store.read(name).decode()
+        shard, number = self._packed[name]
+        return shard.opener()(number).read().decode()
 
     def url_of(self, name: str) -> str:
         """The full URL of a file or folder."""
-        if name not in self._shard_of:
+        if name not in self._packed:
             return self.store.url_of(name)
-        return self._alone(name).urls[0]
+        shard, number = self._packed[name]
+        return shard.urls[number]
 
-    def groups(self, names: Sequence[str], at_most: int) -> list[Group]:
-        """Files that are read together: some loose ones, or those of a shard."""
+    def groups(
+        self, names: Sequence[str], at_most: int
+    ) -> tuple[list[Group], Sequence[str]]:
+        """Files that are read together, and the names in their order."""
         if self.shards is None:
             urls = [self.store.url_of(name) for name in names]
-            starts = range(0, len(urls), at_most)
-            options = self.store.options
-            return [Loose(urls[i : i + at_most], options) for i in starts]
+            return loose_groups(urls, at_most, self.store.options), names
         wanted = set(names)
-        found = (
-            Shard(s.store, s.file, [name for name in s.names if name in wanted])
-            for s in self.shards
-        )
-        return [shard for shard in found if shard.names]
-
-    def _alone(self, name: str) -> Shard:
-        shard = self._shard_of[name]
-        return Shard(shard.store, shard.file, [name])
-
-    @cached_property
-    def _shard_of(self) -> dict[str, Shard]:
-        return {name: shard for shard in self.shards or () for name in shard.names}
+        groups: list[Group] = []
+        for shard in self.shards:
+            both = zip(shard.urls, shard.names, strict=True)
+            own = [(url, name) for url, name in both if name in wanted]
+            if own:
+                inner = [name for _, name in own]
+                groups.append(replace(shard, urls=[url for url, _ in own], names=inner))
+        return groups, [name for group in groups for name in group.names]
 
 
 class Classes(NamedTuple):
@@ -261,7 +222,6 @@ class Classes(NamedTuple):
 
     of: Mapping[str, str]
     names: Sequence[str]
-    readable: Sequence[str] | None = None  # for people; None: the names
 
 
 def _class_folders(
@@ -271,7 +231,7 @@ def _class_folders(
     labels: Any,
     all_there: bool,
 ) -> Classes:
-    """The class is the folder that an image is in, or what the user's labels say."""
+    """The class is the folder of the image, or follows from the user's labels."""
     of = {}
     for name in images:
         folder = PurePosixPath(name).parent
@@ -304,34 +264,25 @@ def _class_folders(
 
 def _tiny_imagenet(files: Folder, split: str | None, images: Sequence[str]) -> Classes:
     """The classes of a split of TinyImageNet."""
-    names = files.read(_CLASSES).decode().split()
+    names = files.read(_CLASSES).split()
     if split == "val" and files.exists(_ANNOTATIONS):
-        known = _table(files, _ANNOTATIONS)
+        lines = files.read(_ANNOTATIONS).splitlines()
+        known = dict(line.split("\t")[:2] for line in lines if "\t" in line)
         of = {name: known.get(PurePosixPath(name).name, "") for name in images}
     else:  # without annotations the images were sorted by class
         of = {name: PurePosixPath(name).parts[1] for name in images}
-    allowed, used = set(names), set(of.values())
     for name, label in of.items():
-        if label not in allowed:
+        if label not in names:
             got = f"the class {label!r}, which is not in" if label else "no class from"
             source = _CLASSES if label else _ANNOTATIONS
             raise DataError(f"{files.url_of(name)} has {got} {files.url_of(source)}")
-    missing = [name for name in names if name not in used]
+    missing = sorted(set(names) - set(of.values()))
     if split == "train" and missing:
         raise DataError(
             f"{files.url_of(f'train/{missing[0]}')} has no images ({len(missing)} such "
             f"classes); remove it from {files.url_of(_CLASSES)}"
         )
-    if not files.exists(_WORDS):
-        return Classes(of, names)
-    words = _table(files, _WORDS)
-    return Classes(of, names, [words.get(name, name) for name in names])
-
-
-def _table(files: Folder, name: str) -> dict[str, str]:
-    """The first two columns of a text file with tabs."""
-    lines = files.read(name).decode().splitlines()
-    return dict(line.split("\t")[:2] for line in lines if "\t" in line)
+    return Classes(of, names)
 
 
 def _images_in(files: Folder, folder: str, extensions: Sequence[str]) -> list[str]:
@@ -350,31 +301,24 @@ def _images_in(files: Folder, folder: str, extensions: Sequence[str]) -> list[st
             f"{where} has no images{shown}; images end in {', '.join(extensions)}"
         )
     if others:
-        logger.info(
-            "%d of %d files in %s are not images, and ignored",
-            others,
-            len(names),
-            where,
-        )
+        counts = others, len(names)
+        logger.info("%d of %d files in %s are not images, and ignored", *counts, where)
     return images
 
 
 def _in_order(files: Folder, found: Classes, classes: Sequence[str]) -> Classes:
     """The same classes in the order that the user gave."""
     chosen = [] if isinstance(classes, str) else [str(name) for name in classes]
-    if not chosen or len(set(chosen)) < len(chosen):
-        raise OptionError(f"classes must be a list of different names, got {classes!r}")
     known = set(chosen)
+    if not chosen or len(known) < len(chosen):
+        raise OptionError(f"classes must be a list of different names, got {classes!r}")
     for name, label in found.of.items():
         if label not in known:
             raise DataError(
                 f"{files.url_of(name)} is of the class {label!r}, which is not in "
                 f"classes ({len(chosen)} names, {chosen[0]!r} to {chosen[-1]!r})"
             )
-    if found.readable is None:
-        return Classes(found.of, chosen)
-    words = dict(zip(found.names, found.readable, strict=True))
-    return Classes(found.of, chosen, [words.get(name, name) for name in chosen])
+    return Classes(found.of, chosen)
 
 
 def image_folder(
@@ -393,27 +337,27 @@ def image_folder(
 ) -> "ImageFolder":
     """Take a folder with a folder of images for each class, loose or packed.
 
-    Packed are those that :func:`daskdl.data.pack_files` has written: a part is then a
-    shard. TinyImageNet's layout is recognised by its ``wnids.txt``. Hidden files and
-    those with other extensions are passed over; how many is logged.
+    Of a folder that :func:`daskdl.data.pack_files` has written, a part is a shard.
+    TinyImageNet's layout is recognised by its ``wnids.txt``. Hidden files and those
+    with other extensions are ignored; their number is logged.
 
     Args:
         url: The folder that has the class folders, or the shards.
         size: (height, width) in pixels, or one number for both; images are resized
-            bilinearly, their aspect ratio is not kept. None: all have one size, that
-            of the first that can be read.
+            bilinearly, and their aspect ratio is not kept. None: all have the size of
+            the first that can be read.
         channels: 1 (grey), 3 (red, green, blue) or 4 (and alpha).
         scale: Factor that makes float32 of the values 0 to 255; None: uint8.
-        split: Only what is in this folder: "train", "val", "test", ...
+        split: Only images in this folder: "train", "val", "test", ...
         labels: The class of an image by its path relative to ``url``: a function or a
             table. None: the folder it is in. False: no labels.
         classes: Their names in the order of their numbers, as ``source.classes`` of
-            the training data; an image of another is refused. None: those that are
-            there, sorted; of TinyImageNet those in ``wnids.txt``.
+            the training data; an image of another class is refused. None: the names
+            that are found, sorted; of TinyImageNet those in ``wnids.txt``.
         extensions: Of images, in lower or upper case.
-        files_per_part: How many loose images are loaded in one go.
-        seed: Of the order of loose images. None: sorted by path, so that most parts
-            have images of one class. ``source.paths`` has them as they come.
+        files_per_part: Number of loose images in a part.
+        seed: Seed of the order of loose images. None: sorted by path, so that most
+            parts have images of one class. ``source.paths`` is in their order.
         storage_options: For fsspec, such as credentials; the workers use them too.
 
     Returns:
@@ -436,7 +380,7 @@ def image_folder(
     suffixes = tuple(f".{extension.lstrip('.').lower()}" for extension in given)
     split = None if split is None else split.strip("/")
     store = store_of(url, storage_options)
-    files = Folder(store, shards_in(store))
+    files = Folder(store)
     tiny = labels is None and files.exists(_CLASSES)
     if tiny and split not in {"train", "val", "test"}:
         raise OptionError(
@@ -466,10 +410,9 @@ class ImageFolder(GroupedFiles):
     """Images, some of them in each part; see :func:`image_folder`.
 
     Attributes:
-        paths: Of the images relative to the folder, in the order of the rows.
-        labels: Their classes' numbers, likewise; None without labels.
+        paths: Paths of the images relative to the folder, in the order of the rows.
+        labels: The numbers of their classes, likewise; None without labels.
         classes: Names of the labels 0, 1, ...; None without labels.
-        readable: What the classes are called for people, where that is known.
         shape: Of one image: channels, height, width.
     """
 
@@ -477,7 +420,6 @@ class ImageFolder(GroupedFiles):
     first: Rows
     paths: Sequence[str]
     labels: np.ndarray | None
-    readable: Sequence[str] | None
     shape: tuple[int, ...]
 
     def __init__(
@@ -488,18 +430,14 @@ class ImageFolder(GroupedFiles):
         found: Classes | None,
         decoding: Decoding,
     ) -> None:
-        super().__init__(files.groups(images, files_per_part))
+        groups, self.paths = files.groups(images, files_per_part)
+        super().__init__(groups)
         self._decoding = decoding
         self.lengths = [len(group.urls) for group in self.groups]
         self._starts = np.cumsum([0, *self.lengths]).tolist()
-        self.paths = images
-        if files.shards is not None:  # in their order
-            self.paths = [
-                n for g in self.groups if isinstance(g, Shard) for n in g.names
-            ]
-        self.classes = self.readable = self.labels = None
+        self.classes = self.labels = None
         if found is not None:
-            self.classes, self.readable = found.names, found.readable
+            self.classes = found.names
             number = {label: i for i, label in enumerate(found.names)}
             numbers = [number[found.of[name]] for name in self.paths]
             self.labels = np.array(numbers, np.int64)
@@ -511,34 +449,30 @@ class ImageFolder(GroupedFiles):
     def rows(self, part: int, number: int, file: BinaryIO) -> Rows:
         image = self._decoding(file)
         if image.shape != self.shape:
+            got, wanted = (f"{s[1]} x {s[2]}" for s in (image.shape, self.shape))
             raise ShapeError(
-                f"{file.name} has {_pixels(image.shape)}, but {self._model} has "
-                f"{_pixels(self.shape)} (height x width); give size=(height, width)"
+                f"{file.name} has {got}, but {self._model} has {wanted} (height x "
+                "width); give size=(height, width)"
             )
         row = self._starts[part] + number
         return image[None], None if self.labels is None else self.labels[row : row + 1]
 
     def _first_image(self) -> tuple[str, np.ndarray]:
         """An image that all others must be like, and its URL; of a known size zeros."""
-        size, errors = self._decoding.height_and_width, []
+        size = self._decoding.height_and_width
+        errors: list[DataError] = []
         if size is not None:
             shape = self._decoding.channels, *size
             return self.groups[0].urls[0], np.zeros(shape, self._decoding.dtype)
-        alone = (
-            g.some(slice(i, i + 1)) for g in self.groups for i in range(len(g.urls))
-        )
-        for one in islice(alone, _TRIED):
-            try:
-                (image,) = one.each(lambda _, file: self._decoding(file))
-            except DataError as error:
-                errors.append(error)
-            else:
-                return one.urls[0], image
+        for group in self.groups:
+            open_file = group.opener()
+            for number in range(len(group.urls))[: _TRIED - len(errors)]:
+                try:
+                    with open_file(number) as file:
+                        return group.urls[number], self._decoding(file)
+                except DataError as error:
+                    errors.append(error)
         raise DataError(
             f"the size of the images is not known, as none of the first {len(errors)} "
             f"can be read: {errors[0]}; give size=(height, width) to go on without them"
         ) from errors[0]
-
-
-def _pixels(shape: Sequence[int]) -> str:
-    return f"{shape[1]} x {shape[2]}"

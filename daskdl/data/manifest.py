@@ -65,10 +65,10 @@ class File:
     def from_json(cls, entry: Any) -> "File":
         """Read what `to_json` returns; refuse a name that leads out of the folder."""
         details = dict(entry)
-        name, *own = (details.pop(key) for key in ("name", "nbytes", "sha256"))
+        name, nbytes, sha256 = map(details.pop, ("name", "nbytes", "sha256"))
         if not isinstance(name, str) or {*name} & {*"/\\\0"} or name in ("", ".", ".."):
             raise ValueError(f"{entry!r:.200} describes no file")
-        return cls(name, *own, details)
+        return cls(name, nbytes, sha256, details)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

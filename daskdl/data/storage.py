@@ -367,6 +367,10 @@ class OpenBytes(io.BytesIO):
         super().__init__(content)
         self.name = name
 
+    @override
+    def __repr__(self) -> str:
+        return self.name  # in messages of Pillow
+
 
 class _Ranges(io.RawIOBase):
     """A file that is read by ranges, each tried again like a whole one."""

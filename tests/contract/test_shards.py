@@ -210,22 +210,6 @@ class TestAgain:
         assert written == [shards[1], MANIFEST]
         assert contents(target) == before
 
-    @KINDS
-    @pytest.mark.parametrize("damage", [b"", b"no archive", "cut", "other"])
-    def test_a_shard_that_is_not_what_it_should_be_is_written_anew(
-        self, root, target, damage, kind
-    ):
-        urls = pack(root, target, format=kind)
-        before = contents(target)
-        (target / MANIFEST).unlink()
-        one, other = (before[Path(url).name] for url in urls[:2])
-        changes = {"cut": one[:-1100], "other": other}
-        Path(urls[0]).write_bytes(changes.get(damage, damage))
-
-        assert pack(root, target, format=kind) == urls
-
-        assert contents(target) == before
-
     @pytest.mark.parametrize(
         "other",
         [{"seed": 1}, {"per_shard": 5}, {"format": "tar"}, {"elsewhere": True}],

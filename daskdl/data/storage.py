@@ -1,8 +1,8 @@
-"""Files at any fsspec URL: read, written at once, listed, and tried again.
+"""Files at any fsspec URL: read, written atomically, listed, and tried again.
 
-fsspec opens the file systems. Here is what it leaves to its callers: a write that is
-all or nothing, which errors may pass, and messages that name the URL, and the worker
-and the remedy where credentials are missing. What is in the files is not looked at.
+fsspec opens the file systems. This module adds what fsspec leaves to its callers:
+atomic writes, further attempts after passing errors, and messages that name the URL,
+and the worker and the remedy where credentials are missing.
 """
 
 import contextlib
@@ -18,11 +18,11 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeGuard, TypeVar
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 import fsspec
 from fsspec.core import strip_protocol
@@ -37,47 +37,42 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyPath = str | os.PathLike[str]
 
-# Seconds before each further attempt. Most drops are over at once; a server that is
-# away for longer is a matter for who runs it, and a run must not hang on one file.
+# Seconds before each further attempt. Most drops are over at once; a run must not hang
+# on one file while a server is away for longer.
 WAITS_S = (0.1, 0.4, 1.6)
 
-# No further attempt begins after so many seconds: s3fs and botocore try again too, and
-# by default spend half a minute on it, which must not be multiplied by ours.
+# No further attempt begins after so many seconds: s3fs and botocore try again too, by
+# default for half a minute, which must not be multiplied.
 ENOUGH_S = 20.0
 
-# What file systems raise besides OSError. Their modules are looked up, not imported:
-# an error can only have come if its module is there.
-_FOREIGN = (
-    ("botocore.exceptions", "BotoCoreError"),
-    ("botocore.exceptions", "ClientError"),
-    ("aiohttp", "ClientError"),
-    ("urllib3.exceptions", "HTTPError"),
-    ("http.client", "HTTPException"),
-    ("gcsfs.retry", "HttpError"),
-    ("google.auth.exceptions", "GoogleAuthError"),
-    ("azure.core.exceptions", "AzureError"),
+# The libraries below fsspec's file systems, whose errors need not be OSErrors.
+_LIBRARIES = frozenset(
+    {"aiohttp", "azure", "botocore", "gcsfs", "google", "http", "urllib3"}
 )
-# Of these, those that say that a connection failed.
-_DROPPED = (
-    ("botocore.exceptions", "HTTPClientError"),
-    ("botocore.exceptions", "ConnectionError"),
-    ("aiohttp", "ClientError"),
-    ("urllib3.exceptions", "HTTPError"),
-    ("http.client", "HTTPException"),
-    ("azure.core.exceptions", "ServiceRequestError"),
-    ("azure.core.exceptions", "ServiceResponseError"),
+# Their errors, by module and name, that mean that a connection failed,
+_DROPPED = frozenset(
+    {
+        "botocore.exceptions.HTTPClientError",
+        "botocore.exceptions.ConnectionError",
+        "aiohttp.client_exceptions.ClientError",
+        "urllib3.exceptions.HTTPError",
+        "http.client.HTTPException",
+        "azure.core.exceptions.ServiceRequestError",
+        "azure.core.exceptions.ServiceResponseError",
+    }
 )
-# And those that say that credentials are missing or wrong.
-_REFUSED = (
-    ("botocore.exceptions", "NoCredentialsError"),
-    ("botocore.exceptions", "PartialCredentialsError"),
-    ("botocore.exceptions", "CredentialRetrievalError"),
-    ("google.auth.exceptions", "GoogleAuthError"),
-    ("azure.core.exceptions", "ClientAuthenticationError"),
+# and those that mean that credentials are missing or wrong.
+_REFUSED = frozenset(
+    {
+        "builtins.PermissionError",
+        "botocore.exceptions.NoCredentialsError",
+        "botocore.exceptions.PartialCredentialsError",
+        "botocore.exceptions.CredentialRetrievalError",
+        "google.auth.exceptions.GoogleAuthError",
+        "azure.core.exceptions.ClientAuthenticationError",
+    }
 )
 _LASTING = (
-    FileNotFoundError,
-    PermissionError,
     IsADirectoryError,
     NotADirectoryError,
     FileExistsError,
@@ -105,11 +100,11 @@ def attempt(action: Callable[[], T], verb: str, url: str) -> T:
 
     Args:
         action: What to do; harmless when done twice.
-        verb: What it is, for the message: ``"read"``.
+        verb: For the message: ``"read"``.
         url: Also for the message.
 
     Raises:
-        FileNotFoundError: As it came; what that means is for the caller to say.
+        FileNotFoundError: As it came; the caller knows what that means.
         DataError: If it failed otherwise, or was dropped at every attempt.
 
     Example:
@@ -122,69 +117,52 @@ def attempt(action: Callable[[], T], verb: str, url: str) -> T:
             return action()
         except FileNotFoundError:
             raise
-        except _failures() as error:
-            dropped = is_dropped(error)
+        except Exception as error:
+            names = {f"{one.__module__}.{one.__name__}" for one in type(error).__mro__}
+            libraries = {name.partition(".")[0] for name in names}
+            if not isinstance(error, OSError) and not libraries & _LIBRARIES:
+                raise
+            refused = not names.isdisjoint(_REFUSED) or _status(error) in _UNAUTHORIZED
+            dropped = not refused and _is_dropped(error, names)
             if not dropped or time.monotonic() - began + wait_s > ENOUGH_S:
                 shown = f"{type(error).__name__}: {error}".removesuffix(": ")
+                where = f"cannot {verb} {url}"
+                if refused and not is_local(url):
+                    where, shown = f"{where} on {_here()}", f"{shown}; {_CREDENTIALS}"
                 count = f" (attempts: {times})" if dropped else ""
-                what = f"cannot {verb} {url}"
-                if _is_refused(error) and not is_local(url):
-                    what = f"{what} on {_here()}"
-                    shown = f"{shown}; {_CREDENTIALS}"
-                raise DataError(f"{what}: {shown}{count}") from error
+                raise DataError(f"{where}: {shown}{count}") from error
             logger.debug("attempt to %s %s failed, again in %s s", verb, url, wait_s)
         time.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")
 
 
-def is_dropped(error: BaseException) -> bool:
-    """Whether an error may be gone at the next attempt.
-
-    Example:
-        >>> is_dropped(ConnectionResetError()), is_dropped(PermissionError())
-        (True, False)
-    """
-    if _is_refused(error):
-        return False
-    if isinstance(error, OSError) and not isinstance(error, _loaded(_DROPPED)):
-        lasting = isinstance(error, _LASTING) or error.errno in _LASTING_NUMBERS
-        return not lasting
-    status = getattr(error, "status", _SERVER_ERRORS)
-    passing = status >= _SERVER_ERRORS or status == _TOO_MANY_REQUESTS
-    return isinstance(error, _loaded(_DROPPED)) and passing
+def _status(error: Exception) -> Any:
+    """The HTTP status of an error of aiohttp or gcsfs, or None."""
+    name = "status" if hasattr(error, "status") else "code"
+    return getattr(error, name, None)
 
 
-def _is_refused(error: BaseException) -> bool:
-    """Whether credentials are missing or wrong."""
-    name = "status" if hasattr(error, "status") else "code"  # aiohttp, gcsfs
-    status = getattr(error, name, None)
-    kinds: tuple[type[Exception], ...] = (PermissionError, *_loaded(_REFUSED))
-    return isinstance(error, kinds) or status in _UNAUTHORIZED
+def _is_dropped(error: Exception, names: Set[str]) -> bool:
+    """Whether an error may be gone at the next attempt."""
+    if not names.isdisjoint(_DROPPED):
+        status = getattr(error, "status", _SERVER_ERRORS)
+        return bool(status >= _SERVER_ERRORS or status == _TOO_MANY_REQUESTS)
+    lasting = isinstance(error, _LASTING) or (
+        isinstance(error, OSError) and error.errno in _LASTING_NUMBERS
+    )
+    return isinstance(error, OSError) and not lasting
 
 
 def _here() -> str:
-    """The Dask worker that runs this, else the process."""
+    """The Dask worker of this process if there is one, else the process."""
     distributed = sys.modules.get("distributed")
-    if distributed is not None:
-        with contextlib.suppress(ValueError):  # in a thread of our own
-            return f"the worker {distributed.get_worker().address}"
-        workers = list(distributed.Worker._instances)
-        if len(workers) == 1:
-            return f"the worker {workers[0].address}"
+    workers = list(distributed.Worker._instances) if distributed else []
+    if len(workers) == 1:
+        return f"the worker {workers[0].address}"
     return f"process {os.getpid()} of {socket.gethostname()}"
 
 
-def _failures() -> tuple[type[Exception], ...]:
-    return OSError, *_loaded(_FOREIGN)
-
-
-def _loaded(names: Iterable[tuple[str, str]]) -> tuple[type[Exception], ...]:
-    """The classes of those modules that somebody has imported."""
-    found = (getattr(sys.modules.get(module), name, None) for module, name in names)
-    return tuple(kind for kind in found if kind is not None)
-
-
-# Ends the name of a file that is being written; such files are in no listing.
+# Ends the name of a file that is being written; listings leave such files out.
 TEMPORARY = ".daskdl-part"
 LOCAL = frozenset({"file", "local"})
 # Here one request puts a whole file, and folders need not be made.
@@ -194,19 +172,11 @@ _PUT_WHOLE = frozenset(
 
 
 def put(system: Any, path: str, content: bytes | memoryview) -> None:
-    """Write a file; who reads meanwhile sees all of it or what was there before.
+    """Write a file atomically, and make missing folders.
 
     Locally a temporary file beside it is renamed (fsspec's transactions move one from
-    another disk, which is not done at once), an object store gets one put; elsewhere a
+    another disk, which is not atomic), an object store gets one put; elsewhere a
     temporary file is moved, by whatever the file system has for it.
-
-    Args:
-        system: A fsspec file system.
-        path: On it; missing folders are made.
-        content: All of the file.
-
-    Raises:
-        OSError: What the file system raises, and whatever else it does.
     """
     kinds = {system.protocol} if isinstance(system.protocol, str) else system.protocol
     if _PUT_WHOLE.intersection(kinds):
@@ -230,25 +200,18 @@ def put(system: Any, path: str, content: bytes | memoryview) -> None:
 
 
 _MAGIC = re.compile(r"[*?\[]")
-# A URL in three: the path, what is before it, and the archive after it.
-_PARTS = re.compile(r"(?:(.*?://)(.*?)(::.*)?|(.*))", re.DOTALL)
+# A URL in three: protocol with its slashes, path, and the archive after it.
+_PARTS = re.compile(r"(.*?://)?(.*?)(::.*)?", re.DOTALL)
 
 
-class _Parts(NamedTuple):
-    before: str  # with the slashes of its protocol
-    path: str
-    after: str
-
-
-def _parts(url: str) -> _Parts:
+def _parts(url: str) -> Sequence[str]:
     match = _PARTS.fullmatch(url)
-    assert match is not None, "one alternative takes everything"
-    before, path, after, local = match.groups()
-    return _Parts(before or "", path if local is None else local, after or "")
+    assert match is not None, "the path may be anything"
+    return match.groups("")
 
 
 def is_url(value: Any) -> bool:
-    """Whether it is a string with a protocol in front.
+    """Whether a value is a string with a protocol in front.
 
     Example:
         >>> is_url("s3://bucket/x"), is_url("/local/path"), is_url(7)
@@ -268,12 +231,12 @@ def is_local(url: str) -> bool:
 
 
 def is_path(value: Any) -> TypeGuard[AnyPath]:
-    """Whether it is a path or a URL."""
+    """Whether a value is a path or a URL."""
     return isinstance(value, str | os.PathLike)
 
 
 def are_paths(value: Any) -> TypeGuard[AnyPath | list[AnyPath]]:
-    """Whether it is a path or a URL, or a list of nothing else.
+    """Whether a value is a path or a URL, or a list of them.
 
     Example:
         >>> are_paths(["a.npy", "b.npy"]), are_paths([1.0]), are_paths([])
@@ -284,10 +247,10 @@ def are_paths(value: Any) -> TypeGuard[AnyPath | list[AnyPath]]:
 
 
 def is_glob(path: AnyPath) -> bool:
-    """Whether it has wildcards; a local path with a bracket in its name has none."""
+    """Whether a path has wildcards; that of a local file or folder has none."""
     url = store_of(path).url
     there = is_local(url) and os.path.exists(strip_protocol(url))
-    return _MAGIC.search(_parts(url).path) is not None and not there
+    return _MAGIC.search(_parts(url)[1]) is not None and not there
 
 
 def joined(folder: str, name: str) -> str:
@@ -316,24 +279,22 @@ def folder_of(url: str) -> str:
 
 
 def common_folder(urls: Iterable[str]) -> str:
-    """The deepest folder that has all of these files.
+    """The deepest folder that contains all of these files.
 
     Example:
         >>> common_folder(["s3://bucket/a/b/1", "s3://bucket/a/bc/2"])
         's3://bucket/a'
     """
-    given = [_parts(_plain(url)) for url in urls]
-    before, _, after = given[0]
-    for other in given:
-        if (other.before, other.after) != (before, after):
-            shown = f"{''.join(given[0])} and {''.join(other)}"
+    folders = [_parts(folder_of(_plain(url))) for url in urls]
+    before, _, after = folders[0]
+    for other in folders:
+        if (other[0], other[2]) != (before, after):
+            shown = f"{''.join(folders[0])} and {''.join(other)}"
             raise OptionError(
                 f"paths must be on one file system, got {shown}; take the files of "
                 "each by themselves"
             )
-    paths = [one.path.lstrip("/") if before else one.path for one in given]
-    top = "" if before else "/"
-    common = posixpath.commonpath([path.rpartition("/")[0] or top for path in paths])
+    common = posixpath.commonpath([folder for _, folder, _ in folders])
     return f"{before}{common}{after}"
 
 
@@ -344,16 +305,16 @@ def path_in(folder: str, url: str) -> str | None:
         >>> path_in("s3://bucket/a", "s3://bucket/a/b/c.png")
         'b/c.png'
     """
-    above, own = _parts(_plain(folder)), _parts(_plain(url))
-    inside = posixpath.join(above.path, "").lstrip("/")
-    path = own.path.lstrip("/")
-    same = (above.before, above.after) == (own.before, own.after)
+    before, above, after = _parts(_plain(folder))
+    own_before, own, own_after = _parts(_plain(url))
+    inside, path = posixpath.join(above, "").lstrip("/"), own.lstrip("/")
+    same = (before, after) == (own_before, own_after)
     return path.removeprefix(inside) if same and path.startswith(inside) else None
 
 
 def _plain(url: str) -> str:
-    """Without the protocol of local files."""
-    return str(strip_protocol(url)) if is_local(url) else url
+    """Without the protocol of local files, and normalised."""
+    return os.path.normpath(str(strip_protocol(url))) if is_local(url) else url
 
 
 class OpenBytes(io.BytesIO):
@@ -365,7 +326,7 @@ class OpenBytes(io.BytesIO):
 
     def __init__(self, content: bytes, name: str) -> None:
         super().__init__(content)
-        self.name = name
+        self.name: str = name
 
     @override
     def __repr__(self) -> str:
@@ -373,7 +334,7 @@ class OpenBytes(io.BytesIO):
 
 
 class _Ranges(io.RawIOBase):
-    """A file that is read by ranges, each tried again like a whole one."""
+    """A file that is read by ranges, each tried again like a whole file."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.name, self._options = url, options
@@ -391,13 +352,11 @@ class _Ranges(io.RawIOBase):
     @override
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END:
-            size = size_of(self.name, self._options)
-            self._size, offset = size, offset + size
-        self._position = offset + (self._position if whence == io.SEEK_CUR else 0)
-        return self._position
-
-    @override
-    def tell(self) -> int:
+            found = _found(self.name, self._options) or {"size": 0}
+            self._size = self._position = found["size"]
+        elif whence == io.SEEK_SET:
+            self._position = 0
+        self._position += offset
         return self._position
 
     @override
@@ -417,18 +376,9 @@ _HEADER_BYTES = 2**13  # at a time, of a file of which only the header is read
 
 
 def opened(url: str, options: Mapping[str, Any], header: bool = False) -> BinaryIO:
-    """Open a file; what is not local is read whole, in one request.
+    """Open a file, whose ``name`` is then its local path or URL.
 
-    Args:
-        url: Of the file.
-        options: Of the file system.
-        header: Whether it is to be read by ranges instead.
-
-    Returns:
-        A binary file whose ``name`` is the local path, or the URL.
-
-    Raises:
-        DataError: If it is not there, or cannot be read.
+    One that is not local is read whole, in one request; with `header`, by ranges.
     """
     if is_local(url):
         path = str(strip_protocol(url))
@@ -506,7 +456,7 @@ class Store:
         return read(self.url_of(name), self.options, start, stop)
 
     def write(self, name: str, content: bytes | memoryview) -> None:
-        """Write a file at once; see `put`."""
+        """Write a file atomically; see `put`."""
         url = self.url_of(name)
         system, path = _system(url, self.options)
         _on_file(lambda: put(system, path, content), "write", url)
@@ -514,14 +464,6 @@ class Store:
     def exists(self, name: str) -> bool:
         """Whether there is such a file; of a folder False."""
         return _found(self.url_of(name), self.options) is not None
-
-    def is_file(self) -> bool:
-        """Whether there is a file where the folder would be."""
-        return _found(self.url, self.options) is not None
-
-    def size(self, name: str) -> int:
-        """Bytes of a file."""
-        return size_of(self.url_of(name), self.options)
 
     def names(self, pattern: str = "**") -> list[str]:
         """Files in the folder as it is now, relative to it and sorted."""
@@ -552,7 +494,7 @@ class Store:
 
     def delete_all(self) -> None:
         """Delete every file below the folder; locally the folder too."""
-        if not self.is_local:
+        if not is_local(self.url):
             self.delete(self._all("**"))
             return
         root = strip_protocol(self.url)
@@ -563,22 +505,10 @@ class Store:
         """The full URL or local path of a file."""
         return joined(self.url, name)
 
-    @property
-    def is_local(self) -> bool:
-        """Whether it is a folder on the disks of this machine."""
-        return is_local(self.url)
-
-    @property
-    def place(self) -> str:
-        """The same URL without a slash at its end, whichever way it was written."""
-        system, root = _system(self.url, self.options)
-        path = os.path.realpath(root) if self.is_local else root
-        return str(system.unstrip_protocol(path)).rstrip("/")
-
     def _all(self, pattern: str) -> list[str]:
         system, root = _system(self.url, self.options)
         more: dict[str, Any] = {}
-        if self.is_local:
+        if is_local(self.url):
             depth = None if "**" in pattern else pattern.count("/") + 1
             more = {"on_error": "raise", "maxdepth": depth}
 
@@ -595,7 +525,7 @@ class Store:
 
 
 def _found(url: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What the file system says about a file; not `exists`, which hides errors."""
+    """Ask for a file, None if there is none; fsspec's `exists` would hide errors."""
     system, path = _system(url, options)
 
     def looked() -> Mapping[str, Any] | None:
@@ -610,14 +540,6 @@ def _found(url: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return attempt(looked, "read", url)
     except FileNotFoundError:
         return None
-
-
-def size_of(url: str, options: Mapping[str, Any]) -> int:
-    """Bytes of a file."""
-    found = _found(url, options)
-    if found is None:
-        raise DataError(f"cannot read {url}: there is no such file")
-    return int(found["size"])
 
 
 def store_of(
@@ -640,18 +562,15 @@ def listed(
     pattern: str | None,
     options: Mapping[str, Any] | None,
 ) -> list[str]:
-    """URLs of all files that are meant, in the order of the list, or sorted by name.
+    """URLs of the files that a user means, in the order of the list, or sorted by name.
 
     Args:
         given: A folder, a file, a pattern such as ``s3://bucket/x/*.npy``, or a list
             of files and patterns.
         pattern: Which files of a folder, as ``**/*.png``. None: all below it but those
-            with a name that begins with a dot or an underscore, or that are in a folder
-            whose name begins with a dot.
+            whose name begins with a dot or an underscore, and those in a folder whose
+            name begins with a dot.
         options: Of the file system.
-
-    Returns:
-        At least one.
 
     Raises:
         DataError: If a path, a pattern or a local file of a list matches nothing.
@@ -670,7 +589,7 @@ def listed(
             )
         return [url for path in entries for url in _entry(path, options)]
     store = store_of(given, options)
-    if pattern is None and (is_glob(given) or store.is_file()):
+    if pattern is None and (is_glob(given) or _found(store.url, store.options)):
         return _entry(given, options)
     names = store.names("**" if pattern is None else pattern)
     if pattern is None:
@@ -682,12 +601,11 @@ def listed(
 
 
 def _entry(path: AnyPath, options: Mapping[str, Any] | None) -> list[str]:
-    """One entry of a list: a file, or a pattern seen from the folder in front of it."""
+    """The files of a path or pattern, which is relative to its last plain folder."""
     url = store_of(path).url
     if is_glob(path):
         folder = store_of(folder_of(url), options)
-        inside = _parts(url).path.removeprefix(_parts(folder.url).path).lstrip("/")
-        names = folder.names(inside)
+        names = folder.names(path_in(folder.url, url) or "")
         if not names:
             raise DataError(f"there are no files that match {url}")
         return [folder.url_of(name) for name in names]
@@ -697,8 +615,8 @@ def _entry(path: AnyPath, options: Mapping[str, Any] | None) -> list[str]:
 
 
 def _taken(url: str) -> str:
-    """The remedy for what is rather text than a path."""
-    text = " " in _parts(url).path.rpartition("/")[2]
+    """The remedy if the user has meant text, not a path."""
+    text = " " in _parts(url)[1].rpartition("/")[2]
     return f": a str is the path or URL of files; {TEXT}" if text else ""
 
 

@@ -135,7 +135,8 @@ class TestPaths:
             ("{}/a", {"root": "{}"}, [n for n in sorted(FILES) if n[0] == "a"]),
             (["{}/a/0.txt", "{}/a/3.txt"], {}, ["0.txt", "3.txt"]),
             (["file://{}/a/0.txt", "{}/b/1.txt"], {}, ["a/0.txt", "b/1.txt"]),
-            (["{}/a/0.txt"], {"root": "{}/.."}, None),
+            (["{}/a/0.txt"], {"root": "{}/b/../a"}, ["0.txt"]),
+            (["{}/a/0.txt"], {"root": "{}/b"}, None),
         ],
     )
     def test_names_are_relative_to_the_root(

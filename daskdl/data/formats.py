@@ -1,11 +1,12 @@
-"""What a file becomes: loaders are functions of an open binary file.
+"""Loaders: functions of an open binary file that return (x, y), or x alone.
 
-A loader returns (x, y), or x alone. `Npy`, `Npz`, `Safetensors`, `Csv` and `Parquet`
-are loaders for files of these formats, of which some learn from its header alone how
-many rows a file has. What any loader returns is checked here, with the file's name.
+`Npy`, `Npz`, `Safetensors`, `Csv` and `Parquet` are loaders for files of these formats;
+some take the number of rows from the header of a file alone. The results of all loaders
+are checked here, with the file's name.
 """
 
 import contextlib
+import csv
 import importlib
 import io
 import json
@@ -15,14 +16,7 @@ import threading
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, BinaryIO, ClassVar
@@ -41,8 +35,8 @@ from daskdl.errors import DataError, OptionError
 
 Loader = Callable[[BinaryIO], Any]
 
-# What a damaged file makes readers raise; Pillow even a SyntaxError. All else is a
-# mistake in a program, and comes out as it is.
+# Errors of readers on a damaged file; Pillow even raises a SyntaxError. All others are
+# mistakes in a program, and are passed on.
 _DAMAGED: tuple[type[Exception], ...] = (
     OSError,
     ValueError,
@@ -50,8 +44,10 @@ _DAMAGED: tuple[type[Exception], ...] = (
     LookupError,
     SyntaxError,
     struct.error,
+    csv.Error,
     zlib.error,
     zipfile.BadZipFile,
+    SafetensorError,
 )
 
 # Python 3.11 counts how deep its parser is for all threads together, and raises a
@@ -82,7 +78,7 @@ class Reader(ABC):
 
 
 def check_loader(given: Any) -> None:
-    """Refuse what cannot load a file."""
+    """Refuse a loader that cannot be called."""
     if isinstance(given, type) and issubclass(given, Reader):
         name = given.__name__
         raise OptionError(
@@ -116,16 +112,13 @@ literal for int() with base 10: '7b'
 
 
 def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
-    """Take over what a loader returned.
+    """Convert the result of a loader to trees of numpy arrays of the same length.
 
     Args:
         result: A tuple of two is (x, y); anything else is x alone. Both are arrays or
             tensors with rows along the first axis, or trees of them; y may be None.
         url: Of the file, for messages.
         one_example: Whether there is no axis of rows; y may then be a number.
-
-    Returns:
-        Trees of numpy arrays of the same length, which may be 0.
 
     Raises:
         DataError: If it is anything else, or if lengths differ.
@@ -155,7 +148,7 @@ def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
 def _as_row(leaf: Any) -> Any:
     if isinstance(leaf, bool | int | float | np.generic):
         leaf = np.asarray(leaf)
-    # What is no array is refused when it is checked.
+    # Anything but arrays is refused by `check_array`.
     return leaf[None] if isinstance(leaf, np.ndarray | Tensor) else leaf
 
 
@@ -167,21 +160,19 @@ def _length(leaf: Any, name: str) -> int:
 
 
 def header_facts(rows: int, empty: Any, url: str) -> Facts:
-    """What is known when only the header of a file was read.
+    """The facts of a file of which only the header was read.
 
     Example:
         >>> header_facts(9, np.empty((0, 2)), "a.npy").first[0].shape
         (2, 2)
     """
-    shown = min(rows, SHOWN_ROWS)
 
     def zeros(leaf: np.ndarray) -> np.ndarray:
-        return np.zeros((shown, *leaf.shape[1:]), leaf.dtype)
+        return np.zeros((min(rows, SHOWN_ROWS), *leaf.shape[1:]), leaf.dtype)
 
     both = rows_of(empty, url)
-    return Facts(
-        rows, batching.of_both(lambda tree: batching.mapped(zeros, tree), both)
-    )
+    first = batching.of_both(lambda tree: batching.mapped(zeros, tree), both)
+    return Facts(rows, first)
 
 
 @dataclass(frozen=True)
@@ -211,10 +202,9 @@ class Npy(Reader):
                 shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             else:
                 shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-        rows, empty = (shape[0], (0, *shape[1:])) if shape else (1, ())
-        return header_facts(
-            rows, self._split(np.empty(empty, dtype), file.name), file.name
-        )
+        rows, shape = (shape[0], (0, *shape[1:])) if shape else (1, ())
+        empty = self._split(np.empty(shape, dtype), file.name)
+        return header_facts(rows, empty, file.name)
 
     def _split(self, array: np.ndarray, url: str) -> Any:
         column = self.label_column
@@ -254,36 +244,19 @@ class Npz(Reader):
 
 def _picked(x: Tree, y: Tree, arrays: Mapping[str, Any], url: str) -> tuple[Tree, Tree]:
     """Arrays in the places of their names."""
-    _check_names((x, y), arrays, url)
+    for name in batching.named_both((x, y)).values():
+        if name not in arrays:
+            raise DataError(
+                f"{url} must have an array named {name!r}, but has {sorted(arrays)}; "
+                "name them with x=... and y=..., y=None without labels"
+            )
     return batching.of_both(
         lambda names: batching.mapped(lambda name: arrays[name], names), (x, y)
     )
 
 
-def _check_names(wanted: tuple[Tree, Tree], there: Collection[str], url: str) -> None:
-    for name in batching.named_both(wanted).values():
-        if name not in there:
-            raise DataError(
-                f"{url} must have an array named {name!r}, but has {sorted(there)}; "
-                "name them with x=... and y=..., y=None without labels"
-            )
-
-
 _LENGTH_BYTES = 8  # the file begins with the length of its header
 _LARGEST_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
-# What `as_numpy` makes of the tensors; others are learnt by loading them.
-_DTYPES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
-    "BF16": "float32",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-}
 
 
 @dataclass(frozen=True)
@@ -301,11 +274,7 @@ class Safetensors(Reader):
 
     @override
     def __call__(self, file: BinaryIO) -> Any:
-        try:
-            tensors = load(file.read())
-        except SafetensorError as error:
-            raise DataError(f"cannot read {file.name}: {error}") from error
-        return _picked(self.x, self.y, tensors, file.name)
+        return _picked(self.x, self.y, load(file.read()), file.name)
 
     @override
     def look(self, file: BinaryIO) -> Facts | None:
@@ -314,18 +283,18 @@ class Safetensors(Reader):
             raise ValueError(f"its header would have {length} bytes")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        wanted = (self.x, self.y)
-        _check_names(wanted, header, file.name)
-        entries = [header[key] for key in batching.named_both(wanted).values()]
-        usable = all(e["dtype"] in _DTYPES and e["shape"] for e in entries)
-        if not usable or len({e["shape"][0] for e in entries}) != 1:
-            return None  # reading it says what is wrong, if it is
-        empty = {
-            key: np.empty((0, *e["shape"][1:]), _DTYPES.get(e["dtype"]))
-            for key, e in header.items()
-        }
-        rows: int = entries[0]["shape"][0]
-        return header_facts(rows, _picked(self.x, self.y, empty, file.name), file.name)
+        rows = {name: entry["shape"][:1] for name, entry in header.items()}
+        for entry in header.values():  # the same file without rows
+            entry |= {"shape": [0, *entry["shape"][1:]], "data_offsets": [0, 0]}
+        text = json.dumps(header).encode()
+        tensors = load(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        empty = _picked(self.x, self.y, tensors, file.name)
+        names = batching.named_both((self.x, self.y)).values()
+        lengths = {tuple(rows[name]) for name in names}
+        if len(lengths) > 1 or () in lengths:
+            return None  # reading the file says what is wrong
+        ((count,),) = lengths
+        return header_facts(count, empty, file.name)
 
 
 Column = str | int  # its name, or its index from 0 or from the end
@@ -456,9 +425,10 @@ def _module(name: str) -> Any:
 class Csv(_Table):
     """The columns of a CSV file: features as x, one or several as y. Read by pandas.
 
-    Cells are numbers; a cell that is empty or text is refused with its column and row.
-    ``nan`` is a number. A label may be a name if ``classes`` are given; one that is
-    empty or ``nan`` is missing, and makes floats of the labels of its file.
+    Cells are numbers; a cell that is empty or text is refused with its column and row,
+    and so is a line with too many or too few cells. ``nan`` is a number. A label may be
+    a name if ``classes`` are given; one that is empty or ``nan`` is missing, and makes
+    floats of the labels of its file.
 
     Attributes:
         features: Names or indices of the columns of x; None: all that are no labels.
@@ -505,13 +475,23 @@ class Csv(_Table):
             },
             dtype=dict.fromkeys(labels, str) if self.classes is not None else None,
         )
-        if not isinstance(frame.index, pandas.RangeIndex):  # of cells without a name
+        found = "more" if not isinstance(frame.index, pandas.RangeIndex) else None
+        if frame[labels].isna().any(axis=None) and len(self.delimiter) == 1:
+            found = found or self._too_few(content, len(names))
+        if found is not None:
             raise DataError(
-                f"every line of {url} must have {len(names)} cells, got more; the "
+                f"every line of {url} must have {len(names)} cells, got {found}; the "
                 f"delimiter is {self.delimiter!r}"
             )
         x, y = ([(names[i], frame[i]) for i in own] for own in (features, labels))
         return self._rows(x, y, url)
+
+    def _too_few(self, content: bytes, cells: int) -> str | None:
+        """The first line with too few cells; pandas takes those for missing labels."""
+        text = io.StringIO(content.decode("utf-8-sig"), newline="")
+        lines = csv.reader(text, delimiter=self.delimiter, skipinitialspace=True)
+        short = (len(line) for line in lines if any(line) and len(line) < cells)
+        return next((f"{count} in line {lines.line_num}" for count in short), None)
 
     @override
     def look(self, file: BinaryIO) -> Facts:

@@ -348,6 +348,16 @@ class TestCsv:
             (Csv(), b"", "/a must have rows, got an empty file"),
             (Csv(), b"a,b\n1,2\n\n3\n", "column 'b' .* numbers, got '' in row 1"),
             (Csv(label="a"), b"a,b\n1,2,3\n", "must have 2 cells, got more; the delim"),
+            (
+                Csv(label="y"),
+                b"a,y\n1,2\n\n3\n",
+                "have 2 cells, got 1 in line 4; the d",
+            ),
+            (
+                Csv(label=["y", "z"], delimiter=";"),
+                b'a;y;z\n"1;\n2";3;\n3;4\n',
+                "have 3 cells, got 2 in line 4",
+            ),
             (Csv(), b"a,b\n1,2\n1,2,3\n", "cannot read .*/a: .*Expected 2 fields"),
             (Csv(), b"a,b\n1,2\n3,x\n", "column 'b' of .* got 'x' in row 1; leave"),
             (Csv(label="kind"), NAMED, "'kind' .* got 'cat, big' in row 0; .*classes="),

@@ -1,4 +1,8 @@
-"""One pass over all data, on the cluster, that says what is wrong with them."""
+"""One pass over all data, on the cluster, that finds bad parts and rows.
+
+Whatever a source yields is compared with the user's expectations, and of a part with
+several files each bad file is named.
+"""
 
 import functools
 import heapq
@@ -11,6 +15,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from daskdl.config import is_whole
 from daskdl.data import batching
 from daskdl.data.batching import Rows
 from daskdl.data.checks import UNREADABLE, blames_data
@@ -22,10 +27,9 @@ from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, OptionError, ShapeError
 
 Shape = tuple[int | None, ...]  # of a row; None: any length
-Labels = range | frozenset[Any]
 Arrays = Mapping[str, np.ndarray]
 
-# What may be wrong with a whole part, or with a file of it, and with a row.
+# Kinds of faults of a whole part, or of a file of it, and of a row.
 OF_PARTS = ("missing", "unreadable", "wrong shape", "wrong dtype")
 OF_ROWS = ("missing label", "invalid label", "non-finite")
 KINDS = (*OF_PARTS, *OF_ROWS)
@@ -36,7 +40,7 @@ _NUMBER_KINDS = "biuf"
 
 
 class Offender(NamedTuple):
-    """One thing that is wrong."""
+    """One fault."""
 
     part: str  # its name; of a file the URL
     row: int | None  # counted from 0 within the part or file; None: all of it
@@ -46,16 +50,16 @@ class Offender(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What `validate` found; printed, it is a table.
+    """The result of `validate`; printed, it is a table.
 
     Attributes:
-        parts: How many there are.
-        files: How many files these are made of; None: they are not made of files.
-        rows: Of all parts that could be read.
-        counts: How often each kind of thing is wrong, also beyond the offenders that
-            are listed: parts or files that are "missing", "unreadable", of "wrong
-            shape", of "wrong dtype"; rows with a "missing label", an "invalid label",
-            or a "non-finite" value.
+        parts: Number of parts.
+        files: Number of files they consist of; None: they do not consist of files.
+        rows: Number of rows that could be read.
+        counts: Number of faults of each kind, also beyond the listed offenders: parts
+            or files that are "missing", "unreadable", of "wrong shape", of "wrong
+            dtype"; rows with a "missing label", an "invalid label", or a "non-finite"
+            value.
         offenders: The first 100, in the order of the parts and their rows.
     """
 
@@ -98,13 +102,13 @@ class Report:
             (kind, _counted(count, "row" if kind in OF_ROWS else whole))
             for kind, count in self.counts.items()
         ]
-        offenders = [
-            (o.part, "" if o.row is None else str(o.row), o.kind, o.message)
-            for o in self.offenders
+        shown = [
+            tuple("" if cell is None else str(cell) for cell in one)
+            for one in self.offenders
         ]
-        more = sum(self.counts.values()) > len(offenders)
-        last = [f"... and more, {len(offenders)} shown"] if more else []
-        table = _aligned([Offender._fields, *offenders])
+        more = sum(self.counts.values()) > len(shown)
+        last = [f"... and more, {len(shown)} shown"] if more else []
+        table = _aligned([Offender._fields, *shown])
         return "\n".join([first, *_aligned(counts), "", *table, *last])
 
     def to_pandas(self) -> Any:
@@ -127,26 +131,26 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Expectations:
-    """What arrays are to be like, by name: ``x``, ``x['image']``, ``y[0]``.
+    """What arrays are expected to be like, by name: ``x``, ``x['image']``, ``y[0]``.
 
     Attributes:
         shapes: Of a row.
         dtypes: In native byte order.
-        labels: Values that are allowed; under ``y`` for all arrays of y.
+        labels: Values that are allowed, sorted; under ``y`` for all arrays of y.
     """
 
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
-    labels: Mapping[str, Labels] = field(default_factory=dict)
+    labels: Arrays = field(default_factory=dict)
 
     @classmethod
     def of(cls, shapes: Any, dtypes: Any, labels: Any) -> "Expectations":
-        """Read what the user gave; see `validate`.
+        """Read the arguments of `validate`.
 
         Example:
             >>> Expectations.of((3, -1), {"y": "int64"}, 2)
             Expectations(shapes={'x': (3, None)}, dtypes={'y': dtype('int64')}, \
-labels={'y': range(0, 2)})
+labels={'y': array([0, 1])})
         """
         return cls(
             dict(pair for side, own in _sides(shapes) for pair in _shapes(own, side)),
@@ -156,7 +160,7 @@ labels={'y': range(0, 2)})
 
     @property
     def labeled(self) -> bool:
-        """Whether there must be labels at all."""
+        """Whether labels are expected."""
         own = (*self.shapes, *self.dtypes)
         return bool(self.labels) or any(name.startswith("y") for name in own)
 
@@ -174,7 +178,9 @@ def _shapes(tree: Any, name: str) -> Iterator[tuple[str, Shape]]:
     if isinstance(tree, dict):
         for key, child in tree.items():
             yield from _shapes(child, f"{name}[{key!r}]")
-    elif isinstance(tree, tuple | list) and all(map(_is_length, tree)):
+    elif isinstance(tree, tuple | list) and all(
+        n is None or (is_whole(n) and n >= -1) for n in tree
+    ):
         yield name, tuple(None if n in (None, -1) else int(n) for n in tree)
     elif isinstance(tree, tuple):
         for i, child in enumerate(tree):
@@ -184,11 +190,6 @@ def _shapes(tree: Any, name: str) -> Iterator[tuple[str, Shape]]:
             "shapes must have the shape of a row for each array, such as "
             f'(3, None, None) or {{"x": (3, 32, 32), "y": ()}}, got {tree!r} for {name}'
         )
-
-
-def _is_length(value: Any) -> bool:
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return value is None or (whole and value >= -1)
 
 
 def _dtypes(tree: Any, name: str) -> Iterator[tuple[str, np.dtype[Any]]]:
@@ -205,49 +206,34 @@ def _dtypes(tree: Any, name: str) -> Iterator[tuple[str, np.dtype[Any]]]:
         yield own, dtype.newbyteorder("=")
 
 
-def _labels(tree: Any) -> Iterator[tuple[str, Labels]]:
+def _labels(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
     for name, given in batching.named(tree, "y"):
-        allowed: Any = given
-        if isinstance(given, int | np.integer) and not isinstance(given, bool):
-            allowed = range(given)
-        elif isinstance(given, np.ndarray):
-            allowed = given.ravel().tolist()
-        some = isinstance(allowed, Collection) and len(allowed) > 0
-        shown = () if isinstance(allowed, range) else allowed
-        if not some or not all(isinstance(v, int | float | np.number) for v in shown):
+        whole = is_whole(given) or isinstance(given, np.integer)
+        some: Any = range(given) if whole else given
+        allowed = np.unique(list(some) if isinstance(some, Collection) else [])
+        if not allowed.size or allowed.dtype.kind not in _NUMBER_KINDS:
             raise OptionError(
                 "labels must be a number of classes, a range or a set of numbers, with "
                 f"at least one label, got {given!r}"
             )
-        yield name, allowed if isinstance(allowed, range) else frozenset(allowed)
+        yield name, allowed
 
 
-def _are_allowed(values: np.ndarray, labels: Labels) -> np.ndarray:
-    if not isinstance(labels, range):
-        return np.isin(values, list(labels))
-    rising = labels if labels.step > 0 else labels[::-1]
-    wide = values.astype(np.float64)
-    with np.errstate(invalid="ignore"):  # of infinity there is no remainder
-        whole = (wide - rising.start) % rising.step == 0
-    inside: np.ndarray = (wide >= rising.start) & (wide < rising.stop) & whole
-    return inside
-
-
-def _shown(labels: Labels) -> str:
-    if isinstance(labels, range) and labels.step == 1:
-        return f"{labels[0]} to {labels[-1]}"
-    few = sorted(labels)
-    more = ", ..." if len(few) > _SHOWN_LABELS else ""
-    return ", ".join(str(label) for label in few[:_SHOWN_LABELS]) + more
+def _shown(labels: np.ndarray) -> str:
+    first, last = labels[0], labels[-1]
+    if len(labels) > 1 and last - first + 1 == len(labels):
+        return f"{first} to {last}"
+    more = ", ..." if len(labels) > _SHOWN_LABELS else ""
+    return ", ".join(str(label) for label in labels[:_SHOWN_LABELS]) + more
 
 
 @dataclass
 class Findings:
-    """What is wrong with a part, or with a file of it.
+    """The faults of a part, or of a file of it.
 
     Attributes:
-        rows: That could be read.
-        files: How many there are.
+        rows: Number of rows that could be read.
+        files: Number of files.
         counts: By kind; see `Report`.
         offenders: The first ones, in order.
     """
@@ -259,65 +245,87 @@ class Findings:
 
     @classmethod
     def of_part(cls, source: Source, part: int, expected: Expectations) -> "Findings":
-        """Load a part and look at all of it; file by file if something is wrong."""
-        loaded = rows_of_part(source, part, STREAMED_ROWS)
-        found = cls._of(source.name(part), loaded, expected)
+        """Load and examine a part; file by file if something is wrong."""
+        found = cls()
+        found._read(
+            source.name(part), rows_of_part(source, part, STREAMED_ROWS), expected
+        )
         separate = source.separate(part)
         if found.counts and separate:
             found = cls()
             for name, load in separate:
-                loaded = (load() for load in [load])
-                own = cls._of(name, loaded, expected)
+                own = cls()
+                own._read(name, (one() for one in [load]), expected)
                 found.rows += own.rows
                 found.counts += own.counts
                 found.offenders = (found.offenders + own.offenders)[:SHOWN]
         found.files = max(len(separate), 1)
         return found
 
-    @classmethod
-    def _of(
-        cls, name: str, loaded: Iterable[Rows], expected: Expectations
-    ) -> "Findings":
-        found = cls()
+    def _read(self, name: str, loaded: Iterable[Rows], expected: Expectations) -> None:
         try:
             for rows in loaded:
-                found._examine(name, rows, expected)
+                self._examine(name, rows, expected)
         except UNREADABLE as error:
             if not blames_data(error):
-                raise  # it says what the caller has to change
-            kind = "missing" if _says_missing(error) else "unreadable"
-            kind = "wrong shape" if isinstance(error, ShapeError) else kind
+                raise  # its message is for the caller
+            kind = "wrong shape" if isinstance(error, ShapeError) else "unreadable"
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, FileNotFoundError):
+                    kind = "missing"
+                cause = cause.__cause__
             shown = f"{type(error).__name__}: {error}".removesuffix(": ")
             message = str(error) if isinstance(error, DataError) else shown
-            found._add(name, kind, [(None, message)])
-        return found
+            self._add(name, kind, [(None, message)])
 
     def _examine(self, name: str, rows: Rows, expected: Expectations) -> None:
         """Compare some rows with what is expected of them."""
-        x = dict(batching.named(rows[0], "x"))
-        y = {} if rows[1] is None else dict(batching.named(rows[1], "y"))
-        shapes = "; ".join(_wrong_shapes({**x, **y}, expected, labeled=bool(y)))
-        dtypes = "; ".join(_wrong_dtypes({**x, **y}, expected))
-        for kind, message in (("wrong shape", shapes), ("wrong dtype", dtypes)):
+        arrays = batching.named_both(rows, ("x", "y"))
+        faults = {
+            "wrong shape": "; ".join(_wrong_shapes(arrays, expected)),
+            "wrong dtype": "; ".join(_wrong_dtypes(arrays, expected)),
+        }
+        for kind, message in faults.items():
             if message and not self.counts[kind]:
                 self._add(name, kind, [(None, message)])
-        length = next((len(leaf) for leaf in x.values() if leaf.ndim), 0)
+        lengths = {len(leaf) for leaf in arrays.values() if leaf.ndim} or {0}
+        length = max(lengths)
         if rows[1] is None and expected.labeled and length:
             first = [] if self.counts["missing label"] else [(None, "it has no labels")]
             self._add(name, "missing label", first, length)
-        x, y = _numbers(x), _numbers(y)
-        if all(len(leaf) == length for leaf in (*x.values(), *y.values())):
-            for kind, arrays, wrong in (
-                ("non-finite", x, {n: ~np.isfinite(leaf) for n, leaf in x.items()}),
-                ("missing label", y, {n: np.isnan(leaf) for n, leaf in y.items()}),
-                ("invalid label", y, {n: _invalid(n, y[n], expected) for n in y}),
-            ):
-                count, few = _wrong_rows(arrays, wrong)
-                if kind == "invalid label":
-                    few = [(row, n, f"{v}{_remedy(n, expected)}") for row, n, v in few]
-                messages = [(self.rows + row, f"{n} is {v}") for row, n, v in few]
-                self._add(name, kind, messages, count)
+        if len(lengths) == 1:
+            self._examine_values(name, arrays, expected)
         self.rows += length
+
+    def _examine_values(
+        self, name: str, arrays: Arrays, expected: Expectations
+    ) -> None:
+        seen: dict[str, np.ndarray] = {}  # rows with a fault of this kind
+        few: dict[str, list[tuple[int, str]]] = {}
+        for own, leaf in arrays.items():
+            if not leaf.ndim or leaf.dtype.kind not in _NUMBER_KINDS:
+                continue
+            allowed = expected.labels.get(own, expected.labels.get("y"))
+            faults = {"non-finite": ~np.isfinite(leaf)}
+            remedy = ""
+            if own.startswith("y"):
+                missing, invalid = np.isnan(leaf), ~np.isfinite(leaf)
+                if allowed is not None:
+                    invalid = ~np.isin(leaf, allowed)
+                    remedy = f", allowed are {_shown(allowed)}"
+                faults = {"missing label": missing, "invalid label": invalid & ~missing}
+            for kind, wrong in faults.items():
+                bad = np.asarray(wrong.any(axis=tuple(range(1, wrong.ndim))))
+                new = np.flatnonzero(bad & ~seen.get(kind, np.zeros_like(bad)))
+                seen[kind] = bad | seen.get(kind, bad)
+                for row in new[:SHOWN].tolist():
+                    value = leaf[row][wrong[row]]
+                    shown = f"{own} is {np.ravel(value)[0]}"
+                    shown += remedy if kind == "invalid label" else ""
+                    few.setdefault(kind, []).append((self.rows + row, shown))
+        for kind, bad in seen.items():
+            self._add(name, kind, few.get(kind, ()), int(bad.sum()))
 
     def _add(
         self,
@@ -336,36 +344,23 @@ class Findings:
             )
 
 
-def _says_missing(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, FileNotFoundError):
-            return True
-        error = error.__cause__
-    return False
-
-
-def _numbers(arrays: Arrays) -> dict[str, np.ndarray]:
-    return {
-        name: leaf
-        for name, leaf in arrays.items()
-        if leaf.ndim and leaf.dtype.kind in _NUMBER_KINDS
-    }
-
-
-def _wrong_shapes(
-    arrays: Arrays, expected: Expectations, *, labeled: bool
-) -> Iterator[str]:
-    for side in ("x", "y") if labeled else ("x",):
+def _wrong_shapes(arrays: Arrays, expected: Expectations) -> Iterator[str]:
+    for side in sorted({name[0] for name in arrays}):
         own = {name for name in arrays if name.startswith(side)}
         wanted = {name for name in expected.shapes if name.startswith(side)}
         if wanted and own != wanted:
-            shown = [", ".join(sorted(names)) or "nothing" for names in (own, wanted)]
+            shown = [", ".join(sorted(names)) for names in (own, wanted)]
             yield f"it has {shown[0]}, expected {shown[1]}"
     for name, leaf in arrays.items():
         shape = expected.shapes.get(name)
         if not leaf.ndim:
             yield f"{name} has no rows"
-        elif shape is not None and not _fits(leaf.shape[1:], shape):
+        elif shape is not None and not (
+            len(shape) == leaf.ndim - 1
+            and all(
+                n in (None, got) for n, got in zip(shape, leaf.shape[1:], strict=True)
+            )
+        ):
             wanted_shape = ", ".join("any" if n is None else str(n) for n in shape)
             got = f"rows of {name} have the shape {leaf.shape[1:]}"
             yield f"{got}, expected ({wanted_shape})"
@@ -384,43 +379,6 @@ def _wrong_dtypes(arrays: Arrays, expected: Expectations) -> Iterator[str]:
             yield f"{name} is {leaf.dtype}, expected real numbers"
 
 
-def _fits(shape: tuple[int, ...], expected: Shape) -> bool:
-    return len(shape) == len(expected) and all(
-        wanted in (None, size) for size, wanted in zip(shape, expected, strict=True)
-    )
-
-
-def _allowed(name: str, expected: Expectations) -> Labels | None:
-    return expected.labels.get(name, expected.labels.get("y"))
-
-
-def _invalid(name: str, leaf: np.ndarray, expected: Expectations) -> np.ndarray:
-    allowed = _allowed(name, expected)
-    valid = np.isfinite(leaf) if allowed is None else _are_allowed(leaf, allowed)
-    invalid: np.ndarray = ~(valid | np.isnan(leaf))  # those are missing
-    return invalid
-
-
-def _remedy(name: str, expected: Expectations) -> str:
-    allowed = _allowed(name, expected)
-    return f", allowed are {_shown(allowed)}" if allowed else ""
-
-
-def _wrong_rows(
-    arrays: Arrays, wrong: Arrays
-) -> tuple[int, list[tuple[int, str, Any]]]:
-    """How many rows are wrong in any array; the first ones, with array and value."""
-    seen = np.zeros(len(next(iter(arrays.values()), ())), bool)
-    few: list[tuple[int, str, Any]] = []
-    for name, values in wrong.items():
-        rows = np.asarray(values.any(axis=tuple(range(1, values.ndim)))) & ~seen
-        seen |= rows
-        for row in np.flatnonzero(rows)[:SHOWN].tolist():
-            own = slice(row, row + 1)
-            few.append((row, name, arrays[name][own][values[own]][0]))
-    return int(seen.sum()), few
-
-
 def validate(
     X: Any,
     y: Any = None,
@@ -432,26 +390,26 @@ def validate(
     client: Any = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Report:
-    """Load all data once, each part where it is, and say what is wrong with them.
+    """Load all data once, on the cluster, and find bad parts and rows.
 
-    Nothing is changed, and nothing is deleted.
+    Nothing is changed.
 
     Args:
-        X: Whatever `Trainer.fit` takes.
-        y: Likewise.
+        X: Inputs, or inputs and labels, as in `Trainer.fit`.
+        y: Labels, or None.
         shapes: Of a row of each array, None or -1 for any length: ``(3, None, None)``
             for x; ``{"image": (3, 32, 32), "size": (2,)}`` for an x of this structure;
             ``{"x": (3, 32, 32), "y": ()}`` for both.
-        dtypes: Likewise; whatever ``numpy.dtype`` takes, or a dtype of torch.
+        dtypes: Likewise; as ``numpy.dtype`` takes them, or dtypes of torch.
         labels: A number n of classes, 0 to n - 1; a range; or a set of numbers. For
             several outputs a tree like y.
-        loader: As of `Trainer.fit`, for paths. If it raises, the part is unreadable.
+        loader: As in `Trainer.fit`, for paths. If it raises, the part is unreadable.
         client: None: the default client, if there is one. False: no cluster.
         storage_options: For fsspec, such as credentials; the workers use them too.
 
     Returns:
-        Counts and the first offenders; labels are missing where they are NaN, and
-        where there are none although something is expected of them.
+        Counts and the first offenders. Labels are missing if they are NaN, or if
+        there are none although something is expected of them.
 
     Raises:
         OptionError: If an argument cannot be used.

@@ -352,7 +352,9 @@ class _Ranges(io.RawIOBase):
     @override
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END:
-            found = _found(self.name, self._options) or {"size": 0}
+            found = _found(self.name, self._options)
+            if found is None:
+                raise DataError(f"cannot read {self.name}: there is no such file")
             self._size = self._position = found["size"]
         elif whence == io.SEEK_SET:
             self._position = 0

@@ -88,13 +88,6 @@ def complete(url, made):
     )
 
 
-def test_files_are_the_same_whatever_the_number_of_workers(client, here, url):
-    made = export(Numbered(LENGTHS), url=url, batch_size=4, client=client)
-
-    assert made.files == here.files
-    assert complete(url, made)
-
-
 def test_a_worker_killed_while_it_writes_loses_and_doubles_nothing(
     three, here, url, tmp_path
 ):

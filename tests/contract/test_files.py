@@ -233,6 +233,15 @@ def test_a_file_that_went_is_named(folder):
             ask(1)
 
 
+def test_a_file_that_went_from_a_server_is_named_when_its_end_is_read(store):
+    store.write("a.parquet", b"x")
+    source = files(store.url)
+    store.delete(["a.parquet"])
+
+    with pytest.raises(DataError, match=r"a\.parquet: there is no such file"):
+        source.look(0)
+
+
 def test_a_source_travels_without_showing_credentials(folder):
     source = files(
         folder, lambda file: np.load(file) + 1, storage_options={"auto_mkdir": True}

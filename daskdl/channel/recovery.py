@@ -15,11 +15,10 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any
 
 from daskdl.channel import protocol
 from daskdl.channel.inbox import NOTHING, Received, contains, missing
-from daskdl.channel.protocol import Answer, Message, MessageKind
+from daskdl.channel.protocol import Message, MessageKind
 from daskdl.channel.routing import Routing
 from daskdl.errors import ChannelError
 
@@ -27,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0  # an update that is later than this counts as dropped
 MOST = 1000  # updates of one origin requested at once
-
-
 LOOK_S = 0.25  # between two checks for missing updates
 
 Take = Callable[[Message], Awaitable[bool]]
@@ -95,7 +92,8 @@ class Repairs:
             return 0
         logger.info("asking replica %s for %s of %s", helper, sequences, origin)
         messages: list[Message] = []
-        with contextlib.suppress(OSError, TimeoutError):
+        # The answer may be missing, late or unreadable.
+        with contextlib.suppress(OSError, TypeError, ValueError, LookupError):
             asking = self._connection.ask(
                 worker,
                 protocol.REPAIR,
@@ -105,20 +103,13 @@ class Repairs:
             )
             bound = self._connection.spec.timeouts.request
             async with asyncio.timeout(bound):  # see SendLoop
-                messages = _messages_of(await asking, origin)
+                found = (await asking)["messages"]
+            messages = [Message.from_wire(fields) for fields in found]
+        wanted = (MessageKind.UPDATE, origin)
+        messages = [one for one in messages if (one.kind, one.origin) == wanted]
         for message in messages:
             self.repaired += await self._take(message)
         return len(messages)
-
-
-def _messages_of(answer: Any, origin: int) -> list[Message]:
-    """The updates in an answer; empty if the answer cannot be read."""
-    if not isinstance(answer, dict) or answer.get("status") != Answer.OK:
-        return []
-    messages: list[Message] = []
-    with contextlib.suppress(TypeError, ValueError, LookupError):
-        messages += [Message.from_wire(fields) for fields in answer["messages"]]
-    return [i for i in messages if i.kind == MessageKind.UPDATE and i.origin == origin]
 
 
 # By replica and origin. A replica's own updates count as received.

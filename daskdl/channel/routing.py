@@ -532,9 +532,7 @@ class TopologyHistory:
     Example:
         >>> book = TopologyHistory()
         >>> book.adopt(MeshTopology(1, (0, 1)))
-        True
         >>> book.adopt(MeshTopology(2, (0, 1, 2)))
-        True
         >>> book.for_generation(1).members, book.for_generation(9).members
         ((0, 1), (0, 1, 2))
     """
@@ -546,8 +544,8 @@ class TopologyHistory:
         self._kept = kept
         self._known: dict[int, MeshTopology] = {}
 
-    def adopt(self, routes: MeshTopology) -> bool:
-        """Add the topology of a generation; return whether it is now the current one.
+    def adopt(self, routes: MeshTopology) -> None:
+        """Add the topology of a generation.
 
         Membership messages may arrive out of order: an older generation is kept for
         frames that carry it and changes nothing else. Only the first topology of a
@@ -556,10 +554,8 @@ class TopologyHistory:
         self._known.setdefault(routes.generation, routes)
         while len(self._known) > self._kept:
             del self._known[min(self._known)]
-        newer = routes.generation > self.current.generation
-        if newer:
+        if routes.generation > self.current.generation:
             self.current = routes
-        return newer
 
     def for_generation(self, generation: int) -> MeshTopology:
         """Return the topology along which to forward updates of a generation.

@@ -13,7 +13,7 @@ from benchmarks.peers.loop import Arguments, Gauge, Least
 from benchmarks.report import bars
 from benchmarks.results import Question, Result, columns_of, load
 
-COLUMNS = "case ms:.2f ratio:.2f"
+COLUMNS = "case density:.0e ms:.2f ratio:.2f"
 ROWS = [{"case": "find", "density": 1e-3, "ms": 1.25, "ratio": 0.5, "more": [1, 2]}]
 
 
@@ -88,7 +88,7 @@ def test_the_page_shows_the_newest_results(tmp_path):
     report.main(["--results", str(tmp_path), "--page", str(page)])
 
     text = page.read_text()
-    assert "| find | 1.25 | 0.50 |" in text
+    assert "| find | 1e-03 | 1.25 | 0.50 |" in text
     assert "7.00" not in text
     assert "`python -m benchmarks encode`, 2026-01-02" in text
     assert "## A killed worker\n\nBy hand.\n" in text

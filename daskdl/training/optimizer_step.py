@@ -37,15 +37,13 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
     """
     state = optimizer.state_dict()
     dense = {
-        number: {name: _dense(value) for name, value in entries.items()}
+        number: {
+            name: value.to_dense() if isinstance(value, torch.Tensor) else value
+            for name, value in entries.items()
+        }
         for number, entries in state["state"].items()
     }
     return {**state, "state": dense}
-
-
-def _dense(value: Any) -> Any:
-    is_sparse = isinstance(value, torch.Tensor) and value.layout != torch.strided
-    return value.to_dense() if is_sparse else value
 
 
 def restore_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -56,13 +54,16 @@ def restore_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             torch's own optimizers, also if a state tensor's shape differs from its
             parameter's, or a parameter lacks an entry that others of its group have.
     """
-    groups = optimizer.param_groups
+    groups, kind = optimizer.param_groups, type(optimizer)
+    # Others of torch's optimizers have tensors of other shapes than the parameters.
+    own = kind.__module__.startswith("torch.optim")
+    alike = own and kind.__name__ not in ("LBFGS", "Adafactor")
     made = [{name: group[name] for name in optimizer.defaults} for group in groups]
     optimizer.load_state_dict(dict(state))
     for number, group in enumerate(optimizer.param_groups):
-        for name, own in made[number].items():
-            _check_option(own, group.get(name), f"param_groups[{number}].{name}")
-        if _has_tensors_like_parameters(optimizer):
+        for name, option in made[number].items():
+            _check_option(option, group.get(name), f"param_groups[{number}].{name}")
+        if alike:
             _check_tensors(optimizer, group, f"state of group {number}")
 
 
@@ -73,11 +74,6 @@ def _check_option(own: Any, found: Any, what: str) -> None:
             check_like(own, found, what)
     elif isinstance(found, str | Mapping | Sequence):
         raise SaveError(f"{what} is damaged: it is a {type(found).__name__}")
-
-
-def _has_tensors_like_parameters(optimizer: Optimizer) -> bool:
-    own = type(optimizer).__module__.startswith("torch.optim")
-    return own and type(optimizer).__name__ not in ("LBFGS", "Adafactor")
 
 
 def _check_tensors(optimizer: Optimizer, group: Mapping[str, Any], what: str) -> None:
@@ -109,15 +105,6 @@ class Level(NamedTuple):
 
     low: float  # lowest rise after the `LOW` lowest
     median: float
-
-    @classmethod
-    def of(cls, rises: list[float]) -> "Level":
-        """Summarize the rises of one block."""
-        return cls(sorted(rises)[LOW], median(rises))
-
-    def too_high(self, least: float) -> bool:
-        """Whether all but the `LOW` lowest losses rose by more than `least`."""
-        return self.low > least and self.low >= SPREAD * self.median
 
 
 class LossWatch:
@@ -159,12 +146,14 @@ class LossWatch:
         self._block.append(loss - self.first)
         if len(self._block) < BLOCK:
             return False
-        self._levels = [*self._levels, Level.of(self._block)][-BLOCKS:]
+        level = Level(sorted(self._block)[LOW], median(self._block))
+        self._levels = [*self._levels, level][-BLOCKS:]
         self._block = []
         least = self._max_rise * max(1.0, abs(self.first))
         return (
             len(self._levels) == BLOCKS
-            and all(level.too_high(least) for level in self._levels)
+            and all(one.low > least for one in self._levels)
+            and all(one.low >= SPREAD * one.median for one in self._levels)
             and self._levels[-1].median >= self._levels[0].median
         )
 

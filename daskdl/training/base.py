@@ -101,15 +101,8 @@ def others_in(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into a module; trainable parameters may be missing from them."""
-    others = others_in(module)
-    own = {**trained_in(module), **others}
-    for name in {**tensors, **others}:
-        theirs, ours = _shape(tensors.get(name)), _shape(own.get(name))
-        if theirs != ours:
-            raise SaveError(
-                f"{name} is {theirs} in the checkpoint, and {ours} in the model"
-            )
+    """Copy tensors of the same shapes into a module; some may be missing."""
+    own = {**trained_in(module), **others_in(module)}
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
@@ -124,10 +117,6 @@ def described(tensor: Tensor) -> str:
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype} {tuple(tensor.shape)}"
-
-
-def _shape(tensor: Tensor | None) -> tuple[int, ...] | None:
-    return None if tensor is None else tuple(tensor.shape)
 
 
 @dataclass

@@ -31,7 +31,7 @@ from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
-from daskdl.config import VERSION, Bound
+from daskdl.config import Bound
 from daskdl.data.distribute import (
     DataPlacement,
     answers_of,
@@ -366,13 +366,7 @@ class DaskBackend(Backend):
             ROUTINGS[self._routing].relayed,
             RELAY_BYTES,
         )
-        answer = self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
-        if answer.get("version") != VERSION:
-            self._ask(protocol.CLOSE)
-            raise ChannelError(
-                f"the scheduler has daskdl {answer.get('version')}, this client "
-                f"{VERSION}; install the same version on all"
-            )
+        self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
 
     def _submit(self, replicas: Mapping[int, str]) -> None:
         """Scatter the model and submit one task for each replica."""

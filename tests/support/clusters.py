@@ -196,7 +196,7 @@ def forget_batches(*streams):
 
 
 def own_threads():
-    """Threads of this process that are nobody's of Dask's pools, or run daskdl."""
+    """Threads of this process outside the pools of Dask and asyncio, or in daskdl."""
     frames = sys._current_frames()
     running = {
         thread.name
@@ -204,7 +204,9 @@ def own_threads():
         for frame, _ in traceback.walk_stack(frames.get(thread.ident))
         if "/daskdl/" in frame.f_code.co_filename
     }
-    names = {t.name for t in threading.enumerate() if "Dask-" not in t.name}
+    pools = ("Dask-", "asyncio_")  # they grow with the calls at a time
+    threads = [thread.name for thread in threading.enumerate()]
+    names = {name for name in threads if not any(pool in name for pool in pools)}
     return sorted(names | running)
 
 

@@ -659,7 +659,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             if not live.state.members.assigned_to(worker):
                 live.state.post("worker", worker=worker, found=found)
         logger.info("run %s opens: %s", own.run, own.replicas)
-        return {"status": Answer.OK.value, "version": VERSION}
+        return {"status": Answer.OK.value}
 
     async def handle_close(self, run: RunId) -> Fields:
         """Close a run for its client and remove its state."""

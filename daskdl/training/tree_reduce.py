@@ -243,12 +243,12 @@ def load_optimizer_(
     state = {number: dict(entries) for number, entries in rest["state"].items()}
     for key, array in arrays.items():
         if key.part == "optimizer":
-            value: Any = array
+            entries = state.setdefault(key.number, {})
             if key.dtype in PLAIN:
-                value = PLAIN[key.dtype](array.item())
+                entries[key.name] = PLAIN[key.dtype](array.item())
             else:
-                value = torch.from_numpy(np.array(array)).to(getattr(torch, key.dtype))
-            state.setdefault(key.number, {})[key.name] = value
+                tensor = torch.from_numpy(np.array(array))
+                entries[key.name] = tensor.to(getattr(torch, key.dtype))
     optimizer.load_state_dict({**rest, "state": state})
 
 
@@ -296,7 +296,6 @@ class ReduceState:
         self.common = None
         self._proposed: tuple[int, Reduced] | None = None
         self.outer = None if outer is None else OuterOptimizer(outer, module)
-        self._module = module
         self._groups = FlatParameters(module).groups
         self._optimizer = optimizer
         self._untrained = untrained

@@ -114,7 +114,7 @@ def kill(client):
 
 @pytest.fixture
 def two():
-    """A client of two workers, threads of this process, for a test that ends them."""
+    """A client of two workers that are threads, for a test that closes them."""
     with cluster_of(2, processes=False) as client:
         yield client
 
@@ -133,7 +133,7 @@ def test_losses_are_logged_on_the_client(two, caplog):
 
 
 class Slow(Callback):
-    """On workers: later epochs last until the client has had time to do something."""
+    """On workers: slows down later epochs, so that the client can act."""
 
     def on_epoch_begin(self, epoch):
         if epoch.epoch > 2:
@@ -141,7 +141,7 @@ class Slow(Callback):
 
 
 def kept_epoch(error):
-    """The epoch whose state is in `model_`, as the note says."""
+    """Return the epoch whose state is in `model_`, from the note."""
     (note,) = [note for note in error.__notes__ if note.startswith("model_ is")]
     return int(re.search("at the end of epoch ([0-9]+)", note)[1])
 
@@ -197,7 +197,7 @@ def test_a_lost_scheduler_is_noticed_at_once_and_the_model_is_kept(tmp_path):
 
 
 class Processes:
-    """A scheduler that is a process of its own, and two workers."""
+    """A scheduler and two workers, each in its own process."""
 
     def __init__(self, folder):
         self._file = folder / "scheduler.json"

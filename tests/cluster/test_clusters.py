@@ -69,7 +69,7 @@ class TestWhereItRuns:
 
 
 def averaged():
-    """Buffers to average; no dropout, whose random state is the whole process's."""
+    """A model with buffers, without dropout, whose random state threads share."""
     return nn.Sequential(
         nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)
     )

@@ -25,7 +25,7 @@ def loaded(packages):
 
 
 def hide(package):
-    """Make it a package that is not installed; what it was is kept."""
+    """Make a package look as if it were not installed, until `restore`."""
     gone = {"daskdl", package}
     sys.hidden = {name: sys.modules.pop(name) for name in loaded(gone)}
     sys.modules[package] = None
@@ -39,7 +39,7 @@ def restore():
 
 
 def age(package, version):
-    """Make it one of another version."""
+    """Make a package report another version."""
     if package == "torch":
         torch.__version__ = version
         return
@@ -51,7 +51,7 @@ def age(package, version):
 
 @pytest.fixture
 def changed(client):
-    """Change some of the two workers of the client, and put them right again."""
+    """Change workers of the client, and restore them afterwards."""
 
     def change(function, *args, workers=None):
         client.run(function, *args, workers=workers)
@@ -147,7 +147,7 @@ def test_a_worker_that_hangs_is_named(client, do):
 
 @pytest.fixture
 def apart(tmp_path):
-    """A client of a scheduler that is a process of its own, and of one worker."""
+    """A client of a scheduler in its own process, with one worker."""
     file = str(tmp_path / "scheduler.json")
     common = ["--scheduler-file", file, "--no-dashboard"]
     commands = [

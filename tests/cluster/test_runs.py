@@ -62,7 +62,7 @@ def test_concurrent_runs_do_not_mix(client, clients, caplog):
 
 
 def trained(client, x, y, seed):
-    """In step, so that the result depends on nothing but the data and the seed."""
+    """Train in lockstep, so that the result depends only on data and seed."""
     own = trainer(client, master=kept(max_staleness=0), seed=seed)
     history = own.fit(x, y, epochs=4, batch_size=16)
     assert history.column("examples") == [480] * 4

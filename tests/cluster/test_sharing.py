@@ -40,7 +40,7 @@ class TestSharing:
 
 @dataclass
 class Routings(Callback):
-    """Writes down which way the updates of each replica go."""
+    """Records the routing of each replica."""
 
     folder: Path
 

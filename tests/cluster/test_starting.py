@@ -21,7 +21,7 @@ X, Y = rows(count=960)
 
 
 def before_a_plugin(monkeypatch, client, act):
-    """Act once, when the seats are chosen and the run is not open yet."""
+    """Act once, after workers are chosen and before the run is open."""
     register, acted = client.register_plugin, []
 
     def act_first(plugin):
@@ -35,7 +35,7 @@ def before_a_plugin(monkeypatch, client, act):
 
 
 def forget_plugin(client):
-    """As on a new cluster: Dask tells all workers of the plugin."""
+    """Make Dask register the plugin again, as on a new cluster."""
     client.cluster.scheduler.worker_plugins.pop(NAME, None)
 
 

@@ -15,7 +15,7 @@ X, Y = rows(count=960)
 
 
 class Epochs(Callback):
-    """Writes down which epochs each replica begins, and when it was unpickled."""
+    """Records the epochs that each replica begins, and when it was unpickled."""
 
     def __init__(self, folder):
         self.folder = str(folder)
@@ -33,7 +33,7 @@ class Epochs(Callback):
         note(self.folder, "begun", **epoch._asdict())
 
     def begun(self):
-        """By replica, in order."""
+        """Return the epochs by replica, in order."""
         found = {}
         for line in notes(self.folder, "begun"):
             found.setdefault(line["replica"], []).append(line["epoch"])
@@ -41,7 +41,7 @@ class Epochs(Callback):
 
 
 class Enough(Epochs):
-    """Also a loss: it is small from the fourth epoch with so many replicas on.
+    """Also a loss, which is small from the fourth epoch with `replicas` replicas.
 
     Args:
         folder: Of the notes.
@@ -68,7 +68,7 @@ class Enough(Epochs):
 
 
 def assert_best(own, folder):
-    """The model is what all had agreed on at the end of the best epoch."""
+    """Check that the model is the agreed one of the best epoch."""
     stopping = own.history_.stopping
     assert stopping.restored
     of_best = records(folder, stopping.best_epoch)
@@ -91,7 +91,7 @@ class TestTwo:
 
 
 class More(Callback):
-    """On the client: lets a worker come after the first epoch."""
+    """On the client: adds a worker after the first epoch."""
 
     def __init__(self, cluster):
         self.cluster = cluster

@@ -27,7 +27,7 @@ def soon(**bounds):
 
 
 def deafen(dask_scheduler):
-    """Let the scheduler keep its client waiting for ever."""
+    """Make the scheduler stop answering its client."""
 
     async def never(**fields):
         await asyncio.Event().wait()

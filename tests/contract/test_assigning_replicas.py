@@ -14,7 +14,7 @@ from daskdl.training.gradient_sharing import GradientSharing
 
 
 class Cluster:
-    """What `assign_workers` asks of a client: its workers, and their CUDA devices."""
+    """A fake client: its workers, and their CUDA devices."""
 
     asynchronous = False
 

@@ -237,7 +237,7 @@ def test_wrong_options_of_failure_injection_are_refused(options, message):
 
 
 def watch(monitor, *fits):
-    """Show it fits, each a list of learning rates by epoch."""
+    """Run a monitor's hooks for fits, each a list of learning rates by epoch."""
     before = 0
     for fit in fits:
         monitor.on_fit_begin(FitBegin(2, len(fit), before, 32, 100, 10))

@@ -123,7 +123,7 @@ def numbers(batches):
 
 
 def rows_of(*leases, store=None, **options):
-    """All rows of some leases, one list."""
+    """Return the rows of some leases, in one list."""
     own = feed(Leasing(*leases), store or Store(), **options)
     return [row for batch in numbers(own.batches()) for row in batch]
 

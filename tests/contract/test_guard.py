@@ -9,7 +9,7 @@ from daskdl.util import guarded, settle
 
 
 class OwnError(Exception):
-    """Of the user's code."""
+    """An exception of the user's code."""
 
 
 def failing(error):
@@ -29,7 +29,7 @@ def test_results_and_exceptions_are_returned():
 
 
 class Held:
-    """As large as a model."""
+    """A stand-in for a model."""
 
 
 def failing_with(thing):
@@ -57,7 +57,7 @@ def test_a_dropped_error_is_freed_without_a_collection():
 
 
 def caught_in(path):
-    """Lines that catch whatever is raised."""
+    """Yield the lines that catch all exceptions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ExceptHandler):
             said = node.type or ast.Name("BaseException")

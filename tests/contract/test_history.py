@@ -147,7 +147,7 @@ def test_rows_without_required_columns_are_refused(missing):
 
 
 class Clock:
-    """Goes on when it is told to."""
+    """A clock that the test advances."""
 
     def __init__(self):
         self.now = 100.0
@@ -157,7 +157,7 @@ class Clock:
 
 
 def run(log, clock, steps, step_s, row_s=0.0):
-    """Make steps that take so long; return those that had a row."""
+    """Log steps of a duration; return those that had a row."""
     had = []
     for step in steps:
         clock.now += step_s

@@ -24,7 +24,7 @@ class Published(NamedTuple):
 
 
 class Room(Channel):
-    """A channel of one replica of two, which accepts as much as it is told to.
+    """A fake channel of one of two replicas, which accepts `room` updates.
 
     Every call takes some seconds of a clock of its own.
     """
@@ -189,7 +189,7 @@ class TestRoom:
 
 
 class Wired(LinkAlgorithm):
-    """Writes down what it learns; sends densely when it is told to."""
+    """Records measurements; sends densely if `dense` is set."""
 
     def __init__(self):
         self.measured, self.dense = [], False

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class Counting(nn.Module):
-    """With parameters, buffers, and dropout that needs the random state."""
+    """A model with parameters, buffers and dropout, which uses the random state."""
 
     training_modes = ()  # of all calls, of copies too, where a test wants them
 

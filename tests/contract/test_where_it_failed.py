@@ -27,7 +27,7 @@ def fitted():
 
 
 class Torn(torch.utils.data.Dataset):
-    """Its first items are good."""
+    """A dataset with one bad item, not among the first."""
 
     def __len__(self):
         return 200

@@ -1,4 +1,4 @@
-"""Averaging while replicas die at any moment: the real thing, among threads.
+"""Parameter averaging among threads while replicas die at any moment.
 
 Training on a row adds one to a parameter of its own, another one for each replica, so
 that the model tells what is in it and from whom. A replica dies by leaving its loop at
@@ -27,11 +27,11 @@ BOUNDS = dataclasses.replace(TIMEOUTS, data=20, silence=10)  # of a test that ha
 
 
 class Killed(BaseException):
-    """Not an error: nothing in the library may catch it."""
+    """The death of a replica, which nothing in the library may catch."""
 
 
 class Mortal(LocalChannel):
-    """Dies after so many calls that others could notice."""
+    """A channel that dies after some calls that others could notice."""
 
     def __init__(self, run, spec, calls):
         super().__init__(run, spec)
@@ -59,7 +59,7 @@ class Mortal(LocalChannel):
         self.meetings[decided.number] = (decided.latest, moves)
 
     def _compare(self, votes):
-        """Who has the same mean has the same parameters, without being put right."""
+        """Check that replicas with the same mean have the same parameters."""
         digests = {one.mean: one.digest for one in votes if one.ended}
         for one in votes:
             self.differed |= one.ended and digests[one.mean] != one.digest
@@ -80,7 +80,7 @@ class Mortal(LocalChannel):
 
 
 class Life:
-    """One replica: it leases, trains and averages, and notes what it has trained on."""
+    """One replica, which leases, trains, averages, and records its rows."""
 
     def __init__(self, run, master, replica, replicas, rows, calls):
         spec = ChannelSpec(
@@ -108,13 +108,13 @@ class Life:
         feedback.propose = noted
 
     def residual(self, means):
-        """What rounding had left here at the last of the means that there are."""
+        """Return the rounding error of this replica at the last of these means."""
         own = self.channel.meetings
         there = [n for n in self.left if n in means and own[n] == means[n]]
         return self.left[max(there)] if there else 0.0
 
     def live(self):
-        """Return whether it came to the end."""
+        """Return whether the replica reached the end."""
         try:
             self.channel.join()
             for epoch in range(EPOCHS):
@@ -151,7 +151,7 @@ class Life:
 
 
 def lives_of(master, replicas, deaths, rows, piece):
-    """Run some replicas; returns those that came to the end, and the others."""
+    """Run replicas; return those that reached the end, and the others."""
     plan = RunSpec(
         run=7,
         replicas=dict.fromkeys(range(replicas), "here"),
@@ -178,7 +178,7 @@ def lives_of(master, replicas, deaths, rows, piece):
 
 
 def seeds(count):
-    """So many; most of them take their time."""
+    """Some seeds; all but the first 20 are slow."""
     return [
         pytest.param(n, marks=pytest.mark.slow) if n >= 20 else n for n in range(count)
     ]
@@ -199,7 +199,7 @@ def test_survivors_agree_and_keep_all_they_trained_on(
 
 
 def check_survivors(chance, most, rows, calls, **options):
-    """Let some replicas die, at random, and look at what the others have."""
+    """Let random replicas die, and check the models of the others."""
     replicas = chance.randint(2, most)
     doomed = chance.sample(range(replicas), chance.randint(1, replicas - 1))
     deaths = {replica: chance.randint(0, calls) for replica in doomed}
@@ -228,7 +228,7 @@ def check_survivors(chance, most, rows, calls, **options):
 
 
 def check_sums(survivors, lost):
-    """All that went into a mean is in the model, or was left at a replica that died."""
+    """Check that all training in a mean is in the model, or was lost as a residual."""
     meetings = {}  # a number may be that of two meetings, one of them of the lost
     for life in [*lost, *survivors]:
         meetings.update(life.channel.meetings)

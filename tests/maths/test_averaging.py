@@ -15,7 +15,7 @@ NOTHING = np.zeros(())
 
 
 def rounded(array):
-    """A blob, and what rounding leaves."""
+    """Return a blob and the residual."""
     blob, left = to_blob({KEY: array}, STAMP)
     return blob, left.get(KEY, NOTHING)
 

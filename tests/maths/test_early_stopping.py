@@ -1,4 +1,4 @@
-"""When a fit ends, and in which epochs the model is scored, from reports alone."""
+"""Early stopping and the epochs with an evaluation, from reports alone."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ def report(best, loss=1.0, score=None, elapsed_s=0.0, examples=10):
 
 
 def trained(losses, *, seconds=NO_TIME, epochs=99, monitor="loss", **rule):
-    """The decisions of epochs with these training losses, until one ends the fit."""
+    """Return the decisions for these training losses, until one ends the fit."""
     plan = EvaluationPlan(epochs, stopping=EarlyStopping(monitor, **rule))
     decisions = [StoppingDecision()]
     for epoch, (loss, elapsed_s) in enumerate(zip(losses, seconds, strict=False)):

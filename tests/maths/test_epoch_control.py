@@ -63,7 +63,7 @@ def rate_of(rate):
 
 
 def made_step(rate):
-    """The optimizer has made one."""
+    """Tell the schedule that the optimizer has made a step."""
     if rate.per_step:
         rate.step_()
 
@@ -162,7 +162,7 @@ def note(own, loss):
 
 
 def model(epoch):
-    """What all agreed on, told by its one parameter."""
+    """Return an agreed model, identified by its one parameter."""
     untrained = {"floating buffers": np.zeros(1)}
     return Parameters(None, np.array([epoch], np.int32), None, 0.5, untrained)
 
@@ -174,7 +174,7 @@ def train(loss_by_epoch, stopper):
 
 
 def travelled(values):
-    """As they come out of a file."""
+    """Return values as read from a file."""
     written = JsonValues()
     return JsonValues(written.tensors).decode(written.encode(values, "values"))
 
@@ -200,7 +200,7 @@ class TestStopper:
         )
 
     def values(self, stopper):
-        """In a file there are no arrays."""
+        """Return the values as read from a file."""
         return travelled(stopper.values())
 
     @pytest.mark.parametrize("rule", [None, EarlyStopping("val_loss", patience=2)])

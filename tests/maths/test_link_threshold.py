@@ -37,7 +37,7 @@ SLOW = 50e6 / 8
 
 
 class Residual:
-    """Of the parameters that are computed; sampled whole."""
+    """The residual of the simulated parameters, sampled whole."""
 
     def __init__(self, values):
         self.values = values
@@ -47,7 +47,7 @@ class Residual:
 
 
 class Updates:
-    """What one step adds: scales differ by parameter, with a heavy tail."""
+    """Updates of a step, whose scales differ by parameter, with a heavy tail."""
 
     def __init__(self, kind, count, seed):
         self.random = np.random.default_rng(seed)
@@ -65,7 +65,7 @@ class Updates:
 
 
 class Wire:
-    """A pump and its link: one request at a time, with all that waits."""
+    """A sender and its link: one request at a time, with all waiting frames."""
 
     def __init__(self, bandwidth, latency_s, copies, seed):
         self.bandwidth, self.latency_s, self.copies = bandwidth, latency_s, copies
@@ -82,7 +82,7 @@ class Wire:
         return sum(self.waiting) + sum(self.batch) < OUTBOX_BYTES
 
     def until(self, now):
-        """Carry on until then."""
+        """Simulate the link up to a time."""
         while True:
             if not self.batch:
                 if not self.waiting or self.free_from > now:
@@ -119,7 +119,7 @@ class Wire:
 
 
 class Training:
-    """One replica: its residual, its rule, its link, and its clock.
+    """One replica with its residual, threshold rule, link and clock.
 
     Attributes:
         densities: Of each exchange; 1 for a dense one.
@@ -160,7 +160,7 @@ class Training:
             self.step()
 
     def until_arrivals(self, count, most=20_000):
-        """Make steps until frames have arrived so many times more."""
+        """Make steps until frames have arrived `count` more times."""
         goal = self.arrivals + count
         for _ in range(most):
             if self.arrivals >= goal:
@@ -216,7 +216,7 @@ def training(rule=None, **options):
 
 
 def settled(replica, arrivals=40):
-    """Densities and costs once it has had time to settle, and some more."""
+    """Return densities and costs after the rule has settled."""
     replica.until_arrivals(SETTLED)
     before = len(replica.densities)
     replica.until_arrivals(arrivals)
@@ -228,7 +228,7 @@ def mean(values):
 
 
 def kinds_and_sizes():
-    """Each kind and each size once, and the other pairs where there is time."""
+    """Yield each kind and each size once; other pairs are slow."""
     sizes = {"small": (10**4, 0.01), "middle": (10**6, 0.1), "large": (25 * 10**6, 1.0)}
     for i, kind in enumerate(("gaussian", "laplace", "heavy")):
         for j, (name, size) in enumerate(sizes.items()):
@@ -313,7 +313,7 @@ class TestLeastDensityTooCostly:
     LINK = Link(10**6, 1e-4, floor=Request(1e-3, 200), price_s=1e-3, hold=HOLD)
 
     def densities(self, takes, count=60):
-        """What is aimed at after each arrival, where a request takes that long."""
+        """Return the density after each delivery; `takes` gives a duration."""
         rule, link, densities = LinkThreshold(), self.LINK, []
         for _ in range(count):
             nbytes = round(link.frame_bytes(link.density))

@@ -104,7 +104,7 @@ def test_thresholds_are_averaged_over_replicas_that_have_sent():
 
 
 class Net(nn.Module):
-    """With a frozen layer, tied weights, and buffers of both kinds."""
+    """A model with a frozen layer, tied weights and both kinds of buffers."""
 
     def __init__(self, width=3):
         super().__init__()

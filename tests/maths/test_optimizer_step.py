@@ -122,7 +122,7 @@ def test_the_diagnosis_names_the_event_and_the_last_agreed_state(symptoms, begin
 
 
 def stops_at(losses, max_rise=10.0):
-    """The first step after which it has run away, counted from 1; None: never."""
+    """Return the first step at which divergence is detected, from 1, or None."""
     watch = LossWatch(max_rise)
     for step, loss in enumerate(losses, 1):
         if watch.note(float(loss)):
@@ -180,7 +180,7 @@ def test_noise_spikes_and_recoveries_are_no_divergence(losses):
 
 
 def batches(*sizes):
-    """Batches of so many rows, all different."""
+    """Return batches of these sizes, with different rows."""
     draw = torch.Generator().manual_seed(0)
     return [
         (torch.randn(n, 3, generator=draw), torch.randn(n, 2, generator=draw))
@@ -207,7 +207,7 @@ def gradients(module):
 
 
 class Weighted(nn.CrossEntropyLoss):
-    """As a step: called with the model and a batch."""
+    """A step of the user's own, called with the model and a batch."""
 
     def forward(self, model, batch):
         return super().forward(model(batch[0]), batch[1])
@@ -259,7 +259,7 @@ def trained(make, steps, seed=0, dtype=torch.float32):
 
 
 def entries(optimizer):
-    """Every value of a state, by parameter and name."""
+    """Return the values of a state, by parameter and name."""
     state = optimizer.state_dict()["state"]
     return {(n, name): v for n, kept in state.items() for name, v in kept.items()}
 

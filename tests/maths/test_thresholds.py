@@ -1,4 +1,4 @@
-"""Rules of thresholds and residuals; test_link_threshold.py has another one."""
+"""Threshold and residual rules; test_link_threshold.py has `LinkThreshold`."""
 
 import math
 import pickle
@@ -27,7 +27,7 @@ ALGORITHMS = [
 
 
 class Untouched:
-    """A residual of which the whole must not be asked for."""
+    """A residual that must not be read as a whole."""
 
     def tensor(self):
         raise AssertionError("a built-in rule made the residual")
@@ -37,7 +37,7 @@ class Untouched:
 
 
 class Sampled(Untouched):
-    """One of these values."""
+    """A residual with these values."""
 
     def __init__(self, values):
         self.values = torch.tensor(values)

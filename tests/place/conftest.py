@@ -1,4 +1,4 @@
-"""What tests among threads have in common."""
+"""Fixtures for fits among threads."""
 
 import contextlib
 
@@ -8,14 +8,14 @@ import torch
 
 @pytest.fixture
 def one_thread():
-    """As the plain loop has it, unless it is told."""
+    """One thread of torch, as in `plain_loop`."""
     with torch_threads(1):
         yield
 
 
 @pytest.fixture(params=[1, 2])
 def threads(request):
-    """Of torch, whatever the machine has."""
+    """One or two threads of torch, on any machine."""
     with torch_threads(request.param):
         yield request.param
 

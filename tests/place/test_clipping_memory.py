@@ -11,7 +11,7 @@ SIZE = 4 * 20 * 512  # bytes of the largest parameter
 
 
 class New(TorchDispatchMode):
-    """Keeps what operations of torch make as large as that."""
+    """Keeps tensors of at least `SIZE` bytes that torch creates."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class New(TorchDispatchMode):
 
 
 class Watched(torch.optim.SGD):
-    """Watches from the beginning of each step to where the parameters move."""
+    """Counts them from the beginning of each step to the update."""
 
     made = ()  # how many, of each step
 

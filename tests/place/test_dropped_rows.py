@@ -13,7 +13,7 @@ X, Y = rows(200)
 
 
 class Stream(IterableDataset):
-    """Has as many rows as there are at present; nobody knows how many."""
+    """A stream whose number of rows changes."""
 
     rows = 200
 
@@ -25,7 +25,7 @@ class Stream(IterableDataset):
 
 
 class Shrink(Callback):
-    """From an epoch on there are 20 rows."""
+    """Leaves 20 rows from an epoch on."""
 
     def __init__(self, epoch):
         self.epoch = epoch

@@ -30,7 +30,7 @@ RECORD = BestScore(0, 1.0, 0, 1.0)
 
 
 class Begun(Callback):
-    """The epochs that are begun."""
+    """Records the epochs that begin."""
 
     def __init__(self):
         self.epochs = []
@@ -40,7 +40,7 @@ class Begun(Callback):
 
 
 class Late(LocalChannel):
-    """Of a newcomer: it has a snapshot, and begins with the fourth epoch.
+    """The channel of a joining replica, which begins with the fourth epoch.
 
     Args:
         loss: Of the epoch before, in which nobody was there but another replica.
@@ -65,7 +65,7 @@ class Late(LocalChannel):
 
 @contextlib.contextmanager
 def a_replica(make, begun, epoch=0):
-    """What one replica of a run of its own is made of."""
+    """Yield the arguments of a `Replica`, alone in its run."""
     options = replica_spec(
         nn.Linear(20, 4),
         callbacks=[begun],
@@ -87,7 +87,7 @@ def a_replica(make, begun, epoch=0):
 
 @pytest.fixture
 def snapshot():
-    """Of one that has the best model."""
+    """The snapshot of a replica that has the best model."""
     with a_replica(LocalChannel, Begun()) as arguments:
         replica = Replica(*arguments)
         replica.join()

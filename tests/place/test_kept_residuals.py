@@ -62,14 +62,14 @@ def test_the_returned_model_is_the_one_validated_last(master, replicas, optimize
 
 
 class Book:
-    """What all replicas' steps have moved, added up; they are threads here."""
+    """Sum of the steps of all replicas, which are threads here."""
 
     lock, last = threading.Lock(), threading.local()
     moved = 0.0
 
 
 class Booked(torch.optim.SGD):
-    """Says how far each step went; some are only rehearsed."""
+    """Records the length of each step, including those of dry runs."""
 
     def step(self, closure=None):
         before = self.now()
@@ -82,7 +82,7 @@ class Booked(torch.optim.SGD):
 
 
 class Enter(Callback):
-    """Those that count are entered in the book."""
+    """Adds the steps of the training to the book."""
 
     def on_step_end(self, step):
         with Book.lock:

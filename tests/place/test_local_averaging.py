@@ -88,7 +88,7 @@ MODELS = pytest.mark.parametrize(
 
 
 def check_averaged(own, data, made, **options):
-    """It is what one would write down."""
+    """Check against the reference loop."""
     expected = averaged_loop(made, *data, replicas=3, batch_size=16, **options)
     check_close(own, parameters_of(expected), rtol=1e-5, atol=1e-6)
 

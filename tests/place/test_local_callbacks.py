@@ -18,7 +18,7 @@ TWO = kept(replicas_per_worker=2)
 
 
 class Told(Callback):
-    """Keeps what it is told on the client; and what the copies of replicas know."""
+    """Records the arguments of all hooks, on the client and in replicas."""
 
     seen = ()
 
@@ -42,7 +42,7 @@ class Told(Callback):
 
 
 class Ends(Callback):
-    """Notes its end; may raise when the fit begins or ends."""
+    """Records its end; may raise when the fit begins or ends."""
 
     def __init__(self, name, seen, *, begin=False, end=False):
         self.name, self.seen, self.begin, self.end = name, seen, begin, end
@@ -139,7 +139,7 @@ AHEAD = threading.Event()  # the other replica has made steps of the second epoc
 
 
 class Known(nn.Linear):
-    """A callback can reach it."""
+    """A layer that a callback can reach."""
 
     def forward(self, x):
         HERE.module = self

@@ -54,7 +54,7 @@ def test_steps_too_long_for_an_update_end_the_run(master):
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("way", [GradientSharing, ParameterAveraging])
 def test_parameters_that_are_not_finite_after_the_last_step_end_the_run(way, replicas):
-    """No loss is computed with them any more."""
+    """No later loss would show them."""
 
     def steep(model, batch):
         return 1e20 * model(batch[0]).mean()

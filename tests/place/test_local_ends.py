@@ -27,13 +27,13 @@ TWO = kept(replicas_per_worker=2)
 
 @pytest.fixture
 def place():
-    """Where two replicas train: among threads of this process."""
+    """Two replicas among threads of this process."""
     return Place(False, replicas=2, per_worker=2)
 
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """No thread of a replica; one that was told to end may still be about to."""
+    """No thread of a replica is left; a stopped one may take a moment."""
     yield
     poll_for(
         lambda: not any(t.name.startswith("daskdl") for t in threading.enumerate()),
@@ -42,7 +42,7 @@ def nothing_left():
 
 
 class Unpacked(Exception):
-    """It is pickled, or unpickled, by code that fails in its own way."""
+    """An exception whose pickling or unpickling fails."""
 
     def __init__(self, where):
         super().__init__(where)
@@ -53,7 +53,7 @@ class Unpacked(Exception):
 
 
 class OwnError(ModelError):
-    """Of the user, derived from an error of daskdl."""
+    """An exception of the user, derived from an error of daskdl."""
 
 
 @pytest.mark.parametrize("error", [KeyError("wanted"), OwnError("wanted")])
@@ -172,11 +172,11 @@ def test_one_that_hangs_is_left_behind_with_a_warning(hang, caplog):
 
 
 class TestBackend:
-    """What a fit does with its backend, whatever happens there."""
+    """A fit whose backend fails."""
 
     @pytest.fixture
     def closed(self, monkeypatch):
-        """Calls of `close`, of backends that a test's changes apply to."""
+        """Calls of `close`, of backends that the test has changed."""
         calls = []
 
         def change(**methods):

@@ -22,7 +22,7 @@ BLOCKS = da.from_array(X, chunks=(50, 20)), da.from_array(Y, chunks=50)
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch):
-    """Nobody may start one, or even a connection."""
+    """Refuse clusters and clients."""
 
     def refuse(self, *args, **options):
         raise AssertionError("there is to be no cluster")
@@ -33,7 +33,7 @@ def no_cluster(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_left(monkeypatch):
-    """Threads, torch's settings and torch's random state are as they were."""
+    """Check that threads, torch's settings and random state are restored."""
     monkeypatch.setattr(tqdm, "monitor_interval", 0)  # no thread of the bar's own
     former = torch.get_num_threads()
     threads, state = set(threading.enumerate()), torch.get_rng_state()

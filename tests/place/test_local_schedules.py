@@ -28,12 +28,12 @@ def slowly(optimizer):
 
 
 def steps_of(rate):
-    """How often `slowly` was stepped."""
+    """Return the number of steps of `slowly`."""
     return round(math.log(rate / 0.05, 0.99))
 
 
 class Noting(torch.optim.SGD):
-    """Notes the rates it steps with, by thread."""
+    """Records its learning rates, by thread."""
 
     seen = ()
 
@@ -45,7 +45,7 @@ class Noting(torch.optim.SGD):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What optimizers stepped with; call it for the rates of a replica."""
+    """A function that returns the learning rates of a replica's steps."""
     monkeypatch.setattr(Noting, "seen", ())
 
     def rates(replica):
@@ -84,7 +84,7 @@ STALLED = threading.Event()
 
 
 class Stall(Callback):
-    """The second replica stands still for most of the first epoch."""
+    """Stalls the second replica for most of the first epoch."""
 
     def on_step_end(self, step):
         if step.replica == 1 and step.number == 1:

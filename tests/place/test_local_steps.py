@@ -43,7 +43,7 @@ class TestAccumulation:
 
 
 class Held(nn.Linear, Penalised):
-    """Its weights are to be small."""
+    """A layer with a penalty on its weights."""
 
     def penalty(self):
         return self.weight.square().sum()
@@ -123,7 +123,7 @@ def test_overflowing_float16_gradients_do_not_end_the_run(replicas):
 
 
 class Pair(nn.Module):
-    """Its forward pass wants more than x."""
+    """A model whose forward pass needs another argument."""
 
     def __init__(self):
         super().__init__()
@@ -142,7 +142,7 @@ MODES = []
 
 
 def noting_step(model, batch):
-    """As a physics-informed one has it: needs gradients, when it is scored too."""
+    """A step that needs gradients in evaluation too, as physics-informed ones do."""
     x = batch[0].clone().requires_grad_()
     MODES.append((model.training, torch.is_grad_enabled(), len(x)))
     with torch.enable_grad():

@@ -14,7 +14,7 @@ OTHER = rows(seed=5)  # other classes: the better on X, the worse on these
 
 
 class Epochs(Callback):
-    """Which epochs each replica begins; on a replica's side of the class."""
+    """Records the epochs that replicas begin, on the class."""
 
     begun = ()
 
@@ -55,7 +55,7 @@ def test_one_replica_returns_the_model_of_a_shorter_fit_bit_for_bit(one_thread):
 
 
 def test_a_fit_ends_when_only_some_epochs_are_checked():
-    """In Deeplearning4j it then never did, see its issue 4038."""
+    """Deeplearning4j's issue 4038: such a fit never ended."""
     own = trainer(False, callbacks=[EarlyStopping(patience=1, every=3)])
 
     history = own.fit(X, Y, epochs=50, validation=OTHER)
@@ -72,7 +72,7 @@ def test_a_fit_ends_when_only_some_epochs_are_checked():
 
 
 class Overflowing(nn.Module):
-    """Its output is NaN in evaluation, from the 40th step on."""
+    """A model whose output in evaluation is NaN from the 40th step on."""
 
     def __init__(self):
         super().__init__()

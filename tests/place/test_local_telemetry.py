@@ -97,7 +97,7 @@ class TestRows:
 
 
 class Jumping(torch.nn.CrossEntropyLoss):
-    """It is far too high from the 61st step of a replica on, and moves nothing."""
+    """A loss that is far too high from the 61st step on, without a gradient."""
 
     step = 0
 

@@ -15,7 +15,7 @@ X, Y = rows(count=480)
 
 
 def gossiping(replicas, **options):
-    """A trainer; its master is found by pickle."""
+    """Return a trainer whose master pickle can import."""
     if PATH.stem not in sys.modules:
         spec = importlib.util.spec_from_file_location(PATH.stem, PATH)
         sys.modules[PATH.stem] = module = importlib.util.module_from_spec(spec)

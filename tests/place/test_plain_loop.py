@@ -30,7 +30,7 @@ MASTERS = {
 
 
 def check_plain(own, loop, fits=1, threads=1):
-    """Train, also with a plain loop: in batches of 28, the last of which has 4 rows."""
+    """Compare with a plain loop, in batches of 28; the last one has 4 rows."""
     for _ in range(fits):
         own.fit(X, Y, epochs=4 // fits, batch_size=28, shuffle=False)
 
@@ -76,7 +76,7 @@ def warmed(optimizer):
 
 
 def cycled(optimizer):
-    """Changes the momentum too."""
+    """A schedule that also changes the momentum."""
     return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=70)
 
 
@@ -95,7 +95,7 @@ def test_with_a_schedule_which_a_second_fit_continues(one_thread, options, fits)
 
 
 class Looking(nn.Linear):
-    """Notes the memory in which its parameters lie."""
+    """Records the memory of its parameters."""
 
     seen = frozenset()
 
@@ -108,7 +108,7 @@ class Looking(nn.Linear):
 
 @pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
 def test_parameters_keep_their_own_memory(master, monkeypatch):
-    """Products with views that are not aligned may differ."""
+    """Products with unaligned views may differ."""
     monkeypatch.setattr(Looking, "seen", frozenset())
     own = trainer(False, master=master, model=functools.partial(Looking, 20, 4))
 

@@ -23,7 +23,7 @@ MASTERS = {
 
 
 class Teacher(nn.Module):
-    """Trains a student; what it predicts is of a frozen average of it."""
+    """Trains a student, and predicts with a frozen average of it."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def of(kind, replicas, **options):
 
 
 def check_followed(own):
-    """The mean is near the student, and far from where it began."""
+    """Check that the mean follows the student."""
     module = own.model_
     apart = (module.mean.weight - module.student.weight).abs().mean()
     assert apart < 0.1 * module.student.weight.abs().mean()
@@ -119,7 +119,7 @@ def test_a_buffer_that_changes_its_shape_is_refused_by_name(kind):
 
 
 class Lazy(nn.Module):
-    """Its buffers come, or go, in the forward pass."""
+    """A model that adds and removes buffers in the forward pass."""
 
     def __init__(self, how):
         super().__init__()

@@ -38,13 +38,13 @@ X, Y = rows()
 
 @pytest.fixture(params=[2, 3])
 def place(request):
-    """Where several replicas train: among threads of this process."""
+    """Several replicas among threads of this process."""
     return Place(False, replicas=request.param, per_worker=request.param)
 
 
 @pytest.fixture
 def lone(one_thread):
-    """Where one replica trains, with one thread of torch's."""
+    """One replica, with one thread of torch."""
     return Place(False, replicas=1)
 
 
@@ -83,7 +83,7 @@ OPTIONS = [
 
 
 def shared_out(replicas=3, **options):
-    """Sharing among so many threads."""
+    """Return a master of some replicas among threads."""
     return kept(replicas_per_worker=replicas, **options)
 
 
@@ -226,7 +226,7 @@ def test_a_full_outbox_leaves_the_update_in_the_residual(tmp_path, monkeypatch):
 
 
 def test_the_grid_grows_with_the_parameters_at_sync_points():
-    """Its steps are counted in 32 bits."""
+    """Counts have 32 bits."""
     x = np.random.default_rng(0).normal(size=(256, 4)).astype(np.float32)
     weights = np.array([[300.0], [-1000.0], [2000.0], [500.0]], np.float32)
     own = trainer(

@@ -59,7 +59,7 @@ def test_two_replicas_train_and_a_second_fit_continues(optimizer, master):
 @EACH
 @pytest.mark.parametrize("norm", [None, 0.1, 1e6], ids=["unclipped", "small", "large"])
 def test_one_replica_is_a_plain_loop(optimizer, norm):
-    """Of a norm over all that one index gets, however often it is in a batch."""
+    """Norms use the summed gradient of an index that occurs several times."""
     own = trainer(optimizer, clip_grad_norm=norm)
     torch.manual_seed(0)
     module = embedding()

@@ -39,7 +39,7 @@ from daskdl.channel.protocol import (
     handlers_of,
 )
 from daskdl.channel.run_state import RunState
-from daskdl.channel.sender import BATCH_BYTES, SendLoop
+from daskdl.channel.sender import BATCH_BYTES, SendLoop, awaited
 from daskdl.config import VERSION, Bound
 from daskdl.errors import shown
 
@@ -369,16 +369,14 @@ class LiveRun:
         outbox.on_offer = loop.wake
         loop.wake()  # the membership may be queued already
 
-        async def relay() -> None:
-            try:
-                await loop.run()
-            except OSError as error:  # a closing worker refuses before Dask removes it
+        def failed(error: Exception) -> None:
+            if isinstance(error, OSError):  # a closing worker, not yet removed by Dask
                 self.lose(replica, str(error))
-            except Exception as error:
-                logger.exception("the relay to replica %s", replica)
-                self.lose(replica, f"its relay failed: {error!r}")
+                return
+            logger.error("the relay to replica %s failed", replica, exc_info=error)
+            self.lose(replica, f"its relay failed: {error!r}")
 
-        self.relays[replica] = asyncio.ensure_future(relay())
+        self.relays[replica] = asyncio.ensure_future(awaited(loop.run(), failed))
 
     async def handle_activate(self, replica: Natural, step: Natural) -> Fields:
         """Activate a replica that has the common state, once no updates are held."""

@@ -24,6 +24,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+async def awaited(work: Awaitable[None], failed: Callable[[Exception], None]) -> None:
+    """Await a task that nobody else awaits; pass an exception to `failed`."""
+    try:
+        await work
+    except Exception as error:
+        failed(error)
+
+
 class Connection:
     """Sends a replica's requests over the connections of its Dask worker."""
 
@@ -51,19 +59,21 @@ class Connection:
         except RuntimeError as error:  # from Dask's connection pool, once it closes
             raise OSError(f"the worker closes: {error}") from error
 
-    async def guard(self, work: Coroutine[Any, Any, None]) -> None:
+    def guard(self, work: Awaitable[None]) -> Coroutine[Any, Any, None]:
         """Await a task of the channel; an error ends every wait of the replica."""
-        try:
-            await work
-        except DaskDLError as error:
-            self.failure = error
-        except OSError as error:
-            self.failure = ChannelError(f"the scheduler cannot be reached: {error}")
-        except Exception as error:
-            logger.exception("a task of the channel of replica %s", self.spec.replica)
-            self.failure = ChannelError(f"a task of the channel failed: {error!r}")
-        if self.failure is not None:
+
+        def failed(error: Exception) -> None:
+            if isinstance(error, DaskDLError):
+                self.failure = error
+            elif isinstance(error, OSError):
+                self.failure = ChannelError(f"the scheduler cannot be reached: {error}")
+            else:
+                replica = self.spec.replica
+                logger.error("a task of replica %s failed", replica, exc_info=error)
+                self.failure = ChannelError(f"a task of the channel failed: {error!r}")
             self._stop(str(self.failure))
+
+        return awaited(work, failed)
 
     # ---- any thread
 

@@ -76,4 +76,6 @@ CAUGHT = [
 
 
 def test_nothing_else_catches_all_exceptions():
-    assert [line.split(":")[0] for line in CAUGHT] == ["util.py"] * 2
+    files = sorted(line.split(":")[0] for line in CAUGHT)
+    # storage.py raises again what no library of file systems raises.
+    assert files == ["sender.py", "storage.py", "util.py", "util.py"]

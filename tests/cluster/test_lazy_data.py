@@ -169,7 +169,8 @@ class TestBlocksThatDoNotCome:
         message = str(caught.value)
         assert re.match(r"replica \d on tcp://\S+: LookupError: no such", message)
         assert "in part 7 of the train data" in message
-        assert 'raise LookupError("no such block")' in message
+        # Without the line: cloudpickle 3.1.3 no longer says which file it is in.
+        assert "in broken\n" in message
         assert type(caught.value.__cause__) is LookupError
 
     @pytest.mark.slow

@@ -3,11 +3,13 @@
 :func:`encode` writes entries as the smallest frame; :func:`decode` reads a frame and
 checks every byte, the only check of updates from other processes. Frames, entries and
 bitmaps are in :mod:`daskdl.codec.frame`, Golomb-Rice coded gaps in
-:mod:`daskdl.codec.golomb`, and eight bits per parameter in :mod:`daskdl.codec.dense8`.
+:mod:`daskdl.codec.golomb`, quanta per entry in :mod:`daskdl.codec.levels`, and eight
+bits per parameter in :mod:`daskdl.codec.dense8`.
 """
 
 from daskdl.codec.dense8 import Quantized, counts_of, quantize
 from daskdl.codec.frame import (
+    Body,
     DenseUpdate,
     Kind,
     SparseUpdate,
@@ -16,11 +18,14 @@ from daskdl.codec.frame import (
     decode,
     encode,
     encode_dense,
+    framed,
+    pack,
     payload_sizes,
     read_kind,
 )
 
 __all__ = [
+    "Body",
     "DenseUpdate",
     "Kind",
     "Quantized",
@@ -31,6 +36,8 @@ __all__ = [
     "decode",
     "encode",
     "encode_dense",
+    "framed",
+    "pack",
     "payload_sizes",
     "quantize",
     "read_kind",

@@ -1,9 +1,9 @@
 """An update as one frame and back: a header of 64 bytes and a body.
 
 The header has the stamp, the sizes and the kind of packing; the body is compressed with
-lz4 if that is smaller. Encoding chooses the smallest kind; decoding checks every byte,
-and later code does not check again. The layout is in ``docs/wire-format.md``. numpy in,
-numpy out; no torch, no Dask, no state.
+lz4 if that is smaller. Encoding chooses the kind that carries most for its bytes;
+decoding checks every byte, and later code does not check again. The layout is in
+``docs/wire-format.md``. numpy in, numpy out; no torch, no Dask, no state.
 
 Shape suffixes: N = parameters of the model, K = entries of one update.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Buffer
 
-from daskdl.codec import dense8, golomb
+from daskdl.codec import dense8, golomb, levels
 from daskdl.codec.dense8 import Quantized
 from daskdl.errors import CodecError
 
@@ -36,6 +36,7 @@ FLAG_LZ4 = 1
 MAX_SIZE = 2**31 - 1  # an entry is a signed one-based int32 position
 LZ4_MOST = 0x7E000000  # bytes, LZ4_MAX_INPUT_SIZE of the library
 LZ4_RATIO = 255  # most bytes that a byte of an lz4 block expands to
+LEVELS_OFFSET = 4  # bytes that hold the length of the levels
 
 
 class Kind(enum.IntEnum):
@@ -46,9 +47,11 @@ class Kind(enum.IntEnum):
     BITMAP = 3  # a bit per parameter, then signs
     DENSE8 = 4  # eight bits per parameter, a scale in grid steps per block
     DENSE32 = 5  # an int32 count of grid steps per parameter
+    LEVELS = 6  # quanta of each entry, then the body of GAPS
 
 
-SPARSE = (Kind.RAW32, Kind.GAPS, Kind.BITMAP)
+SPARSE = (Kind.RAW32, Kind.GAPS, Kind.BITMAP, Kind.LEVELS)
+ONE_QUANTUM = SPARSE[:3]  # kinds whose entries move by one quantum each
 
 
 class Stamp(NamedTuple):
@@ -71,6 +74,25 @@ class SparseUpdate(NamedTuple):
     size: int  # N
     threshold: float  # one quantum, parameter units
     entries_K: Integers  # signed one-based positions, ascending
+    levels_K: Bytes | None = None  # quanta of each entry, 1 to 15; None: one each
+
+    @property
+    def quanta_K(self) -> Integers:
+        """Signed number of quanta of each entry, int32."""
+        signs_K: Integers = np.sign(self.entries_K)
+        return signs_K if self.levels_K is None else signs_K * self.levels_K
+
+
+class Body(NamedTuple):
+    """Packed entries: a frame without its header."""
+
+    kind: Kind
+    size: int  # N
+    entries: int  # K
+    levels_K: Bytes | None  # that the body holds; None: one quantum each
+    length: int  # bytes before lz4
+    payload: Bytes
+    flags: int
 
 
 class DenseUpdate(NamedTuple):
@@ -85,27 +107,88 @@ class DenseUpdate(NamedTuple):
 Update = SparseUpdate | DenseUpdate
 
 
+def pack(
+    size: int,
+    entries_K: Integers,
+    levels_K: Bytes | None = None,
+    kind: Kind | None = None,
+) -> Body:
+    """Pack entries, by default in the kind that carries most for its bytes.
+
+    LEVELS is chosen if its frame carries more quanta per byte than one with one quantum
+    per entry; otherwise the other quanta stay in the residual.
+
+    Args:
+        size: N, at most 2**31 - 1.
+        entries_K: ``+(i + 1)`` for a positive entry at position ``i``, ``-(i + 1)`` for
+            a negative one; int32, strictly ascending in position. Without entries the
+            body is empty.
+        levels_K: Quanta of each entry, 1 to 15, uint8; None: one each.
+        kind: RAW32, GAPS, BITMAP, or LEVELS; None: the best, or the first of equals in
+            this order.
+
+    Returns:
+        The body; its ``levels_K`` are None if it holds one quantum per entry.
+
+    Example:
+        >>> import numpy as np
+        >>> entries = np.arange(1, 2001, 10, dtype=np.int32)
+        >>> pack(2000, entries, np.full(200, 3, np.uint8)).kind.name
+        'LEVELS'
+        >>> pack(2000, entries, np.full(200, 1, np.uint8)).kind.name
+        'GAPS'
+    """
+    if kind is not None and kind not in SPARSE:
+        raise CodecError(f"kind must be one of {SPARSE}, got {kind!r}")
+    _check_numbers(size, threshold=1.0)
+    positions_K = _positions(entries_K, size)
+    count = len(entries_K)
+    gaps = golomb.plan(size, positions_K)
+    sizes = _sizes(size, gaps)
+    leveled = np.empty(0, np.uint8)
+    if kind is Kind.LEVELS and levels_K is None:
+        raise CodecError("a LEVELS frame needs the levels of its entries")
+    if levels_K is not None and kind in {None, Kind.LEVELS}:
+        levels.check(levels_K, count)
+        quanta = int(levels_K.sum(dtype=np.int64))
+        if kind is Kind.LEVELS or quanta > count:
+            leveled = levels.pack(levels_K) if count else leveled
+            length = LEVELS_OFFSET + len(leveled) + sizes[Kind.GAPS]
+            alone = LAYOUT.size + min(sizes.values())
+            if quanta * alone > count * (LAYOUT.size + length):
+                kind = Kind.LEVELS
+    if kind is None:
+        kind = min(sizes, key=sizes.__getitem__)  # the first of equals
+    if kind is not Kind.LEVELS:
+        levels_K = None
+    if not count:
+        body = np.empty(0, np.uint8)
+    elif kind is Kind.RAW32:
+        body = _bytes(entries_K)
+    else:
+        parts = [np.packbits(entries_K < 0, bitorder="little")]
+        if kind is Kind.BITMAP:
+            present_N = np.zeros(size, bool)
+            present_N[positions_K] = True
+            parts.insert(0, np.packbits(present_N, bitorder="little"))
+        else:
+            parts.insert(0, golomb.pack(gaps))
+        if kind is Kind.LEVELS:
+            parts[:0] = [np.array([len(leveled)], "<u4").view(np.uint8), leveled]
+        body = np.concatenate(parts)
+    payload, flags = _compressed(kind, body)
+    return Body(kind, size, count, levels_K, len(body), payload, flags)
+
+
 def encode(
     stamp: Stamp,
     size: int,
     threshold: float,
     entries_K: Integers,
     kind: Kind | None = None,
+    levels_K: Bytes | None = None,
 ) -> Bytes:
-    """Write entries as a frame, by default of the smallest kind.
-
-    Args:
-        stamp: Which update this is.
-        size: N, at most 2**31 - 1.
-        threshold: One quantum, parameter units, > 0 and exact in float32.
-        entries_K: ``+(i + 1)`` for ``+threshold`` at position ``i``,
-            ``-(i + 1)`` for ``-threshold``; int32, strictly ascending in
-            position. Without entries the frame is only a header.
-        kind: RAW32, GAPS or BITMAP; None: the kind with the fewest bytes by
-            :func:`payload_sizes`, or the first of equals in this order.
-
-    Returns:
-        The frame, uint8, one-dimensional, a new array.
+    """Write entries as a frame; the arguments of :func:`pack` and :func:`framed`.
 
     Example:
         >>> import numpy as np
@@ -119,27 +202,22 @@ def encode(
         Computing", Interspeech 2015, for the entries; a signed int32 replaces
         Strom's 31-bit position and sign bit.
     """
-    if kind is not None and kind not in SPARSE:
-        raise CodecError(f"kind must be one of {SPARSE}, got {kind!r}")
-    _check_given(stamp, size, threshold)
-    positions_K = _positions(entries_K, size)
-    plan = golomb.plan(size, positions_K)
-    if kind is None:
-        sizes = _sizes(size, plan)
-        kind = min(sizes, key=sizes.__getitem__)  # the first of equals
-    if kind is Kind.RAW32:
-        body = _bytes(entries_K)
-    elif not len(entries_K):
-        body = np.empty(0, np.uint8)
-    else:
-        if kind is Kind.GAPS:
-            where = golomb.pack(plan)
-        else:
-            present_N = np.zeros(size, bool)
-            present_N[positions_K] = True
-            where = np.packbits(present_N, bitorder="little")
-        body = np.concatenate([where, np.packbits(entries_K < 0, bitorder="little")])
-    return _framed(stamp, kind, size, len(entries_K), threshold, body)
+    return framed(stamp, threshold, pack(size, entries_K, levels_K, kind))
+
+
+def framed(stamp: Stamp, threshold: float, body: Body) -> Bytes:
+    """Put the header of a frame before packed entries.
+
+    Args:
+        stamp: Which update this is.
+        threshold: One quantum, parameter units, > 0 and exact in float32.
+        body: Result of :func:`pack`.
+
+    Returns:
+        The frame, uint8, one-dimensional, a new array.
+    """
+    _check_given(stamp, body.size, threshold)
+    return _framed(stamp, threshold, body)
 
 
 def encode_dense(stamp: Stamp, grid: float, counts_N: Integers | Quantized) -> Bytes:
@@ -164,12 +242,14 @@ def encode_dense(stamp: Stamp, grid: float, counts_N: Integers | Quantized) -> B
         array([300,   0], dtype=int32)
     """
     if isinstance(counts_N, Quantized):
-        kind, size, body = Kind.DENSE8, len(counts_N.values_N), dense8.pack(counts_N)
+        kind, size, values = Kind.DENSE8, len(counts_N.values_N), dense8.pack(counts_N)
     else:
         dense8.check_counts(counts_N)
-        kind, size, body = Kind.DENSE32, len(counts_N), _bytes(counts_N)
+        kind, size, values = Kind.DENSE32, len(counts_N), _bytes(counts_N)
     _check_given(stamp, size, grid)
-    return _framed(stamp, kind, size, 0, grid, body)
+    payload, flags = _compressed(kind, values)
+    body = Body(kind, size, 0, None, len(values), payload, flags)
+    return _framed(stamp, grid, body)
 
 
 def _check_given(stamp: Stamp, size: int, threshold: float) -> None:
@@ -226,7 +306,7 @@ def _positions(entries_K: Integers, size: int) -> Integers:
 def _sizes(size: int, plan: golomb.Plan) -> dict[Kind, int]:
     count = len(plan.gaps_K)
     if not count:
-        return dict.fromkeys(SPARSE, 0)
+        return dict.fromkeys(ONE_QUANTUM, 0)
     signs = (count + 7) // 8
     bitmap = (size + 7) // 8
     return {
@@ -240,30 +320,31 @@ def _bytes(values: Integers) -> Bytes:
     return np.ascontiguousarray(values, "<i4").view(np.uint8)
 
 
-def _framed(
-    stamp: Stamp, kind: Kind, size: int, count: int, threshold: float, body: Bytes
-) -> Bytes:
-    """Compress a body with lz4 if that is smaller, and prepend the header.
+def _compressed(kind: Kind, body: Bytes) -> tuple[Bytes, int]:
+    """Compress a body with lz4 if that is smaller; return the payload and the flags.
 
     lz4 is not tried on RAW32: repetitions in ascending positions never pay. On GAPS of
     independent positions it saves nothing, but costs only 1 % of the packing time; on
     clustered positions it saves another 4 to 60 % (``benchmarks/wire_size.py``).
     """
-    payload, flags = body, 0
     if kind is not Kind.RAW32 and 0 < len(body) <= LZ4_MOST:
         packed = lz4.block.compress(body.data, store_size=False)
         if len(packed) < len(body):
-            payload, flags = np.frombuffer(packed, np.uint8), FLAG_LZ4
-    frame = np.empty(LAYOUT.size + len(payload), np.uint8)
+            return np.frombuffer(packed, np.uint8), FLAG_LZ4
+    return body, 0
+
+
+def _framed(stamp: Stamp, threshold: float, body: Body) -> Bytes:
+    frame = np.empty(LAYOUT.size + len(body.payload), np.uint8)
     LAYOUT.pack_into(
         frame.data,
         0,
-        *(MAGIC, VERSION, kind, flags, 0),
+        *(MAGIC, VERSION, body.kind, body.flags, 0),
         *(stamp.run, stamp.sequence, stamp.step, stamp.origin),
-        *(size, count, threshold, len(body)),
+        *(body.size, body.entries, threshold, body.length),
         *(0, 0),
     )
-    frame[LAYOUT.size :] = payload
+    frame[LAYOUT.size :] = body.payload
     struct.pack_into("<I", frame.data, CHECKSUM_OFFSET, _checksum(frame.data))
     return frame
 
@@ -275,7 +356,7 @@ def _checksum(frame: memoryview) -> int:
 
 
 def payload_sizes(size: int, entries_K: Integers) -> dict[Kind, int]:
-    """Return the length of the body for each sparse kind, without packing it.
+    """Return the length of the body for each kind of one quantum per entry.
 
     Example:
         >>> import numpy as np
@@ -336,7 +417,10 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
         raise CodecError(f"frame for {header.size} parameters, this model has {size}")
     stamp = Stamp(header.run, header.origin, header.sequence, header.step)
     body = _body_of(kind, header, view[LAYOUT.size :])
-    if kind in (Kind.GAPS, Kind.BITMAP) and count:
+    levels_K = None
+    if kind is Kind.LEVELS and count:
+        levels_K, body = _levels_of(body, header.size, count)
+    if kind in (Kind.GAPS, Kind.BITMAP, Kind.LEVELS) and count:
         values = _signed_entries(kind, body, header.size, count)
     elif kind is Kind.DENSE8:
         values = dense8.unpack(body, header.size)
@@ -346,7 +430,7 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
         return DenseUpdate(stamp, header.size, threshold, values)
     if kind is Kind.RAW32:
         _positions(values, header.size)
-    return SparseUpdate(stamp, kind, header.size, threshold, values)
+    return SparseUpdate(stamp, kind, header.size, threshold, values, levels_K)
 
 
 def read_kind(frame: Buffer) -> Kind:
@@ -443,12 +527,17 @@ def _body_of(kind: Kind, header: Header, payload: memoryview) -> Bytes:
 def _length_range(kind: Kind, size: int, count: int) -> tuple[int, int]:
     """Return the least and the greatest length of a body in bytes."""
     signs = (count + 7) // 8
-    if kind is Kind.GAPS and count:
+    if kind in (Kind.GAPS, Kind.LEVELS) and count:
         least, most = golomb.length_range(size, count)
+        if kind is Kind.LEVELS:
+            fewest, highest = levels.length_range(count)
+            least, most = least + fewest, most + highest
+            signs += LEVELS_OFFSET
         return least + signs, most + signs
     length = {
         Kind.RAW32: 4 * count,
         Kind.GAPS: 0,
+        Kind.LEVELS: 0,
         Kind.BITMAP: (size + 7) // 8 + signs if count else 0,
         Kind.DENSE8: dense8.length(size),
         Kind.DENSE32: 4 * size,
@@ -459,7 +548,7 @@ def _length_range(kind: Kind, size: int, count: int) -> tuple[int, int]:
 def _signed_entries(kind: Kind, body: Bytes, size: int, count: int) -> Integers:
     """Read positions, followed by one sign bit for each."""
     signs_at = len(body) - (count + 7) // 8
-    if kind is Kind.GAPS:
+    if kind is not Kind.BITMAP:
         entries_K = golomb.unpack(body[:signs_at], size, count)
     else:
         # As bool: np.flatnonzero is 7 times as fast on bool arrays.
@@ -483,3 +572,19 @@ def _signed_entries(kind: Kind, body: Bytes, size: int, count: int) -> Integers:
     # A product takes a third of the time of np.negative(where=...).
     entries_K *= 1 - 2 * negative[:count].view(np.int8)
     return entries_K
+
+
+def _levels_of(body: Bytes, size: int, count: int) -> tuple[Bytes, Bytes]:
+    """Read the levels; return them and the rest of the body, which is that of GAPS."""
+    length = int.from_bytes(body[:LEVELS_OFFSET].tobytes(), "little")
+    rest = len(body) - LEVELS_OFFSET - length
+    signs = (count + 7) // 8
+    least, most = (bytes_ + signs for bytes_ in golomb.length_range(size, count))
+    fewest, highest = levels.length_range(count)
+    if not (fewest <= length <= highest and least <= rest <= most):
+        raise CodecError(
+            f"levels of {count} entries must have {fewest} .. {highest} bytes, and "
+            f"positions and signs {least} .. {most}, got {length} and {rest}"
+        )
+    stop = LEVELS_OFFSET + length
+    return levels.unpack(body[LEVELS_OFFSET:stop], count), body[stop:]

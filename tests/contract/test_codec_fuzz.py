@@ -76,6 +76,10 @@ def check_sound(update):
         assert update.counts_N.shape == (update.size,)
         assert update.counts_N.dtype == np.int32
         return
+    if update.levels_K is not None:
+        assert update.levels_K.shape == update.entries_K.shape
+        assert update.levels_K.size == 0 or update.levels_K.min() >= 1
+        assert update.levels_K.size == 0 or update.levels_K.max() <= 15
     positions = np.abs(update.entries_K.astype(np.int64)) - 1
     assert update.entries_K.dtype == np.int32
     assert (np.diff(positions) > 0).all()

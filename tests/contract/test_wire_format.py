@@ -11,8 +11,9 @@ from daskdl.codec.frame import LAYOUT, MAGIC, VERSION
 PAGE = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text()
 STAMP = Stamp(run=1, origin=2, sequence=3, step=4)
 EXAMPLES = [
-    (Kind.RAW32, 3, [1, 2, -3]),
-    (Kind.GAPS, 10, [1, -4, 10]),
+    (Kind.RAW32, 3, [1, 2, -3], None),
+    (Kind.GAPS, 10, [1, -4, 10], None),
+    (Kind.LEVELS, 10, [1, -4, 10], [1, 3, 1]),
 ]
 
 
@@ -24,8 +25,15 @@ def examples():
 
 def test_the_worked_examples_are_encoded_as_documented():
     written = [
-        encode(STAMP, size, 0.5, np.array(entries, np.int32), kind).tobytes()
-        for kind, size, entries in EXAMPLES
+        encode(
+            STAMP,
+            size,
+            0.5,
+            np.array(entries, np.int32),
+            kind,
+            levels and np.array(levels, np.uint8),
+        ).tobytes()
+        for kind, size, entries, levels in EXAMPLES
     ]
     eight = quantize(np.array([381, -381, 1, 127], np.int32))
     written.append(encode_dense(STAMP, 2.0**-24, eight).tobytes())
@@ -36,9 +44,10 @@ def test_the_worked_examples_are_encoded_as_documented():
 def test_the_worked_examples_are_decoded():
     *read, dense = [decode(frame) for frame in examples()]
 
-    assert [(u.stamp, u.kind, u.size, u.entries_K.tolist()) for u in read] == [
-        (STAMP, *example) for example in EXAMPLES
-    ]
+    for update, (*expected, levels) in zip(read, EXAMPLES, strict=True):
+        assert [update.kind, update.size, update.entries_K.tolist()] == expected
+        np.testing.assert_array_equal(update.levels_K, levels)
+    assert {update.stamp for update in read} == {STAMP}
     assert (dense.stamp, dense.counts_N.tolist()) == (STAMP, [381, -381, 0, 126])
 
 

@@ -37,8 +37,16 @@ def scattered(size, one_in):
     return ((positions + 1) * signs).astype(np.int32)
 
 
-def sparse(kind, size, threshold, entries):
-    return SparseUpdate(STAMP, kind, size, threshold, np.asarray(entries, np.int32))
+def sparse(kind, size, threshold, entries, levels=None):
+    entries_K = np.asarray(entries, np.int32)
+    return SparseUpdate(STAMP, kind, size, threshold, entries_K, levels)
+
+
+def falling(count):
+    """Levels 1 to 15, about half as many of each as of the one below."""
+    numbers = np.abs(scattered(4 * count, 3))[:count] % 2**14
+    highest = np.array([(int(n) & -int(n)).bit_length() or 15 for n in numbers])
+    return np.minimum(highest, 15).astype(np.uint8)
 
 
 class Dense8Update(DenseUpdate):
@@ -55,6 +63,8 @@ FAR = scattered(30_000, 300)
 UNEVEN = np.concatenate([scattered(4_000, 5), FAR + 10_000 * np.sign(FAR)])
 ROWS = np.concatenate([scattered(500, 2), 12_001 + np.arange(900)]).astype(np.int32)
 
+HUNDREDTH = scattered(20_000, 100)
+
 UPDATES = {
     "raw32": sparse(Kind.RAW32, 3, 0.5, [1, 2, -3]),
     "raw32_ends": sparse(Kind.RAW32, 2**31 - 1, 2.0**-24, [-1, 2**31 - 1]),
@@ -62,6 +72,13 @@ UPDATES = {
     "gaps_one": sparse(Kind.GAPS, 20_000, 2.0**-10, scattered(20_000, 100)),
     "gaps_blocks": sparse(Kind.GAPS, 40_000, 2.0**-10, UNEVEN),
     "gaps_lz4": sparse(Kind.GAPS, 40_000, 2.0**-10, ROWS),
+    "levels": sparse(Kind.LEVELS, 20_000, 2.0**-10, HUNDREDTH, falling(len(HUNDREDTH))),
+    "levels_ends": sparse(
+        Kind.LEVELS, 2**31 - 1, 2.0**-24, [-1, 2**31 - 1], np.array([15, 1], np.uint8)
+    ),
+    "levels_lz4": sparse(
+        Kind.LEVELS, 40_000, 2.0**-10, ROWS, np.full(len(ROWS), 2, np.uint8)
+    ),
     "bitmap": sparse(Kind.BITMAP, 203, 2.0**-3, scattered(203, 3)),
     "bitmap_lz4": sparse(Kind.BITMAP, 20_001, 2.0**-3, scattered(5_000, 100)),
     "dense8": Dense8Update(STAMP, 516, 2.0**-24, EIGHT),
@@ -84,9 +101,7 @@ def frame_of(update):
         return encode_dense(update.stamp, update.grid, quantized)
     if isinstance(update, DenseUpdate):
         return encode_dense(update.stamp, update.grid, update.counts_N)
-    return encode(
-        update.stamp, update.size, update.threshold, update.entries_K, update.kind
-    )
+    return encode(*update[:1], *update[2:5], update.kind, update.levels_K)
 
 
 def main():

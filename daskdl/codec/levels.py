@@ -1,0 +1,202 @@
+"""The levels of a LEVELS body: how many quanta each entry has, 1 to 15.
+
+Levels are coded with a static range coder (rANS), within 2 % of their entropy and the
+table of frequencies. After some steps without an exchange most entries have one quantum
+and a few have many, which a code of whole bits per level packs badly. The layout is in
+``docs/wire-format.md``.
+
+The reader trusts no input: frequencies are checked before they are used, every word
+against the end of the stream, and the final state against the writer's first one.
+
+Shape suffixes: K = entries of one update, M = levels from 1 to the highest, S = slots.
+
+Source:
+    J. Duda, "Asymmetric numeral systems", 2013; with 32 bits of state and words of 16
+    bits, so that a level takes at most one word.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from daskdl.codec.golomb import compiled
+from daskdl.errors import CodecError
+
+Bytes = npt.NDArray[np.uint8]
+
+MAX_LEVEL = 15
+SLOT_BITS = 12
+SLOTS = 2**SLOT_BITS  # what the frequencies of the levels add up to
+WORD_BITS = 16
+LEAST_STATE = 2**16  # the state is in 2**16 .. 2**32 - 1 between two levels
+STATE_BYTES = 4
+
+
+def check(levels_K: Bytes, count: int) -> None:
+    """Refuse levels of which there is not one for each entry, or not 1 to 15."""
+    if levels_K.dtype != np.uint8 or levels_K.shape != (count,):
+        raise CodecError(
+            f"levels must be uint8, one for each of {count} entries, got "
+            f"{levels_K.dtype} of shape {levels_K.shape}"
+        )
+    if count and not 1 <= levels_K.min() <= levels_K.max() <= MAX_LEVEL:
+        raise CodecError(
+            f"levels must be in 1 .. {MAX_LEVEL}, got {levels_K.min()} .. "
+            f"{levels_K.max()}"
+        )
+
+
+def header_length(highest: int) -> int:
+    """Bytes before the words: the highest level, the frequencies, the state."""
+    return 1 + 2 * (highest - 1) + STATE_BYTES
+
+
+def length_range(count: int) -> tuple[int, int]:
+    """Return the least and the greatest length of the levels of some entries."""
+    return header_length(2), header_length(MAX_LEVEL) + 2 * most_words(count)
+
+
+def most_words(count: int) -> int:
+    """A level takes at most 12 bits: that of one slot, and then exactly so many."""
+    return -(-SLOT_BITS * count // WORD_BITS)
+
+
+@compiled
+def _write(
+    levels_K: npt.NDArray[np.uint8],
+    frequencies_M: npt.NDArray[np.uint16],
+    words: npt.NDArray[np.uint16],
+) -> tuple[int, int]:
+    """Fill words from the end; return the state and the index of the first word.
+
+    Levels are written last to first, as the reader undoes the writer's steps.
+    """
+    starts_M = np.zeros(len(frequencies_M), np.uint32)
+    for m in range(1, len(frequencies_M)):
+        starts_M[m] = starts_M[m - 1] + frequencies_M[m - 1]
+    state, at = np.uint64(LEAST_STATE), len(words)
+    for k in range(len(levels_K) - 1, -1, -1):
+        m = levels_K[k] - 1
+        frequency = np.uint64(frequencies_M[m])
+        if state >= frequency << np.uint64(32 - SLOT_BITS):
+            at -= 1
+            if at < 0:
+                raise IndexError
+            words[at] = state & np.uint64(0xFFFF)
+            state >>= np.uint64(WORD_BITS)
+        state = (
+            (state // frequency << np.uint64(SLOT_BITS))
+            + state % frequency
+            + np.uint64(starts_M[m])
+        )
+    return int(state), at
+
+
+def frequencies(levels_K: Bytes) -> npt.NDArray[np.uint16]:
+    """Return the frequencies of levels 1, 2, ..., which add up to `SLOTS`."""
+    counts_M = np.bincount(levels_K, minlength=3)[1:]
+    slots_M = np.rint(counts_M * (SLOTS / len(levels_K))).astype(np.int64)
+    needed = counts_M > 0
+    needed[-1] = True  # the reader computes the last one from the others
+    slots_M[needed & (slots_M == 0)] = 1
+    # Rounding leaves a few slots at most; the most frequent level takes them.
+    slots_M[slots_M.argmax()] += SLOTS - slots_M.sum()
+    frequencies_M: npt.NDArray[np.uint16] = slots_M.astype(np.uint16)
+    return frequencies_M
+
+
+def pack(levels_K: Bytes) -> Bytes:
+    """Write the levels of one entry or more; 1 to 15 each, uint8.
+
+    Example:
+        >>> import numpy as np
+        >>> packed = pack(np.array([1, 1, 3, 1, 2, 1], np.uint8))
+        >>> unpack(packed, 6)
+        array([1, 1, 3, 1, 2, 1], dtype=uint8)
+    """
+    frequencies_M = frequencies(levels_K)
+    highest = len(frequencies_M)
+    words = np.empty(most_words(len(levels_K)), np.uint16)
+    state, at = _write(levels_K, frequencies_M, words)
+    opening = np.array([highest], np.uint8)
+    table = frequencies_M[:-1].astype("<u2").view(np.uint8)
+    first = np.array([state], "<u4").view(np.uint8)
+    stream = words[at:].astype("<u2").view(np.uint8)
+    return np.concatenate([opening, table, first, stream])
+
+
+# What the reader returns instead of the number of words it has read.
+PAST_END, BAD_END = -1, -2
+
+
+@compiled
+def _read(
+    levels_K: npt.NDArray[np.uint8],
+    frequencies_M: npt.NDArray[np.uint16],
+    words: npt.NDArray[np.uint16],
+    state: int,
+) -> int:
+    """Fill levels; return the number of words read, or a fault."""
+    level_S = np.empty(SLOTS, np.uint8)
+    starts_M = np.zeros(len(frequencies_M), np.uint32)
+    slot = 0
+    for m in range(len(frequencies_M)):
+        starts_M[m] = slot
+        for _ in range(frequencies_M[m]):
+            level_S[slot] = m
+            slot += 1
+    current, at = np.uint64(state), 0
+    for k in range(len(levels_K)):
+        low = current & np.uint64(SLOTS - 1)
+        m = level_S[low]
+        levels_K[k] = m + 1
+        current = (
+            np.uint64(frequencies_M[m]) * (current >> np.uint64(SLOT_BITS))
+            + low
+            - np.uint64(starts_M[m])
+        )
+        if current < LEAST_STATE:
+            if at == len(words):
+                return PAST_END
+            current = current << np.uint64(WORD_BITS) | np.uint64(words[at])
+            at += 1
+    return at if current == LEAST_STATE else BAD_END
+
+
+def unpack(packed: Bytes, count: int) -> Bytes:
+    """Read levels written by :func:`daskdl.codec.levels.pack`, checking every byte.
+
+    Args:
+        packed: Uint8, of a length in :func:`length_range`.
+        count: K, 1 or more.
+    """
+    highest = int(packed[0])
+    if not 2 <= highest <= MAX_LEVEL:
+        raise CodecError(f"highest level must be in 2 .. {MAX_LEVEL}, got {highest}")
+    opening = header_length(highest)
+    if len(packed) < opening or (len(packed) - opening) % 2:
+        raise CodecError(
+            f"levels up to {highest} must have {opening} bytes, and an even number "
+            f"more, got {len(packed)}"
+        )
+    table = packed[1 : opening - STATE_BYTES].copy().view("<u2").astype(np.int64)
+    last = SLOTS - int(table.sum())
+    if last < 1:
+        raise CodecError(
+            f"frequencies of the levels below {highest} must leave 1 of {SLOTS} slots, "
+            f"got {table.tolist()}"
+        )
+    frequencies_M = np.append(table, last).astype(np.uint16)
+    state = int(packed[opening - STATE_BYTES : opening].copy().view("<u4")[0])
+    if state < LEAST_STATE:
+        raise CodecError(f"state of the levels must be >= {LEAST_STATE}, got {state}")
+    words = packed[opening:].copy().view("<u2").astype(np.uint16)
+    levels_K = np.empty(count, np.uint8)
+    read = _read(levels_K, frequencies_M, words, state)
+    if read == PAST_END:
+        raise CodecError(f"levels of {count} entries run past their {len(words)} words")
+    if read == BAD_END or read != len(words):
+        raise CodecError(
+            f"levels of {count} entries must use {len(words)} words and end in the "
+            f"state {LEAST_STATE}"
+        )
+    return levels_K

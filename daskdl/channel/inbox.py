@@ -24,7 +24,7 @@ from daskdl.channel.protocol import (
     PeerProgress,
     unwrap,
 )
-from daskdl.codec import SparseUpdate, Update
+from daskdl.codec import Update
 from daskdl.compression.replica_vector import count_of, fold_
 from daskdl.errors import CodecError
 
@@ -226,8 +226,8 @@ class PendingUpdates:
     def add(self, update: Update) -> None:
         """Add an update."""
         bucket = update.stamp.step if self._in_step else 0
-        own = update.entries_K if isinstance(update, SparseUpdate) else update.counts_N
-        nbytes = UPDATE_BYTES + own.nbytes
+        arrays = [value for value in update if isinstance(value, np.ndarray)]
+        nbytes = UPDATE_BYTES + sum(array.nbytes for array in arrays)
         self._waiting.append((bucket, nbytes, update))
         self._bytes[bucket] += nbytes
         again = self._in_step and bucket in self._folded

@@ -49,11 +49,11 @@ class PendingSparse:
     """Quanta at some positions of one parameter group, not committed yet."""
 
     pattern: str  # pattern of the parameter group
-    size: int  # N
     grid: float  # one step, parameter units
     count: int  # the quantum in steps of the grid, in [1, 2**22]
     chosen: float  # threshold of the algorithm, limited to the range of the grid
     entries_K: Counts  # +(i + 1) or -(i + 1), ascending in i
+    body: codec.Body  # of these entries, and how many quanta each has
 
     @cached_property
     def threshold(self) -> float:
@@ -66,8 +66,8 @@ class PendingSparse:
         return len(self.entries_K)
 
     def encode(self, stamp: Stamp) -> Frame:
-        """Encode the update as a frame of the smallest kind."""
-        return codec.encode(stamp, self.size, self.threshold, self.entries_K)
+        """Encode the update as a frame of the kind that carries most for its bytes."""
+        return codec.framed(stamp, self.threshold, self.body)
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,12 +149,12 @@ class Compressor:
         >>> _ = torch.nn.init.zeros_(layer.weight)
         >>> parameters = FlatParameters(layer)
         >>> compressor = Compressor(parameters, FixedThreshold(0.25), KeepResidual())
-        >>> _ = layer.weight.data.copy_(torch.tensor([[0.75, 0.0]]))  # a step
+        >>> _ = layer.weight.data.copy_(torch.tensor([[0.875, 0.0]]))  # a step
         >>> compressor.vector.sync_from_parameters_()
         >>> [update] = compressor.propose()
         >>> compressor.commit_(update)
         >>> compressor.vector.farthest()
-        0.5
+        0.125
     """
 
     vector: ReplicaVector
@@ -228,7 +228,8 @@ class Compressor:
             chosen = group.next_threshold(group.sent, grid)
             count = round(chosen / grid)
             entries_K = group.residual.find(count)
-            updates.append(PendingSparse(pattern, size, grid, count, chosen, entries_K))
+            body = codec.pack(size, entries_K, self.vector.levels(entries_K, count))
+            updates.append(PendingSparse(pattern, grid, count, chosen, entries_K, body))
         return updates
 
     def commit_(self, update: PendingUpdate) -> None:
@@ -259,7 +260,9 @@ class Compressor:
                 f"a bound must be >= the threshold {threshold}, got {bound!r} "
                 f"from {self._residual!r}"
             )
-        removed = self.vector.commit_(update.entries_K, update.count, bound)
+        removed = self.vector.commit_(
+            update.entries_K, update.count, bound, update.body.levels_K
+        )
         self.clipped += removed
         self.clipped_per_entry = removed / max(update.entries, 1)
         group.record(update.chosen, update.entries / max(group.residual.size, 1))

@@ -7,8 +7,9 @@ moved the same way. As ``shared`` counts whole steps, sums of updates are exact 
 not depend on their order.
 
 Entries are int32, ascending in the position ``i``: ``+(i + 1)`` moves position ``i`` of
-the model up by one quantum, ``-(i + 1)`` down. They are not validated here: they come
-from ``find`` or from :func:`daskdl.codec.decode`, which checks them.
+the model up by one quantum, ``-(i + 1)`` down; with levels, uint8, by 1 to 15 quanta.
+They are not validated here: they come from ``find`` and ``levels`` or from
+:func:`daskdl.codec.decode`, which checks them.
 
 :class:`VectorGroup` runs on any device and is the reference; on the CPU
 :class:`daskdl.compression.kernels_numba.NumbaGroup` returns the same bits faster.
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from daskdl.codec.levels import MAX_LEVEL
 
 # Largest |shared| at which entries are sent and that dense updates reach: 2**30 steps
 # remain before int32 wraps.
@@ -104,6 +107,19 @@ class VectorGroup:
         first = self.start + (where.start or 0) + 1
         return signs_K * (positions_K + first).to(torch.int32)
 
+    def levels(
+        self, entries_K: Tensor, count: int, grid: float, lead: float = 1.0
+    ) -> Tensor:
+        """Return the whole quanta in the residual of entries, 1 to 15. Reads only.
+
+        Arguments as of ``find``. Returns uint8, shape (K,), on the vectors' device.
+        """
+        positions_K = self.positions(entries_K)
+        local_K = self.local_N[positions_K]
+        ahead_K = local_K - _sent(local_K, self.shared_N[positions_K], grid)
+        quantum = torch.tensor(lead * count * grid, dtype=local_K.dtype)
+        return (ahead_K.abs() / quantum).clamp(max=MAX_LEVEL).to(torch.uint8)
+
     def commit_(
         self,
         entries_K: Tensor,
@@ -111,19 +127,20 @@ class VectorGroup:
         grid: float,
         bound: float = math.inf,
         lead: float = 1.0,
+        levels_K: Tensor | None = None,
     ) -> float:
         """Take own entries out of the residual, then clip the residual there.
 
-        For each entry shared moves by one quantum, and local moves back by ``lead - 1``
-        quanta, which it expects from other replicas. With ``bound >= count * grid`` no
-        other position can exceed the bound (it would be an entry), so this equals
-        clipping the whole residual. Returns the removed mass, parameter units.
+        For each entry shared moves by its quanta, and local moves back by ``lead - 1``
+        times as much, which it expects from other replicas. With ``bound >= count *
+        grid`` no other position can exceed the bound (it would be an entry), so this
+        equals clipping the whole residual. Returns the removed mass, parameter units.
         """
-        positions_K = self.positions(entries_K)
+        positions_K, quanta_K = self.positions(entries_K), _quanta(entries_K, levels_K)
         back = (1.0 - lead) * count * grid
-        self.shared_N[positions_K] += count * entries_K.sign()
+        self.shared_N[positions_K] += count * quanta_K
         if back:
-            self.local_N[positions_K] += entries_K.sign().to(self.local_N.dtype) * back
+            self.local_N[positions_K] += quanta_K.to(self.local_N.dtype) * back
         most = lead * bound
         if most == math.inf:
             return 0.0
@@ -137,10 +154,16 @@ class VectorGroup:
         cut_K = before_K.cpu().double() - after_K.cpu().double()
         return float(cut_K.abs().sum()) / lead
 
-    def apply_(self, entries_K: Tensor, count: int, grid: float) -> None:
+    def apply_(
+        self,
+        entries_K: Tensor,
+        count: int,
+        grid: float,
+        levels_K: Tensor | None = None,
+    ) -> None:
         """Move local and shared by another replica's entries; the residual stays."""
         positions_K = self.positions(entries_K)
-        counts_K = count * entries_K.sign()
+        counts_K = count * _quanta(entries_K, levels_K)
         self.shared_N[positions_K] += counts_K
         self.local_N[positions_K] += _sent(self.local_N, counts_K, grid)
 
@@ -179,6 +202,11 @@ class VectorGroup:
     def positions(self, entries_K: Tensor) -> Tensor:
         """Return the positions of entries within the group."""
         return entries_K.long().abs() - 1 - self.start
+
+
+def _quanta(entries_K: Tensor, levels_K: Tensor | None) -> Tensor:
+    signs_K = entries_K.sign()
+    return signs_K if levels_K is None else signs_K * levels_K.int()
 
 
 def _sent(local_N: Tensor, shared_N: Tensor, grid: float) -> Tensor:

@@ -27,6 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from daskdl.codec.golomb import compiled
+from daskdl.codec.levels import MAX_LEVEL
 from daskdl.compression.kernels import ALL, GUARD, INT32_MAX, VectorGroup
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -186,17 +187,42 @@ def _scan_(
 
 
 @compiled
+def _levels(
+    local_N: Array,
+    shared_N: Array,
+    entries_K: Array,
+    base: int,
+    step: tuple[float, float],
+) -> Array:
+    """Return the whole quanta in the residual of entries; ``step`` as of `_scan_`."""
+    quantum, grid = step
+    levels_K = np.empty(entries_K.size, np.uint8)
+    most = local_N.dtype.type(MAX_LEVEL)
+    last = entries_K.size - 1
+    for k in range(entries_K.size):
+        coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
+        prefetch(shared_N, coming)
+        prefetch(local_N, coming)
+        i = abs(np.int64(entries_K[k])) - 1 - base
+        ahead = abs(local_N[i] - local_N.dtype.type(shared_N[i]) * grid)
+        levels_K[k] = np.uint8(min(ahead / quantum, most))
+    return levels_K
+
+
+@compiled
 def _commit_(
     local_N: Array,
     shared_N: Array,
     entries_K: Array,
+    levels_K: Array,
     base: int,
     count: int,
     lengths: tuple[float, float, float],
 ) -> float:
     """Move shared by own entries and local back, then limit local's lead over shared.
 
-    ``lengths`` are the grid, the change of local for a positive entry, and the bound on
+    ``levels_K`` are empty if each entry has one quantum. ``lengths`` are the grid, the
+    change of local for a positive quantum, and the bound on
     ``|local - shared * grid|``, all in local's dtype. Returns the mass cut from local.
     """
     grid, back, most = lengths
@@ -210,9 +236,11 @@ def _commit_(
             prefetch(local_N, coming)
         entry = np.int64(entries_K[k])
         i = abs(entry) - 1 - base
-        shared_N[i] += count if entry > 0 else -count
+        level = np.int64(levels_K[k]) if levels_K.size else np.int64(1)
+        quanta = level if entry > 0 else -level
+        shared_N[i] += count * quanta
         if back != 0:
-            local_N[i] += back if entry > 0 else -back
+            local_N[i] += local_N.dtype.type(quanta) * back
         if most == math.inf:
             continue
         sent = local_N.dtype.type(shared_N[i]) * grid
@@ -229,11 +257,12 @@ def _apply_(
     local_N: Array,
     shared_N: Array,
     entries_K: Array,
+    levels_K: Array,
     base: int,
     count: int,
     quantum: float,
 ) -> None:
-    """Move shared by ``count`` and local by ``quantum`` for each entry."""
+    """Move shared by ``count`` and local by ``quantum`` for each quantum."""
     last = entries_K.size - 1
     for k in range(entries_K.size):
         coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
@@ -241,12 +270,10 @@ def _apply_(
         prefetch(local_N, coming)
         entry = np.int64(entries_K[k])
         i = abs(entry) - 1 - base
-        if entry > 0:
-            shared_N[i] += count
-            local_N[i] += quantum
-        else:
-            shared_N[i] -= count
-            local_N[i] -= quantum
+        level = np.int64(levels_K[k]) if levels_K.size else np.int64(1)
+        quanta = level if entry > 0 else -level
+        shared_N[i] += count * quanta
+        local_N[i] += local_N.dtype.type(quanta) * quantum
 
 
 @compiled
@@ -260,11 +287,12 @@ def _apply_counts_(
 
 
 @compiled
-def fold_(total_N: Array, entries_K: Array, count: int) -> None:
+def fold_(total_N: Array, entries_K: Array, levels_K: Array, count: int) -> None:
     """Add entries of one update to a dense sum of counts."""
     for k in range(entries_K.size):
         entry = np.int64(entries_K[k])
-        total_N[abs(entry) - 1] += count if entry > 0 else -count
+        level = np.int64(levels_K[k]) if levels_K.size else np.int64(1)
+        total_N[abs(entry) - 1] += count * (level if entry > 0 else -level)
 
 
 @compiled
@@ -290,6 +318,9 @@ def _residual_counts_(
         counts_N[i] = np.int32(count if count == count else 0.0)  # NaN is not itself
 
 
+ONE_EACH = np.empty(0, np.uint8)  # levels of entries with one quantum
+
+
 class NumbaGroup(VectorGroup):
     """A group on the CPU; its methods return the same bits as the reference."""
 
@@ -312,6 +343,15 @@ class NumbaGroup(VectorGroup):
             entries = grown
 
     @override
+    def levels(
+        self, entries_K: Tensor, count: int, grid: float, lead: float = 1.0
+    ) -> Tensor:
+        local, shared = self.local_N.numpy(), self.shared_N.numpy()
+        step = (local.dtype.type(lead * count * grid), local.dtype.type(grid))
+        levels = _levels(local, shared, entries_K.numpy(), self.start, step)
+        return torch.from_numpy(levels)
+
+    @override
     def commit_(
         self,
         entries_K: Tensor,
@@ -319,6 +359,7 @@ class NumbaGroup(VectorGroup):
         grid: float,
         bound: float = math.inf,
         lead: float = 1.0,
+        levels_K: Tensor | None = None,
     ) -> float:
         local = self.local_N.numpy()
         lengths = (
@@ -326,15 +367,23 @@ class NumbaGroup(VectorGroup):
             local.dtype.type((1.0 - lead) * count * grid),
             local.dtype.type(lead * bound),
         )
-        args = (self.shared_N.numpy(), entries_K.numpy(), self.start, count, lengths)
-        return float(_commit_(local, *args)) / lead
+        levels = ONE_EACH if levels_K is None else levels_K.numpy()
+        what = (entries_K.numpy(), levels, self.start, count, lengths)
+        return float(_commit_(local, self.shared_N.numpy(), *what)) / lead
 
     @override
-    def apply_(self, entries_K: Tensor, count: int, grid: float) -> None:
+    def apply_(
+        self,
+        entries_K: Tensor,
+        count: int,
+        grid: float,
+        levels_K: Tensor | None = None,
+    ) -> None:
         local = self.local_N.numpy()
+        levels = ONE_EACH if levels_K is None else levels_K.numpy()
         quantum = local.dtype.type(count * grid)
-        entries = entries_K.numpy()
-        _apply_(local, self.shared_N.numpy(), entries, self.start, count, quantum)
+        what = (entries_K.numpy(), levels, self.start, count, quantum)
+        _apply_(local, self.shared_N.numpy(), *what)
 
     @override
     def apply_counts_(

@@ -71,7 +71,10 @@ def fold_(total_N: Counts, update: Update, grid: float) -> None:
     if isinstance(update, DenseUpdate):
         total_N += update.counts_N
     else:
-        kernels_numba.fold_(total_N, update.entries_K, count_of(update.threshold, grid))
+        levels_K = update.levels_K
+        levels_K = kernels_numba.ONE_EACH if levels_K is None else levels_K
+        count = count_of(update.threshold, grid)
+        kernels_numba.fold_(total_N, update.entries_K, levels_K, count)
 
 
 class ReplicaVector:
@@ -237,11 +240,27 @@ class ReplicaVector:
             self._show_all_()
         return 1.0
 
-    def commit_(self, entries_K: Counts, count: int, bound: float) -> float:
+    def levels(self, entries_K: Counts, count: int) -> npt.NDArray[np.uint8]:
+        """Return the whole quanta in the residual of own entries, 1 to 15."""
+        found = [np.empty(0, np.uint8)]
+        for group, part_K, _ in self._split(entries_K):
+            levels_K = group.levels(part_K, count, self.grid, self.lead)
+            found.append(levels_K.cpu().numpy())
+        return np.concatenate(found)
+
+    def commit_(
+        self,
+        entries_K: Counts,
+        count: int,
+        bound: float,
+        levels_K: npt.NDArray[np.uint8] | None = None,
+    ) -> float:
         """Take own entries out of the residual and move shared by them."""
         removed = 0.0
-        for group, part_K in self._split(entries_K):
-            removed += group.commit_(part_K, count, self.grid, bound, self.lead)
+        for group, part_K, quanta_K in self._split(entries_K, levels_K):
+            removed += group.commit_(
+                part_K, count, self.grid, bound, self.lead, quanta_K
+            )
             if self._copied:
                 self._show_entries_(group, part_K)
         return removed
@@ -256,8 +275,8 @@ class ReplicaVector:
         if update.size != self.size:
             raise CodecError(f"model has {self.size} parameters, got {update.size}")
         count = count_of(update.threshold, self.grid)
-        for group, part_K in self._split(update.entries_K):
-            group.apply_(part_K, count, self.grid)
+        for group, part_K, quanta_K in self._split(update.entries_K, update.levels_K):
+            group.apply_(part_K, count, self.grid, quanta_K)
             if self._copied:
                 self._show_entries_(group, part_K)
 
@@ -393,13 +412,19 @@ class ReplicaVector:
             self._show_all_()
             self._showing = False
 
-    def _split(self, entries_K: Counts) -> Iterator[tuple[VectorGroup, Tensor]]:
-        """Split entries by group; groups without entries are left out."""
+    def _split(
+        self, entries_K: Counts, levels_K: npt.NDArray[np.uint8] | None = None
+    ) -> Iterator[tuple[VectorGroup, Tensor, Tensor | None]]:
+        """Split entries and levels by group, leaving out groups without entries."""
         groups = self._local_groups()
         ends = np.searchsorted(np.abs(entries_K), self._ends, "right")
         for group, a, b in zip(groups, [0, *ends[:-1]], ends, strict=True):
-            if a < b:
-                yield group, torch.from_numpy(entries_K[a:b]).to(group.flat.device)
+            if a == b:
+                continue
+            device, quanta_K = group.flat.device, None
+            if levels_K is not None:
+                quanta_K = torch.from_numpy(levels_K[a:b]).to(device)
+            yield group, torch.from_numpy(entries_K[a:b]).to(device), quanta_K
 
     def _split_counts(
         self, counts_N: Counts

@@ -167,7 +167,7 @@ class TestRoom:
         assert order == [0, 4, 8, 0]
         shared = case.exchange.snapshot()
         quanta = shared["counts_N"] * shared["grid"] / QUANTUM.value
-        assert quanta.tolist() == [2.0] * 4 + [1.0] * 8
+        assert quanta.tolist() == [16.0] * 4 + [8.0] * 4 + [12.0] * 4
 
     def test_an_exchange_without_an_accepted_update_does_not_count(self):
         rule = Wired()

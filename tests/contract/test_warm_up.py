@@ -83,17 +83,17 @@ def test_the_step_has_the_options_of_training():
 @pytest.mark.parametrize("apply", ["eager", "strict"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_the_exchange_encodes_and_applies_an_update(apply, dtype, monkeypatch):
-    sizes, encode = [], codec.encode
+    bodies, framed = [], codec.framed
 
-    def counted(stamp, size, threshold, entries_K):
-        sizes.append(len(entries_K))
-        return encode(stamp, size, threshold, entries_K)
+    def recorded(stamp, threshold, body):
+        bodies.append(body)
+        return framed(stamp, threshold, body)
 
-    monkeypatch.setattr(codec, "encode", counted)
+    monkeypatch.setattr(codec, "framed", recorded)
 
     GradientSharing(apply=apply).warm_up(CPU, dtype)
 
-    assert sizes == [64]
+    assert [(body.entries, body.kind.name) for body in bodies] == [(64, "LEVELS")]
 
 
 def test_a_random_transform_does_not_change_random_states():

@@ -111,8 +111,9 @@ class TestCommitDense:
             assert compressor.vector.residual_counts().tolist() == left
 
 
-STEADY = AdaptiveThreshold(initial=0.02, max_density=0.3)
-LAYERS = {"first": FixedThreshold(0.03), "*": STEADY}
+# Steps move parameters by 25 quanta: more than an entry sends, so some are clipped.
+STEADY = AdaptiveThreshold(initial=0.002, max_density=0.3)
+LAYERS = {"first": FixedThreshold(0.003), "*": STEADY}
 FLOAT32, FLOAT64 = 1e-6, 1e-14  # roundings of numbers about 1
 
 
@@ -217,7 +218,7 @@ def test_the_residuals_of_several_restored_states_add_up(types, apply, scale):
     replicas[2].own.vector.set_scale_(0.7)  # as if others had left it
     shared = replicas[0].state()[0]
     expected = sum(replica.residual() for replica in replicas)
-    assert np.abs(expected).max() > 0.01
+    assert np.abs(expected).max() > 1e-3
 
     one = Replica(9, **{**options, "scale": 0.5})
     one.own.restore_(shared, [replica.state()[1] for replica in replicas])
@@ -301,7 +302,7 @@ class TestCompressor:
         assert (rest.pattern, rest.threshold) == ("*", 2.0**-3)
         assert bias.entries_K.tolist() == [-6]
         assert rest.entries_K.tolist() == [10, -14]
-        assert bias.size == rest.size == 16
+        assert bias.body.size == rest.body.size == 16
 
     def test_the_least_often_committed_pattern_comes_first(self):
         compressor = make(Layers(), {"bias": SMALL, "one": SMALL, "*": LARGE})
@@ -338,3 +339,44 @@ class TestCompressor:
             "bias": Sent(2.0**-6, DENSE_DENSITY),
             "*": Sent(2.0**-3, DENSE_DENSITY),
         }
+
+
+class TestLevels:
+    """Entries carry several quanta where that is more for their bytes."""
+
+    def test_a_long_residual_leaves_with_one_update(self):
+        module = Vector([0.0] * 100)
+        compressor = make(module, FixedThreshold(2.0**-4))
+        module.step(*[2.0**-4 * quanta for quanta in range(100)])
+
+        update = proposed(compressor)
+        compressor.commit_(update)
+
+        assert update.body.kind is codec.Kind.LEVELS
+        residual = compressor.vector.residual_counts() / round(update.count)
+        assert residual.tolist() == [max(0, quanta - 15) for quanta in range(100)]
+
+    @pytest.mark.parametrize("apply", ["eager", "strict"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_what_was_sent_and_what_is_left_is_what_was_made(self, apply, dtype):
+        module = Vector([0.0] * 40, dtype, second=[0.0] * 40)
+        compressor = make(module, FixedThreshold(2.0**-6), apply=apply)
+        compressor.vector.set_scale_(0.5)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter += torch.randn(40, generator=generator).to(parameter.dtype)
+        compressor.vector.sync_from_parameters_()
+        before = compressor.vector.residual_counts().astype(np.int64)
+
+        update = proposed(compressor)
+        frame = update.encode(codec.Stamp(0, 0, 1, 1))
+        compressor.commit_(update)
+
+        sent = np.zeros(80, np.int64)
+        decoded = codec.decode(frame)
+        sent[np.abs(decoded.entries_K) - 1] = decoded.quanta_K * update.count
+        after = compressor.vector.residual_counts().astype(np.int64)
+        assert decoded.levels_K.max() == 15
+        # A step of the grid for each rounding: before, local, after.
+        np.testing.assert_allclose(before, sent + after, rtol=0, atol=3)

@@ -46,6 +46,8 @@ class Replica:
         parameters = FlatParameters(self.module)
         residual = ResidualClipping(1.5, 2) if case.clipping else KeepResidual()
         rule = AdaptiveThreshold(initial=0.02, max_density=0.3, decay=0.7)
+        if case.clipping:  # steps move by more than the 15 quanta of an entry
+            rule = FixedThreshold(0.002)
         if case.layers:
             rule = {"b": FixedThreshold(0.03), "[ac]": rule}
         self.compressor = Compressor(parameters, rule, residual, case.apply)
@@ -154,7 +156,7 @@ def counts_of(update, grid):
         return update.counts_N.astype(np.float64)
     dense = np.zeros(update.size)
     entries = update.entries_K.astype(np.int64)
-    dense[np.abs(entries) - 1] = np.sign(entries) * (update.threshold / grid)
+    dense[np.abs(entries) - 1] = update.quanta_K * (update.threshold / grid)
     return dense
 
 

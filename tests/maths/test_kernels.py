@@ -99,6 +99,26 @@ class TestFind:
         assert group.find(64, GRID, where=slice(1, 3)).tolist() == [12, -13]
 
 
+LEVELS = {
+    "one": (1.0, 1),
+    "one and a half": (-1.5, 1),
+    "two": (2.0, 2),
+    "just below three": (float(np.nextafter(np.float32(3), np.float32(0))), 2),
+    "fifteen": (-15.99, 15),
+    "more": (400.0, 15),
+    "infinity": (math.inf, 15),
+}
+
+
+@pytest.mark.parametrize(("quanta", "level"), LEVELS.values(), ids=LEVELS)
+def test_a_level_counts_whole_quanta_up_to_fifteen(kernel, quanta, level):
+    group = kernel([0.0, quanta * QUANTUM], start=10)
+
+    levels = group.levels(group.find(64, GRID), 64, GRID)
+
+    assert (levels.tolist(), levels.dtype) == ([level], torch.uint8)
+
+
 class TestCommit:
     @FLOATS
     @pytest.mark.parametrize("multiple", [1.0, 1.7, 5.0], ids=str)
@@ -120,17 +140,34 @@ class TestCommit:
         assert mass == pytest.approx(moved, rel=1e-12)  # order of a float64 sum
 
 
+def test_levels_move_by_so_many_quanta(kernel):
+    group = kernel([9 * QUANTUM, -2 * QUANTUM, 1.0], start=10)
+    device = group.local_N.device
+    entries, levels = ints([11, -12]).to(device), torch.tensor([7, 2]).byte().to(device)
+
+    cut = group.commit_(entries, 64, GRID, QUANTUM / 4, 2.0, levels)
+
+    # Back by one quantum for each; then ahead of shared by -5 quanta and 2.
+    assert group.shared_N.tolist() == [7 * 64, -2 * 64, 0]
+    assert group.local_N.tolist() == [6.5 * QUANTUM, -1.5 * QUANTUM, 1.0]
+    assert cut == (4.5 + 1.5) * QUANTUM / 2
+    group.apply_(entries, 64, GRID, levels)
+    assert group.shared_N.tolist() == [14 * 64, -4 * 64, 0]
+    assert group.local_N.tolist() == [13.5 * QUANTUM, -3.5 * QUANTUM, 1.0]
+
+
 def test_folded_entries_are_added_up():
     total = np.array([1, 0, 0], np.int32)
 
-    for entries, count in [([1, -3], 5), ([-1, -2], 2)]:
+    for entries, count, levels in [([1, -3], 5, None), ([-1, -2], 2, [1, 15])]:
+        levels_K = levels and np.array(levels, np.uint8)
         entries_K = np.array(entries, np.int32)
         entries_K.flags.writeable = False
         stamp = Stamp(run=1, origin=2, sequence=3, step=4)
-        update = SparseUpdate(stamp, Kind.RAW32, 3, count * GRID, entries_K)
+        update = SparseUpdate(stamp, Kind.RAW32, 3, count * GRID, entries_K, levels_K)
         fold_(total, update, GRID)
 
-    assert total.tolist() == [4, -2, -5]
+    assert total.tolist() == [4, -30, -5]
 
 
 @FLOATS
@@ -193,11 +230,15 @@ def test_both_kernels_give_the_same_bits(problem, dtype):
     for kind in (NumbaGroup, VectorGroup):
         group = group_of(local, shared, kind, dtype)
         entries = group.find(count, GRID, lead)
-        cuts.append(group.commit_(entries, count, GRID, 1.3 * count * GRID, lead))
+        levels = group.levels(entries, count, GRID, lead)
+        bound = 1.3 * count * GRID
+        cuts.append(group.commit_(entries, count, GRID, bound, lead, levels))
+        group.apply_(entries, count, GRID, levels)
+        cuts[-1] += group.commit_(entries, count, GRID, bound, lead)
         group.apply_(entries, count, GRID)
         group.apply_counts_(ints(shared), GRID, 1 - lead)
         residual = group.residual_counts(GRID, 2**22, lead)
-        outcomes.append((entries, group.local_N, group.shared_N, residual))
+        outcomes.append((entries, levels, group.local_N, group.shared_N, residual))
 
     assert cuts[0] == pytest.approx(cuts[1], rel=1e-12)
     for one, other in zip(*outcomes, strict=True):

@@ -11,7 +11,7 @@ from tests.support.problems import kept, parameters_of, rows, trainer
 from tests.support.recording import Notes
 
 X, Y = rows()
-KINDS = {"RAW32", "GAPS", "BITMAP", "DENSE8", None}  # None: nothing was sent
+KINDS = {"RAW32", "GAPS", "BITMAP", "LEVELS", "DENSE8", None}  # None: nothing was sent
 
 
 def two(**options):

@@ -57,7 +57,7 @@ def counts_of(update, grid):
         return update.counts_N.astype(np.int64)
     dense_N = np.zeros(update.size, np.int64)
     positions = np.abs(update.entries_K.astype(np.int64)) - 1
-    dense_N[positions] = np.sign(update.entries_K) * round(update.threshold / grid)
+    dense_N[positions] = update.quanta_K * round(update.threshold / grid)
     return dense_N
 
 

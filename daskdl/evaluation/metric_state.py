@@ -34,7 +34,7 @@ from daskdl.data.checks import USER_ERRORS, described, ignored_label
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DaskDLError, DataError, ModelError
 from daskdl.evaluation.report import Section
-from daskdl.metrics import MetricSet, SampleBatch, scale_of
+from daskdl.metrics import MetricSet, SampleBatch, UserMetrics, scale_of
 from daskdl.objective import Objective
 
 logger = logging.getLogger(__name__)
@@ -206,6 +206,14 @@ class MetricSpec(NamedTuple):
     metrics: MetricSet
     sample: SampleBatch
     collection: MetricCollection  # before any update; copied, never changed
+    used: list[MetricCollection]  # by earlier parts, and reset: a copy takes 1 ms
+
+    def live(self) -> MetricCollection:
+        """Return metrics without rows, for one thread; give them back to `used`."""
+        try:
+            return self.used.pop()
+        except IndexError:
+            return copy.deepcopy(self.collection)
 
     def merger(self) -> StateMerger:
         """Return a new merger of the states of parts."""
@@ -242,7 +250,7 @@ def metric_specs(
     scale, ignored = scale_of(objective, output), ignored_label(objective)
     sample = SampleBatch(on_cpu([output]), on_cpu([y]), scale, classes, ignored)
     with _warnings_logged(), torch.no_grad():
-        specs = [MetricSpec(one, sample, one.collection(sample)) for one in sets]
+        specs = [MetricSpec(one, sample, one.collection(sample), []) for one in sets]
         try:
             for spec in specs:
                 trial = copy.deepcopy(spec.collection)
@@ -264,7 +272,7 @@ class MetricAccumulator:
     def __init__(self, specs: Sequence[MetricSpec], name: str) -> None:
         self._specs = specs
         self._name = name
-        self._live = [copy.deepcopy(spec.collection) for spec in specs]
+        self._live = [spec.live() for spec in specs]
         self._waiting: list[tuple[Tree, Tree]] = []
         self._shapes: Any = None  # of the waiting rows
         self._waiting_rows = self._most = 0
@@ -286,7 +294,12 @@ class MetricAccumulator:
     def states(self) -> tuple[PartStates, ...]:
         """Return the states of each set; do not use the accumulator afterwards."""
         self._measure()
-        return tuple(states_of(live, self._measured) for live in self._live)
+        found = tuple(states_of(live, self._measured) for live in self._live)
+        for spec, live in zip(self._specs, self._live, strict=True):
+            if not isinstance(spec.metrics, UserMetrics):  # `reset` may forget a state
+                live.reset()
+                spec.used.append(live)
+        return found
 
     def _measure(self) -> None:
         if not self._waiting:

@@ -46,6 +46,7 @@ def local_client(workers: int) -> Iterator[Client]:
     with (
         local_cluster(workers) as cluster,
         Client(cluster, set_as_default=False) as client,
+        client.as_current(),  # for `wait`
     ):
         yield client
 

@@ -95,8 +95,7 @@ def measured(
     lazy = lazy_blocks(shape, blocks)
     outputs = daskdl.predict(model, lazy, client=client, batch_size=BATCH)
     done: Any = client.persist(outputs)
-    with client.as_current():  # `wait` uses the current client
-        wait(done)
+    wait(done)
     together_s = time.perf_counter() - began
     rows = blocks * BLOCK
     return {

@@ -52,10 +52,10 @@ class Recording:
     """Updates of two replicas, one per step."""
 
     size: int  # parameters of the model
-    updates: Sequence[tuple[float, np.ndarray]]  # threshold and entries
+    updates: Sequence[tuple[Any, ...]]  # threshold, entries, kind and levels
     nbytes: float  # of an encoded update, median
 
-    def update(self, replica: int, number: int) -> tuple[float, np.ndarray]:
+    def update(self, replica: int, number: int) -> tuple[Any, ...]:
         """Each replica begins at another place."""
         return self.updates[(7 * replica + number) % len(self.updates)]
 
@@ -95,7 +95,7 @@ def record() -> Recording:
     assert all(isinstance(update, codec.SparseUpdate) for update in updates)
     return Recording(
         sum(p.numel() for p in module.parameters()),
-        [(update.threshold, update.entries_K) for update in updates],
+        [(u.threshold, u.entries_K, u.kind, u.levels_K) for u in updates],
         float(np.median([frame.nbytes for frame in kept])),
     )
 

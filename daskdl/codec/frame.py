@@ -148,11 +148,10 @@ def pack(
     leveled = np.empty(0, np.uint8)
     if kind is Kind.LEVELS and levels_K is None:
         raise CodecError("a LEVELS frame needs the levels of its entries")
-    if levels_K is not None and kind in {None, Kind.LEVELS}:
-        levels.check(levels_K, count)
+    if levels_K is not None and count and kind in {None, Kind.LEVELS}:
         quanta = int(levels_K.sum(dtype=np.int64))
         if kind is Kind.LEVELS or quanta > count:
-            leveled = levels.pack(levels_K) if count else leveled
+            leveled = levels.pack(levels_K, count)
             length = LEVELS_OFFSET + len(leveled) + sizes[Kind.GAPS]
             alone = LAYOUT.size + min(sizes.values())
             if quanta * alone > count * (LAYOUT.size + length):

@@ -456,6 +456,9 @@ _FIT = {
 }
 
 
+_fingerprint = functools.partial(Fingerprint.of, persistent_only=True)
+
+
 def _fit_values(state: TrainerState) -> dict[str, Any]:
     """Return the state from which the next fit continues, as plain values."""
     fit, scheduling = state.fit_state, scheduling_of(state.arguments)
@@ -464,9 +467,9 @@ def _fit_values(state: TrainerState) -> dict[str, Any]:
         raise OptionError("the trainer has no optimizer_; fit it, or optimizer=False")
     position = trained.rate.position() if trained.scheduling == scheduling else None
     scheduler = None if position is None else trained.rate.scheduler
-    fingerprint = Fingerprint.of(state.model, trained.optimizer, scheduler)
+    fingerprint = _fingerprint(state.model, trained.optimizer, scheduler)
     made = new_optimizer(state.arguments, state.model)
-    Fingerprint.of(state.model, made, scheduler).check(
+    _fingerprint(state.model, made, scheduler).check(
         fingerprint,
         "the state after the last fit",
         "save without it, optimizer=False, or fit first",
@@ -491,7 +494,7 @@ def _continued(
     """Add the result of `_fit_values` to the state of a new trainer."""
     check({name: fit[name] for name in _FIT}, _FIT)
     optimizer, rate = trained.optimizer, trained.rate
-    Fingerprint.of(model, optimizer, rate.scheduler).check(
+    _fingerprint(model, optimizer, rate.scheduler).check(
         Fingerprint(*fit["fingerprint"]),
         "the save",
         "to train on with others, make a new Trainer with the model_ of a loaded one",

@@ -220,8 +220,8 @@ class Fingerprint(NamedTuple):
     """A description of model, optimizer and scheduler, to which saved state belongs.
 
     Attributes:
-        tensors: Dtype and shape of the model's parameters and persistent buffers by
-            name, and the places of parameters in the optimizer.
+        tensors: Dtype and shape of the model's parameters and buffers by name, and the
+            places of parameters in the optimizer.
         optimizer: Class.
         scheduler: Class; None without a scheduler.
 
@@ -237,11 +237,21 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(
-        cls, module: nn.Module, optimizer: Optimizer, scheduler: LRScheduler | None
+        cls,
+        module: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        *,
+        persistent_only: bool = False,
     ) -> Self:
-        """Describe model, optimizer and scheduler."""
-        persistent = module.state_dict().keys()
-        others = {n: t for n, t in others_in(module).items() if n in persistent}
+        """Describe model, optimizer and scheduler.
+
+        Checkpoints have all buffers; saves have persistent ones only.
+        """
+        others = others_in(module)
+        if persistent_only:
+            persistent = module.state_dict().keys()
+            others = {name: t for name, t in others.items() if name in persistent}
         return cls(
             {name: described(t) for name, t in trained_in(module).items()}
             | parameters_of(optimizer, module)

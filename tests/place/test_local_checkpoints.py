@@ -383,7 +383,34 @@ def frozen():
     return made
 
 
+def with_mask(mask):
+    """A model with a buffer that is not in its state dict."""
+    made = net()
+    made.register_buffer("mask", mask, persistent=False)
+    return made
+
+
 class TestRefused:
+    @pytest.mark.parametrize(
+        ("before", "after", "message"),
+        [
+            (torch.ones(3), None, r"mask is float32 \(3,\), .* there, and missing in"),
+            (torch.ones(3), torch.ones(4), r"mask is .*\(3,\), .* and float32 \(4,\)"),
+            (None, torch.ones(3), r"mask is missing there, and float32 \(3,\)"),
+        ],
+        ids=["gone", "another shape", "new"],
+    )
+    def test_another_buffer_that_is_not_persistent_is_refused(
+        self, url, before, after, message
+    ):
+        fits(one_of(url, model=with_mask(before)), 1)
+        other = one_of(f"{url}-later", model=with_mask(after))
+
+        with pytest.raises(OptionError, match=f"another model, .*: {message}"):
+            fits(other, resume=url)
+
+        assert Series.at(f"{url}-later").numbers() == []
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [

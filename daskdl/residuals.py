@@ -38,8 +38,9 @@ class ResidualPostProcessor(ABC):
 class ResidualClipping(ResidualPostProcessor):
     """Clips the residual to a multiple of the threshold every few exchanges.
 
-    A residual of many quanta takes many exchanges to drain, and is stale when it
-    arrives. Clipped mass is discarded; the history counts it as ``clipped``.
+    An entry sends 15 quanta at most, so a very large residual takes several exchanges
+    to drain, and is stale when it arrives. Clipped mass is discarded; the history
+    counts it as ``clipped``.
 
     Args:
         multiple: Bound in thresholds, finite, >= 1.

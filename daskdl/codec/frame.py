@@ -21,6 +21,7 @@ from typing_extensions import Buffer
 
 from daskdl.codec import dense8, golomb, levels
 from daskdl.codec.dense8 import Quantized
+from daskdl.codec.levels import MAX_LEVEL
 from daskdl.errors import CodecError
 
 Bytes = npt.NDArray[np.uint8]
@@ -115,8 +116,9 @@ def pack(
 ) -> Body:
     """Pack entries, by default in the kind that carries most for its bytes.
 
-    LEVELS is chosen if its frame carries more quanta per byte than one with one quantum
-    per entry; otherwise the other quanta stay in the residual.
+    LEVELS is chosen if its frame, with lz4 and header, carries more quanta per byte
+    than one with one quantum per entry; otherwise the other quanta stay in the
+    residual.
 
     Args:
         size: N, at most 2**31 - 1.
@@ -145,38 +147,43 @@ def pack(
     count = len(entries_K)
     gaps = golomb.plan(size, positions_K)
     sizes = _sizes(size, gaps)
-    leveled = np.empty(0, np.uint8)
     if kind is Kind.LEVELS and levels_K is None:
         raise CodecError("a LEVELS frame needs the levels of its entries")
-    if levels_K is not None and count and kind in {None, Kind.LEVELS}:
+    quanta = count
+    if levels_K is not None:
+        _check_levels(levels_K, count)
         quanta = int(levels_K.sum(dtype=np.int64))
-        if kind is Kind.LEVELS or quanta > count:
-            leveled = levels.pack(levels_K, count)
-            length = LEVELS_OFFSET + len(leveled) + sizes[Kind.GAPS]
-            alone = LAYOUT.size + min(sizes.values())
-            if quanta * alone > count * (LAYOUT.size + length):
-                kind = Kind.LEVELS
-    if kind is None:
-        kind = min(sizes, key=sizes.__getitem__)  # the first of equals
-    if kind is not Kind.LEVELS:
-        levels_K = None
-    if not count:
-        body = np.empty(0, np.uint8)
-    elif kind is Kind.RAW32:
-        body = _bytes(entries_K)
-    else:
-        parts = [np.packbits(entries_K < 0, bitorder="little")]
-        if kind is Kind.BITMAP:
+    signs = np.packbits(entries_K < 0, bitorder="little")
+
+    def packed(kind: Kind) -> Body:
+        if not count:
+            body = np.empty(0, np.uint8)
+        elif kind is Kind.RAW32:
+            body = _bytes(entries_K)
+        elif kind is Kind.BITMAP:
             present_N = np.zeros(size, bool)
             present_N[positions_K] = True
-            parts.insert(0, np.packbits(present_N, bitorder="little"))
+            body = np.concatenate([np.packbits(present_N, bitorder="little"), signs])
         else:
-            parts.insert(0, golomb.pack(gaps))
-        if kind is Kind.LEVELS:
-            parts[:0] = [np.array([len(leveled)], "<u4").view(np.uint8), leveled]
-        body = np.concatenate(parts)
-    payload, flags = _compressed(kind, body)
-    return Body(kind, size, count, levels_K, len(body), payload, flags)
+            body = np.concatenate([golomb.pack(gaps), signs])
+        if kind is Kind.LEVELS and levels_K is not None and count:
+            leveled = levels.pack(levels_K)
+            length = np.array([len(leveled)], "<u4").view(np.uint8)
+            body = np.concatenate([length, leveled, body])
+        payload, flags = _compressed(kind, body)
+        own = levels_K if kind is Kind.LEVELS else None
+        return Body(kind, size, count, own, len(body), payload, flags)
+
+    if kind is not None:
+        return packed(kind)
+    alone = packed(min(sizes, key=sizes.__getitem__))  # the first of equals
+    if quanta == count:
+        return alone
+    leveled = packed(Kind.LEVELS)
+    bytes_alone, bytes_leveled = (
+        LAYOUT.size + len(body.payload) for body in (alone, leveled)
+    )
+    return leveled if quanta * bytes_alone > count * bytes_leveled else alone
 
 
 def encode(
@@ -273,6 +280,20 @@ def _check_numbers(size: int, threshold: float) -> None:
         raise CodecError(f"parameters must be in 1 .. 2**31 - 1, got {size}")
     if not (math.isfinite(threshold) and threshold > 0):
         raise CodecError(f"threshold must be finite and > 0, got {threshold}")
+
+
+def _check_levels(levels_K: Bytes, count: int) -> None:
+    """Refuse levels that are not one for each entry, 1 to 15."""
+    if levels_K.dtype != np.uint8 or levels_K.shape != (count,):
+        raise CodecError(
+            f"levels must be uint8, one for each of {count} entries, got "
+            f"{levels_K.dtype} of shape {levels_K.shape}"
+        )
+    if count and not 1 <= levels_K.min() <= levels_K.max() <= MAX_LEVEL:
+        raise CodecError(
+            f"levels must be in 1 .. {MAX_LEVEL}, got {levels_K.min()} .. "
+            f"{levels_K.max()}"
+        )
 
 
 def _positions(entries_K: Integers, size: int) -> Integers:

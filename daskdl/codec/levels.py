@@ -90,28 +90,18 @@ def frequencies(levels_K: Bytes) -> npt.NDArray[np.uint16]:
     return frequencies_M
 
 
-def pack(levels_K: Bytes, count: int) -> Bytes:
-    """Write the levels of ``count`` entries, one or more; 1 to 15 each, uint8.
+def pack(levels_K: Bytes) -> Bytes:
+    """Write the levels of one entry or more; 1 to 15 each, uint8.
 
     Example:
         >>> import numpy as np
-        >>> packed = pack(np.array([1, 1, 3, 1, 2, 1], np.uint8), 6)
+        >>> packed = pack(np.array([1, 1, 3, 1, 2, 1], np.uint8))
         >>> unpack(packed, 6)
         array([1, 1, 3, 1, 2, 1], dtype=uint8)
     """
-    if levels_K.dtype != np.uint8 or levels_K.shape != (count,):
-        raise CodecError(
-            f"levels must be uint8, one for each of {count} entries, got "
-            f"{levels_K.dtype} of shape {levels_K.shape}"
-        )
-    if not 1 <= levels_K.min() <= levels_K.max() <= MAX_LEVEL:
-        raise CodecError(
-            f"levels must be in 1 .. {MAX_LEVEL}, got {levels_K.min()} .. "
-            f"{levels_K.max()}"
-        )
     frequencies_M = frequencies(levels_K)
     highest = len(frequencies_M)
-    words = np.empty(most_words(count), np.uint16)
+    words = np.empty(most_words(len(levels_K)), np.uint16)
     state, at = _write(levels_K, frequencies_M, words)
     opening = np.array([highest], np.uint8)
     table = frequencies_M[:-1].astype("<u2").view(np.uint8)

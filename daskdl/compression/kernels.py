@@ -29,6 +29,9 @@ from daskdl.codec.levels import MAX_LEVEL
 # Largest |shared| at which entries are sent and that dense updates reach: 2**30 steps
 # remain before int32 wraps.
 GUARD = 2**30
+# Most steps by which an entry moves shared: exact in float32, and 64 entries of this
+# size fit between the guard and int32's end.
+MOST_STEPS = 2**24
 INT32_MAX = 2**31 - 1
 CHUNK = 2**20  # parameters: 8 MiB of float64
 ALL = slice(None)
@@ -112,13 +115,15 @@ class VectorGroup:
     ) -> Tensor:
         """Return the whole quanta in the residual of entries, 1 to 15. Reads only.
 
+        Large quanta have fewer levels: an entry moves shared by 2**24 steps at most.
         Arguments as of ``find``. Returns uint8, shape (K,), on the vectors' device.
         """
         positions_K = self.positions(entries_K)
         local_K = self.local_N[positions_K]
         ahead_K = local_K - _sent(local_K, self.shared_N[positions_K], grid)
-        quantum = torch.tensor(lead * count * grid, dtype=local_K.dtype)
-        return (ahead_K.abs() / quantum).clamp(max=MAX_LEVEL).to(torch.uint8)
+        # On the device: CUDA multiplies by the reciprocal of a number from the CPU.
+        quantum = torch.tensor(lead * count * grid).to(local_K)
+        return (ahead_K.abs() / quantum).clamp(1, most_levels(count)).to(torch.uint8)
 
     def commit_(
         self,
@@ -202,6 +207,11 @@ class VectorGroup:
     def positions(self, entries_K: Tensor) -> Tensor:
         """Return the positions of entries within the group."""
         return entries_K.long().abs() - 1 - self.start
+
+
+def most_levels(count: int) -> int:
+    """Return the highest level of entries with a quantum of ``count`` steps."""
+    return max(1, min(MAX_LEVEL, MOST_STEPS // count))
 
 
 def _quanta(entries_K: Tensor, levels_K: Tensor | None) -> Tensor:

@@ -27,8 +27,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from daskdl.codec.golomb import compiled
-from daskdl.codec.levels import MAX_LEVEL
-from daskdl.compression.kernels import ALL, GUARD, INT32_MAX, VectorGroup
+from daskdl.compression.kernels import ALL, GUARD, INT32_MAX, VectorGroup, most_levels
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -192,12 +191,14 @@ def _levels(
     shared_N: Array,
     entries_K: Array,
     base: int,
-    step: tuple[float, float],
+    step: tuple[float, float, float],
 ) -> Array:
-    """Return the whole quanta in the residual of entries; ``step`` as of `_scan_`."""
-    quantum, grid = step
+    """Return the whole quanta in the residual of entries.
+
+    ``step`` is the quantum, the grid and the highest level, all in local's dtype.
+    """
+    quantum, grid, most = step
     levels_K = np.empty(entries_K.size, np.uint8)
-    most = local_N.dtype.type(MAX_LEVEL)
     last = entries_K.size - 1
     for k in range(entries_K.size):
         coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
@@ -347,7 +348,8 @@ class NumbaGroup(VectorGroup):
         self, entries_K: Tensor, count: int, grid: float, lead: float = 1.0
     ) -> Tensor:
         local, shared = self.local_N.numpy(), self.shared_N.numpy()
-        step = (local.dtype.type(lead * count * grid), local.dtype.type(grid))
+        number = local.dtype.type
+        step = (number(lead * count * grid), number(grid), number(most_levels(count)))
         levels = _levels(local, shared, entries_K.numpy(), self.start, step)
         return torch.from_numpy(levels)
 

@@ -119,6 +119,26 @@ def test_a_level_counts_whole_quanta_up_to_fifteen(kernel, quanta, level):
     assert (levels.tolist(), levels.dtype) == ([level], torch.uint8)
 
 
+@FLOATS
+def test_what_is_found_has_one_quantum_at_least(kernel, dtype):
+    counts = np.random.default_rng(0).integers(1, 2**18, 2_000)
+    for count in counts.tolist():
+        group = kernel([count * GRID, -7 * count * GRID], dtype=dtype)
+
+        levels = group.levels(group.find(count, GRID), count, GRID)
+
+        assert levels.tolist() == [1, 7], count
+
+
+@pytest.mark.parametrize(("bits", "most"), [(18, 15), (20, 15), (21, 8), (22, 4)])
+def test_an_update_moves_shared_by_a_bounded_number_of_steps(kernel, bits, most):
+    group = kernel([1000.0 * 2**bits * GRID])
+
+    levels = group.levels(group.find(2**bits, GRID), 2**bits, GRID)
+
+    assert levels.tolist() == [most]
+
+
 class TestCommit:
     @FLOATS
     @pytest.mark.parametrize("multiple", [1.0, 1.7, 5.0], ids=str)

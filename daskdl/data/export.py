@@ -262,6 +262,7 @@ class Progress:
 
     def write(self, name: str, content: bytes, stays: bool = False) -> None:
         """Write a file, and delete it again if the export is over by now."""
+        self.check()
         self.store.write(name, content)
         finished = stays and self.store.exists(KIND.name)
         if not finished and not self.store.exists(ORIGIN):

@@ -426,6 +426,20 @@ class TestGivenUp:
         assert sorted(ids_of(BatchFiles(url))) == list(range(100))
         assert Store(url).names() == names_in(made[1])
 
+    def test_an_old_task_changes_nothing_of_another_export_that_is_finished(self, url):
+        made = []
+
+        def replaced(batch):
+            if not made:
+                made.append(exported(url, Numbered([50]), overwrite=True))
+            return batch
+
+        with pytest.raises(DataError, match="either it was given up"):
+            exported(url, transform=replaced)
+
+        assert sorted(ids_of(BatchFiles(url))) == list(range(50))
+        assert Store(url).names() == names_in(made[0])
+
 
 @pytest.mark.parametrize(
     ("options", "message"),

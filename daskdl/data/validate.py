@@ -210,18 +210,28 @@ def _labels(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
     for name, given in batching.named(tree, "y"):
         whole = is_whole(given) or isinstance(given, np.integer)
         some: Any = range(given) if whole else given
-        allowed = np.unique(list(some) if isinstance(some, Collection) else [])
-        if not allowed.size or allowed.dtype.kind not in _NUMBER_KINDS:
+        if isinstance(given, np.ndarray):
+            some = np.ravel(given)
+        try:
+            allowed = np.asarray(list(some) if isinstance(some, Collection) else [])
+        except (TypeError, ValueError):  # nested, of different lengths
+            allowed = np.empty(0)
+        if (
+            not allowed.size
+            or allowed.ndim != 1
+            or allowed.dtype.kind not in _NUMBER_KINDS
+        ):
             raise OptionError(
                 "labels must be a number of classes, a range or a set of numbers, with "
                 f"at least one label, got {given!r}"
             )
-        yield name, allowed
+        yield name, np.unique(allowed)
 
 
 def _shown(labels: np.ndarray) -> str:
     first, last = labels[0], labels[-1]
-    if len(labels) > 1 and last - first + 1 == len(labels):
+    whole = labels.dtype.kind in "iu"
+    if whole and len(labels) > 1 and int(last) - int(first) + 1 == len(labels):
         return f"{first} to {last}"
     more = ", ..." if len(labels) > _SHOWN_LABELS else ""
     return ", ".join(str(label) for label in labels[:_SHOWN_LABELS]) + more

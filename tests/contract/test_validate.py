@@ -83,9 +83,11 @@ class TestExpectations:
                 {"shapes": {"a": [2], "b": ()}, "labels": (4, np.arange(4))},
             ),
             ((X3 > 0, Y3 > 0), {"labels": 2}),
+            ((X3, Y3 > 0), {"labels": {True, False}}),
+            ((X3, Y3 * 0 + 5), {"labels": np.array(5)}),
             ((X3[:0], Y3[:0]), {"shapes": (2,), "labels": 4}),
         ],
-        ids=range(9),
+        ids=range(11),
     )
     def test_nothing_is_wrong_with_what_is_as_expected(self, rows, options):
         report = validated(rows, **options)
@@ -123,6 +125,9 @@ class TestExpectations:
             ({"dtypes": "number"}, "dtypes must be dtypes .*, got 'number' for x"),
             ({"labels": 0}, "labels must be a number of classes, .* got 0"),
             ({"labels": ["cat"]}, "labels must be"),
+            ({"labels": {None, 1}}, "labels must be"),
+            ({"labels": [0, [1, 2]]}, "labels must be"),
+            ({"labels": [[0, 1], [2, 3]]}, "labels must be"),
         ],
     )
     def test_what_cannot_be_expected_is_refused_before_loading(self, options, message):
@@ -171,8 +176,10 @@ class TestRows:
             ((Y3, Y3[::-1]), 3, [0, 3], "y[1] is 3, allowed are 0 to 2"),
             (Y3[:, None, None] * [[0, 1], [2, 0]], 5, [3], "y is 6, allowed are 0 t"),
             (Y3.astype(np.uint8), range(9, 0, -1), [0], "y is 0, allowed"),
+            (Y3, {True, False}, [2, 3], "y is 2, allowed are False, True"),
+            (Y3, {0.0, 0.5, 2.0}, [1, 3], "y is 1, allowed are 0.0, 0.5, 2.0"),
         ],
-        ids=range(8),
+        ids=range(10),
     )
     def test_labels_that_are_not_allowed_are_found(self, y, labels, rows, message):
         report = validated((X3, y), labels=labels)

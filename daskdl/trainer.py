@@ -250,8 +250,8 @@ class Trainer:
                 before rows of another shape. `examples` in the history excludes them.
             transform: Applied to each batch before the trainer's own transform, also to
                 batches of `validation`.
-            loader: Makes (x, y) from a file: a function of its path, or a loader of
-                `daskdl.data`; None: chosen by file extension.
+            loader: Makes (x, y) from a file: a function of the open binary file, or a
+                reader of `daskdl.data`; None: chosen by file extension.
             collate_fn: Makes (x, y) from a list of `batch_size` items of a dataset.
             on_bad_batch: ``"skip"``: parts that cannot be read are left out, and
                 counted in `history_`.

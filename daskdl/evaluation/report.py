@@ -55,6 +55,8 @@ class Section:
     @property
     def columns(self) -> dict[str, Any]:
         """The values that have one number per name."""
+        if not self.names:  # the user's own metrics, which may have any names
+            return {}
         return {
             name: value
             for name, value in self.values.items()

@@ -243,6 +243,17 @@ class TestTable:
         alone = Evaluation({"loss": 0.5, "accuracy": 0.25}).to_pandas()
         assert alone.to_dict("records") == [{"loss": 0.5, "accuracy": 0.25}]
 
+    def test_own_metrics_are_one_row_whatever_their_names(self):
+        own = {"f1_per_class": np.ones(3), "r2_per_column": 0.5, "count": 7}
+        evaluation = Evaluation({"loss": 0.25}, [user_metrics(own)])
+
+        table = evaluation.to_pandas()
+
+        expected = {"loss": 0.25, "r2_per_column": 0.5, "count": 7}
+        assert table.to_dict("records") == [expected]
+        with pytest.raises(OptionError, match="there are no classes"):
+            evaluation.to_pandas("classes")
+
 
 @pytest.fixture
 def three():

@@ -290,7 +290,8 @@ class Dispatcher:
         self._idle.clear()
         # Callers that were answered together call again at about the same time.
         self._returning = max(0, self._returning - 1)
-        self._wake(GATHER_S if self._returning else 0.0)
+        waits = self._returning and self._queue.due() > -math.inf
+        self._wake(GATHER_S if waits else 0.0)
 
     def withdraw(self, call: Call) -> None:
         """Forget a call, if it still waits."""
@@ -350,7 +351,8 @@ class Dispatcher:
         self._due = loop.call_later(seconds, self._woken)
 
     def _woken(self) -> None:
-        self._returning = 0
+        if self._queue.due() > -math.inf:  # others may still come after a full batch
+            self._returning = 0
         self._send()
 
     def _freest(self) -> Replica | None:

@@ -82,13 +82,14 @@ class TestBatches:
 
             assert (await desk.asked()).values == [4]
 
-    async def test_a_full_batch_waits_for_no_timer_after_an_answer(self):
+    async def test_a_full_batch_waits_for_no_timer_after_an_answer(self, monkeypatch):
+        monkeypatch.setattr(predictor, "GATHER_S", LONG_S)
         async with serving("a", "b", wait_s=LONG_S) as desk:
             for value in range(5):
                 desk.call(value)
             (await desk.asked(0)).answer()
             await turns()
-            for value in range(5, 8):
+            for value in range(5, 8):  # one of those answered is not back yet
                 desk.call(value)
 
             asked = [asyncio.ensure_future(desk.asked(number)) for number in (0, 1)]
@@ -96,6 +97,28 @@ class TestBatches:
             assert [task.result().values for task in done] == [[4, 5, 6, 7]]
             for task in others:
                 task.cancel()
+
+    async def test_after_a_full_batch_the_next_one_waits_for_the_other_callers(
+        self, monkeypatch
+    ):
+        monkeypatch.setattr(predictor, "GATHER_S", LONG_S)
+        async with serving("a", "b") as desk:
+            for value in range(8):
+                desk.call(value)
+            for replica in (0, 1):
+                (await desk.asked(replica)).answer()
+            await turns()
+
+            for value in range(4):
+                desk.call(value)
+            first = await desk.asked(0)
+            for value in range(4, 8):
+                assert desk.host.made[1].asked.empty()
+                desk.call(value)
+                await asyncio.sleep(0.001)
+
+            assert first.values == [0, 1, 2, 3]
+            assert (await desk.asked(1)).values == [4, 5, 6, 7]
 
     async def test_a_batch_goes_to_the_replica_with_the_fewest(self):
         async with serving("a", "b") as desk:

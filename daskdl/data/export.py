@@ -14,10 +14,11 @@ import shutil
 import socket
 import tempfile
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,8 +152,9 @@ class ShufflePlan:
 
     A bucket takes a span of consecutive rows of each piece, so that it can be read
     without the others. For shuffling, the rows of each piece are in random order, and
-    each bucket takes its share of every piece. The plan follows from the lengths and
-    the seed, not from who does the work.
+    the pieces are dealt in random order, row by row to one bucket after the other: each
+    bucket gets about the same share of every piece. The plan follows from the lengths
+    and the seed, not from who does the work.
 
     Args:
         lengths: Rows of each piece.
@@ -164,6 +166,7 @@ class ShufflePlan:
         rows: Number of rows.
         files: Number of batch files.
         buckets: Number of buckets.
+        checksum: Tells this plan from others.
     """
 
     def __init__(
@@ -173,10 +176,14 @@ class ShufflePlan:
         bucket_rows: int,
         seed: int | None,
     ) -> None:
-        self._lengths, self._file_rows, self._seed = lengths, file_rows, seed
-        self.rows = sum(lengths)
+        self._lengths = np.asarray(lengths, np.int64)
+        self._file_rows, self._seed = file_rows, seed
+        self.rows = int(self._lengths.sum())
         self.files = -(-self.rows // file_rows)
         self.buckets = -(-self.files // max(bucket_rows // file_rows, 1))
+        self._order = _permutation(len(self._lengths), seed, _ORDER)
+        numbers = (self._lengths.tolist(), file_rows, self.buckets, seed)
+        self.checksum = zlib.crc32(repr(numbers).encode())
 
     def files_of(self, bucket: int) -> range:
         """The numbers of the batch files of a bucket.
@@ -199,37 +206,54 @@ class ShufflePlan:
             >>> ShufflePlan([3, 4], file_rows=2, bucket_rows=4, seed=None).spans(0)
             [Span(piece=0, start=0, stop=3), Span(piece=1, start=0, stop=1)]
         """
-        stops = self._stops[:, bucket]
-        starts = self._stops[:, bucket - 1] if bucket else np.zeros_like(stops)
-        taken = np.flatnonzero(stops > starts)
-        return [Span(int(i), int(starts[i]), int(stops[i])) for i in taken]
+        ends = np.cumsum(self._lengths[self._order])
+        begins = ends - self._lengths[self._order]
+        start, stop = (
+            self._below(ends, edge) - self._below(begins, edge)
+            for edge in (bucket, bucket + 1)
+        )
+        taken = np.flatnonzero(stop > start)
+        columns = (self._order[taken], start[taken], stop[taken])
+        found = (Span(*map(int, row)) for row in zip(*columns, strict=True))
+        return sorted(found)
 
     def cuts(self, bucket: int) -> Iterator[tuple[int, np.ndarray]]:
         """The number of each file of a bucket, and which rows of the bucket it has."""
         files, size = self.files_of(bucket), self._file_rows
-        rows = min(files.stop * size, self.rows) - files.start * size
-        order = _permutation(rows, self._seed, _BUCKET, bucket)
+        order = _permutation(self._rows_in(files), self._seed, _BUCKET, bucket)
         for i, file in enumerate(files):
             yield file, order[i * size : (i + 1) * size]
 
-    @cached_property
-    def _stops(self) -> np.ndarray:
-        """Where the rows of each bucket (axis 1) end in each piece (axis 0)."""
-        ends = [self.files_of(bucket).stop for bucket in range(self.buckets)]
-        left = np.diff(
-            np.minimum(np.multiply(ends, self._file_rows), self.rows), prepend=0
+    def _rows_in(self, files: range) -> int:
+        rows = self._file_rows
+        return min(files.stop * rows, self.rows) - min(files.start * rows, self.rows)
+
+    def _below(self, rows: np.ndarray, bucket: int) -> np.ndarray:
+        """How many of the first so many rows are in the buckets before this one."""
+        if self._seed is None:
+            before = self._rows_in(range(self.files_of(bucket).start))
+            capped: np.ndarray = np.minimum(rows, before)
+            return capped
+        below = np.zeros_like(rows)
+        left = rows
+        for rounds, buckets in self._rounds():
+            dealt = np.minimum(left, rounds * buckets)
+            full, more = np.divmod(dealt, buckets)
+            first = min(bucket, buckets)
+            below += full * first + np.minimum(more, first)
+            left = left - dealt
+        return below
+
+    def _rounds(self) -> Iterator[tuple[int, int]]:
+        """Rows are dealt in rounds, one to each of the first so many buckets."""
+        last = self._rows_in(self.files_of(self.buckets - 1))
+        few, longer = divmod(self.files, self.buckets)
+        phases = (
+            (last, self.buckets),
+            (few * self._file_rows - last, self.buckets - 1),
+            (self._file_rows, longer),
         )
-        taken = np.zeros((len(self._lengths), self.buckets), np.int64)
-        for piece in _permutation(len(self._lengths), self._seed, _ORDER):
-            rows = self._lengths[piece]
-            if self._seed is None:
-                taken[piece] = np.diff(np.minimum(np.cumsum(left), rows), prepend=0)
-            elif rows:
-                taken[piece], rest = np.divmod(left * rows, left.sum())
-                more = rows - int(taken[piece].sum())
-                taken[piece, np.argsort(-rest, kind="stable")[:more]] += 1
-            left -= taken[piece]
-        return taken.cumsum(axis=1)
+        yield from (phase for phase in phases if phase[1])
 
 
 def _permutation(rows: int, seed: int | None, *use: int) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Each row goes into one batch file, whoever reads which bucket."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -78,3 +80,27 @@ def test_a_bucket_has_its_share_of_each_tenth_of_the_data(lengths):
         # Of 1,000 independent rows, 100 +- 9.5 would be in each tenth.
         assert tenths.min() > 60
         assert tenths.max() < 140
+
+
+@pytest.mark.parametrize(
+    "other",
+    [([3, 4], 2, 4, 0), ([4, 3], 1, 4, 0), ([4, 3], 2, 2, 0), ([4, 3], 2, 4, None)],
+    ids=["lengths", "file_rows", "buckets", "seed"],
+)
+def test_the_checksum_tells_plans_apart(other):
+    own = ([4, 3], 2, 4, 0)
+
+    assert ShufflePlan(*other).checksum != ShufflePlan(*own).checksum
+    assert ShufflePlan(*own).checksum == ShufflePlan(*own).checksum
+
+
+def test_a_plan_of_many_pieces_and_buckets_is_small():
+    plan = ShufflePlan([3000] * 20_000, file_rows=1000, bucket_rows=20_000, seed=0)
+    tracemalloc.start()
+
+    spans = plan.spans(plan.buckets - 1)
+
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (plan.buckets, len(spans)) == (3000, 20_000)
+    assert peak < 30 * 2**20  # a matrix of both would take 480 MB

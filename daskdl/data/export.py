@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -309,7 +310,12 @@ class Progress:
         self.store.delete(self.store.names(f"{_FOLDER}/*"))
 
     def _read(self, name: str) -> dict[str, Any]:
-        content: dict[str, Any] = json.loads(self.store.read(name))
+        try:
+            content: dict[str, Any] = json.loads(self.store.read(name))
+        except ValueError as error:
+            raise DataError(
+                f"{self.store.url_of(name)} is damaged: {error}; {KIND.remedy}"
+            ) from error
         return content
 
 
@@ -379,18 +385,40 @@ class Buckets(Source):
         return self.schema.rows(np.concatenate(found))
 
     def _read(self, span: Span) -> np.ndarray:
-        dtype, rows = self.schema.dtype, span.stop - span.start
+        dtype, name = self.schema.dtype, self.pieces[span.piece]
         start, stop = span.start * dtype.itemsize, span.stop * dtype.itemsize
-        content = self.store.read(self.pieces[span.piece], start, stop)
-        return np.frombuffer(content, dtype, rows)  # refuses fewer bytes
+        try:
+            content = self.store.read(name, start, stop)
+        except DataError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise DataError(f"{error}; {KIND.remedy}") from error
+            raise
+        if len(content) != stop - start:
+            raise DataError(
+                f"{self.store.url_of(name)} is damaged: bytes {start} to {stop} are "
+                f"not all there; {KIND.remedy}"
+            )
+        return np.frombuffer(content, dtype)
 
 
 def _write_bucket(
-    buckets: Source, bucket: int, options: ExportOptions
-) -> dict[str, Any]:
-    """Write a bucket into batch files: a task. Returns their manifest and schema."""
+    buckets: Source,
+    bucket: int,
+    options: ExportOptions,
+    done: Mapping[int, Mapping[str, Any]],
+) -> Mapping[str, Any]:
+    """Write a bucket into batch files, or find that it was done: a task.
+
+    Returns their manifest and schema.
+    """
     assert isinstance(buckets, Buckets)
-    progress, plan = Progress(buckets.store), buckets.plan
+    store, plan = buckets.store, buckets.plan
+    before = done.get(bucket, {})
+    if before.get("plan") == plan.checksum and all(
+        File.from_json(file).is_intact(store) for file in before["files"]
+    ):
+        return before
+    progress = Progress(store)
     progress.check()
     rows = buckets.load(bucket)
     schema: Schema | None = None
@@ -405,8 +433,8 @@ def _write_bucket(
         progress.write(name, content, stays=True)
         files.append(File.of(name, content, rows=len(indices)).to_json())
     assert schema is not None, "a bucket has at least one file"
-    record = {"schema": schema.to_json(), "files": files}
-    progress.add(f"bucket-of-{plan.buckets}", bucket, record)
+    record = {"plan": plan.checksum, "schema": schema.to_json(), "files": files}
+    progress.add("bucket", bucket, record)
     return record
 
 
@@ -449,7 +477,11 @@ def _export(
     write_part = partial(_write_part, progress=progress, seed=options.seed)
     schema: Schema | None = None
     lengths: dict[tuple[int, int], int] = {}
-    for part, record in _done_by(progress, "part", source, write_part, client):
+    done = progress.done("part")
+    left = [part for part in range(source.parts) if part not in done]
+    logger.info("export to %s: %d parts to read", store.url, len(left))
+    written = map_parts(source, write_part, client, parts=left) if left else ()
+    for part, record in chain(done.items(), written):
         lengths |= {(part, i): rows for i, rows in enumerate(record["rows"])}
         if record["schema"] is not None:
             found = Schema.from_json(record["schema"])
@@ -465,9 +497,9 @@ def _export(
         options.seed,
     )
     buckets = Buckets(store, [_piece(*piece) for piece in pieces], schema, plan)
-    write_bucket = partial(_write_bucket, options=options)
-    kind = f"bucket-of-{plan.buckets}"  # records of another plan do not count
-    records = dict(_done_by(progress, kind, buckets, write_bucket, client))
+    done = progress.done("bucket")
+    write_bucket = partial(_write_bucket, options=options, done=done)
+    records = dict(map_parts(buckets, write_bucket, client))
     schema = None
     files: list[File] = []
     for bucket in range(plan.buckets):
@@ -486,22 +518,6 @@ def _export(
     Manifest(tuple(files), content).write(store, KIND)
     progress.end()
     logger.info("exported %d rows in %d files to %s", plan.rows, plan.files, store.url)
-
-
-def _done_by(
-    progress: Progress,
-    kind: str,
-    source: Source,
-    function: Callable[[Source, int], dict[str, Any]],
-    client: Any,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The record of each part: those that are there, then those of the tasks."""
-    done = progress.done(kind)
-    left = [part for part in range(source.parts) if part not in done]
-    logger.info("export to %s: %d %s tasks", progress.store.url, len(left), kind)
-    yield from done.items()
-    if left:
-        yield from map_parts(source, function, client, parts=left)
 
 
 def export(

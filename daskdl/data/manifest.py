@@ -78,13 +78,20 @@ class File:
     def read(self, store: Store, remedy: str) -> bytes:
         """Read the file; a DataError with the remedy if it is damaged."""
         content = store.read(self.name)
+        if reason := self._damage(content):
+            raise DataError(f"{store.url_of(self.name)} is damaged: {reason}; {remedy}")
+        return content
+
+    def is_intact(self, store: Store) -> bool:
+        """Whether the file is there with these bytes."""
+        return store.exists(self.name) and not self._damage(store.read(self.name))
+
+    def _damage(self, content: bytes) -> str:
         if len(content) != self.nbytes:
-            reason = f"it has {len(content)} bytes instead of {self.nbytes}"
-        elif hashlib.sha256(content).hexdigest() != self.sha256:
-            reason = "its checksum is wrong"
-        else:
-            return content
-        raise DataError(f"{store.url_of(self.name)} is damaged: {reason}; {remedy}")
+            return f"it has {len(content)} bytes instead of {self.nbytes}"
+        if hashlib.sha256(content).hexdigest() != self.sha256:
+            return "its checksum is wrong"
+        return ""
 
 
 @dataclass(frozen=True)

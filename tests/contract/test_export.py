@@ -272,7 +272,7 @@ class TestInterrupted:
         ".unfinished/part-000002-0000.rows",
         ".unfinished/part-000002.json",
         "batch-000011.safetensors",
-        ".unfinished/bucket-of-9-000003.json",
+        ".unfinished/bucket-000003.json",
         MANIFEST,
     )
 
@@ -302,20 +302,29 @@ class TestInterrupted:
     def test_buckets_that_were_done_are_not_written_again(
         self, monkeypatch, url, small, written
     ):
-        interrupted(monkeypatch, url, ".unfinished/bucket-of-9-000002.json")
+        interrupted(monkeypatch, url, ".unfinished/bucket-000002.json")
         before = [name for name in written if "bucket" in name]
         written.clear()
 
         exported(url)
 
         files = sorted(name for name in written if name.startswith("batch-"))
-        assert before == [f".unfinished/bucket-of-9-00000{i}.json" for i in (0, 1)]
+        assert before == [f".unfinished/bucket-00000{i}.json" for i in (0, 1)]
         assert not set(before) & set(written)
         # Three files in each bucket; the third bucket was half done.
         assert (files[0], len(files)) == ("batch-000006.safetensors", 19)
 
+    def test_a_file_that_is_not_what_was_written_is_made_again(
+        self, monkeypatch, url, small
+    ):
+        interrupted(monkeypatch, url, MANIFEST)
+        Store(url).delete(["batch-000004.safetensors"])
+        Store(url).write("batch-000005.safetensors", b"x" * 400)
+
+        assert sorted(ids_of(exported(url))) == list(range(100))
+
     def test_buckets_of_another_plan_are_made_again(self, monkeypatch, url, small):
-        interrupted(monkeypatch, url, ".unfinished/bucket-of-9-000005.json")
+        interrupted(monkeypatch, url, ".unfinished/bucket-000005.json")
         monkeypatch.setattr(EXPORT, "BUCKET_BYTES", 20 * 17)
 
         assert sorted(ids_of(exported(url))) == list(range(100))
@@ -343,11 +352,26 @@ class TestInterrupted:
         assert Store(url).names() == names_in(made)
         assert sorted(ids_of(made)) == list(range(100))
 
-    def test_pieces_that_are_cut_off_lose_no_rows_silently(self, monkeypatch, url):
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("part-000000-0000.rows", r"bytes 0 to \d+ are not all there"),
+            ("part-000000.json", "JSON|Expecting"),
+        ],
+    )
+    def test_a_damaged_file_of_it_is_named(self, monkeypatch, url, name, message):
         interrupted(monkeypatch, url, "batch-000000.safetensors")
-        Store(url).write(".unfinished/part-000000-0000.rows", b"{")
+        Store(url).write(f".unfinished/{name}", b"{")
 
-        with pytest.raises(ValueError, match="buffer"):
+        with pytest.raises(DataError, match=rf"{name} is damaged: .*{message}"):
+            exported(url)
+
+    def test_a_piece_that_is_gone_is_named_with_the_remedy(self, monkeypatch, url):
+        interrupted(monkeypatch, url, "batch-000000.safetensors")
+        name = ".unfinished/part-000000-0000.rows"
+        Store(url).delete([name])
+
+        with pytest.raises(DataError, match=rf"{name}: .*; export again with overwr"):
             exported(url)
 
 

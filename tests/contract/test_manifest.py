@@ -100,9 +100,13 @@ def test_a_folder_without_one_is_named(store):
     [(b"hell", "has 4 bytes instead of 5"), (b"hallo", "its checksum is wrong")],
 )
 def test_a_damaged_file_is_refused_with_the_remedy(store, content, reason):
+    assert FILE.is_intact(store)
     store.write("a.txt", content)
 
     with pytest.raises(DataError, match=rf"{reason}; write them again") as error:
         FILE.read(store, "write them again")
 
     assert store.url_of("a.txt") in str(error.value)
+    assert not FILE.is_intact(store)
+    store.delete(["a.txt"])
+    assert not FILE.is_intact(store)

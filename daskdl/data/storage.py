@@ -285,16 +285,18 @@ def common_folder(urls: Iterable[str]) -> str:
         >>> common_folder(["s3://bucket/a/b/1", "s3://bucket/a/bc/2"])
         's3://bucket/a'
     """
-    folders = [_parts(folder_of(_plain(url))) for url in urls]
-    before, _, after = folders[0]
-    for other in folders:
+    files = [_parts(_plain(url)) for url in urls]
+    before, _, after = files[0]
+    for other in files:
         if (other[0], other[2]) != (before, after):
-            shown = f"{''.join(folders[0])} and {''.join(other)}"
+            shown = f"{''.join(files[0])} and {''.join(other)}"
             raise OptionError(
                 f"paths must be on one file system, got {shown}; take the files of "
                 "each by themselves"
             )
-    common = posixpath.commonpath([folder for _, folder, _ in folders])
+    # Behind a protocol, a slash in front means nothing.
+    paths = [path.lstrip("/") if before else path for _, path, _ in files]
+    common = posixpath.commonpath([posixpath.dirname(path) for path in paths])
     return f"{before}{common}{after}"
 
 

@@ -246,6 +246,25 @@ def test_a_url_has_a_folder_and_a_name_in_it(url, folder, name):
     assert storage.path_in(folder, url) == name
 
 
+@pytest.mark.parametrize(
+    ("urls", "folder"),
+    [
+        (["/a/1", "/a/b/2"], "/a"),
+        (["/1", "/a/2"], "/"),
+        (["/a/[b]/1", "/a/[b]/2"], "/a/[b]"),
+        (["s3://bucket/a*/b/1", "s3://bucket/a*/2"], "s3://bucket/a*"),
+        (["memory://what?/1"], "memory://what?"),
+        (["memory:///a/1", "memory://a/2"], "memory://a"),
+        (["memory://1", "memory://a/2"], "memory://"),
+        (["zip://a/1::/x.zip", "zip://a/2::/x.zip"], "zip://a::/x.zip"),
+    ],
+    ids=range(8),
+)
+def test_the_common_folder_is_the_deepest_that_contains_all(urls, folder):
+    assert storage.common_folder(urls) == folder
+    assert all(storage.path_in(folder, url) is not None for url in urls)
+
+
 @pytest.fixture
 def waits(monkeypatch):
     """The waits that were waited for, at once."""

@@ -39,6 +39,8 @@ class Statistics:
     Attributes:
         count: Number of values in a group.
         mean: Shape of a row, with 1 in the axes that belong to one group.
+        rest: What rounding took from the mean; like `mean`. Without it two means near
+            1e8 are 1e-8 too far apart, and the deviation is wrong in its tenth digit.
         squares: Sum of the squared distances from the mean; like `mean`.
         low: Lowest value; like `mean`.
         high: Highest value; like `mean`.
@@ -46,6 +48,7 @@ class Statistics:
 
     count: int
     mean: np.ndarray
+    rest: np.ndarray
     squares: np.ndarray
     low: np.ndarray
     high: np.ndarray
@@ -61,14 +64,16 @@ class Statistics:
         Source:
             Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for
             sample variances (1979). No intermediate result is larger than the squares
-            themselves, unlike with sums of x and of x squared.
+            themselves, unlike with sums of x and of x squared. The rest is ours.
         """
         count = self.count + other.count
-        distance = other.mean - self.mean
+        distance = (other.mean - self.mean) + (other.rest - self.rest)
+        mean, rest = _sum(self.mean, self.rest + distance * (other.count / count))
         weight = self.count * other.count / count
         return Statistics(
             count,
-            self.mean + distance * (other.count / count),
+            mean,
+            rest,
             self.squares + other.squares + distance**2 * weight,
             np.minimum(self.low, other.low),
             np.maximum(self.high, other.high),
@@ -114,7 +119,14 @@ def _of_slice(values: np.ndarray, axes: tuple[int, ...]) -> Statistics:
     wide -= distance
     squares = np.square(wide, out=wide).sum(axes, keepdims=True)
     count = wide.size // max(distance.size, 1)
-    return Statistics(count, (low + distance)[0], squares[0], low[0], high[0])
+    mean, rest = _sum(low[0], distance[0])
+    return Statistics(count, mean, rest, squares[0], low[0], high[0])
+
+
+def _sum(large: np.ndarray, small: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sum, and what rounding took from it."""
+    total = large + small
+    return total, small - (total - large)
 
 
 # float32 holds every value of these dtypes.
@@ -184,6 +196,10 @@ class Scaling:
             and np.array_equal(self.scale, other.scale)
             and self.offset == other.offset
         )
+
+    @override
+    def __hash__(self) -> int:
+        return hash((self.shift.tobytes(), self.scale.tobytes(), self.offset))
 
     @override
     def __reduce__(self) -> Any:

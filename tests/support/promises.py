@@ -155,7 +155,8 @@ def check_agreed(ends):
     """Shared is the same, bit for bit; and what was sent, whole steps of one grid."""
     for end in ends.values():
         np.testing.assert_array_equal(end["shared"], ends[0]["shared"])
-        np.testing.assert_array_equal(end["shared"], end["expected"])
+        # The module's float32 has no room for odd steps of the grid beyond 1.
+        np.testing.assert_array_equal(end["shared"], np.float32(end["expected"]))
 
 
 class Agreement:

@@ -199,7 +199,7 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
     check_memory(ends)
     best = accuracy(undisturbed.model_, x_test, y_test)
     assert accuracy(own.model_, x_test, y_test) >= best - 0.02
-    assert still_left_behind(four, within_s=30) == {}
+    assert still_left_behind(four) == {}
 
 
 def check_memory(ends):

@@ -1,4 +1,4 @@
-"""The version, the time-outs in Dask's configuration, and checks of plain options.
+"""The version, the timeouts in Dask's configuration, and checks of plain options.
 
 The defaults are in ``daskdl.yaml``, beside this file. Importing daskdl adds them to
 Dask's configuration, where the user's settings take precedence. The client reads the
@@ -29,8 +29,8 @@ FILE = Path(__file__).with_name("daskdl.yaml")
 class Bound(NamedTuple):
     """The longest time for one wait, and the options that set it."""
 
-    seconds: float  # sum of the named time-outs
-    names: tuple[str, ...]  # time-outs in `daskdl.timeouts`
+    seconds: float  # sum of the named timeouts
+    names: tuple[str, ...]  # timeouts in `daskdl.timeouts`
 
     def __str__(self) -> str:
         """Return the bound as text for messages."""
@@ -66,7 +66,7 @@ class Timeouts:
                 )
 
     def bound(self, *names: str) -> Bound:
-        """Return the sum of some time-outs, for a wait and its message.
+        """Return the sum of some timeouts, for a wait and its message.
 
         Example:
             >>> timeouts = Timeouts(1, 2, 3, 4, 5, 6)
@@ -90,7 +90,7 @@ class Timeouts:
 
 
 def _seconds(name: str) -> float:
-    # A user who sets the whole namespace may have left out some time-outs.
+    # A user who sets the whole namespace may have left out some timeouts.
     value = dask.config.get(
         f"daskdl.timeouts.{name}", DEFAULTS["daskdl"]["timeouts"][name]
     )

@@ -8,7 +8,7 @@ DaskDLError
 │   └── ModelError        the model, loss or optimizer cannot be used
 ├── CodecError            bytes that are not a valid update message
 ├── SaveError             a save cannot be loaded or written
-├── WaitTimeoutError      a wait exceeded its time-out
+├── WaitTimeoutError      a wait exceeded its timeout
 ├── BusyError             the queue of a predictor is full
 └── RunError              a run ended before it was finished
     ├── ReplicaError      user code raised on a worker
@@ -73,7 +73,7 @@ class SaveError(DaskDLError, ValueError):
 
 
 class WaitTimeoutError(DaskDLError, TimeoutError):
-    """A wait exceeded its time-out; the message names the process or operation."""
+    """A wait exceeded its timeout; the message names the process or operation."""
 
 
 class BusyError(DaskDLError, RuntimeError):

@@ -102,7 +102,7 @@ class LocalRun:
 
     @contextlib.contextmanager
     def waiting(self, replica: int) -> Iterator[None]:
-        """Exempt a replica from time-out while it waits for others."""
+        """Exempt a replica from timeout while it waits for others."""
         member = self.state.members.replicas[replica]
         member.heartbeat_at = math.inf
         try:
@@ -138,7 +138,7 @@ class LocalRun:
     def watch(
         self, timeout_s: float, over: Callable[[], bool] = lambda: False
     ) -> list[dict[str, Any]]:
-        """Wait for new events and return them; none after a time-out."""
+        """Wait for new events and return them; none after a timeout."""
         with self.changed:
             self.changed.wait_for(lambda: self.state.events or over(), timeout_s)
             return self.state.take_events()

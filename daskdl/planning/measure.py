@@ -328,7 +328,7 @@ def measure(
     """Measure on Dask workers, and return the costs of each.
 
     A single worker is a thread of this process; several are processes that measure at
-    the same time. `patience_s` is added to the time-out of their start.
+    the same time. `patience_s` is added to the timeout of their start.
     """
     bound = Timeouts.from_config().bound("join")
     bound = bound._replace(seconds=bound.seconds + (patience_s or 0.0))

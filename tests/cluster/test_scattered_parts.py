@@ -150,8 +150,8 @@ def test_tasks_go_to_where_persisted_blocks_are(client, workers, there):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [lambda: (X, Y), blocks], ids=["rows", "tasks"])
 def test_parts_lost_with_their_worker_can_be_sent_again(three, kind):
-    first, second = workers_of(three)[:2]
     pids = three.run(os.getpid)
+    first, second = sorted(pids)[:2]
     with put(three, [first, second], *kind()) as placement:
         keys = list(placement.keys)
         gone = list(range(0, len(keys), 2))

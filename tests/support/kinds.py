@@ -5,6 +5,7 @@ is rounded by any file format, and the labels are sorted, as folders of images a
 """
 
 import itertools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,8 +269,12 @@ def safetensors(where):
     )
 
 
+# On Python 3.11, two threads must not parse at a time, as np.load does with headers.
+one_loads = threading.Lock()
+
+
 def load(file):
-    with np.load(file) as arrays:
+    with one_loads, np.load(file) as arrays:
         return arrays["x"], torch.from_numpy(arrays["y"])
 
 

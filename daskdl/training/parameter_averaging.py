@@ -153,7 +153,11 @@ STATE = "state "  # prefix of array names in a snapshot
 
 
 class AveragingExchange(Exchange):
-    """One replica's side of parameter averaging."""
+    """One replica's side of parameter averaging.
+
+    Attributes:
+        reduce_state: The arrays that are averaged, and the rounding errors left here.
+    """
 
     kind = AVERAGING
 
@@ -163,7 +167,7 @@ class AveragingExchange(Exchange):
         self._options = options
         self._channel = context.channel
         self._replica = context.replica
-        self._state = state = ReduceState(
+        self.reduce_state = state = ReduceState(
             context.module,
             context.optimizer if options.average_optimizer else None,
             options.outer,
@@ -198,7 +202,7 @@ class AveragingExchange(Exchange):
                 state.outer.follow_()
 
     def _resume(self, resumed: Resumed) -> None:
-        common, outer = resumed.common, self._state.outer
+        common, outer = resumed.common, self.reduce_state.outer
         resumed.check(State(AVERAGING, {"outer": None, "made": 0, "met": 0}, {}))
         with restoring(f"{resumed.common_at}: exchange.outer"):
             if common["outer"] is not None and outer is not None:
@@ -213,7 +217,7 @@ class AveragingExchange(Exchange):
         while self._behind:
             latest = self._meet().latest
             self._behind = self._vote.mean < latest
-        self._state.keep_common_()
+        self.reduce_state.keep_common_()
 
     @override
     def after_step(self, interval: int, examples: int) -> None:
@@ -254,7 +258,7 @@ class AveragingExchange(Exchange):
     def _meet(self, *, ended: bool = False) -> RoundDecision:
         """Run one round: vote, and carry out the decision."""
         digest = checksum_of(self.context.module) if ended else 0
-        owes = bool(self._state.residual)
+        owes = bool(self.reduce_state.residual)
         self._vote = self._vote._replace(ended=ended, digest=digest, owes=owes)
         if not self._vote.examples:
             self._publish_state()
@@ -268,7 +272,7 @@ class AveragingExchange(Exchange):
         # By now, all replicas have fetched the blobs of the round before.
         self._channel.drop_blobs(keep=self._state_name)
         self._vote = self._vote._replace(seen=decided.number)
-        self._state.settle_(decided.latest)
+        self.reduce_state.settle_(decided.latest)
         if decided.weights:
             self._average(decided)
         elif self._replica not in decided.current:
@@ -279,7 +283,7 @@ class AveragingExchange(Exchange):
         stamp = Stamp(self._channel.run, self._replica, decided.number, self._made)
         topology = MeshTopology(decided.number, decided.members, self._options.fan_out)
         mean = TreeMean(
-            self._state,
+            self.reduce_state,
             self._channel,
             topology,
             decided.root,
@@ -301,21 +305,21 @@ class AveragingExchange(Exchange):
     def _has(self, mean: int) -> None:
         self._vote = self._vote._replace(mean=mean, examples=0)
         self._since = 0
-        self._state.settle_(mean)
+        self.reduce_state.settle_(mean)
 
     @property
     def _state_name(self) -> str:
         return f"state {self._vote.mean}"
 
     def _publish_state(self) -> None:
-        self._channel.publish_blob(self._state_name, self._state.to_blob())
+        self._channel.publish_blob(self._state_name, self.reduce_state.to_blob())
 
     def _fetch_state(self, decided: RoundDecision) -> None:
         start = self._replica % len(decided.donors)
         for donor in decided.donors[start:] + decided.donors[:start]:
             blob = self._channel.fetch_blob(donor, f"state {decided.latest}")
             if blob is not None:
-                self._state.load_blob_(blob)
+                self.reduce_state.load_blob_(blob)
                 self._has(decided.latest)
                 return
 
@@ -332,18 +336,18 @@ class AveragingExchange(Exchange):
             density=1.0,
             sent_bytes=self._sent_bytes,
             kind=self._sent_kind or None,
-            residual_norm=self._state.residual_norm(),
+            residual_norm=self.reduce_state.residual_norm(),
             wait_s=self._wait_s,
         )
 
     @override
     def snapshot(self) -> dict[str, Any]:
-        state = {f"{STATE}{name}": a for name, a in self._state.to_blob().items()}
+        state = {f"{STATE}{name}": a for name, a in self.reduce_state.to_blob().items()}
         return {"received": [], "grid": 1.0, "step": self._made, **state}
 
     @override
     def state(self) -> State:
-        outer = self._state.outer
+        outer = self.reduce_state.outer
         common = {
             PARAMETERS: trained_in(self.context.module),
             "outer": None if outer is None else outer.values(),

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+from dask.dataframe.utils import make_meta
 
 from daskdl.data.tables import check_columns, columns_of, is_frame
 from daskdl.errors import DataError
@@ -265,10 +266,11 @@ def test_strings_as_labels_are_told_how_to_become_classes():
 @pytest.mark.parametrize("label", [True, False])
 def test_categories_of_a_dask_dataframe_must_be_known(label):
     labels = dd.from_pandas(pd.Series(["b", "a"], dtype="category"), npartitions=1)
+    known, unknown = map(make_meta, (labels, labels.cat.as_unknown()))
 
-    assert check_columns(labels._meta, "y", label=True) == ("a", "b")
+    assert check_columns(known, "y", label=True) == ("a", "b")
     with pytest.raises(DataError, match=r"not known yet; use y.cat.as_known\(\)"):
-        check_columns(labels.cat.as_unknown()._meta, "y", label=label)
+        check_columns(unknown, "y", label=label)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ class Life:
         seat = ReplicaContext(self.model, self.channel, replica, list(range(replicas)))
         self.exchange = master.attach(seat)
         self.left = {}  # of each mean, what rounding would have left here
-        self._watch(self.exchange._state)
+        self._watch(self.exchange.reduce_state)
         self.replica = replica
         self.rows = []  # of each epoch, those it trained on
         self.ends = []  # of each epoch, the model all agreed on

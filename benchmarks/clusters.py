@@ -66,7 +66,7 @@ def _queue(name: str) -> Any:
     except ImportError:
         raise SystemExit(
             "--cluster needs dask-jobqueue, which is not installed: "
-            "pip install daskdl[jobqueue]"
+            "pip install 'daskdl[jobqueue]'"
         ) from None
     return getattr(dask_jobqueue, f"{name}Cluster")(processes=1)
 

@@ -417,7 +417,7 @@ def _module(name: str) -> Any:
     except ImportError as error:
         raise OptionError(
             f"tables in files need {name.partition('.')[0]}; install it with "
-            "pip install daskdl[dataframe]"
+            "pip install 'daskdl[dataframe]'"
         ) from error
 
 

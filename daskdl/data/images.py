@@ -134,7 +134,7 @@ def _pillow_modules() -> tuple[Any, Any]:
     except ImportError as error:
         raise OptionError(
             "images are decoded with Pillow, which is not installed; "
-            "install it with: pip install daskdl[images]"
+            "install it with: pip install 'daskdl[images]'"
         ) from error
     return Image, ImageOps
 

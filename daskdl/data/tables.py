@@ -621,7 +621,7 @@ def _as_pandas(frame: Any) -> Any:
         import pyarrow
     except ImportError as error:
         raise OptionError(
-            "pyarrow's tables need pandas too; pip install daskdl[dataframe]"
+            "pyarrow's tables need pandas too; pip install 'daskdl[dataframe]'"
         ) from error
 
     def kept(dtype: Any) -> Any:

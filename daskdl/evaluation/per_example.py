@@ -556,7 +556,7 @@ class Keys:
             import pandas
         except ImportError as error:
             raise OptionError(
-                "scores by key are a pandas.Series; pip install daskdl[dataframe]"
+                "scores by key are a pandas.Series; pip install 'daskdl[dataframe]'"
             ) from error
         if isinstance(self.values, list):
             self.check_count(len(scores))
@@ -765,7 +765,7 @@ class WorstExamples(Sequence[WorstExample]):
             import pandas
         except ImportError as error:
             raise OptionError(
-                "to_pandas needs pandas; pip install daskdl[dataframe]"
+                "to_pandas needs pandas; pip install 'daskdl[dataframe]'"
             ) from error
         columns = ["loss", "label", "predicted", "probability"]
         columns += ["part", "row", "number", "key"]

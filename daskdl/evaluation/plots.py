@@ -40,7 +40,9 @@ def figure_of(pictures: "Sequence[Callable[[SubFigure], None]]") -> "Figure":
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise OptionError("plot needs matplotlib: pip install daskdl[plots]") from None
+        raise OptionError(
+            "plot needs matplotlib: pip install 'daskdl[plots]'"
+        ) from None
     columns = min(len(pictures), 2)
     rows = -(-len(pictures) // columns)
     size = (_WIDTH * columns, _HEIGHT * rows)

@@ -416,7 +416,7 @@ class Evaluation(dict[str, Any]):
             import pandas as pd
         except ImportError:
             raise OptionError(
-                "to_pandas needs pandas: pip install daskdl[dataframe]"
+                "to_pandas needs pandas: pip install 'daskdl[dataframe]'"
             ) from None
         if rows not in (None, "classes", "all"):
             raise OptionError(f'rows must be "classes", "all" or None, got {rows!r}')

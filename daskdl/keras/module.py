@@ -218,7 +218,7 @@ def library() -> Any:
     except ImportError as error:
         raise OptionError(
             f"Keras models need the library Keras 3, which cannot be imported here: "
-            f"{error}; install it with pip install daskdl[keras], also on the workers"
+            f"{error}; install it with pip install 'daskdl[keras]', also on the workers"
         ) from error
     finally:
         if first and not chosen:
@@ -226,7 +226,7 @@ def library() -> Any:
     if int(keras.__version__.split(".")[0]) < 3:
         raise OptionError(
             f"Keras models need Keras 3, got {keras.__version__}; install it with "
-            "pip install daskdl[keras], also on the workers"
+            "pip install 'daskdl[keras]', also on the workers"
         )
     backend = keras.backend.backend()
     if backend != BACKEND:

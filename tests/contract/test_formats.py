@@ -482,7 +482,7 @@ class TestParquet:
     def test_without_pyarrow_it_is_said_what_to_install(self, loaded, monkeypatch):
         monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
 
-        with pytest.raises(OptionError, match=r"pyarrow; .*pip install daskdl\[dataf"):
+        with pytest.raises(OptionError, match=r"pyarrow; .*pip install 'daskdl\[dataf"):
             loaded(Parquet(), b"")
 
 

@@ -416,5 +416,5 @@ class TestDecoding:
     def test_without_pillow_it_says_what_to_install(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "PIL", None)
 
-        with pytest.raises(OptionError, match=r"pip install daskdl\[images\]"):
+        with pytest.raises(OptionError, match=r"pip install 'daskdl\[images\]"):
             image_folder("memory://nowhere")

@@ -1,6 +1,6 @@
 """Latency and throughput of the channel alone, relayed and from worker to worker.
 
-Question: From how many members on is a mesh better than the relay?
+Question: From how many members on is the mesh faster than the relay?
 Counted:  Every member publishes updates of one size at a steady rate. Time from
           `publish` at the origin to each arrival, decoded, in an inbox; bytes that
           arrived; the share of updates that `publish` accepted (the rest stays in the

@@ -1,6 +1,6 @@
 """Ratios of this run beside those of the last committed run.
 
-Question: Has anything become slower, relative to its own baseline?
+Question: Has anything become slower, relative to the baseline of the same run?
 Counted:  Ratios that were measured within one run, never absolute times: machines
           differ, and the speed of one changes by the minute. `now / then` is the ratio
           of two such ratios, marked where it differs from 1 by more than a tenth.
@@ -9,7 +9,6 @@ Run:      python -m benchmarks compare
           python -m benchmarks compare --of benchmarks/results/*.json --write
 """
 
-import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.__main__ import question_of
-from benchmarks.results import ROOT, Result, columns_of, load, text_table
+from benchmarks.results import (
+    ROOT,
+    Result,
+    columns_of,
+    load,
+    parser_of,
+    text_table,
+)
 
 BASELINE = ROOT / "benchmarks" / "baseline.json"
 MARKED = 0.1
@@ -69,12 +75,24 @@ def beside(now: Mapping[str, float], then: Mapping[str, float]) -> list[dict[str
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of("compare", __doc__)
     parser.add_argument(
-        "--of", type=Path, nargs="+", metavar="FILE", help="results, instead of a run"
+        "--of",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="compare these results instead of running",
     )
-    parser.add_argument("--write", action="store_true", help="as the new baseline")
-    parser.add_argument("--baseline", type=Path, default=BASELINE, metavar="FILE")
+    parser.add_argument(
+        "--write", action="store_true", help="make this run the baseline"
+    )
+    parser.add_argument(
+        "--baseline",
+        type=Path,
+        default=BASELINE,
+        metavar="FILE",
+        help="of the earlier run (%(default)s)",
+    )
     asked = parser.parse_args(arguments)
     if asked.of:
         results = [load(path) for path in asked.of]

@@ -291,14 +291,15 @@ Run:      python -m benchmarks links --rates unlimited 1gbit 100mbit 10mbit
 """
 PEERS_TEXT = """daskdl beside other ways of training with several processes.
 
-Question: How fast are the ways of distributed training that PyPI offers for Python 3.11
-          on a CPU, at equal work?
+Question: At equal work on a CPU, how fast are the libraries for distributed training
+          that PyPI offers for Python 3.11?
 Counted:  As in `links`, on links without a limit by default. Each contestant is a
           script of `benchmarks/peers`, with the settings that its documentation
           recommends. The table shows the error of a contestant that cannot run.
 Baseline: as many independent plain processes, and one alone.
-Run:      python -m pip install -c constraints.txt -r benchmarks/peers/requirements.txt
-          python -m benchmarks peers
+Run:      python -m benchmarks peers
+          First, for all contestants: python -m pip install -c constraints.txt
+          -r benchmarks/peers/requirements.txt
 """
 COLUMNS = (
     "contestant rate samples_per_s:,.0f ratio:.3f ratio_lowest:.3f ratio_highest:.3f "

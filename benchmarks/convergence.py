@@ -1,19 +1,19 @@
 """Does it learn as well as synchronous training?
 
 Question: With as many examples and the same learning rate, how good is the model that
-          daskdl returns, beside synchronous data-parallel training and one process?
+          daskdl returns, compared with synchronous data-parallel training and with one
+          process?
 Counted:  Accuracy or loss on rows that were not trained on, mean and standard deviation
-          over seeds. `returned` is the model that `fit` returns, `shared` the last
-          state that all replicas agreed on, which is the same. `to sync`: relative to
+          over seeds. `returned` is the model that `fit` returns. `to sync`: relative to
           synchronous training with as many replicas, the same rate and seed, in points
           of accuracy or percent of the loss, more is better; `worst` of the seeds.
-          `epochs`: after how many shared first was as good as one process over its last
-          three. `sent`: bytes published / bytes of whole updates. Replicas are threads
-          of one process (`Trainer(client=False)`): the step, the codec and the run
-          state are those of a cluster, the network is not. "synchronous" is one process
-          that adds up the gradients of as many batches as there are replicas before
-          each step, which is what DistributedDataParallel computes; "DDP" is PyTorch's
-          own, over gloo, with two processes.
+          `epochs`: the first after which the model was as good as one process over its
+          last three. `sent`: bytes published / bytes of whole updates. Replicas are
+          threads of one process (`Trainer(client=False)`): the step, the codec and the
+          run state are those of a cluster, the network is not. "synchronous" is one
+          process that adds up the gradients of as many batches as there are replicas
+          before each step, which is what DistributedDataParallel computes; "DDP" is
+          PyTorch's own, over gloo, with two processes.
 Run:      python -m benchmarks convergence --tasks digits diabetes --seeds 0 1 2
 """
 
@@ -26,7 +26,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -39,6 +39,7 @@ import torch.multiprocessing
 from torch import nn
 
 import daskdl
+from benchmarks.results import parser_of
 from benchmarks.work import OPTIMIZERS, TASKS, Task
 
 BASELINES = ("one process", "synchronous", "DDP")
@@ -95,7 +96,6 @@ class Run:
 @dataclass(frozen=True)
 class Row(Run):
     returned: float  # score of the model that is returned
-    shared: float  # of the last agreed state
     scores: list[float]  # of the agreed state after each epoch
     sent: float  # bytes published / bytes of whole updates
     seconds: float
@@ -191,7 +191,7 @@ def trained(run: Run, rate_factor: float) -> Row:
     seconds = time.perf_counter() - began
     if run.way in MASTERS and rate_factor != 1:
         run = replace(run, way=f"{run.way}, x{rate_factor:g}")
-    return Row(**asdict(run), returned=returned, shared=scores[-1], scores=scores,
+    return Row(**asdict(run), returned=returned, scores=scores,
                sent=sent, seconds=seconds)  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def table(rows: list[Row]) -> str:
     """A line for each task, optimizer, number of replicas and way."""
     lines = [
         f"{'task':9} {'optimizer':9} {'n':>2} {'way':14} {'returned':>8} {'+-':>6} "
-        f"{'shared':>7} {'to sync':>8} {'worst':>7} {'epochs':>6} {'sent':>8}"
+        f"{'to sync':>8} {'worst':>7} {'epochs':>6} {'sent':>8}"
     ]
     order = {"task": list(TASKS), "optimizer": list(OPTIMIZERS), "way": WAYS}
     cases: dict[tuple[str, str, int, str], list[Row]] = {}
@@ -246,7 +246,6 @@ def table(rows: list[Row]) -> str:
         lines.append(
             f"{name:9} {optimizer:9} {replicas:>2} {way:14} "
             f"{statistics.mean(returned):8.4f} {statistics.pstdev(returned):6.4f} "
-            f"{statistics.mean(row.shared for row in own):7.4f} "
             f"{statistics.mean(gap):+8.2f} {min(gap):+7.2f} "
             f"{statistics.fmean(epochs):6.1f} "
             f"{statistics.mean(row.sent for row in own):8.2e}"
@@ -300,18 +299,29 @@ def runs(asked: argparse.Namespace) -> Iterator[Run]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of("convergence", __doc__)
     add = parser.add_argument
-    add("--tasks", nargs="+", choices=TASKS, default=["digits"])
-    add("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    add("--replicas", nargs="+", type=int, default=[1, 2, 4, 8])
-    add("--ways", nargs="+", choices=WAYS, default=[*BASELINES, "default"])
-    add("--seeds", nargs="+", type=int, default=[0, 1, 2])
+
+    def some(name: str, metavar: str, known: Iterable[str], default: list[str]) -> None:
+        of = f"of {', '.join(known)} (default: {', '.join(default)})"
+        add(name, nargs="+", choices=known, default=default, metavar=metavar, help=of)
+
+    some("--tasks", "TASK", TASKS, ["digits"])
+    some("--optimizers", "NAME", OPTIMIZERS, list(OPTIMIZERS))
+    add("--replicas", nargs="+", type=int, default=[1, 2, 4, 8], metavar="N")
+    some("--ways", "WAY", WAYS, [*BASELINES, "default"])
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="SEED")
     add("--factor", type=float, default=1.0, help="on daskdl's learning rates")
-    add("--jobs", type=int, default=1, help="runs at the same time")
-    add("--rows", type=Path, help="file to which each run is added")
-    add("--kept", nargs="+", type=Path, help="train nothing: show these rows")
-    add("--plots", type=Path, help="folder for a picture of each task")
+    add("--jobs", type=int, default=1, metavar="N", help="runs at the same time")
+    add("--rows", type=Path, metavar="FILE", help="add each run to this file")
+    add(
+        "--kept",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="train nothing, and show the runs in these files",
+    )
+    add("--plots", type=Path, metavar="FOLDER", help="draw a picture of each task")
     asked = parser.parse_args(arguments)
     rows = []
     if asked.kept:

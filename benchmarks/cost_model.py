@@ -1,6 +1,6 @@
 """A model of the channel's cost, fitted to the emulation, for more replicas.
 
-Question: How many replicas does one scheduler carry, and how much do they lose by it?
+Question: How many replicas can one scheduler serve, and how much speed do they lose?
 Counted:  CPU time of the scheduler and of all workers, in cores, as sums of terms with
           coefficients >= 0, fitted by least squares to the rows of `emulation` with up
           to 16 replicas, checked on rows with more, where the machine was not full, and

@@ -1,8 +1,8 @@
 """Training on data that are not in memory.
 
 Question: How fast is training from batch files and from lazy parts of a dask.array,
-          beside training from memory, and does prefetch hide loading that takes half as
-          long as computing?
+          compared with training from memory, and does prefetch hide loading that takes
+          half as long as computing?
 Counted:  Rows per second of the second epoch, two worker processes with one torch
           thread each. A part is 8 batches; loading one waits for that share of the time
           to train on it, as a disk or a server would make it wait. Baseline: numpy
@@ -101,8 +101,8 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 PARTS_TEXT = """Training on data in many small parts.
 
-Question: How fast is training from 2,100 parts of 10 rows beside 21 parts of 1,000 of
-          the same rows, for each kind of data that is loaded part by part?
+Question: How fast is training from 2,100 parts of 10 rows, compared with 21 parts of
+          1,000 of the same rows, for each kind of data that is loaded part by part?
 Counted:  Rows per second of the epochs after the first, two worker processes with one
           torch thread each. Small and large parts take turns.
 Run:      python -m benchmarks parts --rounds 5

@@ -1,7 +1,7 @@
 """More replicas than cores: steps are sleeps, the channel is real.
 
-Question: Which share of its speed does a replica keep among 2 to 32, for steps of 1 to
-          150 ms?
+Question: What share of its speed does a replica keep in a run of 2 to 32 replicas, with
+          steps of 1 to 150 ms?
 Counted:  Each member of a run sleeps in place of a step, publishes an update, takes in
           updates that have arrived, and waits where it is more than `max_staleness`
           steps ahead when an interval of `exchange_every` steps begins. The updates are

@@ -1,6 +1,6 @@
 """Time to find and take the entries of an update, and to apply one.
 
-Question: What does an exchange add to a step, in passes over memory?
+Question: How many passes over memory does an exchange add to a step?
 Counted:  ``find`` and ``commit_`` of the kernels on normally distributed residuals;
           ``apply_`` of 25,000 entries. Packing and sending are not included.
 Baseline: ``np.add(r, u, out=r)`` over as many float32: the update of a residual alone.

@@ -1,7 +1,7 @@
-"""What the other replicas notice when a worker is killed.
+"""How training continues when a worker is killed.
 
-Question: How long is the longest step of a survivor, and when does the worker that
-          replaces the killed one train?
+Question: When a worker is killed, how long is the longest step of a surviving replica,
+          and how soon does the worker's replacement train?
 Counted:  Time from the end of one step to the end of the next, of replicas that were
           there from the start and were not killed. One of four worker processes is
           killed (SIGKILL) in the middle of an epoch, `--rounds` times. A step sleeps

@@ -1,6 +1,6 @@
 """Modules and calls of one update, from a batch to the parameters of other replicas.
 
-Question: How many modules, and how many calls of functions, does an update take?
+Question: How many modules and how many function calls does an update pass through?
 Counted:  Calls of functions of daskdl, by `sys.setprofile` in all threads, while two
           workers in this process train a linear model on different rows and exchange at
           each step. A step of a replica is the time from one forward pass in its thread
@@ -16,7 +16,6 @@ Counted:  Calls of functions of daskdl, by `sys.setprofile` in all threads, whil
 Run:      python -m benchmarks path --top 20
 """
 
-import argparse
 import functools
 import inspect
 import opcode
@@ -36,6 +35,7 @@ from distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
+from benchmarks.results import parser_of
 
 REPLICAS, BATCH, FEATURES, OUTPUTS = 2, 16, 64, 16
 SKIPPED = 30  # steps of each replica before any is counted
@@ -148,10 +148,19 @@ def counted(routing: str, steps: int) -> Calls:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="counted, per replica")
-    parser.add_argument("--routing", default="plain", help="see GradientSharing")
-    parser.add_argument("--top", type=int, default=25, help="functions to list")
+    parser = parser_of("path", __doc__)
+    parser.add_argument(
+        "--steps", type=int, default=200, help="counted, per replica (%(default)s)"
+    )
+    parser.add_argument(
+        "--routing",
+        default="plain",
+        choices=["plain", "mesh"],
+        help="of updates (%(default)s)",
+    )
+    parser.add_argument(
+        "--top", type=int, default=25, help="functions to list (%(default)s)"
+    )
     asked = parser.parse_args(arguments)
 
     calls = counted(asked.routing, asked.steps)

@@ -1,8 +1,8 @@
 """Many callers of one model: a predictor, and the model behind a lock.
 
-Question: How many calls per second are answered, and how long does each take, with many
-          callers at once: by replicas on workers, by replicas in this process, and by
-          the model itself behind a lock?
+Question: With many callers at once, how many calls per second are answered, and how
+          long does each take: by replicas on workers, by replicas in this process, and
+          by the model itself behind a lock?
 Counted:  Time from the call to its answer; each caller is a thread that calls again as
           soon as it has an answer, with one row. Throughput is all answers divided by
           the time from the first call to the last answer. Workers are processes of this

@@ -1,12 +1,10 @@
-"""docs/benchmarks.md and its pictures, from the newest results.
+"""Write docs/benchmarks.md and its pictures from the newest results.
 
-A result is a JSON file that a question has written, or a Markdown file from before
-questions wrote any.
+A result is a JSON file that a question has written, or a Markdown file written by hand.
 
 Run:      python -m benchmarks report
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from benchmarks.results import (
     load,
     markdown,
     newest,
+    parser_of,
     title,
 )
 
@@ -114,9 +113,21 @@ def page(results: Path = FOLDER, pictures: Path | None = None) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--results", type=Path, default=FOLDER, metavar="FOLDER")
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser = parser_of("report", __doc__)
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=FOLDER,
+        metavar="FOLDER",
+        help="where the results are (%(default)s)",
+    )
+    parser.add_argument(
+        "--page",
+        type=Path,
+        default=PAGE,
+        metavar="FILE",
+        help="written, with pictures in the folder images beside it (%(default)s)",
+    )
     asked = parser.parse_args(arguments)
     asked.page.write_text(page(asked.results, asked.page.parent / "images"))
 

@@ -224,6 +224,15 @@ def markdown(columns: Mapping[str, str], rows: Iterable[Row]) -> Iterator[str]:
 # ---- questions
 
 
+def parser_of(name: str, text: str) -> argparse.ArgumentParser:
+    """A parser of options, whose help shows the whole text as it is."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def _argument(default: Any) -> dict[str, Any]:
     """Arguments of `add_argument`, which an option may also have itself."""
     if isinstance(default, dict):
@@ -270,11 +279,7 @@ class Question:
         return result
 
     def parser(self) -> argparse.ArgumentParser:
-        parser = argparse.ArgumentParser(
-            prog=f"python -m benchmarks {self.name}",
-            description=self.text,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        parser = parser_of(self.name, self.text)
         for name, default in self.options.items():
             parser.add_argument(name, **_argument(default))
         parser.add_argument(

@@ -1,7 +1,7 @@
 """How training scales with the workers of a Dask cluster, on this machine or your own.
 
-Question: How many samples/s do n workers train together, beside the same workers each
-          training alone?
+Question: How many samples/s do n workers train together, compared with the same workers
+          training independently?
 Counted:  Samples/s of the last epoch of a `fit`, its end included, after a first epoch
           that is not counted; `efficiency` is that divided by the sum of plain loops
           over the same batches on the same workers at the same time, median over seeds.

@@ -1,7 +1,7 @@
 """How long it takes to be as good as one process.
 
-Question: At each rate of the links, after how many seconds is a model as good as the
-          one that a single process trains?
+Question: At each rate of the links, how many seconds does it take to train a model as
+          good as that of a single process?
 Counted:  Seconds of training, without start-up, until the score on rows that were not
           trained on first reaches the target, which is the score of one process at the
           end: the mean over seeds of its scores in the last quarter of `--seconds`.

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import sys
 
 import pytest
 
@@ -48,6 +49,18 @@ def test_each_tool_and_each_contestant_has_a_module():
     modules = [*command.TOOLS, *(f"peers.{name}" for name in names)]
 
     assert all(importlib.util.find_spec(f"benchmarks.{own}") for own in modules)
+
+
+@pytest.mark.parametrize("name", [*command.QUESTIONS, *command.TOOLS])
+def test_the_help_of_each_name_shows_how_to_run_it(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", name, "--help"])
+
+    with pytest.raises(SystemExit):
+        command.main()
+
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: python -m benchmarks {name} ")
+    assert f"\nRun:      python -m benchmarks {name}" in text
 
 
 def test_a_question_prints_a_table_and_writes_json(tmp_path, capsys):

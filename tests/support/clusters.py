@@ -130,8 +130,8 @@ def left_behind(client):
 def still_left_behind(client, within_s=60.0):
     """The same, when Dask has had time to forget: releasing a future is a message.
 
-    A worker that was fetching a key from one that has died keeps it, as cancelled, while
-    it tries to connect: 30 s (``distributed.comm.timeouts.connect``).
+    A worker that was fetching a key from one that has died keeps it, as cancelled,
+    while it tries to connect: 30 s (``distributed.comm.timeouts.connect``).
     """
     deadline = time.monotonic() + within_s
     while (left := left_behind(client)) and time.monotonic() < deadline:

@@ -108,6 +108,16 @@ def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             own[name].copy_(tensor)
 
 
+def class_name(value: object) -> str:
+    """Name the class of a value with its module: libraries repeat each other's names.
+
+    Example:
+        >>> class_name(nn.Linear(1, 1))
+        'torch.nn.modules.linear.Linear'
+    """
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 def described(tensor: Tensor) -> str:
     """Return a tensor's dtype and shape as text.
 

@@ -41,6 +41,7 @@ from daskdl.training.base import (
     Resumed,
     TrainingMaster,
     check_like,
+    class_name,
     described,
     others_in,
     restoring,
@@ -222,13 +223,13 @@ class Fingerprint(NamedTuple):
     Attributes:
         tensors: Dtype and shape of the model's parameters and buffers by name, and the
             places of parameters in the optimizer.
-        optimizer: Class.
-        scheduler: Class; None without a scheduler.
+        optimizer: Class, with its module: names of classes repeat between libraries.
+        scheduler: Class, with its module; None without a scheduler.
 
     Example:
         >>> layer = nn.Linear(3, 2, bias=False)
         >>> Fingerprint.of(layer, torch.optim.SGD(layer.parameters()), None)[1:]
-        ('SGD', None)
+        ('torch.optim.sgd.SGD', None)
     """
 
     tensors: Mapping[str, str]
@@ -256,8 +257,8 @@ class Fingerprint(NamedTuple):
             {name: described(t) for name, t in trained_in(module).items()}
             | parameters_of(optimizer, module)
             | {name: f"{described(t)}, not trained" for name, t in others.items()},
-            type(optimizer).__name__,
-            None if scheduler is None else type(scheduler).__name__,
+            class_name(optimizer),
+            None if scheduler is None else class_name(scheduler),
         )
 
     def check(self, saved: "Fingerprint", what: str, remedy: str) -> None:

@@ -28,7 +28,7 @@ from daskdl.compression.flat import (
 from daskdl.data.checks import trainable
 from daskdl.errors import CodecError, OptionError
 from daskdl.serialization import Packed
-from daskdl.training.base import check_like
+from daskdl.training.base import check_like, class_name
 from daskdl.training.optimizer_step import restore_optimizer_, state_of
 
 ALMOST, ONE = 1e-9, np.ones(1)
@@ -544,14 +544,14 @@ class OuterOptimizer:
         return {
             "common": [parameter.detach() for parameter in self._common],
             "optimizer": self._optimizer.state_dict(),
-            "kind": type(self._optimizer).__name__,
+            "kind": class_name(self._optimizer),
         }
 
     def restore_(self, values: Mapping[str, Any]) -> None:
         """Restore the result of `values`."""
         own = {**self.values(), "optimizer": {}}
         check_like(own, values, "exchange.outer")
-        kind = type(self._optimizer).__name__
+        kind = class_name(self._optimizer)
         if values["kind"] != kind:
             raise OptionError(
                 f"outer makes a {kind}, and the state to go on from is of a "

@@ -67,6 +67,14 @@ def own_optimizer(parameters):
     return OwnSGD(parameters, lr=0.1)
 
 
+class Adam(torch.optim.Adam):
+    """Of the name that torch's own has."""
+
+
+def own_adam(parameters):
+    return Adam(parameters)
+
+
 def own_scheduler(optimizer):
     return lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
@@ -463,11 +471,12 @@ def chained(model):
         (layers, "model", lambda: layers()[:1], r"1.bias is .* missing in the model"),
         (layers, "model", lambda: None, "model must make a torch.nn.Module"),
         (layers, "model", lambda: 1 / 0, "model failed: division by zero"),
-        (layers, "optimizer", own_optimizer, "Adam there, and OwnSGD in this trainer"),
+        (layers, "optimizer", own_optimizer, r"Adam there, and .*\.OwnSGD in this"),
+        (layers, "optimizer", own_adam, rf"torch.*Adam there, and {__name__}\.Adam in"),
         (layers, "optimizer", OPTIMIZERS[-1], "0.weight is .*, parameter 0 of group 0"),
         (layers, "optimizer", lambda p: None, "optimizer must return"),
         (layers, "optimizer", lambda p: 1 / 0, "optimizer failed on"),
-        (layers, "scheduler", own_scheduler, "StepLR there, and LambdaLR in this"),
+        (layers, "scheduler", own_scheduler, r"StepLR there, and .*\.LambdaLR in"),
         (Net, "model", Untied, "tied.weight is tied to layers.0.weight in the save"),
         (Net, "model", WithoutBuffer, "hidden is no buffer of the model"),
         (Net, "model", Refusing, "the model refuses its state: not now"),

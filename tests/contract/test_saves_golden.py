@@ -14,8 +14,8 @@ from tests.golden import make_trainer_v1 as saves
 
 # Of the manifests, which have those of the other files.
 SHA256 = {
-    saves: "5870591febfec223aabeade1f08b5bd9db9abb18ca6f94d580d45dd448f41469",
-    checkpoints: "86ecdaf7a497458ca71731d2cb6fd7e10d092e2f8cbeb3c033ed907d27cccc3c",
+    saves: "de69521f26974ea72f95728016d0ece8f583312d2a1e9d8a2f6081875658b511",
+    checkpoints: "f31a4860331ccd507b728deee675161e988ad23e6c7eecfb402ec46ca837766c",
 }
 
 

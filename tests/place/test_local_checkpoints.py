@@ -54,6 +54,10 @@ def nesterov(parameters):
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
+class Adam(torch.optim.Adam):
+    """Of the name that torch's own has."""
+
+
 def net():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
 
@@ -416,10 +420,11 @@ class TestRefused:
         [
             ({"model": lambda: nn.Linear(6, 4)}, "another model, .*: 0.weight is"),
             ({"master": averaging()}, "another way of training than ParameterAverag"),
-            ({"optimizer": sgd}, "is of another optimizer: Adam there, and SGD in"),
+            ({"optimizer": sgd}, r"another optimizer: .*Adam there, and .*SGD in"),
+            ({"optimizer": Adam}, rf"torch.*Adam there, and {__name__}\.Adam in"),
             ({"model": frozen}, r"0.weight is float32 .* there, and .* not tra"),
         ],
-        ids=["model", "master", "optimizer", "frozen"],
+        ids=["model", "master", "optimizer", "of the same name", "frozen"],
     )
     def test_other_options_are_refused(self, url, options, message):
         fits(one_of(url), 1)
@@ -434,9 +439,15 @@ class TestRefused:
         fits(one_of(url), 1)
         fits(one_of(url, scheduler=halved), 2, resume=True)
 
-        message = f"another scheduler: StepLR there, and {shown}"
+        message = f"another scheduler: .*StepLR there, and .*{shown}"
         with pytest.raises(OptionError, match=message):
             fits(one_of(url, scheduler=scheduler), 3, resume=True)
+
+    def test_another_outer_optimizer_is_refused(self, url):
+        fits(one_of(url, master=averaging(outer=torch.optim.Adam)), 1)
+
+        with pytest.raises(OptionError, match=rf"a {__name__}\.Adam, .* a torch.*Adam"):
+            fits(one_of(url, master=averaging(outer=Adam)), 2, resume=True)
 
     def test_a_folder_without_checkpoints_is_refused(self, url):
         with pytest.raises(SaveError, match="there is no checkpoint in memory://"):

@@ -19,7 +19,7 @@ import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, Literal, Self, TypeVar
@@ -74,7 +74,7 @@ KIND = Kind(
     "delete the folder, and pack the files again",
 )
 _READ_AT_A_TIME = 8  # each is a request that mostly waits
-_DIGITS = 16  # of the digest in a shard's name, which identifies the files in it
+_DIGITS = 16  # of each digest in a shard's name: of its files' names, and its bytes
 _READABLE = 0o644 << 16
 _UNIX = 3
 
@@ -161,10 +161,10 @@ def _unpacked(store: Store, file: File) -> dict[str, bytes]:
         return {path: member.read() for path, member in members if member is not None}
 
 
-def _packed(name: str, files: Iterable[tuple[str, bytes]]) -> bytes:
+def _packed(format: str, files: Iterable[tuple[str, bytes]]) -> bytes:
     """Put files into an archive: the same files give the same bytes."""
     target = io.BytesIO()
-    if name.endswith(".zip"):
+    if format == "zip":
         with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
             for path, content in files:
                 entry = zipfile.ZipInfo(path)  # of 1980, as a tar's is of 1970
@@ -193,10 +193,10 @@ def pack_files(
     """Pack original files into shards, uncompressed archives with their relative paths.
 
     Shards appear whole or not at all, and the manifest comes last. If the call is
-    interrupted, call it again, and it packs what is missing; files that were changed
-    under the same name are not noticed. The same files and the same seed give the same
-    bytes, however many workers there are. A worker holds the files of one shard in
-    memory for each of its threads.
+    interrupted, call it again, and it packs what is missing or damaged; files that were
+    changed under the same name are not noticed. The same files and the same seed give
+    the same bytes, however many workers there are. A worker holds the files of one
+    shard in memory for each of its threads.
 
     Args:
         paths: A folder, a file, a pattern, or a list of files and patterns; local or at
@@ -253,7 +253,9 @@ def pack_files(
                 "them, or choose another url"
             )
     else:
-        files = dict(map_parts(originals, partial(_pack, target=target), client))
+        there = {name.rpartition("-")[0]: name for name in target.names("shard-*")}
+        pack = partial(_pack, target=target, there=there)
+        files = dict(map_parts(originals, pack, client))
         ordered = tuple(files[part] for part in range(originals.parts))
         manifest = Manifest(ordered, {"plan": plan})
         manifest.write(target, KIND)
@@ -284,19 +286,28 @@ class _Originals(Source):
         return hashlib.sha256(described.encode()).hexdigest()
 
 
-def _pack(source: Source, part: int, target: Store) -> File:
-    """Write a shard unless it is there: a task."""
+def _pack(source: Source, part: int, target: Store, there: Mapping[str, str]) -> File:
+    """Write a shard unless it is there, whole: a task."""
     assert isinstance(source, _Originals)
     names = source.groups[part]
-    name = f"shard-{part:05d}-{source.digest(names)[:_DIGITS]}.{source.format}"
-    if target.exists(name):
-        content = target.read(name)
-    else:
-        with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-            contents = pool.map(source.store.read, names)
-            content = _packed(name, zip(names, contents, strict=True))
-        target.write(name, content)
-    return File.of(name, content, members=list(names))
+    stem = f"shard-{part:05d}-{source.digest(names)[:_DIGITS]}"
+
+    def described(content: bytes) -> File:
+        file = File.of("", content, members=list(names))
+        name = f"{stem}-{file.sha256[:_DIGITS]}.{source.format}"
+        return replace(file, name=name)
+
+    if stem in there:
+        file = described(target.read(there[stem]))
+        if file.name == there[stem]:
+            return file
+        logger.info("%s is damaged, and packed anew", target.url_of(there[stem]))
+    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
+        contents = pool.map(source.store.read, names)
+        content = _packed(source.format, zip(names, contents, strict=True))
+    file = described(content)
+    target.write(file.name, content)
+    return file
 
 
 def _originals(

@@ -211,6 +211,21 @@ class TestAgain:
         assert written == [shards[1], MANIFEST]
         assert contents(target) == before
 
+    @KINDS
+    @pytest.mark.parametrize("damage", ["changed", "cut"])
+    def test_a_shard_that_is_damaged_is_packed_anew(self, root, target, kind, damage):
+        urls = pack(root, target, format=kind)
+        before = contents(target)
+        (target / MANIFEST).unlink()
+        content = Path(urls[1]).read_bytes()
+        place = content.index(b"file ")
+        changed = content[:place] + b"F" + content[place + 1 :]
+        Path(urls[1]).write_bytes(changed if damage == "changed" else content[:-9])
+
+        assert pack(root, target, format=kind) == urls
+
+        assert contents(target) == before
+
     @pytest.mark.parametrize(
         "other",
         [{"seed": 1}, {"per_shard": 5}, {"format": "tar"}, {"elsewhere": True}],

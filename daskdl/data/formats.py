@@ -10,6 +10,7 @@ import csv
 import importlib
 import io
 import json
+import re
 import struct
 import sys
 import threading
@@ -421,9 +422,18 @@ def _module(name: str) -> Any:
         ) from error
 
 
+_WHITE_SPACE = r"\s+"
+
+
+def _cells(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """The cells of each line, and its number; a quoted cell may have several lines."""
+    reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
+    return ((reader.line_num, line) for line in reader)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Csv(_Table):
-    """The columns of a CSV file: features as x, one or several as y. Read by pandas.
+    r"""The columns of a CSV file: features as x, one or several as y. Read by pandas.
 
     Cells are numbers; a cell that is empty or text is refused with its column and row,
     and so is a line with too many or too few cells. ``nan`` is a number. A label may be
@@ -438,7 +448,8 @@ class Csv(_Table):
         label_dtype: Of y. Classes are whole numbers; for regression "float32".
         classes: If labels are names: all of them, in the order of the labels 0, 1, ....
         header: Whether the first line has the names; else they are "0", "1", ....
-        delimiter: Between two cells.
+        delimiter: Between two cells. Several characters are a regular expression, such
+            as ``r"\s+"`` for white space; but for that one, quotes mean nothing then.
     """
 
     label_dtype: str | None = "int64"
@@ -449,9 +460,12 @@ class Csv(_Table):
     def __call__(self, file: BinaryIO) -> Any:
         pandas = _module("pandas")
         url, content = file.name, file.read()
+        # pandas has two parsers; that in Python fills short lines with NaN.
+        fast = self.delimiter == _WHITE_SPACE or len(self.delimiter.encode()) == 1
         read = partial(
             pandas.read_csv,
             sep=self.delimiter,
+            engine="c" if fast else "python",
             header=None,
             keep_default_na=False,
             skipinitialspace=True,
@@ -465,6 +479,8 @@ class Csv(_Table):
         if self.header:
             names = [cell.strip() for cell in first.iloc[0]]
         features, labels = self._chosen(names, url)
+        if not fast:
+            self._check_lines(content, len(names), url)
         missing = ["nan", "NaN", "NAN"]
         frame = read(
             io.BytesIO(content),
@@ -475,23 +491,28 @@ class Csv(_Table):
             },
             dtype=dict.fromkeys(labels, str) if self.classes is not None else None,
         )
-        found = "more" if not isinstance(frame.index, pandas.RangeIndex) else None
-        if frame[labels].isna().any(axis=None) and len(self.delimiter) == 1:
-            found = found or self._too_few(content, len(names))
-        if found is not None:
-            raise DataError(
-                f"every line of {url} must have {len(names)} cells, got {found}; the "
-                f"delimiter is {self.delimiter!r}"
-            )
+        shifted = not isinstance(frame.index, pandas.RangeIndex)
+        if fast and (shifted or frame[labels].isna().any(axis=None)):
+            self._check_lines(content, len(names), url)
         x, y = ([(names[i], frame[i]) for i in own] for own in (features, labels))
         return self._rows(x, y, url)
 
-    def _too_few(self, content: bytes, cells: int) -> str | None:
-        """The first line with too few cells; pandas takes those for missing labels."""
+    def _check_lines(self, content: bytes, cells: int, url: str) -> None:
+        """Refuse lines with more or fewer cells, which pandas may accept."""
         text = io.StringIO(content.decode("utf-8-sig"), newline="")
-        lines = csv.reader(text, delimiter=self.delimiter, skipinitialspace=True)
-        short = (len(line) for line in lines if any(line) and len(line) < cells)
-        return next((f"{count} in line {lines.line_num}" for count in short), None)
+        if len(self.delimiter) == 1:
+            lines = _cells(text, self.delimiter)
+        elif self.delimiter == _WHITE_SPACE:
+            lines = _cells((line.replace("\t", " ").strip() for line in text), " ")
+        else:
+            split = (re.split(self.delimiter, line.strip()) for line in text)
+            lines = enumerate(split, 1)
+        for number, line in lines:
+            if any(line) and len(line) != cells:
+                raise DataError(
+                    f"every line of {url} must have {cells} cells, got {len(line)} in "
+                    f"line {number}; the delimiter is {self.delimiter!r}"
+                )
 
     @override
     def look(self, file: BinaryIO) -> Facts:

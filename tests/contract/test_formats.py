@@ -315,6 +315,24 @@ class TestCsv:
 
         assert (x.tolist(), y.tolist()) == ([[1], [3]], [2, 4])
 
+    @pytest.mark.parametrize("delimiter", ["::", "[:;]+", r"\s+", "§"])
+    def test_a_delimiter_is_a_character_or_an_expression(self, loaded, delimiter):
+        between = {"[:;]+": ":;", r"\s+": "\t "}.get(delimiter, delimiter)
+        lines = [["a", "b", "y"], ["1", "2", "cat"], ["3", "4", "nan"]]
+        content = "\n".join(map(between.join, lines)).encode()
+
+        x, y = loaded(Csv(label="y", classes=["cat"], delimiter=delimiter), content)
+
+        assert x.tolist() == [[1, 2], [3, 4]]
+        np.testing.assert_array_equal(y, [0, np.nan])
+
+    def test_cells_in_quotes_may_have_white_space(self, loaded):
+        loader = Csv(label="y", classes=["big cat"], delimiter=r"\s+")
+
+        _, y = loaded(loader, b'a y\n 1 "big cat"\n2 nan\n')
+
+        np.testing.assert_array_equal(y, [0, np.nan])
+
     @pytest.mark.parametrize(
         "content",
         [
@@ -347,7 +365,7 @@ class TestCsv:
             (Csv(label="a"), b"a\n1\n", "/a has no columns for x, only 'a'"),
             (Csv(), b"", "/a must have rows, got an empty file"),
             (Csv(), b"a,b\n1,2\n\n3\n", "column 'b' .* numbers, got '' in row 1"),
-            (Csv(label="a"), b"a,b\n1,2,3\n", "must have 2 cells, got more; the delim"),
+            (Csv(label="a"), b"a,b\n1,2,3\n", "have 2 cells, got 3 in line 2; the del"),
             (
                 Csv(label="y"),
                 b"a,y\n1,2\n\n3\n",
@@ -358,6 +376,14 @@ class TestCsv:
                 b'a;y;z\n"1;\n2";3;\n3;4\n',
                 "have 3 cells, got 2 in line 4",
             ),
+            (
+                Csv(label="y", delimiter=r"\s+"),
+                b'a  b y\n"1"\t2 0\n3  4 \n',
+                r"have 3 cells, got 2 in line 3; the delimiter is '\\\\s\+'",
+            ),
+            (Csv(delimiter="::"), b"a::b\n\n1::2\n3\n", "2 cells, got 1 in line 4"),
+            (Csv(delimiter="::"), b"a::b\n1::2::3\n", "2 cells, got 3 in line 2"),
+            (Csv(delimiter="§"), "a§b\n1§2\n3\n".encode(), "got 1 in line 3"),
             (Csv(), b"a,b\n1,2\n1,2,3\n", "cannot read .*/a: .*Expected 2 fields"),
             (Csv(), b"a,b\n1,2\n3,x\n", "column 'b' of .* got 'x' in row 1; leave"),
             (Csv(label="kind"), NAMED, "'kind' .* got 'cat, big' in row 0; .*classes="),

@@ -390,8 +390,8 @@ class Trainer:
             key: Keys for the scores: the name of a table column, which is then no
                 input; a sequence with one value per row, for data in memory, datasets
                 and files; a one-dimensional `dask.array`, if the data are a
-                `dask.array`; for a bag, whether its items are pairs (key, example).
-                None: detected for bags and lists of Delayed, as with `keyed` of
+                `dask.array`; for bags and lists of Delayed lists, whether their items
+                are pairs (key, example). None: detected for these, as with `keyed` of
                 :meth:`predict`; no keys for other data.
             regularization: Add the penalty that weight decay, and the regularisers of
                 a Keras model, stand for: the same number for each example.
@@ -407,7 +407,7 @@ class Trainer:
             One float64 number per example, in order: a tensor for tensors, a pandas
             series for pandas, a numpy array for other data in memory; for Dask's
             collections a lazy `dask.array`, series, bag, or list of Delayed. With keys,
-            a series indexed by key, or a bag of pairs (key, score).
+            a series indexed by key, or a bag or lists of pairs (key, score).
 
         Raises:
             OptionError: If an option does not apply to the data, or if the optimizer's

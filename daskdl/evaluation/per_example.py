@@ -109,18 +109,13 @@ def worst_examples(
     """Find the examples with the largest losses, see :meth:`daskdl.Trainer.errors`."""
     check_count("top", top)
     X, keys = keys_apart(X, key)
+    keyed = key if isinstance(key, bool) else None
     with client_or_process(client) as found:
-        if dask_collections.is_bag(X):
-            keyed = key
-            if not read.skips:  # the first example shows if there are keys
-                keyed = with_first_rows(Examples(X, key), found).reader.keyed
-            if keyed:
-                keys = Keys(X.map(operator.itemgetter(0)))
-                X = X.map(operator.itemgetter(1))
-        source = _source(model, objective, X, y, read, found, False, classes)
-        if isinstance(source, Examples):  # of one shape, so that parts have rows
-            first, source = source.first, source_of(X, None, read, labelled=False)
-            source.first = first
+        source = _source(model, objective, X, y, read, found, keyed, classes)
+        if isinstance(source, Examples):  # the first example shows if there are keys
+            keyed, source = source.reader.keyed, source.stacked()
+        if keyed:
+            keys = Keys(_as_bag(X).map(operator.itemgetter(0)))
         if keys is not None:
             keys.check(source)
         scorer = _scorer(
@@ -161,10 +156,12 @@ def _source(
     checks.check_loss(objective)
     source = source_of(X, y, read, labelled=not isinstance(objective, OwnStep))
     checks.check_same_classes(source, classes)
-    if read.skips:
-        return infer_metadata(source, client, skips=True)
     if dask_collections.is_bag(X) or dask_collections.is_lazy_list(X):
         source = Examples(X, keyed)
+        if read.skips:
+            source = source.stacked()
+    if read.skips:
+        return infer_metadata(source, client, skips=True)
     return with_first_rows(source, client)
 
 
@@ -596,7 +593,7 @@ class Keys:
 
 
 def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
-    """Separate data and keys; a bag keeps its pairs.
+    """Separate data and keys; bags and lists of Delayed keep their pairs.
 
     Example:
         >>> keys_apart(np.zeros((2, 3)), "id")
@@ -605,10 +602,11 @@ def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
 ndarray; give one value for each row
     """
     kind = type(key).__name__
-    if isinstance(key, bool) and not dask_collections.is_bag(X):
+    examples = dask_collections.is_bag(X) or dask_collections.is_lazy_list(X)
+    if isinstance(key, bool) and not examples:
         raise OptionError(
-            f"key={key} says whether a bag has pairs (key, example), and X is a "
-            f"{type(X).__name__}"
+            f"key={key} says whether a bag, or a list of Delayed objects and futures, "
+            f"has pairs (key, example), and X is a {type(X).__name__}"
         )
     if key is None or isinstance(key, bool):
         return X, None
@@ -632,7 +630,8 @@ ndarray; give one value for each row
     if dask_collections.is_lazy(X):
         raise OptionError(
             "key must be lazy where X is: the name of a column, a dask.array of one "
-            f"axis, or True for a bag of pairs (key, example); got a {kind}"
+            "axis, or True for a bag, or a list of Delayed objects and futures, of "
+            f"pairs (key, example); got a {kind}"
         )
     if isinstance(key, Tensor):
         key = as_numpy(key)
@@ -665,6 +664,14 @@ def _cut_alike(X: Any, key: Any) -> Any:
             f"{key.numblocks[0]} for {first.numblocks[0]}"
         )
     return key
+
+
+def _as_bag(collection: Any) -> Any:
+    if dask_collections.is_bag(collection):
+        return collection
+    from dask.bag import from_delayed
+
+    return from_delayed(collection)
 
 
 def _partitions(collection: Any) -> list[Any]:

@@ -127,9 +127,24 @@ class ExampleReader:
                 outputs[place] = batching.rows(rows, row)
         return outputs if keys is None else list(zip(keys, outputs, strict=True))
 
+    def stacked(self, values: list[Any], part: int) -> Rows:
+        """Return the rows of a part whose examples are of one shape, without keys."""
+        (value,) = values
+        if not (self.bag or self.keyed or isinstance(value, list)):
+            return self.rows(values, part)
+        name, examples = f"part {part}", list(value)
+        if self.keyed:
+            _, examples = split_keys(examples, name)
+        return dask_collections.stacked(examples, name)
+
     def first_rows(self, value: Any, part: int) -> tuple[Rows | None, bool]:
         """Return rows for a dry run, if the part has any, and whether it has keys."""
         if not (self.bag or isinstance(value, list)):
+            if self.keyed:
+                raise DataError(
+                    f"part {part} must be a list of pairs (key, x), got a "
+                    f"{type(value).__name__}"
+                )
             rows = self.rows([value], part)
             few = batching.of_both(lambda tree: batching.rows(tree, slice(2)), rows)
             return (few if batching.length(rows[0]) else None), False
@@ -173,6 +188,11 @@ class Examples(Collections):
         pairs, bag = dask_collections.pairs(collection), is_bag(collection)
         super().__init__(pairs._tasks, pairs._keys, _unread)
         self.reader = ExampleReader(pairs.finish, bag, keyed)
+
+    def stacked(self) -> Collections:
+        """Return the same data for examples of one shape: parts have rows."""
+        finish = self.reader.stacked
+        return Collections(self._tasks, self._keys, finish, first=self.first)
 
 
 def with_first_rows(source: S, client: Client | Literal[False]) -> S:

@@ -17,6 +17,7 @@ from tests.support.scored import (
     Y,
     blocks,
     files,
+    keyed_lists,
     keyed_pairs,
     table,
     trainer,
@@ -87,12 +88,13 @@ def test_lazy_scores_have_keys(forgetful, expected):
     np.testing.assert_allclose(values, expected, **CLOSE)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "array", "bag", "files"])
+@pytest.mark.parametrize("kind", ["numpy", "array", "bag", "futures", "files"])
 def test_the_worst_are_found_exactly(client, expected, tmp_path, kind):
     data, key = {
         "numpy": ((X, Y), IDS),
         "array": (blocks(), da.from_array(np.array(IDS), chunks=17)),
         "bag": ((keyed_pairs(),), True),
+        "futures": ((client.compute(keyed_lists()),), True),
         "files": (files(tmp_path) if kind == "files" else (), IDS),
     }[kind]
 
@@ -102,6 +104,7 @@ def test_the_worst_are_found_exactly(client, expected, tmp_path, kind):
     assert [one.number for one in worst] == rows.tolist()
     assert [one.key for one in worst] == [IDS[i] for i in rows]
     np.testing.assert_array_equal([one.x for one in worst], X[rows])
+    del data  # the futures
     assert still_left_behind(client) == {}
 
 

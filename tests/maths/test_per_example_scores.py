@@ -37,6 +37,7 @@ from tests.support.scored import (
     blocks,
     files,
     frame,
+    keyed_lists,
     keyed_pairs,
     pairs,
     table,
@@ -165,14 +166,23 @@ class TestKeys:
         assert list(names) == IDS
         np.testing.assert_allclose(values, losses(own), **CLOSE)
 
+    @pytest.mark.parametrize("key", [True, None])
+    def test_scores_of_delayed_lists_with_keys_are_pairs(self, own, key):
+        scores = own.score_examples(keyed_lists(), key=key)
+
+        names, values = zip(*itertools.chain(*dask.compute(*scores)), strict=True)
+        assert list(names) == IDS
+        np.testing.assert_allclose(values, losses(own), **CLOSE)
+
     @pytest.mark.parametrize(
         ("data", "key", "error", "message"),
         [
             ((X, Y), IDS[1:], DataError, "got 89 for 90 rows"),
             ((X, Y), "id", OptionError, "X is a ndarray; give one value for each row"),
             ((X, Y), X, OptionError, "one value for each row along one axis"),
-            ((X, Y), True, OptionError, "key=True says whether a bag has pairs"),
+            ((X, Y), True, OptionError, "key=True says whether a bag, or a list"),
             ((pairs(),), IDS, OptionError, "must be lazy where X is"),
+            (([delayed((X, Y))],), True, DataError, "0 must be .* pairs .*got a tuple"),
             (blocks(), da.zeros(89, chunks=30), DataError, "got 89 for 90 rows"),
             (blocks(), da.zeros((90, 2)), OptionError, "got 2 axes for a Array"),
             ((X, Y), da.zeros(90), OptionError, "got 1 axes for a ndarray"),
@@ -180,7 +190,14 @@ class TestKeys:
         ],
         ids=[
             *("length", "no table", "two axes", "no bag"),
-            *("in memory", "lazy length", "lazy axes", "lazy key", "no such column"),
+            *(
+                "in memory",
+                "no lists",
+                "lazy length",
+                "lazy axes",
+                "lazy key",
+                "no such column",
+            ),
         ],
     )
     def test_keys_that_do_not_fit_the_data_are_refused(
@@ -314,8 +331,13 @@ class TestErrors:
             (labelled(table()), "id"),
             ((keyed_pairs(),), True),
             ((keyed_pairs(),), None),
+            ((keyed_lists(),), True),
+            ((keyed_lists(),), None),
         ],
-        ids=["numpy", "dask.array", "dask.dataframe", "bag", "bag by itself"],
+        ids=[
+            *("numpy", "dask.array", "dask.dataframe", "bag", "bag by itself"),
+            *("delayed", "delayed by itself"),
+        ],
     )
     def test_the_worst_are_found_with_their_origin(self, own, data, key):
         worst = own.errors(*data, key=key, top=7, batch_size=8)
@@ -329,6 +351,20 @@ class TestErrors:
             assert one.y == Y[one.number] == one.label
             assert one.loss == pytest.approx(losses(own)[one.number], rel=1e-5)
             assert one.probability == pytest.approx(np.exp(-one.loss), rel=1e-5)
+
+    def test_examples_in_delayed_lists_need_no_keys(self, own):
+        worst = own.errors(pairs().to_delayed(), top=7, batch_size=8)
+
+        assert [one.number for one in worst] == self.order(own)[:7].tolist()
+        assert {one.key for one in worst} == {None}
+
+    def test_keys_of_lists_that_cannot_be_read_are_left_out(self, own):
+        torn = delayed(lambda: 1 / 0)()
+
+        first, *others = keyed_lists()
+        worst = own.errors([first, torn, *others], key=True, top=7, on_bad_batch="skip")
+
+        assert [one.key for one in worst] == [IDS[i] for i in self.order(own)[:7]]
 
     def test_a_file_is_named_by_its_url(self, own, tmp_path):
         worst = own.errors(*files(tmp_path), top=3)

@@ -54,6 +54,11 @@ def keyed_pairs():
     )
 
 
+def keyed_lists():
+    """The same as a list of Delayed lists."""
+    return keyed_pairs().to_delayed()
+
+
 def files(folder):
     for number in range(3):
         rows = slice(30 * number, 30 * number + 30)

@@ -137,8 +137,7 @@ def check_count(name: str, value: Any) -> None:
         Traceback (most recent call last):
         daskdl.errors.OptionError: batch_size must be a whole number >= 1, got 0
     """
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    check_whole(name, int(value) if whole else value, 1)
+    check_whole(name, int(value) if is_integral(value) else value, 1)
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -172,6 +171,11 @@ def check_bound(name: str, value: Any) -> None:
 def is_whole(value: Any) -> bool:
     """Whether a value is an int, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_integral(value: Any) -> bool:
+    """Whether a value is an integer, of Python or numpy, but not a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:

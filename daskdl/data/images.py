@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from daskdl.config import check_count, is_whole
+from daskdl.config import check_count, is_integral
 from daskdl.data.batching import Rows
 from daskdl.data.files import (
     FILES_PER_PART,
@@ -90,7 +90,7 @@ class Decoding:
                 f"scale must be > 0 and finite, or None, got {self.scale!r}"
             )
         pair = self.height_and_width
-        sizes = [] if pair is None else [n for n in pair if is_whole(n) and n >= 1]
+        sizes = [] if pair is None else [n for n in pair if is_integral(n) and n >= 1]
         if pair is not None and not len(pair) == len(sizes) == 2:
             raise OptionError(
                 "size must be a number of pixels >= 1, a pair (height, width) or None, "
@@ -101,7 +101,11 @@ class Decoding:
     def height_and_width(self) -> Sequence[int] | None:
         """In pixels; None: as the image is."""
         size: Any = self.size
-        return size if size is None or hasattr(size, "__len__") else (size, size)
+        if size is None:
+            return None
+        pair = size if hasattr(size, "__len__") else (size, size)
+        # Small integers of numpy would overflow in arithmetic.
+        return tuple(int(n) if is_integral(n) else n for n in pair)
 
     @property
     def dtype(self) -> np.dtype:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from daskdl.config import is_whole
+from daskdl.config import is_integral
 from daskdl.data import batching
 from daskdl.data.batching import Rows
 from daskdl.data.checks import UNREADABLE, blames_data
@@ -28,6 +28,7 @@ from daskdl.errors import DataError, OptionError, ShapeError
 
 Shape = tuple[int | None, ...]  # of a row; None: any length
 Arrays = Mapping[str, np.ndarray]
+Labels = np.ndarray | range  # a range is not written out: it may be of billions
 
 # Kinds of faults of a whole part, or of a file of it, and of a row.
 OF_PARTS = ("missing", "unreadable", "wrong shape", "wrong dtype")
@@ -141,7 +142,7 @@ class Expectations:
 
     shapes: Mapping[str, Shape] = field(default_factory=dict)
     dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
-    labels: Arrays = field(default_factory=dict)
+    labels: Mapping[str, Labels] = field(default_factory=dict)
 
     @classmethod
     def of(cls, shapes: Any, dtypes: Any, labels: Any) -> "Expectations":
@@ -150,7 +151,7 @@ class Expectations:
         Example:
             >>> Expectations.of((3, -1), {"y": "int64"}, 2)
             Expectations(shapes={'x': (3, None)}, dtypes={'y': dtype('int64')}, \
-labels={'y': array([0, 1])})
+labels={'y': range(0, 2)})
         """
         return cls(
             dict(pair for side, own in _sides(shapes) for pair in _shapes(own, side)),
@@ -179,7 +180,7 @@ def _shapes(tree: Any, name: str) -> Iterator[tuple[str, Shape]]:
         for key, child in tree.items():
             yield from _shapes(child, f"{name}[{key!r}]")
     elif isinstance(tree, tuple | list) and all(
-        n is None or (is_whole(n) and n >= -1) for n in tree
+        n is None or (is_integral(n) and n >= -1) for n in tree
     ):
         yield name, tuple(None if n in (None, -1) else int(n) for n in tree)
     elif isinstance(tree, tuple):
@@ -206,10 +207,12 @@ def _dtypes(tree: Any, name: str) -> Iterator[tuple[str, np.dtype[Any]]]:
         yield own, dtype.newbyteorder("=")
 
 
-def _labels(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
+def _labels(tree: Any) -> Iterator[tuple[str, Labels]]:
     for name, given in batching.named(tree, "y"):
-        whole = is_whole(given) or isinstance(given, np.integer)
-        some: Any = range(given) if whole else given
+        some: Any = range(int(given)) if is_integral(given) else given
+        if isinstance(some, range) and some and abs(some.step) == 1:
+            yield name, some[:: some.step]
+            continue
         if isinstance(given, np.ndarray):
             some = np.ravel(given)
         try:
@@ -228,8 +231,23 @@ def _labels(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
         yield name, np.unique(allowed)
 
 
-def _shown(labels: np.ndarray) -> str:
+def _is_allowed(leaf: np.ndarray, allowed: Labels) -> np.ndarray:
+    if not isinstance(allowed, range):
+        return np.isin(leaf, allowed)
+    inside = (leaf >= allowed[0]) & (leaf <= allowed[-1])
+    return inside & (leaf == np.floor(leaf)) if leaf.dtype.kind == "f" else inside
+
+
+def _shown(labels: Labels) -> str:
+    """Labels for a message.
+
+    Example:
+        >>> _shown(range(3)), _shown(range(1)), _shown(np.array([0, 3]))
+        ('0 to 2', '0', '0, 3')
+    """
     first, last = labels[0], labels[-1]
+    if isinstance(labels, range):
+        return f"{first} to {last}" if first < last else f"{first}"
     whole = labels.dtype.kind in "iu"
     if whole and len(labels) > 1 and int(last) - int(first) + 1 == len(labels):
         return f"{first} to {last}"
@@ -322,7 +340,7 @@ class Findings:
             if own.startswith("y"):
                 missing, invalid = np.isnan(leaf), ~np.isfinite(leaf)
                 if allowed is not None:
-                    invalid = ~np.isin(leaf, allowed)
+                    invalid = ~_is_allowed(leaf, allowed)
                     remedy = f", allowed are {_shown(allowed)}"
                 faults = {"missing label": missing, "invalid label": invalid & ~missing}
             for kind, wrong in faults.items():

@@ -398,6 +398,14 @@ class TestDecoding:
 
         assert unreadable > 0
 
+    @pytest.mark.parametrize("size", [np.uint8(200), np.array([200, 200])], ids=repr)
+    def test_a_size_may_be_of_numpy(self, size):
+        photo = encoded(pixels(0, (900, 600, 3)), "JPEG")
+
+        image = decoded(photo, size=size)
+
+        np.testing.assert_array_equal(image, decoded(photo, size=200))
+
     @pytest.mark.parametrize(
         ("options", "message"),
         [

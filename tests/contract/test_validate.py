@@ -86,8 +86,10 @@ class TestExpectations:
             ((X3, Y3 > 0), {"labels": {True, False}}),
             ((X3, Y3 * 0 + 5), {"labels": np.array(5)}),
             ((X3[:0], Y3[:0]), {"shapes": (2,), "labels": 4}),
+            ((X3, Y3), {"shapes": (np.int64(2),), "labels": np.uint8(4)}),
+            ((X3, Y3.astype(np.uint8)), {"labels": 10**18}),  # not written out
         ],
-        ids=range(11),
+        ids=range(13),
     )
     def test_nothing_is_wrong_with_what_is_as_expected(self, rows, options):
         report = validated(rows, **options)
@@ -178,8 +180,11 @@ class TestRows:
             (Y3.astype(np.uint8), range(9, 0, -1), [0], "y is 0, allowed"),
             (Y3, {True, False}, [2, 3], "y is 2, allowed are False, True"),
             (Y3, {0.0, 0.5, 2.0}, [1, 3], "y is 1, allowed are 0.0, 0.5, 2.0"),
+            (Y3, range(0, 4, 3), [1, 2], "y is 1, allowed are 0, 3"),
+            (Y3, 1, [1, 2, 3], "y is 1, allowed are 0"),
+            (Y3 / 2, 10**18, [1, 3], "y is 0.5, allowed are 0 to 9"),
         ],
-        ids=range(10),
+        ids=range(13),
     )
     def test_labels_that_are_not_allowed_are_found(self, y, labels, rows, message):
         report = validated((X3, y), labels=labels)

@@ -194,7 +194,11 @@ def encode(
     kind: Kind | None = None,
     levels_K: Bytes | None = None,
 ) -> Bytes:
-    """Write entries as a frame; the arguments of :func:`pack` and :func:`framed`.
+    """Write entries as a frame in one call; the counterpart of :func:`decode`.
+
+    The arguments are those of :func:`pack` and :func:`framed`. A replica calls these
+    two, since it packs a pending update once, and stamps it when the channel takes it.
+    This function is for tests, golden files and other programs that write frames.
 
     Example:
         >>> import numpy as np

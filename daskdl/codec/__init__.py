@@ -1,10 +1,11 @@
 """Updates as bytes and back: numpy in, numpy out; no torch, no Dask, no state.
 
-:func:`pack` and :func:`framed` write entries as a frame of the kind that carries most for
-its bytes, :func:`encode` in one call; :func:`decode` reads a frame and checks every byte,
-the only check of updates from other processes. Frames, entries and bitmaps are in :mod:`daskdl.codec.frame`, Golomb-Rice coded gaps in
-:mod:`daskdl.codec.golomb`, quanta per entry in :mod:`daskdl.codec.levels`, and eight
-bits per parameter in :mod:`daskdl.codec.dense8`.
+:func:`pack` and :func:`framed` write entries as a frame of the kind that carries most
+for its bytes, :func:`encode` in one call; :func:`decode` reads a frame and checks every
+byte, the only check of updates from other processes. Frames, entries and bitmaps are in
+:mod:`daskdl.codec.frame`, Golomb-Rice coded gaps in :mod:`daskdl.codec.golomb`, quanta
+per entry in :mod:`daskdl.codec.levels`, and eight bits per parameter in
+:mod:`daskdl.codec.dense8`.
 """
 
 from daskdl.codec.dense8 import Quantized, counts_of, quantize

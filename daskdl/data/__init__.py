@@ -1,7 +1,7 @@
 """Data where they are: files, shards, batch files, images, normalizers, checks.
 
-What `Trainer.fit` takes without any of these, arrays, tables, Dask's collections and
-datasets of torch, is on the page on data.
+`Trainer.fit` also takes arrays, tables, Dask collections and torch datasets as they
+are; the page on data describes them.
 """
 
 from daskdl.data.batch_files import BatchFiles

@@ -1,7 +1,7 @@
 """Batch files, which `export` writes: rows of tensors that are ready to train on.
 
-Each is a safetensors file of some batches. Its arrays are named as the user would write
-them, ``x`` or ``x['image']``, and the manifest says how they form the trees x and y.
+Each file is a safetensors file of some batches. Its arrays are named as in the user's
+code, ``x`` or ``x['image']``, and the manifest says how they form the trees x and y.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ KIND = Kind(
     "daskdl.data.export writes batch files",
     "export again with overwrite=True",
 )
-# What an unfinished export is made from.
+# Fingerprint of the data and options of an unfinished export.
 ORIGIN = ".unfinished/origin.json"
 
 _ARRAY = "array"  # a leaf of an outline
@@ -40,9 +40,9 @@ class Schema:
     Attributes:
         x: Outline of x, as JSON: ``"array"``, ``["tuple", [outline, ...]]`` or
             ``["dict", [[key, outline], ...]]``.
-        y: The same of y; None without labels.
-        dtype: Of a record, which is one row: a field for each array, named as the user
-            would write it.
+        y: Outline of y; None without labels.
+        dtype: Of a record, which is one row: a field for each array, named as in the
+            user's code.
     """
 
     x: Any
@@ -86,7 +86,7 @@ class Schema:
         return x, None if self.y is None else restored(self.y, arrays)
 
     def agreeing(self, before: "Schema | None", where: str) -> "Schema":
-        """Return this schema; a DataError if it differs from the one before."""
+        """Return this schema; a DataError if it differs from the former one."""
         if before is not None and before != self:
             raise DataError(
                 f"rows of {where} are {self}, but those before are {before}; all rows "
@@ -101,7 +101,7 @@ class Schema:
 
 
 def named_arrays(rows: Rows) -> dict[str, Any]:
-    """The arrays of x, then of y, by the names that the user would write."""
+    """The arrays of x, then of y, by their names in the user's code."""
     return batching.named_both(rows, ("x", "y"))
 
 
@@ -142,12 +142,12 @@ class BatchFiles(Source):
         files: ``name``, ``nbytes`` and ``details["rows"]`` of each file, in order.
         rows: Number of rows in all files.
         batch_size: Rows of a batch.
-        classes: Names of the labels 0, 1, ...; None: they have none.
+        classes: Names of the labels 0, 1, ...; None: labels have no names.
         made_from: Data and options of the export.
 
     Raises:
-        DataError: If the export has not been finished, there is none, or its manifest
-            cannot be used.
+        DataError: If there is no export, or it is not finished, or its manifest cannot
+            be used.
     """
 
     url: str

@@ -227,7 +227,7 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
     """Yield batches of exactly ``batch_size`` rows, cut across the chunks.
 
     A batch is smaller only at the end, and before a chunk whose rows have another
-    shape, such as another padded length. The next chunk is requested only when the
+    shape, for example another padded length. The next chunk is requested only when the
     current batch cannot be filled without it.
 
     Args:
@@ -325,7 +325,7 @@ def _moved(
 def floating_dtype(module: nn.Module) -> torch.dtype:
     """Return the dtype in which a model computes: that of its first floating parameter.
 
-    Without one, it is that of the first floating buffer, or torch's default.
+    Without such a parameter, that of the first floating buffer, or torch's default.
 
     Example:
         >>> floating_dtype(nn.Linear(1, 1).double())

@@ -1,7 +1,7 @@
 """Checks that data, model, loss and optimizer fit together, before training.
 
-The dry run on two rows, the checks of labels and shapes, and the exceptions that mean
-that a part cannot be read. No Dask; the user's objects are not changed.
+Contains the dry run on two rows, the checks of labels and shapes, and the exceptions
+that mean that a part cannot be read. No Dask; the user's objects are not changed.
 """
 
 import contextlib
@@ -53,8 +53,8 @@ from daskdl.serialization import Packed
 
 logger = logging.getLogger(__name__)
 
-# Exceptions of user code that does not fit the data. Others have another cause, and
-# keep their name and traceback.
+# Exceptions raised by user code that does not fit the data. Other exceptions have
+# another cause, and keep their name and traceback.
 USER_ERRORS = (
     RuntimeError,
     TypeError,
@@ -120,7 +120,7 @@ examples, or fill them in
                 raise DataError(f"{where}[{shown}] is {labels[index]}{remedy}")
 
     def check_source(self, source: Source) -> None:
-        """Check labels in memory; others are checked when they are loaded."""
+        """Check labels in memory; all other labels are checked when they are loaded."""
         if isinstance(source, InMemory):
             self.check(source.whole[1])
 
@@ -224,10 +224,10 @@ def check_training(model: Any, loss: Any, optimizer: Any) -> None:
     Args:
         model: A copy; the optimizer is made from its parameters.
         loss: A function, or the user's own step; not run.
-        optimizer: Makes one from a list of parameters; run once.
+        optimizer: Makes an optimizer from a list of parameters; run once.
 
     Raises:
-        ModelError: With the argument, what was given and what is expected.
+        ModelError: With the argument, the value given and the value expected.
 
     Example:
         >>> check_training(nn.ReLU(), nn.MSELoss(), torch.optim.SGD)
@@ -577,7 +577,7 @@ def of_validation() -> Iterator[None]:
 
 # ---- parts that cannot be read
 
-# Exceptions that reading raises. Others say nothing about the data.
+# Exceptions raised by reading. Other exceptions say nothing about the data.
 UNREADABLE = (
     *USER_ERRORS,
     OSError,
@@ -594,7 +594,7 @@ UNREADABLE = (
 
 
 def blames_data(error: BaseException) -> bool:
-    """Whether an error means bad data, and not another mistake.
+    """Whether an error is caused by bad data, not by another mistake.
 
     Example:
         >>> blames_data(ValueError("torn")), blames_data(OptionError("no Pillow"))
@@ -606,7 +606,7 @@ def blames_data(error: BaseException) -> bool:
 
 
 def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
-    """Whether a part is left out, which is logged; otherwise name it in the error.
+    """Return whether to leave a part out, and log it; else name the part in the error.
 
     Args:
         error: One of `UNREADABLE`; gets a note unless the part is left out.
@@ -650,7 +650,7 @@ def join_readable(
         check: Raises one of `UNREADABLE` if rows cannot be used.
 
     Returns:
-        The rows, or None; and the number of their files. Others are logged.
+        The rows, or None, and the number of their files. Files left out are logged.
     """
     good: list[tuple[str, Rows]] = []
     for url, rows in files:

@@ -1,6 +1,6 @@
 """Dask collections as sources: arrays, dataframes, bags, lists of Delayed and futures.
 
-A part is a graph of tasks, which may depend on results that are on the cluster.
+A part is a graph of tasks, which may depend on results held by the cluster.
 """
 
 import functools
@@ -111,7 +111,7 @@ class Tasks:
         asked = {
             k for task in graph.values() for k in getattr(task, "dependencies", ())
         }
-        # `to_delayed` leaves nothing but the keys of persisted results.
+        # `to_delayed` keeps only the keys of persisted results.
         elsewhere = sorted((asked | set(keys)) - own.keys(), key=str)
         return PartGraph(member.name, graph, (*done, *elsewhere), (member,))
 
@@ -184,7 +184,7 @@ class Collections(Source):
     Args:
         tasks: Tasks of all parts.
         keys: For each part, the keys of its values.
-        finish: Makes rows of these values.
+        finish: Makes rows from these values.
         lengths: Rows of each part; None: unknown.
         first: Rows like all others; None: unknown.
     """
@@ -271,7 +271,7 @@ class _Column:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Makes rows of values that are one array or table each."""
+    """Makes rows from values, each of which is one array or table."""
 
     columns: Rows  # trees of `_Column`
     lengths: Sequence[int] | None  # according to the chunks
@@ -295,7 +295,8 @@ def columns(x: Tree, y: Tree) -> Collections:
     """Make a source of trees of ``dask.array`` and ``dask.dataframe``; y may be None.
 
     Raises:
-        DataError: With the argument, if it cannot be used or does not fit the others.
+        DataError: If an argument, which is named, cannot be used or does not fit the
+            other one.
     """
     check_structure(x, y)
     named = batching.named_both((x, y))
@@ -378,7 +379,7 @@ def _aligned(
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Makes rows of a value that is (x, y), or x alone."""
+    """Makes rows from a value that is (x, y), or x alone."""
 
     examples: bool  # whether values are lists of examples, as in a bag
 

@@ -1,7 +1,7 @@
-"""Parts of data on a cluster: placed for a fit, fetched by replicas, mapped over once.
+"""Parts of data on a cluster: placed for a fit, fetched by replicas, mapped in a pass.
 
 A part that is sent apart goes to one worker; any other source goes to all workers.
-Tensors never cross Dask: numpy arrays and packed tasks do.
+Dask transfers numpy arrays and packed tasks, never tensors.
 """
 
 import asyncio
@@ -102,8 +102,8 @@ LOOK_S = 0.25  # between two checks whether the result is still wanted
 class Fetcher:
     """Fetches results of Dask tasks to one worker; made in a task, used by any thread.
 
-    Dask moves the results, so they count and spill like any others. The task must have
-    seceded, or its worker needs a second thread.
+    Dask moves the results, so its memory limits and spilling apply to them. The task
+    must have seceded, or its worker needs a second thread.
 
     Args:
         timeout_s: Bound for each result to arrive.
@@ -179,7 +179,7 @@ class Fetcher:
     def _need(self, key: Any, unwanted: Callable[[], bool]) -> Any:
         """Fetch a result that a part depends on.
 
-        A loss is no `LostPieceError`: sending the part again would not help.
+        A lost result is no `LostPieceError`: sending the part again would not help.
         """
         try:
             return self.fetch(key, unwanted)
@@ -309,11 +309,11 @@ class DataPlacement:
     to every worker as a whole, with the replica. A context manager.
 
     Args:
-        source: Kept, to send lost parts again.
+        source: Kept, so that lost parts can be sent again.
         client: A synchronous client.
         workers: Addresses to spread the parts over evenly; a part goes to a worker that
             holds a result it depends on, if there is one.
-        bound: For a worker to take what is sent to it at a time.
+        bound: Time for a worker to receive one message of parts.
 
     Attributes:
         source: Source of the parts.
@@ -405,7 +405,7 @@ def _sent(
         workers: Addresses, at least one. A worker that has left or hangs is removed
             from the list, and the others take its parts.
         holders: Workers that hold a result the part depends on, by part.
-        bound: For a worker to take what is sent to it at a time.
+        bound: Time for a worker to receive one message of parts.
 
     Raises:
         OSError: If no worker takes a part.
@@ -442,7 +442,7 @@ def _scattered(
 
 
 def _portions(source: Source, parts: Sequence[int]) -> Iterator[dict[int, Any]]:
-    """Yield the contents of these parts, those of small parts together."""
+    """Yield the contents of these parts; small parts are sent together."""
     together: dict[int, Any] = {}
     nbytes = 0
     for part in parts:
@@ -456,7 +456,7 @@ def _portions(source: Source, parts: Sequence[int]) -> Iterator[dict[int, Any]]:
 
 
 def content_of(source: Source, part: int) -> Any:
-    """What is sent of a part that is sent apart: rows, or packed tasks."""
+    """Return what is sent for a part that is sent apart: rows, or packed tasks."""
     content = source.packed(part)
     return Packed(content, "X") if isinstance(content, PartGraph) else content
 
@@ -483,8 +483,8 @@ def _spread(
 
 T = TypeVar("T")
 
-# Enough to keep every thread of the workers busy, few enough that releasing those that
-# have not started costs nothing.
+# Enough to keep every thread of the workers busy, and few enough that releasing tasks
+# that have not started costs nothing.
 TASKS_PER_THREAD = 2
 
 LISTED_S = 0.5  # at most, until Dask has noticed that a worker has left
@@ -674,7 +674,7 @@ class _Pass:
             ) from error
 
     def _there(self) -> list[str]:
-        """The workers; waits for one if the last is being restarted."""
+        """Return the workers; wait for one if the last is being restarted."""
         bound = self._timeouts.bound("join")
         while not (workers := sorted(self._client.nthreads())):
             try:

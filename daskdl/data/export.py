@@ -1,10 +1,10 @@
-"""Data of any kind into shuffled batch files, once, for many runs to train from.
+"""Write data of any kind into shuffled batch files, once, for many runs.
 
 Each part is written into pieces, files of shuffled rows; then each shuffle bucket, some
 rows of every piece, into batch files; the manifest comes last. So no process holds more
 than a part or a bucket. The folder ``.unfinished`` records the progress, from which an
-interrupted export continues. A task that outlives its export finds no origin there, and
-deletes its file.
+interrupted export continues. A task that outlives its export finds no record of it in
+that folder, and deletes its own file.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ from daskdl.errors import DataError, OptionError
 
 logger = logging.getLogger(__name__)
 
-# Large enough that the cost of a request is small beside it, small beside a worker's
-# memory. A bucket needs twice its bytes.
+# Large enough to make the cost of a request negligible, and small compared with a
+# worker's memory. A bucket needs twice its bytes.
 PIECE_BYTES = 64 * 2**20
 BUCKET_BYTES = 64 * 2**20
 
@@ -65,10 +65,10 @@ class ExportOptions:
         batch_size: Rows of a batch, >= 1.
         batches_per_file: >= 1.
         seed: Seed of the shuffling, >= 0; None: rows keep their order.
-        transform: Applied to each batch on the worker before it is written, or None. It
-            takes and returns (x, y) of CPU tensors, y None without labels, and keeps
-            the number of rows.
-        classes: Names of the labels 0, 1, ...; None: those that the data have.
+        transform: Applied to each batch on the worker before it is written, or None.
+            Takes and returns (x, y), trees of CPU tensors, with y None without labels,
+            and keeps the number of rows.
+        classes: Names of the labels 0, 1, ...; None: the names in the data, if any.
     """
 
     batch_size: int
@@ -88,7 +88,7 @@ class ExportOptions:
             )
 
     def fingerprint(self, source: Source, data: Any) -> dict[str, Any]:
-        """What an export is made from, as plain values for JSON.
+        """Return the data and options of an export as plain values for JSON.
 
         Data without a token (objects that are made anew in every session) are
         identified by the number of their parts and rows alone.
@@ -149,7 +149,7 @@ class Span(NamedTuple):
 
 
 class ShufflePlan:
-    """Which rows of which piece go into which batch file; numbers only.
+    """Plan which rows of each piece go into which batch file; numbers only.
 
     A bucket takes a span of consecutive rows of each piece, so that it can be read
     without the others. For shuffling, the rows of each piece are in random order, and
@@ -167,7 +167,7 @@ class ShufflePlan:
         rows: Number of rows.
         files: Number of batch files.
         buckets: Number of buckets.
-        checksum: Tells this plan from others.
+        checksum: Identifies the plan.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class ShufflePlan:
         return sorted(found)
 
     def cuts(self, bucket: int) -> Iterator[tuple[int, np.ndarray]]:
-        """The number of each file of a bucket, and which rows of the bucket it has."""
+        """The number of each file of a bucket, and its rows within the bucket."""
         files, size = self.files_of(bucket), self._file_rows
         order = _permutation(self._rows_in(files), self._seed, _BUCKET, bucket)
         for i, file in enumerate(files):
@@ -230,7 +230,7 @@ class ShufflePlan:
         return min(files.stop * rows, self.rows) - min(files.start * rows, self.rows)
 
     def _below(self, rows: np.ndarray, bucket: int) -> np.ndarray:
-        """How many of the first so many rows are in the buckets before this one."""
+        """Count those of the first `rows` rows that are in the buckets before this one."""
         if self._seed is None:
             before = self._rows_in(range(self.files_of(bucket).start))
             capped: np.ndarray = np.minimum(rows, before)
@@ -270,7 +270,7 @@ class Progress:
     store: Store
 
     def made_from(self) -> dict[str, Any] | None:
-        """What the export is made from; None: there is no unfinished one."""
+        """Fingerprint of the unfinished export; None: there is none."""
         return self._read(ORIGIN) if self.store.exists(ORIGIN) else None
 
     def done(self, kind: str) -> dict[int, dict[str, Any]]:
@@ -295,7 +295,7 @@ class Progress:
             self.check()
 
     def check(self) -> None:
-        """Refuse an export that was given up, or is not seen from this machine."""
+        """Refuse an export that was abandoned, or is not visible on this machine."""
         if not self.store.exists(ORIGIN):
             raise DataError(
                 f"there is no unfinished export in {self.store.url} on "
@@ -305,7 +305,7 @@ class Progress:
             )
 
     def end(self) -> None:
-        """Delete all that is only needed until the export is finished."""
+        """Delete everything that only an unfinished export needs."""
         self.store.delete([ORIGIN])  # first, so that nothing comes back
         self.store.delete(self.store.names(f"{_FOLDER}/*"))
 
@@ -426,7 +426,7 @@ def _write_bucket(
     for number, indices in plan.cuts(bucket):
         own = _transformed(_taken(rows, indices), options)
         schema = Schema.of(own).agreeing(schema, f"batch file {number}")
-        # Of an array that is not contiguous, safetensors takes the wrong bytes.
+        # For an array that is not contiguous, safetensors would write the wrong bytes.
         arrays = {n: np.ascontiguousarray(a) for n, a in named_arrays(own).items()}
         name = f"batch-{number:06d}.safetensors"
         content = safetensors.numpy.save(arrays)
@@ -537,21 +537,21 @@ def export(
 ) -> BatchFiles:
     """Write data into shuffled batch files, from which ``trainer.fit(url)`` trains.
 
-    The cluster does it, within the memory that a part of the data takes. An export that
-    was interrupted continues where it stopped when it is run again; one that is
-    finished is returned as it is.
+    The workers write the files, within the memory that a part of the data takes. If an
+    export is interrupted, run it again, and it continues where it stopped; a finished
+    export is returned unchanged.
 
     Args:
         X: Inputs, or inputs and labels, as in ``trainer.fit``.
         y: Labels, or None.
-        url: Folder to write into, any that fsspec knows; the same place for this
-            process and all workers. Other files in it are left alone.
+        url: Folder to write into, on any file system that fsspec knows; the same place
+            for this process and all workers. Other files in it are left alone.
         batch_size: Rows of a batch, >= 1. The last batch may be smaller.
         shuffle: Whether rows of all parts are mixed; otherwise they keep their order.
-        seed: Of the shuffling: the same files whatever the number of workers.
-        transform: What to do with each batch before it is written, as in
-            ``trainer.fit``; it keeps the number of rows.
-        batches_per_file: >= 1; more, where batches are small.
+        seed: Seed of the shuffling. The files do not depend on the number of workers.
+        transform: Applied to each batch before it is written, as in ``trainer.fit``;
+            must keep the number of rows.
+        batches_per_file: Batches in a file, >= 1; use more if batches are small.
         classes: Names of the labels 0, 1, ...; None: those that the data have.
         client: Of the cluster; None: the default client, if there is one, else this
             process. False: this process, where data in memory are exported anyway.
@@ -560,11 +560,11 @@ def export(
         overwrite: Whether an export of other data or options is deleted first.
 
     Returns:
-        What has been written, to train from.
+        The batch files, a source to train from.
 
     Raises:
         OptionError: If there is an export of other data or options.
-        DataError: If the data cannot be exported, or a file not be read or written.
+        DataError: If the data cannot be exported, or a file cannot be read or written.
 
     Example:
         >>> import numpy as np
@@ -612,8 +612,8 @@ def temporary_batches(
     """Export a source into a new folder, which is deleted at the end in any case.
 
     ``daskdl.export.url`` and ``daskdl.export.storage_options`` in Dask's configuration
-    say where. Without a URL it is a temporary folder of this machine, which all workers
-    must see.
+    determine the place. Without a URL it is a temporary folder of this machine, which
+    all workers must be able to read.
     """
     url = dask.config.get("daskdl.export.url", None)
     with contextlib.ExitStack() as ending:
@@ -627,7 +627,7 @@ def temporary_batches(
             below = store_of(url).url.rstrip("/")
             store = store_of(f"{below}/{_PREFIX}{uuid.uuid4().hex}", storage)
         ending.callback(store.delete_all)
-        # First the origin: a task that still writes finds none, and cleans up itself.
+        # The record goes first: a task that still writes then deletes its file.
         ending.callback(Progress(store).end)
         _export(source, store, options, client, {})
         yield BatchFiles(store.url, store.options)

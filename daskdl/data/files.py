@@ -1,11 +1,11 @@
-"""Files as data to train on: loose ones, shards, or batch files, whichever are there.
+"""Files as data to train on: loose files, shards, or batch files.
 
 A part is a file, or several that are read together: files of one example each, or the
 members of a shard, a zip or tar archive of original files from `pack_files`. An object
 store answers a request after tens of milliseconds, whatever its size; a shard of a
-hundred small images comes in one. A shard is read whole and unpacked in memory: 1,000
-images of 3 kB take 26 ms from a zip and 51 ms from a tar, with fsspec's own archives
-82 ms and 1.4 s.
+hundred small images takes a single request. A shard is read whole and unpacked in
+memory: 1,000 images of 3 kB take 26 ms from a zip and 51 ms from a tar; with fsspec's
+own archives 82 ms and 1.4 s.
 """
 
 import copy
@@ -84,7 +84,7 @@ class Group:
     """Files that are read together: loose ones, or members of a shard.
 
     Attributes:
-        urls: By which fsspec finds each file.
+        urls: URL of each file, for fsspec.
         options: Options of their file system, if they are loose.
         names: Paths of the members in the shard.
         read: Reads the shard: the content of each member by name; None: loose files.
@@ -96,7 +96,7 @@ class Group:
     read: Callable[[], Mapping[str, bytes]] | None = field(default=None, repr=False)
 
     def opener(self, header: bool = False) -> Callable[[int], BinaryIO]:
-        """A function that opens a file by its number; a shard is read once."""
+        """Return a function that opens a file by its number; a shard is read once."""
         if self.read is None:
             return lambda number: opened(self.urls[number], self.options, header)
         contents = functools.cache(self.read)
@@ -114,7 +114,7 @@ class Group:
 
         Args:
             function: Called by several threads at a time if files are not local.
-            most: Only of so many files; None: of all.
+            most: Largest number of files; None: all.
             header: Whether files are read by ranges; see `opened`.
         """
         open_file = self.opener(header)
@@ -133,7 +133,7 @@ class Group:
 def loose_groups(
     urls: Sequence[str], size: int, options: Mapping[str, Any]
 ) -> list[Group]:
-    """Loose files in groups of this size."""
+    """Loose files, in groups of a given size."""
     starts = range(0, len(urls), size)
     return [Group(urls[start : start + size], options) for start in starts]
 
@@ -193,34 +193,34 @@ def pack_files(
     """Pack original files into shards, uncompressed archives with their relative paths.
 
     Shards appear whole or not at all, and the manifest comes last. If the call is
-    interrupted, call it again, and it packs what is missing or damaged; files that were
-    changed under the same name are not noticed. The same files and the same seed give
+    interrupted, call it again, and it packs the missing and damaged shards; it does not
+    notice files that changed under the same name. The same files and the same seed give
     the same bytes, however many workers there are. A worker holds the files of one
     shard in memory for each of its threads.
 
     Args:
-        paths: A folder, a file, a pattern, or a list of files and patterns; local or at
-            URLs of one kind.
+        paths: A folder, a file, a pattern, or a list of files and patterns; all local,
+            or all on one file system.
         url: Folder for the shards and their manifest, ``shards.json``.
         files_per_shard: Files in a shard, >= 1; the last may have fewer.
         root: Paths in the shards are relative to this folder. None: the folder given;
-            of a pattern, the one in front of its first wildcard; of a list, the deepest
-            that contains all.
+            for a pattern, the folder before its first wildcard; for a list, the deepest
+            folder that contains all files.
         format: "zip" or "tar".
-        seed: Seed of the order of the files; None: as listed, which makes shards of
-            images of one class each.
-        client: Of Dask. None: the default client, if there is one, else this process.
-            False: this process.
-        storage_options: Of both file systems, for fsspec, such as credentials; the
+        seed: Seed of the order of the files; None: as listed, so that a shard of
+            images has those of one class.
+        client: A Dask client. None: the default client, if there is one, else this
+            process. False: this process.
+        storage_options: fsspec options of both file systems, such as credentials; the
             workers use them too.
 
     Returns:
         URLs of the shards.
 
     Raises:
-        DataError: If there are no files, one cannot be read, or a shard not written.
-        OptionError: If an argument is not as described, or other files are packed
-            there.
+        DataError: If there are no files, or a file cannot be read or a shard written.
+        OptionError: If an argument is not as described, or the folder has shards of
+            other files.
 
     Example:
         >>> Store("memory://daskdl-notes").write("a/1.txt", b"one")
@@ -315,7 +315,7 @@ def _originals(
     root: AnyPath | None,
     options: Mapping[str, Any] | None,
 ) -> tuple[Store, list[str]]:
-    """The root of the files that a user means, and their paths relative to it."""
+    """Return the root of the user's files, and their paths relative to it."""
     urls: Sequence[str] = ()
     common = None if root is None else store_of(root).url
     if is_path(paths):
@@ -346,13 +346,13 @@ _READERS: Mapping[str, Reader] = {
     ".safetensors": Safetensors(),
 }
 
-# Of files with one example each: enough rows that a part is worth a request, few
-# enough that images of a megabyte stay far below a worker's memory.
+# For files with one example each: enough rows that a part is worth a request, and few
+# enough that images of a megabyte take little of a worker's memory.
 FILES_PER_PART = 64
 
 
 class GroupedFiles(Source):
-    """A source whose parts are groups of files, each of which becomes rows.
+    """A source whose parts are groups of files; each file becomes rows.
 
     Attributes:
         groups: The files of each part.
@@ -366,7 +366,7 @@ class GroupedFiles(Source):
 
     @abstractmethod
     def rows(self, part: int, number: int, file: BinaryIO) -> Rows:
-        """Make rows of one file of a part, which is open."""
+        """Make rows from one open file of a part."""
 
     @override
     def load(self, part: int) -> Rows:
@@ -408,7 +408,7 @@ class GroupedFiles(Source):
 
 
 class LoadedFiles(GroupedFiles):
-    """Files and a loader that makes rows of each."""
+    """Files, and a loader that makes rows from each file."""
 
     given = True
 
@@ -476,12 +476,12 @@ def files(
     files_per_part: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Take files anywhere fsspec reaches: loose ones, shards or batch files.
+    """Take files anywhere fsspec reaches: loose files, shards or batch files.
 
-    They are listed here and now; none is read before it is needed. The workers must
-    reach them by the same paths or URLs. A folder that `export` has written needs no
-    loader; of one that `pack_files` has written the packed files are read, a shard at a
-    time.
+    The call lists the files, and each file is read when it is needed. The workers must
+    reach the files by the same paths or URLs. A folder written by `export` needs no
+    loader; a folder written by `pack_files` is read a shard at a time, and the loader
+    gets the packed files.
 
     Args:
         url: A folder, a file, a pattern such as ``s3://bucket/x/*.npy``, or a list of
@@ -490,19 +490,19 @@ def files(
             ``file.name`` is its path or URL; or ``Csv(...)``, ``Npy(...)``,
             ``Npz(...)``, ``Parquet(...)``, ``Safetensors(...)``. x and y are arrays or
             tensors with rows first, or tuples and dicts of them; x alone means that
-            there are no labels. None: by the extension, which all files must share; CSV
-            and Parquet are then without labels.
-        pattern: Which files of a folder, as ``**/*.png``. None: all below it but hidden
-            ones.
+            there are no labels. None: chosen by the extension, which all files must
+            share; CSV and Parquet files then have no labels.
+        pattern: Which files of a folder, for example ``**/*.png``. None: all files
+            below the folder except hidden ones.
         one_example: Whether the loader returns one example, without an axis of rows; y
             may then be a number.
-        classes: Names of the labels 0, 1, ...; None: those of the loader, if any.
-        files_per_part: If each file is one example, how many loose files are loaded
-            together. None: 64.
+        classes: Names of the labels 0, 1, ...; None: the names in the loader, if any.
+        files_per_part: Number of loose files that are loaded together, if each file is
+            one example. None: 64.
         storage_options: For fsspec, such as credentials; the workers use them too.
 
     Returns:
-        A source, for `Trainer.fit` and whatever else takes data.
+        A source, for `Trainer.fit` and everything else that takes data.
 
     Raises:
         DataError: If a path or a pattern matches nothing, or if there is no loader

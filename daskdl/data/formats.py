@@ -1,8 +1,8 @@
 """Loaders: functions of an open binary file that return (x, y), or x alone.
 
 `Npy`, `Npz`, `Safetensors`, `Csv` and `Parquet` are loaders for files of these formats;
-some take the number of rows from the header of a file alone. The results of all loaders
-are checked here, with the file's name.
+some take the number of rows from the header of a file alone. This module also checks
+the results of all loaders; errors name the file.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ from daskdl.errors import DataError, OptionError
 
 Loader = Callable[[BinaryIO], Any]
 
-# Errors of readers on a damaged file; Pillow even raises a SyntaxError. All others are
-# mistakes in a program, and are passed on.
+# Errors that readers raise on a damaged file; Pillow even raises a SyntaxError. Other
+# errors are mistakes in a program, and are passed on.
 _DAMAGED: tuple[type[Exception], ...] = (
     OSError,
     ValueError,
@@ -51,8 +51,8 @@ _DAMAGED: tuple[type[Exception], ...] = (
     SafetensorError,
 )
 
-# Python 3.11 counts how deep its parser is for all threads together, and raises a
-# SystemError if two parse at a time, as numpy does with the header of each array.
+# Python 3.11 counts the depth of its parser for all threads together, and raises a
+# SystemError if two threads parse at a time, as numpy does with each array's header.
 _one_parses: contextlib.AbstractContextManager[Any] = (
     threading.Lock() if sys.version_info < (3, 12) else contextlib.nullcontext()
 )
@@ -62,8 +62,8 @@ class Reader(ABC):
     """A loader for one format; a value that travels to the workers.
 
     Attributes:
-        classes: Names of the labels 0, 1, ... where there are names; else None.
-        reads_headers: Whether `look` reads little of a file.
+        classes: Names of the labels 0, 1, ..., or None.
+        reads_headers: Whether `look` reads only a small part of a file.
     """
 
     classes: Sequence[str] | None = None
@@ -74,7 +74,7 @@ class Reader(ABC):
         """Read (x, y) from an open file: trees of arrays; y is None without labels."""
 
     def look(self, file: BinaryIO) -> Facts | None:
-        """Learn from the header how many rows there are; None: only reading tells."""
+        """Return facts from the header; None: the whole file has to be read."""
         return None
 
 
@@ -105,7 +105,7 @@ literal for int() with base 10: '7b'
     """
     try:
         yield
-    except OptionError:  # a ValueError too, and its message says all
+    except OptionError:  # a ValueError too, and its message is complete
         raise
     except (*_DAMAGED, *also) as error:
         shown = f"{type(error).__name__}: {error}"
@@ -118,11 +118,11 @@ def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
     Args:
         result: A tuple of two is (x, y); anything else is x alone. Both are arrays or
             tensors with rows along the first axis, or trees of them; y may be None.
-        url: Of the file, for messages.
+        url: URL of the file, for messages.
         one_example: Whether there is no axis of rows; y may then be a number.
 
     Raises:
-        DataError: If it is anything else, or if lengths differ.
+        DataError: If the result is anything else, or if lengths differ.
 
     Example:
         >>> rows_of((np.zeros((2, 3)), np.array([0, 1])), "a.npz")[1]
@@ -154,7 +154,7 @@ def _as_row(leaf: Any) -> Any:
 
 
 def _length(leaf: Any, name: str) -> int:
-    """Of an array; no rows are fine: collections in files have such parts."""
+    """Return the length of an array; 0 is allowed, since files may have no rows."""
     if isinstance(leaf, np.ndarray | Tensor) and leaf.ndim and len(leaf) == 0:
         return 0
     return len(leaf) if check_array(leaf, name) else 0
@@ -181,9 +181,9 @@ class Npy(Reader):
     """The array of an ``.npy`` file is x; a column of it may be y.
 
     Attributes:
-        label_column: The index of the column of a table, from 0 or from the end as -1,
-            that is y and not in x. Its dtype stays: classes must be whole numbers.
-            None: there are no labels.
+        label_column: Index of the column that is y and not in x, from 0, or from the
+            end as -1. The dtype does not change: classes must be whole numbers. None:
+            there are no labels.
     """
 
     label_column: int | None = None
@@ -198,7 +198,7 @@ class Npy(Reader):
     def look(self, file: BinaryIO) -> Facts:
         with _one_parses:
             version = np.lib.format.read_magic(file)
-            # 3.0 differs in the names of fields only, which arrays of numbers lack.
+            # Version 3.0 differs only in names of fields, which arrays of numbers lack.
             if version == (1, 0):
                 shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             else:
@@ -293,7 +293,7 @@ class Safetensors(Reader):
         names = batching.named_both((self.x, self.y)).values()
         lengths = {tuple(rows[name]) for name in names}
         if len(lengths) > 1 or () in lengths:
-            return None  # reading the file says what is wrong
+            return None  # reading the file will raise the error
         ((count,),) = lengths
         return header_facts(count, empty, file.name)
 
@@ -316,7 +316,7 @@ class _Table(Reader):
     classes: Sequence[str] | None = None
 
     def _chosen(self, names: Sequence[str], url: str) -> tuple[list[int], list[int]]:
-        """Indices of the columns of x, and of those of y."""
+        """Return the indices of the columns of x, and of the columns of y."""
         given = [self.label] if isinstance(self.label, str | int) else self.label or []
         labels = [_index(names, column, "label", url) for column in given]
         if self.features is None:
@@ -343,7 +343,7 @@ class _Table(Reader):
         return x, y[0] if isinstance(self.label, str | int) else np.stack(y, axis=1)
 
     def _labels(self, series: Any, where: str) -> np.ndarray:
-        """Numbers, or the places of names; what is missing is NaN among floats."""
+        """Return numbers, or the places of names; missing labels are NaN, so floats."""
         if self.classes is not None:
             return _places(series, self.classes, where)
         labels = _numbers(series, where)
@@ -351,7 +351,7 @@ class _Table(Reader):
             return labels
         whole = np.dtype(self.label_dtype).kind in "iu"
         missing = np.isnan(labels)
-        with np.errstate(invalid="ignore"):  # of infinity there is no remainder
+        with np.errstate(invalid="ignore"):  # infinity has no remainder
             broken = whole & ~missing & (labels % 1 != 0)
         if broken.any():
             row = int(np.argmax(broken))
@@ -388,7 +388,7 @@ def _numbers(series: Any, where: str) -> np.ndarray:
 
 
 def _places(series: Any, classes: Sequence[str], where: str) -> np.ndarray:
-    """The place of each name among the classes, int64; with gaps, float64."""
+    """Return the place of each name among the classes, int64; float64 with gaps."""
     pandas = _module("pandas")
     texts = series.map(str, na_action="ignore")
     places: np.ndarray = pandas.Index(list(classes)).get_indexer(texts)
@@ -406,7 +406,7 @@ def _places(series: Any, classes: Sequence[str], where: str) -> np.ndarray:
 
 
 def _quoted(names: Iterable[object]) -> str:
-    """Names for a message; of many the first ones."""
+    """Names for a message; only the first ones if there are many."""
     shown = [repr(name) for name in names]
     more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return ", ".join(shown[:_SHOWN]) + more
@@ -435,21 +435,22 @@ def _cells(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str
 class Csv(_Table):
     r"""The columns of a CSV file: features as x, one or several as y. Read by pandas.
 
-    Cells are numbers; a cell that is empty or text is refused with its column and row,
-    and so is a line with too many or too few cells. ``nan`` is a number. A label may be
-    a name if ``classes`` are given; one that is empty or ``nan`` is missing, and makes
-    floats of the labels of its file.
+    Cells are numbers. A cell that is empty or text, and a line with too many or too few
+    cells, are refused; the error names the column and the row. ``nan`` is a number. A
+    label may be a name if ``classes`` are given. A label that is empty or ``nan`` is
+    missing; the labels of such a file are floats.
 
     Attributes:
-        features: Names or indices of the columns of x; None: all that are no labels.
-        label: The name of the column of labels, or its index; a list of them makes y
-            a table too. None: there are no labels.
+        features: Names or indices of the columns of x; None: all columns but the
+            labels.
+        label: Name or index of the column of labels; a list makes y a table too. None:
+            there are no labels.
         dtype: Of x.
         label_dtype: Of y. Classes are whole numbers; for regression "float32".
         classes: If labels are names: all of them, in the order of the labels 0, 1, ....
         header: Whether the first line has the names; else they are "0", "1", ....
         delimiter: Between two cells. Several characters are a regular expression, such
-            as ``r"\s+"`` for white space; but for that one, quotes mean nothing then.
+            as ``r"\s+"`` for white space; quotes have no meaning with any other one.
     """
 
     label_dtype: str | None = "int64"
@@ -520,7 +521,7 @@ class Csv(_Table):
         x, y = facts.first
         if y is None:
             return facts
-        # Like those of all files, also if labels are missing in this one.
+        # The same dtype as in all files, even if labels are missing in this one.
         dtype = self.label_dtype if self.classes is None else "int64"
         return facts._replace(first=(x, np.nan_to_num(y).astype(dtype)))
 
@@ -529,14 +530,15 @@ class Csv(_Table):
 class Parquet(_Table):
     """The columns of a Parquet file: features as x, one or several as y.
 
-    Columns are numbers without missing values; text is refused by name, unless it is a
-    label and ``classes`` are given. Labels that are missing are NaN. Only the columns
-    that are needed are decoded.
+    Columns are numbers without missing values; a column of text is refused by name,
+    unless it is the label and ``classes`` are given. Missing labels are NaN. Only the
+    columns that are needed are decoded.
 
     Attributes:
-        features: Names or indices of the columns of x; None: all that are no labels.
-        label: The name of the column of labels, or its index; a list of them makes y
-            a table too. None: there are no labels.
+        features: Names or indices of the columns of x; None: all columns but the
+            labels.
+        label: Name or index of the column of labels; a list makes y a table too. None:
+            there are no labels.
         dtype: Of x.
         label_dtype: Of y; None: the column's own.
         classes: If labels are names: all of them, in the order of the labels 0, 1, ....

@@ -1,7 +1,7 @@
 """Folders of images, loose or in shards: x are pixels, y the numbers of their classes.
 
-The listing decides, once, which class an image belongs to. Images are decoded by Pillow
-where their rows are used. TinyImageNet is recognised by its ``wnids.txt``:
+The listing determines the class of each image, once. Pillow decodes images where their
+rows are used. TinyImageNet is recognised by its ``wnids.txt``:
 
 =================================  ================================================
 file                               contents
@@ -51,29 +51,29 @@ SPLITS = frozenset({"train", "val", "valid", "validation", "test"})
 # The class of an image by its path; False: images have no classes.
 Labels = Callable[[str], str] | Mapping[str, str] | Literal[False] | None
 
-# A JPEG is decoded at a lower resolution if that has at least so many times the pixels
-# wanted in each direction: a photo of 12 megapixels takes a quarter of the time, and
-# the mean difference of its values is less than half of 1/255.
+# A JPEG is decoded at a lower resolution if that has at least this many times the
+# wanted pixels in each direction: a photo of 12 megapixels takes a quarter of the time,
+# and its values differ by less than half of 1/255 in the mean.
 _FINER = 2
 
-# Without a size, at most so many images are opened to learn it: some may be damaged.
+# Without a size, at most this many images are opened to find one: some may be damaged.
 _TRIED = 8
 
 _CLASSES = "wnids.txt"
 _ANNOTATIONS = "val/val_annotations.txt"
-_NOT_OURS = (".", "__MACOSX")  # what systems put into folders, and archives of them
+_NOT_OURS = (".", "__MACOSX")  # files of operating systems in folders and archives
 
 
 @dataclass(frozen=True)
 class Decoding:
     """How images become arrays of the shape (channels, height, width).
 
-    An image is turned as its EXIF orientation says, converted, then resized
-    bilinearly; its aspect ratio is not kept. Grey images of 16 bits keep the upper
+    An image is rotated according to its EXIF orientation, converted, then resized
+    bilinearly; the aspect ratio is not kept. Grey images of 16 bits keep the upper
     eight.
 
     Attributes:
-        size: (height, width) in pixels, or a number for both; None: as the image is.
+        size: (height, width) in pixels, or a number for both; None: the image's own.
         channels: 1 (grey), 3 (red, green, blue) or 4 (and alpha).
         scale: Factor for values of 0 to 255, which makes them float32; None: uint8.
     """
@@ -99,7 +99,7 @@ class Decoding:
 
     @property
     def height_and_width(self) -> Sequence[int] | None:
-        """In pixels; None: as the image is."""
+        """Height and width in pixels; None: the image's own."""
         size: Any = self.size
         if size is None:
             return None
@@ -144,7 +144,7 @@ def _pillow_modules() -> tuple[Any, Any]:
 
 
 def _converted(image: Any, mode: str, pillow: Any) -> Any:
-    """The image with so many channels of eight bits each."""
+    """Return the image with this many channels of eight bits each."""
     if image.mode == "F":
         raise ValueError("its pixels are floating point numbers; give a loader for it")
     if image.mode.startswith("I"):  # Pillow would cut off at 255
@@ -176,7 +176,7 @@ class Folder:
         return sorted(name for name in self._packed if name.startswith(inside))
 
     def folders(self, folder: str) -> list[str]:
-        """Names of the folders that are directly in a folder."""
+        """Names of the direct subfolders of a folder."""
         if self.shards is None:
             return Store(self.store.url_of(folder), self.store.options).folders()
         start = len(folder) + 1 if folder else 0
@@ -273,7 +273,7 @@ def _tiny_imagenet(files: Folder, split: str | None, images: Sequence[str]) -> C
         lines = files.read(_ANNOTATIONS).splitlines()
         known = dict(line.split("\t")[:2] for line in lines if "\t" in line)
         of = {name: known.get(PurePosixPath(name).name, "") for name in images}
-    else:  # without annotations the images were sorted by class
+    else:  # without annotations, images are sorted into folders by class
         of = {name: PurePosixPath(name).parts[1] for name in images}
     for name, label in of.items():
         if label not in names:
@@ -290,7 +290,7 @@ def _tiny_imagenet(files: Folder, split: str | None, images: Sequence[str]) -> C
 
 
 def _images_in(files: Folder, folder: str, extensions: Sequence[str]) -> list[str]:
-    """Paths of the images; how many other files there are is logged."""
+    """Paths of the images; the number of other files is logged."""
     names = files.names(folder)
     images = [
         name
@@ -341,23 +341,24 @@ def image_folder(
 ) -> "ImageFolder":
     """Take a folder with a folder of images for each class, loose or packed.
 
-    Of a folder that :func:`daskdl.data.pack_files` has written, a part is a shard.
+    If :func:`daskdl.data.pack_files` has written the folder, a part is a shard.
     TinyImageNet's layout is recognised by its ``wnids.txt``. Hidden files and those
     with other extensions are ignored; their number is logged.
 
     Args:
         url: The folder that has the class folders, or the shards.
         size: (height, width) in pixels, or one number for both; images are resized
-            bilinearly, and their aspect ratio is not kept. None: all have the size of
-            the first that can be read.
+            bilinearly, and their aspect ratio is not kept. None: all images have the
+            size of the first readable one.
         channels: 1 (grey), 3 (red, green, blue) or 4 (and alpha).
-        scale: Factor that makes float32 of the values 0 to 255; None: uint8.
+        scale: Factor for values of 0 to 255, which makes them float32; None: uint8.
         split: Only images in this folder: "train", "val", "test", ...
         labels: The class of an image by its path relative to ``url``: a function or a
             table. None: the folder it is in. False: no labels.
-        classes: Their names in the order of their numbers, as ``source.classes`` of
-            the training data; an image of another class is refused. None: the names
-            that are found, sorted; of TinyImageNet those in ``wnids.txt``.
+        classes: Names of the classes in the order of their numbers, as in
+            ``source.classes`` of the training data; an image of another class is
+            refused. None: the names found, sorted; for TinyImageNet, the names in
+            ``wnids.txt``.
         extensions: Of images, in lower or upper case.
         files_per_part: Number of loose images in a part.
         seed: Seed of the order of loose images. None: sorted by path, so that most
@@ -368,9 +369,9 @@ def image_folder(
         A source of x (rows, channels, height, width) and y, int64.
 
     Raises:
-        DataError: If there are no images or classes, an image is in no class folder or
-            a class folder without images, or none of the first 8 can be read and no
-            size is given.
+        DataError: If there are no images or classes, an image is in no class folder, a
+            class folder has no images, or no size is given and none of the first 8
+            images can be read.
         OptionError: If an argument is not as described, or Pillow is missing.
     """
     decoding = Decoding(size, channels, scale)
@@ -415,9 +416,9 @@ class ImageFolder(GroupedFiles):
 
     Attributes:
         paths: Paths of the images relative to the folder, in the order of the rows.
-        labels: The numbers of their classes, likewise; None without labels.
+        labels: Class numbers of the images, in the same order; None without labels.
         classes: Names of the labels 0, 1, ...; None without labels.
-        shape: Of one image: channels, height, width.
+        shape: Channels, height and width of an image.
     """
 
     lengths: Sequence[int]
@@ -462,7 +463,7 @@ class ImageFolder(GroupedFiles):
         return image[None], None if self.labels is None else self.labels[row : row + 1]
 
     def _first_image(self) -> tuple[str, np.ndarray]:
-        """An image that all others must be like, and its URL; of a known size zeros."""
+        """Return an image with the shape of all, and its URL; zeros if given a size."""
         size = self._decoding.height_and_width
         errors: list[DataError] = []
         if size is not None:

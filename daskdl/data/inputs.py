@@ -1,4 +1,4 @@
-"""The user's data: arguments for reading, the `Source` for each type, its metadata.
+"""The user's data: arguments for reading, a `Source` for each type, and its metadata.
 
 A new kind of data is a subclass of :class:`~daskdl.data.source.Source` and a line in
 :func:`source_of`.
@@ -63,12 +63,12 @@ class ReadOptions:
         batch_size: Rows per batch.
         transform: Applied to each batch, or None.
         loader: Reads (x, y) from a file, or None.
-        collate_fn: Makes a batch of a list of a dataset's items, or None.
+        collate_fn: Makes a batch from a list of a dataset's items, or None.
         on_bad_batch: Treatment of parts that cannot be read.
         storage_options: fsspec options for paths and URLs, such as credentials.
 
     Raises:
-        OptionError: With the option, its value and the allowed values.
+        OptionError: Names the option, its value and the allowed values.
 
     Example:
         >>> ReadOptions(32, on_bad_batch="ignore")
@@ -129,7 +129,7 @@ def source_of(
     labelled: bool = True,
     accumulate: int = 1,
 ) -> Source:
-    """Make a source of the user's data.
+    """Make a source from the user's data.
 
     Args:
         X: Inputs, or inputs and labels together.
@@ -201,7 +201,7 @@ def infer_metadata(
 
     Args:
         source: If lengths or first rows are unknown, each part is loaded once.
-        client: Synchronous, its workers load the parts; False: this process does.
+        client: Synchronous; its workers load the parts. False: this process does.
         skips: Whether a part that cannot be read counts as empty.
 
     Raises:
@@ -250,8 +250,8 @@ def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:
         return None if rows is None else facts_of(rows), left_out
 
 
-# Small parts are merged while this many remain, so that replicas end an epoch within
-# 1/64 of the data, and while no part exceeds these rows and bytes: some milliseconds of
+# Small parts are merged while this many remain, so that replicas wait for 1/64 of an
+# epoch at most, and while no part exceeds these rows and bytes: some milliseconds of
 # training, and little memory.
 LEAST_PARTS = 64
 MERGED_ROWS = 1024

@@ -1,4 +1,4 @@
-"""The checksummed list of files that makes a folder of daskdl whole.
+"""Manifests: checksummed lists of the files in a folder of daskdl.
 
 Batch files, shards, predictions and saves are files in a folder with a manifest: JSON
 with a checksum of each file and of itself, written last and atomically. A folder
@@ -17,7 +17,7 @@ from daskdl.config import VERSION
 from daskdl.data.storage import Store
 from daskdl.errors import DataError
 
-# What JSON raises that is no text, is nested too deeply, or is something else.
+# Errors of JSON that is not text, is nested too deeply, or has another content.
 _DAMAGED = (ValueError, TypeError, LookupError, RecursionError)
 
 
@@ -44,7 +44,7 @@ class File:
     """A file beside the manifest.
 
     Attributes:
-        name: In the folder; no path.
+        name: Name in the folder, not a path.
         nbytes: Size of the file.
         sha256: Checksum of its bytes, in hexadecimal.
         details: Further JSON about it: ``rows``, ``role``, ...
@@ -136,7 +136,7 @@ class Manifest:
         return cls(files, whole["content"])
 
     def write(self, store: Store, kind: Kind) -> None:
-        """Write it into a folder that has all of the files."""
+        """Write the manifest into a folder that already has all files."""
         whole = {
             "format": kind.format,
             "version": kind.version,

@@ -1,7 +1,7 @@
 """Normalizers: statistics of x in one pass over all parts, and the scaling they give.
 
-Statistics are merged in the order of the parts, so the result does not depend on which
-part is finished first.
+Statistics are merged in the order of the parts, so the result does not depend on the
+order in which parts are finished.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ class Statistics:
     Attributes:
         count: Number of values in a group.
         mean: Shape of a row, with 1 in the axes that belong to one group.
-        rest: What rounding took from the mean; like `mean`. Without it two means near
-            1e8 are 1e-8 too far apart, and the deviation is wrong in its tenth digit.
+        rest: Rounding error of the mean; like `mean`. Without it, the distance of two
+            means near 1e8 is wrong by 1e-8, and the deviation in its tenth digit.
         squares: Sum of the squared distances from the mean; like `mean`.
         low: Lowest value; like `mean`.
         high: Highest value; like `mean`.
@@ -55,7 +55,7 @@ class Statistics:
 
     @property
     def deviation(self) -> np.ndarray:
-        """The standard deviation, as numpy's: divided by the count, not one less."""
+        """The standard deviation as in numpy: divided by the count, not count - 1."""
         return np.sqrt(self.squares / self.count)
 
     def merged(self, other: "Statistics") -> "Statistics":
@@ -89,7 +89,7 @@ def statistics_of(values: np.ndarray, per: Per) -> Statistics:
             of the second axis; "all": a single group.
 
     Raises:
-        DataError: If a value is NaN or infinite; the message begins with its index.
+        DataError: If a value is NaN or infinite; the message begins with the index.
 
     Example:
         >>> found = statistics_of(np.array([[1, 5], [3, 5]]), "feature")
@@ -124,7 +124,7 @@ def _of_slice(values: np.ndarray, axes: tuple[int, ...]) -> Statistics:
 
 
 def _sum(large: np.ndarray, small: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sum, and what rounding took from it."""
+    """Return the sum and its rounding error."""
     total = large + small
     return total, small - (total - large)
 
@@ -168,7 +168,8 @@ class Scaling:
             return self.apply(_copied(values)).numpy()
         self._check(values)
         if values.dtype in _EXACT_IN_FLOAT32:
-            # As exact as in float64: the rounding error of the shift comes second.
+            # As exact as in float64: the rounding error of the shift is added in a
+            # second step.
             high = self.shift.astype(np.float32)
             distance = values.float() - _like(high, values, torch.float32)
             distance -= _like(self.shift - high, values, torch.float32)
@@ -178,7 +179,7 @@ class Scaling:
         return wide.float()
 
     def inverse(self, values: Any) -> Any:
-        """Return the values before they were scaled, in the dtype of `values`."""
+        """Return the values before the scaling, in the dtype of `values`."""
         if isinstance(values, np.ndarray):
             return self.inverse(_copied(values)).numpy()
         self._check(values)
@@ -203,7 +204,7 @@ class Scaling:
 
     @override
     def __reduce__(self) -> Any:
-        return Scaling, (self.shift, self.scale, self.offset)  # read only there too
+        return Scaling, (self.shift, self.scale, self.offset)  # read only there as well
 
     def _check(self, values: Tensor) -> None:
         row = tuple(values.shape[1:])
@@ -219,7 +220,7 @@ class Scaling:
 
 
 def _copied(values: np.ndarray) -> Tensor:
-    # Arrays of a source are read only, which torch warns of.
+    # A source's arrays are read only; torch warns about those.
     return torch.from_numpy(np.array(as_numpy(values)))
 
 
@@ -232,8 +233,8 @@ class Normalization:
     """A fitted normalizer, which scales x; to be used as a `transform`.
 
     Attributes:
-        scalings: A tree like x, with a :class:`Scaling` for each array, and None for
-            those that are left as they are.
+        scalings: A tree like x, with a :class:`Scaling` for each array, or None for an
+            array that does not change.
 
     Example:
         >>> from daskdl.data.normalize import Standardize
@@ -269,13 +270,13 @@ class Normalization:
         return self._mapped(Scaling.apply, x), y
 
     def inverse(self, x: Tree) -> Tree:
-        """Return x as it was before it was scaled.
+        """Return x before the scaling.
 
         Args:
             x: A tree of tensors or arrays, as `transform` returns it.
 
         Raises:
-            DataError: If it has another structure, or rows of another shape.
+            DataError: If x has another structure, or rows of another shape.
         """
         return self._mapped(Scaling.inverse, x)
 
@@ -316,7 +317,7 @@ def _alike(one: Tree, two: Tree) -> bool:
 
 
 def _plain(tree: Tree) -> Any:
-    # A dict as pairs: JSON would make strings of keys that are numbers.
+    # A dict as pairs: JSON would turn keys that are numbers into strings.
     if isinstance(tree, dict):
         return {"dict": [[key, _plain(child)] for key, child in tree.items()]}
     if isinstance(tree, tuple):
@@ -346,7 +347,7 @@ def _of_all(source: Source, per: Per, only: Keys | None, client: Any) -> Tree:
     """Go through all parts once."""
     function = functools.partial(_of_part, per=per, only=only)
     total = None
-    # Closed at once, not when the traceback of an error is forgotten.
+    # Closed at once, not when the traceback of an error is released.
     with contextlib.closing(map_parts(source, function, client)) as results:
         for part, found in _in_order(results):
             if found is not None:
@@ -357,7 +358,7 @@ def _of_all(source: Source, per: Per, only: Keys | None, client: Any) -> Tree:
 
 
 def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | None:
-    """Compute the statistics of a part where it is; None if it has no rows."""
+    """Compute the statistics of a part in place; None if it has no rows."""
 
     def of_leaf(leaf: np.ndarray, name: str | None) -> Statistics | None:
         if name is None:
@@ -415,7 +416,7 @@ def _merged(total: Tree, found: Tree, source: Source, part: int) -> Tree:
 
 
 def _in_order(results: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
-    """Yield results by part; those of later parts wait."""
+    """Yield results in the order of the parts; results of later parts wait."""
     waiting: dict[int, T] = {}
     following = 0
     for part, result in results:
@@ -430,14 +431,14 @@ class Normalizer(ABC):
     """Derives a scaling from statistics of the data.
 
     Attributes:
-        per: "feature": each place in a row is scaled by its own numbers; "channel":
-            each index of the second axis, as of images (rows, channels, height, width),
-            which may then differ in size; "all": an array by one number.
-        only: Keys of x, a dict or a tuple, that are scaled; the others are left as they
-            are. None: all.
+        per: "feature": a scaling for each place in a row; "channel": one for each index
+            of the second axis, as in images (rows, channels, height, width), which may
+            then differ in size; "all": a single one for an array.
+        only: Keys of x, a dict or a tuple, that are scaled; the others do not change.
+            None: all.
 
     Raises:
-        OptionError: If an attribute is outside what is allowed.
+        OptionError: If an attribute is outside its allowed values.
     """
 
     per: Per = "feature"
@@ -464,7 +465,7 @@ class Normalizer(ABC):
         loader: Any = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Normalization:
-        """Go through the data once, each part where it is.
+        """Compute the statistics in one pass over the data, each part in place.
 
         Args:
             X: Any data that `Trainer.fit` takes.
@@ -477,8 +478,8 @@ class Normalizer(ABC):
             The scaling of x, to be used as a `transform`.
 
         Raises:
-            DataError: If a value is NaN or infinite, with the part and the array; if
-                parts do not fit together, or the data cannot be used.
+            DataError: If a value is NaN or infinite (names the part and the array), if
+                parts do not fit together, or if the data cannot be used.
             OptionError: If x lacks a key of `only`.
         """
         read = ReadOptions(loader=loader, storage_options=storage_options)
@@ -495,7 +496,7 @@ class Normalizer(ABC):
 class Standardize(Normalizer):
     """Mean 0 and standard deviation 1, as numpy's `mean` and `std`.
 
-    Constant values are divided by 1, and so become 0.
+    Constant values are divided by 1, so they become 0.
 
     Attributes:
         epsilon: Values whose deviation is at most this count as constant, >= 0.

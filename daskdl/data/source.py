@@ -32,11 +32,11 @@ class Member(NamedTuple):
 
     name: str
     keys: tuple[Any, ...]
-    finish: Callable[[list[Any]], Rows]  # makes rows of the values of the keys
+    finish: Callable[[list[Any]], Rows]  # makes rows from the values of the keys
     rows: int | None = None  # when the part was computed before
 
     def of(self, values: Mapping[Any, Any]) -> Rows:
-        """Make the rows of this part; refuse a part whose length has changed."""
+        """Make the rows of the part; refuse a part whose length has changed."""
         made = self.finish([values[key] for key in self.keys])
         if self.rows is not None and (found := batching.length(made[0])) != self.rows:
             raise DataError(
@@ -90,23 +90,23 @@ class Facts(NamedTuple):
 
 
 class Source(ABC):
-    """One kind of data. Pickled to each worker once; parts are loaded there.
+    """One kind of data. Pickled to each worker once; the worker loads the parts.
 
     Attributes:
         parts: Number of parts, >= 1.
-        lengths: Rows of each part; None: unknown, each part is loaded once to count.
+        lengths: Rows of each part; None: unknown, so each part is loaded once to count.
         first: At least one row like all others, for a dry run; None: unknown. The
             values may be zeros.
-        sequential: Whether a part can only be read from its beginning, with `stream`
-            instead of `load`, and may not fit into memory. Its rows are not shuffled,
-            and replicas do not share it.
+        sequential: Whether a part can only be read from its beginning, by `stream`
+            instead of `load`, and may exceed the memory. The rows of such a part are
+            not shuffled, and a single replica reads them.
         classes: Names of the labels 0, 1, ..., or None.
         here: Whether the rows are in this process's memory.
-        left_out: Number of unreadable examples that are in no part; a part of unknown
-            length counts as one for each of its files.
+        left_out: Number of unreadable examples, which are in no part; each file of a
+            part of unknown length counts as one example.
         unlike: Kinds of the rows of each part, see `daskdl.data.batching.kinds`; None:
-            all are alike.
-        given: Whether the user has chosen the parts, which may be small.
+            the parts have rows of one kind.
+        given: Whether the user has chosen the parts, so that they may be small.
         apart: Whether each part is sent by itself, as `packed` returns it, to the
             worker that loads it; otherwise each worker gets the whole source once.
     """
@@ -134,7 +134,7 @@ class Source(ABC):
             labels.
 
         Raises:
-            DataError: If the part cannot be used, with its name. Errors of the user's
+            DataError: If the part, which is named, cannot be used. Errors of the user's
                 own loading are passed on.
         """
 
@@ -143,7 +143,7 @@ class Source(ABC):
         raise NotImplementedError(f"{type(self).__name__} is not sequential")
 
     def packed(self, part: int) -> Rows | PartGraph:
-        """Return what is sent of a part, if parts are sent `apart`."""
+        """Return the content to send for a part, if parts are sent `apart`."""
         raise NotImplementedError(f"{type(self).__name__} is sent as a whole")
 
     def needs(self, part: int) -> tuple[Any, ...]:
@@ -158,11 +158,11 @@ class Source(ABC):
         return ()
 
     def together(self, groups: Sequence[Sequence[int]]) -> "Source":
-        """Return the same rows in fewer parts; parts in no group have no rows."""
+        """Return the same rows in fewer parts; parts without rows are in no group."""
         return Together(self, groups)
 
     def name(self, part: int) -> str:
-        """Return the name of a part for messages; of a file, its URL."""
+        """Return the name of a part for messages; for a file, its URL."""
         return f"part {part}"
 
     def look(self, part: int) -> Facts:
@@ -231,7 +231,7 @@ class Together(Source):
 
 
 def rows_of_part(source: Source, part: int, rows: int) -> Iterator[Rows]:
-    """Yield a part as a whole, or about `rows` rows of a sequential one at a time."""
+    """Yield a part as a whole; a sequential part in pieces of about `rows` rows."""
     if source.sequential:
         yield from source.stream(part, rows)
     else:
@@ -239,7 +239,7 @@ def rows_of_part(source: Source, part: int, rows: int) -> Iterator[Rows]:
 
 
 def is_known(source: Source) -> bool:
-    """Whether enough is known to start: first rows, and lengths unless sequential."""
+    """Whether the first rows are known, and the lengths unless sequential."""
     lengths = source.sequential or source.lengths is not None
     return lengths and source.first is not None
 
@@ -250,7 +250,7 @@ def rows_in(source: Source) -> int | None:
 
 
 def facts_of(rows: Rows) -> Facts:
-    """Return the facts of loaded rows; they refer to copies."""
+    """Return the facts of loaded rows, which hold copies."""
 
     def few(tree: batching.Tree) -> batching.Tree:
         return batching.mapped(lambda leaf: leaf[:SHOWN_ROWS].copy(), tree)

@@ -1,8 +1,8 @@
-"""Files at any fsspec URL: read, written atomically, listed, and tried again.
+"""Files at any fsspec URL: read, written atomically and listed, with retries.
 
-fsspec opens the file systems. This module adds what fsspec leaves to its callers:
-atomic writes, further attempts after passing errors, and messages that name the URL,
-and the worker and the remedy where credentials are missing.
+fsspec opens the file systems. This module adds atomic writes, retries after transient
+errors, and messages that name the URL, and also the worker and the remedy where
+credentials are missing.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyPath = str | os.PathLike[str]
 
-# Seconds before each further attempt. Most drops are over at once; a run must not hang
-# on one file while a server is away for longer.
+# Seconds before each retry. Most drops are short; a run must not hang on one file while
+# a server is unreachable for longer.
 WAITS_S = (0.1, 0.4, 1.6)
 
-# No further attempt begins after so many seconds: s3fs and botocore try again too, by
-# default for half a minute, which must not be multiplied.
+# No retry begins after this many seconds: s3fs and botocore retry too, by default for
+# half a minute, which must not be multiplied.
 ENOUGH_S = 20.0
 
 # The libraries below fsspec's file systems, whose errors need not be OSErrors.
 _LIBRARIES = frozenset(
     {"aiohttp", "azure", "botocore", "gcsfs", "google", "http", "urllib3"}
 )
-# Their errors, by module and name, that mean that a connection failed,
+# Their errors that mean that a connection failed, by module and name,
 _DROPPED = frozenset(
     {
         "botocore.exceptions.HTTPClientError",
@@ -61,7 +61,7 @@ _DROPPED = frozenset(
         "azure.core.exceptions.ServiceResponseError",
     }
 )
-# and those that mean that credentials are missing or wrong.
+# and the errors that mean that credentials are missing or wrong.
 _REFUSED = frozenset(
     {
         "builtins.PermissionError",
@@ -96,16 +96,16 @@ _SERVER_ERRORS = 500
 
 
 def attempt(action: Callable[[], T], verb: str, url: str) -> T:
-    """Do something to a URL, and again after each of `WAITS_S` while connections drop.
+    """Call a function, and again after each of `WAITS_S` while connections drop.
 
     Args:
-        action: What to do; harmless when done twice.
-        verb: For the message: ``"read"``.
-        url: Also for the message.
+        action: The function; calling it twice is harmless.
+        verb: Its name in the message, such as ``"read"``.
+        url: The URL in the message.
 
     Raises:
-        FileNotFoundError: As it came; the caller knows what that means.
-        DataError: If it failed otherwise, or was dropped at every attempt.
+        FileNotFoundError: Unchanged; the caller knows its meaning.
+        DataError: If another error occurs, or the connection drops each time.
 
     Example:
         >>> attempt(lambda: 7, "read", "memory://x")
@@ -143,7 +143,7 @@ def _status(error: Exception) -> Any:
 
 
 def _is_dropped(error: Exception, names: Set[str]) -> bool:
-    """Whether an error may be gone at the next attempt."""
+    """Whether an error may be transient."""
     if not names.isdisjoint(_DROPPED):
         status = getattr(error, "status", _SERVER_ERRORS)
         return bool(status >= _SERVER_ERRORS or status == _TOO_MANY_REQUESTS)
@@ -162,10 +162,10 @@ def _here() -> str:
     return f"process {os.getpid()} of {socket.gethostname()}"
 
 
-# Ends the name of a file that is being written; listings leave such files out.
+# Suffix of a file that is being written; listings omit such files.
 TEMPORARY = ".daskdl-part"
 LOCAL = frozenset({"file", "local"})
-# Here one request puts a whole file, and folders need not be made.
+# Here one request puts a whole file, and folders need not be created.
 _PUT_WHOLE = frozenset(
     {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "memory"}
 )
@@ -174,9 +174,10 @@ _PUT_WHOLE = frozenset(
 def put(system: Any, path: str, content: bytes | memoryview) -> None:
     """Write a file atomically, and make missing folders.
 
-    Locally a temporary file beside it is renamed (fsspec's transactions move one from
-    another disk, which is not atomic), an object store gets one put; elsewhere a
-    temporary file is moved, by whatever the file system has for it.
+    On a local disk, a temporary file beside the target is renamed (fsspec's
+    transactions move a file from another disk, which is not atomic). An object store
+    gets one put. On other file systems, a temporary file is moved by their own
+    operation.
     """
     kinds = {system.protocol} if isinstance(system.protocol, str) else system.protocol
     if _PUT_WHOLE.intersection(kinds):
@@ -200,7 +201,7 @@ def put(system: Any, path: str, content: bytes | memoryview) -> None:
 
 
 _MAGIC = re.compile(r"[*?\[]")
-# A URL in three: protocol with its slashes, path, and the archive after it.
+# Three parts of a URL: protocol with its slashes, path, and the archive after it.
 _PARTS = re.compile(r"(.*?://)?(.*?)(::.*)?", re.DOTALL)
 
 
@@ -247,7 +248,7 @@ def are_paths(value: Any) -> TypeGuard[AnyPath | list[AnyPath]]:
 
 
 def is_glob(path: AnyPath) -> bool:
-    """Whether a path has wildcards; that of a local file or folder has none."""
+    """Whether a path has wildcards; an existing local file or folder has none."""
     url = store_of(path).url
     there = is_local(url) and os.path.exists(strip_protocol(url))
     return _MAGIC.search(_parts(url)[1]) is not None and not there
@@ -267,7 +268,7 @@ def joined(folder: str, name: str) -> str:
 
 
 def folder_of(url: str) -> str:
-    """The folder of a file; of a pattern, the last one that has no wildcard.
+    """The folder of a file; for a pattern, the last one without a wildcard.
 
     Example:
         >>> folder_of("s3://bucket/a/*/b.npy"), folder_of("memory://b.npy")
@@ -301,7 +302,7 @@ def common_folder(urls: Iterable[str]) -> str:
 
 
 def path_in(folder: str, url: str) -> str | None:
-    """The path of a file relative to a folder; None if it is not in there.
+    """The path of a file relative to a folder; None if it is elsewhere.
 
     Example:
         >>> path_in("s3://bucket/a", "s3://bucket/a/b/c.png")
@@ -336,7 +337,7 @@ class OpenBytes(io.BytesIO):
 
 
 class _Ranges(io.RawIOBase):
-    """A file that is read by ranges, each tried again like a whole file."""
+    """A file that is read by ranges, with retries for each range."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.name, self._options = url, options
@@ -376,13 +377,13 @@ class _Ranges(io.RawIOBase):
         return len(content)
 
 
-_HEADER_BYTES = 2**13  # at a time, of a file of which only the header is read
+_HEADER_BYTES = 2**13  # read at a time from a file whose header alone is needed
 
 
 def opened(url: str, options: Mapping[str, Any], header: bool = False) -> BinaryIO:
     """Open a file, whose ``name`` is then its local path or URL.
 
-    One that is not local is read whole, in one request; with `header`, by ranges.
+    A remote file is read whole, in one request; with `header`, by ranges.
     """
     if is_local(url):
         path = str(strip_protocol(url))
@@ -435,12 +436,12 @@ _DELETED_AT_A_TIME = 8  # each is a request that mostly waits
 class Store:
     """A folder at a fsspec URL. It pickles; any thread may use it.
 
-    A dropped connection is tried again a few times (`WAITS_S`). What fails then raises
-    a DataError that names the URL of the file.
+    After a dropped connection, requests are repeated a few times (`WAITS_S`). If all
+    fail, a DataError names the URL of the file.
 
     Attributes:
         url: ``s3://bucket/x``, ``memory://x``, ``/local/path``, ``file:///...``.
-        options: Of the file system, as fsspec's ``storage_options``; not shown.
+        options: fsspec's ``storage_options`` of the file system; never shown.
 
     Example:
         >>> store = Store("memory://daskdl-example")
@@ -466,18 +467,18 @@ class Store:
         _on_file(lambda: put(system, path, content), "write", url)
 
     def exists(self, name: str) -> bool:
-        """Whether there is such a file; of a folder False."""
+        """Whether the file exists; False for a folder."""
         return _found(self.url_of(name), self.options) is not None
 
     def names(self, pattern: str = "**") -> list[str]:
-        """Files in the folder as it is now, relative to it and sorted."""
+        """Names of the files that are in the folder now, sorted."""
         matches = re.compile(glob_translate(pattern)).fullmatch
         return [
             n for n in self._all(pattern) if not n.endswith(TEMPORARY) and matches(n)
         ]
 
     def folders(self) -> list[str]:
-        """Names of the folders that are directly in it, sorted."""
+        """Names of the direct subfolders, sorted."""
         system, root = _system(self.url, self.options)
         entries: list[Mapping[str, Any]] = []
         with contextlib.suppress(FileNotFoundError):
@@ -486,7 +487,7 @@ class Store:
         return sorted(path.rpartition("/")[2] for path in paths)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files; those that are not there are passed over."""
+        """Delete files; missing files are ignored."""
 
         def delete(url: str) -> None:
             system, path = _system(url, self.options)
@@ -497,7 +498,7 @@ class Store:
             list(pool.map(delete, map(self.url_of, names)))
 
     def delete_all(self) -> None:
-        """Delete every file below the folder; locally the folder too."""
+        """Delete every file below the folder, and the folder itself on a local disk."""
         if not is_local(self.url):
             self.delete(self._all("**"))
             return
@@ -529,7 +530,7 @@ class Store:
 
 
 def _found(url: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Ask for a file, None if there is none; fsspec's `exists` would hide errors."""
+    """Look for a file; None if there is none. fsspec's `exists` would hide errors."""
     system, path = _system(url, options)
 
     def looked() -> Mapping[str, Any] | None:
@@ -566,19 +567,19 @@ def listed(
     pattern: str | None,
     options: Mapping[str, Any] | None,
 ) -> list[str]:
-    """URLs of the files that a user means, in the order of the list, or sorted by name.
+    """Return URLs of the user's files, in the order of the list, or sorted by name.
 
     Args:
         given: A folder, a file, a pattern such as ``s3://bucket/x/*.npy``, or a list
             of files and patterns.
-        pattern: Which files of a folder, as ``**/*.png``. None: all below it but those
-            whose name begins with a dot or an underscore, and those in a folder whose
-            name begins with a dot.
+        pattern: Which files of a folder, for example ``**/*.png``. None: all files
+            below the folder, except files whose name begins with a dot or an
+            underscore, and files in a folder whose name begins with a dot.
         options: Of the file system.
 
     Raises:
         DataError: If a path, a pattern or a local file of a list matches nothing.
-        OptionError: If it is none of these, or there is a pattern besides a list.
+        OptionError: If `given` is none of these, or a list comes with a pattern.
     """
     if not is_path(given):
         entries = given if isinstance(given, list | tuple) else []
@@ -605,7 +606,7 @@ def listed(
 
 
 def _entry(path: AnyPath, options: Mapping[str, Any] | None) -> list[str]:
-    """The files of a path or pattern, which is relative to its last plain folder."""
+    """The files of a path, or of a pattern relative to its last plain folder."""
     url = store_of(path).url
     if is_glob(path):
         folder = store_of(folder_of(url), options)
@@ -619,7 +620,7 @@ def _entry(path: AnyPath, options: Mapping[str, Any] | None) -> list[str]:
 
 
 def _taken(url: str) -> str:
-    """The remedy if the user has meant text, not a path."""
+    """The remedy if the user may have meant text, not a path."""
     text = " " in _parts(url)[1].rpartition("/")[2]
     return f": a str is the path or URL of files; {TEXT}" if text else ""
 

@@ -1,7 +1,7 @@
-"""Arrays and tables in memory: which are accepted, and their rows as numpy arrays.
+"""Arrays and tables in memory: checks, and rows as numpy arrays.
 
-Imports neither Dask nor pandas nor pyarrow: their objects exist only where other code
-has imported them.
+Imports neither Dask nor pandas nor pyarrow: objects of these libraries exist only where
+other code has imported them.
 """
 
 import copy
@@ -69,7 +69,7 @@ _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 def _remedy_for(value: Any, argument: str) -> str:
-    """How to make an array of an object that is none."""
+    """How to turn an object into an array."""
     if isinstance(value, list):
         remedy = _remedy_for_list(value, argument)
     else:
@@ -101,7 +101,7 @@ def _remedy_for_list(value: list[Any], argument: str) -> str:
 
 
 def _remedy_for_dtype(array: Any, argument: str) -> str:
-    """How to make real numbers of the values of an array."""
+    """How to turn the values of an array into real numbers."""
     remedy = "convert it, for example with {X}.astype(numpy.float32)"
     first = None
     if isinstance(array, np.ndarray) and array.dtype.kind == "O" and array.size:
@@ -150,7 +150,7 @@ def check_array(value: Any, argument: str) -> float:
 
     Args:
         value: Any object.
-        argument: Its name in the user's call, for the message.
+        argument: Name of the object in the user's call, for the message.
 
     Returns:
         Length of the first axis, > 0; NaN if Dask does not know it.
@@ -212,8 +212,8 @@ def check_arrays(X: Tree, y: Tree) -> int:
 def as_numpy(value: np.ndarray | Tensor) -> np.ndarray:
     """Return the same numbers as a plain numpy array in native byte order.
 
-    Numpy has no bfloat16 (nor float8): such tensors become float32, which holds
-    every one of their values exactly.
+    Numpy has neither bfloat16 nor float8: such tensors become float32, which represents
+    each of their values exactly.
 
     Args:
         value: An array or a tensor on any device; read only.
@@ -313,10 +313,10 @@ def _check_chunks(value: Any, argument: str) -> None:
         )
 
 
-# Enough for several replicas, few enough that a part is worth a message. Independent of
-# the number of replicas, on which the order of rows must not depend.
+# Enough for several replicas, and few enough that a part is worth a message. The order
+# of rows must not depend on the number of replicas, so this number does not either.
 PARTS = 64
-PART_BYTES = 32 * 2**20  # about the most, so that no part takes long to send
+PART_BYTES = 32 * 2**20  # about the largest size, so that no part takes long to send
 
 
 class InMemory(Source):
@@ -327,7 +327,7 @@ class InMemory(Source):
         y: The same, or None.
         batch_size: A part is a whole number of batches, >= 1.
         shuffle_seed: Seed of the order in which rows are dealt to parts, so that data
-            sorted by label do no harm; None keeps the order.
+            may be sorted by label; None keeps the order.
     """
 
     lengths: Sequence[int]
@@ -445,7 +445,7 @@ def is_frame(value: Any) -> bool:
 def check_columns(
     frame: Any, argument: str, label: bool = False
 ) -> tuple[str, ...] | None:
-    """Refuse columns that are not numbers, by their dtypes alone.
+    """Refuse columns that are not numbers; looks only at dtypes.
 
     Args:
         frame: See `is_frame`; also the empty ``_meta`` of a ``dask.dataframe``.
@@ -456,7 +456,7 @@ def check_columns(
         The categories of such labels, which become 0, 1, ...; else None.
 
     Raises:
-        DataError: With each column that cannot be used, and the remedy.
+        DataError: Names each column that cannot be used, and the remedy.
 
     Example:
         >>> import pandas
@@ -563,8 +563,8 @@ def columns_of(
         Numbers of shape (rows, columns) or (rows,), read only.
 
     Raises:
-        DataError: With a column that has missing values or cannot be used, or if the
-            categories are not `classes`.
+        DataError: If a column, which is named, has missing values or cannot be used, or
+            if the categories are not `classes`.
 
     Example:
         >>> import pandas
@@ -613,7 +613,7 @@ def _numbers(column: Any) -> np.ndarray:
 
 
 def _as_pandas(frame: Any) -> Any:
-    """Tables of pyarrow as pandas' frames with pyarrow's dtypes; others unchanged."""
+    """Convert pyarrow tables to pandas frames with pyarrow dtypes; others unchanged."""
     if not type(frame).__module__.startswith("pyarrow"):
         return frame
     try:
@@ -635,7 +635,7 @@ def _as_pandas(frame: Any) -> Any:
 
 
 def _columns(frame: Any, argument: str) -> Iterator[tuple[str, str, Any]]:
-    """Each column, described and in code; names need not be unique."""
+    """Yield each column with its description and its code; names may repeat."""
     if frame.ndim == 1:
         yield argument, argument, frame
         return

@@ -37,17 +37,17 @@ PAIR = "for several inputs ((x1, x2), y), or use a collate_fn that returns (x, y
 
 @dataclass(frozen=True)
 class Collation:
-    """Makes rows of items.
+    """Makes rows from items.
 
-    The user's function gets `batch_size` items at a time, the last time the rest, and
-    returns one row for each. It may pad to the longest item: rows of two calls go into
-    one batch only if all their axes but the first are equal.
+    The user's function gets `batch_size` items at a time, or the rest in its last call,
+    and returns one row for each item. It may pad to the longest item: rows of two calls
+    go into one batch only if all their axes but the first are equal.
 
     Attributes:
         function: The user's ``collate_fn``; None: torch's default.
         batch_size: Number of items that the user's function gets.
-        labelled: Whether items must be pairs (x, y). If not, items that are no pairs
-            are x alone.
+        labelled: Whether items must be pairs (x, y). If not, any other item is x
+            alone.
 
     Example:
         >>> Collation().rows([([1.0, 2.0], 0), ([3.0, 4.0], 1)])
@@ -139,11 +139,11 @@ _END = object()
 
 
 class _ObservedInfo:
-    """A worker's info that records whether the dataset reads which worker it is on.
+    """A worker's info that records whether the dataset asks which worker it is on.
 
     Args:
-        info: Torch's own, from which not all versions of torch allow to derive.
-        workers: Its `asked` is set.
+        info: Torch's own info; some versions of torch do not allow subclasses of it.
+        workers: The object whose `asked` is set.
     """
 
     def __init__(self, info: worker.WorkerInfo, workers: "LoaderWorkers") -> None:
@@ -159,15 +159,15 @@ class _ObservedInfo:
 class LoaderWorkers:
     """The items of a dataset that each worker of a ``DataLoader`` would see.
 
-    Each pass iterates over a shallow copy, which keeps attributes that the dataset sets
-    meanwhile.
+    Each pass iterates over a shallow copy of its own, since a dataset may set
+    attributes while it iterates.
 
     Args:
         dataset: Not changed.
 
     Attributes:
-        asked: Whether the dataset has read, in this process, which worker it is on. A
-            dataset that never does gives all its items to each worker.
+        asked: Whether the dataset has asked, in this process, which worker it is on. If
+            it never asks, each worker gets all items.
     """
 
     asked: bool
@@ -209,7 +209,7 @@ def worker_info(info: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Stream:
-    """Items in parts, each made by a function where it is trained on.
+    """Items in parts; a function makes each part where it is trained on.
 
     Unlike a ``torch.utils.data.IterableDataset``, one process may iterate over several
     parts at the same time.
@@ -246,10 +246,10 @@ class IterableStyle(Source):
     """Parts of a stream, read in order.
 
     Args:
-        dataset: Its items are pairs (x, y), or x alone if `collation` allows. One of
-            torch's must read ``torch.utils.data.get_worker_info()``, as for a
+        dataset: Its items are pairs (x, y), or x alone if `collation` allows that. A
+            torch dataset must read ``torch.utils.data.get_worker_info()``, as for a
             ``DataLoader``: a part has the items of one worker.
-        collation: Makes rows of items.
+        collation: Makes rows from items.
 
     Attributes:
         fixed: Whether the user has chosen the number of parts.
@@ -276,7 +276,7 @@ class IterableStyle(Source):
 
     @functools.cached_property
     def first(self) -> Rows:  # type: ignore[override]
-        """First rows of the first part that has any."""
+        """First rows of the first part that has rows."""
         there = self._beginnings(1)
         if not there:
             raise DataError(
@@ -288,8 +288,8 @@ class IterableStyle(Source):
         """Warn if every part seems to have all items.
 
         Warns:
-            UserWarning: If two parts begin with the same items, or if a dataset of
-                torch does not read which worker it is on.
+            UserWarning: If two parts begin with the same items, or if a torch dataset
+                does not ask which worker it is on.
         """
         there = self._beginnings(2)
         if len(there) < 2:
@@ -316,7 +316,7 @@ class IterableStyle(Source):
         )
 
     def _beginnings(self, most: int) -> list[Rows]:
-        """First rows of each of the first parts that have any."""
+        """First rows of each of the first parts that have rows."""
         begun = (
             list(itertools.islice(self._function(part, self.parts), SHOWN_ROWS))
             for part in range(self.parts)
@@ -349,7 +349,7 @@ class IterableStyle(Source):
 
 
 def split_stream(source: Source, parts: int) -> Source:
-    """Return a stream in `parts` parts, unless the user has chosen; others unchanged.
+    """Return a stream in `parts` parts, unless the user chose; others unchanged.
 
     Warns:
         UserWarning: If every part seems to have all items.
@@ -371,10 +371,10 @@ def is_iterable_style(value: Any) -> bool:
     return isinstance(value, IterableDataset | Stream)
 
 
-PARTS = 64  # desired: replicas then end an epoch within 1/64 of the data
+PARTS = 64  # desired: at the end of an epoch, replicas wait for 1/64 of it at most
 LEAST_ITEMS = 64  # fewer are not worth a request to the scheduler
-# A part should load in well under a second. An item takes 10 to 100 us; an image to be
-# decoded takes 10 ms, and its 600 kB make parts of 50.
+# A part should load in well under a second. An item takes 10 to 100 us; decoding an
+# image takes 10 ms, and its 600 kB lead to parts of 50.
 MOST_ITEMS = 4096
 MOST_BYTES = 32 * 2**20
 
@@ -386,8 +386,8 @@ class MapStyle(Source):
     ``DataLoader`` need not be thread-safe.
 
     Args:
-        dataset: Its items are pairs (x, y), or x alone if `collation` allows.
-        collation: Makes rows of items. With the user's own function, a part has the
+        dataset: Its items are pairs (x, y), or x alone if `collation` allows that.
+        collation: Makes rows from items. With a function of the user, a part has the
             items of one call.
         shuffle_seed: Seed of the order in which items are dealt to parts, once for all
             epochs; None keeps the order.

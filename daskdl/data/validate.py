@@ -1,7 +1,7 @@
 """One pass over all data, on the cluster, that finds bad parts and rows.
 
-Whatever a source yields is compared with the user's expectations, and of a part with
-several files each bad file is named.
+The rows of a source are compared with the user's expectations. If a part has several
+files, each bad file is named.
 """
 
 import functools
@@ -30,7 +30,7 @@ Shape = tuple[int | None, ...]  # of a row; None: any length
 Arrays = Mapping[str, np.ndarray]
 Labels = np.ndarray | range  # a range is not written out: it may be of billions
 
-# Kinds of faults of a whole part, or of a file of it, and of a row.
+# Kinds of faults: of a whole part or one of its files, and of a row.
 OF_PARTS = ("missing", "unreadable", "wrong shape", "wrong dtype")
 OF_ROWS = ("missing label", "invalid label", "non-finite")
 KINDS = (*OF_PARTS, *OF_ROWS)
@@ -43,7 +43,7 @@ _NUMBER_KINDS = "biuf"
 class Offender(NamedTuple):
     """One fault."""
 
-    part: str  # its name; of a file the URL
+    part: str  # name of the part; URL of a file
     row: int | None  # counted from 0 within the part or file; None: all of it
     kind: str  # one of `KINDS`
     message: str
@@ -55,7 +55,7 @@ class Report:
 
     Attributes:
         parts: Number of parts.
-        files: Number of files they consist of; None: they do not consist of files.
+        files: Number of files in the parts; None: the data are not files.
         rows: Number of rows that could be read.
         counts: Number of faults of each kind, also beyond the listed offenders: parts
             or files that are "missing", "unreadable", of "wrong shape", of "wrong
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no fault."""
         return not any(self.counts.values())
 
     @override
@@ -113,7 +113,7 @@ class Report:
         return "\n".join([first, *_aligned(counts), "", *table, *last])
 
     def to_pandas(self) -> Any:
-        """The offenders as a ``pandas.DataFrame``, one in a row."""
+        """The offenders as a ``pandas.DataFrame``, one per row."""
         import pandas as pd
 
         return pd.DataFrame(list(self.offenders), columns=list(Offender._fields))
@@ -132,12 +132,12 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Expectations:
-    """What arrays are expected to be like, by name: ``x``, ``x['image']``, ``y[0]``.
+    """Expectations of arrays, by name: ``x``, ``x['image']``, ``y[0]``.
 
     Attributes:
         shapes: Of a row.
         dtypes: In native byte order.
-        labels: Values that are allowed, sorted; under ``y`` for all arrays of y.
+        labels: Allowed values, sorted; the entry ``y`` applies to all arrays of y.
     """
 
     shapes: Mapping[str, Shape] = field(default_factory=dict)
@@ -257,7 +257,7 @@ def _shown(labels: Labels) -> str:
 
 @dataclass
 class Findings:
-    """The faults of a part, or of a file of it.
+    """The faults of a part, or of one of its files.
 
     Attributes:
         rows: Number of rows that could be read.
@@ -308,7 +308,7 @@ class Findings:
             self._add(name, kind, [(None, message)])
 
     def _examine(self, name: str, rows: Rows, expected: Expectations) -> None:
-        """Compare some rows with what is expected of them."""
+        """Compare rows with the expectations."""
         arrays = batching.named_both(rows, ("x", "y"))
         faults = {
             "wrong shape": "; ".join(_wrong_shapes(arrays, expected)),
@@ -436,8 +436,8 @@ def validate(
         storage_options: For fsspec, such as credentials; the workers use them too.
 
     Returns:
-        Counts and the first offenders. Labels are missing if they are NaN, or if
-        there are none although something is expected of them.
+        Counts and the first offenders. Labels are missing if they are NaN, or if there
+        are none although the arguments expect some.
 
     Raises:
         OptionError: If an argument cannot be used.

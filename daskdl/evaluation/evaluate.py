@@ -183,7 +183,7 @@ def map_split(
 
 
 def warn_of_unscored(read: ReadOptions, parts: Sequence[int]) -> None:
-    """Log which parts gave nothing to score; the workers' logs say why."""
+    """Log which parts had no rows to score; the workers' logs say why."""
     if read.skips and parts:
         logger.warning("%s parts gave nothing to score: %s", len(parts), sorted(parts))
 
@@ -291,7 +291,7 @@ def score_batches(
 ) -> Score:
     """Score a module on batches in evaluation mode; restore its modes afterwards.
 
-    In `no_grad` rather than inference mode: a live module cannot train with tensors
+    Uses `no_grad` rather than inference mode: a live module cannot train with tensors
     that it has cached in inference mode.
 
     Example:

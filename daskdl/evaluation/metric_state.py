@@ -1,10 +1,10 @@
 """Live torchmetrics on a part of the data, and the exact merge of all parts' states.
 
-Not torchmetrics' merge, which weights processes equally in a "mean" and includes the
-defaults of processes without data. Here means are weighted by rows, float sums carry
-their rounding errors, and lists keep the order of the parts, so the result does not
-depend on the order of arrival. Metrics never share states: torchmetrics decides from
-the first update alone which may.
+This is not torchmetrics' merge, which weights processes equally in a "mean" and
+includes the defaults of processes without data. Here means are weighted by rows, float
+sums carry their rounding errors, and lists keep the order of the parts, so the result
+does not depend on the order of arrival. Metrics never share states, which torchmetrics
+would decide from the first update alone.
 """
 
 import copy
@@ -57,7 +57,7 @@ PartStates = Mapping[str, PartState]
 
 
 def update_(collection: MetricCollection, *given: Any) -> None:
-    """Update each metric with rows, unless there are none, which some refuse."""
+    """Update each metric with rows, if there are any; some metrics refuse none."""
     if batching.length(given[-1]):
         for metric in collection.values(copy_state=False):
             metric.update(*given)
@@ -193,7 +193,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _metrics(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
-    """Yield metrics by name, also nested ones; wrappers only delegate to those."""
+    """Yield metrics by name, including nested ones; wrappers only delegate to these."""
     for name, metric in collection.items(keep_base=True, copy_state=False):
         for inner, module in metric.named_modules():
             if isinstance(module, Metric) and not isinstance(module, WrapperMetric):

@@ -184,7 +184,7 @@ class Scored(NamedTuple):
     """Losses and predictions of rows, numpy arrays."""
 
     losses: np.ndarray  # float64
-    ignored: np.ndarray | None = None  # rows whose labels the loss all ignores
+    ignored: np.ndarray | None = None  # rows all of whose labels the loss ignores
     labels: np.ndarray | None = None  # None: not one class index per row
     predicted: np.ndarray | None = None  # the class with the largest output
     probabilities: np.ndarray | None = None  # of the label; None: unknown

@@ -1,6 +1,7 @@
 """Metrics whose states merge exactly, and rates, areas and errors computed from them.
 
-Metrics are torchmetrics' wherever these merge exactly; each class here states why not.
+Metrics of torchmetrics are used wherever they merge exactly; each class here says why
+it replaces one.
 Rates and areas are float64; torchmetrics divides in float32, so 0.9 is 0.89999998.
 
 N rows that count, K classes, labels or columns, T thresholds, M bins. Rates are 0
@@ -66,7 +67,7 @@ def mean_of(values: Numbers, counted: NDArray[np.bool_]) -> float:
 def matthews(confusion_KK: Counts) -> float:
     """Compute Matthews' correlation coefficient.
 
-    Not torchmetrics, which returns 1 or -1 instead of 0 for constant labels.
+    Replaces torchmetrics, which returns 1 or -1 instead of 0 for constant labels.
 
     Example:
         >>> matthews(np.array([[2, 0], [0, 3]])), matthews(np.array([[2, 0], [0, 0]]))
@@ -135,7 +136,7 @@ def _counts_of_each(scores: Any, targets: Any, columns: int) -> list[ThresholdCo
 
 
 class ClassCurves(MulticlassPrecisionRecallCurve):
-    """Torchmetrics' states, all scores and class indices; exact counts of them."""
+    """Exact counts of torchmetrics' states, which are all scores and class indices."""
 
     @override
     def compute(self) -> list[ThresholdCounts]:  # type: ignore[override]
@@ -143,7 +144,7 @@ class ClassCurves(MulticlassPrecisionRecallCurve):
 
 
 class LabelCurves(MultilabelPrecisionRecallCurve):
-    """Torchmetrics' states, all scores and labels 0, 1 or `MASKED`; exact counts."""
+    """Exact counts of torchmetrics' states: all scores, and labels 0, 1 or `MASKED`."""
 
     @override
     def compute(self) -> list[ThresholdCounts]:  # type: ignore[override]
@@ -153,7 +154,8 @@ class LabelCurves(MultilabelPrecisionRecallCurve):
 class BinnedCurves(Metric):
     """Numbers of scores between thresholds, of the class and of other classes.
 
-    Not torchmetrics, 70 times slower: it compares each score with each threshold.
+    Replaces torchmetrics, which compares each score with each threshold, 70 times
+    slower.
     """
 
     full_state_update = False
@@ -229,7 +231,8 @@ def _thinned(curve_2T: Numbers) -> Numbers:
 class ErrorSums(Metric):
     """Sums over the rows of each column, relative to values near the means.
 
-    Not torchmetrics, which cannot mask columns and loses digits of tiny or far labels.
+    Replaces torchmetrics, which cannot mask columns, and loses digits of labels that
+    are tiny or far from 0.
     """
 
     full_state_update = False
@@ -287,7 +290,7 @@ def _spread(squares: Numbers, total: Numbers, count: Numbers) -> Numbers:
 class ReliabilityBins(Metric):
     """Numbers of predictions by confidence, in bins of equal width.
 
-    Not torchmetrics, which keeps every confidence and has no errors per class.
+    Replaces torchmetrics, which keeps every confidence and has no errors per class.
     """
 
     full_state_update = False
@@ -336,7 +339,7 @@ class ReliabilityBins(Metric):
 class ExactMatch(Metric):
     """Number of rows whose unmasked labels are all correct.
 
-    Not torchmetrics: up to 1.7.1 it counts rows with a masked label as wrong.
+    Replaces torchmetrics, which up to 1.7.1 counts rows with a masked label as wrong.
     """
 
     full_state_update = False

@@ -280,7 +280,8 @@ def partition_outputs(
 ) -> list[Delayed]:
     """Return the outputs of each partition, Delayed; see `lazy_outputs`.
 
-    They are lists of all output arrays; for `Examples` see `ExampleReader.outputs`.
+    The outputs are lists of all output arrays; for `Examples`, see
+    `ExampleReader.outputs`.
     """
     shared, name = broadcast_model(Packed(ask, "model"), client), new_key("predict")
     reader = source.reader if isinstance(source, Examples) else None
@@ -329,8 +330,8 @@ def lazy_outputs(
 ) -> Any:
     """Apply a function to a collection, lazily.
 
-    The cluster holds `ask` as long as the result lives. `names` are those of the
-    columns of a single table, used if there are as many.
+    The cluster holds `ask` as long as the result lives. `names` become the columns of a
+    single table with as many columns.
     """
     parts = partition_outputs(X, source, ask, client, y)
     if isinstance(source, Examples):

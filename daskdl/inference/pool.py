@@ -175,7 +175,7 @@ class ModelThread(Replica):
         self._gone = asyncio.Event()
         self._ending = contextlib.ExitStack()
         self._executor = ThreadPoolExecutor(1, "daskdl-predictor")
-        # torch's setting is that of the thread which makes it, and of later ones.
+        # torch applies the setting to the thread that makes it, and to later threads.
         self._executor.submit(self._ending.enter_context, torch_threads(threads))
 
     # ---- event loop
@@ -262,8 +262,8 @@ class LocalHost(Host):
 class ReplicaServer:
     """A replica's end on a worker: a handler of requests of its client.
 
-    Requests over Dask's connections take 1.0 ms there and back through the scheduler,
-    which every client reaches, and 0.6 ms directly; a task takes 12 ms, a method of an
+    A round trip over Dask's connections takes 1.0 ms through the scheduler, which every
+    client reaches, and 0.6 ms directly; a task takes 12 ms, a method of an
     actor 2.1 ms (and an actor keeps its worker from being retired). It needs no plugin:
     the client opens it on the workers it chooses. It closes with its worker, or when
     its client has been silent for `silence_s`.

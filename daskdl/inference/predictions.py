@@ -1,7 +1,7 @@
 """Predictions in a folder: a file per part, written by the workers, and a manifest.
 
-Hides the files: Parquet for dataframes, safetensors for all else. Outputs do not go
-through the client, and the manifest comes last.
+Hides the files: Parquet for dataframes, safetensors for everything else. Outputs bypass
+the client, and the manifest is written last.
 """
 
 import base64
@@ -85,7 +85,7 @@ class ArrayFormat(Format):
 
     @classmethod
     def of(cls, empty: Tree) -> "ArrayFormat":
-        """Return the format of outputs, given those of no rows."""
+        """Return the format of outputs, given the outputs for no rows."""
         leaves = [(x.dtype.name, x.shape[1:]) for x in batching.leaves(empty)]
         return cls(outline_of(empty), leaves)
 
@@ -180,7 +180,7 @@ class TableFormat(Format):
     """Partitions of a ``dask.dataframe``, or of a series."""
 
     empty: str  # Parquet file without rows, in base64
-    divisions: str  # one whose index has the divisions; empty: they are not known
+    divisions: str  # one whose index has the divisions; empty: unknown divisions
     series: bool
     named: bool  # columns have names; else they are 0, 1, ...
 
@@ -245,7 +245,7 @@ _FORMATS = {own.kind: own for own in (ArrayFormat, ExampleFormat, TableFormat)}
 
 
 def _encoded(named: Iterable[tuple[str, np.ndarray]]) -> bytes:
-    # Of an array that is not contiguous, safetensors takes the wrong bytes.
+    # For an array that is not contiguous, safetensors would write the wrong bytes.
     return safetensors.numpy.save({n: np.ascontiguousarray(x) for n, x in named})
 
 
@@ -322,7 +322,7 @@ class Predictions:
 
     Attributes:
         url: The folder.
-        rows: In each part.
+        rows: Number of rows of each part.
 
     Raises:
         DataError: If there are no finished predictions, or the manifest is damaged.

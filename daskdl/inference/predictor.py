@@ -254,7 +254,7 @@ class BatchQueue:
 
 GATHER_S = 0.0005  # longest wait for callers that were just answered
 AHEAD = 2  # batches of one replica: the next is there when it is done with one
-MOST_LOSSES = 3  # of a call, as Dask's `allowed-failures`: it may be what ends workers
+MOST_LOSSES = 3  # of a call, as Dask's `allowed-failures`: it may be the cause
 
 Asking = asyncio.Task[list[Tree] | Failure]
 
@@ -322,7 +322,7 @@ class Dispatcher:
             self._due = None
         clock = asyncio.get_running_loop().time
         while (replica := self._freest()) is not None:
-            # Only a full batch goes ahead of an answer: others may still grow.
+            # Only a full batch is sent before an answer: others may still grow.
             idle = not self._load(replica)
             now = math.inf if self._closing else clock()
             calls = self._queue.take(now if idle else -math.inf)
@@ -395,7 +395,7 @@ class Dispatcher:
         self._send()
 
     def _retry(self, calls: list[Call], error: BaseException | None) -> None:
-        """Retry calls on another replica, unless they have ended too many."""
+        """Retry calls on another replica, unless they have ended too many replicas."""
         for call in calls:
             if call.losses > MOST_LOSSES:
                 lost = ReplicaError(
@@ -459,7 +459,7 @@ class Dispatcher:
 # ---- public
 
 
-LOOK_S = 1.0  # between checks that the event loop still runs
+LOOK_S = 1.0  # seconds between checks that the event loop still runs
 
 
 class Predictor:
@@ -549,7 +549,7 @@ class Predictor:
             x: A numpy array or a torch tensor, or tuples and dicts of these, with 1 to
                 `batch_limit` rows. Copied.
             timeout_s: Longest wait for room and for the answer, seconds. None: no wait
-                for room, and for the answer as long as there are replicas.
+                for room, and a wait for the answer as long as there are replicas.
 
         Returns:
             Outputs for these rows, in the structure that the model returns; numpy for
@@ -557,10 +557,10 @@ class Predictor:
 
         Raises:
             DataError: If x cannot be used.
-            BusyError: If `queue_limit` rows wait, still after the timeout.
+            BusyError: If `queue_limit` rows wait, and still do after the timeout.
             ModelError: If the model or the transform fails on these rows.
             ReplicaError: If the call ends every worker that computes it.
-            WaitTimeoutError: If there is no answer in time, or no replica is left.
+            WaitTimeoutError: If no answer arrives in time, or no replica is left.
             RunError: If the predictor is closed.
         """
         _check_elsewhere(self._loop)

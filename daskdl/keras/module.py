@@ -46,7 +46,7 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], tuple[str, ...] | None]] = {
 }
 # Implementation choices, and shapes that Keras 3 infers.
 _DROPPED = ("batch_input_shape", "implementation", "input_length", "loss_scale")
-# The same for single classes, and settings that these inherit and ignore.
+# The same for single classes, and settings that these classes inherit and ignore.
 _DROPPED_OF: Mapping[str, tuple[str, ...]] = {
     "MultiHeadAttention": ("query_shape", "key_shape", "value_shape"),
     **dict.fromkeys(
@@ -194,7 +194,7 @@ BACKEND = "torch"
 VARIABLE = "KERAS_BACKEND"
 ENDING = ".keras"
 SEEDS = 2**31  # seeds of Keras' generators are below
-SMALLEST = 1e-7  # as in Keras: below it the logarithm of float32 is mostly rounding
+SMALLEST = 1e-7  # as in Keras: below it, logarithms in float32 are mostly rounding
 # Raised by Keras for an invalid description.
 WRONG = (*USER_ERRORS, ImportError)
 # Building a model changes global state, such as Python's random generator.
@@ -241,7 +241,7 @@ def library() -> Any:
 # ---- which classes a model may be made of
 
 
-# Their settings are code, pickles, or the path of a saved program.
+# Layers whose settings are code, pickles, or the path of a saved program.
 _CODE = (
     *("Lambda", "TorchModuleWrapper", "TFSMLayer", "JaxLayer", "FlaxLayer"),
     *("__lambda__", "__typespec__"),

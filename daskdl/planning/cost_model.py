@@ -200,7 +200,7 @@ class _Traffic(NamedTuple):
     messages_s: float  # on each worker's event loop
     relay_s: float  # on the scheduler's event loop
     link_s: float  # on the busiest link
-    latency_s: float  # of an update that meets no other in transit
+    latency_s: float  # of an update that meets no other update in transit
     longest_s: float  # of one that just misses a request at each hop
     queue: float  # most updates of a replica that wait in transit
 

@@ -1,4 +1,4 @@
-"""Measures on this machine what a step, an exchange and a request cost one replica.
+"""Measures the costs of a replica's steps, exchanges and requests on this machine.
 
 Hides the channel that returns a replica's own updates, and the Dask workers that
 measure, several at once where workers would share the machine.
@@ -44,7 +44,7 @@ from daskdl.training.replica import process_environment
 
 SETTLING = 100  # most exchanges until thresholds have settled
 SETTLING_S = 1.0  # most seconds, with gradients; and again without
-POWER = 4  # of each change of a threshold, while it settles
+POWER = 4  # exponent of each change of a threshold, while it settles
 WARM_STEPS = 2  # the first ones compile and allocate
 LEAST_STEPS, MOST_STEPS = 3, 200
 TIMED_S = 2.5  # of timed steps, unless these are too few
@@ -134,7 +134,7 @@ class StepBenchmark:
             self._module, spec.objective, optimizer, Stepping(), device
         )
         self._random = np.random.default_rng(0)
-        # Dense updates of the first steps would hide all later ones.
+        # Dense updates of the first steps would hide all later updates.
         self._master = dataclasses.replace(spec.master, warmup_steps=0)
         self._settle()
 
@@ -277,7 +277,7 @@ class StepBenchmark:
 async def request_costs(frame: NDArray[np.uint8]) -> tuple[float, float]:
     """Send frames over TCP on this machine; return CPU seconds at either end.
 
-    The first is that of a request with one frame, the second that of each further one.
+    The first is the cost of a request with one frame, the second of each further frame.
     """
 
     async def take(items: Any) -> dict[str, int]:

@@ -31,8 +31,8 @@ from daskdl.training.gradient_sharing import GradientSharing
 
 SHOWN = 16  # rows; a longer table shows powers of two and the last row
 HEADINGS = ("workers", "efficiency", "samples/s", "step ms", "limit", "carried")
-MOST_PROCESSES = 8  # that measure at once; each imports torch
-SLOWER = 4  # patience: several at once may take so many times as long as in turn
+MOST_PROCESSES = 8  # processes that measure at once; each imports torch
+SLOWER = 4  # patience: several at once may take this many times as long as in turn
 
 PAYS = 0.5  # least efficiency at which workers pay off: half of each is used
 CARRIED = 0.5  # with fewer of the exchanges, replicas hardly learn from each other
@@ -50,7 +50,7 @@ class Plan:
         rows: A prediction for each number of workers, with the fields `workers`,
             `efficiency`, `samples_per_s`, `step_s`, `limit`, `carried`, and the parts
             of a step, `compute_s`, `encode_s`, `apply_s`, `messages_s` and `wait_s`.
-        advice: How many workers pay off, and what would make more of them pay off.
+        advice: How many workers pay off, and which change would make more pay off.
         measured: The measured costs; `measured.alone` are those of one worker.
         link: Between the workers' machines; None: all are on this machine.
 
@@ -260,7 +260,7 @@ def advise(
     master: GradientSharing,
     link: Network | None,
 ) -> str:
-    """Tell how many workers pay off, and what would make more of them pay off."""
+    """Say how many workers pay off, and which change would make more pay off."""
     several = [row for row in rows if row.workers > 1]
     if not several:
         return "One worker sends nothing: ask for more to see whether they pay."

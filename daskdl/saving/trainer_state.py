@@ -1,6 +1,6 @@
 """Fitted trainers as JSON and tensors in a folder.
 
-Nothing is pickled: arguments that are not data are passed to `Trainer.load` again.
+Nothing is pickled: arguments that are not data must be passed to `Trainer.load` again.
 """
 
 import functools
@@ -423,7 +423,7 @@ class ModelState:
 
 
 def new_optimizer(arguments: Mapping[str, Any], model: nn.Module) -> Optimizer:
-    """Make an optimizer of a model; OptionError if the argument does not."""
+    """Make a model's optimizer; OptionError if the argument does not return one."""
     parameters = trainable(model)
     try:
         made: Any = arguments["optimizer"](list(parameters))

@@ -230,7 +230,7 @@ class ShufflePlan:
         return min(files.stop * rows, self.rows) - min(files.start * rows, self.rows)
 
     def _below(self, rows: np.ndarray, bucket: int) -> np.ndarray:
-        """Count those of the first `rows` rows that are in the buckets before this one."""
+        """Count those of the first `rows` rows that are in earlier buckets."""
         if self._seed is None:
             before = self._rows_in(range(self.files_of(bucket).start))
             capped: np.ndarray = np.minimum(rows, before)

@@ -58,6 +58,7 @@ from daskdl.data.storage import (
     listed,
     opened,
     path_in,
+    resolved,
     store_of,
 )
 from daskdl.errors import DataError, OptionError, ShapeError
@@ -232,7 +233,8 @@ def pack_files(
     check_count("files_per_shard", files_per_shard)
     target = store_of(url, storage_options)
     store, names = _originals(paths, root, storage_options)
-    if is_path(paths) and path_in(store.url, target.url_of(KIND.name)) is not None:
+    manifest_url = resolved(target.url_of(KIND.name))
+    if is_path(paths) and path_in(resolved(store.url), manifest_url) is not None:
         raise OptionError(
             f"url must not be in the root of the files, {store.url}, got {target.url}; "
             "the shards would be packed the next time"

@@ -315,6 +315,11 @@ def path_in(folder: str, url: str) -> str | None:
     return path.removeprefix(inside) if same and path.startswith(inside) else None
 
 
+def resolved(url: str) -> str:
+    """A local path without links; any other URL as it is."""
+    return os.path.realpath(strip_protocol(url)) if is_local(url) else url
+
+
 def _plain(url: str) -> str:
     """Without the protocol of local files, and normalised."""
     return os.path.normpath(str(strip_protocol(url))) if is_local(url) else url

@@ -180,6 +180,18 @@ class TestPaths:
         with pytest.raises(OptionError, match="url must not be in the root"):
             pack(root, inner.format(root))
 
+    @pytest.mark.parametrize(
+        ("paths", "inner"),
+        [("root", "link/packed"), ("link", "root"), ("link", "link/packed")],
+    )
+    def test_links_do_not_hide_that_shards_are_among_the_files(
+        self, root, tmp_path, paths, inner
+    ):
+        (tmp_path / "link").symlink_to(root)
+
+        with pytest.raises(OptionError, match="url must not be in the root"):
+            pack(tmp_path / paths, tmp_path / inner)
+
     def test_options_outside_what_is_allowed_are_refused(self, root, target):
         with pytest.raises(OptionError, match="'zip' or 'tar', got 'rar'"):
             pack(root, target, format="rar")

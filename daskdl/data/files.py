@@ -85,24 +85,34 @@ class Group:
     """Files that are read together: loose ones, or members of a shard.
 
     Attributes:
-        urls: URL of each file, for fsspec.
+        names: URLs of loose files; paths of members in the shard.
         options: Options of their file system, if they are loose.
-        names: Paths of the members in the shard.
+        archive: URL of the shard; "": loose files.
         read: Reads the shard: the content of each member by name; None: loose files.
     """
 
-    urls: Sequence[str]
+    names: Sequence[str]
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    names: Sequence[str] = ()
+    archive: str = ""
     read: Callable[[], Mapping[str, bytes]] | None = field(default=None, repr=False)
+
+    def url(self, number: int) -> str:
+        """Return the URL of a file, for fsspec; it is made where it is needed.
+
+        Example:
+            >>> Group(["a/1.png"], archive="s3://bucket/shard.zip").url(0)
+            'zip://a/1.png::s3://bucket/shard.zip'
+        """
+        name, archive = self.names[number], self.archive
+        return f"{archive[-3:]}://{name}::{archive}" if archive else name
 
     def opener(self, header: bool = False) -> Callable[[int], BinaryIO]:
         """Return a function that opens a file by its number; a shard is read once."""
         if self.read is None:
-            return lambda number: opened(self.urls[number], self.options, header)
+            return lambda number: opened(self.names[number], self.options, header)
         contents = functools.cache(self.read)
         return lambda number: OpenBytes(
-            contents()[self.names[number]], self.urls[number]
+            contents()[self.names[number]], self.url(number)
         )
 
     def each(
@@ -124,8 +134,8 @@ class Group:
             with open_file(number) as file:
                 return function(number, file)
 
-        numbers = range(len(self.urls))[:most]
-        if self.read is not None or len(numbers) == 1 or is_local(self.urls[0]):
+        numbers = range(len(self.names))[:most]
+        if self.read is not None or len(numbers) == 1 or is_local(self.names[0]):
             return [call(number) for number in numbers]
         with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
             return list(pool.map(call, numbers))
@@ -145,9 +155,9 @@ def shards_in(store: Store) -> list[Group] | None:
         return None
     shards = []
     for file in Manifest.read(store, KIND).files:
+        read = partial(_unpacked, store, replace(file, details={}))
         names, archive = file.details["members"], store.url_of(file.name)
-        urls = [f"{file.name[-3:]}://{name}::{archive}" for name in names]
-        shards.append(Group(urls, names=names, read=partial(_unpacked, store, file)))
+        shards.append(Group(names, archive=archive, read=read))
     return shards
 
 
@@ -376,13 +386,15 @@ class GroupedFiles(Source):
 
     @override
     def name(self, part: int) -> str:
-        first, *others = self.groups[part].urls
-        return f"{first} and {len(others)} more" if others else first
+        group = self.groups[part]
+        others = len(group.names) - 1
+        return f"{group.url(0)} and {others} more" if others else group.url(0)
 
     @override
     def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
         group = self.groups[part]
-        if len(group.urls) == 1:
+        numbers = range(len(group.names))
+        if len(numbers) == 1:
             return ()
         open_file = group.opener()
 
@@ -390,7 +402,7 @@ class GroupedFiles(Source):
             with open_file(number) as file:
                 return self.rows(part, number, file)
 
-        return [(url, partial(load, number)) for number, url in enumerate(group.urls)]
+        return [(group.url(number), partial(load, number)) for number in numbers]
 
     def _joined(self, part: int, most: int | None = None) -> Rows:
         group = self.groups[part]
@@ -403,7 +415,7 @@ class GroupedFiles(Source):
             if own != shapes[0]:
                 raise ShapeError(
                     f"rows of all files must have the same shapes, but "
-                    f"{group.urls[number]} has {own} and {group.urls[0]} has "
+                    f"{group.url(number)} has {own} and {group.url(0)} has "
                     f"{shapes[0]}"
                 )
         return batching.joined_rows(loaded)
@@ -427,7 +439,7 @@ class LoadedFiles(GroupedFiles):
         self.lengths: Sequence[int] | None = None
         self.first: Rows | None = None
         if one_example:
-            self.lengths = [len(group.urls) for group in groups]
+            self.lengths = [len(group.names) for group in groups]
 
     @override
     def rows(self, part: int, number: int, file: BinaryIO) -> Rows:
@@ -439,7 +451,7 @@ class LoadedFiles(GroupedFiles):
     def look(self, part: int) -> Facts:
         group = self.groups[part]
         if self._one_example:
-            return Facts(len(group.urls), self._joined(part, SHOWN_ROWS))
+            return Facts(len(group.names), self._joined(part, SHOWN_ROWS))
         header = isinstance(self._loader, Reader) and self._loader.reads_headers
         facts = group.each(partial(self._facts, part), header=header)
         first = next((one.first for one in facts if one.rows), facts[0].first)
@@ -538,7 +550,7 @@ def files(
         each = (files_per_part or FILES_PER_PART) if one_example else 1
         groups = loose_groups(urls, each, storage_options or {})
     if loader is None:
-        loader = _reader_for(name for group in groups for name in group.urls)
+        loader = _reader_for(name for group in groups for name in group.names)
     return LoadedFiles(groups, loader, one_example, classes)
 
 

@@ -201,7 +201,7 @@ class Folder:
         if name not in self._packed:
             return self.store.url_of(name)
         shard, number = self._packed[name]
-        return shard.urls[number]
+        return shard.url(number)
 
     def groups(
         self, names: Sequence[str], at_most: int
@@ -213,11 +213,9 @@ class Folder:
         wanted = set(names)
         groups: list[Group] = []
         for shard in self.shards:
-            both = zip(shard.urls, shard.names, strict=True)
-            own = [(url, name) for url, name in both if name in wanted]
+            own = [name for name in shard.names if name in wanted]
             if own:
-                inner = [name for _, name in own]
-                groups.append(replace(shard, urls=[url for url, _ in own], names=inner))
+                groups.append(replace(shard, names=own))
         return groups, [name for group in groups for name in group.names]
 
 
@@ -438,7 +436,7 @@ class ImageFolder(GroupedFiles):
         groups, self.paths = files.groups(images, files_per_part)
         super().__init__(groups)
         self._decoding = decoding
-        self.lengths = [len(group.urls) for group in self.groups]
+        self.lengths = [len(group.names) for group in self.groups]
         self._starts = np.cumsum([0, *self.lengths]).tolist()
         self.classes = self.labels = None
         if found is not None:
@@ -468,13 +466,13 @@ class ImageFolder(GroupedFiles):
         errors: list[DataError] = []
         if size is not None:
             shape = self._decoding.channels, *size
-            return self.groups[0].urls[0], np.zeros(shape, self._decoding.dtype)
+            return self.groups[0].url(0), np.zeros(shape, self._decoding.dtype)
         for group in self.groups:
             open_file = group.opener()
-            for number in range(len(group.urls))[: _TRIED - len(errors)]:
+            for number in range(len(group.names))[: _TRIED - len(errors)]:
                 try:
                     with open_file(number) as file:
-                        return group.urls[number], self._decoding(file)
+                        return group.url(number), self._decoding(file)
                 except DataError as error:
                     errors.append(error)
         raise DataError(

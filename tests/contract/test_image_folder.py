@@ -200,6 +200,18 @@ def test_labels_may_come_from_elsewhere_or_not_at_all(tmp_path, labels):
     assert labelled(source) == {name: known[name] for name in names}
 
 
+def test_a_packed_folder_has_each_name_once_and_none_of_other_splits(tmp_path):
+    names = [f"{split}/{name}" for split in ("train", "val") for name in NAMES]
+    folder(tmp_path / "in", names)
+    pack(tmp_path / "in", tmp_path / "packed", 4)
+
+    source = image_folder(tmp_path / "packed", split="train", size=4)
+
+    text = pickle.dumps(source).replace(source.name(0).partition("::")[0].encode(), b"")
+    counts = {name: text.count(name.encode()) for name in names}
+    assert counts == {name: int(name.startswith("train/")) for name in names}
+
+
 class TestTinyImageNet:
     WNIDS = ("n02", "n01", "n03")
 

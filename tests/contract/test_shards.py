@@ -75,7 +75,7 @@ class TestArchives:
         assert len(urls) == 3
         assert sorted(members(target)) == sorted(FILES)
         for shard in shards_in(store_of(target)):
-            with fsspec.open(shard.urls[0]) as file:
+            with fsspec.open(shard.url(0)) as file:
                 assert file.read() == FILES[shard.names[0]]
 
     def test_the_same_files_give_the_same_bytes(self, root, target, kind, tmp_path):
@@ -335,7 +335,7 @@ class TestReading:
     @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
     def test_a_damaged_shard_is_named(self, url, damage):
         source = files(url, Npz())
-        path = Path(source.groups[1].urls[0].partition("::")[2])
+        path = Path(source.groups[1].url(0).partition("::")[2])
         content = bytearray(path.read_bytes())
         content[60] ^= 1
         if damage == "gone":

@@ -396,7 +396,7 @@ class TestImages:
 
         report = validate(source, client=False)
 
-        urls = [url for group in source.groups for url in group.urls]
+        urls = [g.url(i) for g in source.groups for i in range(len(g.names))]
         wrong = {u for u in urls if any(n in u for n in sorted(NAMES)[:count])}
         assert counted(report) == {"unreadable": count}
         assert {one.part for one in report.offenders} == wrong

@@ -170,7 +170,7 @@ def test_arguments_that_fail_in_the_dry_run_are_refused(options, error, message)
         fit(options)
 
 
-WRONG = [
+SHARING = [
     *[
         (
             "threshold",
@@ -228,14 +228,37 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "allowed"), WRONG, ids=[f"{o}={v!r}" for o, v, _ in WRONG]
-)
-def test_a_wrong_value_is_refused_by_name(option, value, allowed):
-    message = f"{option} {allowed}, got {value!r}"
+AVERAGING = [
+    ("frequency", 0, "must be a whole number >= 1"),
+    ("average_optimizer", 1, "must be True or False"),
+    (
+        "outer",
+        0.7,
+        "must be a function that makes an optimizer from parameters, such as lambda "
+        "params: torch.optim.SGD(params, lr=0.7), or None",
+    ),
+    ("compression", "gzip", "must be 'dense8' or None"),
+    ("replicas_per_worker", 0, "must be a whole number >= 1 or 'auto'"),
+    ("min_replicas", 0, "must be a whole number >= 1"),
+    ("fan_out", 0, "must be a whole number >= 1"),
+    ("rejoin_timeout", 0, "must be seconds > 0 or None"),
+]
+MASTERS = [
+    *[(GradientSharing, *case) for case in SHARING],
+    *[(ParameterAveraging, *case) for case in AVERAGING],
+]
 
-    with pytest.raises(OptionError, match=f"^{re.escape(message)}$"):
-        GradientSharing(**{option: value})
+
+@pytest.mark.parametrize(
+    ("master", "option", "value", "allowed"),
+    MASTERS,
+    ids=[f"{master.__name__}-{o}={v!r}" for master, o, v, _ in MASTERS],
+)
+def test_an_option_of_a_master_is_refused_by_name(master, option, value, allowed):
+    before, after = re.escape(f"{option} {allowed}"), re.escape(f" got {value!r}")
+
+    with pytest.raises(OptionError, match=f"^{before}[,;]{after}$"):
+        master(**{option: value})
 
 
 @pytest.mark.parametrize(
@@ -249,21 +272,3 @@ def test_a_wrong_value_is_refused_by_name(option, value, allowed):
 )
 def test_auto_is_a_mesh_from_nine_workers_on(routing, workers, expected):
     assert GradientSharing(routing=routing).routing_for(workers) == expected
-
-
-AVERAGING = [
-    ({"frequency": 0}, "frequency must be a whole number >= 1, got 0"),
-    ({"average_optimizer": 1}, "average_optimizer must be True or False, got 1"),
-    ({"outer": 0.7}, "outer must be a function .* got 0.7"),
-    ({"compression": "gzip"}, "compression must be 'dense8' or None, got 'gzip'"),
-    ({"replicas_per_worker": 0}, "replicas_per_worker must be a whole number >= 1"),
-    ({"min_replicas": 0}, "min_replicas must be a whole number >= 1"),
-    ({"fan_out": 0}, "fan_out must be a whole number >= 1"),
-    ({"rejoin_timeout": 0}, "rejoin_timeout must be seconds > 0 or None, got 0"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), AVERAGING, ids=shown)
-def test_an_option_of_averaging_is_refused_by_name(options, message):
-    with pytest.raises(OptionError, match=message):
-        ParameterAveraging(**options)

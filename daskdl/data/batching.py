@@ -54,7 +54,7 @@ def leaves(tree: Tree) -> list[Any]:
 
 
 def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
-    """Apply a function to each array, and those of other trees in the same places.
+    """Apply a function to each array and the arrays in the same places of other trees.
 
     Example:
         >>> mapped(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
@@ -186,7 +186,7 @@ def joined_rows(rows: Sequence[Rows]) -> Rows:
 
 
 def _children(tree: Tree) -> Iterator[tuple[Any, Any]]:
-    """Children with their keys; of an array, itself with None."""
+    """Yield children with their keys; for an array, None and the array."""
     if isinstance(tree, dict):
         yield from tree.items()
     elif isinstance(tree, tuple):

@@ -148,7 +148,7 @@ with pandas' cat.set_categories for one
 
 
 def ignored_label(loss: Any) -> int | None:
-    """The label that a loss ignores; None if it does not take class indices.
+    """The label that a loss ignores; None if the loss does not take class indices.
 
     Example:
         >>> ignored_label(nn.CrossEntropyLoss(ignore_index=7))

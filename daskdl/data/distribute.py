@@ -529,7 +529,7 @@ def map_parts(
 
 
 class _SentPart(Source):
-    """A source of the one part whose content is here.
+    """A source of a single part, whose content has arrived.
 
     Args:
         name: Name of the part.

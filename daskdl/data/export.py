@@ -90,8 +90,8 @@ class ExportOptions:
     def fingerprint(self, source: Source, data: Any) -> dict[str, Any]:
         """Return the data and options of an export as plain values for JSON.
 
-        Data without a token (objects that are made anew in every session) are
-        identified by the number of their parts and rows alone.
+        Data without a token (objects that are created anew in every session) are
+        identified only by the number of their parts and rows.
         """
         lengths, transform = source.lengths, self.transform
         return {

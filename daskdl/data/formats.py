@@ -161,7 +161,7 @@ def _length(leaf: Any, name: str) -> int:
 
 
 def header_facts(rows: int, empty: Any, url: str) -> Facts:
-    """The facts of a file of which only the header was read.
+    """Return the facts of a file from its header alone.
 
     Example:
         >>> header_facts(9, np.empty((0, 2)), "a.npy").first[0].shape

@@ -59,7 +59,7 @@ class Statistics:
         return np.sqrt(self.squares / self.count)
 
     def merged(self, other: "Statistics") -> "Statistics":
-        """Return the statistics of both together.
+        """Return the statistics of the values of both.
 
         Source:
             Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for
@@ -264,7 +264,7 @@ class Normalization:
 
         Raises:
             DataError: If x has another structure, or rows of another shape, than the
-                data this was fitted on.
+                data that the normalizer was fitted on.
         """
         x, y = batch
         return self._mapped(Scaling.apply, x), y

@@ -358,7 +358,7 @@ class InMemory(Source):
         self.lengths = [stop - start for start, stop in self._bounds]
 
     def in_parts(self, parts: int) -> "InMemory":
-        """Return the same rows in at most `parts` parts, or more if too large.
+        """Return the same rows in `parts` parts at most, or more if these are too big.
 
         Example:
             >>> InMemory(np.zeros((10, 1)), None, batch_size=2).in_parts(2).lengths

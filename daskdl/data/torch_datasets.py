@@ -468,7 +468,7 @@ class MapStyle(Source):
 
 
 def is_map_style(value: Any) -> bool:
-    """Whether a value is a dataset with indices: torch's, or with ``__getitems__``.
+    """Whether a value is a torch dataset with indices, or has ``__getitems__``.
 
     Example:
         >>> is_map_style([1, 2]), is_map_style(TensorDataset(Tensor([1.0])))

@@ -1,6 +1,6 @@
 """`daskdl.plan`: predicts the benefit of workers from a measurement on this machine.
 
-Hides what is measured for which numbers of workers, and how the advice is derived.
+Hides which costs are measured for a number of workers, and how the advice is derived.
 """
 
 import dataclasses

@@ -179,7 +179,7 @@ def load(
         return _decode(content, tensors, passed, modules)
     except USER_ERRORS as error:
         if isinstance(error, DaskDLError) and not isinstance(error, SaveError):
-            raise  # about what was passed
+            raise  # about an argument that was passed
         reason = str(error) if isinstance(error, SaveError) else f"damaged: {error!r}"
         raise SaveError(f"cannot load {folder.store.url}: {reason:.500}") from error
 

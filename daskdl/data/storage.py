@@ -316,7 +316,7 @@ def path_in(folder: str, url: str) -> str | None:
 
 
 def resolved(url: str) -> str:
-    """A local path without links; any other URL as it is."""
+    """Return a local path without links, and any other URL as it is."""
     return os.path.realpath(strip_protocol(url)) if is_local(url) else url
 
 

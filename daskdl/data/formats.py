@@ -457,6 +457,20 @@ class Csv(_Table):
     header: bool = True
     delimiter: str = ","
 
+    def __post_init__(self) -> None:
+        if len(self.delimiter) == 1:
+            return
+        try:
+            between = re.fullmatch(self.delimiter, "") is None
+        except re.error:
+            between = False
+        if not between:
+            raise OptionError(
+                "delimiter must be a character, or a regular expression that matches "
+                f"at least one, got {self.delimiter!r}; put a backslash before special "
+                r"characters, as in r'\|\|'"
+            )
+
     @override
     def __call__(self, file: BinaryIO) -> Any:
         pandas = _module("pandas")
@@ -472,8 +486,8 @@ class Csv(_Table):
             skipinitialspace=True,
             encoding="utf-8-sig",
         )
-        try:
-            first = read(io.BytesIO(content), nrows=1, dtype=str)
+        try:  # two lines: pandas makes an index of first cells if the second is longer
+            first = read(io.BytesIO(content), nrows=2, dtype=str)
         except pandas.errors.EmptyDataError:
             raise DataError(f"{url} must have rows, got an empty file") from None
         names = [str(i) for i in first]
@@ -492,15 +506,14 @@ class Csv(_Table):
             },
             dtype=dict.fromkeys(labels, str) if self.classes is not None else None,
         )
-        shifted = not isinstance(frame.index, pandas.RangeIndex)
-        if fast and (shifted or frame[labels].isna().any(axis=None)):
+        if fast and frame[labels].isna().any(axis=None):
             self._check_lines(content, len(names), url)
         x, y = ([(names[i], frame[i]) for i in own] for own in (features, labels))
         return self._rows(x, y, url)
 
     def _check_lines(self, content: bytes, cells: int, url: str) -> None:
         """Refuse lines with more or fewer cells, which pandas may accept."""
-        text = io.StringIO(content.decode("utf-8-sig"), newline="")
+        text = io.TextIOWrapper(io.BytesIO(content), "utf-8-sig", newline="")
         if len(self.delimiter) == 1:
             lines = _cells(text, self.delimiter)
         elif self.delimiter == _WHITE_SPACE:

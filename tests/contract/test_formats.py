@@ -326,6 +326,11 @@ class TestCsv:
         assert x.tolist() == [[1, 2], [3, 4]]
         np.testing.assert_array_equal(y, [0, np.nan])
 
+    @pytest.mark.parametrize("delimiter", ["", "||", r"\s*", "(("])
+    def test_a_delimiter_that_matches_nothing_is_refused(self, delimiter):
+        with pytest.raises(OptionError, match=r"delimiter must be .*; put a backsl"):
+            Csv(delimiter=delimiter)
+
     def test_cells_in_quotes_may_have_white_space(self, loaded):
         loader = Csv(label="y", classes=["big cat"], delimiter=r"\s+")
 
@@ -365,7 +370,8 @@ class TestCsv:
             (Csv(label="a"), b"a\n1\n", "/a has no columns for x, only 'a'"),
             (Csv(), b"", "/a must have rows, got an empty file"),
             (Csv(), b"a,b\n1,2\n\n3\n", "column 'b' .* numbers, got '' in row 1"),
-            (Csv(label="a"), b"a,b\n1,2,3\n", "have 2 cells, got 3 in line 2; the del"),
+            (Csv(label="a"), b"a,b\n1,2,3\n", "cannot read .*/a: .*Expected 2 fields"),
+            (Csv(), b"a,b\n0,2,5\n1,4,6\n", "cannot read .*/a: .*Expected 2 fields"),
             (
                 Csv(label="y"),
                 b"a,y\n1,2\n\n3\n",
@@ -382,7 +388,8 @@ class TestCsv:
                 r"have 3 cells, got 2 in line 3; the delimiter is '\\\\s\+'",
             ),
             (Csv(delimiter="::"), b"a::b\n\n1::2\n3\n", "2 cells, got 1 in line 4"),
-            (Csv(delimiter="::"), b"a::b\n1::2::3\n", "2 cells, got 3 in line 2"),
+            (Csv(delimiter="::"), b"a::b\n1::2::3\n", "Expected 2 fields in line 2"),
+            (Csv(delimiter="::"), b"a::b\n1::2\n1::2::\n", "2 cells, got 3 in line 3"),
             (Csv(delimiter="§"), "a§b\n1§2\n3\n".encode(), "got 1 in line 3"),
             (Csv(), b"a,b\n1,2\n1,2,3\n", "cannot read .*/a: .*Expected 2 fields"),
             (Csv(), b"a,b\n1,2\n3,x\n", "column 'b' of .* got 'x' in row 1; leave"),

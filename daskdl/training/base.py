@@ -118,6 +118,18 @@ def class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def is_same_class(one: str, two: str) -> bool:
+    """Compare results of `class_name`; a script, `__main__`, is a module elsewhere.
+
+    Example:
+        >>> is_same_class("__main__.Own", "train.Own"), is_same_class("a.Own", "b.Own")
+        (True, False)
+    """
+    if "__main__" in (one.partition(".")[0], two.partition(".")[0]):
+        one, two = one.rpartition(".")[2], two.rpartition(".")[2]
+    return one == two
+
+
 def described(tensor: Tensor) -> str:
     """Return a tensor's dtype and shape as text.
 

@@ -43,6 +43,7 @@ from daskdl.training.base import (
     check_like,
     class_name,
     described,
+    is_same_class,
     others_in,
     restoring,
     trained_in,
@@ -265,7 +266,7 @@ class Fingerprint(NamedTuple):
         """Refuse state of another fingerprint; a saved one may have no scheduler."""
         for kind in ("optimizer", "scheduler"):
             ours, theirs = getattr(self, kind), getattr(saved, kind)
-            if theirs not in (None, ours):
+            if theirs is not None and not is_same_class(str(ours), theirs):
                 raise OptionError(
                     f"{what} is of another {kind}: {theirs} there, and {ours} in this "
                     f"trainer; {remedy}"

@@ -28,7 +28,7 @@ from daskdl.compression.flat import (
 from daskdl.data.checks import trainable
 from daskdl.errors import CodecError, OptionError
 from daskdl.serialization import Packed
-from daskdl.training.base import check_like, class_name
+from daskdl.training.base import check_like, class_name, is_same_class
 from daskdl.training.optimizer_step import restore_optimizer_, state_of
 
 ALMOST, ONE = 1e-9, np.ones(1)
@@ -552,7 +552,7 @@ class OuterOptimizer:
         own = {**self.values(), "optimizer": {}}
         check_like(own, values, "exchange.outer")
         kind = class_name(self._optimizer)
-        if values["kind"] != kind:
+        if not is_same_class(values["kind"], kind):
             raise OptionError(
                 f"outer makes a {kind}, and the state to go on from is of a "
                 f"{values['kind']}; resume with the same one, or with none"

@@ -492,6 +492,15 @@ def test_arguments_that_do_not_match_the_save_are_refused(
         load(tmp_path, {name: value}, ["tests"])
 
 
+def test_a_class_of_a_script_may_move_into_a_module(tmp_path, monkeypatch):
+    with monkeypatch.context() as script:
+        script.setattr(OwnSGD, "__module__", "__main__")
+        one = fitted(layers, optimizer=own_optimizer)
+        save(one, tmp_path, True)
+
+    check_goes_on(load(tmp_path, {"optimizer": own_optimizer}, ["tests"]), one)
+
+
 def put_module(folder, name, monkeypatch):
     """A module that can be imported, and leaves a file when it is."""
     (folder / f"{name}.py").write_text(

@@ -449,6 +449,14 @@ class TestRefused:
         with pytest.raises(OptionError, match=rf"a {__name__}\.Adam, .* a torch.*Adam"):
             fits(one_of(url, master=averaging(outer=Adam)), 2, resume=True)
 
+    def test_optimizers_of_a_script_may_move_into_a_module(self, url, monkeypatch):
+        options = {"optimizer": Adam, "master": averaging(outer=Adam)}
+        with monkeypatch.context() as script:
+            script.setattr(Adam, "__module__", "__main__")
+            fits(one_of(url, **options), 1)
+
+        assert len(fits(one_of(url, **options), 2, resume=True)) == 2
+
     def test_a_folder_without_checkpoints_is_refused(self, url):
         with pytest.raises(SaveError, match="there is no checkpoint in memory://"):
             fits(one_of(url), 2, resume=url)

@@ -234,6 +234,8 @@ def _labels(tree: Any) -> Iterator[tuple[str, Labels]]:
 def _is_allowed(leaf: np.ndarray, allowed: Labels) -> np.ndarray:
     if not isinstance(allowed, range):
         return np.isin(leaf, allowed)
+    if leaf.dtype.kind == "f":
+        leaf = leaf.astype(np.float64)  # limits above 65,504 are infinite in float16
     inside = (leaf >= allowed[0]) & (leaf <= allowed[-1])
     return inside & (leaf == np.floor(leaf)) if leaf.dtype.kind == "f" else inside
 

@@ -183,8 +183,9 @@ class TestRows:
             (Y3, range(0, 4, 3), [1, 2], "y is 1, allowed are 0, 3"),
             (Y3, 1, [1, 2, 3], "y is 1, allowed are 0"),
             (Y3 / 2, 10**18, [1, 3], "y is 0.5, allowed are 0 to 9"),
+            (changed(np.inf, 1, like=Y3).astype(np.float16), 10**5, [1], "y is inf"),
         ],
-        ids=range(13),
+        ids=range(14),
     )
     def test_labels_that_are_not_allowed_are_found(self, y, labels, rows, message):
         report = validated((X3, y), labels=labels)

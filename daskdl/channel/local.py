@@ -102,7 +102,7 @@ class LocalRun:
 
     @contextlib.contextmanager
     def waiting(self, replica: int) -> Iterator[None]:
-        """Exempt a replica from timeout while it waits for others."""
+        """Exempt a replica from the timeout while it waits for others."""
         member = self.state.members.replicas[replica]
         member.heartbeat_at = math.inf
         try:

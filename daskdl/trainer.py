@@ -453,7 +453,8 @@ class Trainer:
             top: Number of examples to return, >= 1; no process keeps more per part.
             wrong_only: Leave out correctly predicted examples; requires labels that are
                 one class index per row.
-            key: See :meth:`score_examples`.
+            key: See :meth:`score_examples`. With ``on_bad_batch="skip"``, keys are not
+                detected: pass True for pairs (key, example).
             batch_size: Rows per forward pass.
             transform: See :meth:`fit`.
             loader: For files, see :meth:`fit`.

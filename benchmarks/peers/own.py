@@ -36,7 +36,7 @@ HOUSEKEEPING = {
     "distributed.worker.memory.monitor-interval": "1s",
 }
 WAYS: dict[str, Any] = {
-    "sharing": lambda every: daskdl.GradientSharing(exchange_every=every),
+    "sharing": lambda every: daskdl.GradientSharing(exchange_every=every or "auto"),
     "averaging": lambda every: daskdl.ParameterAveraging(frequency=every),
 }
 
@@ -144,7 +144,7 @@ def parts(steps: daskdl.StepTable) -> dict[str, float]:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--way", choices=WAYS, default="sharing")
-    made.add_argument("--every", type=int, default=1, help="steps between exchanges")
+    made.add_argument("--every", type=int, default=0, help="steps between exchanges")
     own, more = read(made)
     if own.rank > 0:
         with worker(own) as process:

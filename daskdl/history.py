@@ -249,6 +249,7 @@ COLUMNS: Mapping[str, str] = {
     "threshold": "mean of the replicas' (and patterns') last thresholds, "
     "parameter units",
     "learning_rate": "rate of the first parameter group at the end of the epoch",
+    "rate_factor": "factor on it with Adam and its kind, mean over steps",
     "sent_bytes": "bytes of updates and averaged buffers sent, by all replicas",
     "received_bytes": "bytes of updates and averaged buffers received, by all replicas",
     "dense_bytes": "bytes that sending every update whole would have taken",

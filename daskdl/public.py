@@ -45,6 +45,7 @@ from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
     LinkThreshold,
+    SampledThreshold,
     TargetSparsityThreshold,
     ThresholdAlgorithm,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "ResidualClipping",
     "ResidualPostProcessor",
     "RunError",
+    "SampledThreshold",
     "SaveError",
     "Step",
     "StepTable",

@@ -239,23 +239,26 @@ def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
     )
 
 
-def threshold_for(density: float, residual: Residual) -> float | None:
+def threshold_for(
+    density: float, residual: Residual, most: int = SAMPLE
+) -> float | None:
     """Return the threshold for a density, from a sample of the residual.
 
     Args:
         density: Entries / parameters; limited to 1/e of the nonzero values. At least
             one value of the sample reaches the threshold.
         residual: The residual to sample.
+        most: Values in the sample, about.
 
     Returns:
         Parameter units, > 0; None if no sampled value is finite and nonzero.
     """
-    sample = residual.sample(SAMPLE).abs()
+    sample = residual.sample(most).abs()
     moved = sample[(sample > 0) & (sample < math.inf)]
     if not len(moved):
         return None
-    most = max(min(density * len(sample), MOST * len(moved)), 1)
-    return float(torch.topk(moved, round(most), sorted=False).values.min())
+    count = max(min(density * len(sample), MOST * len(moved)), 1)
+    return float(torch.topk(moved, round(count), sorted=False).values.min())
 
 
 def first_threshold(initial: float | None, density: float, residual: Residual) -> float:
@@ -403,6 +406,47 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
         if last is None:
             return first_threshold(self.initial, self.target, residual)
         return _steered(last, self.target, self.target, self.decay)
+
+
+# Values from which `SampledThreshold` takes a threshold: the density is then a few per
+# cent off, and drawing them costs far less than the scan.
+FEW = 2**15
+
+
+@dataclass(frozen=True)
+class SampledThreshold(ThresholdAlgorithm):
+    """Sends the same density in every exchange.
+
+    Before each exchange, the threshold for this density is taken from a sample of the
+    residual. How many steps lie between two exchanges then decides how much a step
+    sends; see ``exchange_every`` of :class:`~daskdl.GradientSharing`.
+
+    Args:
+        density: Entries sent / parameters, in (0, 1/e).
+
+    Raises:
+        OptionError: If ``density`` is outside its range.
+
+    Example:
+        >>> SampledThreshold(density=0.5)
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: density must be in (0, 1/e), got 0.5
+
+    Source:
+        Lin and others, "Deep Gradient Compression", ICLR 2018, section 3: top-k
+        thresholds from a sample.
+    """
+
+    density: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density < MOST:
+            raise OptionError(f"density must be in (0, 1/e), got {self.density!r}")
+
+    @override
+    def next_threshold(self, residual: Residual, last: Sent | None) -> float:
+        found = threshold_for(self.density, residual, FEW)
+        return found or (DL4J_INITIAL if last is None else last.threshold)
 
 
 GROWTH = 1.9  # largest factor on density and bytes, from one delivery to the next

@@ -63,9 +63,6 @@ def main():
             model=network,
             loss=nn.CrossEntropyLoss(),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
-            master=daskdl.GradientSharing(
-                threshold=daskdl.AdaptiveThreshold(initial=1e-3)
-            ),
             client=client,
             seed=int(sys.argv[1]) if len(sys.argv) > 1 else 0,
             callbacks=[Table()],

@@ -3,6 +3,7 @@
 Hides whether replicas are threads of one process or run on Dask workers.
 """
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -186,11 +187,13 @@ class Channel(ABC):
     # ---- updates
 
     @abstractmethod
-    def has_room(self, *, wait: bool = False) -> bool:
+    def has_room(self, *, wait: bool = False, unsent: float = math.inf) -> bool:
         """Whether an update can be published now; counted as withheld if not.
 
         Args:
             wait: Block until there is room; with a relay, until the outbox is empty.
+            unsent: Most bytes of this replica's updates that still wait to be sent to
+                any destination; below the bound of the outbox.
         """
 
     def publish(

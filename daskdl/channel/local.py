@@ -245,7 +245,7 @@ class LocalChannel(Channel):
     # ---- updates
 
     @override
-    def has_room(self, *, wait: bool = False) -> bool:
+    def has_room(self, *, wait: bool = False, unsent: float = math.inf) -> bool:
         if wait:
             self.check()
         return True

@@ -288,12 +288,12 @@ class RemoteChannel(Channel):
     # ---- updates
 
     @override
-    def has_room(self, *, wait: bool = False) -> bool:
+    def has_room(self, *, wait: bool = False, unsent: float = math.inf) -> bool:
         if wait:
             ready = lambda: self._routing.has_room(math.inf)  # noqa: E731
             self._wait_until_sent(WaitCause.ROOM, ready)
             return True
-        room = self._routing.has_room()
+        room = self._routing.has_room() and self._routing.unsent() <= unsent
         self._stats.withheld += not room
         return room
 

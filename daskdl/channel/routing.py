@@ -389,6 +389,11 @@ class Routing(ABC):
         # Updates queued for a neighbour are not acknowledged: this bounds them too.
         return self.own.has_room()
 
+    def unsent(self) -> int:
+        """Return the bytes of own updates that wait for the slowest destination."""
+        origin = self.connection.spec.replica
+        return max((d.outbox.bytes_of(origin) for d in self.destinations()), default=0)
+
     def publish(self, message: Message, *, force: bool = False) -> bool:
         """Queue an update for its destinations; False if there is no room.
 

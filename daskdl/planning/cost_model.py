@@ -15,11 +15,13 @@ from daskdl.config import is_number
 from daskdl.errors import OptionError
 from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import OUTBOX_BYTES
-from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.gradient_sharing import UNSENT_BYTES, GradientSharing
 
 UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 ROUNDS = 100  # most iterations of the length of a step and the requests in it
 SETTLED = 1.00001  # growth that ends the iteration
+MADE = 10**6  # steps made, for `GradientSharing.interval`: late in a fit
+MEASURED_EVERY = 16  # steps between measured exchanges, if the master chooses them
 GOOD = 0.9  # least efficiency at which nothing but "compute" is the limit
 
 
@@ -232,15 +234,19 @@ def predict(
         rate, step_s = alone.rows / alone.step_s, alone.step_s
         return Prediction(1, 1.0, rate, step_s, "compute", 1.0, step_s)
     costs = alone if link is not None else measured.here(workers)
-    every = master.exchange_every
+    exchange_s = costs.encode_s + (workers - 1) * costs.apply_s
+    every = master.interval(exchange_s / costs.step_s, MADE)
+    unsent = UNSENT_BYTES if master.exchange_every == "auto" else OUTBOX_BYTES
+    master = dataclasses.replace(master, exchange_every=every)
     encode_s, apply_s = costs.encode_s / every, (workers - 1) * costs.apply_s / every
     training_s = costs.step_s + encode_s + apply_s
     # A longer step has more requests, up to one for each update.
-    traffic = _traffic(costs, master, link or HERE, workers, training_s)
+    cases = costs, master, unsent, link or HERE, workers
+    traffic = _traffic(*cases, training_s)
     for _ in range(ROUNDS):
         before_s = traffic.messages_s
         step_s = training_s + before_s
-        traffic = _traffic(costs, master, link or HERE, workers, step_s)
+        traffic = _traffic(*cases, step_s)
         if traffic.messages_s <= SETTLED * before_s:
             break
     busy_s = training_s + traffic.messages_s
@@ -269,10 +275,18 @@ def predict(
 
 
 def _traffic(
-    costs: Costs, master: GradientSharing, link: Network, n: int, step_s: float
+    costs: Costs,
+    master: GradientSharing,
+    unsent: float,
+    link: Network,
+    n: int,
+    step_s: float,
 ) -> _Traffic:
-    """Return the traffic of `n` replicas with steps of this length."""
-    every, nbytes = master.exchange_every, costs.update_bytes + WIRE_BYTES
+    """Return the traffic of `n` replicas with steps of this length.
+
+    At most `unsent` bytes of a replica's updates wait to be sent.
+    """
+    every, nbytes = master.longest(MADE), costs.update_bytes + WIRE_BYTES
     exchange_s, latency_s = link.seconds(nbytes) / every, link.latency_s
     cycle_s = routing.PACE_S + 2 * latency_s  # between two requests of a worker
     decode_s = costs.decode_s * (n - 1) / every
@@ -291,7 +305,7 @@ def _traffic(
             (n - 1) * exchange_s,
             hops * latency_s + (hops - 1) * cycle_s,
             hops * (latency_s + cycle_s),
-            max(1.0, OUTBOX_BYTES / nbytes),
+            max(1.0, unsent / nbytes),
         )
     down_s = scheduler.PACE_S + 2 * latency_s  # between two requests to a worker
     requests = min(1.0, step_s / cycle_s) + min(n - 1.0, step_s / down_s)
@@ -303,7 +317,7 @@ def _traffic(
         # Of updates that arrive at the relay together, the first is sent at once.
         2 * latency_s + (down_s if n > 2 else 0.0),
         2 * latency_s + cycle_s + down_s,
-        max(1.0, (OUTBOX_BYTES + RELAY_BYTES / (n - 1)) / nbytes),
+        max(1.0, (unsent + RELAY_BYTES / (n - 1)) / nbytes),
     )
 
 
@@ -311,7 +325,7 @@ def _bounds(
     master: GradientSharing, traffic: _Traffic, busy_s: float
 ) -> list[tuple[float, str]]:
     """Return lower bounds of a step's length due to updates in transit."""
-    staleness, every = master.max_staleness, master.exchange_every
+    staleness, every = master.staleness_bound(MADE), master.longest(MADE)
     if staleness is None:  # nobody waits; exchanges are deferred
         return []
     carrying = [(traffic.link_s, "link"), (traffic.relay_s, "relay")]

@@ -32,7 +32,7 @@ from daskdl.config import Timeouts
 from daskdl.data.checks import preserved_random_state, trainable
 from daskdl.errors import DivergedError, RunError, WaitTimeoutError
 from daskdl.objective import Objective
-from daskdl.planning.cost_model import Costs
+from daskdl.planning.cost_model import MEASURED_EVERY, Costs
 from daskdl.serialization import Packed
 from daskdl.thresholds import Residual, Sent, ThresholdAlgorithm
 from daskdl.training.base import CompressionState, KeptResidual, ReplicaContext
@@ -135,7 +135,11 @@ class StepBenchmark:
         )
         self._random = np.random.default_rng(0)
         # Dense updates of the first steps would hide all later updates.
-        self._master = dataclasses.replace(spec.master, warmup_steps=0)
+        every = spec.master.exchange_every
+        self._every = MEASURED_EVERY if every == "auto" else every
+        self._master = dataclasses.replace(
+            spec.master, warmup_steps=0, exchange_every=self._every
+        )
         self._settle()
 
     def _attach(
@@ -191,7 +195,7 @@ class StepBenchmark:
         return False
 
     def _repeat(self, moved: Sequence[Tensor]) -> None:
-        for _ in range(self._master.exchange_every):
+        for _ in range(self._every):
             self._exchange.before_step(0)
             for parameter, movement in zip(trainable(self._module), moved, strict=True):
                 parameter.detach().add_(movement)
@@ -216,12 +220,13 @@ class StepBenchmark:
                 "of optimizer, or look for NaN in batch"
             )
         computed = self._now()
-        self._stepper.update(self._exchange.learning_rate_scale)
+        exchange = self._exchange
+        self._stepper.update(exchange.learning_rate_scale, exchange.rate_factor)
         return [computed, self._now()]
 
     def step(self) -> dict[str, float]:
         """Receive an update, make steps up to the next exchange, and return costs."""
-        every, started = self._master.exchange_every, self._now()
+        every, started = self._every, self._now()
         nbytes = self._channel.receive()
         decode_s = self._now() - started
         parts = np.zeros(4)

@@ -294,11 +294,10 @@ def advise(
                 break
     if remedies:
         return f"{said} It would pay up to {', '.join(remedies)}."
-    every, batches = master.exchange_every * LONGER[-1], LONGER[-1]
-    return (
-        f"{said} Neither exchange_every={every} nor {batches} times the batch nor a "
-        "tenth of the density would change that."
-    )
+    others = [f"{LONGER[-1]} times the batch nor a tenth of the density"]
+    if master.exchange_every != "auto":
+        others.insert(0, f"exchange_every={master.exchange_every * LONGER[-1]}")
+    return f"{said} Neither {' nor '.join(others)} would change that."
 
 
 def _paying(rows: Sequence[Prediction]) -> Prediction | None:
@@ -325,11 +324,14 @@ def _changes(measured: Measured, master: GradientSharing) -> Iterator[list[Chang
     """Yield changes that may help, by kind, the mildest first."""
     gathering, batches = [], []
     for factor in LONGER:
-        every = factor * master.exchange_every
-        rarer = dataclasses.replace(master, exchange_every=every)
-        # An update then has the entries of several.
-        costs = measured.scaled(apply_s=factor, decode_s=factor, update_bytes=factor)
-        gathering.append((f"exchange_every={every}", costs, rarer))
+        if master.exchange_every != "auto":
+            every = factor * master.exchange_every
+            rarer = dataclasses.replace(master, exchange_every=every)
+            # An update then has the entries of several.
+            costs = measured.scaled(
+                apply_s=factor, decode_s=factor, update_bytes=factor
+            )
+            gathering.append((f"exchange_every={every}", costs, rarer))
         larger = measured.scaled(rows=factor, gradients_s=factor)
         how = f"{factor} times the batch (accumulate={factor})"
         batches.append((how, larger, master))

@@ -40,6 +40,7 @@ from daskdl.thresholds import (
     FixedThreshold,
     LayerThresholds,
     LinkThreshold,
+    SampledThreshold,
     Sent,
     TargetSparsityThreshold,
 )
@@ -90,6 +91,7 @@ KNOWN: Mapping[str, type] = {
         FixedThreshold,
         TargetSparsityThreshold,
         LinkThreshold,
+        SampledThreshold,
         LayerThresholds,
         ResidualClipping,
         KeepResidual,

@@ -47,6 +47,7 @@ class ExchangeStats:
     clipped: float = 0.0  # mass removed by clipping, parameter units
     lead_sum: int = 0  # steps ahead of the slowest replica, summed over steps
     steps: int = 0
+    rate_rise_sum: float = 0.0  # `Exchange.rate_factor` - 1, summed over steps
     frozen_bytes: int = 0  # frozen parameters sent at the last sync
 
 
@@ -479,7 +480,8 @@ class Exchange(ABC):
     """One replica's side of distributed training, used only by its training thread.
 
     Each step calls `before_step`, computes the gradients, runs the optimizer at
-    `learning_rate_scale` times its learning rate, and calls `after_step`. `sync` makes
+    `learning_rate_scale` and `rate_factor` times its learning rate, and calls
+    `after_step`. `sync` makes
     all replicas agree at the end of each sync interval, which is an epoch, or the part
     of an epoch between two checkpoints. Subclasses define `after_step` and `sync`. The
     other methods have defaults for an exchange whose only state is the model.
@@ -496,6 +498,7 @@ class Exchange(ABC):
     Attributes:
         context: The context passed in.
         learning_rate_scale: Factor on the optimizer's learning rate in the next step.
+        rate_factor: The same, but decoupled weight decay stays as it is.
         update_scale: Weight of this replica's updates in the group; used only in
             divergence messages.
         exchanged: Whether the last step ended with an exchange.
@@ -505,6 +508,7 @@ class Exchange(ABC):
 
     kind: ClassVar[str] = MODEL  # kind of its checkpointed states
     learning_rate_scale: float = 1.0
+    rate_factor: float = 1.0
     update_scale: float = 1.0
     exchanged: bool = True
     averages_optimizer: bool = False
@@ -673,11 +677,6 @@ class TrainingMaster(ABC):
         `attach` is called then. None: `attach` is called for the only replica too.
         """
         return 1.0
-
-    @property
-    def averages(self) -> bool:
-        """Whether the replicas' updates are averaged, as in one large batch."""
-        return False
 
     def routing_for(self, workers: int) -> str:
         """Return ``"plain"`` or ``"mesh"`` for the number of workers at the start."""

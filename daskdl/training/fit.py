@@ -8,11 +8,9 @@ the result into the model and returns the state for the next fit.
 import contextlib
 import functools
 import logging
-import math
 import secrets
 import sys
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,7 +20,6 @@ from typing import Literal, Self
 import cloudpickle
 from distributed import Client
 from torch import nn
-from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from daskdl import errors
@@ -236,9 +233,6 @@ class FitRun:
         Raises:
             DaskDLError: If the run ended early; `result` is then the last agreed state.
         """
-        if self._spec.master.averages:
-            optimizer = self._spec.optimizer_for(self._model)
-            warn_of_short_steps(optimizer, len(self._backend.workers))
         try:
             self._run()
             if self.result is None or self._agreed_epoch is not None:
@@ -543,40 +537,6 @@ class ProgressReporter:
             self._history.steps.extend(unpack_rows(packed))
         for callback in self._callbacks:
             callback.on_epoch_end(row)
-
-
-# Optimizers that divide by the root of squared gradients have one of these options.
-ADAPTIVE = ("betas", "beta2_decay", "centered", "rho", "lr_decay")
-
-
-def warn_of_short_steps(optimizer: Optimizer, replicas: int) -> None:
-    """Warn if replicas with an Adam-like optimizer may learn slower than one process.
-
-    Adam-like optimizers scale steps by the inverse of the gradient noise. The noise in
-    one replica's batch exceeds that in all replicas' batches together by a factor of up
-    to the square root of the number of replicas.
-
-    Example:
-        >>> import torch
-        >>> optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-        >>> with warnings.catch_warnings(record=True) as caught:
-        ...     warnings.simplefilter("always")
-        ...     warn_of_short_steps(optimizer, replicas=4)
-        >>> str(caught[0].message)[:42]
-        '4 replicas with AdamW may learn slower tha'
-    """
-    groups = optimizer.param_groups
-    if replicas < 2 or not any(key in group for group in groups for key in ADAPTIVE):
-        return
-    name = type(optimizer).__name__
-    warnings.warn(
-        f"{replicas} replicas with {name} may learn slower than one process with "
-        f"{replicas} times the batch: each step is made from a smaller and noisier "
-        f"batch, and {name} makes it shorter for that. Try a learning rate up to "
-        f"{math.sqrt(replicas):.2g} times as high; see 'Learning rate' in "
-        "docs/tuning.md",
-        stacklevel=4,  # where `fit` was called
-    )
 
 
 # A suitable threshold sends 1 % of the entries or less. A threshold that half of the

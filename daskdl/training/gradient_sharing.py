@@ -6,9 +6,11 @@ replicas agree at sync points.
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -32,13 +34,14 @@ from daskdl.compression.flat import (
 )
 from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.config import check_choice, check_type, check_whole, is_number
+from daskdl.data.checks import trainable
 from daskdl.errors import DivergedError, OptionError
-from daskdl.residuals import ResidualClipping, ResidualPostProcessor
+from daskdl.residuals import KeepResidual, ResidualPostProcessor
 from daskdl.thresholds import (
-    AdaptiveThreshold,
     LayerThresholds,
     LinkAlgorithm,
     Measured,
+    SampledThreshold,
     ThresholdAlgorithm,
 )
 from daskdl.training.base import (
@@ -57,7 +60,47 @@ from daskdl.training.base import (
     check_places,
     restoring,
 )
+from daskdl.training.optimizer_step import GradientNoise, is_adaptive
 from daskdl.training.telemetry import SAMPLE, mean, spread_of
+
+# Steps between two exchanges with "auto": powers of two, so that the steps of the
+# exchanges of all replicas are nested.
+LONGEST = 64
+LONGEST_IN_STEP = 16  # in lockstep, where measured times must not decide
+RAMP = 32  # the interval is at most this part of the steps made so far
+SHARE = 0.03  # of a replica's time, that exchanging may take
+MEASURED = 5  # exchanges in the medians
+# More than these bytes of earlier updates in the outbox postpone an exchange, with
+# "auto": on a slow link, more steps then lie between exchanges, and none is stale.
+UNSENT_BYTES = 2**16
+
+
+class Interval:
+    """Steps between the exchanges of one replica.
+
+    With ``exchange_every="auto"``, the shortest power of two at which exchanging takes
+    at most `SHARE` of the time. It is short at first, while the model moves fast.
+
+    Attributes:
+        every: Current number of steps.
+    """
+
+    every: int
+
+    def __init__(self, options: "GradientSharing") -> None:
+        self._options = options
+        self._costs: deque[float] = deque(maxlen=MEASURED)  # of an exchange, in steps
+        self.every = options.interval(0.0, 0)
+
+    def note(self, exchange_s: float, step_s: float) -> None:
+        """Add the measured durations of an exchange and a step."""
+        if step_s > 0:
+            self._costs.append(exchange_s / step_s)
+
+    def choose_(self, made: int) -> None:
+        """Choose the interval, for a number of steps made over all fits."""
+        cost = median(self._costs) if self._costs else 0.0
+        self.every = self._options.interval(cost, made)
 
 
 class GradientSharingExchange(Exchange):
@@ -85,6 +128,14 @@ class GradientSharingExchange(Exchange):
         )
         self._vector = self._compressor.vector
         self._in_step = options.max_staleness == 0
+        self._interval = Interval(options)
+        optimizer = context.optimizer
+        adapts = options.adapt_rate and options.update_scale == "mean"
+        self._noise = (
+            GradientNoise(trainable(context.module))
+            if adapts and optimizer is not None and is_adaptive(optimizer)
+            else None
+        )
         self._now = time.perf_counter
         self._made = made  # steps before `_step` counts: in earlier fits, or alone
         self._step = 0  # steps of this fit, aligned on all replicas at each sync
@@ -93,7 +144,7 @@ class GradientSharingExchange(Exchange):
         self._sole = False  # no other replica uses shared
         self._served = False  # a snapshot was served since the last barrier began
         # For the threshold rules, since the last accepted exchange.
-        self._began = self._computed_s = 0.0
+        self._began = self._computed_s = self._spent_s = 0.0
         self._chances = 0  # exchanges that were due
         # For the last step.
         self._wait_s = self._encode_s = self._apply_s = 0.0
@@ -115,6 +166,7 @@ class GradientSharingExchange(Exchange):
             place, initial = members.index(context.replica), len(members)
             share_N = context.residual.share_N(place, initial)
             self._vector.add_residual_(share_N, context.residual.grid)
+        self._interval.choose_(self._made + self._step)
 
     def _scale_for(self, replicas: int) -> None:
         self._replicas = replicas
@@ -130,6 +182,8 @@ class GradientSharingExchange(Exchange):
             self._compressor.restore_(common["compressor"], resumed.own)
             for part in resumed.own[:1]:
                 self._unshared, self._due = part["unshared"], part["due"]
+                if self._noise is not None and part["noise"]:
+                    self._noise.restore_(part["noise"])
         self._replicas = 0  # the restored state has its own scale
         self._made, self._step = common["made"], common["step"]
         self._clipped_before = self._compressor.clipped
@@ -145,17 +199,21 @@ class GradientSharingExchange(Exchange):
         replicas = 1 + len(self._channel.peers())
         if replicas != self._replicas:
             self._scale_for(replicas)
-        begins = self._step % options.exchange_every == 0
-        bound = options.max_staleness if begins else None
+        begins = self._step % self._interval.every == 0
+        bound = options.staleness_bound(self._made + self._step) if begins else None
         ahead = self._channel.wait_for_peers(self._step, interval, bound)
         waited = self._now()
-        self._lead = options.least_lead(self._step, ahead)
+        self._lead = options.least_lead(self._step, ahead, self._made)
         self._stats.lead_sum += self._lead
         self._stats.steps += 1
+        if self._noise is not None:
+            self.rate_factor = self._noise.rate_factor(replicas)
+        self._stats.rate_rise_sum += self.rate_factor - 1
         self._density, self._frames, self._encode_s = math.nan, [], 0.0
         self._apply(self._channel.drain(self._step if self._in_step else None))
         self._began = self._now()
         self._wait_s, self._apply_s = waited - started, self._began - waited
+        self._spent_s += self._apply_s
 
     def _apply(self, pending: DrainResult) -> None:
         if pending.folded_N is not None:
@@ -172,13 +230,16 @@ class GradientSharingExchange(Exchange):
         self._due = True
         if self._step.bit_count() == 1:
             self._untrained.look()
+        if self._noise is not None:
+            self._noise.look_(self._made + self._step)
         self._vector.sync_from_parameters_()
         self._encode_s += self._now() - stepped
-        self.exchanged = self._step % self._options.exchange_every == 0
+        self._interval.choose_(self._made + self._step)
+        self.exchanged = self._step % self._interval.every == 0
         if self.exchanged:
             self._share()
             self._check_reach(self._compressor.clipped_per_entry)
-        if self._options.announces(self._step):
+        if self.exchanged or self._options.announces(self._step):
             self._channel.progress(self._step)
 
     def _share(self) -> None:
@@ -219,11 +280,16 @@ class GradientSharingExchange(Exchange):
                 self._channel.link_stats(),
             )
             self._compressor.learn(measured)
+        self._interval.note(
+            self._spent_s + self._encode_s, self._computed_s / max(self._unshared, 1)
+        )
+        self._spent_s = 0.0
         self._unshared, self._computed_s, self._chances = 0, 0.0, 0
 
     def _has_room(self) -> bool:
         started = self._now()
-        room = self._channel.has_room(wait=self._in_step)
+        unsent = UNSENT_BYTES if self._options.exchange_every == "auto" else math.inf
+        room = self._channel.has_room(wait=self._in_step, unsent=unsent)
         self._wait_s += self._now() - started
         return room
 
@@ -262,6 +328,8 @@ class GradientSharingExchange(Exchange):
         self._channel.progress(self._step, interval)
         if not ended:
             return
+        if self._noise is not None:
+            self._noise.forget_step_()  # a resumed replica does not know it
         self._untrained.look()
         untrained = self._untrained.take()
         frozen = [array for n, array in untrained.items() if n.startswith(FROZEN)]
@@ -373,9 +441,9 @@ class GradientSharingExchange(Exchange):
     def state(self) -> State:
         shared, own = self._compressor.state()
         common = {"compressor": shared, "made": self._made, "step": self._step}
-        return State(
-            SHARING, common, {**own, "unshared": self._unshared, "due": self._due}
-        )
+        noise = {} if self._noise is None else self._noise.values()
+        waiting = {"unshared": self._unshared, "due": self._due}
+        return State(SHARING, common, {**own, **waiting, "noise": noise})
 
     @override
     def result(self) -> ExchangeResult:
@@ -416,11 +484,17 @@ class GradientSharing(TrainingMaster):
             on each replica's learning rate.
         max_staleness: Steps a replica may be ahead of the slowest when it starts
             an exchange interval. 0 runs replicas in lockstep, reproducible bit for
-            bit; None is unbounded.
-        exchange_every: Steps between exchanges.
+            bit; None is unbounded; ``"auto"`` is 8, or two of the longest intervals.
+        exchange_every: Steps between exchanges. ``"auto"`` chooses a power of two up to
+            64, so that exchanging takes about 3 % of a replica's time, and at most a
+            32nd of the steps made so far and `max_staleness`. In lockstep the number
+            of steps alone decides, up to 16. With ``apply="strict"`` it is 1.
         warmup_steps: The progress of this many first steps is sent in full, in eight
             bits per parameter and without a threshold. Steps are counted over all fits
             of a trainer; later fits and joining replicas do not start again from 0.
+        adapt_rate: With Adam and its kind, multiply the learning rate by 1 to the root
+            of the number of replicas, so that steps are as long as with one batch of
+            all replicas; see `GradientNoise`. Only with ``update_scale="mean"``.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
             worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
             run starts.
@@ -445,14 +519,15 @@ class GradientSharing(TrainingMaster):
     """
 
     threshold: ThresholdAlgorithm | Mapping[str, ThresholdAlgorithm] = field(
-        default_factory=lambda: AdaptiveThreshold(initial=None)
+        default_factory=SampledThreshold
     )
-    residual: ResidualPostProcessor = field(default_factory=ResidualClipping)
+    residual: ResidualPostProcessor = field(default_factory=KeepResidual)
     apply: Literal["eager", "strict"] = "eager"
     update_scale: Literal["mean", "sum"] | float = "mean"
-    max_staleness: int | None = 8
-    exchange_every: int = 1
+    max_staleness: int | Literal["auto"] | None = "auto"
+    exchange_every: int | Literal["auto"] = "auto"
     warmup_steps: int = 0
+    adapt_rate: bool = True
     routing: Literal["auto", "plain", "mesh"] = "auto"
     replicas_per_worker: int | Literal["auto"] = 1
     min_replicas: int = 1
@@ -473,9 +548,10 @@ class GradientSharing(TrainingMaster):
             raise OptionError(
                 f"update_scale must be 'mean', 'sum' or a number > 0, got {scale!r}"
             )
-        check_whole("max_staleness", self.max_staleness, 0, None)
-        check_whole("exchange_every", self.exchange_every, 1)
+        check_whole("max_staleness", self.max_staleness, 0, "auto", None)
+        check_whole("exchange_every", self.exchange_every, 1, "auto")
         check_whole("warmup_steps", self.warmup_steps, 0)
+        check_type("adapt_rate", self.adapt_rate, bool)
         check_choice("routing", self.routing, ("auto", *ROUTINGS))
         check_places(self)
 
@@ -488,11 +564,6 @@ class GradientSharing(TrainingMaster):
     @override
     def synchronous(self) -> bool:
         return self.max_staleness == 0
-
-    @property
-    @override
-    def averages(self) -> bool:
-        return self.update_scale == "mean"
 
     @override
     def routing_for(self, workers: int) -> str:
@@ -529,36 +600,81 @@ class GradientSharing(TrainingMaster):
     def attach(self, context: ReplicaContext) -> Exchange:
         return GradientSharingExchange(context, self)
 
+    def interval(self, cost: float, made: int) -> int:
+        """Return the steps between exchanges.
+
+        Args:
+            cost: Duration of an exchange, in durations of a step.
+            made: Steps made, over all fits.
+
+        Example:
+            >>> [GradientSharing().interval(cost, 10**6) for cost in (0.01, 0.2, 9)]
+            [1, 8, 64]
+        """
+        every = longest = self.longest(made)
+        if self.exchange_every == "auto" and self.max_staleness != 0:
+            every = 1
+            while every < longest and cost > SHARE * every:
+                every *= 2
+        return every
+
+    def longest(self, made: int) -> int:
+        """Return the longest exchange interval after a number of steps.
+
+        Example:
+            >>> [GradientSharing().longest(made) for made in (0, 100, 1000, 10**6)]
+            [1, 2, 16, 64]
+        """
+        if self.exchange_every != "auto":
+            return self.exchange_every
+        limit = LONGEST_IN_STEP if self.max_staleness == 0 else LONGEST
+        if isinstance(self.max_staleness, int) and self.max_staleness:
+            limit = min(limit, self.max_staleness)
+        limit = 1 if self.apply == "strict" else min(limit, made // RAMP)
+        return 1 << max(limit, 1).bit_length() - 1
+
+    def staleness_bound(self, made: int) -> int | None:
+        """Return the largest lead at the start of an interval, None: any."""
+        if self.max_staleness != "auto":
+            return self.max_staleness
+        return max(8, 2 * self.longest(made))
+
     def announces(self, step: int) -> bool:
         """Return whether replicas announce a completed step, as others may wait for it.
 
-        Other replicas wait only at the start of an exchange interval, for the step that
-        is `max_staleness` steps back.
+        All announce the end of an interval. Other replicas wait only at the start of
+        one, for the step that is `max_staleness` steps back.
 
         Example:
             >>> own = GradientSharing(max_staleness=4, exchange_every=16)
             >>> [step for step in range(1, 33) if own.announces(step)]
             [12, 16, 28, 32]
         """
-        every, ahead = self.exchange_every, self.max_staleness or 0
+        if self.exchange_every == "auto":
+            return False  # except after an exchange
+        every, ahead = self.exchange_every, self.staleness_bound(step) or 0
         return step % every == 0 or (step + ahead) % every == 0
 
-    def least_lead(self, step: int, known: int) -> int:
+    def least_lead(self, step: int, known: int, made: int = 0) -> int:
         """Return the least lead over a replica that may have unannounced steps.
 
         Args:
             step: Steps completed by this replica.
             known: Lead over the last step announced by the other replica.
+            made: Steps of earlier fits.
 
         Example:
             >>> own = GradientSharing(max_staleness=4, exchange_every=16)
             >>> own.least_lead(16, 4), own.least_lead(16, 16)
             (1, 5)
-            >>> GradientSharing(max_staleness=8).least_lead(7, 3)
+            >>> GradientSharing(exchange_every=1).least_lead(7, 3)
             3
         """
-        announced, every = step - known, self.exchange_every
-        since = max(announced % every, (announced + (self.max_staleness or 0)) % every)
+        every = self.longest(made + step)
+        if self.exchange_every == "auto":
+            return max(0, known - (every - 1))
+        announced, ahead = step - known, self.staleness_bound(step) or 0
+        since = max(announced % every, (announced + ahead) % every)
         return max(0, known - (every - 1 - since))
 
     def scale(self, replicas: int) -> float:

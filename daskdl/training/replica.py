@@ -392,8 +392,9 @@ class Replica:
             raise self._diverged(epoch, loss)
         callbacks, rate = self._spec.callbacks, math.nan
         if callbacks or self.steps + 1 >= self._log.next_step:
-            rate = self.rate.value * exchange.learning_rate_scale
-        self.stepper.update(exchange.learning_rate_scale)
+            scale = exchange.learning_rate_scale * exchange.rate_factor
+            rate = self.rate.value * scale
+        self.stepper.update(exchange.learning_rate_scale, exchange.rate_factor)
         self.steps += 1
         if self.rate.per_step:
             self.rate.step_()

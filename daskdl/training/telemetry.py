@@ -348,6 +348,7 @@ class RowLog:
             "density": sum(s.density_sum for s in stats) / max(exchanges, 1),
             "threshold": mean(thresholds),
             "learning_rate": farthest.learning_rate,
+            "rate_factor": 1 + sum(s.rate_rise_sum for s in stats) / max(steps, 1),
             "sent_bytes": sum(t.sent_bytes for t in traffic),
             "received_bytes": sum(t.received_bytes for t in traffic),
             "dense_bytes": 4 * self._size * exchanges,

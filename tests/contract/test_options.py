@@ -194,11 +194,11 @@ SHARING = [
         for value in (0, -1.0, math.nan, math.inf, True, "max", None, [1.0])
     ],
     *[
-        ("max_staleness", value, "must be a whole number >= 0 or None")
+        ("max_staleness", value, "must be a whole number >= 0 or 'auto' or None")
         for value in (-1, 1.0, True, "8", [8])
     ],
     *[
-        ("exchange_every", value, "must be a whole number >= 1")
+        ("exchange_every", value, "must be a whole number >= 1 or 'auto'")
         for value in (0, -1, 2.0, True, None, "1")
     ],
     *[

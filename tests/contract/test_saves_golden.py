@@ -14,8 +14,8 @@ from tests.golden import make_trainer_v1 as saves
 
 # Of the manifests, which have those of the other files.
 SHA256 = {
-    saves: "de69521f26974ea72f95728016d0ece8f583312d2a1e9d8a2f6081875658b511",
-    checkpoints: "f31a4860331ccd507b728deee675161e988ad23e6c7eecfb402ec46ca837766c",
+    saves: "e588f27b1692f140dcc8e11ea04f0cfc36241855c88247eb0eeff40410ecebbe",
+    checkpoints: "414ea11eea38069281a7206d8a35a0b1a82e4fc8432a3257969dd411e71c4799",
 }
 
 

@@ -1,7 +1,9 @@
 """What the exchange of one replica publishes, and when; the channel is a fake."""
 
+import math
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -42,11 +44,12 @@ class Room(Channel):
         self.progressed = []  # steps that the others were told of
         self.slowest = 10**9  # step that the slowest other replica announced
         self.now = 0.0
+        self.drained_s = 1000
 
     def peers(self):
         return self.others
 
-    def has_room(self, *, wait=False):
+    def has_room(self, *, wait=False, unsent=math.inf):
         self.now += 2
         if wait:
             self.waited.append(len(self.frames))
@@ -69,7 +72,7 @@ class Room(Channel):
         self.progressed.append(step)
 
     def drain(self, up_to_step=None):
-        self.now += 1000
+        self.now += self.drained_s
         return DrainResult([], None)
 
     def link_stats(self):
@@ -105,10 +108,11 @@ class Case:
         )
         self.exchange._now = lambda: self.channel.now
 
-    def step(self, names=tuple(LAYERS)):
-        """Make a step, and return what was published."""
+    def step(self, names=tuple(LAYERS), seconds=0):
+        """Make a step that takes some seconds, and return what was published."""
         before = self.channel.published
         self.exchange.before_step(0)
+        self.channel.now += seconds
         with torch.no_grad():
             for name in names:
                 getattr(self.module, name).add_(0.25)
@@ -272,3 +276,76 @@ class TestProgress:
 
         # Steps begin with 0 to 5 made; the other may have made 3 by then.
         assert case.exchange.stats().lead_sum == 1 + 2
+
+
+class TestInterval:
+    """With ``exchange_every="auto"``; here, an exchange takes 10 seconds."""
+
+    @staticmethod
+    def exchanges(steps, made=0, seconds=0.001, **options):
+        """The steps after which an exchange was made, of steps of some seconds."""
+        case = Case(last=CompressionState({}, made), **options)
+        case.channel.drained_s = 0
+        return [n for n in range(1, steps + 1) if case.step(seconds=seconds)]
+
+    def test_it_grows_with_the_steps_that_were_made(self):
+        exchanges = self.exchanges(272)
+
+        # At most a 32nd of the steps made so far.
+        assert exchanges[:64] == [*range(1, 65)]
+        assert exchanges[64:80] == [*range(66, 98, 2)]
+        assert exchanges[-5:] == [248, 252, 256, 264, 272]
+
+    @pytest.mark.parametrize(
+        ("seconds", "every"), [(400, 1), (300, 2), (50, 8), (20, 32), (0.1, 64)]
+    )
+    def test_exchanging_takes_3_percent_of_the_time(self, seconds, every):
+        exchanges = self.exchanges(192, made=10**6, seconds=seconds)
+
+        assert set(np.diff(exchanges[1:])) == {every}
+
+    def test_one_long_step_changes_nothing(self):
+        case = Case(last=CompressionState({}, 10**6))
+        case.channel.drained_s = 0
+        for _ in range(64):
+            case.step(seconds=50)
+
+        exchanged = [bool(case.step(seconds=s)) for s in (5000, *[50] * 31)]
+
+        assert exchanged == [n % 8 == 0 for n in range(1, 33)]
+
+    def test_in_lockstep_the_steps_alone_decide(self):
+        slow, fast = (
+            self.exchanges(96, made=10**6, seconds=seconds, max_staleness=0)
+            for seconds in (1000, 0.001)
+        )
+
+        assert slow == fast == [16, 32, 48, 64, 80, 96]
+
+    @pytest.mark.parametrize(
+        ("options", "every"),
+        [({"max_staleness": 6}, 4), ({"max_staleness": "auto"}, 64)],
+    )
+    def test_it_is_no_longer_than_replicas_may_be_apart(self, options, every):
+        exchanges = self.exchanges(192, made=10**6, **options)
+
+        assert set(np.diff(exchanges[1:])) == {every}
+
+    def test_with_strict_each_step_is_exchanged(self):
+        assert self.exchanges(9, made=10**6, apply="strict") == [*range(1, 10)]
+
+    def test_only_exchanges_are_announced(self):
+        case = Case(last=CompressionState({}, 10**6))
+        case.channel.drained_s = 0
+        for _ in range(128):
+            case.step(seconds=50)
+
+        assert case.channel.progressed == [1, *range(8, 129, 8)]
+
+
+def test_the_bound_of_staleness_follows_the_interval():
+    assert GradientSharing().staleness_bound(0) == 8
+    assert GradientSharing().staleness_bound(10**6) == 128
+    assert GradientSharing(exchange_every=16).staleness_bound(0) == 32
+    assert GradientSharing(max_staleness=3).staleness_bound(10**6) == 3
+    assert GradientSharing(max_staleness=None).staleness_bound(10**6) is None

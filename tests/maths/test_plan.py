@@ -1,8 +1,8 @@
 """Predictions and advice from costs by hand: each number is worked out here."""
 
-import dataclasses
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -26,13 +26,13 @@ COSTS = Costs(
     density=1e-3,
 )
 FAST = Network(bandwidth_bits_per_s=1e9, latency_s=0.0)
-SHARING = GradientSharing()
-IN_STEP = GradientSharing(max_staleness=0)
-UNBOUNDED = GradientSharing(max_staleness=None)
+SHARING = GradientSharing(exchange_every=1)
+IN_STEP = replace(SHARING, max_staleness=0)
+UNBOUNDED = replace(SHARING, max_staleness=None)
 
 
 def measured(cores=2, **changes):
-    return Measured(dataclasses.replace(COSTS, **changes), cores)
+    return Measured(replace(COSTS, **changes), cores)
 
 
 def plain(workers=2, master=SHARING, link=FAST, cores=2, **changes):
@@ -43,7 +43,7 @@ def slow(bits_per_s, latency_s=0.0):
     return Network(bits_per_s, latency_s)
 
 
-MESH = GradientSharing(routing="mesh")
+MESH = replace(SHARING, routing="mesh")
 # Two requests, two updates, one of them to decode.
 TWO_MESSAGES_S = 2 * 0.001 + 2 * 0.0001 + 0.001
 # Two updates leave the relay; it handles both of both.
@@ -72,13 +72,21 @@ CASES = {
             "messages_s": 2 * 0.001 + (2 * 0.0001 + 0.001) / 4,
         },
     ),
+    "an interval is as long as an exchange costs": (
+        *(2, {"master": GradientSharing(), "encode_s": 0.009}),  # 0.11 steps
+        {"encode_s": 0.009 / 4, "apply_s": 0.0005},
+    ),
+    "more workers have longer intervals": (
+        *(33, {"master": GradientSharing()}),  # 0.74 steps, less than 3 % of 32
+        {"encode_s": 0.01 / 32, "apply_s": 0.002},
+    ),
     "at staleness 0 all wait for all": (2, {"master": IN_STEP}, {"wait_s": RELAYED_S}),
     "at staleness 0 the latency counts": (
         *(2, {"master": IN_STEP, "link": slow(1e9, 0.05)}),
         {"wait_s": 2 * 0.05 + RELAYED_S, "limit": "latency"},
     ),
     "at staleness 1 a long latency counts": (
-        *(2, {"master": GradientSharing(max_staleness=1), "link": slow(1e9, 0.05)}),
+        *(2, {"master": replace(SHARING, max_staleness=1), "link": slow(1e9, 0.05)}),
         # To the relay and on, each time just after a request has gone.
         {
             "step_s": 2 * 0.05 + (0.005 + 2 * 0.05 + 0.01 + 2 * 0.05) + RELAYED_S,
@@ -141,7 +149,7 @@ def test_a_prediction(case):
     ("master", "copies"),
     [
         (UNBOUNDED, 4 * 3),  # the relay sends every update to all others
-        (GradientSharing(routing="mesh", max_staleness=None), 3),
+        (replace(MESH, max_staleness=None), 3),
     ],
     ids=["relay", "mesh"],
 )
@@ -187,16 +195,14 @@ def test_with_staleness_0_the_latency_counts_once_for_each_exchange():
 
 
 def test_the_latency_grows_with_the_depth_of_the_trees():
-    mesh = GradientSharing(max_staleness=0, routing="mesh")
+    mesh = replace(MESH, max_staleness=0)
     ways = [plain(n, mesh, slow(math.inf, 1)) for n in (9, 10, 73, 74)]
 
     assert [round(row.wait_s) for row in ways] == [1, 4, 4, 7]
 
 
 def test_on_one_machine_costs_are_those_measured_together():
-    slower = dataclasses.replace(
-        COSTS, gradients_s=0.15, encode_s=0.03, request_s=0.0005
-    )
+    slower = replace(COSTS, gradients_s=0.15, encode_s=0.03, request_s=0.0005)
     both = Measured(COSTS, 4, slower, 3)
 
     assert both.here(1) == COSTS
@@ -204,8 +210,8 @@ def test_on_one_machine_costs_are_those_measured_together():
     assert both.here(2).gradients_s == pytest.approx(0.12)
     assert both.here(4).gradients_s == both.here(9).gradients_s == pytest.approx(0.18)
     assert both.here(4).request_s == 0.0005
-    assert Measured(dataclasses.replace(COSTS, threads=3), 8).most_at_once == 2
-    shared = Measured(COSTS, 4, dataclasses.replace(COSTS, gradients_s=0.14), 2)
+    assert Measured(replace(COSTS, threads=3), 8).most_at_once == 2
+    shared = Measured(COSTS, 4, replace(COSTS, gradients_s=0.14), 2)
     assert predict(shared, SHARING, None, 2).limit == "cores"
     assert predict(shared, SHARING, FAST, 2) == plain()
 

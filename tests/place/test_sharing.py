@@ -10,6 +10,7 @@ from daskdl import (
     FixedThreshold,
     GradientSharing,
     LinkThreshold,
+    ResidualClipping,
 )
 from daskdl.codec import Kind
 from tests.support import promises
@@ -201,7 +202,7 @@ def test_exchange_every_so_many_steps(every, exchanges):
 def test_clipping_is_counted_and_keeping_is_not():
     small = AdaptiveThreshold(initial=1e-5)
     masters = (
-        GradientSharing(small, replicas_per_worker=2),
+        GradientSharing(small, ResidualClipping(), replicas_per_worker=2),
         shared_out(2, threshold=small),
     )
 

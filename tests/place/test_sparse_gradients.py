@@ -24,9 +24,6 @@ EACH = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 pytestmark = [
     # Of torch, at the first sparse tensor that Adagrad makes.
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:2 replicas with .* may learn slower:UserWarning"
-    ),
 ]
 
 

@@ -193,6 +193,10 @@ class Recording(Exchange):
         return self._inner.learning_rate_scale
 
     @property
+    def rate_factor(self):
+        return self._inner.rate_factor
+
+    @property
     def exchanged(self):
         return self._inner.exchanged
 

@@ -134,9 +134,10 @@ class GradientSharing(TrainingMaster):
         residual=...,
         apply="eager",
         update_scale="mean",
-        max_staleness=8,
-        exchange_every=1,
+        max_staleness="auto",
+        exchange_every="auto",
         warmup_steps=0,
+        adapt_rate=True,
         routing="auto",
         replicas_per_worker=1,
         min_replicas=1,
@@ -232,6 +233,9 @@ class Stopping:
         best_score=...,
         restored=False,
     ): ...
+
+class SampledThreshold(ThresholdAlgorithm):
+    def __init__(self, density=0.05): ...
 
 class TargetSparsityThreshold(ThresholdAlgorithm):
     def __init__(self, initial=0.0001, target=0.001, decay=0.9659363289248456): ...

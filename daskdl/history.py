@@ -6,7 +6,7 @@ Replicas send step rows in packed form; beyond a bound the rows are thinned even
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -92,7 +92,10 @@ class StepRow(NamedTuple):
     step_s: float = 0.0
 
 
-class Thinned:
+T = TypeVar("T")
+
+
+class Thinned(Generic[T]):
     """A bounded, evenly thinned sequence of numbered rows, in order of arrival.
 
     Beyond `most` rows, only rows with even numbers are kept, then only every fourth
@@ -110,7 +113,7 @@ class Thinned:
         [4, 8]
     """
 
-    numbered: list[tuple[int, StepRow]]
+    numbered: list[tuple[int, T]]
 
     def __init__(self, most: int) -> None:
         self.numbered = []
@@ -121,7 +124,7 @@ class Thinned:
         """Whether a row with this number would be kept."""
         return number % self._stride == 0
 
-    def add(self, number: int, row: StepRow) -> None:
+    def add(self, number: int, row: T) -> None:
         """Add a row, unless its number is thinned out."""
         if not self.wants(number):
             return
@@ -130,7 +133,7 @@ class Thinned:
             self._stride *= 2
             self.numbered = [kept for kept in self.numbered if self.wants(kept[0])]
 
-    def take(self) -> list[tuple[int, StepRow]]:
+    def take(self) -> list[tuple[int, T]]:
         """Remove and return all rows with their numbers; keep the stride."""
         taken, self.numbered = self.numbered, []
         return taken
@@ -199,7 +202,7 @@ class StepTable(Sequence[Row]):
     """
 
     def __init__(self) -> None:
-        self._rows = Thinned(MOST_ROWS)
+        self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
 
     def extend(self, numbered: Iterable[tuple[int, StepRow]]) -> None:
         """Add rows, each with its number within its replica."""
@@ -250,9 +253,15 @@ COLUMNS: Mapping[str, str] = {
     "parameter units",
     "learning_rate": "rate of the first parameter group at the end of the epoch",
     "rate_factor": "factor on it with Adam and its kind, mean over steps",
-    "sent_bytes": "bytes of updates and averaged buffers sent, by all replicas",
-    "received_bytes": "bytes of updates and averaged buffers received, by all replicas",
+    "sent_bytes": "bytes of updates, of residuals sent to compare models, and of "
+    "averaged buffers, by all replicas",
+    "received_bytes": "bytes of the same received, by all replicas",
     "dense_bytes": "bytes that sending every update whole would have taken",
+    "shared_loss": "loss of shared at the end of the epoch, on a few training batches "
+    "of each replica; NaN: no other model was considered",
+    "delivered_loss": "the same for shared plus all residuals; estimated if they were "
+    "not sent",
+    "delivered": "whether training continued from shared plus all residuals",
     "staleness": "steps ahead of the slowest replica, mean over steps; a lower bound",
     "waits": "seconds waited by cause, over all replicas",
     "clipped": "mass removed by residual clipping, sum of |removed|",

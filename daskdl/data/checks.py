@@ -554,12 +554,13 @@ _random_states = threading.RLock()
 
 
 @contextlib.contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Restore the random states of Python, numpy and torch's CPU on exit."""
+def preserved_random_state(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the random states of Python, numpy, torch's CPU and a device on exit."""
+    others = [] if device is None or device.type != "cuda" else [device]
     with _random_states:
         python, legacy = random.getstate(), np.random.get_state()
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=others):
                 yield
         finally:
             random.setstate(python)

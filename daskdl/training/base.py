@@ -10,7 +10,7 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -33,6 +33,7 @@ from daskdl.compression.flat import (
 from daskdl.config import Timeouts, check_bound, check_whole
 from daskdl.data.checks import USER_ERRORS
 from daskdl.errors import CodecError, DaskDLError, SaveError
+from daskdl.evaluation.evaluate import Score
 from daskdl.serialization import Packed
 from daskdl.thresholds import Sent
 
@@ -49,6 +50,14 @@ class ExchangeStats:
     steps: int = 0
     rate_rise_sum: float = 0.0  # `Exchange.rate_factor` - 1, summed over steps
     frozen_bytes: int = 0  # frozen parameters sent at the last sync
+
+
+class Choice(NamedTuple):
+    """Outcome of `Exchange.choose`, equal on all replicas; columns of the history."""
+
+    shared_loss: float = math.nan
+    delivered_loss: float = math.nan
+    delivered: bool = False
 
 
 class StepStats(NamedTuple):
@@ -504,6 +513,7 @@ class Exchange(ABC):
         exchanged: Whether the last step ended with an exchange.
         averages_optimizer: Whether `sync` gives all replicas the same optimizer state,
             so that a checkpoint stores it once.
+        chooses: Whether `choose` is called, for which batches are kept.
     """
 
     kind: ClassVar[str] = MODEL  # kind of its checkpointed states
@@ -512,6 +522,7 @@ class Exchange(ABC):
     update_scale: float = 1.0
     exchanged: bool = True
     averages_optimizer: bool = False
+    chooses: bool = False
 
     def __init__(self, context: ReplicaContext) -> None:
         self.context = context
@@ -549,8 +560,20 @@ class Exchange(ABC):
                 True: return when all replicas have the same parameters and buffers.
         """
 
+    def choose(self, interval: int, score: Callable[[], Score]) -> Choice:
+        """Choose the model with which all replicas continue after an epoch.
+
+        Called after the `sync` at the end of an epoch, if `chooses` is set. No replica
+        can join meanwhile. The default keeps the agreed model.
+
+        Args:
+            interval: See `before_step`.
+            score: Scores the module as it is on a few training batches of this replica.
+        """
+        return Choice()
+
     def agreed(self) -> Parameters:
-        """Copy the agreed state; called at the start and after each completed `sync`.
+        """Copy the agreed state; called at the start and after `sync` and `choose`.
 
         The default copies the module and computes a checksum of its trainable
         parameters. Replicas compare checksums.

@@ -7,18 +7,19 @@ replicas agree at sync points.
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import DrainResult
+from daskdl.channel.base import BarrierResult, DrainResult, Stopped
 from daskdl.channel.protocol import FAN_OUT, BarrierKind
 from daskdl.channel.routing import ROUTINGS
 from daskdl.compression.compressor import (
@@ -32,10 +33,12 @@ from daskdl.compression.flat import (
     FlatParameters,
     average_untrained,
 )
-from daskdl.compression.replica_vector import MAX_COUNT
+from daskdl.compression.kernels import GUARD
+from daskdl.compression.replica_vector import MAX_COUNT, Counts
 from daskdl.config import check_choice, check_type, check_whole, is_number
 from daskdl.data.checks import trainable
-from daskdl.errors import DivergedError, OptionError
+from daskdl.errors import CodecError, DivergedError, OptionError
+from daskdl.evaluation.evaluate import Score
 from daskdl.residuals import KeepResidual, ResidualPostProcessor
 from daskdl.thresholds import (
     LayerThresholds,
@@ -47,6 +50,7 @@ from daskdl.thresholds import (
 from daskdl.training.base import (
     ALONE,
     SHARING,
+    Choice,
     CompressionState,
     Exchange,
     ExchangeResult,
@@ -73,6 +77,9 @@ MEASURED = 5  # exchanges in the medians
 # More than these bytes of earlier updates in the outbox postpone an exchange, with
 # "auto": on a slow link, more steps then lie between exchanges, and none is stale.
 UNSENT_BYTES = 2**16
+
+# Residuals are sent for a comparison if they may lower the loss by this part of it.
+PROMISING = 0.01
 
 
 class Interval:
@@ -103,6 +110,14 @@ class Interval:
         self.every = self._options.interval(cost, made)
 
 
+def loss_of(met: BarrierResult, members: Iterable[int], name: str) -> float:
+    """Return the mean loss of scores in the payloads; NaN without examples."""
+    scores = [Score(*met.payloads[replica][name]) for replica in members]
+    total = sum(scores, start=Score())
+    weight = total.examples + total.more
+    return total.loss_sum / weight if weight else math.nan
+
+
 class GradientSharingExchange(Exchange):
     """One replica's side of gradient sharing.
 
@@ -128,6 +143,9 @@ class GradientSharingExchange(Exchange):
         )
         self._vector = self._compressor.vector
         self._in_step = options.max_staleness == 0
+        self.chooses = options.compare_models and options.apply == "eager"
+        self._compared_at = math.nan  # time of the last comparison
+        self._sending_s = 0.0  # for sending residuals to compare models, the last time
         self._interval = Interval(options)
         optimizer = context.optimizer
         adapts = options.adapt_rate and options.update_scale == "mean"
@@ -360,6 +378,104 @@ class GradientSharingExchange(Exchange):
         parts = [(own, own["examples"]) for own in payloads]
         self._untrained.load_(average_untrained(parts))
 
+    # ---- the better of two models
+
+    @override
+    def choose(self, interval: int, score: Callable[[], Score]) -> Choice:
+        """Continue from shared, or from shared plus all residuals if that is better.
+
+        Sending all residuals takes a byte per parameter. So each replica first scores
+        shared, shared plus its own residual, and local. Of small steps in independent
+        directions the effects add up; for large steps in one direction local, which is
+        shared plus n residuals, shows the effect of all.
+        """
+        if self._sole:
+            return Choice()
+        vector, channel, now = self._vector, self._channel, self._now()
+        epoch_s, self._compared_at = now - self._compared_at, now
+        own = codec.quantize(vector.residual_counts(GUARD))
+        own_N = codec.counts_of(own)
+        scores = {"local": score()}
+        with vector.showing_shared():
+            scores["shared"] = score()
+        with vector.showing_shared(own_N):
+            scores["own"] = score()
+        # Measured times must not decide in lockstep. In the first epoch they are NaN.
+        share = 0.0 if self._in_step else self._sending_s / epoch_s
+        key = f"choose {interval}"
+        met = channel.barrier(
+            key,
+            {**{name: list(own) for name, own in scores.items()}, "share": share},
+            BarrierKind.AGREE,
+        )
+        members = sorted(met.payloads.keys() - met.gone.keys())
+        shared, moved, local = (
+            loss_of(met, members, name) for name in ("shared", "own", "local")
+        )
+        gain = max(len(members) * (shared - moved), shared - local)
+        kept = Choice(shared, shared - gain)
+        allowed = max(SHARE, gain / abs(shared)) if shared else SHARE
+        if (
+            # Whoever joins has a snapshot of shared as it is.
+            met.counted["present"] != len(members)
+            or len(members) < 2
+            or not gain > PROMISING * abs(shared)
+            or any(own["share"] > allowed for own in met.payloads.values())
+        ):
+            return kept
+
+        stamp = codec.Stamp(channel.run, self.context.replica, interval + 1, self._step)
+        frame = codec.encode_dense(stamp, vector.grid, own)
+        started = self._now()
+        channel.publish_blob(key, {"residual": frame})
+        others_N = self._fetch_residuals(members, key)
+        self._sending_s = self._now() - started
+        if others_N is None:
+            delivered = Score()
+        else:
+            with vector.showing_shared(own_N + others_N):
+                delivered = score()
+        ready = {"delivered": list(delivered), "complete": others_N is not None}
+        met = channel.barrier(f"{key}, sent", ready, BarrierKind.AGREE)
+        channel.drop_blobs()
+        if others_N is None or not all(o["complete"] for o in met.payloads.values()):
+            return kept
+        if met.payloads.keys() != set(members):
+            return kept
+        kept = kept._replace(delivered_loss=loss_of(met, members, "delivered"))
+        if not kept.delivered_loss < shared:
+            return kept
+        # A replica that leaves sends its residual, unless it knows that all deliver it.
+        try:
+            met = channel.barrier(f"{key}, known", {}, BarrierKind.AGREE)
+        except Stopped:
+            vector.apply_counts_(own_N, own=True)
+            raise
+        if met.payloads.keys() != set(members):
+            return kept
+        vector.apply_counts_(own_N, own=True)
+        vector.apply_counts_(others_N)
+        return kept._replace(delivered=True)
+
+    def _fetch_residuals(self, members: Sequence[int], name: str) -> Counts | None:
+        """Return the sum of the others' residuals; None if one cannot be had."""
+        vector, channel = self._vector, self._channel
+        place = members.index(self.context.replica)
+        total_N = np.zeros(vector.size, np.int32)
+        for replica in (*members[place + 1 :], *members[:place]):
+            blob = channel.fetch_blob(replica, name)
+            if blob is None:
+                return None
+            try:
+                frame = blob["residual"].tobytes()
+                update = codec.decode(frame, run=channel.run, size=vector.size)
+            except (CodecError, KeyError):
+                return None
+            if not isinstance(update, codec.DenseUpdate) or update.grid != vector.grid:
+                return None
+            total_N += update.counts_N
+        return total_N
+
     def _load(self, snapshot: Mapping[str, Any]) -> None:
         """Replace shared by that of another replica; the residual stays."""
         self._vector.replace_shared_(snapshot["counts_N"], snapshot["grid"])
@@ -495,6 +611,9 @@ class GradientSharing(TrainingMaster):
         adapt_rate: With Adam and its kind, multiply the learning rate by 1 to the root
             of the number of replicas, so that steps are as long as with one batch of
             all replicas; see `GradientNoise`. Only with ``update_scale="mean"``.
+        compare_models: At each epoch's end, compare shared with shared plus all
+            residuals, on a few training batches of each replica, and continue from the
+            better one. Only with ``apply="eager"``.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
             worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
             run starts.
@@ -528,6 +647,7 @@ class GradientSharing(TrainingMaster):
     exchange_every: int | Literal["auto"] = "auto"
     warmup_steps: int = 0
     adapt_rate: bool = True
+    compare_models: bool = True
     routing: Literal["auto", "plain", "mesh"] = "auto"
     replicas_per_worker: int | Literal["auto"] = 1
     min_replicas: int = 1
@@ -552,6 +672,7 @@ class GradientSharing(TrainingMaster):
         check_whole("exchange_every", self.exchange_every, 1, "auto")
         check_whole("warmup_steps", self.warmup_steps, 0)
         check_type("adapt_rate", self.adapt_rate, bool)
+        check_type("compare_models", self.compare_models, bool)
         check_choice("routing", self.routing, ("auto", *ROUTINGS))
         check_places(self)
 
@@ -584,7 +705,8 @@ class GradientSharing(TrainingMaster):
             small.weight.add_(1.0)
         compressor.vector.sync_from_parameters_()
         updates = compressor.propose()
-        if self.warmup_steps or isinstance(rule, LinkAlgorithm):
+        dense = self.warmup_steps or self.compare_models
+        if dense or isinstance(rule, LinkAlgorithm):
             updates += compressor.propose(dense=True)
         for update in updates:
             frame = update.encode(codec.Stamp(0, 0, 1, 1))

@@ -17,7 +17,7 @@ from daskdl.compression.compressor import Sample
 from daskdl.errors import DataError
 from daskdl.evaluation.evaluate import Score
 from daskdl.history import StepRow, Thinned, pack_rows
-from daskdl.training.base import ExchangeStats
+from daskdl.training.base import Choice, ExchangeStats
 
 # Residuals sampled for one row. Ten of them are above the highest percentile.
 SAMPLE = 1024
@@ -96,7 +96,7 @@ class StepLog:
     ) -> None:
         self._every = every
         self._now = now
-        self._rows = Thinned(MOST_ROWS)
+        self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
         self._number = 0  # number of this replica's last row
         self.next_step = math.inf if every is None else 1
         self._began = 0.0
@@ -179,6 +179,7 @@ class EpochReport:
         seen: Examples this replica has trained on, over all epochs.
         totals: Sums over the steps of the epoch.
         exchange: Counters of the exchange.
+        choice: Outcome of `Exchange.choose`.
         traffic: Counters of the channel.
         score: Score on this replica's share of the validation data; None: not scored.
         unscored: Why examples of this share were left out.
@@ -194,6 +195,7 @@ class EpochReport:
     seen: int = 0
     totals: EpochTotals = field(default_factory=EpochTotals)
     exchange: ExchangeStats = field(default_factory=ExchangeStats)
+    choice: Choice = field(default_factory=Choice)
     traffic: ChannelStats = field(default_factory=ChannelStats)
     score: Score | None = None
     unscored: str = ""
@@ -210,6 +212,7 @@ class EpochReport:
             **vars(self),
             "totals": vars(self.totals),
             "exchange": vars(self.exchange),
+            "choice": list(self.choice),
             "traffic": vars(self.traffic),
             "score": None if self.score is None else list(self.score),
             "best": list(self.best),
@@ -224,6 +227,7 @@ class EpochReport:
                 **fields,
                 "totals": EpochTotals(**fields["totals"]),
                 "exchange": ExchangeStats(**fields["exchange"]),
+                "choice": Choice(*fields["choice"]),
                 "traffic": ChannelStats(**fields["traffic"]),
                 "score": None if score is None else Score(*score),
                 "best": BestScore(*fields["best"]),
@@ -339,6 +343,7 @@ class RowLog:
             waits.update(carried.waits_s)
         # The replica with the most scheduler steps: the others continue from its state.
         farthest = max(reports, key=lambda r: r.scheduled, default=EpochReport())
+        choice = reports[0].choice if reports else Choice()  # equal on all replicas
         row = {
             "epoch": epoch,
             "loss": loss_sum / examples if examples else math.nan,
@@ -352,6 +357,7 @@ class RowLog:
             "sent_bytes": sum(t.sent_bytes for t in traffic),
             "received_bytes": sum(t.received_bytes for t in traffic),
             "dense_bytes": 4 * self._size * exchanges,
+            **choice._asdict(),
             "staleness": sum(s.lead_sum for s in stats) / max(steps, 1),
             "waits": dict(waits),
             "clipped": sum(s.clipped for s in stats),

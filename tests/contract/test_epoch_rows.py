@@ -9,7 +9,7 @@ from daskdl.channel.base import ChannelStats
 from daskdl.errors import DataError
 from daskdl.evaluation.evaluate import Score
 from daskdl.history import COLUMNS
-from daskdl.training.base import ExchangeStats
+from daskdl.training.base import Choice, ExchangeStats
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals, RowLog
 
 FIRST = ExchangeStats(
@@ -183,10 +183,20 @@ def test_a_report_arrives_as_it_was_sent():
     best = BestScore(1, 2.0, 3, 4.0)
     own = note(1.0, 1, score=[3.0, 1, 2, 2])
     sent = dataclasses.replace(
-        own, totals=totals, best=best, schedule=b"s", checkpoint={"written": 3}
+        own,
+        totals=totals,
+        best=best,
+        schedule=b"s",
+        checkpoint={"written": 3},
+        choice=Choice(0.5, 0.25, delivered=True),
     )
 
-    assert EpochReport.from_wire(sent.to_wire()) == sent
+    received = EpochReport.from_wire(sent.to_wire())
+
+    assert received == sent
+    chosen = row(received)
+    assert (chosen["shared_loss"], chosen["delivered_loss"]) == (0.5, 0.25)
+    assert chosen["delivered"] is True
 
 
 def test_each_row_has_the_time_since_the_one_before():

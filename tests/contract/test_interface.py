@@ -104,7 +104,8 @@ INTEGERS |= {"repaired_updates", "withheld", "folds", "step", "replica"}
 
 
 def type_of(column):
-    return int if column in INTEGERS else {"waits": dict}.get(column, float)
+    other = {"waits": dict, "delivered": bool}
+    return int if column in INTEGERS else other.get(column, float)
 
 
 @pytest.mark.parametrize(

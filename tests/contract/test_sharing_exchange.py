@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from daskdl import codec
-from daskdl.channel.base import Channel, DrainResult
+from daskdl.channel.base import BarrierResult, Channel, DrainResult, Stopped
+from daskdl.evaluation.evaluate import Score
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import Drained, FixedThreshold, Link, LinkAlgorithm
 from daskdl.training.base import CompressionState, ReplicaContext
@@ -98,8 +99,10 @@ class Three(nn.Module):
 class Case:
     """A replica that moves every parameter by some quanta in each step."""
 
-    def __init__(self, threshold=QUANTUM, last=None, snapshot=None, **options):
-        self.channel = Room()
+    def __init__(
+        self, threshold=QUANTUM, last=None, snapshot=None, channel=None, **options
+    ):
+        self.channel = channel or Room()
         self.module = Three()
         options = {"max_staleness": None, "update_scale": "sum", **options}
         master = GradientSharing(threshold, residual=KeepResidual(), **options)
@@ -349,3 +352,154 @@ def test_the_bound_of_staleness_follows_the_interval():
     assert GradientSharing(exchange_every=16).staleness_bound(0) == 32
     assert GradientSharing(max_staleness=3).staleness_bound(10**6) == 3
     assert GradientSharing(max_staleness=None).staleness_bound(10**6) is None
+
+
+class Meeting(Room):
+    """A fake channel between replica 0 and replica 1, which scores as replica 0 does.
+
+    Attributes:
+        present: Replicas, joining ones included.
+        blob: What replica 1 publishes.
+        its: Values of replica 1 in a barrier, by the end of the barrier's key.
+        absent: Ends of keys of barriers that replica 1 does not reach.
+        stops: End of the key of the barrier at which this replica has to leave.
+        met: Keys of all barriers.
+        blobs: Names of all own blobs.
+    """
+
+    run = 1
+
+    def __init__(self):
+        super().__init__()
+        self.present, self.its, self.absent, self.stops = 2, {}, (), "never"
+        self.blob = {"residual": residual_of(EIGHTH)}
+        self.met, self.blobs = [], []
+
+    def barrier(self, key, payload, kind=None, client_payload=b""):
+        self.met.append(key)
+        if key.endswith(self.stops):
+            raise Stopped
+        payloads = {0: payload}
+        if not key.endswith(self.absent):
+            its = [more for end, more in self.its.items() if key.endswith(end)]
+            payloads[1] = payload | dict(*its)
+        gone = {} if 1 in payloads else {1: 0}
+        return BarrierResult(payloads, gone, {"present": self.present})
+
+    def publish_blob(self, name, arrays):
+        self.blobs.append(name)
+
+    def fetch_blob(self, replica, name):
+        assert replica == 1
+        return self.blob
+
+    def drop_blobs(self, keep=""):
+        pass
+
+
+EIGHTH, GRID = 127 * 2.0**-10, 2.0**-24  # 127: exact in eight bits
+FIRST, SENT, KNOWN = "choose 0", ", sent", ", known"  # ends of keys
+
+
+def residual_of(value, run=1, grid=GRID, size=12):
+    counts_N = np.full(size, round(value / grid), np.int32)
+    return codec.encode_dense(codec.Stamp(run, 1, 1, 1), grid, codec.quantize(counts_N))
+
+
+class TestChoice:
+    """Two replicas have moved all parameters by an eighth, and sent nothing yet."""
+
+    @pytest.fixture
+    def case(self):
+        own = Case(FixedThreshold(0.25), channel=Meeting())
+        with torch.no_grad():
+            for name in LAYERS:
+                getattr(own.module, name).add_(EIGHTH)
+        return own
+
+    def choose(self, case, best=2 * EIGHTH):
+        """Choose, where the loss of parameters is their distance to the best."""
+        values = [getattr(case.module, name).data for name in LAYERS]
+        return case.exchange.choose(
+            0, lambda: Score(float((torch.cat(values) - best).abs().sum()), examples=12)
+        )
+
+    def shared(self, case):
+        values = set(case.exchange.agreed().shared_N * GRID)
+        assert len(values) == 1
+        return values.pop()
+
+    def test_residuals_that_help_are_delivered(self, case):
+        choice = self.choose(case)
+
+        assert choice == (2 * EIGHTH, 0, True)
+        assert self.shared(case) == 2 * EIGHTH
+        assert not case.exchange.result().residual_N.any()
+
+    @pytest.mark.parametrize(
+        ("best", "losses", "sent"),
+        [(-EIGHTH, (EIGHTH, 2 * EIGHTH), False), (EIGHTH, (EIGHTH, EIGHTH), True)],
+        ids=["no gain is expected", "there is none"],
+    )
+    def test_residuals_that_do_not_help_stay(self, case, best, losses, sent):
+        choice = self.choose(case, best)
+
+        assert choice == (*losses, False)
+        assert self.shared(case) == 0
+        assert set(case.exchange.result().residual_N * GRID) == {EIGHTH}
+        assert bool(case.channel.blobs) == sent
+
+    def test_none_are_sent_while_a_replica_joins(self, case):
+        case.channel.present = 3
+
+        assert self.choose(case) == (2 * EIGHTH, 0, False)
+        assert case.channel.met == [FIRST]
+        assert self.shared(case) == 0
+
+    @pytest.mark.parametrize(("share", "delivered"), [(0.9, True), (1.1, False)])
+    def test_sending_may_take_as_much_of_an_epoch_as_the_loss_may_gain(
+        self, case, share, delivered
+    ):
+        case.channel.its[FIRST] = {"share": share}  # the loss may become 0
+
+        assert self.choose(case).delivered == delivered
+        assert case.channel.blobs == [FIRST] * delivered
+
+    @pytest.mark.parametrize(
+        "changed",
+        [
+            {"absent": FIRST},
+            {"absent": SENT},
+            {"absent": KNOWN},
+            {"its": {SENT: {"complete": False}}},
+            {"blob": None},
+            {"blob": {"residual": residual_of(EIGHTH)[:-1]}},
+            {"blob": {"residual": residual_of(EIGHTH, run=2)}},
+            {"blob": {"residual": residual_of(EIGHTH, size=13)}},
+            {"blob": {"residual": residual_of(EIGHTH, grid=2 * GRID)}},
+            {"blob": {}},
+        ],
+        ids=str,
+    )
+    def test_all_stay_if_one_of_them_is_missing(self, case, changed):
+        vars(case.channel).update(changed)
+
+        assert not self.choose(case).delivered
+        assert self.shared(case) == 0
+        assert set(case.exchange.result().residual_N * GRID) == {EIGHTH}
+
+    @pytest.mark.parametrize(
+        ("stops", "left"),
+        [(FIRST, EIGHTH), (SENT, EIGHTH), (KNOWN, 0)],
+    )
+    def test_who_leaves_sends_its_residual_unless_the_others_deliver_it(
+        self, case, stops, left
+    ):
+        case.channel.stops = stops
+        with pytest.raises(Stopped):
+            self.choose(case)
+
+        case.exchange.leave()
+
+        (last,) = case.channel.frames
+        assert set(last.update.counts_N * GRID) == {left}

@@ -109,7 +109,7 @@ def booked():
 
 def sharing(replicas, **options):
     options = {"threshold": FixedThreshold(2.0**-7), "update_scale": "sum", **options}
-    return kept(replicas_per_worker=replicas, **options)
+    return kept(replicas_per_worker=replicas, compare_models=False, **options)
 
 
 def fit(own):

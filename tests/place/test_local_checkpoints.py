@@ -41,8 +41,8 @@ _numbers = itertools.count()
 
 
 def sharing(replicas=2, **options):
-    """In step, so that a run is repeatable."""
-    options = {"threshold": AdaptiveThreshold(1e-2), **options}
+    """In step, so that a run is repeatable; residuals are not delivered."""
+    options = {"threshold": AdaptiveThreshold(1e-2), "compare_models": False, **options}
     return GradientSharing(max_staleness=0, replicas_per_worker=replicas, **options)
 
 
@@ -164,6 +164,7 @@ CASES = {
     },
     "clipped": {"master": sharing(residual=ResidualClipping(2.0, 4))},
     "three": {"master": sharing(3), "optimizer": sgd},
+    "residuals delivered": {"master": sharing(3, compare_models=True)},
     "one": {"master": sharing(1), "model": dropping},
     "averaging, with an outer optimizer": {"master": averaging(outer=nesterov)},
     "averaging, compressed": {
@@ -197,6 +198,7 @@ CASES = {
 
 MASTERS = {
     "sharing": sharing(),
+    "residuals delivered": sharing(compare_models=True),
     "strict": sharing(apply="strict", exchange_every=3),
     "one": sharing(1),
     "averaging": averaging(average_optimizer=False, outer=nesterov),

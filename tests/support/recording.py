@@ -110,6 +110,7 @@ class RecordingChannel:
         self.folds = 0
         self.states = 0
         self.leads = []
+        self._residual_N = self._residuals_N = 0  # own and others', in the last choice
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -154,6 +155,25 @@ class RecordingChannel:
             self.received_N = counts_N - self.start_N - self.sent_N
 
         self._inner.agree(key, published, gone, note)
+
+    def publish_blob(self, name, arrays):
+        self._residual_N = self._counts_in(arrays)
+        self._residuals_N = 0
+        self._inner.publish_blob(name, arrays)
+
+    def fetch_blob(self, replica, name):
+        arrays = self._inner.fetch_blob(replica, name)
+        if arrays is not None:
+            self._residuals_N = self._residuals_N + self._counts_in(arrays)
+        return arrays
+
+    def _counts_in(self, arrays):
+        return counts_of(codec.decode(arrays["residual"].tobytes()), GRID)
+
+    def deliver(self):
+        """All replicas have applied the residuals of all."""
+        self.sent_N = self.sent_N + self._residual_N
+        self.received_N = self.received_N + self._residuals_N
 
     def wait_for_peers(self, step, interval, max_staleness):
         lead = self._inner.wait_for_peers(step, interval, max_staleness)
@@ -201,6 +221,10 @@ class Recording(Exchange):
         return self._inner.exchanged
 
     @property
+    def chooses(self):
+        return self._inner.chooses
+
+    @property
     def averages_optimizer(self):
         return self._inner.averages_optimizer
 
@@ -234,6 +258,13 @@ class Recording(Exchange):
         self._inner.sync(epoch, examples, ended=ended)
         if ended:
             self._record(epoch)
+
+    def choose(self, epoch, score):
+        choice = self._inner.choose(epoch, score)
+        if choice.delivered:
+            self._channel.deliver()
+        self._record(epoch)
+        return choice
 
     def _record(self, epoch):
         self._check()

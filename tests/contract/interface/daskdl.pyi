@@ -138,6 +138,7 @@ class GradientSharing(TrainingMaster):
         exchange_every="auto",
         warmup_steps=0,
         adapt_rate=True,
+        compare_models=True,
         routing="auto",
         replicas_per_worker=1,
         min_replicas=1,

@@ -14,6 +14,7 @@ import copy
 import io
 import pickle
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,9 @@ from typing_extensions import override
 from daskdl.errors import ModelError
 
 T = TypeVar("T")
+
+IMPORTING_S = 10.0  # another thread may take to import a package
+RETRY_S = 0.05
 
 _PLAIN = (bool, int, float, str)
 # Exceptions that pickling an unpicklable value may raise.
@@ -288,16 +292,32 @@ class Packed(Generic[T]):
     def unpack(self) -> T:
         """Return a new copy on the CPU at each call."""
         try:
-            content: T = torch.load(
-                io.BytesIO(self.payload.data), map_location="cpu", weights_only=False
-            )
+            return self._loaded()
         except (ImportError, AttributeError) as error:
             raise ModelError(
                 f"{self.argument} cannot be unpacked here: {error}; every worker "
                 "needs the modules it was written in: install them there, use "
                 "client.upload_file, or cloudpickle.register_pickle_by_value"
             ) from error
-        return content
+
+    def _loaded(self) -> T:
+        deadline = time.monotonic() + IMPORTING_S
+        while True:
+            try:
+                content: T = torch.load(
+                    io.BytesIO(self.payload.data),
+                    map_location="cpu",
+                    weights_only=False,
+                )
+            except ImportError as error:
+                # Another thread is importing the same package, whose modules import
+                # each other, as those of dask.array do.
+                unfinished = "partially initialized module" in str(error)
+                if not unfinished or time.monotonic() > deadline:
+                    raise
+            else:
+                return content
+            time.sleep(RETRY_S)
 
     def shared(self, prepare: Callable[[T], T] | None = None) -> T:
         """Return one copy for all calls, unpacked at the first call.

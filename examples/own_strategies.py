@@ -78,7 +78,7 @@ def main():
                 threshold=LargestShare(0.02), residual=ClipAfterWarmUp()
             ),
             client=client,
-            callbacks=[Budget(150_000)],
+            callbacks=[Budget(50_000)],
         )
         try:
             trainer.fit(X[:1400], y[:1400], epochs=30, validation=(X[1400:], y[1400:]))

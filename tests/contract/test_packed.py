@@ -120,6 +120,28 @@ def test_code_missing_on_the_worker_is_named_with_the_remedy(lose, cause, monkey
         packed.unpack()
 
 
+class HalfImported:
+    """Found only at the third look, as in a package that another thread imports."""
+
+    looks = 0
+
+    def __reduce__(self):
+        return (HalfImported.found, ())
+
+    @staticmethod
+    def found():
+        HalfImported.looks += 1
+        if HalfImported.looks < 3:
+            raise ImportError("cannot import 'x' from partially initialized module 'y'")
+        return HalfImported.looks
+
+
+def test_a_package_that_another_thread_imports_is_awaited(monkeypatch):
+    monkeypatch.setattr(HalfImported, "looks", 0)
+
+    assert Packed(HalfImported(), "X").unpack() == 3
+
+
 def test_an_opened_pack_frees_its_bytes_and_cannot_be_pickled():
     packed = PackedModel(nn.Linear(100, 100))
     size = sys.getsizeof(packed)

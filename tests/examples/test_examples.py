@@ -155,7 +155,7 @@ def test_data_larger_than_memory_is_trained_on():
 def test_own_strategies_are_used():
     stopped, mean, accuracy = run(EXAMPLES / "own_strategies.py")
 
-    assert re.fullmatch(r"stopped: \d+ of 150000 bytes were sent", stopped)
+    assert re.fullmatch(r"stopped: \d+ of 50000 bytes were sent", stopped)
     density = number(mean)
     assert 0.015 < density <= 0.021  # the share it was asked to send
     assert number(accuracy) >= 0.8

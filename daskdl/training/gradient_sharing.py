@@ -461,7 +461,7 @@ class GradientSharingExchange(Exchange):
         """Return the sum of the others' residuals; None if one cannot be had."""
         vector, channel = self._vector, self._channel
         place = members.index(self.context.replica)
-        total_N = np.zeros(vector.size, np.int32)
+        total_N = np.zeros(vector.size, np.int64)
         for replica in (*members[place + 1 :], *members[:place]):
             blob = channel.fetch_blob(replica, name)
             if blob is None:
@@ -474,7 +474,9 @@ class GradientSharingExchange(Exchange):
             if not isinstance(update, codec.DenseUpdate) or update.grid != vector.grid:
                 return None
             total_N += update.counts_N
-        return total_N
+        if np.abs(total_N).max() >= GUARD:  # with the own residual beyond int32
+            return None
+        return total_N.astype(np.int32)
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
         """Replace shared by that of another replica; the residual stays."""

@@ -488,6 +488,15 @@ class TestChoice:
         assert self.shared(case) == 0
         assert set(case.exchange.result().residual_N * GRID) == {EIGHTH}
 
+    @pytest.mark.parametrize(("value", "delivered"), [(63.0, True), (65.0, False)])
+    def test_residuals_beyond_the_range_of_shared_stay(self, case, value, delivered):
+        case.channel.blob = {"residual": residual_of(value)}  # 2**30 steps are 64
+        with torch.no_grad():
+            for name in LAYERS:
+                getattr(case.module, name).add_(40.0)
+
+        assert self.choose(case, best=100.0).delivered == delivered
+
     @pytest.mark.parametrize(
         ("stops", "left"),
         [(FIRST, EIGHTH), (SENT, EIGHTH), (KNOWN, 0)],

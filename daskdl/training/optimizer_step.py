@@ -512,6 +512,14 @@ def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return gradients
 
 
+# Optimizers that always decouple weight decay. Adafactor is new in torch 2.5.
+DECOUPLED: tuple[type[Optimizer], ...] = tuple(
+    getattr(torch.optim, name)
+    for name in ("AdamW", "Adafactor")
+    if hasattr(torch.optim, name)
+)
+
+
 @contextlib.contextmanager
 def scaled(
     optimizer: Optimizer, factor: float, rate_factor: float = 1.0
@@ -521,7 +529,8 @@ def scaled(
     Args:
         optimizer: Optimizer whose groups are changed.
         factor: On the learning rate.
-        rate_factor: On the learning rate too, but not on decoupled weight decay.
+        rate_factor: On the learning rate too, but not on the decoupled weight decay of
+            torch's own optimizers.
     """
     factor *= rate_factor
     if factor == 1.0:
@@ -537,7 +546,8 @@ def scaled(
     before = [(group["lr"], group.get("weight_decay")) for group in groups]
     for group in groups:
         group["lr"] = group["lr"] * factor
-        if group.get("decoupled_weight_decay"):
+        # AdamW has this option only since torch 2.7.
+        if group.get("decoupled_weight_decay") or isinstance(optimizer, DECOUPLED):
             group["weight_decay"] = group["weight_decay"] / rate_factor
     try:
         yield
@@ -633,7 +643,7 @@ class GradientNoise:
         values = gradient.detach().reshape(-1)
         if positions is not None:
             values = values.index_select(0, positions)
-        return values.to("cpu", torch.float64, copy=True).numpy()
+        return values.cpu().to(torch.float64, copy=True).numpy()
 
     def forget_step_(self) -> None:
         """Do not compare the next step with the last one."""

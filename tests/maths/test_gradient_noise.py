@@ -112,3 +112,21 @@ def test_decoupled_weight_decay_stays_as_it_is(kind):
     decay = 0.01 * 0.1 if kind is torch.optim.AdamW else 0
     assert weights[1] == pytest.approx(1 - decay - 0.01, rel=1e-5)
     assert weights[3] == pytest.approx(1 - decay - 0.03, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoupled"),
+    [
+        (torch.optim.AdamW, True),
+        (torch.optim.Adafactor, True),
+        (torch.optim.Adam, False),
+    ],
+)
+def test_decoupled_weight_decay_is_known_without_an_option(kind, decoupled):
+    optimizer = kind([nn.Parameter(torch.ones(1))], weight_decay=0.1)
+    [group] = optimizer.param_groups
+    group.pop("decoupled_weight_decay", None)  # as before torch 2.7
+
+    with scaled(optimizer, 1.0, 2.0):
+        assert group["weight_decay"] == (0.05 if decoupled else 0.1)
+    assert group["weight_decay"] == 0.1

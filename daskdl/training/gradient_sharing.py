@@ -61,6 +61,7 @@ from daskdl.training.base import (
     State,
     StepStats,
     TrainingMaster,
+    check_like,
     check_places,
     restoring,
 )
@@ -193,14 +194,15 @@ class GradientSharingExchange(Exchange):
 
     def _resume(self, resumed: Resumed) -> None:
         common, state = resumed.common, self.state()
-        # The patterns of the groups may have changed.
-        own = {**state.own, "groups": {}}
+        # The patterns of the groups and `adapt_rate` may have changed.
+        own = {**state.own, "groups": {}, "noise": {}}
         resumed.check(state._replace(own=own))
         with restoring(f"{' or '.join(resumed.own_at)}: exchange"):
             self._compressor.restore_(common["compressor"], resumed.own)
             for part in resumed.own[:1]:
                 self._unshared, self._due = part["unshared"], part["due"]
                 if self._noise is not None and part["noise"]:
+                    check_like(self._noise.values(), part["noise"], "noise")
                     self._noise.restore_(part["noise"])
         self._replicas = 0  # the restored state has its own scale
         self._made, self._step = common["made"], common["step"]
@@ -228,7 +230,10 @@ class GradientSharingExchange(Exchange):
             self.rate_factor = self._noise.rate_factor(replicas)
         self._stats.rate_rise_sum += self.rate_factor - 1
         self._density, self._frames, self._encode_s = math.nan, [], 0.0
-        self._apply(self._channel.drain(self._step if self._in_step else None))
+        if not self._in_step:
+            self._apply(self._channel.drain())
+        elif begins:  # else it has not been waited for those that arrive
+            self._apply(self._channel.drain(self._step))
         self._began = self._now()
         self._wait_s, self._apply_s = waited - started, self._began - waited
         self._spent_s += self._apply_s

@@ -375,6 +375,18 @@ def test_the_resumed_checkpoints_have_residuals(url):
         assert (residual.abs() > 1e-4).float().mean() > 0.5
 
 
+@pytest.mark.parametrize("adapts", [True, False])
+def test_a_fit_goes_on_with_or_without_an_adapted_rate(adapts, url):
+    fits(one_of(url, master=sharing(adapt_rate=not adapts)), 1)
+
+    history = fits(one_of(url, master=sharing(adapt_rate=adapts)), 2, resume=True)
+
+    assert [factor > 1 for factor in history.column("rate_factor")] == [
+        not adapts,
+        adapts,
+    ]
+
+
 def halved(optimizer):
     return lr_scheduler.StepLR(optimizer, 1)
 

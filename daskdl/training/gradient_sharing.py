@@ -273,6 +273,7 @@ class GradientSharingExchange(Exchange):
             if self._vector.strict:  # else the module would not see its own progress
                 self._vector.flush_residual_()
             self._unshared, self._computed_s, self._chances = 0, 0.0, 0
+            self._spent_s = 0.0
             return
         if not self._has_room():
             return

@@ -1,5 +1,7 @@
 """Gradient sharing among threads: nothing is lost, all agree; its options."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from torch import nn
 
 from daskdl import (
     AdaptiveThreshold,
+    Callback,
     FixedThreshold,
     GradientSharing,
     LinkThreshold,
@@ -117,6 +120,30 @@ def test_lockstep_runs_repeat_bit_for_bit(options):
     for name, value in runs[0][0].items():
         np.testing.assert_array_equal(value, runs[1][0][name])
     assert runs[0][1] == runs[1][1]
+
+
+class Slowed(Callback):
+    """Makes the steps of one replica longer."""
+
+    def __init__(self, replica):
+        self.replica = replica
+
+    def on_step_end(self, step):
+        if step.replica == self.replica:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("every", [1, 4, "auto"])
+def test_in_lockstep_it_does_not_matter_who_is_slower(every, one_thread):
+    x, y = rows(count=161)  # one replica makes a step more in each epoch
+    runs = []
+    for slow in (0, 1):
+        master = shared_out(2, max_staleness=0, exchange_every=every)
+        own = trainer(False, master=master, seed=7, callbacks=[Slowed(slow)])
+        history = own.fit(x, y, epochs=2, batch_size=2)
+        runs.append((parameters_of(own.model_), history.column("loss")))
+
+    np.testing.assert_equal(runs[0], runs[1])
 
 
 def test_the_first_steps_of_a_trainer_are_sent_in_eight_bits(tmp_path):

@@ -317,6 +317,18 @@ class TestInterval:
 
         assert exchanged == [n % 8 == 0 for n in range(1, 33)]
 
+    def test_steps_alone_are_no_part_of_an_exchange(self):
+        case = Case(last=CompressionState({}, 10**6))
+        case.exchange._sole = True
+        for _ in range(64):
+            case.step(seconds=50)
+        case.exchange._sole = False
+        case.channel.drained_s = 0
+
+        exchanges = [n for n in range(1, 65) if case.step(seconds=50)]
+
+        assert set(np.diff(exchanges[1:])) == {8}
+
     def test_in_lockstep_the_steps_alone_decide(self):
         slow, fast = (
             self.exchanges(96, made=10**6, seconds=seconds, max_staleness=0)

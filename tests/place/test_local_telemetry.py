@@ -40,7 +40,8 @@ class TestRows:
         assert all(row.keys() == STEP_COLUMNS.keys() for row in history.steps)
 
     def test_rows_have_bytes_sent_and_residuals(self):
-        own = trainer(False, master=two(compare_models=False), telemetry_every=1)
+        master = two(compare_models=False, exchange_every=1)
+        own = trainer(False, master=master, telemetry_every=1)
 
         history = own.fit(X, Y, epochs=2, batch_size=8)
 

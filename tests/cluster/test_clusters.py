@@ -10,8 +10,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from distributed import Event
 from torch import nn
 
+from daskdl import Callback
 from tests.support.clusters import cluster_of
 from tests.support.problems import kept, parameters_of, rows, trainer
 from tests.support.recording import Notes, executed
@@ -24,6 +26,20 @@ def test_workers_here_are_forks_of_a_process_without_threads(client):
 
     assert server != os.getpid()
     assert psutil.Process(server).num_threads() == 1
+
+
+def profiled_ms(dask_worker):
+    """The interval at which Dask looks at what a worker's threads do."""
+    return dask_worker.periodic_callbacks["profile"].callback_time
+
+
+class Held(Callback):
+    """Each replica waits in its second step until it may go on."""
+
+    def on_step_end(self, step):
+        if step.number == 2:
+            Event("trains").set()
+            assert Event("goes on").wait(20)
 
 
 class TestWhereItRuns:
@@ -51,6 +67,21 @@ class TestWhereItRuns:
         assert {line["pid"] for line in notes.read()} == set(pids.values())
         assert score["loss"] < 2
         assert sum(executed(client).values()) > sum(before.values())
+
+    def test_dask_profiles_a_worker_less_often_while_it_trains(self, client):
+        trains = Event("trains", client)
+        goes_on = Event("goes on", client)
+        before = set(client.run(profiled_ms).values())
+        with ThreadPoolExecutor(1) as pool:
+            own = trainer(client, callbacks=[Held()])
+            fit = pool.submit(own.fit, X, Y)
+            assert trains.wait(20)
+            during = set(client.run(profiled_ms).values())
+            goes_on.set()
+            fit.result(60)
+
+        assert (before, during) == ({10.0}, {100.0})
+        assert set(client.run(profiled_ms).values()) == {10.0}
 
     @pytest.mark.slow
     @pytest.mark.timeout(90)

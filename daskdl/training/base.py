@@ -560,7 +560,9 @@ class Exchange(ABC):
                 True: return when all replicas have the same parameters and buffers.
         """
 
-    def choose(self, interval: int, score: Callable[[], Score]) -> Choice:
+    def choose(
+        self, interval: int, score: Callable[[], Score], *, last: bool
+    ) -> Choice:
         """Choose the model with which all replicas continue after an epoch.
 
         Called after the `sync` at the end of an epoch, if `chooses` is set. No replica
@@ -569,6 +571,7 @@ class Exchange(ABC):
         Args:
             interval: See `before_step`.
             score: Scores the module as it is on a few training batches of this replica.
+            last: No epoch follows; an exchange may leave out others to save time.
         """
         return Choice()
 

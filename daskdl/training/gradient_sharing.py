@@ -81,6 +81,7 @@ UNSENT_BYTES = 2**16
 
 # Residuals are sent for a comparison if they may lower the loss by this part of it.
 PROMISING = 0.01
+COMPARING = 0.01  # of a replica's time, that comparing models may take
 
 
 class Interval:
@@ -145,8 +146,10 @@ class GradientSharingExchange(Exchange):
         self._vector = self._compressor.vector
         self._in_step = options.max_staleness == 0
         self.chooses = options.compare_models and options.apply == "eager"
-        self._compared_at = math.nan  # time of the last comparison
-        self._sending_s = 0.0  # for sending residuals to compare models, the last time
+        self._compared_at = math.nan  # time of the last comparison, or the first step
+        self._comparing_s = 0.0  # that the last comparison took
+        self._sending_s = math.nan  # of it, for sending residuals
+        self._all_compare = True  # comparing has become cheap enough on all replicas
         self._interval = Interval(options)
         optimizer = context.optimizer
         adapts = options.adapt_rate and options.update_scale == "mean"
@@ -216,6 +219,8 @@ class GradientSharingExchange(Exchange):
         options, started = self._options, self._now()
         if not self._stats.steps:  # on_epoch_begin has run
             self._vector.sync_from_parameters_()
+        if math.isnan(self._compared_at):
+            self._compared_at = started
         replicas = 1 + len(self._channel.peers())
         if replicas != self._replicas:
             self._scale_for(replicas)
@@ -366,6 +371,7 @@ class GradientSharingExchange(Exchange):
                 "sequence": self._channel.published,
                 "step": self._step,
                 "examples": examples,
+                "compares": self._compares(),
                 **untrained,
             },
             BarrierKind.AGREE,
@@ -380,14 +386,23 @@ class GradientSharingExchange(Exchange):
             self._vector.flush_residual_()
         payloads = [met.payloads[replica] for replica in sorted(met.payloads)]
         self._step = max(own["step"] for own in payloads)
+        self._all_compare = all(own["compares"] for own in payloads)
         self._channel.sync(self._step, self._vector.regrid_())
         parts = [(own, own["examples"]) for own in payloads]
         self._untrained.load_(average_untrained(parts))
 
     # ---- the better of two models
 
+    def _compares(self) -> bool:
+        """Whether comparing models now would take at most `COMPARING` of the time."""
+        # Measured times must not decide in lockstep.
+        since_s = self._now() - self._compared_at
+        return self._in_step or self._comparing_s <= COMPARING * since_s
+
     @override
-    def choose(self, interval: int, score: Callable[[], Score]) -> Choice:
+    def choose(
+        self, interval: int, score: Callable[[], Score], *, last: bool
+    ) -> Choice:
         """Continue from shared, or from shared plus all residuals if that is better.
 
         Sending all residuals takes a byte per parameter. So each replica first scores
@@ -395,10 +410,19 @@ class GradientSharingExchange(Exchange):
         directions the effects add up; for large steps in one direction local, which is
         shared plus n residuals, shows the effect of all.
         """
-        if self._sole:
+        if self._sole or not (self._all_compare or last):
             return Choice()
-        vector, channel, now = self._vector, self._channel, self._now()
-        epoch_s, self._compared_at = now - self._compared_at, now
+        began = self._now()
+        try:
+            return self._choose(interval, score, began - self._compared_at)
+        finally:
+            self._compared_at = self._now()
+            self._comparing_s = self._compared_at - began
+
+    def _choose(
+        self, interval: int, score: Callable[[], Score], since_s: float
+    ) -> Choice:
+        vector, channel = self._vector, self._channel
         own = codec.quantize(vector.residual_counts(GUARD))
         own_N = codec.counts_of(own)
         scores = {"local": score()}
@@ -406,12 +430,15 @@ class GradientSharingExchange(Exchange):
             scores["shared"] = score()
         with vector.showing_shared(own_N):
             scores["own"] = score()
-        # Measured times must not decide in lockstep. In the first epoch they are NaN.
-        share = 0.0 if self._in_step else self._sending_s / epoch_s
+        # Measured times must not decide in lockstep.
+        sending_s = 0.0 if self._in_step else self._expected_sending_s()
         key = f"choose {interval}"
         met = channel.barrier(
             key,
-            {**{name: list(own) for name, own in scores.items()}, "share": share},
+            {
+                **{name: list(own) for name, own in scores.items()},
+                "share": sending_s / since_s,
+            },
             BarrierKind.AGREE,
         )
         members = sorted(met.payloads.keys() - met.gone.keys())
@@ -462,6 +489,14 @@ class GradientSharingExchange(Exchange):
         vector.apply_counts_(own_N, own=True)
         vector.apply_counts_(others_N)
         return kept._replace(delivered=True)
+
+    def _expected_sending_s(self) -> float:
+        """Return how long sending all residuals took the last time, or would take."""
+        if math.isnan(self._sending_s) and not self._compressor.follows_link:
+            left = self._channel.link_stats()
+            others = len(self._channel.peers())
+            return others * self._vector.size * left.busy_s / max(left.nbytes, 1)
+        return self._sending_s
 
     def _fetch_residuals(self, members: Sequence[int], name: str) -> Counts | None:
         """Return the sum of the others' residuals; None if one cannot be had."""
@@ -619,9 +654,10 @@ class GradientSharing(TrainingMaster):
         adapt_rate: With Adam and its kind, multiply the learning rate by 1 to the root
             of the number of replicas, so that steps are as long as with one batch of
             all replicas; see `GradientNoise`. Only with ``update_scale="mean"``.
-        compare_models: At each epoch's end, compare shared with shared plus all
+        compare_models: At an epoch's end, compare shared with shared plus all
             residuals, on a few training batches of each replica, and continue from the
-            better one. Only with ``apply="eager"``.
+            better one; as often as 1 % of the time allows, and after the first and the
+            last epoch. Only with ``apply="eager"``.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
             worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
             run starts.

@@ -471,7 +471,9 @@ class Replica:
         if over and self._chooses:
             # A joining replica gets the model that was chosen.
             self._channel.serve_snapshot(None)
-            self._choice = self.exchange.choose(self.interval, self._score)
+            last = epoch + 1 == self._spec.epochs
+            choose = self.exchange.choose
+            self._choice = choose(self.interval, self._score, last=last)
             self._channel.serve_snapshot(self.snapshot)
         self.agreed = self.exchange.agreed()
         self.met = True

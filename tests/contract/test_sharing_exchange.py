@@ -437,12 +437,15 @@ class TestChoice:
                 getattr(own.module, name).add_(EIGHTH)
         return own
 
-    def choose(self, case, best=2 * EIGHTH):
+    def choose(self, case, best=2 * EIGHTH, last=False, seconds=0):
         """Choose, where the loss of parameters is their distance to the best."""
         values = [getattr(case.module, name).data for name in LAYERS]
-        return case.exchange.choose(
-            0, lambda: Score(float((torch.cat(values) - best).abs().sum()), examples=12)
-        )
+
+        def score():
+            case.channel.now += seconds
+            return Score(float((torch.cat(values) - best).abs().sum()), examples=12)
+
+        return case.exchange.choose(0, score, last=last)
 
     def shared(self, case):
         values = set(case.exchange.agreed().shared_N * GRID)
@@ -484,6 +487,41 @@ class TestChoice:
 
         assert self.choose(case).delivered == delivered
         assert case.channel.blobs == [FIRST] * delivered
+
+    @pytest.mark.parametrize(("seconds", "delivered"), [(0.9, True), (1.1, False)])
+    def test_before_the_first_time_the_link_tells_how_long_sending_takes(
+        self, case, seconds, delivered
+    ):
+        case.step(names=())
+        case.channel.now = 1.0  # since the first step began
+        case.channel.left = Drained(nbytes=24, busy_s=2 * seconds)  # 12 bytes: half
+
+        assert self.choose(case).delivered == delivered
+
+    @pytest.mark.parametrize(
+        ("options", "its", "since_s", "last", "compares"),
+        [
+            ({}, {}, 999, False, False),
+            ({}, {}, 1001, False, True),
+            ({}, {}, 999, True, True),
+            ({}, {"compares": False}, 1001, False, False),
+            ({"max_staleness": 0}, {}, 999, False, True),
+        ],
+        ids=["too soon", "soon enough", "last", "another: too soon", "lockstep"],
+    )
+    def test_comparing_takes_1_percent_of_the_time(
+        self, options, its, since_s, last, compares
+    ):
+        case = Case(FixedThreshold(1.0), channel=Meeting(), **options)
+        case.channel.its["sync 0"] = its
+        case.step()
+        self.choose(case, best=-1, seconds=10 / 3)  # three models are scored
+
+        case.channel.now += since_s
+        case.exchange.sync(0, 1, ended=True)
+        choice = self.choose(case, best=-1, last=last)
+
+        assert math.isnan(choice.shared_loss) == (not compares)
 
     @pytest.mark.parametrize(
         "changed",

@@ -259,8 +259,8 @@ class Recording(Exchange):
         if ended:
             self._record(epoch)
 
-    def choose(self, epoch, score):
-        choice = self._inner.choose(epoch, score)
+    def choose(self, epoch, score, *, last):
+        choice = self._inner.choose(epoch, score, last=last)
         if choice.delivered:
             self._channel.deliver()
         self._record(epoch)

@@ -1,8 +1,8 @@
 """Time to find and take the entries of an update, and to apply one.
 
 Question: How many passes over memory does an exchange add to a step?
-Counted:  ``find`` and ``commit_`` of the kernels on normally distributed residuals;
-          ``apply_`` of 25,000 entries. Packing and sending are not included.
+Counted:  ``find``, with levels, and ``commit_`` of the kernels on normally distributed
+          residuals; ``apply_`` of 25,000 entries. Packing and sending are not included.
 Baseline: ``np.add(r, u, out=r)`` over as many float32: the update of a residual alone.
 Run:      python -m benchmarks encode --size 25_000_000
 """
@@ -23,7 +23,7 @@ from daskdl.compression.kernels import VectorGroup
 from daskdl.compression.kernels_numba import NumbaGroup
 
 GRID = 2.0**-24
-DENSITIES = (1e-4, 1e-3, 7e-3, 2.5e-2)
+DENSITIES = (1e-4, 1e-3, 7e-3, 2.5e-2, 5e-2)
 ENTRIES = 25_000
 ROUNDS = 11
 
@@ -55,7 +55,12 @@ class Vector:
     def exchange(self, multiple: float = math.inf) -> dict[str, float]:
         """Find and commit; shared is restored outside of the measured time."""
         bound = multiple * self.count * GRID
-        found = timed(lambda: self.group.commit_(self.find(), self.count, GRID, bound))
+
+        def both() -> None:
+            entries, levels = self.find()
+            self.group.commit_(entries, self.count, GRID, bound, levels_K=levels)
+
+        found = timed(both)
         self.shared.fill_(1)
         return found
 

@@ -14,7 +14,6 @@ from fnmatch import fnmatchcase
 from statistics import median
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -253,12 +252,14 @@ def threshold_for(
     Returns:
         Parameter units, > 0; None if no sampled value is finite and nonzero.
     """
-    sample = residual.sample(most).abs()
-    moved = sample[(sample > 0) & (sample < math.inf)]
-    if not len(moved):
+    sample = residual.sample(most).abs().numpy()
+    sample[~(sample < math.inf)] = 0.0
+    moved = int((sample > 0).sum())
+    if not moved:
         return None
-    count = max(min(density * len(sample), MOST * len(moved)), 1)
-    return float(torch.topk(moved, round(count), sorted=False).values.min())
+    largest = round(max(min(density * len(sample), MOST * moved), 1))
+    sample.partition(-largest)  # an eighth of the time of torch.topk
+    return float(sample[-largest])
 
 
 def first_threshold(initial: float | None, density: float, residual: Residual) -> float:

@@ -9,6 +9,7 @@ Shape suffixes: N = parameters of the model, K = entries of one update.
 """
 
 import enum
+import functools
 import math
 import struct
 import zlib
@@ -155,6 +156,10 @@ def pack(
         quanta = int(levels_K.sum(dtype=np.int64))
     signs = np.packbits(entries_K < 0, bitorder="little")
 
+    @functools.cache
+    def gaps_and_signs() -> Bytes:
+        return np.concatenate([golomb.pack(gaps), signs])
+
     def packed(kind: Kind) -> Body:
         if not count:
             body = np.empty(0, np.uint8)
@@ -165,7 +170,7 @@ def pack(
             present_N[positions_K] = True
             body = np.concatenate([np.packbits(present_N, bitorder="little"), signs])
         else:
-            body = np.concatenate([golomb.pack(gaps), signs])
+            body = gaps_and_signs()
         if kind is Kind.LEVELS and levels_K is not None and count:
             leveled = levels.pack(levels_K)
             length = np.array([len(leveled)], "<u4").view(np.uint8)

@@ -51,8 +51,8 @@ def rice_bits(gaps_K: npt.NDArray[np.int32], rice: int) -> int:
     """Return the number of bits of the codes of gaps."""
     zeros, shift = np.uint64(0), np.uint64(rice)
     # Unsigned: without AVX-512 there is no signed vector shift of 64 bits.
-    for gap in gaps_K:
-        zeros += np.uint64(gap) >> shift
+    for k in range(len(gaps_K)):  # over the array itself, numba does not vectorise
+        zeros += np.uint64(gaps_K[k]) >> shift
     return len(gaps_K) * (1 + rice) + int(np.int64(zeros))
 
 

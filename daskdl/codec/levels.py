@@ -29,6 +29,9 @@ SLOTS = 2**SLOT_BITS  # what the frequencies of the levels add up to
 WORD_BITS = 16
 LEAST_STATE = 2**16  # the state is in 2**16 .. 2**32 - 1 between two levels
 STATE_BYTES = 4
+# A state below 2**20 times a frequency f, times 2**44 / f rounded up, fits 64 bits, and
+# its bits above 44 are the quotient for each f up to 2**12.
+RECIPROCAL_BITS = 44
 
 
 def header_length(highest: int) -> int:
@@ -56,9 +59,14 @@ def _write(
 
     Levels are written last to first, as the reader undoes the writer's steps.
     """
-    starts_M = np.zeros(len(frequencies_M), np.uint32)
-    for m in range(1, len(frequencies_M)):
-        starts_M[m] = starts_M[m - 1] + frequencies_M[m - 1]
+    starts_M = np.zeros(len(frequencies_M), np.uint64)
+    reciprocals_M = np.zeros(len(frequencies_M), np.uint64)
+    start = 0
+    for m in range(len(frequencies_M)):
+        starts_M[m] = start
+        start += frequencies_M[m]
+        if frequencies_M[m]:
+            reciprocals_M[m] = -(-(2**RECIPROCAL_BITS) // np.int64(frequencies_M[m]))
     state, at = np.uint64(LEAST_STATE), len(words)
     for k in range(len(levels_K) - 1, -1, -1):
         m = levels_K[k] - 1
@@ -69,17 +77,17 @@ def _write(
                 raise IndexError
             words[at] = state & np.uint64(0xFFFF)
             state >>= np.uint64(WORD_BITS)
-        state = (
-            (state // frequency << np.uint64(SLOT_BITS))
-            + state % frequency
-            + np.uint64(starts_M[m])
-        )
+        # state // frequency, in half the time of a division
+        quotient = state * reciprocals_M[m] >> np.uint64(RECIPROCAL_BITS)
+        state += quotient * (np.uint64(SLOTS) - frequency) + starts_M[m]
     return int(state), at
 
 
 def frequencies(levels_K: Bytes) -> npt.NDArray[np.uint16]:
     """Return the frequencies of levels 1, 2, ..., which add up to `SLOTS`."""
-    counts_M = np.bincount(levels_K, minlength=3)[1:]
+    levels = range(1, max(int(levels_K.max()), 2) + 1)
+    # Takes half the time of np.bincount, which makes integers of 64 bits.
+    counts_M = np.array([np.count_nonzero(levels_K == m) for m in levels])
     slots_M = np.rint(counts_M * (SLOTS / len(levels_K))).astype(np.int64)
     needed = counts_M > 0
     needed[-1] = True  # the reader computes the last one from the others
@@ -123,23 +131,21 @@ def _read(
 ) -> int:
     """Fill levels; return the number of words read, or a fault."""
     level_S = np.empty(SLOTS, np.uint8)
-    starts_M = np.zeros(len(frequencies_M), np.uint32)
+    # By slot too: a look-up by level would wait for the level.
+    frequency_S, offset_S = np.empty(SLOTS, np.uint16), np.empty(SLOTS, np.uint16)
     slot = 0
     for m in range(len(frequencies_M)):
-        starts_M[m] = slot
-        for _ in range(frequencies_M[m]):
-            level_S[slot] = m
+        for offset in range(frequencies_M[m]):
+            level_S[slot] = m + 1
+            frequency_S[slot] = frequencies_M[m]
+            offset_S[slot] = offset
             slot += 1
     current, at = np.uint64(state), 0
     for k in range(len(levels_K)):
         low = current & np.uint64(SLOTS - 1)
-        m = level_S[low]
-        levels_K[k] = m + 1
-        current = (
-            np.uint64(frequencies_M[m]) * (current >> np.uint64(SLOT_BITS))
-            + low
-            - np.uint64(starts_M[m])
-        )
+        levels_K[k] = level_S[low]
+        high = current >> np.uint64(SLOT_BITS)
+        current = np.uint64(frequency_S[low]) * high + np.uint64(offset_S[low])
         if current < LEAST_STATE:
             if at == len(words):
                 return PAST_END

@@ -227,8 +227,8 @@ class Compressor:
         ):
             chosen = group.next_threshold(group.sent, grid)
             count = round(chosen / grid)
-            entries_K = group.residual.find(count)
-            body = codec.pack(size, entries_K, self.vector.levels(entries_K, count))
+            entries_K, levels_K = group.residual.find(count)
+            body = codec.pack(size, entries_K, levels_K)
             updates.append(PendingSparse(pattern, grid, count, chosen, entries_K, body))
         return updates
 

@@ -8,7 +8,7 @@ not depend on their order.
 
 Entries are int32, ascending in the position ``i``: ``+(i + 1)`` moves position ``i`` of
 the model up by one quantum, ``-(i + 1)`` down; with levels, uint8, by 1 to 15 quanta.
-They are not validated here: they come from ``find`` and ``levels`` or from
+They are not validated here: they come from ``find`` or from
 :func:`daskdl.codec.decode`, which checks them.
 
 :class:`VectorGroup` runs on any device and is the reference; on the CPU
@@ -51,9 +51,9 @@ class VectorGroup:
     Example:
         >>> local, shared = torch.tensor([1.5, 0.25, -3.5]), torch.zeros(3).int()
         >>> group = VectorGroup(local, local, shared, start=0)
-        >>> entries = group.find(count=2, grid=0.25)
-        >>> entries
-        tensor([ 1, -3], dtype=torch.int32)
+        >>> entries, levels = group.find(count=2, grid=0.25)
+        >>> entries, levels
+        (tensor([ 1, -3], dtype=torch.int32), tensor([3, 7], dtype=torch.uint8))
         >>> group.commit_(entries, count=2, grid=0.25, bound=0.75)
         2.5
         >>> group.apply_(torch.tensor([-2], dtype=torch.int32), count=2, grid=0.25)
@@ -77,7 +77,7 @@ class VectorGroup:
 
     def find(
         self, count: int, grid: float, lead: float = 1.0, where: slice = ALL
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """List the positions whose residual has reached one quantum. Reads only.
 
         A position gets one entry if ``|local - shared * grid| >= lead * count * grid``.
@@ -91,7 +91,9 @@ class VectorGroup:
             where: Positions within the group.
 
         Returns:
-            Entries, int32, shape (K,), on the vectors' device, ascending in position.
+            Entries, int32, ascending in position, and the whole quanta in the residual
+            of each, 1 to 15, uint8; both of shape (K,), on the vectors' device. Large
+            quanta have fewer levels: an entry moves shared by 2**24 steps at most.
 
         Source:
             Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
@@ -103,27 +105,16 @@ class VectorGroup:
         safe_N = (shared_N >= -GUARD) & (shared_N <= GUARD)
         # Rounded like local: a comparison with a Python number would not round.
         quantum = torch.tensor(lead * count * grid, dtype=local_N.dtype)
+        # On the device: CUDA multiplies by the reciprocal of a number from the CPU.
+        quantum = quantum.to(local_N.device)
         emitted_N = (ahead_N.abs() >= quantum) & safe_N
         positions_K = emitted_N.nonzero().squeeze(1)
-        signs_K = ahead_N[positions_K].sign().to(torch.int32)
+        ahead_K = ahead_N[positions_K]
         # Integer product: float32 cannot hold positions above 2**24.
         first = self.start + (where.start or 0) + 1
-        return signs_K * (positions_K + first).to(torch.int32)
-
-    def levels(
-        self, entries_K: Tensor, count: int, grid: float, lead: float = 1.0
-    ) -> Tensor:
-        """Return the whole quanta in the residual of entries, 1 to 15. Reads only.
-
-        Large quanta have fewer levels: an entry moves shared by 2**24 steps at most.
-        Arguments as of ``find``. Returns uint8, shape (K,), on the vectors' device.
-        """
-        positions_K = self.positions(entries_K)
-        local_K = self.local_N[positions_K]
-        ahead_K = local_K - _sent(local_K, self.shared_N[positions_K], grid)
-        # On the device: CUDA multiplies by the reciprocal of a number from the CPU.
-        quantum = torch.tensor(lead * count * grid).to(local_K)
-        return (ahead_K.abs() / quantum).clamp(1, most_levels(count)).to(torch.uint8)
+        entries_K = ahead_K.sign().int() * (positions_K + first).int()
+        levels_K = (ahead_K.abs() / quantum).clamp(1, most_levels(count))
+        return entries_K, levels_K.to(torch.uint8)
 
     def commit_(
         self,

@@ -140,27 +140,29 @@ def _scan_(
     local_N: Array,
     shared_N: Array,
     entries_K: Array,
-    place: tuple[int, int],
+    levels_K: Array,
+    first: int,
     base: int,
-    step: tuple[float, float],
+    step: tuple[float, float, float],
 ) -> tuple[int, int]:
-    """Write entries until the end of the vector or of the output.
+    """Write entries and levels until the end of the vector or of the output.
 
     Args:
         local_N: Float32 or float64.
         shared_N: Int32.
         entries_K: Output, int32. Changed in place.
-        place: First position to scan, and number of entries written before.
+        levels_K: Output, uint8, whole quanta of the entries. Changed in place.
+        first: First position to scan.
         base: Position of the vector's first parameter.
-        step: Least ``|local - shared * grid|`` of an entry, and the grid, both in
-            local's dtype.
+        step: Least ``|local - shared * grid|`` of an entry, the grid, and the highest
+            level, all in local's dtype.
 
     Returns:
-        The place at which to continue with a larger output; its position is N once the
-        whole vector has been scanned.
+        The position at which to continue with another output, N once the whole vector
+        has been scanned, and the number of entries written.
     """
-    first, filled = place
-    quantum, grid = step
+    quantum, grid, most = step
+    filled = 0
     whole = local_N.size - local_N.size % LANES
     for start in range(first, local_N.size, LANES):
         if filled + min(LANES, local_N.size - start) > entries_K.size:
@@ -178,36 +180,12 @@ def _scan_(
             i = start + lowest_bit(word)
             word &= word - np.uint64(1)
             if -GUARD <= shared_N[i] <= GUARD:
-                ahead_of = local_N[i] > local_N.dtype.type(shared_N[i]) * grid
+                lead = local_N[i] - local_N.dtype.type(shared_N[i]) * grid
                 position = base + 1 + i
-                entries_K[filled] = position if ahead_of else -position
+                entries_K[filled] = position if lead > 0 else -position
+                levels_K[filled] = np.uint8(min(abs(lead) / quantum, most))
                 filled += 1
     return local_N.size, filled
-
-
-@compiled
-def _levels(
-    local_N: Array,
-    shared_N: Array,
-    entries_K: Array,
-    base: int,
-    step: tuple[float, float, float],
-) -> Array:
-    """Return the whole quanta in the residual of entries.
-
-    ``step`` is the quantum, the grid and the highest level, all in local's dtype.
-    """
-    quantum, grid, most = step
-    levels_K = np.empty(entries_K.size, np.uint8)
-    last = entries_K.size - 1
-    for k in range(entries_K.size):
-        coming = abs(np.int64(entries_K[min(k + ENTRIES_AHEAD, last)])) - 1 - base
-        prefetch(shared_N, coming)
-        prefetch(local_N, coming)
-        i = abs(np.int64(entries_K[k])) - 1 - base
-        ahead = abs(local_N[i] - local_N.dtype.type(shared_N[i]) * grid)
-        levels_K[k] = np.uint8(min(ahead / quantum, most))
-    return levels_K
 
 
 @compiled
@@ -328,30 +306,25 @@ class NumbaGroup(VectorGroup):
     @override
     def find(
         self, count: int, grid: float, lead: float = 1.0, where: slice = ALL
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         local, shared = self.local_N[where].numpy(), self.shared_N[where].numpy()
         base = self.start + (where.start or 0)
-        step = (local.dtype.type(lead * count * grid), local.dtype.type(grid))
-        # Room for a density of 1/64, above the densities that thresholds aim at.
-        entries = np.empty(min(local.size, local.size // 64 + LANES), np.int32)
-        place = (0, 0)
-        while True:
-            place = _scan_(local, shared, entries, place, base, step)
-            if place[0] == local.size:
-                return torch.from_numpy(entries[: place[1]].copy())
-            grown = np.empty(min(local.size, 4 * entries.size), np.int32)
-            grown[: place[1]] = entries[: place[1]]
-            entries = grown
-
-    @override
-    def levels(
-        self, entries_K: Tensor, count: int, grid: float, lead: float = 1.0
-    ) -> Tensor:
-        local, shared = self.local_N.numpy(), self.shared_N.numpy()
         number = local.dtype.type
         step = (number(lead * count * grid), number(grid), number(most_levels(count)))
-        levels = _levels(local, shared, entries_K.numpy(), self.start, step)
-        return torch.from_numpy(levels)
+        # Room for a density of 1/16, above the densities that thresholds aim at.
+        room = min(local.size, local.size // 16 + LANES)
+        parts: list[tuple[Tensor, Tensor]] = []
+        first = 0
+        while first < local.size or not parts:
+            entries_K, levels_K = np.empty(room, np.int32), np.empty(room, np.uint8)
+            outputs = (entries_K, levels_K, first)
+            first, filled = _scan_(local, shared, *outputs, base, step)
+            part = (entries_K[:filled], levels_K[:filled])
+            parts.append((torch.from_numpy(part[0]), torch.from_numpy(part[1])))
+        if len(parts) == 1:
+            return parts[0]  # without a copy
+        entries, levels = zip(*parts, strict=True)
+        return torch.cat(entries), torch.cat(levels)
 
     @override
     def commit_(

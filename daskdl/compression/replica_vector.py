@@ -132,7 +132,9 @@ class ReplicaVector:
                 shared_N[where] = counts.to(torch.int32)
                 local_N[where] = self._sent(group, where)
         self._copied = [g for g in self.groups if g.local_N is not g.flat]
-        self._ends = [g.start + g.shared_N.numel() for g in self.groups]
+        # int32 as entries are: otherwise `searchsorted` converts all entries.
+        ends = [g.start + g.shared_N.numel() for g in self.groups]
+        self._ends = np.array(ends, np.int32)
         self._show_all_()
 
     # Flat, local and the residual.
@@ -239,14 +241,6 @@ class ReplicaVector:
             self.lead = 1.0 / scale
             self._show_all_()
         return 1.0
-
-    def levels(self, entries_K: Counts, count: int) -> npt.NDArray[np.uint8]:
-        """Return the whole quanta in the residual of own entries, 1 to 15."""
-        found = [np.empty(0, np.uint8)]
-        for group, part_K, _ in self._split(entries_K):
-            levels_K = group.levels(part_K, count, self.grid, self.lead)
-            found.append(levels_K.cpu().numpy())
-        return np.concatenate(found)
 
     def commit_(
         self,
@@ -464,16 +458,19 @@ class ResidualView:
         self.ranges = ranges
         self._vector = vector
 
-    def find(self, count: int) -> Counts:
-        """Return the entries of a quantum of ``count`` steps."""
+    def find(self, count: int) -> tuple[Counts, npt.NDArray[np.uint8]]:
+        """Return the entries of a quantum of ``count`` steps, and their levels."""
         vector = self._vector
         vector._local_groups()  # raises inside `showing_shared`
         found = [
-            group.find(count, vector.grid, vector.lead, where).cpu()
+            group.find(count, vector.grid, vector.lead, where)
             for group, where in self.ranges
         ]
-        entries_K: Counts = torch.cat(found).numpy()
-        return entries_K
+        entries_K, levels_K = (
+            torch.cat([part.cpu() for part in parts]).numpy()
+            for parts in zip(*found, strict=True)
+        )
+        return entries_K, levels_K
 
     def tensor(self) -> Tensor:
         """See :class:`daskdl.thresholds.Residual`."""
@@ -487,7 +484,9 @@ class ResidualView:
         for group, where in self.ranges:  # evenly spaced over all ranges together
             starts = torch.arange(where.start - since, where.stop, apart)
             positions = (starts[:, None] + torch.arange(RUN)).flatten()
-            positions = positions[(positions >= where.start) & (positions < where.stop)]
+            # Ascending: a run before the range or beyond it is cut at its end.
+            ends = torch.tensor([where.start, where.stop])
+            positions = positions[slice(*torch.searchsorted(positions, ends).tolist())]
             positions = positions.to(group.flat.device)
             parts.append(self._vector.residual(group, positions).cpu())
             since = (since + where.stop - where.start) % apart

@@ -51,12 +51,14 @@ def random_pair(size, seed, dtype=torch.float32, scale=3.0):
 
 
 def reference_find(local, shared, count):
-    """In numpy, with the dtype's own rounding of the difference."""
+    """Entries and levels in numpy, with the dtype's own rounding of the difference."""
     local = local.numpy()
     sent = shared.numpy().astype(local.dtype) * local.dtype.type(GRID)
     residual = (local - sent).astype(np.float64)
     positions = np.flatnonzero(np.abs(residual) >= count * GRID)
-    return (np.sign(residual[positions]) * (positions + 1)).astype(np.int64)
+    entries = (np.sign(residual[positions]) * (positions + 1)).astype(np.int64)
+    levels = np.minimum(np.abs(residual[positions]) / (count * GRID), 15)
+    return entries, levels.astype(np.uint8)
 
 
 BELOW = float(np.nextafter(np.float32(QUANTUM), np.float32(0)))
@@ -72,7 +74,7 @@ class TestFind:
     def test_positions_that_have_reached_the_threshold_are_entries(
         self, kernel, local, expected
     ):
-        entries = kernel(local).find(64, GRID)
+        entries, _ = kernel(local).find(64, GRID)
 
         assert (entries.tolist(), entries.dtype) == (expected, torch.int32)
 
@@ -80,23 +82,27 @@ class TestFind:
     @pytest.mark.parametrize(
         "size", [1, 7, 8, 9, 8191, 8192, 8193, 3 * 8192 + 5], ids=str
     )
-    def test_it_finds_what_numpy_finds(self, kernel, size, dtype):
-        local, shared = random_pair(size, seed=size, dtype=dtype, scale=0.5)
+    @pytest.mark.parametrize("scale", [0.5, 3.0], ids=str)  # 5 and 74 % are entries
+    def test_it_finds_what_numpy_finds(self, kernel, size, dtype, scale):
+        local, shared = random_pair(size, seed=size, dtype=dtype, scale=scale)
 
-        entries = kernel(local, shared, dtype=dtype).find(64, GRID)
+        found = kernel(local, shared, dtype=dtype).find(64, GRID)
 
-        np.testing.assert_array_equal(entries.cpu(), reference_find(local, shared, 64))
+        for own, expected in zip(found, reference_find(local, shared, 64), strict=True):
+            np.testing.assert_array_equal(own.cpu(), expected)
 
     def test_positions_are_exact_beyond_float32_integers(self, kernel):
         local = torch.zeros(2**24 + 1)  # the first gap in float32
         local[-1] = -1.0
 
-        assert kernel(local, start=2).find(64, GRID).tolist() == [-(2**24 + 3)]
+        entries, _ = kernel(local, start=2).find(64, GRID)
+
+        assert entries.tolist() == [-(2**24 + 3)]
 
     def test_a_part_of_a_group_has_the_positions_of_the_model(self, kernel):
         group = kernel([1.0, 1.0, -1.0, 1.0], start=10)
 
-        assert group.find(64, GRID, where=slice(1, 3)).tolist() == [12, -13]
+        assert group.find(64, GRID, where=slice(1, 3))[0].tolist() == [12, -13]
 
 
 LEVELS = {
@@ -114,7 +120,7 @@ LEVELS = {
 def test_a_level_counts_whole_quanta_up_to_fifteen(kernel, quanta, level):
     group = kernel([0.0, quanta * QUANTUM], start=10)
 
-    levels = group.levels(group.find(64, GRID), 64, GRID)
+    _, levels = group.find(64, GRID)
 
     assert (levels.tolist(), levels.dtype) == ([level], torch.uint8)
 
@@ -125,7 +131,7 @@ def test_what_is_found_has_one_quantum_at_least(kernel, dtype):
     for count in counts.tolist():
         group = kernel([count * GRID, -7 * count * GRID], dtype=dtype)
 
-        levels = group.levels(group.find(count, GRID), count, GRID)
+        _, levels = group.find(count, GRID)
 
         assert levels.tolist() == [1, 7], count
 
@@ -134,7 +140,7 @@ def test_what_is_found_has_one_quantum_at_least(kernel, dtype):
 def test_an_update_moves_shared_by_a_bounded_number_of_steps(kernel, bits, most):
     group = kernel([1000.0 * 2**bits * GRID])
 
-    levels = group.levels(group.find(2**bits, GRID), 2**bits, GRID)
+    _, levels = group.find(2**bits, GRID)
 
     assert levels.tolist() == [most]
 
@@ -148,7 +154,7 @@ class TestCommit:
         group = kernel(*random_pair(5000, 3, dtype, scale=4.0), dtype=dtype)
         before, bound = group.local_N.clone(), multiple * QUANTUM
 
-        mass = group.commit_(group.find(64, GRID), 64, GRID, bound)
+        mass = group.commit_(group.find(64, GRID)[0], 64, GRID, bound)
 
         sent = group.shared_N.to(dtype) * GRID
         residual = before - sent
@@ -210,7 +216,7 @@ class TestLead:
     def test_an_entry_takes_that_many_quanta_of_local(self, kernel):
         group = kernel([3.9 * QUANTUM, 4 * QUANTUM, -4 * QUANTUM])
 
-        assert group.find(64, GRID, lead=4.0).tolist() == [2, -3]
+        assert group.find(64, GRID, lead=4.0)[0].tolist() == [2, -3]
 
     def test_a_commit_moves_local_back_by_the_quanta_expected_from_others(self, kernel):
         group = kernel([5 * QUANTUM, -4 * QUANTUM, 1.0], start=10)
@@ -249,8 +255,7 @@ def test_both_kernels_give_the_same_bits(problem, dtype):
     outcomes, cuts = [], []
     for kind in (NumbaGroup, VectorGroup):
         group = group_of(local, shared, kind, dtype)
-        entries = group.find(count, GRID, lead)
-        levels = group.levels(entries, count, GRID, lead)
+        entries, levels = group.find(count, GRID, lead)
         bound = 1.3 * count * GRID
         cuts.append(group.commit_(entries, count, GRID, bound, lead, levels))
         group.apply_(entries, count, GRID, levels)
@@ -273,7 +278,11 @@ def test_the_opposite_residual_has_the_opposite_entries(problem):
     mirrored.local_N.neg_()
     mirrored.shared_N.neg_()
 
-    assert torch.equal(group.find(count, GRID, lead), -mirrored.find(count, GRID, lead))
+    entries, levels = group.find(count, GRID, lead)
+    opposite, same = mirrored.find(count, GRID, lead)
+
+    assert torch.equal(entries, -opposite)
+    assert torch.equal(levels, same)
 
 
 @given(problems())
@@ -283,7 +292,7 @@ def test_committing_until_nothing_is_found_leaves_less_than_a_quantum(problem):
     count = max(count, 2**18)  # 64 rounds at most
     group = group_of(local, shared)
 
-    while len(entries := group.find(count, GRID)):
+    while len(entries := group.find(count, GRID)[0]):
         group.commit_(entries, count, GRID)
 
     residual = group.local_N.double() - group.shared_N.double() * GRID
@@ -295,7 +304,7 @@ def test_the_entries_of_deeplearning4j(kernel):
     """A golden case of its own tests, on a grid that holds its threshold."""
     group = kernel([1.5, 2.5, -3.5])
 
-    entries = group.find(count=2, grid=0.25)
+    entries, _ = group.find(count=2, grid=0.25)
     group.commit_(entries, 2, 0.25)
 
     assert entries.tolist() == [1, 2, -3]

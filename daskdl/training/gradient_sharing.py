@@ -72,8 +72,12 @@ from daskdl.training.telemetry import SAMPLE, mean, spread_of
 # exchanges of all replicas are nested.
 LONGEST = 64
 LONGEST_IN_STEP = 16  # in lockstep, where measured times must not decide
-RAMP = 32  # the interval is at most this part of the steps made so far
 SHARE = 0.03  # of a replica's time, that exchanging may take
+# An interval longer than this part of the steps made so far is chosen only where
+# exchanging would otherwise take more than the second share, and is at most so long.
+RAMP = 32
+FIRST_SHARE = 0.1
+LONGEST_AT_FIRST = 8
 MEASURED = 5  # exchanges in the medians
 # More than these bytes of earlier updates in the outbox postpone an exchange, with
 # "auto": on a slow link, more steps then lie between exchanges, and none is stale.
@@ -88,7 +92,8 @@ class Interval:
     """Steps between the exchanges of one replica.
 
     With ``exchange_every="auto"``, the shortest power of two at which exchanging takes
-    at most `SHARE` of the time. It is short at first, while the model moves fast.
+    at most `SHARE` of the time. At first, while the model moves fast, it is shorter,
+    and exchanging may take `FIRST_SHARE`.
 
     Attributes:
         every: Current number of steps.
@@ -780,7 +785,10 @@ class GradientSharing(TrainingMaster):
         every = longest = self.longest(made)
         if self.exchange_every == "auto" and self.max_staleness != 0:
             every = 1
-            while every < longest and cost > SHARE * every:
+            while every < longest:
+                share = SHARE if 2 * every <= made // RAMP else FIRST_SHARE
+                if cost <= share * every:
+                    break
                 every *= 2
         return every
 
@@ -789,14 +797,19 @@ class GradientSharing(TrainingMaster):
 
         Example:
             >>> [GradientSharing().longest(made) for made in (0, 100, 1000, 10**6)]
-            [1, 2, 16, 64]
+            [8, 8, 16, 64]
         """
         if self.exchange_every != "auto":
             return self.exchange_every
-        limit = LONGEST_IN_STEP if self.max_staleness == 0 else LONGEST
-        if isinstance(self.max_staleness, int) and self.max_staleness:
+        if self.apply == "strict":
+            return 1
+        limit = made // RAMP
+        if self.max_staleness == 0:  # measured times must not decide
+            limit = min(limit, LONGEST_IN_STEP)
+        else:
+            limit = min(max(limit, LONGEST_AT_FIRST), LONGEST)
+        if self.max_staleness and self.max_staleness != "auto":
             limit = min(limit, self.max_staleness)
-        limit = 1 if self.apply == "strict" else min(limit, made // RAMP)
         return 1 << max(limit, 1).bit_length() - 1
 
     def staleness_bound(self, made: int) -> int | None:

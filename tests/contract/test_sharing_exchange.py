@@ -292,12 +292,19 @@ class TestInterval:
         return [n for n in range(1, steps + 1) if case.step(seconds=seconds)]
 
     def test_it_grows_with_the_steps_that_were_made(self):
-        exchanges = self.exchanges(272)
+        exchanges = self.exchanges(576)
 
-        # At most a 32nd of the steps made so far.
-        assert exchanges[:64] == [*range(1, 65)]
-        assert exchanges[64:80] == [*range(66, 98, 2)]
-        assert exchanges[-5:] == [248, 252, 256, 264, 272]
+        # 8 at first, however long an exchange takes; at most a 32nd of the steps made.
+        assert exchanges[:6] == [1, 8, 16, 24, 32, 40]
+        assert exchanges[-6:] == [504, 512, 528, 544, 560, 576]
+
+    @pytest.mark.parametrize(
+        ("seconds", "every"), [(101, 1), (99, 2), (49, 4), (24, 8), (1, 8)]
+    )
+    def test_at_first_exchanging_takes_10_percent_of_the_time(self, seconds, every):
+        exchanges = self.exchanges(56, seconds=seconds)
+
+        assert set(np.diff(exchanges[1:])) == {every}
 
     @pytest.mark.parametrize(
         ("seconds", "every"), [(400, 1), (300, 2), (50, 8), (20, 32), (0.1, 64)]
@@ -361,7 +368,7 @@ class TestInterval:
 
 
 def test_the_bound_of_staleness_follows_the_interval():
-    assert GradientSharing().staleness_bound(0) == 8
+    assert GradientSharing().staleness_bound(0) == 16
     assert GradientSharing().staleness_bound(10**6) == 128
     assert GradientSharing(exchange_every=16).staleness_bound(0) == 32
     assert GradientSharing(max_staleness=3).staleness_bound(10**6) == 3

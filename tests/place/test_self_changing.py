@@ -15,7 +15,7 @@ X, Y = rows(600)
 HELD = X[480:], Y[480:]
 X, Y = X[:480], Y[:480]
 MASTERS = {
-    "sharing": GradientSharing(),
+    "sharing": GradientSharing(exchange_every=1),
     "strict": GradientSharing(apply="strict", max_staleness=0),
     "averaging": ParameterAveraging(),
     "averaging, in 8 bits": ParameterAveraging(compression="dense8"),

@@ -229,8 +229,10 @@ def test_exchange_every_so_many_steps(every, exchanges):
 def test_clipping_is_counted_and_keeping_is_not():
     small = AdaptiveThreshold(initial=1e-5)
     masters = (
-        GradientSharing(small, ResidualClipping(), replicas_per_worker=2),
-        shared_out(2, threshold=small),
+        GradientSharing(
+            small, ResidualClipping(), exchange_every=1, replicas_per_worker=2
+        ),
+        shared_out(2, threshold=small, exchange_every=1),
     )
 
     clipped, nothing = (

@@ -174,7 +174,7 @@ class Agreement:
 
     @pytest.mark.parametrize("copies", [1, 3])
     def test_each_update_is_received_once(self, place, tmp_path, copies):
-        master = Recorded(str(tmp_path), place.sharing(), copies)
+        master = Recorded(str(tmp_path), place.sharing(exchange_every=1), copies)
 
         place.trainer(master=master).fit(X, Y, epochs=3, batch_size=16)
 

@@ -9,6 +9,7 @@ import atexit
 import concurrent.futures
 import gc
 import logging
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -350,6 +351,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self.endpoints = {}
         self.refused = 0
         self._profile_ms: float | None = None  # configured; None: not read yet
+        self._pacing = threading.Lock()
         self._guard = Guard(self._count)
         self._shared = self._guard.of(self._share)
 
@@ -488,10 +490,11 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         profiler = self._worker.periodic_callbacks.get("profile")
         if profiler is None:  # switched off in Dask's configuration
             return
-        if self._profile_ms is None:
-            self._profile_ms = profiler.callback_time
-        least_ms = PROFILE_MS if self.endpoints else 0.0
-        profiler.callback_time = max(self._profile_ms, least_ms)
+        with self._pacing:
+            if self._profile_ms is None:
+                self._profile_ms = profiler.callback_time
+            least_ms = PROFILE_MS if self.endpoints else 0.0
+            profiler.callback_time = max(self._profile_ms, least_ms)
 
 
 def set_up(worker: Worker) -> None:

@@ -73,8 +73,9 @@ from daskdl.training.telemetry import SAMPLE, mean, spread_of
 LONGEST = 64
 LONGEST_IN_STEP = 16  # in lockstep, where measured times must not decide
 SHARE = 0.03  # of a replica's time, that exchanging may take
-# An interval longer than this part of the steps made so far is chosen only where
-# exchanging would otherwise take more than the second share, and is at most so long.
+# At first, while the model moves fast, an interval of more than 1 / RAMP of the steps
+# made so far is chosen only where exchanging would otherwise take more than
+# FIRST_SHARE of the time, and is at most LONGEST_AT_FIRST.
 RAMP = 32
 FIRST_SHARE = 0.1
 LONGEST_AT_FIRST = 8
@@ -86,6 +87,7 @@ UNSENT_BYTES = 2**16
 # Residuals are sent for a comparison if they may lower the loss by this part of it.
 PROMISING = 0.01
 COMPARING = 0.01  # of a replica's time, that comparing models may take
+QUICK_S = 0.01  # so short a request shows the latency of the link, not its rate
 
 
 class Interval:
@@ -401,8 +403,8 @@ class GradientSharingExchange(Exchange):
     def _compares(self) -> bool:
         """Whether comparing models now would take at most `COMPARING` of the time."""
         # Measured times must not decide in lockstep.
-        since_s = self._now() - self._compared_at
-        return self._in_step or self._comparing_s <= COMPARING * since_s
+        since_s = self._now() - self._compared_at  # NaN before the first step: compare
+        return self._in_step or not self._comparing_s > COMPARING * since_s
 
     @override
     def choose(
@@ -499,8 +501,10 @@ class GradientSharingExchange(Exchange):
         """Return how long sending all residuals took the last time, or would take."""
         if math.isnan(self._sending_s) and not self._compressor.follows_link:
             left = self._channel.link_stats()
+            if left.busy_s <= QUICK_S * left.requests:
+                return math.nan
             others = len(self._channel.peers())
-            return others * self._vector.size * left.busy_s / max(left.nbytes, 1)
+            return others * self._vector.size * left.busy_s / left.nbytes
         return self._sending_s
 
     def _fetch_residuals(self, members: Sequence[int], name: str) -> Counts | None:
@@ -650,9 +654,10 @@ class GradientSharing(TrainingMaster):
             an exchange interval. 0 runs replicas in lockstep, reproducible bit for
             bit; None is unbounded; ``"auto"`` is 8, or two of the longest intervals.
         exchange_every: Steps between exchanges. ``"auto"`` chooses a power of two up to
-            64, so that exchanging takes about 3 % of a replica's time, and at most a
-            32nd of the steps made so far and `max_staleness`. In lockstep the number
-            of steps alone decides, up to 16. With ``apply="strict"`` it is 1.
+            64 and up to `max_staleness`, so that exchanging takes about 3 % of a
+            replica's time. More than a 32nd of the steps made so far are chosen only
+            if it would take more than 10 %, and up to 8. In lockstep the number of
+            steps alone decides, up to 16. With ``apply="strict"`` it is 1.
         warmup_steps: The progress of this many first steps is sent in full, in eight
             bits per parameter and without a threshold. Steps are counted over all fits
             of a trainer; later fits and joining replicas do not start again from 0.
@@ -661,8 +666,8 @@ class GradientSharing(TrainingMaster):
             all replicas; see `GradientNoise`. Only with ``update_scale="mean"``.
         compare_models: At an epoch's end, compare shared with shared plus all
             residuals, on a few training batches of each replica, and continue from the
-            better one; as often as 1 % of the time allows, and after the first and the
-            last epoch. Only with ``apply="eager"``.
+            better one; as often as 1 % of the time allows, and after the first epoch
+            and the last one of `epochs`. Only with ``apply="eager"``.
         routing: ``"plain"`` relays through the scheduler; ``"mesh"`` sends from
             worker to worker; ``"auto"`` is mesh from 9 workers on, counted when the
             run starts.

@@ -495,15 +495,24 @@ class TestChoice:
         assert self.choose(case).delivered == delivered
         assert case.channel.blobs == [FIRST] * delivered
 
-    @pytest.mark.parametrize(("seconds", "delivered"), [(0.9, True), (1.1, False)])
+    @pytest.mark.parametrize(
+        ("seconds", "requests", "delivered"),
+        [(0.9, 1, True), (1.1, 1, False), (1.1, 220, True)],
+    )
     def test_before_the_first_time_the_link_tells_how_long_sending_takes(
-        self, case, seconds, delivered
+        self, case, seconds, requests, delivered
     ):
         case.step(names=())
         case.channel.now = 1.0  # since the first step began
-        case.channel.left = Drained(nbytes=24, busy_s=2 * seconds)  # 12 bytes: half
+        # 24 bytes: sending 12 takes half as long.
+        case.channel.left = Drained(24, requests=requests, busy_s=2 * seconds)
 
         assert self.choose(case).delivered == delivered
+
+    def test_a_replica_without_a_step_does_not_keep_others_from_comparing(self, case):
+        case.exchange.sync(0, 1, ended=True)
+
+        assert not math.isnan(self.choose(case).shared_loss)
 
     @pytest.mark.parametrize(
         ("options", "its", "since_s", "last", "compares"),

@@ -337,6 +337,7 @@ LEAVE_S = 2.0  # batch systems kill a worker soon after its close request
 # Dask's profiler walks the deep stack of a training thread, and holds the interpreter's
 # lock meanwhile: 2 % of the time at its 10 ms.
 PROFILE_MS = 100.0
+_pacing = threading.Lock()  # of this process, as plugins are pickled
 
 
 class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untyped
@@ -351,7 +352,6 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self.endpoints = {}
         self.refused = 0
         self._profile_ms: float | None = None  # configured; None: not read yet
-        self._pacing = threading.Lock()
         self._guard = Guard(self._count)
         self._shared = self._guard.of(self._share)
 
@@ -490,7 +490,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         profiler = self._worker.periodic_callbacks.get("profile")
         if profiler is None:  # switched off in Dask's configuration
             return
-        with self._pacing:
+        with _pacing:
             if self._profile_ms is None:
                 self._profile_ms = profiler.callback_time
             least_ms = PROFILE_MS if self.endpoints else 0.0

@@ -504,7 +504,7 @@ class GradientSharingExchange(Exchange):
             if left.busy_s <= QUICK_S * left.requests:
                 return math.nan
             others = len(self._channel.peers())
-            return others * self._vector.size * left.busy_s / left.nbytes
+            return others * self._vector.size * left.busy_s / max(left.nbytes, 1)
         return self._sending_s
 
     def _fetch_residuals(self, members: Sequence[int], name: str) -> Counts | None:

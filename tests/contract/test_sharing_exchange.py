@@ -496,16 +496,22 @@ class TestChoice:
         assert case.channel.blobs == [FIRST] * delivered
 
     @pytest.mark.parametrize(
-        ("seconds", "requests", "delivered"),
-        [(0.9, 1, True), (1.1, 1, False), (1.1, 220, True)],
+        ("nbytes", "seconds", "requests", "delivered"),
+        [
+            (24, 0.9, 1, True),
+            (24, 1.1, 1, False),
+            (24, 1.1, 220, True),
+            (0, 9, 0, False),
+        ],
+        ids=["quick enough", "too slow", "mostly latency", "nothing has arrived yet"],
     )
     def test_before_the_first_time_the_link_tells_how_long_sending_takes(
-        self, case, seconds, requests, delivered
+        self, case, nbytes, seconds, requests, delivered
     ):
         case.step(names=())
         case.channel.now = 1.0  # since the first step began
         # 24 bytes: sending 12 takes half as long.
-        case.channel.left = Drained(24, requests=requests, busy_s=2 * seconds)
+        case.channel.left = Drained(nbytes, requests=requests, busy_s=2 * seconds)
 
         assert self.choose(case).delivered == delivered
 

@@ -4,7 +4,6 @@ Hides whether replicas are threads of one process or run on Dask workers.
 """
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -446,9 +445,10 @@ class Channel(ABC):
     def _timed(
         self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
     ) -> bool:
-        started, waits_s = time.perf_counter(), self._stats.waits_s
+        now, waits_s = self._inbox.clock.now, self._stats.waits_s
+        started = now()
         came = self._block(ready, timeout_s)
-        waited_s = time.perf_counter() - started
+        waited_s = now() - started
         waits_s[cause.value] = waits_s.get(cause.value, 0.0) + waited_s
         return came
 

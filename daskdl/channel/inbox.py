@@ -7,7 +7,6 @@ arrival. A full inbox folds pending updates together instead of growing.
 import logging
 import math
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from daskdl.channel.protocol import (
     PeerProgress,
     unwrap,
 )
+from daskdl.channel.transport import CLOCK, Clock
 from daskdl.codec import Update
 from daskdl.compression.replica_vector import count_of, fold_
 from daskdl.errors import CodecError
@@ -273,7 +273,7 @@ class Peers:
     then `progress` lags behind `announced`.
 
     Args:
-        clock: Returns seconds; dates the last announcements, for error messages.
+        clock: Dates the last announcements, for error messages.
 
     Attributes:
         failed: Replicas that failed or left, for which no replica waits.
@@ -285,7 +285,7 @@ class Peers:
     progress: dict[int, PeerProgress]
     announced: dict[int, PeerProgress]
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
         self.failed = set()
         self.progress = {}
         self.announced = {}
@@ -301,7 +301,7 @@ class Peers:
         former = self.announced.get(origin)
         latest = PeerProgress(*map(max, former or progress, progress))
         if latest != former:
-            self._news_at[origin] = self._clock()
+            self._news_at[origin] = self._clock.now()
             self.announced[origin] = latest
         counted = latest if latest.sequence <= complete else progress
         if counted.sequence <= complete:
@@ -322,7 +322,7 @@ class Peers:
 
     def described(self) -> str:
         """Format the last announcement of each replica and its age, for messages."""
-        now = self._clock()
+        now = self._clock.now()
         return "; ".join(
             f"replica {origin} at step {announced.step}, update {announced.sequence}, "
             f"{now - self._news_at[origin]:.1f} s ago"
@@ -356,7 +356,7 @@ class Inbox:
     """Received updates of one replica, and progress of its peers.
 
     The event loop fills the inbox and the training thread empties it. Methods may be
-    called from any thread; all attributes but the first three are guarded by `changed`.
+    called from any thread; all attributes but the first four are guarded by `changed`.
 
     Args:
         size: Parameters of the model.
@@ -366,12 +366,14 @@ class Inbox:
             counts once its updates have arrived.
         in_step: Replicas take each step together; see :class:`PendingUpdates`.
         changed: A condition shared with other objects; None: a new one.
+        clock: Times the waits and announcements.
 
     Attributes:
         stopped: Reason why the replica has to leave; None while the run continues.
         joining: Whether the replica waits for its snapshot or has not joined yet. Until
             then no update counts as received or missing.
         own: Progress of this replica.
+        clock: Times the waits and announcements.
         changed: Notified after each change; reentrant.
         received: Received updates.
         barrier: Decides which updates may be delivered.
@@ -384,6 +386,7 @@ class Inbox:
     stopped: str | None
     joining: bool
     own: PeerProgress
+    clock: Clock
     changed: threading.Condition
     received: ReceivedSet
     barrier: DeliveryBarrier
@@ -401,15 +404,17 @@ class Inbox:
         in_order: bool = True,
         in_step: bool = False,
         changed: threading.Condition | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         self.stopped = None
         self.joining = False
         self.own = PeerProgress()
-        self.changed = threading.Condition() if changed is None else changed
+        self.clock = clock
+        self.changed = clock.condition() if changed is None else changed
         self.received = ReceivedSet()
         self.barrier = DeliveryBarrier()
         self.pending = PendingUpdates(size, grid, limit_bytes, in_step=in_step)
-        self.peers = Peers()
+        self.peers = Peers(clock)
         self.received_bytes = 0
         self.refused = 0
         self._in_order = in_order

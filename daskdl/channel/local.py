@@ -7,7 +7,6 @@ updates into the inboxes of all others itself.
 import contextlib
 import math
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,7 +34,7 @@ from daskdl.channel.protocol import (
     WaitCause,
 )
 from daskdl.channel.run_state import RunState
-from daskdl.channel.sender import Outbox
+from daskdl.channel.transport import CLOCK, Clock, Outbox
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, CodecError, OptionError, WaitTimeoutError
 from daskdl.thresholds import Drained
@@ -49,7 +48,7 @@ class LocalRun:
         changed: Notified after every change.
         blobs: Published blobs of each replica, by name.
         fetched_bytes: Bytes fetched of each replica's blobs since its last `stats`.
-        now: Clock, seconds.
+        now: The time, seconds.
     """
 
     state: RunState
@@ -58,12 +57,11 @@ class LocalRun:
     fetched_bytes: Counter[int]
     now: Callable[[], float]
 
-    def __init__(
-        self, spec: RunSpec, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.state = RunState(spec, now())
-        self.changed = threading.Condition()
-        self.now = now
+    def __init__(self, spec: RunSpec, clock: Clock = CLOCK) -> None:
+        self.state = RunState(spec, clock.now())
+        self.changed = clock.condition()
+        self.now = clock.now
+        self._clock = clock
         self.blobs = defaultdict(dict)
         self.fetched_bytes = Counter()
         self._inboxes: dict[int, Inbox] = {}
@@ -87,6 +85,7 @@ class LocalRun:
                 spec.inbox_bytes,
                 in_step=spec.in_step,
                 changed=self.changed,
+                clock=self._clock,
             )
             inbox.stopped = self.state.stopped
             self._inboxes[replica] = inbox

@@ -8,7 +8,6 @@ import concurrent.futures
 import itertools
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +64,7 @@ class RemoteChannel(Channel):
         self._plugin = plugin
         self._end = end
         self._connection = end.connection
+        self._now = end.connection.clock.now
         self._routing = end.routing
         self._make: Snapshot | None = None  # makes a snapshot; None: not now
         self._repaired = self._blob_bytes = 0  # at the last `stats`
@@ -88,9 +88,9 @@ class RemoteChannel(Channel):
 
     @override
     def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = None if timeout_s is None else self._now() + timeout_s
         while True:
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            left = None if deadline is None else max(deadline - self._now(), 0.0)
             came = self._inbox.wait_for(lambda: ready() or bool(self._servable()), left)
             self._serve()
             # A snapshot request alone does not end the wait.
@@ -216,7 +216,7 @@ class RemoteChannel(Channel):
         fields["replica"] = self._replica
         telling = self._connection.ask(None, operation, **fields)
         try:
-            self._connection.start(telling).result(self._timeouts.request)
+            self._end.complete(telling, self._timeouts.request)
         except (OSError, RuntimeError, concurrent.futures.CancelledError) as error:
             logger.info("%s of replica %s: %s", operation, self._replica, error)
 
@@ -249,7 +249,7 @@ class RemoteChannel(Channel):
     def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Request a snapshot from the named donor; on failure, from the next one."""
         bound = self._timeouts.bound("join")
-        deadline = time.monotonic() + bound.seconds
+        deadline = self._now() + bound.seconds
         while answer["donor"] is not None:
             donor, worker, cut = answer["donor"], answer["worker"], answer["cut"]
             given = self._ask_worker(
@@ -257,7 +257,7 @@ class RemoteChannel(Channel):
             )
             if given["status"] == Answer.OK:
                 return dict(unwrap_arrays(given["snapshot"]))
-            if time.monotonic() > deadline:
+            if self._now() > deadline:
                 raise WaitTimeoutError(
                     f"replica {self._replica} waited {bound} for a snapshot, last of "
                     f"replica {donor} on {worker}: {given['reason']}; last seen: "
@@ -410,7 +410,7 @@ class RemoteChannel(Channel):
     @override
     def fetch_blob(self, replica: int, name: str) -> Arrays | None:
         forms, parts, count = (), list[Any](), 1
-        deadline = time.monotonic() + self._patience.seconds
+        deadline = self._now() + self._patience.seconds
         while len(parts) < count:
             worker = self._routing.workers.get(replica)
             if worker is None:
@@ -420,9 +420,9 @@ class RemoteChannel(Channel):
             if answer["status"] == Answer.OK:
                 forms, count = forms or answer["forms"], answer["parts"]
                 parts.append(np.frombuffer(unwrap(answer["bytes"]), np.uint8))
-                deadline = time.monotonic() + self._patience.seconds
+                deadline = self._now() + self._patience.seconds
                 continue
-            if time.monotonic() > deadline:
+            if self._now() > deadline:
                 raise WaitTimeoutError(
                     f"waited {self._patience} for {name!r} of replica {replica} on "
                     f"{worker}; last seen: {self._last_seen()}"
@@ -455,13 +455,13 @@ class RemoteChannel(Channel):
             first, *others = have.values()
             if all(received == first for received in others):
                 return
-            if time.monotonic() > deadline:
+            if self._now() > deadline:
                 raise WaitTimeoutError(
                     f"replicas {sorted(have)} did not come to the same updates within "
                     f"{self._patience}, {turn + 1} rounds; last seen: "
                     f"{self._last_seen()}"
                 )
-            deadline = min(deadline, time.monotonic() + self._patience.seconds)
+            deadline = min(deadline, self._now() + self._patience.seconds)
             if requests:
                 self._request_missing(have)
             else:

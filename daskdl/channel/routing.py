@@ -9,7 +9,6 @@ import contextlib
 import logging
 import math
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -26,7 +25,14 @@ from daskdl.channel.protocol import (
     MessageKind,
     PeerProgress,
 )
-from daskdl.channel.sender import Connection, Outbox, RetransmitBuffer, SendLoop
+from daskdl.channel.transport import (
+    CLOCK,
+    Clock,
+    Connection,
+    Outbox,
+    RetransmitBuffer,
+    SendLoop,
+)
 from daskdl.errors import DaskDLError
 from daskdl.thresholds import Drained
 
@@ -46,7 +52,8 @@ class LinkMeter:
     between requests and requests without messages are not counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock = CLOCK) -> None:
+        self._clock = clock
         self._drained = Drained()
         self._under_way = 0
         self._since = 0.0  # time up to which busy time has been counted
@@ -66,7 +73,7 @@ class LinkMeter:
 
     def _count_time(self, begun: int) -> None:
         with self._lock:
-            now = time.perf_counter()
+            now = self._clock.now()
             if self._under_way:
                 busy_s = self._drained.busy_s + now - self._since
                 self._drained = self._drained._replace(busy_s=busy_s)
@@ -310,7 +317,7 @@ class Routing(ABC):
         self.workers = {}
         self.own = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
         self.others = RetransmitBuffer(spec.inbox_bytes)
-        self.meter = LinkMeter()
+        self.meter = LinkMeter(connection.clock)
         self.to_scheduler = ToScheduler(
             self,
             "the scheduler",

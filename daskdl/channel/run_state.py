@@ -26,7 +26,7 @@ from daskdl.channel.protocol import (
     MessageKind,
     PeerProgress,
 )
-from daskdl.channel.sender import Outbox
+from daskdl.channel.transport import Outbox
 from daskdl.config import Bound, Timeouts
 from daskdl.errors import DaskDLError, RunError, WaitTimeoutError, shown
 

@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distributed import Scheduler
-from distributed.comm import get_address_host_port, parse_address
 from distributed.diagnostics.plugin import SchedulerPlugin
 from typing_extensions import override
 
 from daskdl.channel.leasing import Lease, RunSpec
 from daskdl.channel.protocol import (
+    AGREED,
+    DELIVER,
+    DELIVER_BATCHES,
     MESSAGE_BYTES,
     NAME,
     Acknowledgement,
@@ -39,40 +41,17 @@ from daskdl.channel.protocol import (
     handlers_of,
 )
 from daskdl.channel.run_state import RunState
-from daskdl.channel.sender import BATCH_BYTES, SendLoop, awaited
+from daskdl.channel.transport import (
+    BATCH_BYTES,
+    SchedulerOverDask,
+    SchedulerTransport,
+    SendLoop,
+    awaited,
+)
 from daskdl.config import VERSION, Bound
 from daskdl.errors import shown
 
 logger = logging.getLogger(__name__)
-
-CHECKABLE = ("tcp", "tls")  # protocols that refuse a connection to a closed port
-
-
-async def is_listening(address: str, timeout_s: float) -> bool:
-    """Whether a process listens at an address, according to its operating system.
-
-    Dask's own connect retries a refused connection for a long time.
-
-    Args:
-        address: Dask address with its scheme.
-        timeout_s: Seconds; a host without an answer in time counts as not listening.
-
-    Returns:
-        True also for protocols that cannot be checked.
-    """
-    scheme, _ = parse_address(address)
-    if scheme not in CHECKABLE:
-        return True
-    host, port = get_address_host_port(address)
-    try:
-        _, writer = await asyncio.wait_for(
-            asyncio.open_connection(host, port), timeout_s
-        )
-    except OSError:
-        return False
-    writer.close()
-    return True
-
 
 # The send loops of one worker resume after the same request and pause equally long. So
 # they differ only by turns of the event loop: less time than a request takes.
@@ -98,10 +77,10 @@ class WorkerBatcher:
     replicas: set[int]
 
     def __init__(
-        self, scheduler: Scheduler, worker: str, run: int, bound: Bound
+        self, transport: SchedulerTransport, worker: str, run: int, bound: Bound
     ) -> None:
         self.replicas = set()
-        self._peer = scheduler.rpc(worker)
+        self._transport = transport
         self._worker = worker
         self._run = run
         self._bound = bound
@@ -136,8 +115,6 @@ class WorkerBatcher:
                     answers = await self._request(batches)
             except OSError as error:  # a TimeoutError is one
                 answers = [error] * len(batches)
-            except RuntimeError as error:  # from Dask's pool, once the scheduler closes
-                answers = [OSError(str(error))] * len(batches)
             for batch, answer in zip(batches, answers, strict=True):
                 if batch.accepted.done():  # its send loop was cancelled or timed out
                     continue
@@ -169,14 +146,17 @@ class WorkerBatcher:
         messages = [item.to_wire() for item in items.values()]
         if len(batches) == 1:
             own = {"replica": batches[0].replica, "messages": messages}
-            return [await self._peer.daskdl_deliver(run=self._run, **own)]
+            return [await self._ask(DELIVER, **own)]
         places = {key: place for place, key in enumerate(items)}
         shares = [(b.replica, [places[id(i)] for i in b.items]) for b in batches]
-        answer = await self._peer.daskdl_deliver_batches(
-            run=self._run, messages=messages, shares=shares
-        )
+        answer = await self._ask(DELIVER_BATCHES, messages=messages, shares=shares)
         answers = answer.get("answers", ()) if isinstance(answer, dict) else ()
         return answers if len(answers) == len(batches) else [answer] * len(batches)
+
+    async def _ask(self, operation: str, **fields: Any) -> Any:
+        return await self._transport.ask(
+            self._worker, operation, run=self._run, **fields
+        )
 
 
 # The relay is paced slower than replicas: its cost is requests, not bytes.
@@ -203,12 +183,14 @@ class LiveRun:
     hanging: set[str]
     relays: dict[int, asyncio.Task[None]]
 
-    def __init__(self, spec: RunSpec, scheduler: Scheduler, client: str) -> None:
+    def __init__(
+        self, spec: RunSpec, transport: SchedulerTransport, client: str
+    ) -> None:
+        self._transport = transport
         self.state = RunState(spec, self.now())
         self.client = client
         self.hanging = set()
         self.relays = {}
-        self._scheduler = scheduler
         self._changed = asyncio.Event()  # replaced after each change
         self._batchers: dict[str, WorkerBatcher] = {}
         self._removals: dict[int, asyncio.Task[None]] = {}  # of removed workers
@@ -221,7 +203,7 @@ class LiveRun:
 
     def now(self) -> float:
         """Time on the clock for heartbeats, seconds."""
-        return asyncio.get_running_loop().time()
+        return self._transport.loop.time()
 
     def notify(self) -> None:
         """Let every waiting request check its condition again."""
@@ -264,7 +246,7 @@ class LiveRun:
         if replicas > MOST_REPLICAS:
             raise ValueError(f"replicas must be <= {MOST_REPLICAS}, got {replicas}")
         members = self.state.members
-        there = worker in self._scheduler.workers
+        there = self._transport.has_worker(worker)
         missing = replicas - len(members.assigned_to(worker)) if there else 0
         return {"replicas": [members.assign(worker) for _ in range(missing)]}
 
@@ -301,11 +283,13 @@ class LiveRun:
             replica = next((r for r in members.expected if r not in avoid), None)
         if replica is None:
             return {"replica": None}
-        peer = self._scheduler.rpc(members.replicas[replica].worker)
+        worker = members.replicas[replica].worker
         own = {"run": self.state.spec.run, "replica": replica}
         try:
             async with asyncio.timeout(self.state.timeouts.request):
-                answer = await peer.daskdl_agreed(epoch=epoch, part=part, **own)
+                answer = await self._transport.ask(
+                    worker, AGREED, epoch=epoch, part=part, **own
+                )
         except OSError as error:  # a TimeoutError is one
             answer = {"status": Answer.UNKNOWN.value, "reason": str(error)}
         return {**answer, "replica": replica}
@@ -354,7 +338,7 @@ class LiveRun:
         state, worker = self.state, self.state.members.replicas[replica].worker
         bound = state.timeouts.bound("request")
         if worker not in self._batchers:
-            own = self._scheduler, worker, state.spec.run, bound
+            own = self._transport, worker, state.spec.run, bound
             self._batchers[worker] = WorkerBatcher(*own)
         self._batchers[worker].replicas.add(replica)
         outbox = state.join(replica, self.now())
@@ -445,18 +429,13 @@ class LiveRun:
             await self.until(lambda: state.can_lease(replica, phase, epoch))
             members.taking_part(replica)
         lease = state.lease(
-            replica, phase, epoch, lambda key: worker in self._holders(key)
+            replica, phase, epoch, lambda key: self._is_held(key, worker)
         )
         if isinstance(lease, Lease):
             number, ranges, keys, ahead = lease
             own = {"ranges": ranges, "keys": list(keys.items()), "ahead": ahead}
             return {"lease": number, **own}
         return {"lease": None, "sync_point": lease}
-
-    def _holders(self, key: str) -> set[str]:
-        """Addresses of the workers that hold the result of a task."""
-        task = self._scheduler.tasks.get(key)
-        return set() if task is None else {w.address for w in task.who_has or ()}
 
     async def handle_missing(
         self, replica: Natural, phase: str, part: Natural, key: str
@@ -471,14 +450,17 @@ class LiveRun:
             await self.until(lambda: leases.held_key(part) != key)
         return {"key": leases.held_key(part)}
 
+    def _is_held(self, key: str, worker: str) -> bool:
+        """Whether a worker holds the result of a task."""
+        places = self._transport.places(key)
+        return places is not None and worker in places.holding
+
     def _is_lost(self, key: str) -> bool:
         """Whether a task is unknown, or only hanging workers hold or compute it."""
-        task = self._scheduler.tasks.get(key)
-        if task is None:
+        places = self._transport.places(key)
+        if places is None:
             return True
-        there = self._holders(key)
-        if task.processing_on is not None:
-            there.add(task.processing_on.address)
+        there = places.holding | places.computing
         return bool(there) and there <= self.hanging
 
     async def handle_barrier(
@@ -536,7 +518,7 @@ class LiveRun:
             return
 
         async def lose_later() -> None:
-            if await is_listening(worker, GRACE_S):
+            if await self._transport.is_listening(worker, GRACE_S):
                 await asyncio.sleep(GRACE_S)  # the worker closes
             self.lose(replica, "its worker is gone")
 
@@ -617,12 +599,16 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         if first is not self:
             self.runs, self.arrived = first.runs, first.arrived
             return
-        self._scheduler = scheduler
+        self.attach(SchedulerOverDask(scheduler))
+
+    def attach(self, transport: SchedulerTransport) -> None:
+        """Answer the requests to a server."""
+        self._transport = transport
         guard = Guard(self._count)
         of_runs = handlers_of(LiveRun)
         handlers = {name: self._of_run(one) for name, one in of_runs.items()}
         for operation, handler in {**handlers, **handlers_of(self)}.items():
-            scheduler.handlers[operation] = guard.of(handler)
+            transport.handlers[operation] = guard.of(handler)
 
     def _of_run(self, method: Handler) -> Handler:
         @functools.wraps(method)
@@ -645,12 +631,12 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     async def handle_open(self, spec: Mapping[str, Any], client: str) -> Fields:
         """Open a run for a client."""
-        if client not in self._scheduler.clients:
+        if not self._transport.has_client(client):
             raise ValueError(f"{client!r} is no client of this cluster")
         own = RunSpec.from_wire(spec)
         if own.run in self.runs:
             raise ValueError(f"run {own.run} is open already")
-        live = self.runs[own.run] = LiveRun(own, self._scheduler, client)
+        live = self.runs[own.run] = LiveRun(own, self._transport, client)
         # Workers without a replica: some arrived after the client's choice, others had
         # no work left. The client distinguishes them.
         for worker, found in self.arrived.items():
@@ -677,7 +663,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     async def handle_arrive(self, worker: str, found: WorkerVersions) -> Fields:
         """Record the versions, or the import error, of a worker for all clients."""
-        if worker not in self._scheduler.workers:
+        if not self._transport.has_worker(worker):
             raise ValueError(f"no worker {worker} in this cluster")
         told = WorkerVersions(
             daskdl=shown(found["daskdl"]),
@@ -697,6 +683,10 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     def remove_worker(
         self, scheduler: Scheduler, worker: str, *, stimulus_id: str, **kwargs: Any
     ) -> None:
+        self.worker_removed(worker)
+
+    def worker_removed(self, worker: str) -> None:
+        """Handle a worker that closed or died, and was removed by Dask."""
         self.arrived.pop(worker, None)
         for live in list(self.runs.values()):
             for replica in live.state.members.assigned_to(worker):
@@ -704,6 +694,10 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     @override
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
+        self.client_removed(client)
+
+    def client_removed(self, client: str) -> None:
+        """Stop the runs of a client that is gone."""
         for run, live in list(self.runs.items()):
             if live.client == client:
                 task = asyncio.ensure_future(self._abandon(run, live))

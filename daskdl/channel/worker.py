@@ -11,7 +11,7 @@ import gc
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from distributed import Worker
 from distributed.diagnostics.plugin import WorkerPlugin
@@ -43,10 +43,17 @@ from daskdl.channel.protocol import (
 )
 from daskdl.channel.recovery import Repairs
 from daskdl.channel.routing import ROUTINGS, Routing
-from daskdl.channel.sender import BATCH_BYTES, Connection
+from daskdl.channel.transport import (
+    BATCH_BYTES,
+    Connection,
+    Transport,
+    WorkerOverDask,
+)
 from daskdl.errors import ChannelError, CodecError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INLINE_BYTES = 2**20  # larger frames are decoded in a thread
 
@@ -144,7 +151,7 @@ class ReplicaEndpoint:
     blobs: BlobServer
     snapshot_requests: list[SnapshotRequest]
 
-    def __init__(self, worker: Worker, spec: ChannelSpec) -> None:
+    def __init__(self, transport: Transport, spec: ChannelSpec) -> None:
         routing = ROUTINGS[spec.routing]
         self.inbox = Inbox(
             spec.size,
@@ -152,9 +159,10 @@ class ReplicaEndpoint:
             spec.inbox_bytes,
             in_order=routing.relayed and not spec.drops,
             in_step=spec.in_step,
+            clock=transport.clock,
         )
         self.inbox.joining = True  # updates may arrive before the answer to the join
-        self.connection = Connection(worker, spec, self.inbox.stop)
+        self.connection = Connection(transport, spec, self.inbox.stop)
         self.routing = routing(self.connection, self.inbox)
         self.repairs = Repairs(self.routing, self._put)
         self.closing = False
@@ -309,13 +317,20 @@ class ReplicaEndpoint:
         self.inbox.begin(received, grid)
         self._now(deliver())
 
-    def _now(self, work: Coroutine[Any, Any, None]) -> None:
+    def complete(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Wait for a coroutine on the event loop, even if the run was stopped."""
         future = self.connection.start(work)
+        future.add_done_callback(lambda _: self.inbox.wake())
+        if not self.inbox.wait_for(future.done, timeout_s, even_if_stopped=True):
+            future.cancel()
+            raise TimeoutError("there was no answer")
+        return future.result()
+
+    def _now(self, work: Coroutine[Any, Any, None]) -> None:
         bound = self._spec.timeouts.bound("request")
         try:
-            future.result(bound.seconds)
+            self.complete(work, bound.seconds)
         except TimeoutError as error:
-            future.cancel()
             raise WaitTimeoutError(
                 f"replica {self._spec.replica} waited {bound} for the event loop "
                 "of its own worker; is it busy, or closed?"
@@ -351,6 +366,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     def __init__(self) -> None:
         self.endpoints = {}
         self.refused = 0
+        self._worker: Worker | None = None  # None: not of Dask
         self._profile_ms: float | None = None  # configured; None: not read yet
         self._guard = Guard(self._count)
         self._shared = self._guard.of(self._share)
@@ -363,20 +379,27 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             self.endpoints = former.endpoints
             self._profile_ms = former._profile_ms
         worker.extensions[NAME] = self
-        for operation, handler in handlers_of(self).items():
-            worker.handlers[operation] = self._guard.of(handler)
         self._worker = worker
+        self.attach(WorkerOverDask(worker))
         if worker.nanny:
             # The process runs only this worker. A search for cycles among the objects
             # of torch at exit takes over a second of the four that a nanny waits.
             atexit.unregister(gc.freeze)
             atexit.register(gc.freeze)
 
+    def attach(self, transport: Transport) -> None:
+        """Answer the requests to a server."""
+        self._transport = transport
+        for operation, handler in handlers_of(self).items():
+            transport.handlers[operation] = self._guard.of(handler)
+
     @override
     async def teardown(self, worker: Worker) -> None:
+        if worker.extensions.get(NAME) is self:
+            await self.retire()
+
+    async def retire(self) -> None:
         """Let the replicas hand over their work and leave before the worker closes."""
-        if worker.extensions.get(NAME) is not self:
-            return
         endpoints = list(self.endpoints.values())
         for endpoint in endpoints:
             endpoint.close_soon()
@@ -474,7 +497,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         key = (spec.run, spec.replica)
         if key in self.endpoints:
             raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")
-        self.endpoints[key] = ReplicaEndpoint(self._worker, spec)
+        self.endpoints[key] = ReplicaEndpoint(self._transport, spec)
         self._pace_profiler()
         return self.endpoints[key]
 
@@ -487,7 +510,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
 
     def _pace_profiler(self) -> None:
         """Have Dask profile this worker less often while replicas train here."""
-        profiler = self._worker.periodic_callbacks.get("profile")
+        callbacks = {} if self._worker is None else self._worker.periodic_callbacks
+        profiler = callbacks.get("profile")
         if profiler is None:  # switched off in Dask's configuration
             return
         with _pacing:

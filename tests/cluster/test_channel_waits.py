@@ -7,7 +7,7 @@ from distributed import Event
 from distributed.utils_test import async_poll_for
 
 from daskdl import codec
-from daskdl.channel import sender as pump_end
+from daskdl.channel import transport
 from daskdl.channel.protocol import MESSAGE_BYTES, WaitCause
 from daskdl.channel.recovery import Repairs
 from daskdl.channel.routing import BEAT_S, RECENT
@@ -33,7 +33,7 @@ STAMP = codec.Stamp(RUN, 0, 1, 0)
 @workers(2)
 async def test_progress_is_sent_with_the_last_queued_update(c, s, a, b, monkeypatch):
     async with a_run(c, s, a, b) as run:
-        monkeypatch.setattr(pump_end, "BATCH_BYTES", 1)
+        monkeypatch.setattr(transport, "BATCH_BYTES", 1)
         told, handler = [], s.handlers["daskdl_publish"]
 
         async def noting(replica, messages, progress, **fields):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import dataclasses
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -118,7 +119,7 @@ class TestProgress:
 
     def test_messages_name_the_last_announcement_of_each_replica_and_its_age(self):
         now = 10.0
-        peers = Peers(clock=lambda: now)
+        peers = Peers(clock=SimpleNamespace(now=lambda: now))
         peers.announce(2, PeerProgress(5, 1))
         peers.announce(1, PeerProgress(7, 4))
         now = 12.0

@@ -110,7 +110,7 @@ OUTSIDE = {
 DISTRIBUTED = {
     "channel.protocol",  # Dask's wrappers, so that it does not touch the bytes
     "channel.scheduler",
-    "channel.sender",  # requests of a replica
+    "channel.transport",  # requests to other servers
     "channel.worker",
     "data.distribute",
     "data.inputs",

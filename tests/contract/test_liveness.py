@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from daskdl.channel.scheduler import is_listening
+from daskdl.channel.transport import is_listening
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "tls"])

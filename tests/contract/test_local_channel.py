@@ -2,7 +2,9 @@
 
 import dataclasses
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,7 +70,7 @@ def test_a_replica_that_is_silent_while_another_waits_for_it_ends_the_run(block)
 
 def test_a_replica_is_silent_only_beyond_the_bound():
     now, bound = 100.0, Bound(10, ("data",))
-    run = run_of(now=lambda: now)
+    run = run_of(clock=SimpleNamespace(now=lambda: now, condition=threading.Condition))
     channels = [channel_of(run, replica) for replica in range(2)]
     join(*channels)
 

@@ -15,7 +15,7 @@ from distributed.protocol import dumps, loads
 from daskdl import codec
 from daskdl.channel.inbox import PendingUpdates
 from daskdl.channel.protocol import Message, compact, owned
-from daskdl.channel.sender import Outbox, RetransmitBuffer
+from daskdl.channel.transport import Outbox, RetransmitBuffer
 from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 

@@ -16,7 +16,7 @@ from daskdl.channel.inbox import DeliveryBarrier, ReceivedSet, missing
 from daskdl.channel.protocol import MESSAGE_BYTES, MeshTopology, Message, MessageKind
 from daskdl.channel.recovery import donors, helpers, settle
 from daskdl.channel.routing import TopologyHistory
-from daskdl.channel.sender import RetransmitBuffer
+from daskdl.channel.transport import RetransmitBuffer
 
 MOST = 64
 OWN = 6  # updates a replica keeps of its own, and has unconfirmed at most

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,13 @@ from hypothesis import strategies as st
 
 from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.channel.routing import LinkMeter
-from daskdl.channel.sender import Connection, Outbox, RetransmitBuffer, SendLoop
+from daskdl.channel.transport import (
+    CLOCK,
+    Connection,
+    Outbox,
+    RetransmitBuffer,
+    SendLoop,
+)
 from daskdl.channel.worker import ReplicaEndpoint
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
@@ -200,10 +205,9 @@ def test_the_send_loop_backs_off_while_the_destination_is_full(monkeypatch):
 # ---- the meter
 
 
-def test_parallel_requests_count_once_and_pauses_do_not(monkeypatch):
+def test_parallel_requests_count_once_and_pauses_do_not():
     now = 50.0
-    monkeypatch.setattr(time, "perf_counter", lambda: now)
-    meter = LinkMeter()
+    meter = LinkMeter(SimpleNamespace(now=lambda: now))
     first, second = meter.request([update(3, 1)]), meter.request([update(3, 2)])
 
     with first:
@@ -224,17 +228,17 @@ def test_parallel_requests_count_once_and_pauses_do_not(monkeypatch):
 
 
 @pytest.fixture
-def worker():
-    """A worker whose event loop stands still until the end of the test."""
+def transport():
+    """That of a worker whose event loop stands still until the end of the test."""
     loop = asyncio.new_event_loop()
-    yield SimpleNamespace(loop=SimpleNamespace(asyncio_loop=loop))
+    yield SimpleNamespace(loop=loop, clock=CLOCK)
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
 
 
-def test_the_wait_for_an_event_loop_that_hangs_is_bounded(worker):
+def test_the_wait_for_an_event_loop_that_hangs_is_bounded(transport):
     timeouts = dataclasses.replace(TIMEOUTS, request=0.05)
-    endpoint = ReplicaEndpoint(worker, dataclasses.replace(SPEC, timeouts=timeouts))
+    endpoint = ReplicaEndpoint(transport, dataclasses.replace(SPEC, timeouts=timeouts))
 
     with pytest.raises(WaitTimeoutError, match=r"0\.05 s .* event loop of its own"):
         endpoint.begin({}, GRID)
@@ -249,9 +253,9 @@ def test_the_wait_for_an_event_loop_that_hangs_is_bounded(worker):
     ],
     ids=["gone", "silent", "bug"],
 )
-def test_a_task_that_fails_ends_every_wait(worker, error, kind, message):
+def test_a_task_that_fails_ends_every_wait(transport, error, kind, message):
     inbox = filled()
-    connection = Connection(worker, SPEC, inbox.stop)
+    connection = Connection(transport, SPEC, inbox.stop)
 
     async def lost():
         raise error

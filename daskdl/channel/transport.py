@@ -1,6 +1,8 @@
-"""Sending: requests over Dask, bounded queues, paced send loops, retransmission.
+"""The seams to Dask and to time, and what is built on them: queues and send loops.
 
-Routings and endpoints build on these. No class here chooses a destination.
+The channel reads time and blocks threads by a :class:`Clock`, and reaches other servers
+by a :class:`Transport`. Routings and endpoints build on the queues and send loops here.
+No class here chooses a destination.
 """
 
 import asyncio
@@ -9,13 +11,29 @@ import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    MutableMapping,
+    Sequence,
+)
+from typing import Any, NamedTuple, TypeVar
 
-from distributed import Worker
+from distributed import Scheduler, Worker
+from distributed.comm import get_address_host_port, parse_address
+from typing_extensions import override
 
-from daskdl.channel.protocol import MESSAGE_BYTES, Answer, ChannelSpec, Message
+from daskdl.channel.protocol import (
+    MESSAGE_BYTES,
+    Answer,
+    ChannelSpec,
+    Handler,
+    Message,
+)
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, DaskDLError, WaitTimeoutError
 
@@ -32,32 +50,192 @@ async def awaited(work: Awaitable[None], failed: Callable[[Exception], None]) ->
         failed(error)
 
 
+# ---- the seams
+
+
+class Clock:
+    """The time of this process, and conditions on which its threads wait."""
+
+    def now(self) -> float:
+        """Return the seconds since some moment; never goes back."""
+        return time.monotonic()
+
+    def condition(self) -> threading.Condition:
+        """Make a reentrant condition; time-outs of its waits are by this clock."""
+        return threading.Condition()
+
+
+CLOCK = Clock()
+
+
+class Transport(ABC):
+    """The part of a Dask server that the channel uses.
+
+    Attributes:
+        loop: Event loop of the server; time on it passes as by `clock`.
+        clock: Clock of the server's process.
+        handlers: Handlers of requests to the server, by operation.
+    """
+
+    loop: asyncio.AbstractEventLoop
+    clock: Clock
+    handlers: MutableMapping[str, Handler]
+
+    @abstractmethod
+    async def ask(self, address: str | None, operation: str, **fields: Any) -> Any:
+        """Send a request, and return the answer; there is no time-out.
+
+        Args:
+            address: Address of a worker; None: the scheduler.
+            operation: Name of the operation.
+            **fields: Fields of the request.
+
+        Raises:
+            OSError: If the connection is lost, or none can be made.
+        """
+
+
+class TaskPlaces(NamedTuple):
+    """Addresses of the workers that hold the result of a Dask task, or compute it."""
+
+    holding: set[str]
+    computing: set[str]
+
+
+class SchedulerTransport(Transport):
+    """The part of a Dask scheduler that the channel uses."""
+
+    @abstractmethod
+    def has_worker(self, address: str) -> bool:
+        """Whether a worker is connected."""
+
+    @abstractmethod
+    def has_client(self, client: str) -> bool:
+        """Whether a client is connected."""
+
+    @abstractmethod
+    def places(self, key: str) -> TaskPlaces | None:
+        """Return the places of a task; None if the task is unknown."""
+
+    @abstractmethod
+    async def is_listening(self, address: str, timeout_s: float) -> bool:
+        """Whether a process listens at an address, see `is_listening`."""
+
+
+class WorkerOverDask(Transport):
+    """The transport of a Dask worker."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.loop = worker.loop.asyncio_loop
+        self.clock = CLOCK
+        self.handlers = worker.handlers
+        self._worker = worker
+
+    @override
+    async def ask(self, address: str | None, operation: str, **fields: Any) -> Any:
+        worker = self._worker
+        peer = worker.scheduler if address is None else worker.rpc(address)
+        try:
+            return await getattr(peer, operation)(**fields)
+        except RuntimeError as error:  # from Dask's connection pool, once it closes
+            raise OSError(f"the worker closes: {error}") from error
+
+
+class SchedulerOverDask(SchedulerTransport):
+    """The transport of a Dask scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.loop = scheduler.loop.asyncio_loop
+        self.clock = CLOCK
+        self.handlers = scheduler.handlers
+        self._scheduler = scheduler
+
+    @override
+    async def ask(self, address: str | None, operation: str, **fields: Any) -> Any:
+        try:
+            return await getattr(self._scheduler.rpc(address), operation)(**fields)
+        except RuntimeError as error:  # from Dask's connection pool, once it closes
+            raise OSError(f"the scheduler closes: {error}") from error
+
+    @override
+    def has_worker(self, address: str) -> bool:
+        return address in self._scheduler.workers
+
+    @override
+    def has_client(self, client: str) -> bool:
+        return client in self._scheduler.clients
+
+    @override
+    def places(self, key: str) -> TaskPlaces | None:
+        task = self._scheduler.tasks.get(key)
+        if task is None:
+            return None
+        computing = () if task.processing_on is None else (task.processing_on,)
+        return TaskPlaces(
+            {worker.address for worker in task.who_has or ()},
+            {worker.address for worker in computing},
+        )
+
+    @override
+    async def is_listening(self, address: str, timeout_s: float) -> bool:
+        return await is_listening(address, timeout_s)
+
+
+CHECKABLE = ("tcp", "tls")  # protocols that refuse a connection to a closed port
+
+
+async def is_listening(address: str, timeout_s: float) -> bool:
+    """Whether a process listens at an address, according to its operating system.
+
+    Dask's own connect retries a refused connection for a long time.
+
+    Args:
+        address: Dask address with its scheme.
+        timeout_s: Seconds; a host without an answer in time counts as not listening.
+
+    Returns:
+        True also for protocols that cannot be checked.
+    """
+    scheme, _ = parse_address(address)
+    if scheme not in CHECKABLE:
+        return True
+    host, port = get_address_host_port(address)
+    try:
+        _, writer = await asyncio.wait_for(
+            asyncio.open_connection(host, port), timeout_s
+        )
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+# ---- a replica's requests
+
+
 class Connection:
-    """Sends a replica's requests over the connections of its Dask worker."""
+    """Sends a replica's requests by the transport of its worker."""
 
     spec: ChannelSpec
     failure: DaskDLError | None
     loop: asyncio.AbstractEventLoop
+    clock: Clock
 
     def __init__(
-        self, worker: Worker, spec: ChannelSpec, stop: Callable[[str], object]
+        self, transport: Transport, spec: ChannelSpec, stop: Callable[[str], object]
     ) -> None:
         self.spec = spec
         self.failure = None
-        self.loop = worker.loop.asyncio_loop
-        self._worker = worker
+        self.loop, self.clock = transport.loop, transport.clock
+        self._transport = transport
         self._stop = stop
-        self._answered_at = time.monotonic()  # time of the scheduler's last answer
+        self._answered_at = self.clock.now()  # time of the scheduler's last answer
 
     # ---- event loop
 
     async def ask(self, worker: str | None, operation: str, **fields: Any) -> Any:
         """Send a request to a worker, or None: to the scheduler; return the answer."""
-        peer = self._worker.scheduler if worker is None else self._worker.rpc(worker)
-        try:
-            return await getattr(peer, operation)(run=self.spec.run, **fields)
-        except RuntimeError as error:  # from Dask's connection pool, once it closes
-            raise OSError(f"the worker closes: {error}") from error
+        return await self._transport.ask(worker, operation, run=self.spec.run, **fields)
 
     def guard(self, work: Awaitable[None]) -> Coroutine[Any, Any, None]:
         """Await a task of the channel; an error ends every wait of the replica."""
@@ -79,7 +257,7 @@ class Connection:
 
     def since_answer_s(self) -> float:
         """Return the seconds since the scheduler's last answer, or since the start."""
-        return time.monotonic() - self._answered_at
+        return self.clock.now() - self._answered_at
 
     def checked(self, answer: Any) -> dict[str, Any]:
         """Return an answer of the scheduler; end every wait if the run has stopped."""
@@ -87,7 +265,7 @@ class Connection:
             raise ChannelError(
                 f"the scheduler answered {answer!r}: is daskdl installed there?"
             )
-        self._answered_at = time.monotonic()
+        self._answered_at = self.clock.now()
         if answer["status"] == Answer.STOPPED or answer["status"] == Answer.UNKNOWN:
             self._stop(answer["reason"])
         elif answer["status"] == Answer.REFUSED:
@@ -97,6 +275,9 @@ class Connection:
     def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine on the event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+
+# ---- queues and send loops
 
 
 class Outbox:

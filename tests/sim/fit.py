@@ -1,0 +1,370 @@
+"""A fit on a simulated cluster: the real replicas, and a client as Dask's backend is.
+
+Models and data are such that all sums are exact, so nothing depends on the machine.
+"""
+
+import asyncio
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+from typing_extensions import override
+
+from daskdl import Callback, FixedThreshold, GradientSharing, KeepResidual, errors
+from daskdl.channel import protocol
+from daskdl.channel.protocol import NAME, Answer
+from daskdl.channel.routing import ROUTINGS
+from daskdl.config import VERSION, Timeouts
+from daskdl.data.inputs import ReadOptions
+from daskdl.data.source import Source
+from daskdl.training.backend import merge, run_spec_of
+from daskdl.training.data_feed import LocalStore
+from daskdl.training.epoch_control import EvaluationPlan
+from daskdl.training.fit_spec import ReplicaSpec
+from daskdl.training.replica import Replica
+from tests.sim.network import SCHEDULER, Network, Server, SimScheduler, SimWorker
+from tests.sim.oracle import (
+    SIZE,
+    UNIT,
+    Oracle,
+    WatchedAveraging,
+    WatchedChannel,
+    WatchedSharing,
+)
+from tests.sim.world import World
+from tests.support.problems import replica_spec
+
+POLL_S = 0.5
+TIMEOUTS = Timeouts(join=20, request=4, silence=6, stop=4, rejoin=20, data=20)
+
+
+class Weights(nn.Module):
+    """One vector; its gradient does not depend on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1, SIZE + 1) * UNIT)
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def mean_output(output, y):
+    return output.mean()
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+class Parts(Source):
+    """Rows of small whole numbers, in parts."""
+
+    here = True
+
+    def __init__(self, lengths, seed):
+        chance = np.random.default_rng(seed)
+        self.parts, self.lengths = len(lengths), list(lengths)
+        own = [chance.integers(-4, 5, (rows, SIZE)) for rows in lengths]
+        self._rows = [(x.astype(np.float32) * UNIT, np.zeros(len(x))) for x in own]
+        self.first = self._rows[0]
+
+    @override
+    def load(self, part):
+        return self._rows[part]
+
+
+@dataclass
+class Setup:
+    """What a fit is made of.
+
+    Attributes:
+        workers: How many workers there are at first.
+        replicas: Replicas on each worker.
+        routing: ``"plain"`` or ``"mesh"``.
+        master: Trains.
+        lengths: Rows of the parts.
+        step_s: Duration of a step of each replica, by number; others take the mean.
+    """
+
+    workers: int = 3
+    replicas: int = 1
+    routing: str = "plain"
+    master: GradientSharing = field(
+        default_factory=lambda: GradientSharing(
+            FixedThreshold(2.0**-6),
+            KeepResidual(),
+            compare_models=False,
+            exchange_every=1,
+        )
+    )
+    epochs: int = 2
+    batch_size: int = 4
+    lengths: tuple = (48, 48, 32)
+    seed: int = 0
+    preempted: float = 0.0
+    outbox_bytes: int = 2**20
+    inbox_bytes: int = 2**20
+    relay_bytes: int = 2**20
+    mean_step_s: float = 0.05
+    step_s: dict = field(default_factory=dict)
+    timeouts: Timeouts = TIMEOUTS
+
+
+class Pace(Callback):
+    """Makes a step take virtual time."""
+
+    def __init__(self, world, setup):
+        self._world, self._setup = world, setup
+
+    def on_step_end(self, step):
+        mean_s = self._setup.step_s.get(step.replica, self._setup.mean_step_s)
+        self._world.current.sleep(mean_s * self._world.random.uniform(0.5, 1.5))
+
+
+class Client(Server):
+    """The client of a fit: starts replicas, reads events, collects the results.
+
+    Attributes:
+        events: Events of the run, in order.
+        error: Type and text of the error that ended the fit, or None.
+        model: The merged result, once there is one.
+        over: Whether the fit has ended.
+    """
+
+    def __init__(self, cluster, setup):
+        super().__init__(cluster.network, "tcp://client:1", "client")
+        self.setup = setup
+        self.events = []
+        self.reports = []
+        self.error = self.model = None
+        self.over = False
+        self._cluster = cluster
+        self._source = Parts(setup.lengths, setup.seed)
+        self._replicas = {}  # results by replica; None: not there yet
+        self._results = {}
+        cluster.scheduler.clients.add(self.name)
+        own = replica_spec(
+            Weights(),
+            objective=mean_output,
+            optimizer=sgd,
+            master=setup.master,
+            epochs=setup.epochs,
+            evaluation=EvaluationPlan(setup.epochs),
+            timeouts=setup.timeouts,
+            read=ReadOptions(setup.batch_size),
+            seed=setup.seed,
+            max_loss_rise=None,
+            telemetry_every=None,
+            rows=self._source.first,
+            callbacks=[Pace(cluster.world, setup)],
+        )
+        self.spec: ReplicaSpec = dataclasses.replace(
+            own, outbox_bytes=setup.outbox_bytes, inbox_bytes=setup.inbox_bytes
+        )
+
+    # ---- its event loop
+
+    async def fit(self):
+        """Train; `model` or `error` is there afterwards."""
+        try:
+            await self._train()
+        except errors.DaskDLError as error:
+            self.error = type(error).__name__, str(error)
+        self.note(f"ends with {'a model' if self.error is None else self.error}")
+        self.over = True
+
+    def note(self, what):
+        self.network.world.note(self.name, what)
+
+    async def _train(self):
+        setup, workers = self.setup, list(self._cluster.workers.values())
+        places = [w for _ in range(setup.replicas) for w in workers]
+        there = dict(enumerate(worker.address for worker in places))
+        relayed = ROUTINGS[setup.routing].relayed
+        run = run_spec_of(
+            self.spec, there, {"train": self._source}, None, relayed, setup.relay_bytes
+        )
+        await self._ask(protocol.OPEN, spec=vars(run), client=self.name)
+        self._cluster.opened()
+        for replica, address in there.items():
+            self._submit(replica, address)
+        try:
+            await self._follow()
+        finally:
+            if self.error is not None:
+                await self._ask(protocol.STOP, reason="the fit ends")
+            await self._left()
+            await self._ask(protocol.CLOSE)
+        results = [result for result in self._results.values() if result is not None]
+        if self.error is None and not any(result.finished for result in results):
+            self.error = "RunError", "no replica has come to the end"
+        if self.error is None:
+            self.model = merge(results)
+
+    async def _follow(self):
+        posted, ended = (), False
+        while posted or not ended:
+            ended = self.error is not None or all(
+                replica in self._results for replica in self._replicas
+            )
+            wait_s = 0 if ended else POLL_S
+            answer = await self._ask(protocol.WATCH, timeout_s=wait_s)
+            posted = answer["events"]
+            for event in posted:
+                await self._handle(event)
+
+    async def _handle(self, event):
+        self.events.append(event)
+        match event:
+            case {"kind": "removed" | "lost" | "retired", "replica": replica}:
+                self._replicas.pop(replica, None)
+            case {"kind": "worker", "worker": worker}:
+                await self._assign(worker)
+            case {"kind": "over", "waiting": waiting}:
+                for replica in waiting:
+                    self._replicas.pop(replica, None)
+            case {"kind": "failed", "type": kind, "summary": summary}:
+                self.error = self.error or (kind, summary)
+            case {"kind": "stopped", "summary": summary}:
+                self.error = self.error or ("RunError", summary)
+            case {"kind": "report"}:
+                self.reports.append(event)
+                self.note(f"reads the report of epoch {event['epoch']}")
+
+    async def _assign(self, worker):
+        setup = self.setup
+        own = {"worker": worker, "replicas": setup.replicas}
+        answer = await self._ask(protocol.ASSIGN, **own)
+        for replica in answer.get("replicas", ()):
+            self._submit(replica, worker)
+
+    async def _left(self):
+        """Wait for the replicas that are still there."""
+        loop = self.process.loop
+        end = loop.time() + self.setup.timeouts.stop
+        while loop.time() < end:
+            if all(replica in self._results for replica in self._replicas):
+                return
+            await asyncio.sleep(0.1)
+
+    async def _ask(self, operation, **fields):
+        if operation != protocol.OPEN:
+            fields["run"] = self.spec.run
+        bound = self.setup.timeouts.bound("request")
+        try:
+            async with asyncio.timeout(bound.seconds):
+                answer = await self.network.ask(self, SCHEDULER, operation, fields)
+        except TimeoutError:
+            raise errors.WaitTimeoutError(
+                f"the scheduler did not answer within {bound}"
+            ) from None
+        if not isinstance(answer, dict) or answer["status"] == Answer.REFUSED:
+            raise errors.ChannelError(f"the scheduler answered {answer!r}")
+        return answer
+
+    # ---- tasks
+
+    def _submit(self, replica, address):
+        """Start a replica, as Dask starts a task."""
+        self._replicas[replica] = address
+        worker = self._cluster.network.servers.get(address)
+        if worker is None:
+            return  # Dask cancels it
+        world = self.network.world
+        delay_s = self.network.latency(self, worker)
+        world.after(delay_s, worker.process, lambda: self._begin(replica, worker))
+
+    def _begin(self, replica, worker):
+        result = worker.process.start(f"replica-{replica}", self._run, replica, worker)
+        result.add_done_callback(lambda result: self._ended(replica, result))
+
+    def _ended(self, replica, result):
+        def arrive():
+            error = result.exception()
+            if error is not None:
+                self.note(f"the task of replica {replica} failed: {error!r}")
+                self.error = self.error or (type(error).__name__, str(error))
+            self._results[replica] = None if error else result.result()
+
+        self.network.world.after(self.network.latency_s, self.process, arrive)
+
+    def _run(self, replica, worker):
+        """The task of a replica."""
+        spec, oracle = self.spec, self._cluster.oracle
+        own = dataclasses.replace(spec, model=Weights())
+        channel = WatchedChannel(
+            worker.plugin, own.spec(replica, self.setup.routing), oracle
+        )
+        store = LocalStore({"train": self._source}, channel, spec.timeouts, 1)
+        finished = False
+        try:
+            result = Replica(replica, own, channel, torch.device("cpu"), store).run()
+            finished = result.finished
+            return result
+        finally:
+            store.close()
+            channel.leave(retires=channel.closing and not finished)
+
+
+def watched(master, oracle):
+    """The master with exchanges that the oracle looks at."""
+    sharing = isinstance(master, GradientSharing)
+    kind = WatchedSharing if sharing else WatchedAveraging
+    values = {one.name: getattr(master, one.name) for one in dataclasses.fields(master)}
+    return kind(**values, oracle=oracle)
+
+
+class Cluster:
+    """A scheduler, workers and a client.
+
+    Args:
+        seed: Of everything.
+        setup: What is trained.
+        trace: Gets what happens.
+    """
+
+    def __init__(self, seed, setup, trace=None):
+        self.world = World(seed, setup.preempted, trace)
+        self.network = Network(self.world)
+        self.scheduler = SimScheduler(self.network)
+        self.workers = {}
+        for _ in range(setup.workers):
+            self.add_worker()
+        self.oracle = Oracle(self)
+        setup = dataclasses.replace(setup, master=watched(setup.master, self.oracle))
+        self.client = Client(self, setup)
+
+    def add_worker(self, address=None):
+        """Start a worker, which has no replica yet."""
+        number = len(self.workers)
+        address = address or f"tcp://worker-{number}:1"
+        name = f"worker-{number}"
+        worker = SimWorker(self.network, self.scheduler, address, name)
+        self.workers[name] = worker
+        return worker
+
+    def arrive(self, worker):
+        """Let the scheduler know of a new worker."""
+        found = {"daskdl": VERSION, "torch": torch.__version__, "error": ""}
+        fields = {"worker": worker.address, "found": found}
+
+        async def ask():
+            await self.network.ask(worker, SCHEDULER, protocol.ARRIVE, fields)
+
+        worker.start(ask())
+
+    def opened(self):
+        """The run is open."""
+        self.oracle.watch_leases(self.live.state)
+
+    @property
+    def live(self):
+        return self.scheduler.extensions[NAME].runs[self.client.spec.run]
+
+    def fit(self, limit_s):
+        """Run the fit to its end."""
+        self.client.start(self.client.fit())
+        self.world.run(lambda: self.client.over, limit_s)

@@ -5,12 +5,13 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all chaos kills lint bench bench-all bench-compare study clean
+.PHONY: help demo test test-all sim chaos kills lint bench bench-all bench-compare study clean
 
 help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
 	@echo "make test   run the suite that every change has to pass: under ten minutes"
 	@echo "make test-all   the same, then one by one all that takes longer: an hour"
+	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make kills  kill processes while checkpoints are written: fifty times"
 	@echo "make lint   formatting, lint, types, documentation"
@@ -37,6 +38,11 @@ test: .venv/installed
 # What kills, freezes, measures or trains long has the machine to itself.
 test-all: test
 	$(BIN)/python -m pytest -m "slow or network or learning or examples or chaos"
+
+SEEDS := 1000
+
+sim: .venv/installed
+	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 chaos: .venv/installed
 	DASKDL_CHAOS_SEEDS=20 $(BIN)/python -m pytest -m chaos tests/chaos

@@ -257,7 +257,7 @@ class TestBarriers:
 
             assert await asyncio.gather(*ends) == [[0, 2, 3], [1, 0, 3], [1, 2, 0]]
 
-    @every_channel(kinds=("plain", "local"))
+    @every_channel(kinds=("plain", "local", "sim"))
     async def test_later_updates_are_held_back_until_the_next_barrier(self, a_run):
         async with a_run() as run:
             await meet(run, "end", BarrierKind.AGREE)

@@ -13,18 +13,18 @@ from tests.support.channels import (
     a_run,
     applied_by,
     begin,
+    everywhere,
     in_thread,
     meet,
     publish,
     totals,
     wait_until,
-    workers,
 )
 from tests.support.run_states import SIZE
 
 
 @EITHER
-@workers(2)
+@everywhere(2)
 async def test_a_joining_replica_has_each_update_once(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
         donor, other = run.channels[0], run.channels[1]
@@ -48,7 +48,7 @@ async def test_a_joining_replica_has_each_update_once(c, s, a, b, routing):
         assert known_N.tolist() == [1, 1, 1, 1] + [0] * (SIZE - 4)
 
 
-@workers(2)
+@everywhere(2)
 async def test_a_snapshot_waits_for_the_updates_that_it_must_contain(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         donor, other = run.channels[0], run.channels[1]
@@ -73,7 +73,7 @@ async def test_a_snapshot_waits_for_the_updates_that_it_must_contain(c, s, a, b)
 
 
 @EITHER
-@workers(3)
+@everywhere(3)
 async def test_a_joining_replica_asks_another_donor_if_the_first_has_gone(
     c, s, *workers, routing
 ):
@@ -98,7 +98,7 @@ async def test_a_joining_replica_asks_another_donor_if_the_first_has_gone(
 
 
 @EITHER
-@workers(2)
+@everywhere(2)
 async def test_barriers_wait_for_a_joining_replica_once_it_is_active(
     c, s, a, b, routing
 ):
@@ -123,7 +123,7 @@ async def test_barriers_wait_for_a_joining_replica_once_it_is_active(
             assert met.payloads == {0: 0, 1: 1, 2: 2}
 
 
-@workers(2)
+@everywhere(2)
 async def test_a_joining_replica_without_a_donor_stops(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         _, channel = await run.newcomer(b)
@@ -134,7 +134,7 @@ async def test_a_joining_replica_without_a_donor_stops(c, s, a, b):
             await in_thread(channel.join)
 
 
-@workers(2)
+@everywhere(2)
 async def test_a_replica_that_could_not_be_started_can_be_replaced(c, s, a, b):
     async with a_run(c, s, a, b) as run:
 
@@ -154,7 +154,7 @@ async def test_a_replica_that_could_not_be_started_can_be_replaced(c, s, a, b):
         assert lost["summary"].endswith("has not joined: it was not started")
 
 
-@workers(2)
+@everywhere(2)
 async def test_a_joining_replica_has_each_update_once_under_traffic(c, s, a, b):
     async with a_run(c, s, a, b, routing="mesh") as run:
         donor = run.channels[0]
@@ -188,7 +188,7 @@ async def test_a_joining_replica_has_each_update_once_under_traffic(c, s, a, b):
         assert known_N.tolist() == [last[0], last[1]] + [0] * (SIZE - 2)
 
 
-@workers(2)
+@everywhere(2)
 async def test_a_joining_replica_waits_until_all_send_to_it(c, s, a, b):
     async with a_run(c, s, a, b, routing="mesh") as run:
         donor, other = run.channels[0], run.channels[1]

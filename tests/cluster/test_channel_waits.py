@@ -1,117 +1,19 @@
 """Waiting: for the others, for room, for an answer, until told to stop."""
 
-import asyncio
-
-import pytest
 from distributed import Event
-from distributed.utils_test import async_poll_for
 
 from daskdl import codec
-from daskdl.channel import transport
-from daskdl.channel.protocol import MESSAGE_BYTES, WaitCause
-from daskdl.channel.recovery import Repairs
-from daskdl.channel.routing import BEAT_S, RECENT
-from daskdl.errors import ChannelError
+from daskdl.channel.protocol import WaitCause
 from tests.support.channels import (
-    EITHER,
     PATIENCE_S,
     RUN,
     a_run,
     begin,
-    bounds,
-    frame_of,
-    held_up,
     in_thread,
-    publish,
-    totals,
     workers,
 )
 
 STAMP = codec.Stamp(RUN, 0, 1, 0)
-
-
-@workers(2)
-async def test_progress_is_sent_with_the_last_queued_update(c, s, a, b, monkeypatch):
-    async with a_run(c, s, a, b) as run:
-        monkeypatch.setattr(transport, "BATCH_BYTES", 1)
-        told, handler = [], s.handlers["daskdl_publish"]
-
-        async def noting(replica, messages, progress, **fields):
-            if replica == 0:
-                told.append((len(messages), progress[0]))
-            own = {"replica": replica, "messages": messages, "progress": progress}
-            return await handler(**own, **fields)
-
-        monkeypatch.setitem(s.handlers, "daskdl_publish", noting)
-        for step in range(4):
-            assert publish(run.channels[0], step=step)
-        run.channels[0].progress(9)
-        await in_thread(run.channels[1].wait_for_peers, 9, 0, 0)
-
-        with_messages = [request for request in told if request[0]]
-        assert with_messages == [(1, 0), (1, 0), (1, 0), (1, 9)]
-
-
-@workers(2)
-async def test_a_full_outbox_refuses_updates_and_accepted_ones_arrive(
-    c, s, a, b, monkeypatch
-):
-    room = 4 * (frame_of(STAMP, 1).nbytes + MESSAGE_BYTES)
-    async with a_run(c, s, a, b, outbox_bytes=room, relay_bytes=room) as run:
-        released = held_up(b.handlers, "daskdl_deliver", monkeypatch)
-        sender, receiver = run.channels[0], run.channels[1]
-
-        first = [publish(sender, step=step) for step in range(5)]
-        await async_poll_for(lambda: len(run.record.outboxes[1]) == 4, PATIENCE_S)
-        await async_poll_for(lambda: run.link(0).routing.sent(), PATIENCE_S)
-        more = [publish(sender, step=step) for step in range(4, 9)]
-        assert first == more == [True] * 4 + [False]
-        assert not sender.has_room()
-        assert sender.published == 8
-        waiting = begin(sender.has_room, wait=True)
-        released.set()
-        await waiting
-
-        assert publish(sender, step=8)
-        await in_thread(receiver.wait_for_updates, {0: 9})
-        assert totals(receiver.drain())[0] == 9
-        assert sender.stats().withheld == 3
-
-
-@workers(2)
-async def test_a_relay_keeps_only_the_latest_updates_for_retransmission(c, s, a, b):
-    async with a_run(c, s, a, b, outbox_bytes=1000) as run:
-        for step in range(RECENT + 4):
-            await in_thread(publish, run.channels[0], step=step, force=True)
-
-        kept = run.link(0).lookup(0, range(1, RECENT + 5))
-
-        assert [message.sequence for message in kept] == [*range(5, RECENT + 5)]
-
-
-@EITHER
-@workers(2)
-async def test_heartbeats_are_frequent_enough_for_the_timeout(c, s, a, b, routing):
-    silence = 4 * BEAT_S / 2
-    async with a_run(
-        c, s, a, b, timeouts=bounds(silence=silence), routing=routing
-    ) as run:
-        before = run.record.members.replicas[0].heartbeat_at
-        arrived = asyncio.Event()
-        heard = "acknowledge" if routing == "mesh" else "publish"
-        hear = getattr(run.record, heard)
-
-        def noting(origin, *others):
-            if origin == 0:
-                arrived.set()
-            return hear(origin, *others)
-
-        setattr(run.record, heard, noting)
-        await asyncio.wait_for(arrived.wait(), PATIENCE_S)
-        arrived.clear()
-        await asyncio.wait_for(arrived.wait(), PATIENCE_S)
-
-        assert run.record.members.replicas[0].heartbeat_at - before < 2 * BEAT_S
 
 
 @workers(2, clean_kwargs={"threads": False})  # Dask keeps the thread of callbacks
@@ -126,19 +28,6 @@ async def test_a_wait_for_data_ends_when_they_arrive(c, s, a, b):
 
         assert await waiting
         assert channel.stats().waits_s["data"] > 0.1
-
-
-@workers(2)
-async def test_a_bug_in_a_task_of_the_channel_ends_a_wait_with_its_cause(
-    c, s, a, b, monkeypatch
-):
-    async def broken(self):
-        raise KeyError("bug")
-
-    monkeypatch.setattr(Repairs, "run", broken)
-    async with a_run(c, s, a, b) as run:
-        with pytest.raises(ChannelError, match=r"channel failed: KeyError\('bug'\)"):
-            await in_thread(run.channels[0].barrier, "never", None)
 
 
 def gate_passed(name):

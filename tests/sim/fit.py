@@ -12,13 +12,22 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from daskdl import Callback, FixedThreshold, GradientSharing, KeepResidual, errors
+from daskdl import (
+    Callback,
+    Checkpoint,
+    FixedThreshold,
+    GradientSharing,
+    KeepResidual,
+    errors,
+)
 from daskdl.channel import protocol
 from daskdl.channel.protocol import NAME, Answer
 from daskdl.channel.routing import ROUTINGS
 from daskdl.config import VERSION, Timeouts
 from daskdl.data.inputs import ReadOptions
 from daskdl.data.source import Source
+from daskdl.saving.checkpoints import CheckpointPlan, Series
+from daskdl.training import checkpointing
 from daskdl.training.backend import merge, run_spec_of
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.epoch_control import EvaluationPlan
@@ -37,6 +46,7 @@ from tests.sim.world import World
 from tests.support.problems import replica_spec
 
 POLL_S = 0.5
+MOST_WRITING_S = 2.0  # of a checkpoint
 TIMEOUTS = Timeouts(join=20, request=4, silence=6, stop=4, rejoin=20, data=20)
 
 
@@ -86,6 +96,7 @@ class Setup:
         routing: ``"plain"`` or ``"mesh"``.
         master: Trains.
         lengths: Rows of the parts.
+        checkpoint_every: When checkpoints are written, see `Checkpoint`; None: never.
         step_s: Duration of a step of each replica, by number; others take the mean.
     """
 
@@ -103,6 +114,7 @@ class Setup:
     epochs: int = 2
     batch_size: int = 4
     lengths: tuple = (48, 48, 32)
+    checkpoint_every: str | int | None = None
     seed: int = 0
     preempted: float = 0.0
     outbox_bytes: int = 2**20
@@ -143,6 +155,11 @@ class Client(Server):
         self.over = False
         self._cluster = cluster
         self._source = Parts(setup.lengths, setup.seed)
+        self.checkpoints = None
+        if setup.checkpoint_every is not None:
+            url = f"memory://sim-{cluster.seed}"
+            rule = Checkpoint(url, setup.checkpoint_every)
+            self.checkpoints = CheckpointPlan(Series.at(url), rule, "fit", "run", 1)
         self._replicas = {}  # results by replica; None: not there yet
         self._results = {}
         cluster.scheduler.clients.add(self.name)
@@ -160,6 +177,7 @@ class Client(Server):
             telemetry_every=None,
             rows=self._source.first,
             callbacks=[Pace(cluster.world, setup)],
+            checkpoints=self.checkpoints,
         )
         self.spec: ReplicaSpec = dataclasses.replace(
             own, outbox_bytes=setup.outbox_bytes, inbox_bytes=setup.inbox_bytes
@@ -190,7 +208,7 @@ class Client(Server):
         await self._ask(protocol.OPEN, spec=vars(run), client=self.name)
         self._cluster.opened()
         for replica, address in there.items():
-            self._submit(replica, address)
+            await self._submit(replica, address)
         try:
             await self._follow()
         finally:
@@ -203,6 +221,8 @@ class Client(Server):
             self.error = "RunError", "no replica has come to the end"
         if self.error is None:
             self.model = merge(results)
+            if self.checkpoints is not None:
+                self.checkpoints.conclude()
 
     async def _follow(self):
         posted, ended = (), False
@@ -220,7 +240,8 @@ class Client(Server):
         self.events.append(event)
         match event:
             case {"kind": "removed" | "lost" | "retired", "replica": replica}:
-                self._replicas.pop(replica, None)
+                if replica not in self._results:
+                    self._replicas.pop(replica, None)
             case {"kind": "worker", "worker": worker}:
                 await self._assign(worker)
             case {"kind": "over", "waiting": waiting}:
@@ -239,7 +260,7 @@ class Client(Server):
         own = {"worker": worker, "replicas": setup.replicas}
         answer = await self._ask(protocol.ASSIGN, **own)
         for replica in answer.get("replicas", ()):
-            self._submit(replica, worker)
+            await self._submit(replica, worker)
 
     async def _left(self):
         """Wait for the replicas that are still there."""
@@ -267,12 +288,13 @@ class Client(Server):
 
     # ---- tasks
 
-    def _submit(self, replica, address):
+    async def _submit(self, replica, address):
         """Start a replica, as Dask starts a task."""
+        worker = self._cluster.scheduler.workers.get(address)
+        if worker is None:  # the model could not be sent there
+            await self._ask(protocol.UNASSIGN, replica=replica)
+            return
         self._replicas[replica] = address
-        worker = self._cluster.network.servers.get(address)
-        if worker is None:
-            return  # Dask cancels it
         world = self.network.world
         delay_s = self.network.latency(self, worker)
         world.after(delay_s, worker.process, lambda: self._begin(replica, worker))
@@ -324,16 +346,23 @@ class Cluster:
         seed: Of everything.
         setup: What is trained.
         trace: Gets what happens.
+
+    Attributes:
+        on_arrival: Called when a replica arrives at a barrier.
     """
 
     def __init__(self, seed, setup, trace=None):
+        self.seed = seed
         self.world = World(seed, setup.preempted, trace)
+        self._run_in_thread = checkpointing.run_in_thread
+        checkpointing.run_in_thread = self._write
         self.network = Network(self.world)
         self.scheduler = SimScheduler(self.network)
         self.workers = {}
         for _ in range(setup.workers):
             self.add_worker()
         self.oracle = Oracle(self)
+        self.on_arrival = lambda: None
         setup = dataclasses.replace(setup, master=watched(setup.master, self.oracle))
         self.client = Client(self, setup)
 
@@ -358,11 +387,37 @@ class Cluster:
 
     def opened(self):
         """The run is open."""
-        self.oracle.watch_leases(self.live.state)
+        state = self.live.state
+        self.oracle.watch_leases(state)
+        arrive = state.arrive
+
+        def arriving(*arguments):
+            barrier = arrive(*arguments)
+            self.on_arrival()
+            return barrier
+
+        state.arrive = arriving
 
     @property
     def live(self):
         return self.scheduler.extensions[NAME].runs[self.client.spec.run]
+
+    def _write(self, action, name):
+        """Write a checkpoint in a thread of the world, which takes its time."""
+        world, process = self.world, self.world.current.process
+
+        def write():
+            world.current.sleep(world.random.uniform(0.0, MOST_WRITING_S))
+            return action()
+
+        return process.start(name, write)
+
+    def close(self):
+        """End all that is left."""
+        self.world.close()
+        checkpointing.run_in_thread = self._run_in_thread
+        if self.client.checkpoints is not None:
+            self.client.checkpoints.series.store.delete_all()
 
     def fit(self, limit_s):
         """Run the fit to its end."""

@@ -23,6 +23,7 @@ CONNECT_S = 30.0  # Dask tries to connect for so long
 AGAIN_S = 0.5  # between two of these attempts
 KEPT_S = 30.0  # until TCP notices that a machine is gone
 LATENCY_S = 2e-3  # mean
+LONGEST_S = 1.0
 LATE, LATE_TIMES = 0.01, 30  # share of messages that take so many times as long
 
 
@@ -86,6 +87,10 @@ class Request:
 class Network:
     """The connections between servers.
 
+    Args:
+        world: The world.
+        shared: The process of all servers; None: each has its own.
+
     Attributes:
         servers: Those that listen, by address.
         cuts: Pairs of addresses between which nothing passes, in this direction.
@@ -93,8 +98,9 @@ class Network:
         latency_s: Mean time of a message.
     """
 
-    def __init__(self, world):
+    def __init__(self, world, shared=None):
         self.world = world
+        self.shared = shared
         self.servers = {}
         self.cuts = set()
         self.slow = {}
@@ -110,7 +116,8 @@ class Network:
         )
         if chance.random() < LATE:
             mean_s *= LATE_TIMES
-        return chance.uniform(0.1, 1.0) * mean_s + chance.expovariate(2 / mean_s)
+        delay_s = chance.uniform(0.1, 1.0) * mean_s + chance.expovariate(2 / mean_s)
+        return min(delay_s, LONGEST_S)
 
     async def ask(self, source, address, operation, fields):
         number = next(self._numbers)
@@ -222,7 +229,7 @@ class Server:
         self.network = network
         self.address = address
         self.name = name
-        self.process = Process(network.world, name)
+        self.process = network.shared or Process(network.world, name)
         self.handlers = {}
         self.extensions = {}
         network.servers[address] = self

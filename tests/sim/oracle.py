@@ -4,6 +4,7 @@ It decodes each frame when it is published and adds up for itself. The real code
 looked at; nothing here changes what it does.
 """
 
+import bisect
 import itertools
 import zlib
 from collections import Counter, defaultdict
@@ -51,8 +52,10 @@ class Oracle:
     def __init__(self, cluster):
         self.checks = Counter()
         self._world = cluster.world
+        self._members = lambda: cluster.live.state.members
         self.start_N = np.arange(1, SIZE + 1) * UNIT
         self._values = defaultdict(dict)  # by origin and sequence
+        self._announced = defaultdict(list)  # steps and updates, by origin
         self._taken = defaultdict(Counter)  # updates that each replica took in
         self._barriers = {}  # by key: received updates and digest of the first
         self._leased = {}
@@ -75,6 +78,26 @@ class Oracle:
 
     def retracted(self, origin, sequence):
         del self._values[origin][sequence]
+
+    def announced(self, origin, step, published):
+        """A replica announces its progress, after so many updates."""
+        self._announced[origin].append((step, published))
+
+    def counts(self, replica, peers, received):
+        """A replica counts on a step of others, and so on their updates until then."""
+        for origin, progress in peers.items():
+            if not self._members().is_here(origin):
+                continue  # nobody waits for it
+            said = self._announced[origin]
+            at = bisect.bisect_left(said, (progress.step, -1))
+            due = said[at][1] if at < len(said) else 0
+            here = received.complete(origin)
+            self.checks["progress with its updates"] += 1
+            self.check(
+                here >= due,
+                f"replica {replica} counts on step {progress.step} of {origin}, of "
+                f"which it has update {here} of {due}",
+            )
 
     def took(self, replica, origin, sequence):
         taken = self._taken[replica]
@@ -187,6 +210,7 @@ class WatchedChannel(RemoteChannel):
     def __init__(self, plugin, spec, oracle):
         super().__init__(plugin, spec)
         self.oracle = oracle
+        oracle.announced(spec.replica, 0, 0)
         self.extra_N = 0.0  # in shared beside updates, see `WatchedSharing`
         inbox, put, begin = self._inbox, self._inbox.put, self._inbox.begin
 
@@ -213,7 +237,32 @@ class WatchedChannel(RemoteChannel):
         accepted = super()._queue(item, frame, force)
         if not accepted:
             self.oracle.retracted(self._replica, item.sequence)
+        else:
+            self.oracle.announced(self._replica, item.step, item.sequence)
         return accepted
+
+    @override
+    def progress(self, step, interval=-1):
+        self.oracle.announced(self._replica, step, self.published)
+        super().progress(step, interval)
+
+    @override
+    def sync(self, step, grid):
+        self.oracle.announced(self._replica, step, self.published)
+        super().sync(step, grid)
+
+    @override
+    def activate(self, step):
+        self.oracle.announced(self._replica, step, self.published)
+        return super().activate(step)
+
+    @override
+    def wait_for_peers(self, step, interval, max_staleness):
+        lead = super().wait_for_peers(step, interval, max_staleness)
+        inbox = self._inbox
+        peers = dict(inbox.peers.progress)
+        self.oracle.counts(self._replica, peers, inbox.received)
+        return lead
 
     @override
     def agree(self, key, published, gone, load):
@@ -231,8 +280,25 @@ class SharingOfOne(GradientSharingExchange):
         super().__init__(context, options)
         self._oracle = options.oracle
         self._start_N = self._oracle.start_N
-        if context.snapshot is not None:
-            self._channel.extra_N = np.array(context.snapshot["sim_extra_N"])
+        snapshot = context.snapshot
+        if snapshot is not None:
+            self._channel.extra_N = np.array(snapshot["sim_extra_N"])
+        else:  # what it has trained alone
+            self._channel.extra_N = self._shared() - self._start_N
+        flush_ = self._vector.flush_residual_
+
+        def flushing_():
+            """The residual of a sole replica goes into shared without an update."""
+            before_N = self._shared()
+            flushed = flush_()
+            self._count(before_N)
+            return flushed
+
+        self._vector.flush_residual_ = flushing_
+
+    def _count(self, before_N):
+        """Count what has come into shared otherwise than by updates."""
+        self._channel.extra_N = self._channel.extra_N + self._shared() - before_N
 
     def _shared(self):
         return self._vector.shared_counts() * float(self._vector.grid)
@@ -247,8 +313,6 @@ class SharingOfOne(GradientSharingExchange):
         channel, oracle = self._channel, self._oracle
         known = channel.known()
         expected_N = self._start_N + oracle.sum_of(known)
-        if self._sole:  # its residual went into shared without an update
-            channel.extra_N = self._shared() - expected_N
         oracle.checks["shared is the sum of the updates"] += 1
         off = np.abs(self._shared() - expected_N - channel.extra_N).max()
         oracle.check(
@@ -256,6 +320,16 @@ class SharingOfOne(GradientSharingExchange):
             f"at {key} shared of replica {self.context.replica} is off by {off:g}",
         )
         oracle.met(key, self.context.replica, known, self._vector.digest())
+
+    @override
+    def choose(self, interval, score, *, last):
+        before_N = self._shared()
+        choice = super().choose(interval, score, last=last)
+        self._count(before_N)
+        key, replica = f"choose {interval}", self.context.replica
+        digest = self._vector.digest()
+        self._oracle.met(key, replica, self._channel.known(), digest)
+        return choice
 
     @override
     def snapshot(self):

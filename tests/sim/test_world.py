@@ -22,7 +22,7 @@ def traced(seed, **options):
     cluster.fit(HOUR_S)
     assert cluster.client.error is None
     assert cluster.client.model is not None
-    cluster.world.close()
+    cluster.close()
     return trace
 
 

@@ -7,6 +7,7 @@ Everything that is left to chance is drawn from one seed, so a run depends on it
 
 import asyncio
 import concurrent.futures
+import contextlib
 import hashlib
 import heapq
 import inspect
@@ -14,6 +15,7 @@ import itertools
 import random
 import sys
 import threading
+import warnings
 from collections import defaultdict, deque
 
 from typing_extensions import override
@@ -64,6 +66,14 @@ class Trace:
         return "\n\n".join("\n".join(own) for _, own in sorted(self._last.items()))
 
 
+@contextlib.contextmanager
+def no_warnings():
+    """A task that is cancelled before it begins leaves a coroutine unawaited."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "coroutine .* was never awaited")
+        yield
+
+
 class World:
     """Virtual time and the events in it.
 
@@ -105,6 +115,10 @@ class World:
 
     def run(self, over, limit_s):
         """Let things happen until it is over."""
+        with no_warnings():
+            self._run(over, limit_s)
+
+    def _run(self, over, limit_s):
         while not over():
             if not self._heap:
                 raise Violation("nothing happens any more")
@@ -133,10 +147,11 @@ class World:
 
     def close(self):
         """End all that is left, without a trace."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.loop.close()
+        with no_warnings():
+            for process in self.processes:
+                process.kill()
+            for process in self.processes:
+                process.run(process.loop.close)
         self._heap.clear()
 
 
@@ -278,7 +293,8 @@ class ProcessLoop(asyncio.AbstractEventLoop):
     def __init__(self, process):
         self._process = process
         self._world = process.world
-        self._tasks = []  # kept, so that none is collected at some time
+        # Kept, so that none is collected at some time.
+        self._tasks, self._given = [], []
 
     @override
     def time(self):
@@ -302,7 +318,13 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         self._world.after(0.0, self._process, lambda: self._call(handle))
         return handle
 
-    call_soon_threadsafe = call_soon
+    @override
+    def call_soon_threadsafe(self, callback, *arguments, context=None):
+        names = getattr(getattr(callback, "__code__", None), "co_freevars", ())
+        if "coro" in names:  # of `run_coroutine_threadsafe`
+            own = callback.__closure__[names.index("coro")].cell_contents
+            self._given.append(own)
+        return self.call_soon(callback, *arguments, context=context)
 
     @override
     def call_later(self, delay, callback, *arguments, context=None):
@@ -331,6 +353,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         task = asyncio.Task(work, loop=self, name=name, context=context)
         if len(self._tasks) > 1000:
             self._tasks = [one for one in self._tasks if not one.done()]
+            self._given = [one for one in self._given if one.cr_frame is not None]
         self._tasks.append(task)
         return task
 
@@ -356,8 +379,20 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """Drop what has not ended, in its order."""
         for task in self.pending:
             task._log_destroy_pending = False
-            task.get_coro().close()
+        for work in (*(task.get_coro() for task in self.pending), *self._given):
+            drop(work)
         self._tasks.clear()
+        self._given.clear()
+
+
+def drop(work):
+    """Close a coroutine, and those that it has not begun to await."""
+    if inspect.getcoroutinestate(work) == inspect.CORO_CREATED:
+        for inner in work.cr_frame.f_locals.values():
+            if inspect.iscoroutine(inner):
+                drop(inner)
+    with contextlib.suppress(RuntimeError):  # it awaits more
+        work.close()
 
 
 class WorldClock(Clock):

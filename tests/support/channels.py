@@ -18,6 +18,7 @@ from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from daskdl.config import Timeouts
+from tests.sim.cluster import run_simulated, simulated
 from tests.support.run_states import GRID, SIZE, SPEC, plan_of
 
 RUN = SPEC.run
@@ -47,6 +48,25 @@ def workers(count, **options):
         return decorate(ending)
 
     return decorated
+
+
+def everywhere(count):
+    """The same test on Dask and on a simulated cluster, which must not differ."""
+
+    def decorate(test):
+        places = {"dask": workers(count)(test), "sim": simulated(count)(test)}
+
+        @functools.wraps(test)
+        def one(on, **parameters):
+            places[on](**parameters)
+
+        own = inspect.signature(places["sim"]).parameters.values()
+        chosen = inspect.Parameter("on", inspect.Parameter.KEYWORD_ONLY)
+        kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        one.__signature__ = inspect.Signature([chosen, *kept])
+        return pytest.mark.parametrize("on", places)(one)
+
+    return decorate
 
 
 # ---- updates
@@ -381,7 +401,8 @@ async def a_threads_run(replicas, join=True, **options):
         assert run.record.outboxes == {}
 
 
-KINDS = ("plain", "mesh", "local")
+# The last two are a relay and a mesh on a simulated cluster.
+KINDS = ("plain", "mesh", "local", "sim", "sim mesh")
 
 
 def every_channel(replicas=2, kinds=KINDS):
@@ -398,6 +419,15 @@ def every_channel(replicas=2, kinds=KINDS):
             call = functools.partial(test, self, **parameters)
             if kind == "local":
                 asyncio.run(call(functools.partial(a_threads_run, replicas)))
+            elif kind.startswith("sim"):
+                routing = {"sim": "plain", "sim mesh": "mesh"}[kind]
+
+                async def over_network(c, s, *workers):
+                    await call(
+                        functools.partial(a_run, c, s, *workers, routing=routing)
+                    )
+
+                run_simulated(over_network, replicas)
             else:
                 over_dask(kind=kind, call=call)
 

@@ -7,6 +7,7 @@ import pytest
 
 from daskdl.channel.protocol import BarrierKind
 from daskdl.errors import WaitTimeoutError
+from tests.sim.cluster import simulated
 from tests.support.channels import (
     EITHER,
     a_run,
@@ -23,7 +24,6 @@ from tests.support.channels import (
     recorded,
     totals,
     wait_until,
-    workers,
 )
 
 MESH = {"routing": "mesh"}  # with a fan-out of 1 each update goes by two hops
@@ -54,7 +54,7 @@ async def agree(run, load=None):
     return await asyncio.gather(*(in_thread(end, run.channels[r]) for r in (0, 1)))
 
 
-@workers(3)
+@simulated(3)
 async def test_no_update_goes_through_the_scheduler(c, s, *workers, monkeypatch):
     async with a_run(c, s, *workers, **MESH) as run:
         requests = recorded(s.handlers, "daskdl_publish", monkeypatch)
@@ -69,7 +69,7 @@ async def test_no_update_goes_through_the_scheduler(c, s, *workers, monkeypatch)
         assert not [fields for fields in requests if fields["messages"]]
 
 
-@workers(3)
+@simulated(3)
 async def test_an_update_that_was_not_forwarded_is_requested(
     c, s, *workers, monkeypatch
 ):
@@ -87,7 +87,7 @@ async def test_an_update_that_was_not_forwarded_is_requested(
 
 
 @EITHER
-@workers(2)
+@simulated(2)
 async def test_an_update_that_was_dropped_on_its_way_is_requested(
     c, s, a, b, routing, monkeypatch
 ):
@@ -113,7 +113,7 @@ async def test_an_update_that_was_dropped_on_its_way_is_requested(
         assert totals(run.channels[1].drain(), 3) == [1, 1, 0]
 
 
-@workers(3)
+@simulated(3)
 async def test_an_update_that_all_have_is_forgotten(c, s, *workers):
     async with a_run(c, s, *workers, **MESH) as run:
         assert publish(run.channels[0])
@@ -125,7 +125,7 @@ async def test_an_update_that_all_have_is_forgotten(c, s, *workers):
         assert [run.received(replica, 0) for replica in (1, 2)] == [(1, ())] * 2
 
 
-@workers(2)
+@simulated(2)
 async def test_a_replica_that_acknowledges_nothing_blocks_its_peers(
     c, s, a, b, monkeypatch
 ):
@@ -152,7 +152,7 @@ async def test_a_replica_that_acknowledges_nothing_blocks_its_peers(
 # ---- agreement after losses
 
 
-@workers(3)
+@simulated(3)
 async def test_survivors_get_the_updates_of_a_lost_replica_from_each_other(
     c, s, *workers
 ):
@@ -174,7 +174,7 @@ async def test_survivors_get_the_updates_of_a_lost_replica_from_each_other(
 
 
 @pytest.mark.parametrize("outdated", [False, True])
-@workers(3)
+@simulated(3)
 async def test_a_survivor_that_cannot_get_an_update_takes_a_current_state(
     c, s, *workers, outdated
 ):
@@ -205,7 +205,7 @@ async def test_a_survivor_that_cannot_get_an_update_takes_a_current_state(
         assert [run.received(replica, 2) for replica in (0, 1)] == [(2, ())] * 2
 
 
-@workers(3)
+@simulated(3)
 async def test_survivors_that_never_come_to_the_same_updates_fail_in_time(
     c, s, *workers
 ):
@@ -226,7 +226,7 @@ async def test_survivors_that_never_come_to_the_same_updates_fail_in_time(
         )
 
 
-@workers(3)
+@simulated(3)
 async def test_a_replica_that_is_lost_while_the_others_agree_is_left_out(
     c, s, *workers
 ):
@@ -246,7 +246,7 @@ async def test_a_replica_that_is_lost_while_the_others_agree_is_left_out(
         assert run.received(0, 2) == (1, ())
 
 
-@workers(2)
+@simulated(2)
 async def test_an_older_membership_changes_nothing(c, s, a, b):
     async with a_run(c, s, a, b, **MESH) as run:
         routing = run.link(0).routing

@@ -7,6 +7,7 @@ import pytest
 from daskdl import codec
 from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.errors import WaitTimeoutError
+from tests.sim.cluster import simulated
 from tests.support.channels import (
     EITHER,
     RUN,
@@ -16,7 +17,6 @@ from tests.support.channels import (
     held_up,
     in_thread,
     publish,
-    workers,
 )
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ def unsent_to(destination):
     )
 
 
-@workers(2)
+@simulated(2)
 async def test_a_request_without_an_answer_is_an_error_that_names_it(
     c, s, a, b, monkeypatch
 ):
@@ -52,7 +52,7 @@ async def test_a_request_without_an_answer_is_an_error_that_names_it(
         released.set()
 
 
-@workers(2)
+@simulated(2)
 async def test_a_wait_for_room_names_the_unsent_updates(c, s, a, b, monkeypatch):
     options = {"outbox_bytes": 1, "timeouts": bounds(silence=1.0)}
     async with a_run(c, s, a, b, **options) as run:
@@ -64,20 +64,20 @@ async def test_a_wait_for_room_names_the_unsent_updates(c, s, a, b, monkeypatch)
             await in_thread(run.channels[0].has_room, wait=True)
 
         assert re.fullmatch(
-            r"replica 0 waited 1 s \(daskdl\.timeouts\.silence\) for room: "
+            r"replica 0 waited 11 s \(daskdl\.timeouts\.silence \+ request\) for room: "
             + unsent_to("the scheduler"),
             str(caught.value),
         )
         released.set()
 
 
-@workers(2)
+@simulated(2)
 async def test_a_wait_for_acknowledgements_names_the_kept_updates(c, s, a, b):
     timeouts = bounds(silence=4.0, request=0.5)
     async with a_run(c, s, a, b, timeouts=timeouts, routing="mesh") as run:
         run.link(0).routing.own.has_room = lambda: False
         run.link(0).routing.own.acknowledge = lambda sequence: False
-        assert publish(run.channels[0], force=True)
+        assert await in_thread(publish, run.channels[0], force=True)
 
         with pytest.raises(WaitTimeoutError) as caught:
             await in_thread(run.channels[0].has_room, wait=True)
@@ -103,7 +103,7 @@ AHEAD = {
 
 @pytest.mark.parametrize(("block", "what"), AHEAD.values(), ids=AHEAD)
 @EITHER
-@workers(2)
+@simulated(2)
 async def test_a_wait_for_others_names_them_and_their_last_progress(
     c, s, a, b, block, what, routing, monkeypatch
 ):
@@ -125,7 +125,7 @@ async def test_a_wait_for_others_names_them_and_their_last_progress(
         )
 
 
-@workers(2)
+@simulated(2)
 async def test_a_missing_snapshot_names_the_donor_and_the_cause(c, s, a, b):
     timeouts = bounds(join=2.0, request=0.5)  # the founders have to join too
     async with a_run(c, s, a, b, timeouts=timeouts) as run:

@@ -1,0 +1,247 @@
+"""Faults that were mended in the past, and central lines left out: can they be found?
+
+Each is a change of the source of one module, made when it is imported. Run one with
+``python -m tests.sim --mutation NAME``, all with ``python -m tests.sim --mutations``.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """A change of a module.
+
+    Attributes:
+        module: Its name.
+        old: Text that occurs once.
+        new: What is there instead.
+    """
+
+    module: str
+    old: str
+    new: str
+
+
+MUTATIONS = {
+    # ---- updates
+    "an update is taken twice": Mutation(
+        "daskdl.channel.inbox",
+        "        if sequence <= complete or sequence in beyond:\n"
+        "            return False\n        beyond.add",
+        "        beyond.add",
+    ),
+    "progress overtakes updates": Mutation(
+        "daskdl.channel.routing",
+        "        if len(messages) != len(self.outbox):\n"
+        "            progress = PeerProgress()\n",
+        "",
+    ),
+    "a barrier does not wait until all updates are passed on": Mutation(
+        "daskdl.channel.remote",
+        "if kind == BarrierKind.AGREE and self._routing.relayed:",
+        "if False:",
+    ),
+    "what was held between two barriers is dropped": Mutation(
+        "daskdl.channel.run_state",
+        "            for message in self._held:\n                self._send",
+        "            for message in []:\n                self._send",
+    ),
+    "nothing is held between two barriers": Mutation(
+        "daskdl.channel.run_state",
+        "self.holding = kind == BarrierKind.AGREE",
+        "self.holding = False",
+    ),
+    "a full relay forgets what it did not accept": Mutation(
+        "daskdl.channel.transport",
+        "self._outbox.drop(accepted)",
+        "self._outbox.drop(len(batch))",
+    ),
+    "no missing update is requested": Mutation(
+        "daskdl.channel.recovery",
+        "if now - since >= PATIENCE_S:",
+        "if False:",
+    ),
+    "some have what a leaving replica published while they met": Mutation(
+        "daskdl.channel.remote",
+        "{**published, **self._passed_on}",
+        "published",
+    ),
+    "updates are forgotten before all have them": Mutation(
+        "daskdl.channel.routing",
+        "RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)",
+        "RetransmitBuffer(0)",
+    ),
+    "a full inbox loses what it folds": Mutation(
+        "daskdl.channel.inbox",
+        "                fold_(self._folded[bucket], update, self.grid)",
+        "                pass",
+    ),
+    "updates are not applied after replicas agree": Mutation(
+        "daskdl.training.gradient_sharing",
+        "        self._channel.agree(key, published, met.gone, self._load)\n"
+        "        self._apply(self._channel.drain())\n",
+        "        self._channel.agree(key, published, met.gone, self._load)\n",
+    ),
+    # ---- replicas that are lost
+    "survivors keep different updates of a lost replica": Mutation(
+        "daskdl.channel.remote",
+        "        if self._routing.relayed:\n            # A replica that leaves",
+        "        if True:\n            # A replica that leaves",
+    ),
+    "late updates of a lost replica are let in": Mutation(
+        "daskdl.channel.inbox",
+        "        if origin not in self._failed and not self.holding:",
+        "        if not self.holding:",
+    ),
+    "an outdated snapshot is taken": Mutation(
+        "daskdl.channel.remote",
+        "            if _received(snapshot) != have[donor]:",
+        "            if False:",
+    ),
+    "a lost replica comes back in the progress of others": Mutation(
+        "daskdl.channel.inbox",
+        "        if origin in self.failed:\n            return False\n",
+        "",
+    ),
+    "leases of a lost replica stay taken": Mutation(
+        "daskdl.channel.leasing",
+        "        self._again.extend(held[number] for number in sorted(held))",
+        "        pass",
+    ),
+    "a lost replica's own part is forgotten": Mutation(
+        "daskdl.channel.leasing",
+        "                self._rests.append(parts.pop(replica))",
+        "                parts.pop(replica)",
+    ),
+    "a lease that is given out again is not counted": Mutation(
+        "daskdl.channel.leasing",
+        "        self.repeated += 1\n",
+        "",
+    ),
+    "a lease is finished twice": Mutation(
+        "daskdl.channel.leasing",
+        "self._held.get(replica, {}).pop(number, None)",
+        "self._held.get(replica, {}).get(number, None)",
+    ),
+    "barriers wait for a lost replica": Mutation(
+        "daskdl.channel.run_state",
+        "        self._send_topology()\n        self._complete_barriers()\n",
+        "        self._send_topology()\n",
+    ),
+    "a silent replica is never removed": Mutation(
+        "daskdl.channel.run_state",
+        "return [r for r in self.present if self.replicas[r].heartbeat_at < bound]",
+        "return []",
+    ),
+    "a result that is lost with its worker is waited for": Mutation(
+        "daskdl.channel.scheduler",
+        "                if member.worker == worker:",
+        "                if member.worker == worker and not member.gone:",
+    ),
+    # ---- replicas that join
+    "a snapshot may lack updates": Mutation(
+        "daskdl.channel.remote",
+        "                and self._inbox.received.reached(\n"
+        "                    {o: s for o, s in request.cut.items() "
+        "if o not in without}\n                )\n",
+        "",
+    ),
+    "in a mesh not all send to a newcomer": Mutation(
+        "daskdl.channel.run_state",
+        "        return self.spec.relayed or all(\n"
+        "            replicas[r].generation >= generation "
+        "for r in self.members.training\n        )",
+        "        return bool(replicas)",
+    ),
+    "a newcomer drops what came before its snapshot": Mutation(
+        "daskdl.channel.worker",
+        "                await self._put(message)\n            self.inbox.joining",
+        "                pass\n            self.inbox.joining",
+    ),
+    "a newcomer that comes early does not wait for the others": Mutation(
+        "daskdl.channel.scheduler",
+        "            await self.until(lambda: members.started)\n"
+        "        if not members.is_here",
+        "            pass\n        if not members.is_here",
+    ),
+    "a newcomer is activated in the middle of a barrier": Mutation(
+        "daskdl.channel.scheduler",
+        "        await self.until(lambda: not state.holding)\n",
+        "",
+    ),
+    "a newcomer that is lost at the end fails the run": Mutation(
+        "daskdl.channel.run_state",
+        "        if self.members.expected or self._ended:\n            return\n",
+        "        if self.members.expected:\n            return\n",
+    ),
+    # ---- waits and bounds
+    "a wait for a full relay ends as a hanging replica is removed": Mutation(
+        "daskdl.channel.remote",
+        'bound = self._timeouts.bound("silence", "request")',
+        'bound = self._timeouts.bound("silence")',
+    ),
+    "a full outbox accepts updates": Mutation(
+        "daskdl.channel.routing",
+        "            if not (force or self.has_room(message.nbytes + MESSAGE_BYTES)):\n"
+        "                return False\n",
+        "",
+    ),
+    "a replica that is stopped goes on waiting": Mutation(
+        "daskdl.channel.inbox",
+        "            return (self.stopped is not None and not even_if_stopped) "
+        "or ready()",
+        "            return ready()",
+    ),
+    "the run of a client that has gone goes on": Mutation(
+        "daskdl.channel.scheduler",
+        "            if live.client == client:",
+        "            if False:",
+    ),
+}
+
+
+def find(mutation, path=None):
+    """The file of the module."""
+    package, _, _ = mutation.module.rpartition(".")
+    path = path or sys.modules[package].__path__
+    return importlib.machinery.PathFinder.find_spec(mutation.module, path)
+
+
+def changed(source, mutation):
+    """The source of the module, changed in one place."""
+    text = source.decode()
+    if (count := text.count(mutation.old)) != 1:
+        raise ValueError(f"{mutation.module} has {count} times {mutation.old!r}")
+    return text.replace(mutation.old, mutation.new)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name, path, mutation):
+        super().__init__(name, path)
+        self._mutation = mutation
+
+    def get_code(self, fullname):
+        source = changed(self.get_data(self.path), self._mutation)
+        return compile(source, self.path, "exec")
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, mutation):
+        self._mutation = mutation
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname != self._mutation.module:
+            return None
+        spec = find(self._mutation, path)
+        spec.loader = _Loader(fullname, spec.origin, self._mutation)
+        return spec
+
+
+def apply(name):
+    """Change the module when it is imported, which it must not be yet."""
+    mutation = MUTATIONS[name]
+    if mutation.module in sys.modules:
+        raise RuntimeError(f"{mutation.module} is imported already")
+    sys.meta_path.insert(0, _Finder(mutation))

@@ -1,0 +1,549 @@
+"""What a seed stands for: a fit, a network, and what goes wrong when.
+
+The faults of a scenario are drawn in advance, and their victims when they happen. At
+least one worker, the last resort, is spared, except where everybody may go.
+"""
+
+import dataclasses
+import functools
+import random
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from daskdl import (
+    AdaptiveThreshold,
+    FixedThreshold,
+    GradientSharing,
+    KeepResidual,
+    ParameterAveraging,
+    errors,
+)
+from daskdl.channel.protocol import MESSAGE_BYTES
+from tests.sim.fit import TIMEOUTS, Cluster, Setup
+from tests.sim.network import KEPT_S, SCHEDULER
+from tests.sim.world import Process, Violation
+
+LIMIT_S = 900.0  # virtual; no fit here takes so long
+SETTLE_S = 60.0  # after a fit, until nothing of it may be left
+LOOK_S = 0.25  # between two looks at the queues
+FRAME_BYTES = 512  # more than any frame of these models
+
+
+class Fault(NamedTuple):
+    """One thing that goes wrong.
+
+    Attributes:
+        arrival: Number of the arrival at a barrier, over all barriers and replicas,
+            after which it happens; 0: the start.
+        at_s: When, virtual seconds after that.
+        kind: Name of a method of `Fate`.
+        chance: Seeds the choice of victims.
+        lasts_s: Until it is mended, for what can be.
+    """
+
+    arrival: int
+    at_s: float
+    kind: str
+    chance: int
+    lasts_s: float
+
+    def __str__(self):
+        after = f" after arrival {self.arrival}" if self.arrival else ""
+        return f"{self.at_s:8.3f} s{after}: {self.kind} (for {self.lasts_s:.2f} s)"
+
+
+# How often each fault is drawn, relative to the others.
+USUAL = {
+    "kill": 3,
+    "kill_machine": 1,
+    "restart_here": 2,
+    "freeze": 3,
+    "retire": 2,
+    "join": 3,
+    "cut_workers": 2,
+    "cut_one_way": 1,
+    "cut_briefly": 1,
+    "break_connections": 2,
+    "slow_down": 2,
+    "scheduler_late": 1,
+}
+# After these, a fit may end with an error that says so.
+FATAL = {"cut_off": 3, "scheduler_hangs": 2, "client_gone": 2, "kill_all": 1}
+
+
+@dataclass
+class Scenario:
+    """A fit and its faults.
+
+    Attributes:
+        seed: Of all of it.
+        setup: The fit.
+        latency_s: Mean time of a message.
+        faults: In the order of their times.
+        spared: Number of workers that nothing is done to.
+    """
+
+    seed: int
+    setup: Setup
+    latency_s: float
+    faults: list = field(default_factory=list)
+    spared: int = 1
+
+    @classmethod
+    def of(cls, seed):
+        """The scenario of a seed."""
+        chance = random.Random(f"scenario {seed}")
+        setup = setup_of(chance, seed)
+        latency_s = chance.choice([5e-4, 2e-3, 2e-3, 1e-2, 5e-2])
+        kinds = {k: w for k, w in USUAL.items() if chance.random() < 0.6}
+        if chance.random() < 0.15:
+            kinds.update(FATAL)
+        kinds = kinds or USUAL
+        count = chance.choice([0, 1, 2, 3, 4, 6, 8, 12])
+        drawn = chance.choices(list(kinds), list(kinds.values()), k=count)
+        faults = [
+            Fault(
+                *moment(chance, setup, latency_s),
+                kind,
+                chance.randrange(2**32),
+                lasts(chance, kind),
+            )
+            for kind in drawn
+        ]
+        spared = setup.master.min_replicas
+        return cls(seed, setup, latency_s, sorted(faults), spared)
+
+    @property
+    def may_fail(self):
+        """Whether the fit may end with an error."""
+        return any(fault.kind in FATAL for fault in self.faults)
+
+    def __str__(self):
+        faults = "\n".join(map(str, self.faults)) or "no faults"
+        return f"{self.setup}\nlatency {self.latency_s} s\n{faults}"
+
+
+def moment(chance, setup, latency_s):
+    """When a fault happens: at any time, or while replicas meet."""
+    if chance.random() < 0.5:
+        return 0, chance.uniform(0.0, expected_s(setup))
+    arrivals = 3 * setup.workers * setup.replicas * setup.epochs
+    return chance.randint(1, arrivals), chance.uniform(0.0, 5 * latency_s)
+
+
+def lasts(chance, kind):
+    """How long a fault lasts, seconds."""
+    if kind == "freeze":  # shorter and longer than the time-out
+        return chance.choice([0.3, 1.0, 3.0, TIMEOUTS.silence + 1.0, 15.0])
+    if kind in ("cut_off", "scheduler_hangs"):
+        return chance.uniform(TIMEOUTS.request, 3 * TIMEOUTS.silence)
+    if kind in ("cut_briefly", "scheduler_late"):
+        return chance.uniform(0.1, 0.5 * TIMEOUTS.request)
+    return chance.uniform(0.2, 8.0)
+
+
+def setup_of(chance, seed):
+    """A fit, small enough to be over in a second of real time."""
+    few = chance.random()
+    workers = (
+        chance.randint(2, 5)
+        if few < 0.75
+        else chance.randint(6, 12)
+        if few < 0.95
+        else chance.randint(13, 32)
+    )
+    replicas = 2 if workers <= 6 and chance.random() < 0.2 else 1
+    each = chance.choice([4, 6, 10]) if workers <= 5 else 3  # steps in an epoch
+    batch_size = 4
+    rows = workers * replicas * each * batch_size
+    parts = chance.choice([1, 3, 7])
+    lengths = [rows // parts] * parts
+    lengths[0] += rows - sum(lengths) + chance.choice([0, 1, 3])
+    routing = chance.choice(["plain", "mesh"])
+    bound = chance.choice([2**20, 2**20, 4 * (FRAME_BYTES + MESSAGE_BYTES), 1])
+    return Setup(
+        workers=workers,
+        replicas=replicas,
+        routing=routing,
+        master=master_of(chance),
+        epochs=chance.choice([1, 2, 3]) if workers <= 12 else 1,
+        batch_size=batch_size,
+        lengths=tuple(lengths),
+        checkpoint_every=chance.choice([None, None, None, 1, "2 steps", "3 steps"]),
+        seed=seed,
+        preempted=chance.choice([0.0, 0.02, 0.1]),
+        outbox_bytes=chance.choice([2**20, bound]),
+        inbox_bytes=chance.choice([2**20, bound]),
+        relay_bytes=chance.choice([2**20, bound]),
+        mean_step_s=chance.choice([0.02, 0.1, 0.5]),
+        step_s={
+            replica: chance.choice([0.02, 0.1, 0.5, 1.0])
+            for replica in range(workers * replicas)
+            if chance.random() < 0.2
+        },
+    )
+
+
+def master_of(chance):
+    """Sharing or averaging, with options that do not depend on measured times."""
+    fan_out = chance.choice([1, 2, 3, 8])
+    min_replicas = chance.choice([1, 1, 1, 2])
+    if chance.random() < 0.2:
+        return ParameterAveraging(
+            frequency=chance.choice([1, 2, 5]),
+            compression=chance.choice([None, "dense8"]),
+            fan_out=fan_out,
+            min_replicas=min_replicas,
+        )
+    staleness = chance.choice([0, 0, 1, 4, "auto", None])
+    return GradientSharing(
+        threshold=chance.choice([FixedThreshold(2.0**-6), AdaptiveThreshold(2.0**-6)]),
+        residual=KeepResidual(),
+        apply=chance.choice(["eager", "eager", "eager", "strict"]),
+        update_scale=chance.choice(["mean", "mean", "sum"]),
+        max_staleness=staleness,
+        exchange_every=chance.choice([1, 1, 2, 4]),
+        warmup_steps=chance.choice([0, 0, 2]),
+        compare_models=staleness == 0,
+        fan_out=fan_out,
+        min_replicas=min_replicas,
+    )
+
+
+def expected_s(setup):
+    """About how long the fit takes undisturbed."""
+    steps = sum(setup.lengths) / setup.batch_size / (setup.workers * setup.replicas)
+    return setup.epochs * (steps * setup.mean_step_s + 0.5) + 0.5
+
+
+class Fate:
+    """Lets the faults of a scenario happen to a cluster."""
+
+    def __init__(self, scenario, cluster):
+        self.happened = []
+        self._scenario = scenario
+        self._cluster = cluster
+        self._world = cluster.world
+        self._network = cluster.network
+        self._process = Process(cluster.world, "fate")
+        self._arrivals = 0
+        self._wait_for_arrival(0)
+        cluster.on_arrival = self._arrive
+
+    def _arrive(self):
+        self._arrivals += 1
+        self._wait_for_arrival(self._arrivals)
+
+    def _wait_for_arrival(self, number):
+        for fault in self._scenario.faults:
+            if fault.arrival == number:
+                self._after(fault.at_s, functools.partial(self._strike, fault))
+
+    def _after(self, delay_s, action):
+        self._world.after(delay_s, self._process, action)
+
+    def _strike(self, fault):
+        self._random = random.Random(fault.chance)
+        self._lasts_s = fault.lasts_s
+        whom = getattr(self, f"_{fault.kind}")()
+        if whom is not None:
+            self.happened.append(fault.kind)
+            self._world.note("fate", f"{fault.kind} {whom}")
+
+    # ---- victims
+
+    def _workers(self):
+        """Workers that run, oldest first."""
+        return [
+            worker
+            for worker in self._cluster.workers.values()
+            if worker.process.alive
+            and not worker.process.frozen
+            and not worker.closing
+            and worker.address in self._network.servers
+        ]
+
+    def _runs(self):
+        return self._cluster.scheduler.plugin.runs.values()
+
+    def _victim(self):
+        """A worker that may go: not one of the oldest."""
+        there = self._workers()[self._scenario.spared :]
+        return self._random.choice(there) if there else None
+
+    # ---- faults; each returns whom it has struck, or None
+
+    def _kill(self):
+        victim = self._victim()
+        if victim is None:
+            return None
+        victim.kill()
+        if self._random.random() < 0.6:  # its nanny starts another
+            self._after(self._random.uniform(0.5, 4.0), self._start)
+        return victim.name
+
+    def _kill_machine(self):
+        victim = self._victim()
+        if victim is None:
+            return None
+        # A replica that never joins ends the run, so those must be noticed at once.
+        started = any(live.state.members.started for live in self._runs())
+        victim.kill(notice_s=KEPT_S if started else 0.0)
+        return victim.name
+
+    def _restart_here(self):
+        victim = self._victim()
+        if victim is None:
+            return None
+        victim.kill()
+        delay_s = self._random.uniform(1.0, 4.0)
+        self._after(delay_s, functools.partial(self._start, victim.address))
+        return victim.name
+
+    def _start(self, address=None):
+        if address in self._network.servers or self._network.cuts:
+            return
+        worker = self._cluster.add_worker(address)
+        self._cluster.arrive(worker)
+        self._world.note("fate", f"starts {worker.name} at {worker.address}")
+
+    def _join(self):
+        if len(self._workers()) >= 32:
+            return None
+        self._start()
+        return "one more"
+
+    def _freeze(self):
+        victim = self._victim()
+        if victim is None:
+            return None
+        victim.process.freeze()
+        self._after(self._lasts_s, victim.process.thaw)
+        return victim.name
+
+    def _retire(self):
+        victim = self._victim()
+        if victim is None:
+            return None
+        victim.start(victim.close())
+        return victim.name
+
+    def _cut(self, pairs):
+        """Cut between addresses until it heals; one cut at a time."""
+        if self._network.cuts or not pairs:
+            return None
+        self._network.cuts |= set(pairs)
+        self._after(self._lasts_s, self._network.heal)
+        return sorted({one for one, _ in pairs})
+
+    def _groups(self, addresses):
+        one = [a for a in addresses if self._random.random() < 0.5]
+        return one, [a for a in addresses if a not in one]
+
+    def _cut_workers(self):
+        one, other = self._groups([worker.address for worker in self._workers()])
+        pairs = [(a, b) for a in one for b in other]
+        return self._cut([*pairs, *((b, a) for a, b in pairs)])
+
+    def _cut_one_way(self):
+        one, other = self._groups([worker.address for worker in self._workers()])
+        return self._cut([(a, b) for a in one for b in other])
+
+    def _cut_briefly(self):
+        """Nothing passes between some workers and the rest, the scheduler included."""
+        one, other = self._groups([worker.address for worker in self._workers()])
+        pairs = [(a, b) for a in one for b in (*other, SCHEDULER)]
+        return self._cut([*pairs, *((b, a) for a, b in pairs)])
+
+    _cut_off = _cut_briefly  # for longer
+
+    def _break_connections(self):
+        there = self._workers()
+        if len(there) < 2:
+            return None
+        one, other = self._random.sample(there, 2)
+        lost = self._network.break_between(one.address, other.address)
+        return f"{one.name} and {other.name}: {lost} requests"
+
+    def _slow_down(self):
+        slow = self._random.choice([SCHEDULER, *(w.address for w in self._workers())])
+        if slow in self._network.slow:
+            return None
+        self._network.slow[slow] = self._random.choice([5.0, 20.0, 100.0])
+        self._after(self._lasts_s, lambda: self._network.slow.pop(slow))
+        return slow
+
+    def _scheduler_late(self):
+        process = self._cluster.scheduler.process
+        if process.frozen:
+            return None
+        process.freeze()
+        self._after(self._lasts_s, process.thaw)
+        return "scheduler"
+
+    _scheduler_hangs = _scheduler_late  # for longer
+
+    def _client_gone(self):
+        client, scheduler = self._cluster.client, self._cluster.scheduler
+        if not client.process.alive or client.over:
+            return None
+        client.process.kill()
+        gone = functools.partial(scheduler.client_gone, client.name)
+        self._world.after(self._network.latency_s, scheduler.process, gone)
+        return "client"
+
+    def _kill_all(self):
+        for worker in self._workers():
+            worker.kill()
+        return "all"
+
+
+class Inspector:
+    """Looks at the queues of all processes regularly."""
+
+    def __init__(self, cluster):
+        self._cluster = cluster
+        self._process = Process(cluster.world, "inspector")
+        self._look()
+
+    def _look(self):
+        self._cluster.world.after(LOOK_S, self._process, self._look)
+        cluster, setup = self._cluster, self._cluster.client.setup
+        cluster.oracle.checks["looks at all queues"] += 1
+        replicas = len(cluster.workers) * setup.replicas
+        most = FRAME_BYTES + MESSAGE_BYTES
+        # Memberships, progress and the last updates of leaving replicas are queued in
+        # any case, some of each for each replica.
+        control = 64 * replicas * MESSAGE_BYTES + replicas * most
+        for live in cluster.scheduler.plugin.runs.values():
+            for replica, box in live.state.outboxes.items():
+                self._bound(f"relay to {replica}", box, setup.relay_bytes + control)
+        for worker in cluster.workers.values():
+            if worker.process.alive:
+                for (_, replica), end in worker.plugin.endpoints.items():
+                    routing = end.routing
+                    name = f"of replica {replica}"
+                    own = setup.outbox_bytes + 2 * most
+                    box = routing.to_scheduler.outbox
+                    self._bound(f"outbox {name}", box, own)
+                    kept = max(routing.own.limit_bytes, setup.outbox_bytes)
+                    self._bound(f"own updates {name}", routing.own, kept + 2 * most)
+                    others = setup.inbox_bytes + most
+                    self._bound(f"others' updates {name}", routing.others, others)
+                    pending = end.inbox.pending
+                    # In lockstep those of two steps; a newcomer's all at once.
+                    self._bound(f"inbox {name}", pending, 3 * others)
+
+    def _bound(self, name, queue, most):
+        if queue.nbytes > most:
+            self._cluster.world.errors.append(
+                f"the {name} has {queue.nbytes} bytes, and may have {most}"
+            )
+
+
+def check_end(scenario, cluster):
+    """What must hold when a fit has ended."""
+    client, world = cluster.client, cluster.world
+    if not client.process.alive:
+        return
+    if client.error is not None:
+        kind, text = client.error
+        known = isinstance(getattr(errors, kind, None), type)
+        check(known, f"the fit ended with an unknown error, {kind}: {text}")
+        unwritten = "a worker was lost while it wrote" in text and scenario.faults
+        may_fail = scenario.may_fail or unwritten
+        check(may_fail, f"the fit ended with {kind}: {text}")
+        named = "daskdl.timeouts." in text or "no replica is left" in text
+        check(named or kind != "WaitTimeoutError", f"what timed out? {text}")
+        return
+    check(client.model is not None, "the fit has no model")
+    check(
+        len(client.reports) == client.setup.epochs,
+        f"{len(client.reports)} epochs were reported",
+    )
+    world.note("client", f"has a model of {client.model.parameters.digest}")
+
+
+def check_nothing_left(cluster):
+    """Nothing of a fit is left in any process that runs."""
+    left = [f"run {run}" for run in cluster.scheduler.plugin.runs]
+    servers = [cluster.scheduler, cluster.client, *cluster.workers.values()]
+    for server in servers:
+        if server.process.alive:
+            left += [
+                f"{task.get_coro().__qualname__} of {server.name}"
+                for task in server.process.loop.pending
+            ]
+            left += [
+                f"thread {actor.name} of {server.name}"
+                for actor in server.process.actors
+                if not actor.ended
+            ]
+    for worker in cluster.workers.values():
+        if worker.process.alive:
+            left += [f"end {key} of {worker.name}" for key in worker.plugin.endpoints]
+    check(not left, f"left after the fit: {', '.join(left)}")
+
+
+def check(holds, what):
+    if not holds:
+        raise Violation(what)
+
+
+class Outcome(NamedTuple):
+    """How a scenario has ended.
+
+    Attributes:
+        error: Type and text of the error of the fit; None: it has a model.
+        happened: Names of the faults.
+        checks: How often each invariant was checked.
+        events: Events of the world.
+        now: Virtual seconds.
+        digest: Checksum of the trace.
+    """
+
+    seed: int
+    error: tuple | None
+    happened: list
+    checks: dict
+    events: int
+    now: float
+    digest: str
+
+
+def run(scenario, trace=None):
+    """Let a scenario happen; raise `Violation` if what must hold does not."""
+    cluster = Cluster(scenario.seed, scenario.setup, trace)
+    world = cluster.world
+    cluster.network.latency_s = scenario.latency_s
+    fate = Fate(scenario, cluster)
+    Inspector(cluster)
+    client = cluster.client
+    try:
+        client.start(client.fit())
+        world.run(lambda: client.over or not client.process.alive, LIMIT_S)
+        check_end(scenario, cluster)
+        over_at = world.now
+        end = max([over_at, *(fault.at_s for fault in scenario.faults)]) + SETTLE_S
+        world.run(lambda: world.now >= end, end + 1)
+        check_nothing_left(cluster)
+        error = client.error if client.process.alive else ("", "the client has gone")
+        return Outcome(
+            scenario.seed,
+            error,
+            fate.happened,
+            dict(cluster.oracle.checks),
+            world.events,
+            over_at,
+            world.trace.digest,
+        )
+    except Violation as violation:
+        violation.add_note(f"at {world.now:.6f} s")
+        raise
+    finally:
+        cluster.close()
+
+
+def with_faults(scenario, *faults):
+    """The same fit with other faults."""
+    return dataclasses.replace(scenario, faults=sorted(faults))

@@ -1,0 +1,125 @@
+"""The command ``python -m tests.sim``: runs seeds, one after another, in processes.
+
+A seed that fails is printed with the command that repeats it.
+"""
+
+import argparse
+import multiprocessing
+import time
+from collections import Counter
+
+from tests.sim.mutations import MUTATIONS, apply
+
+
+def begin(mutation):
+    """Prepare a process; nothing of daskdl may be imported before."""
+    if mutation:
+        apply(mutation)
+    import logging
+
+    import torch
+
+    torch.set_num_threads(1)
+    logging.disable()  # a run warns of what the faults do
+
+
+def run_seed(seed, trace=None):
+    """Run one seed: its outcome, or the text of its failure."""
+    from tests.sim import scenario
+
+    try:
+        return scenario.run(scenario.Scenario.of(seed), trace)
+    except scenario.Violation as violation:
+        return f"{violation} {' '.join(getattr(violation, '__notes__', ()))}"
+
+
+def report(seed, failure):
+    """What is said of a seed that has failed."""
+    from tests.sim.scenario import Scenario
+    from tests.sim.world import Trace
+
+    trace = Trace()
+    run_seed(seed, trace)
+    return (
+        f"\n{trace.last()}\n\nseed {seed}: {failure}\n{Scenario.of(seed)}\n"
+        f"repeat it: python -m tests.sim --seed {seed} --trace trace.txt"
+    )
+
+
+def run_one(seed, path):
+    """Run one seed, and write its trace."""
+    from tests.sim.world import Trace
+
+    trace = Trace(whole=True)
+    outcome = run_seed(seed, trace)
+    if path:
+        with open(path, "w") as file:
+            file.write("\n".join(trace.lines) + "\n")
+    if isinstance(outcome, str):
+        print(report(seed, outcome))
+        return 1
+    print(f"seed {seed}: {trace.count} lines, checksum {trace.digest}")
+    print(f"{outcome.now:.1f} s, {outcome.events} events, error: {outcome.error}")
+    return 0
+
+
+def run_all(seeds, jobs, mutation):
+    """Run seeds until one fails, print figures; return the failing seed or None."""
+    started, events, happened, checks = time.monotonic(), 0, Counter(), Counter()
+    ends, virtual_s, count = Counter(), 0.0, 0
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(jobs, begin, (mutation,)) as pool:
+        for seed, outcome in zip(seeds, pool.imap(run_seed, seeds), strict=True):
+            if isinstance(outcome, str):
+                if mutation:
+                    return seed, outcome
+                pool.terminate()
+                begin(None)
+                print(report(seed, outcome))
+                return seed, outcome
+            count += 1
+            events += outcome.events
+            virtual_s += outcome.now
+            happened.update(outcome.happened)
+            checks.update(outcome.checks)
+            ends["a model" if outcome.error is None else outcome.error[0]] += 1
+    if mutation:
+        return None
+    took_s = time.monotonic() - started
+    print(f"{count} seeds without a violation in {took_s:.0f} s, {jobs} processes")
+    print(f"{events:,} events in {virtual_s:,.0f} virtual seconds of training")
+    for title, counted in (("ends", ends), ("faults", happened), ("checks", checks)):
+        listed = ", ".join(f"{name} {n:,}" for name, n in sorted(counted.items()))
+        print(f"{title}: {listed}")
+    return None
+
+
+def run_mutations(names, seeds, jobs):
+    """Look for each mutation; print after how many seeds it was found."""
+    found = 0
+    for name in names:
+        failed = run_all(seeds, jobs, name)
+        found += failed is not None
+        said = "not found" if failed is None else f"seed {failed[0]}: {failed[1][:150]}"
+        print(f"{name}: {said}", flush=True)
+    print(f"{found} of {len(names)} found within {len(seeds)} seeds")
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m tests.sim")
+    parser.add_argument("--seeds", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seed", type=int, help="run only this one")
+    parser.add_argument("--trace", help="with --seed: a file for the whole trace")
+    parser.add_argument("--mutation", choices=MUTATIONS, metavar="NAME")
+    parser.add_argument("--mutations", action="store_true")
+    options = parser.parse_args()
+    seeds = range(options.first, options.first + options.seeds)
+    if options.seed is not None:
+        begin(options.mutation)
+        return run_one(options.seed, options.trace)
+    if options.mutation or options.mutations:
+        names = [options.mutation] if options.mutation else list(MUTATIONS)
+        return run_mutations(names, seeds, options.jobs)
+    return int(run_all(seeds, options.jobs, None) is not None)

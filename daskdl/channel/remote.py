@@ -67,6 +67,7 @@ class RemoteChannel(Channel):
         self._now = end.connection.clock.now
         self._routing = end.routing
         self._make: Snapshot | None = None  # makes a snapshot; None: not now
+        self._passed_on: Last = {}  # at the last barrier
         self._repaired = self._blob_bytes = 0  # at the last `stats`
 
     @property
@@ -128,9 +129,9 @@ class RemoteChannel(Channel):
 
     def _wait_until_sent(self, cause: WaitCause, ready: Callable[[], bool]) -> None:
         """Wait until queued updates are sent or acknowledged, according to `ready`."""
-        # In a mesh the wait may be for a hanging replica, which is removed by then.
-        names = ("silence",) if self._routing.relayed else ("silence", "request")
-        bound = self._timeouts.bound(*names)
+        # The wait may be for a hanging replica: the relay's queue for it is full, or in
+        # a mesh its acknowledgement is missing. It is removed by then.
+        bound = self._timeouts.bound("silence", "request")
         if not self._wait_until(cause, ready, bound.seconds):
             raise WaitTimeoutError(
                 f"replica {self._replica} waited {bound} for {cause}: "
@@ -392,6 +393,7 @@ class RemoteChannel(Channel):
         if kind != BarrierKind.AGREE:
             self._inbox.barrier.release()
         payloads = {r: unwrap_arrays(payload) for r, payload in answer["payloads"]}
+        self._passed_on = dict(answer["passed_on"])
         gone, counted = dict(answer["gone"]), answer["counted"]
         return BarrierResult(self._exchanged(payloads), gone, counted)
 
@@ -439,7 +441,9 @@ class RemoteChannel(Channel):
     @override
     def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
         if self._routing.relayed:
-            super().agree(key, published, gone, load)
+            # A replica that leaves may publish between its arrival and the end of the
+            # barrier: some would have that update, and some not yet.
+            super().agree(key, {**published, **self._passed_on}, gone, load)
             return
         # Updates of survivors arrive, but some survivors may lack updates of failed
         # replicas. Survivors compare their received updates in rounds until these are

@@ -185,6 +185,8 @@ class OpenBarrier:
         kinds: Kinds with which the replicas arrived.
         gone: Last update of each replica that left or failed before the barrier was
             complete, the same for all readers. None: the barrier is not complete.
+        passed_on: With ``AGREE`` in a relay, last update of each replica that all
+            others receive before later ones are held back.
         counted: Counters of the run, by name; see `BarrierResult`.
     """
 
@@ -192,6 +194,7 @@ class OpenBarrier:
     client_payloads: dict[int, bytes] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
     gone: Mapping[int, int] | None = None
+    passed_on: Mapping[int, int] = field(default_factory=dict)
     counted: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -517,6 +520,8 @@ class RunState:
             payloads.update({**self._idle, **payloads})
         elif kind == BarrierKind.AGREE:
             barrier.counted = {"present": len(self.members.present)}
+            if self.spec.relayed:
+                barrier.passed_on = self._passed_on()
         elif kind == BarrierKind.SYNC:
             departed = self._trained_by_departed(payloads.keys() - gone.keys())
             barrier.counted = {"departed": departed}

@@ -479,7 +479,8 @@ class LiveRun:
         await self.until(lambda: barrier.complete)
         return {
             "payloads": [[r, own] for r, own in sorted(barrier.payloads.items())],
-            "gone": [[r, sequence] for r, sequence in (barrier.gone or {}).items()],
+            "gone": list((barrier.gone or {}).items()),
+            "passed_on": list(barrier.passed_on.items()),
             "counted": dict(barrier.counted),
         }
 
@@ -507,7 +508,8 @@ class LiveRun:
         """Handle a replica whose worker closed or died, and was removed by Dask.
 
         A closing worker still listens, so its replica gets time to flush; a dead worker
-        does not listen.
+        does not listen. The client also reads it of a replica that has left: its result
+        may not have reached Dask.
         """
         state = self.state
         worker = state.members.replicas[replica].worker
@@ -689,8 +691,9 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         """Handle a worker that closed or died, and was removed by Dask."""
         self.arrived.pop(worker, None)
         for live in list(self.runs.values()):
-            for replica in live.state.members.assigned_to(worker):
-                live.worker_removed(replica)
+            for replica, member in list(live.state.members.replicas.items()):
+                if member.worker == worker:
+                    live.worker_removed(replica)
 
     @override
     def remove_client(self, scheduler: Scheduler, client: str) -> None:

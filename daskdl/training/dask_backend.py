@@ -450,8 +450,11 @@ class DaskBackend(Backend):
         """Handle events of workers, and of parts that are missing."""
         match posted:
             case {"kind": "removed", "replica": replica}:
-                # The task is pinned to a worker that has left: it would never run.
-                self._cancel(replica)
+                # The task is pinned to a worker that has left: it would never run. A
+                # result may be on other workers.
+                future = self._futures.get(replica)
+                if future is not None and not future.done():
+                    self._cancel(replica)
             case {"kind": "lost" | "retired", "replica": replica, "summary": summary}:
                 logger.warning("%s", summary)
                 self._cancel(replica)

@@ -8,22 +8,26 @@ import pytest
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
+from daskdl.channel.protocol import BarrierKind
 from tests.support.channels import (
     EITHER,
     RUN,
     a_run,
     begin,
     bounds,
+    everywhere,
+    held_up,
     in_thread,
     lease,
     publish,
+    totals,
     workers,
 )
 from tests.support.run_states import GRID, SIZE
 
 
 @EITHER
-@workers(3)
+@everywhere(3)
 async def test_a_lost_worker_ends_no_wait_and_its_lease_is_repeated(
     c, s, *workers, routing
 ):
@@ -55,7 +59,7 @@ async def test_a_lost_worker_ends_no_wait_and_its_lease_is_repeated(
 
 
 @EITHER
-@workers(2)
+@everywhere(2)
 async def test_a_run_without_replicas_is_stopped(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
         for replica, worker in enumerate((a, b)):
@@ -70,8 +74,18 @@ async def test_a_run_without_replicas_is_stopped(c, s, a, b, routing):
         assert run.record.stopped.startswith("no replica is left: lost replica")
 
 
+@everywhere(2)
+async def test_the_client_reads_of_a_worker_that_goes_after_its_replica(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        await in_thread(run.channels.pop(1).leave)
+
+        await b.close()
+
+        assert await run.events() == [{"kind": "removed", "replica": 1}]
+
+
 @EITHER
-@workers(2)
+@everywhere(2)
 async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
         leaver = run.channels.pop(1)
@@ -99,7 +113,7 @@ async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b, routing):
         assert met.payloads.keys() == {0, 1}
 
 
-@workers(2)
+@everywhere(2)
 async def test_a_silent_replica_is_removed_and_named(c, s, a, b):
     async with a_run(c, s, a, b, timeouts=bounds(silence=2.0)) as run:
         waiting = begin(run.channels[0].barrier, "end", None)
@@ -114,6 +128,34 @@ async def test_a_silent_replica_is_removed_and_named(c, s, a, b):
             r"\d\.\d s ago: no heartbeat for 2 s \(daskdl\.timeouts\.silence\)",
             lost["summary"],
         )
+
+
+@everywhere(3)
+async def test_all_have_what_a_leaving_replica_published_while_they_met(
+    c, s, *workers, monkeypatch
+):
+    async with a_run(c, s, *workers) as run:
+        payload = {"sequence": 0}
+        arrived = begin(run.channels[2].barrier, "end", payload, BarrierKind.AGREE)
+        await run.until(lambda: "end" in run.record.barriers)
+        released = held_up(workers[1].handlers, "daskdl_deliver", monkeypatch)
+        assert publish(run.channels[2], 5)
+        await in_thread(run.channels[0].wait_for_updates, {2: 1})
+
+        ends = [begin(agree, run.channels[replica]) for replica in (0, 1)]
+        assert await ends[0] == [0, 0, 0, 0, 1]
+        await arrived
+        released.set()
+
+        assert await ends[1] == [0, 0, 0, 0, 1]
+
+
+def agree(channel):
+    """Agree at a barrier; return the sum of what was received until then."""
+    met = channel.barrier("end", {"sequence": 0}, BarrierKind.AGREE)
+    published = {r: own["sequence"] for r, own in met.payloads.items()}
+    channel.agree("end", published, met.gone, load=None)
+    return totals(channel.drain(), 5)
 
 
 @workers(2)

@@ -206,22 +206,6 @@ def text(length: int = 32, lines: int = 1800) -> Split:
     return Split(x[train], y[train], x[test], y[test])
 
 
-TASKS = {
-    "digits": Task(
-        *("digits", small_cnn, CROSS_ENTROPY, digits, 16, 12),
-        *("accuracy", (0.1, 0.03, 0.003)),
-    ),
-    "diabetes": Task(
-        *("diabetes", regressor, nn.MSELoss(), diabetes, 8, 40),
-        *("loss", (0.003, 0.0003, 0.0003)),
-    ),
-    "text": Task(
-        *("text", NextCharacter, CROSS_ENTROPY, text, 8, 2),
-        *("loss", (0.3, 0.03, 0.001)),
-    ),
-}
-
-
 SIDE = 28  # of an image, as MNIST has it
 DIGIT = 24  # of what is drawn on it
 COPIES = 40  # of each image to learn from, at different places
@@ -258,6 +242,36 @@ def lines() -> Split:
     """Of Python's library: 10,000 lines to learn from, 128 others to be tested on."""
     whole = text(lines=12_000)
     return whole._replace(x_test=whole.x_test[:128], y_test=whole.y_test[:128])
+
+
+def long_text() -> Split:
+    """Of Python's library: 20,000 lines to learn from, 1,000 others to be tested on."""
+    whole = text(lines=24_000)
+    return whole._replace(x_test=whole.x_test[:1000], y_test=whole.y_test[:1000])
+
+
+TASKS = {
+    "digits": Task(
+        *("digits", small_cnn, CROSS_ENTROPY, digits, 16, 12),
+        *("accuracy", (0.1, 0.03, 0.003)),
+    ),
+    "diabetes": Task(
+        *("diabetes", regressor, nn.MSELoss(), diabetes, 8, 40),
+        *("loss", (0.003, 0.0003, 0.0003)),
+    ),
+    "text": Task(
+        *("text", NextCharacter, CROSS_ENTROPY, text, 8, 2),
+        *("loss", (0.3, 0.03, 0.001)),
+    ),
+    "long-text": Task(
+        *("long-text", NextCharacter, CROSS_ENTROPY, long_text, 16, 2),
+        *("loss", (0.3, 0.03, 0.001)),
+    ),
+    "images": Task(
+        *("images", cnn, CROSS_ENTROPY, functools.partial(images, (1, SIDE, SIDE))),
+        *(BATCH, 2, "accuracy", (0.1, 0.01, 0.001)),
+    ),
+}
 
 
 def characters() -> nn.Module:

@@ -35,17 +35,14 @@ class Contestant:
     script: str  # a module of `benchmarks.peers`
     options: str = ""  # of the script
     alone: bool = False  # one process, whatever the number of hosts
-    shares: bool = True  # its processes train one model
     kept: bool = True  # freed memory is kept for the next step, as daskdl keeps it
 
 
 PLAIN = ("ddp", "--way=plain")
 CONTESTANTS = {
-    "single": Contestant("plain, one process", *PLAIN, alone=True, shares=False),
-    "independent": Contestant("plain, independent processes", *PLAIN, shares=False),
-    "independent-freed": Contestant(
-        "plain, freed memory returned", *PLAIN, shares=False, kept=False
-    ),
+    "single": Contestant("plain, one process", *PLAIN, alone=True),
+    "independent": Contestant("plain, independent processes", *PLAIN),
+    "independent-freed": Contestant("plain, freed memory returned", *PLAIN, kept=False),
     "ddp": Contestant("DDP, gloo", "ddp"),
     "ddp-fp16": Contestant("DDP, fp16 hook", "ddp", "--hook=fp16"),
     "ddp-powersgd": Contestant("DDP, PowerSGD rank 1", "ddp", "--hook=powersgd"),
@@ -80,7 +77,7 @@ class Course:
     seconds: float = 10.0  # that count; with a target, at most
     warm_up: float = 3.0  # seconds before
     optimizer: str = "SGD"
-    rate_factor: float = 1.0  # on the learning rate, for contestants that share a model
+    rate_factor: float = 1.0  # on the learning rate
     target: float | None = None  # score at which training ends; None: never scored
     python: str = sys.executable  # the interpreter that has the contestants' libraries
     patience: float = 240.0  # seconds for a start, and a block on a slow link
@@ -100,7 +97,7 @@ def compete(
         "optimizer": course.optimizer,
         "warm-up": course.warm_up,
         "seconds": course.seconds,
-        "rate-factor": course.rate_factor if contestant.shares else 1.0,
+        "rate-factor": course.rate_factor,
         "seed": seed,
         "began": time.time(),
     }

@@ -5,10 +5,13 @@ Question: At each rate of the links, how many seconds does it take to train a mo
 Counted:  Seconds of training, without start-up, until the score on rows that were not
           trained on first reaches the target, which is the score of one process at the
           end: the mean over seeds of its scores in the last quarter of `--seconds`.
-          While the model of a synchronous contestant is scored, training and clock
-          stop; for all others, including daskdl, the clock continues. Contestants that
-          share a model have `--rate-factor` times the learning rate of one process, by
-          default the number of hosts. Hosts and links are those of `links`.
+          Each contestant, the single process too, has the learning rate that suits it:
+          of `--rate-factors` times the task's, the one with which its first seed
+          reaches the target soonest on the first of `--rates`, or else has the best
+          score. A contestant's score is that of the model which its user would get;
+          with local SGD, after a mean. While the model of a synchronous contestant is
+          scored, training and clock stop; for all others, including daskdl, the clock
+          continues. Hosts and links are those of `links`.
 Baseline: one process, and PyTorch's DistributedDataParallel.
 Run:      python -m benchmarks time-to-accuracy --work mlp --rates unlimited 1gbit
 """
@@ -17,7 +20,8 @@ import argparse
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks import contest
@@ -25,7 +29,7 @@ from benchmarks.contest import CONTESTANTS, Course, compete
 from benchmarks.namespaces import Place, hosts
 from benchmarks.report import curves
 from benchmarks.results import Question
-from benchmarks.work import WORKS
+from benchmarks.work import WORKS, Task
 
 SOME = ("ddp", "ddp-powersgd", "post-local-sgd", "daskdl", "daskdl-16")
 LAST = 0.75  # the share of one process's time before the scores that make its target
@@ -50,29 +54,69 @@ def target_of(curves: Sequence[Sequence[tuple[float, float]]]) -> float:
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if not contest.available(asked, "time-to-accuracy"):
         return
-    work = WORKS[asked.work]
+    work, seeds = WORKS[asked.work], asked.seeds
     with hosts(asked.hosts, loopback=asked.loopback) as place:
+        # The single process trains to the end, for its scores make the target.
         course = contest.course_of(asked, target=OUT_OF_REACH[work.score])
-        single = runs_of(place, "single", course, asked.seeds)
+        factors = {
+            "single": tuned(place, "single", course, seeds[0], asked.rate_factors)
+        }
+        course = replace(course, rate_factor=factors["single"])
+        single = runs_of(place, "single", course, seeds)
         target = target_of([run["curve"] for run in single])
         for run in single:
             run["reached_s"] = next(
                 (at for at, score in run["curve"] if work.better(score, target)), None
             )
-        course = contest.course_of(
-            asked,
-            target=target,
-            seconds=asked.limit or 4 * asked.seconds,
-            rate_factor=asked.rate_factor or asked.hosts,
-        )
+        course = replace(course, target=target, seconds=asked.limit)
         for rate in asked.rates:
             place.limit(rate)
             found = {"single": single}
             for name in dict.fromkeys(["ddp", *asked.contestants]):
-                found[name] = runs_of(place, name, course, asked.seeds)
+                if name not in factors:
+                    factors[name] = tuned(
+                        place, name, course, seeds[0], asked.rate_factors
+                    )
+                own = replace(course, rate_factor=factors[name])
+                found[name] = runs_of(place, name, own, seeds)
             case = {"rate": rate, "work": asked.work, "target": target}
             for name, runs in found.items():
+                case["rate_factor"] = factors[name]
                 yield case | row(name, runs, single, found["ddp"])
+
+
+def tuned(
+    place: Place, name: str, course: Course, seed: int, factors: Sequence[float]
+) -> float:
+    """The factor on the learning rate that suits a contestant."""
+    if len(factors) == 1:
+        return factors[0]
+    runs = {
+        factor: runs_of(place, name, replace(course, rate_factor=factor), [seed])[0]
+        for factor in factors
+    }
+    return best(runs, WORKS[course.work])
+
+
+def best(runs: Mapping[float, dict[str, Any]], work: Task) -> float:
+    """The factor with which the target was reached soonest, or that came closest.
+
+    Example:
+        >>> near, far = ({"curve": [(1.0, score)]} for score in (0.9, 0.5))
+        >>> best({1: far, 2: near, 4: {"error": "!"}}, WORKS["mlp"])
+        2
+        >>> best({1: near, 2: near | {"reached_s": 9.0}}, WORKS["mlp"])
+        2
+    """
+
+    reached = {f: run["reached_s"] for f, run in runs.items() if run.get("reached_s")}
+    if reached:
+        return min(reached, key=reached.__getitem__)
+    scores = {f: target_of([run["curve"]]) for f, run in runs.items() if "curve" in run}
+    if not scores:
+        return next(iter(runs))
+    ranks = max if work.score == "accuracy" else min
+    return ranks(scores, key=scores.__getitem__)
 
 
 def runs_of(place: Place, name: str, course: Course, seeds: Sequence[int]) -> Runs:
@@ -115,12 +159,17 @@ QUESTION = Question(
     "time-to-accuracy",
     __doc__,
     rows,
-    "contestant rate work target:.4f reached_s:,.1f to_single:.2f to_ddp:.2f reached "
-    "startup_s:.1f error",
+    "contestant rate work rate_factor:g target:.4f reached_s:,.1f to_single:.2f "
+    "to_ddp:.2f reached startup_s:.1f error",
     contest.options(contest.ALL_RATES[:3], SOME, seconds=30.0)
     | {
-        "--limit": {"type": float, "help": "seconds at most; default: 4 x --seconds"},
-        "--rate-factor": {"type": float, "help": "default: number of hosts"},
+        "--limit": {"type": float, "default": 60.0, "help": "seconds at most"},
+        "--rate-factors": {
+            "nargs": "+",
+            "type": float,
+            "default": [1.0, 2.0, 4.0, 8.0],
+            "help": "on the learning rate, of which each contestant has its best",
+        },
     },
     lambda result: curves(result, "contestant", "rate"),
 )

@@ -6,7 +6,6 @@ workers without a core to spare.
 """
 
 import contextlib
-import functools
 import logging
 import os
 import subprocess
@@ -15,16 +14,15 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from threading import get_ident
 from typing import Any
 
 import dask
 import numpy as np
 import torch
 from distributed import Client, LocalCluster
-from torch import Tensor, nn
 
 import daskdl
+from benchmarks.peers import agreed
 from benchmarks.peers.loop import Arguments, Gauge, Meeting, parser, print_summary, read
 
 PARTS = 16  # files of the rows to learn from
@@ -36,8 +34,8 @@ HOUSEKEEPING = {
     "distributed.worker.memory.monitor-interval": "1s",
 }
 WAYS: dict[str, Any] = {
-    "sharing": lambda every: daskdl.GradientSharing(exchange_every=every or "auto"),
-    "averaging": lambda every: daskdl.ParameterAveraging(frequency=every),
+    "sharing": lambda every: agreed.Sharing(exchange_every=every or "auto"),
+    "averaging": lambda every: agreed.Averaging(frequency=every),
 }
 
 
@@ -73,23 +71,13 @@ class Counts(daskdl.Callback):
                 own,
                 Meeting(own, host=False),
                 None,
-                lambda: own.task.test(_trained[get_ident()], x, y),
+                lambda: agreed.score(own.task, x, y),
             )
             self._gauge.begin()
 
     def on_step_end(self, step: daskdl.Step) -> None:
         assert self._gauge is not None
         self._gauge.goes_on(step.examples)
-
-
-_trained: dict[int, nn.Module] = {}  # the replica's model, by training thread
-
-
-def step(loss: nn.Module, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    _trained[get_ident()] = model
-    x, y = batch
-    found: Tensor = loss(model(x), y)
-    return found
 
 
 @contextlib.contextmanager
@@ -168,8 +156,8 @@ def main() -> None:
         client.wait_for_workers(own.world, timeout=START_S)
         trainer = daskdl.Trainer(
             own.task.model,
-            optimizer=own.new_optimizer(),
-            step=functools.partial(step, own.task.loss),
+            own.task.loss,
+            own.new_optimizer(),
             master=WAYS[more.way](more.every),
             client=client,
             callbacks=[Counts(own), Ends(own, meeting)],

@@ -356,7 +356,7 @@ class Inbox:
     """Received updates of one replica, and progress of its peers.
 
     The event loop fills the inbox and the training thread empties it. Methods may be
-    called from any thread; all attributes but the first four are guarded by `changed`.
+    called from any thread; all attributes but the first five are guarded by `changed`.
 
     Args:
         size: Parameters of the model.
@@ -369,6 +369,7 @@ class Inbox:
         clock: Times the waits and announcements.
 
     Attributes:
+        in_order: As given; may be set to False.
         stopped: Reason why the replica has to leave; None while the run continues.
         joining: Whether the replica waits for its snapshot or has not joined yet. Until
             then no update counts as received or missing.
@@ -383,6 +384,7 @@ class Inbox:
         refused: Undecodable frames since the counters were read.
     """
 
+    in_order: bool
     stopped: str | None
     joining: bool
     own: PeerProgress
@@ -417,7 +419,7 @@ class Inbox:
         self.peers = Peers(clock)
         self.received_bytes = 0
         self.refused = 0
-        self._in_order = in_order
+        self.in_order = in_order
 
     def put(self, message: Message, update: Update) -> bool:
         """Add a pending update, once.
@@ -462,7 +464,7 @@ class Inbox:
     def announce(self, origin: int, progress: PeerProgress) -> bool:
         """Record the progress of another replica; return whether it was new."""
         with self.changed:
-            complete = math.inf if self._in_order else self.received.complete(origin)
+            complete = math.inf if self.in_order else self.received.complete(origin)
             news = self.peers.announce(origin, progress, complete)
             self.changed.notify_all()
             return news

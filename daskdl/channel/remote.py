@@ -227,21 +227,23 @@ class RemoteChannel(Channel):
     def join(self) -> JoinResult:
         answer = self._ask_to_join()
         self._end.enter(answer["topology"])
-        members = dict(answer["members"])
-        if members:
-            self._meet(members)
+        if answer["members"]:
+            members = self._meet(answer["members"])
             self._end.begin({}, self._spec.grid)
             self._end.start()
-            return JoinResult(list(members), None)
+            return JoinResult(members, None)
         self._end.start()
         snapshot = self._snapshot(answer)
         self._end.begin(self._received_with(snapshot), snapshot["grid"])
         return JoinResult([self._replica], snapshot)
 
-    def _meet(self, steps: Mapping[int, int]) -> None:
-        """Record the other members and their completed steps."""
-        for replica in steps.keys() - {self._replica}:
-            self._inbox.announce(replica, PeerProgress(steps[replica]))
+    def _meet(self, reached: Sequence[tuple[int, int, int]]) -> list[int]:
+        """Record the step and last update of each member; return the members."""
+        for replica, step, sequence in reached:
+            if replica != self._replica:
+                self._inbox.announce(replica, PeerProgress())
+                self._inbox.announce(replica, PeerProgress(step, sequence))
+        return sorted(replica for replica, *_ in reached)
 
     def _ask_to_join(self) -> dict[str, Any]:
         bound = self._timeouts.bound("join", "request")
@@ -270,11 +272,13 @@ class RemoteChannel(Channel):
     @override
     def activate(self, step: int) -> ActivateResult:
         answer = self._ask(WaitCause.ACTIVATE, protocol.ACTIVATE, None, step=step)
-        members, interval = dict(answer["members"]), answer["interval"]
+        interval = answer["interval"]
         self._inbox.own = PeerProgress(step, self.published, interval - 1)
-        self._meet(members)
+        # This answer may overtake updates of the others on their way through a relay.
+        self._inbox.in_order = False
+        members = self._meet(answer["members"])
         report = {r: unwrap_arrays(payload) for r, payload in answer["report"]}
-        return ActivateResult(sorted(members), answer["epoch"], report, interval)
+        return ActivateResult(members, answer["epoch"], report, interval)
 
     @override
     def fail(self, failure: Mapping[str, Any]) -> None:

@@ -638,7 +638,7 @@ class RunState:
         timeouts, members = self.timeouts, self.members
         if members.absent and now - self._opened_at > timeouts.join:
             self.give_up_late(timeouts.bound("join"), now)
-        if self.has_enough:
+        if self.has_enough or self._ended:
             self._enough_at = now
         elif now - self._enough_at > timeouts.rejoin:
             bound, gone = timeouts.bound("rejoin"), sorted(members.gone)

@@ -318,7 +318,7 @@ class LiveRun:
         if initial:
             self.notify()
             await self.until(lambda: members.started)
-            present = [[r, 0] for r in members.training]
+            present = [[r, 0, 0] for r in members.training]
             return {"members": present, "topology": state.topology(), "donor": None}
         generation, member = members.generation, members.replicas[replica]
         member.heartbeat_at = math.inf  # no heartbeat while it waits here
@@ -369,9 +369,9 @@ class LiveRun:
         await self.until(lambda: not state.holding)
         state.activate(replica, step)
         self.notify()
-        steps = [[r, members.replicas[r].progress.step] for r in members.expected]
+        reached = [[r, *members.replicas[r].progress[:2]] for r in members.expected]
         own = {"epoch": state.epoch, "interval": state.interval, "report": state.report}
-        return {"members": steps, **own}
+        return {"members": reached, **own}
 
     async def handle_publish(
         self,

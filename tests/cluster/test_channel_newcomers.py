@@ -14,6 +14,7 @@ from tests.support.channels import (
     applied_by,
     begin,
     everywhere,
+    held_up,
     in_thread,
     meet,
     publish,
@@ -121,6 +122,38 @@ async def test_barriers_wait_for_a_joining_replica_once_it_is_active(
         others = [in_thread(run.channels[r].barrier, "end 1", r) for r in (1, replica)]
         for met in await asyncio.gather(waiting, *others):
             assert met.payloads == {0: 0, 1: 1, 2: 2}
+
+
+@EITHER
+@everywhere(2)
+async def test_a_joining_replica_counts_on_no_step_before_its_updates(
+    c, s, a, b, routing, monkeypatch
+):
+    async with a_run(c, s, a, b, routing=routing) as run:
+        donor = run.channels[0]
+        donor.serve_snapshot(applied_by(donor))
+        replica, channel = await run.newcomer(b)
+        joining = begin(channel.join)
+        await wait_until(lambda: run.link(0).snapshot_requests)
+        donor.check()
+        await joining
+        released = [
+            held_up(b.handlers, f"daskdl_deliver{more}", monkeypatch)
+            for more in ("", "_batches")
+        ]
+        assert publish(donor, 1, step=9)
+        donor.progress(9)
+        await wait_until(lambda: run.record.members.replicas[0].progress.step == 9)
+
+        await in_thread(channel.activate, 3)
+
+        progress = run.link(replica).inbox.peers.progress
+        assert channel.peers() == [0, 1]
+        assert progress[0].step == 0
+        for one in released:
+            one.set()
+        await in_thread(channel.wait_for_updates, {0: 1})
+        assert progress[0].step == 9
 
 
 @everywhere(2)

@@ -371,3 +371,13 @@ def test_a_failure_of_a_joining_replica_does_not_end_the_run():
 
     assert [event["kind"] for event in state.take_events()] == ["not joined", "lost"]
     assert state.stopped is None
+
+
+def test_a_run_that_a_replica_has_completed_needs_no_more_replicas():
+    state = joined(2, now=0.0, min_replicas=2)
+    for replica in (0, 1):
+        state.leave(replica, 1.0)
+
+    state.check_deadlines(1000.0)
+
+    assert state.stopped is None

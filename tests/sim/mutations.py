@@ -135,6 +135,16 @@ MUTATIONS = {
         "return [r for r in self.present if self.replicas[r].heartbeat_at < bound]",
         "return []",
     ),
+    "a run that has ended fails for lack of replicas": Mutation(
+        "daskdl.channel.run_state",
+        "        if self.has_enough or self._ended:",
+        "        if self.has_enough:",
+    ),
+    "a joining replica counts on steps before their updates": Mutation(
+        "daskdl.channel.remote",
+        "        self._inbox.in_order = False\n",
+        "",
+    ),
     "a result that is lost with its worker is waited for": Mutation(
         "daskdl.channel.scheduler",
         "                if member.worker == worker:",

@@ -214,6 +214,7 @@ class Actor:
         self.process = process
         self.name = name
         self.result = concurrent.futures.Future()
+        self.result.set_running_or_notify_cancel()  # from now on it is not cancelled
         self.ended = self.killed = False
         self._target = target
         self._turn = 0  # number of the current wait

@@ -174,6 +174,7 @@ class DeliveryBarrier:
         return contains(self._target.get(origin, NOTHING), sequence)
 
 
+MOST_STEPS = 2  # with pending updates, if replicas take each step together
 UPDATE_BYTES = 440  # memory overhead of an update, see test_queue_memory
 
 
@@ -185,15 +186,16 @@ class PendingUpdates:
 
     With `in_step`, each step is a bucket with its own bound, and later updates of a
     folded bucket are folded too. Folding rounds local differently; this way it depends
-    on the updates of the step and not on when they arrive.
+    on the updates of the step and not on when they arrive. Others wait for a replica
+    that trains, so two steps have pending updates. They do not wait for a replica that
+    is still joining: beyond two steps' worth, all of its updates are folded together.
 
     Args:
         size: Parameters of the model.
         grid: Grid of the run, parameter units.
         limit_bytes: Bytes of pending updates beyond which they are folded; with
             `in_step`, of one step.
-        in_step: Replicas take each step together, so that at most two steps have
-            pending updates.
+        in_step: Replicas take each step together.
 
     Attributes:
         grid: Grid of the run, parameter units.
@@ -234,6 +236,11 @@ class PendingUpdates:
         if again or self._bytes[bucket] > self._limit_bytes:
             self.folds += not again
             self._fold(bucket)
+        if self._in_step and (
+            len(self._folded) > MOST_STEPS
+            or self.nbytes > MOST_STEPS * self._limit_bytes
+        ):
+            self._merge()
 
     def take(
         self, up_to_step: int | None = None
@@ -255,6 +262,16 @@ class PendingUpdates:
         self._waiting.clear()
         self._bytes.clear()
         self._folded.clear()
+
+    def _merge(self) -> None:
+        """Fold the updates of all steps into the first one."""
+        self.folds += 1
+        buckets = {of_bucket for of_bucket, *_ in self._waiting} | self._folded.keys()
+        for bucket in buckets:
+            self._fold(bucket)
+        first, *others = sorted(buckets)
+        for bucket in others:
+            self._folded[first] += self._folded.pop(bucket)
 
     def _fold(self, bucket: int) -> None:
         if bucket not in self._folded:

@@ -280,6 +280,21 @@ class TestInStep:
         assert folded(own.drain(), 3) == [1, 1, 0]
         assert own.stats().folds == 2
 
+    @pytest.mark.parametrize("limit", [0, EACH, 4 * EACH])
+    def test_more_than_two_steps_are_folded_together_and_nothing_is_lost(self, limit):
+        """A replica that is still joining does not hold up the others."""
+        own, other = channels(2, in_step=True, inbox_bytes=limit)
+        pending, most = own._inbox.pending, []
+        for step in range(1, 40):
+            publish(other, 1, -2, step=step)
+            most.append(pending.nbytes)
+
+        drained = [own.drain(step) for step in (1, 40)]
+
+        assert max(most) <= 2 * limit
+        assert sum(len(one.updates) + sum(folded(one, 1)) for one in drained) == 39
+        assert folded(drained[0], 1)[0] > 2
+
 
 UPDATES = st.lists(
     st.tuples(

@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from typing_extensions import override
@@ -20,7 +21,7 @@ from daskdl import (
     KeepResidual,
     errors,
 )
-from daskdl.channel import protocol
+from daskdl.channel import protocol, scheduler, transport, worker
 from daskdl.channel.protocol import NAME, Answer
 from daskdl.channel.routing import ROUTINGS
 from daskdl.config import VERSION, Timeouts
@@ -120,6 +121,7 @@ class Setup:
     outbox_bytes: int = 2**20
     inbox_bytes: int = 2**20
     relay_bytes: int = 2**20
+    batch_bytes: int = transport.BATCH_BYTES
     mean_step_s: float = 0.05
     step_s: dict = field(default_factory=dict)
     timeouts: Timeouts = TIMEOUTS
@@ -354,8 +356,10 @@ class Cluster:
     def __init__(self, seed, setup, trace=None):
         self.seed = seed
         self.world = World(seed, setup.preempted, trace)
-        self._run_in_thread = checkpointing.run_in_thread
-        checkpointing.run_in_thread = self._write
+        self._undo = pytest.MonkeyPatch()
+        self._undo.setattr(checkpointing, "run_in_thread", self._write)
+        for module in (transport, scheduler, worker):
+            self._undo.setattr(module, "BATCH_BYTES", setup.batch_bytes)
         self.network = Network(self.world)
         self.scheduler = SimScheduler(self.network)
         self.workers = {}
@@ -415,7 +419,7 @@ class Cluster:
     def close(self):
         """End all that is left."""
         self.world.close()
-        checkpointing.run_in_thread = self._run_in_thread
+        self._undo.undo()
         if self.client.checkpoints is not None:
             self.client.checkpoints.series.store.delete_all()
 

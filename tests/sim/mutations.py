@@ -78,6 +78,11 @@ MUTATIONS = {
         "                fold_(self._folded[bucket], update, self.grid)",
         "                pass",
     ),
+    "a joining replica's inbox grows with the steps of the others": Mutation(
+        "daskdl.channel.inbox",
+        "        if self._in_step and (\n            len",
+        "        if False and (\n            len",
+    ),
     "updates are not applied after replicas agree": Mutation(
         "daskdl.training.gradient_sharing",
         "        self._channel.agree(key, published, met.gone, self._load)\n"

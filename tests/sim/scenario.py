@@ -175,6 +175,7 @@ def setup_of(chance, seed):
         outbox_bytes=chance.choice([2**20, bound]),
         inbox_bytes=chance.choice([2**20, bound]),
         relay_bytes=chance.choice([2**20, bound]),
+        batch_bytes=chance.choice([2**22, 2**22, 1]),
         mean_step_s=chance.choice([0.02, 0.1, 0.5]),
         step_s={
             replica: chance.choice([0.02, 0.1, 0.5, 1.0])
@@ -431,8 +432,7 @@ class Inspector:
                     others = setup.inbox_bytes + most
                     self._bound(f"others' updates {name}", routing.others, others)
                     pending = end.inbox.pending
-                    # In lockstep those of two steps; a newcomer's all at once.
-                    self._bound(f"inbox {name}", pending, 3 * others)
+                    self._bound(f"inbox {name}", pending, 2 * others)
 
     def _bound(self, name, queue, most):
         if queue.nbytes > most:
@@ -527,7 +527,7 @@ def run(scenario, trace=None):
         end = max([over_at, *(fault.at_s for fault in scenario.faults)]) + SETTLE_S
         world.run(lambda: world.now >= end, end + 1)
         check_nothing_left(cluster)
-        error = client.error if client.process.alive else ("", "the client has gone")
+        error = client.error if client.process.alive else ("no client", "it has gone")
         return Outcome(
             scenario.seed,
             error,

@@ -19,8 +19,6 @@ from tests.support.channels import (
     publish,
 )
 
-pytestmark = pytest.mark.slow
-
 # What a replica heard of the scheduler and of the other one.
 HEARD = r"the scheduler \d+\.\d s ago; replica \d at step 0, update 0, \d+\.\d s ago"
 

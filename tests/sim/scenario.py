@@ -4,7 +4,6 @@ The faults of a scenario are drawn in advance, and their victims when they happe
 least one worker, the last resort, is spared, except where everybody may go.
 """
 
-import dataclasses
 import functools
 import random
 from dataclasses import dataclass, field
@@ -542,8 +541,3 @@ def run(scenario, trace=None):
         raise
     finally:
         cluster.close()
-
-
-def with_faults(scenario, *faults):
-    """The same fit with other faults."""
-    return dataclasses.replace(scenario, faults=sorted(faults))

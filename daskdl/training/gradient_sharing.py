@@ -78,7 +78,7 @@ SHARE = 0.03  # of a replica's time, that exchanging may take
 # FIRST_SHARE of the time, and is at most LONGEST_AT_FIRST.
 RAMP = 32
 FIRST_SHARE = 0.1
-LONGEST_AT_FIRST = 8
+LONGEST_AT_FIRST = 16
 MEASURED = 5  # exchanges in the medians
 # More than these bytes of earlier updates in the outbox postpone an exchange, with
 # "auto": on a slow link, more steps then lie between exchanges, and none is stale.
@@ -656,7 +656,7 @@ class GradientSharing(TrainingMaster):
         exchange_every: Steps between exchanges. ``"auto"`` chooses a power of two up to
             64 and up to `max_staleness`, so that exchanging takes about 3 % of a
             replica's time. More than a 32nd of the steps made so far are chosen only
-            if it would take more than 10 %, and up to 8. In lockstep the number of
+            if it would take more than 10 %, and up to 16. In lockstep the number of
             steps alone decides, up to 16. With ``apply="strict"`` it is 1.
         warmup_steps: The progress of this many first steps is sent in full, in eight
             bits per parameter and without a threshold. Steps are counted over all fits
@@ -802,7 +802,7 @@ class GradientSharing(TrainingMaster):
 
         Example:
             >>> [GradientSharing().longest(made) for made in (0, 100, 1000, 10**6)]
-            [8, 8, 16, 64]
+            [16, 16, 16, 64]
         """
         if self.exchange_every != "auto":
             return self.exchange_every

@@ -292,14 +292,14 @@ class TestInterval:
         return [n for n in range(1, steps + 1) if case.step(seconds=seconds)]
 
     def test_it_grows_with_the_steps_that_were_made(self):
-        exchanges = self.exchanges(576)
+        exchanges = self.exchanges(1152)
 
-        # 8 at first, however long an exchange takes; at most a 32nd of the steps made.
-        assert exchanges[:6] == [1, 8, 16, 24, 32, 40]
-        assert exchanges[-6:] == [504, 512, 528, 544, 560, 576]
+        # 16 at first, however long an exchange takes; at most a 32nd of the steps made.
+        assert exchanges[:4] == [1, 16, 32, 48]
+        assert exchanges[-6:] == [1008, 1024, 1056, 1088, 1120, 1152]
 
     @pytest.mark.parametrize(
-        ("seconds", "every"), [(101, 1), (99, 2), (49, 4), (24, 8), (1, 8)]
+        ("seconds", "every"), [(101, 1), (99, 2), (49, 4), (24, 8), (12, 16), (1, 16)]
     )
     def test_at_first_exchanging_takes_10_percent_of_the_time(self, seconds, every):
         exchanges = self.exchanges(56, seconds=seconds)
@@ -368,7 +368,7 @@ class TestInterval:
 
 
 def test_the_bound_of_staleness_follows_the_interval():
-    assert GradientSharing().staleness_bound(0) == 16
+    assert GradientSharing().staleness_bound(0) == 32
     assert GradientSharing().staleness_bound(10**6) == 128
     assert GradientSharing(exchange_every=16).staleness_bound(0) == 32
     assert GradientSharing(max_staleness=3).staleness_bound(10**6) == 3

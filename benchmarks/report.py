@@ -40,6 +40,7 @@ SECTIONS = {
     "The channel alone": "channel",
     "Accuracy of the plan": "plan",
     "Quality of models": "convergence-defaults",
+    "Quality of models, longer runs": "convergence-longer",
     "Quality of models, earlier defaults": "convergence",
     "Quality by option": "convergence-options",
     "Quality of parameter averaging": "averaging",

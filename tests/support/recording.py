@@ -54,7 +54,7 @@ def delivered(trainer, *data):
 def counts_of(update, grid):
     """An update as a dense vector of steps of the grid."""
     if isinstance(update, codec.DenseUpdate):
-        return update.counts_N.astype(np.int64)
+        return update.counts_N.astype(np.int64) * round(update.grid / grid)
     dense_N = np.zeros(update.size, np.int64)
     positions = np.abs(update.entries_K.astype(np.int64)) - 1
     dense_N[positions] = update.quanta_K * round(update.threshold / grid)

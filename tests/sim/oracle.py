@@ -145,7 +145,8 @@ class Oracle:
         leases = state.leases["train"]
         self._leased = {"granted": Counter(), "finished": Counter(), "again": 0}
         self._grants = {}
-        take, finish, begin = leases.take, leases.finish, leases._begin
+        take, finish, begin, post = leases.take, leases.finish, leases.open, state.post
+        self._rows = state.spec.sizes["train"].rows
 
         def taking(replica, is_near=None):
             lease = take(replica, is_near)
@@ -164,25 +165,23 @@ class Oracle:
                 self._leased["finished"].update(rows_of(self._grants[number]))
             return own
 
-        def beginning(order, remaining, replicas):
-            self._grants.clear()
-            self._leased = {"granted": Counter(), "finished": Counter(), "again": 0}
-            begin(order, remaining, replicas)
+        def beginning(epoch, replicas):
+            if epoch > leases.epoch:
+                self._grants.clear()
+                self._leased = {"granted": Counter(), "finished": Counter(), "again": 0}
+            begin(epoch, replicas)
 
-        leases.take, leases.finish, leases._begin = taking, finishing, beginning
-        end_epoch = state._end_epoch
+        def posting(kind, **fields):
+            if kind == "report":  # an epoch ends
+                self._check_epoch(leases)
+            post(kind, **fields)
 
-        def ending(key, barrier):
-            self._check_epoch(leases)
-            end_epoch(key, barrier)
-
-        state._end_epoch = ending
+        leases.take, leases.finish, leases.open = taking, finishing, beginning
+        state.post = posting
 
     def _check_epoch(self, leases):
         every = {
-            (part, row)
-            for part, rows in enumerate(leases._sizes.rows)
-            for row in range(rows)
+            (part, row) for part, rows in enumerate(self._rows) for row in range(rows)
         }
         self.checks["epochs with each row once"] += 1
         for what in ("granted", "finished"):

@@ -88,6 +88,7 @@ class Costs:
         item_s: Each further update in a request, at either end, on the event loop.
         update_bytes: Bytes of an update.
         density: Entries sent / parameters.
+        adaptive: Whether the optimizer is Adam or of its kind.
     """
 
     rows: int
@@ -102,6 +103,7 @@ class Costs:
     item_s: float
     update_bytes: float
     density: float
+    adaptive: bool = False
 
     @property
     def step_s(self) -> float:
@@ -235,7 +237,8 @@ def predict(
         return Prediction(1, 1.0, rate, step_s, "compute", 1.0, step_s)
     costs = alone if link is not None else measured.here(workers)
     exchange_s = costs.encode_s + (workers - 1) * costs.apply_s
-    every = master.interval(exchange_s / costs.step_s, MADE)
+    cost = exchange_s / costs.step_s
+    every = master.interval(cost, MADE, adaptive=costs.adaptive)
     unsent = UNSENT_BYTES if master.exchange_every == "auto" else OUTBOX_BYTES
     master = dataclasses.replace(master, exchange_every=every)
     encode_s, apply_s = costs.encode_s / every, (workers - 1) * costs.apply_s / every

@@ -39,7 +39,7 @@ from daskdl.training.base import CompressionState, KeptResidual, ReplicaContext
 from daskdl.training.checkpointing import run_in_thread
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 from daskdl.training.gradient_sharing import GradientSharing
-from daskdl.training.optimizer_step import Stepper, Stepping
+from daskdl.training.optimizer_step import Stepper, Stepping, is_adaptive
 from daskdl.training.replica import process_environment
 
 SETTLING = 100  # most exchanges until thresholds have settled
@@ -130,6 +130,7 @@ class StepBenchmark:
         self._device = device
         self._module = spec.model.to(device).train()
         optimizer = spec.optimizer(trainable(self._module))
+        self._adaptive = is_adaptive(optimizer)
         self._stepper = Stepper(
             self._module, spec.objective, optimizer, Stepping(), device
         )
@@ -275,6 +276,7 @@ class StepBenchmark:
             request_s=request_s,
             item_s=item_s,
             density=stats.density_sum / max(stats.exchanges, 1),
+            adaptive=self._adaptive,
             **means,
         )
 

@@ -36,7 +36,6 @@ from daskdl.compression.flat import (
 from daskdl.compression.kernels import GUARD
 from daskdl.compression.replica_vector import MAX_COUNT, Counts
 from daskdl.config import check_choice, check_type, check_whole, is_number
-from daskdl.data.checks import trainable
 from daskdl.errors import CodecError, DivergedError, OptionError
 from daskdl.evaluation.evaluate import Score
 from daskdl.residuals import KeepResidual, ResidualPostProcessor
@@ -61,21 +60,22 @@ from daskdl.training.base import (
     State,
     StepStats,
     TrainingMaster,
-    check_like,
     check_places,
     restoring,
 )
-from daskdl.training.optimizer_step import GradientNoise, is_adaptive
+from daskdl.training.optimizer_step import is_adaptive
 from daskdl.training.telemetry import SAMPLE, mean, spread_of
 
 # Steps between two exchanges with "auto": powers of two, so that the steps of the
 # exchanges of all replicas are nested.
 LONGEST = 64
 LONGEST_IN_STEP = 16  # in lockstep, where measured times must not decide
+LONGEST_OF_ADAM_IN_STEP = 2
 SHARE = 0.03  # of a replica's time, that exchanging may take
 # At first, while the model moves fast, an interval of more than 1 / RAMP of the steps
 # made so far is chosen only where exchanging would otherwise take more than
-# FIRST_SHARE of the time, and is at most LONGEST_AT_FIRST.
+# FIRST_SHARE of the time, and is at most LONGEST_AT_FIRST. With Adam and its kind,
+# exchanging may take FIRST_SHARE later too.
 RAMP = 32
 FIRST_SHARE = 0.1
 LONGEST_AT_FIRST = 16
@@ -97,26 +97,44 @@ class Interval:
     at most `SHARE` of the time. At first, while the model moves fast, it is shorter,
     and exchanging may take `FIRST_SHARE`.
 
+    Args:
+        options: Bounds of the interval.
+        adaptive: See `GradientSharing.interval`.
+
     Attributes:
         every: Current number of steps.
     """
 
     every: int
 
-    def __init__(self, options: "GradientSharing") -> None:
+    def __init__(self, options: "GradientSharing", *, adaptive: bool) -> None:
         self._options = options
+        self._adaptive = adaptive
         self._costs: deque[float] = deque(maxlen=MEASURED)  # of an exchange, in steps
-        self.every = options.interval(0.0, 0)
+        self._warm = False
+        self.every = options.interval(0.0, 0, adaptive=adaptive)
 
     def note(self, exchange_s: float, step_s: float) -> None:
-        """Add the measured durations of an exchange and a step."""
-        if step_s > 0:
+        """Add the measured durations of an exchange and a step.
+
+        The first exchange, which finds nothing in the caches, does not count.
+        """
+        if self._warm and step_s > 0:
             self._costs.append(exchange_s / step_s)
+        self._warm = True
 
     def choose_(self, made: int) -> None:
         """Choose the interval, for a number of steps made over all fits."""
         cost = median(self._costs) if self._costs else 0.0
-        self.every = self._options.interval(cost, made)
+        self.every = self._options.interval(cost, made, adaptive=self._adaptive)
+
+    def staleness_bound(self, made: int) -> int | None:
+        """Return the largest lead at the start of an interval; None: any.
+
+        Adam's kind learns less from old updates, so the interval of this replica
+        decides for it, not the longest that another one may have.
+        """
+        return self._options.staleness_bound(made, self.every if self._adaptive else 0)
 
 
 def loss_of(met: BarrierResult, members: Iterable[int], name: str) -> float:
@@ -157,13 +175,10 @@ class GradientSharingExchange(Exchange):
         self._comparing_s = 0.0  # that the last comparison took
         self._sending_s = math.nan  # of it, for sending residuals
         self._all_compare = True  # comparing has become cheap enough on all replicas
-        self._interval = Interval(options)
-        optimizer = context.optimizer
-        adapts = options.adapt_rate and options.update_scale == "mean"
-        self._noise = (
-            GradientNoise(trainable(context.module))
-            if adapts and optimizer is not None and is_adaptive(optimizer)
-            else None
+        adaptive = context.optimizer is not None and is_adaptive(context.optimizer)
+        self._interval = Interval(options, adaptive=adaptive)
+        self._adapts = (
+            adaptive and options.adapt_rate and options.update_scale == "mean"
         )
         self._now = time.perf_counter
         self._made = made  # steps before `_step` counts: in earlier fits, or alone
@@ -201,19 +216,16 @@ class GradientSharingExchange(Exchange):
         self._replicas = replicas
         self.update_scale = self._options.scale(replicas)
         self.learning_rate_scale = self._vector.set_scale_(self.update_scale)
+        self.rate_factor = math.sqrt(replicas) if self._adapts else 1.0
 
     def _resume(self, resumed: Resumed) -> None:
         common, state = resumed.common, self.state()
-        # The patterns of the groups and `adapt_rate` may have changed.
-        own = {**state.own, "groups": {}, "noise": {}}
+        own = {**state.own, "groups": {}}  # their patterns may have changed
         resumed.check(state._replace(own=own))
         with restoring(f"{' or '.join(resumed.own_at)}: exchange"):
             self._compressor.restore_(common["compressor"], resumed.own)
             for part in resumed.own[:1]:
                 self._unshared, self._due = part["unshared"], part["due"]
-                if self._noise is not None and part["noise"]:
-                    check_like(self._noise.values(), part["noise"], "noise")
-                    self._noise.restore_(part["noise"])
         self._replicas = 0  # the restored state has its own scale
         self._made, self._step = common["made"], common["step"]
         self._clipped_before = self._compressor.clipped
@@ -232,14 +244,13 @@ class GradientSharingExchange(Exchange):
         if replicas != self._replicas:
             self._scale_for(replicas)
         begins = self._step % self._interval.every == 0
-        bound = options.staleness_bound(self._made + self._step) if begins else None
+        made = self._made + self._step
+        bound = self._interval.staleness_bound(made) if begins else None
         ahead = self._channel.wait_for_peers(self._step, interval, bound)
         waited = self._now()
         self._lead = options.least_lead(self._step, ahead, self._made)
         self._stats.lead_sum += self._lead
         self._stats.steps += 1
-        if self._noise is not None:
-            self.rate_factor = self._noise.rate_factor(replicas)
         self._stats.rate_rise_sum += self.rate_factor - 1
         self._density, self._frames, self._encode_s = math.nan, [], 0.0
         if not self._in_step:
@@ -265,8 +276,6 @@ class GradientSharingExchange(Exchange):
         self._due = True
         if self._step.bit_count() == 1:
             self._untrained.look()
-        if self._noise is not None:
-            self._noise.look_(self._made + self._step)
         self._vector.sync_from_parameters_()
         self._encode_s += self._now() - stepped
         self._interval.choose_(self._made + self._step)
@@ -364,8 +373,6 @@ class GradientSharingExchange(Exchange):
         self._channel.progress(self._step, interval)
         if not ended:
             return
-        if self._noise is not None:
-            self._noise.forget_step_()  # a resumed replica does not know it
         self._untrained.look()
         untrained = self._untrained.take()
         frozen = [array for n, array in untrained.items() if n.startswith(FROZEN)]
@@ -609,9 +616,8 @@ class GradientSharingExchange(Exchange):
     def state(self) -> State:
         shared, own = self._compressor.state()
         common = {"compressor": shared, "made": self._made, "step": self._step}
-        noise = {} if self._noise is None else self._noise.values()
         waiting = {"unshared": self._unshared, "due": self._due}
-        return State(SHARING, common, {**own, **waiting, "noise": noise})
+        return State(SHARING, common, {**own, **waiting})
 
     @override
     def result(self) -> ExchangeResult:
@@ -652,18 +658,20 @@ class GradientSharing(TrainingMaster):
             on each replica's learning rate.
         max_staleness: Steps a replica may be ahead of the slowest when it starts
             an exchange interval. 0 runs replicas in lockstep, reproducible bit for
-            bit; None is unbounded; ``"auto"`` is 8, or two of the longest intervals.
+            bit; None is unbounded; ``"auto"`` is 8, or two of the longest intervals;
+            with Adam and its kind, two of the present ones.
         exchange_every: Steps between exchanges. ``"auto"`` chooses a power of two up to
             64 and up to `max_staleness`, so that exchanging takes about 3 % of a
-            replica's time. More than a 32nd of the steps made so far are chosen only
-            if it would take more than 10 %, and up to 16. In lockstep the number of
-            steps alone decides, up to 16. With ``apply="strict"`` it is 1.
+            replica's time; 10 % with Adam and its kind. More than a 32nd of the steps
+            made so far are chosen only if it would take more than 10 %, and up to 16.
+            In lockstep the number of steps alone decides, up to 16; with Adam and its
+            kind, up to 2. With ``apply="strict"`` it is 1.
         warmup_steps: The progress of this many first steps is sent in full, in eight
             bits per parameter and without a threshold. Steps are counted over all fits
             of a trainer; later fits and joining replicas do not start again from 0.
-        adapt_rate: With Adam and its kind, multiply the learning rate by 1 to the root
-            of the number of replicas, so that steps are as long as with one batch of
-            all replicas; see `GradientNoise`. Only with ``update_scale="mean"``.
+        adapt_rate: With Adam and its kind, multiply the learning rate by the root of
+            the number of replicas, as for one batch of all replicas (the square-root
+            scaling rule). Only with ``update_scale="mean"``.
         compare_models: At an epoch's end, compare shared with shared plus all
             residuals, on a few training batches of each replica, and continue from the
             better one; as often as 1 % of the time allows, and after the first epoch
@@ -689,6 +697,8 @@ class GradientSharing(TrainingMaster):
         Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
         Computing", Interspeech 2015; Deeplearning4j, SharedTrainingMaster.java.
         There, updates are summed and the residual is dropped at each epoch's end.
+        Malladi and others, "On the SDEs and Scaling Rules for Adaptive Gradient
+        Algorithms", NeurIPS 2022, for `adapt_rate`.
     """
 
     threshold: ThresholdAlgorithm | Mapping[str, ThresholdAlgorithm] = field(
@@ -776,25 +786,32 @@ class GradientSharing(TrainingMaster):
     def attach(self, context: ReplicaContext) -> Exchange:
         return GradientSharingExchange(context, self)
 
-    def interval(self, cost: float, made: int) -> int:
+    def interval(self, cost: float, made: int, *, adaptive: bool = False) -> int:
         """Return the steps between exchanges.
 
         Args:
             cost: Duration of an exchange, in durations of a step.
             made: Steps made, over all fits.
+            adaptive: Whether the optimizer is Adam or of its kind. Then the model
+                learns markedly more from the same steps if replicas exchange often.
 
         Example:
             >>> [GradientSharing().interval(cost, 10**6) for cost in (0.01, 0.2, 9)]
             [1, 8, 64]
+            >>> GradientSharing().interval(0.2, 10**6, adaptive=True)
+            2
         """
         every = longest = self.longest(made)
-        if self.exchange_every == "auto" and self.max_staleness != 0:
-            every = 1
-            while every < longest:
-                share = SHARE if 2 * every <= made // RAMP else FIRST_SHARE
-                if cost <= share * every:
-                    break
-                every *= 2
+        if self.exchange_every != "auto":
+            return every
+        if self.max_staleness == 0:  # measured times must not decide
+            return min(every, LONGEST_OF_ADAM_IN_STEP) if adaptive else every
+        every = 1
+        while every < longest:
+            seldom = 2 * every <= made // RAMP and not adaptive
+            if cost <= (SHARE if seldom else FIRST_SHARE) * every:
+                break
+            every *= 2
         return every
 
     def longest(self, made: int) -> int:
@@ -817,11 +834,16 @@ class GradientSharing(TrainingMaster):
             limit = min(limit, self.max_staleness)
         return 1 << max(limit, 1).bit_length() - 1
 
-    def staleness_bound(self, made: int) -> int | None:
-        """Return the largest lead at the start of an interval, None: any."""
+    def staleness_bound(self, made: int, every: int = 0) -> int | None:
+        """Return the largest lead at the start of an interval, None: any.
+
+        Args:
+            made: Steps made, over all fits.
+            every: Steps between exchanges; 0: as many as may be after `made` steps.
+        """
         if self.max_staleness != "auto":
             return self.max_staleness
-        return max(8, 2 * self.longest(made))
+        return max(8, 2 * (every or self.longest(made)))
 
     def announces(self, step: int) -> bool:
         """Return whether replicas announce a completed step, as others may wait for it.

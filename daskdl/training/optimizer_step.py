@@ -5,15 +5,12 @@ Also detects diverging losses, and explains divergence to the user.
 
 import contextlib
 import math
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -572,109 +569,3 @@ def is_adaptive(optimizer: Optimizer) -> bool:
         (True, False)
     """
     return any(key in group for group in optimizer.param_groups for key in ADAPTIVE)
-
-
-SAMPLED = 2**16  # coordinates of all gradients together, about
-FIRST_PAIRS = 64  # of successive steps, compared as they come; later one in `PERIOD`
-PERIOD = 16
-NEWEST = 0.02  # least weight of a new measurement
-
-
-class GradientNoise:
-    """Estimates how much of one replica's gradients is noise of its batches.
-
-    Two successive gradients come from different batches, so their inner product
-    estimates the square of the gradient itself, and their mean square that of gradient
-    and noise. Both are averaged over steps, for a sample of each tensor.
-
-    Args:
-        parameters: Their gradients are read after each step.
-
-    Attributes:
-        parameters: Those that are not empty.
-
-    Source:
-        McCandlish and others, "An Empirical Model of Large-Batch Training", 2018, which
-        estimates the same ratio from batches of two sizes.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = [p for p in parameters if p.numel()]
-        most = max(SAMPLED // max(len(self.parameters), 1), 64)
-        generator = torch.Generator().manual_seed(0)
-        self._positions: list[Tensor | None] = []
-        for parameter in self.parameters:
-            size = parameter.numel()
-            drawn = torch.randint(size, (most,), generator=generator)
-            self._positions.append(drawn.to(parameter.device) if size > most else None)
-        self._before: tuple[int, list[NDArray[np.float64] | None]] | None = None
-        self._products = np.zeros(len(self.parameters))
-        self._squares = np.zeros(len(self.parameters))
-        self._pairs = 0
-
-    def look_(self, step: int) -> None:
-        """Read the gradients of a step, if it is one of those that are compared."""
-        if self._pairs >= FIRST_PAIRS and step % PERIOD > 1:
-            return
-        now = [*map(self._sample, self.parameters, self._positions)]
-        before, self._before = self._before, (step, now)
-        if before is None or before[0] != step - 1:
-            return
-        pairs = list(zip(before[1], now, strict=True))
-        squares = np.array(
-            [0.0 if a is None or b is None else (a @ a + b @ b) / 2 for a, b in pairs]
-        )
-        if not np.isfinite(squares).all():  # an overflow in float16
-            return
-        products = np.array(
-            [0.0 if a is None or b is None else a @ b for a, b in pairs]
-        )
-        self._pairs += 1
-        weight = max(1 / self._pairs, NEWEST)
-        self._products += weight * (products - self._products)
-        self._squares += weight * (squares - self._squares)
-
-    def _sample(
-        self, parameter: nn.Parameter, positions: Tensor | None
-    ) -> NDArray[np.float64] | None:
-        gradient = parameter.grad
-        if gradient is None or gradient.layout != torch.strided:
-            return None
-        values = gradient.detach().reshape(-1)
-        if positions is not None:
-            values = values.index_select(0, positions)
-        return values.cpu().to(torch.float64, copy=True).numpy()
-
-    def forget_step_(self) -> None:
-        """Do not compare the next step with the last one."""
-        self._before = None
-
-    def rate_factor(self, replicas: int) -> float:
-        """Return how much longer Adam's steps would be with batches of all replicas.
-
-        Adam divides by the root of ``g**2 + s**2``, gradient and noise; with the
-        batches of n replicas together it would be ``g**2 + s**2 / n``.
-
-        Returns:
-            Between 1 and ``sqrt(replicas)``: the mean over all parameters.
-        """
-        known = self._squares > 0
-        if not known.any():
-            return 1.0
-        signal = np.clip(self._products[known] / self._squares[known], 0.0, 1.0)
-        sizes = np.array([parameter.numel() for parameter in self.parameters])[known]
-        factors = 1 / np.sqrt(signal + (1 - signal) / replicas)
-        return float(np.average(factors, weights=sizes))
-
-    def values(self) -> dict[str, Any]:
-        """Return the state as plain values, without the last step's gradients."""
-        products, squares = self._products.tolist(), self._squares.tolist()
-        return {"products": products, "squares": squares, "pairs": self._pairs}
-
-    def restore_(self, values: Mapping[str, Any]) -> None:
-        """Restore the result of `values`."""
-        self._products, self._squares = (
-            np.array([float(value) for value in values[name]])
-            for name in ("products", "squares")
-        )
-        self._pairs = operator.index(values["pairs"])

@@ -43,6 +43,7 @@ class Room(Channel):
         self.waited = []  # updates published whenever room was waited for
         self.left = Drained()
         self.progressed = []  # steps that the others were told of
+        self.bounds = []  # on the lead, at the start of each interval
         self.slowest = 10**9  # step that the slowest other replica announced
         self.now = 0.0
         self.drained_s = 1000
@@ -82,6 +83,8 @@ class Room(Channel):
 
     def wait_for_peers(self, step, interval, max_staleness):
         self.now += 1
+        if max_staleness is not None:
+            self.bounds.append(max_staleness)
         return max(0, step - self.slowest)
 
     run = activate = join = serve_snapshot = sync = lease = wait = barrier = None
@@ -100,14 +103,24 @@ class Case:
     """A replica that moves every parameter by some quanta in each step."""
 
     def __init__(
-        self, threshold=QUANTUM, last=None, snapshot=None, channel=None, **options
+        self,
+        threshold=QUANTUM,
+        last=None,
+        snapshot=None,
+        channel=None,
+        optimizer=torch.optim.SGD,
+        **options,
     ):
         self.channel = channel or Room()
         self.module = Three()
+        optimizer = optimizer(self.module.parameters(), lr=0.01)
         options = {"max_staleness": None, "update_scale": "sum", **options}
         master = GradientSharing(threshold, residual=KeepResidual(), **options)
         self.exchange = master.attach(
-            ReplicaContext(self.module, self.channel, 0, [0, 1], last, snapshot)
+            ReplicaContext(
+                *(self.module, self.channel, 0, [0, 1], last, snapshot),
+                optimizer=optimizer,
+            )
         )
         self.exchange._now = lambda: self.channel.now
 
@@ -295,7 +308,7 @@ class TestInterval:
         exchanges = self.exchanges(1152)
 
         # 16 at first, however long an exchange takes; at most a 32nd of the steps made.
-        assert exchanges[:4] == [1, 16, 32, 48]
+        assert exchanges[:5] == [1, 2, 16, 32, 48]
         assert exchanges[-6:] == [1008, 1024, 1056, 1088, 1120, 1152]
 
     @pytest.mark.parametrize(
@@ -304,7 +317,7 @@ class TestInterval:
     def test_at_first_exchanging_takes_10_percent_of_the_time(self, seconds, every):
         exchanges = self.exchanges(56, seconds=seconds)
 
-        assert set(np.diff(exchanges[1:])) == {every}
+        assert set(np.diff(exchanges[2:])) == {every}
 
     @pytest.mark.parametrize(
         ("seconds", "every"), [(400, 1), (300, 2), (50, 8), (20, 32), (0.1, 64)]
@@ -312,7 +325,37 @@ class TestInterval:
     def test_exchanging_takes_3_percent_of_the_time(self, seconds, every):
         exchanges = self.exchanges(192, made=10**6, seconds=seconds)
 
-        assert set(np.diff(exchanges[1:])) == {every}
+        assert set(np.diff(exchanges[2:])) == {every}
+
+    @pytest.mark.parametrize(
+        ("seconds", "every"), [(101, 1), (99, 2), (49, 4), (12, 16), (1, 64)]
+    )
+    def test_with_adam_exchanging_takes_10_percent_of_the_time(self, seconds, every):
+        exchanges = self.exchanges(
+            192, made=10**6, seconds=seconds, optimizer=torch.optim.Adam
+        )
+
+        assert set(np.diff(exchanges[2:])) == {every}
+
+    def test_with_adam_replicas_are_two_intervals_apart(self):
+        bounds = {}
+        for optimizer in (torch.optim.SGD, torch.optim.Adam):
+            last = CompressionState({}, 10**6)
+            case = Case(last=last, optimizer=optimizer, max_staleness="auto")
+            case.channel.drained_s = 0
+            for _ in range(64):
+                case.step(seconds=12)
+            bounds[optimizer] = set(case.channel.bounds[-2:])
+
+        assert bounds == {torch.optim.SGD: {128}, torch.optim.Adam: {32}}
+
+    def test_the_first_exchange_does_not_count(self):
+        case = Case(last=CompressionState({}, 10**6))
+        case.channel.drained_s = 1000
+        case.step(seconds=400)
+        case.channel.drained_s = 0
+
+        assert [bool(case.step(seconds=400)) for _ in range(4)] == [True] * 4
 
     def test_one_long_step_changes_nothing(self):
         case = Case(last=CompressionState({}, 10**6))
@@ -336,7 +379,7 @@ class TestInterval:
 
         exchanges = [n for n in range(1, 65) if case.step(seconds=50)]
 
-        assert set(np.diff(exchanges[1:])) == {8}
+        assert set(np.diff(exchanges[2:])) == {8}
 
     def test_in_lockstep_the_steps_alone_decide(self):
         slow, fast = (
@@ -346,6 +389,13 @@ class TestInterval:
 
         assert slow == fast == [16, 32, 48, 64, 80, 96]
 
+    def test_in_lockstep_with_adam_it_is_two_steps(self):
+        exchanges = self.exchanges(
+            8, made=10**6, max_staleness=0, optimizer=torch.optim.AdamW
+        )
+
+        assert exchanges == [2, 4, 6, 8]
+
     @pytest.mark.parametrize(
         ("options", "every"),
         [({"max_staleness": 6}, 4), ({"max_staleness": "auto"}, 64)],
@@ -353,7 +403,7 @@ class TestInterval:
     def test_it_is_no_longer_than_replicas_may_be_apart(self, options, every):
         exchanges = self.exchanges(192, made=10**6, **options)
 
-        assert set(np.diff(exchanges[1:])) == {every}
+        assert set(np.diff(exchanges[2:])) == {every}
 
     def test_with_strict_each_step_is_exchanged(self):
         assert self.exchanges(9, made=10**6, apply="strict") == [*range(1, 10)]
@@ -364,7 +414,7 @@ class TestInterval:
         for _ in range(128):
             case.step(seconds=50)
 
-        assert case.channel.progressed == [1, *range(8, 129, 8)]
+        assert case.channel.progressed == [1, 2, *range(8, 129, 8)]
 
 
 def test_the_bound_of_staleness_follows_the_interval():

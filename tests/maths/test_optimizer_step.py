@@ -15,6 +15,7 @@ from daskdl.training.optimizer_step import (
     Stepping,
     Symptoms,
     diagnosis,
+    scaled,
 )
 from daskdl.training.tree_reduce import (
     load_optimizer_,
@@ -313,3 +314,39 @@ def test_step_counters_are_the_maximum(name, steps):
 
     counters = [value for (_, key), value in after.items() if key == "step"]
     assert [float(value) for value in counters] == [5.0, 5.0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_decoupled_weight_decay_stays_as_it_is(kind):
+    weights = {}
+    for rate_factor in (1, 3):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = kind([weight], lr=0.01, weight_decay=0.1)
+        weight.grad = torch.full((1,), 100.0)
+        with scaled(optimizer, 1.0, rate_factor):
+            optimizer.step()
+        weights[rate_factor] = weight.item()
+        assert optimizer.param_groups[0]["lr"] == 0.01
+        assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+    decay = 0.01 * 0.1 if kind is torch.optim.AdamW else 0
+    assert weights[1] == pytest.approx(1 - decay - 0.01, rel=1e-5)
+    assert weights[3] == pytest.approx(1 - decay - 0.03, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "decoupled"),
+    [
+        (torch.optim.AdamW, True),
+        (torch.optim.Adafactor, True),
+        (torch.optim.Adam, False),
+    ],
+)
+def test_decoupled_weight_decay_is_known_without_an_option(kind, decoupled):
+    optimizer = kind([nn.Parameter(torch.ones(1))], weight_decay=0.1)
+    [group] = optimizer.param_groups
+    group.pop("decoupled_weight_decay", None)  # as before torch 2.7
+
+    with scaled(optimizer, 1.0, 2.0):
+        assert group["weight_decay"] == (0.05 if decoupled else 0.1)
+    assert group["weight_decay"] == 0.1

@@ -1,6 +1,9 @@
 """A model trains while its workers are killed, frozen, taken away and added.
 
-``make chaos`` runs twenty seeds, the suite the first of them.
+``make chaos`` runs twenty seeds, the suite the first of them. Each prints a line: what
+happened, and the longest step of the others between a kill and what happened next,
+over the median of all steps. Kills while a worker is frozen do not count: the others
+wait for it.
 """
 
 import contextlib
@@ -10,8 +13,10 @@ import random
 import signal
 import threading
 import time
+from collections import Counter
 
 import dask.config
+import numpy as np
 import pytest
 
 from daskdl import Callback, GradientSharing, KeepResidual
@@ -55,6 +60,7 @@ class Disturbance(threading.Thread):
     def __init__(self, client, seed, workers):
         super().__init__(name="disturbance", daemon=True)
         self.happened = []
+        self.intervals = []  # from a kill to what happened next, none being frozen
         self._client = client
         self._random = random.Random(seed)
         self._workers = workers
@@ -83,9 +89,16 @@ class Disturbance(threading.Thread):
 
     def _disturb(self):
         acts = [self._kill, self._kill, self._freeze, self._freeze, self._scale]
+        killed_at = None
         while not self._over.wait(self._random.uniform(*PAUSE_S)):
+            if killed_at is not None:
+                self.intervals.append((killed_at, time.time()))
             self._thaw()
-            self._random.choice(acts)()
+            act, before = self._random.choice(acts), len(self.happened)
+            began_at = time.time()
+            act()
+            kills = act == self._kill and len(self.happened) > before
+            killed_at = began_at if kills and not self._frozen else None
 
     def _processes(self):
         """Process of each worker that trains and is not frozen, by address."""
@@ -146,10 +159,32 @@ STEP_S = 0.05  # so that the run takes long enough to be disturbed
 
 
 class Larger(Callback):
-    """Makes each step take as long as that of a larger model."""
+    """Makes each step take as long as that of a larger model; notes when it ended."""
+
+    def __init__(self, folder):
+        self._folder = folder
 
     def on_step_end(self, step):
         time.sleep(STEP_S)
+        with (self._folder / f"steps-{step.replica}").open("a") as file:
+            file.write(f"{step.epoch} {time.time()}\n")
+
+
+def longest_step(folder, intervals):
+    """The longest step in these intervals and the median of all, seconds.
+
+    A step counts from the end of the one before, in the same epoch, if a part of it is
+    in the interval.
+    """
+    steps, within = [], [0.0]
+    for path in folder.glob("steps-*"):
+        epochs, ends = np.loadtxt(path, ndmin=2).T
+        same = np.diff(epochs) == 0
+        steps.append(np.diff(ends)[same])
+        for first, last in intervals:
+            there = same & (ends[1:] > first) & (ends[:-1] < last)
+            within += np.diff(ends)[there].tolist()
+    return max(within), float(np.median(np.concatenate(steps)))
 
 
 @pytest.fixture
@@ -170,7 +205,7 @@ def sharing(seed):
 @pytest.mark.learning
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
+def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path, capsys):
     x_train, x_test, y_train, y_test = images()
     undisturbed = trainer(four, sharing(seed), seed=seed)
     undisturbed.fit(x_train, y_train, epochs=EPOCHS, batch_size=BATCH_SIZE)
@@ -179,7 +214,7 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
         four,
         Recorded(str(tmp_path), sharing(seed), atol=ATOL),
         seed=seed,
-        callbacks=[Larger()],
+        callbacks=[Larger(tmp_path)],
     )
     with (
         dask.config.set(
@@ -189,8 +224,18 @@ def test_nothing_is_lost_or_doubled_and_the_model_learns(four, seed, tmp_path):
     ):
         history = own.fit(x_train, y_train, epochs=EPOCHS, batch_size=BATCH_SIZE)
 
-    for name in ("replicas", "repeated_pieces"):
-        logger.info("%s: %s", name, history.column(name))
+    longest_s, median_s = longest_step(tmp_path, disturbance.intervals)
+    counts = Counter(what.split()[0] for what, _ in disturbance.happened)
+    replicas = history.column("replicas")
+    with capsys.disabled():
+        print(
+            f"\nseed {seed}, {sharing(seed).routing}: "
+            + ", ".join(f"{what} {count}" for what, count in sorted(counts.items()))
+            + f"; {min(replicas)} to {max(replicas)} replicas; "
+            f"{sum(history.column('repeated_pieces'))} pieces repeated; "
+            f"longest step after {len(disturbance.intervals)} kills "
+            f"{longest_s / median_s:.2f} of the median, {1e3 * median_s:.0f} ms"
+        )
     assert {what.split()[0] for what, _ in disturbance.happened} >= {"killed", "froze"}
     assert len(history) == EPOCHS
     ends = [records(tmp_path, epoch) for epoch in range(EPOCHS)]

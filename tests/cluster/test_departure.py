@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from daskdl import Callback
+from daskdl.channel.remote import RemoteChannel
 from tests.support.clusters import cluster_of
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, delivered
@@ -26,6 +27,20 @@ class After(Callback):
     def on_epoch_end(self, row):
         if row["epoch"] == 0:
             self._action()
+
+
+class DiesAfterLeaving(Callback):
+    """Kills the worker of replica 1 when the replica has left the run."""
+
+    def on_epoch_begin(self, epoch):
+        if epoch.replica == 1:
+            leave = RemoteChannel.leave
+
+            def last(channel, **options):
+                leave(channel, **options)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            RemoteChannel.leave = last  # until this process ends
 
 
 class TestKilled:
@@ -59,6 +74,14 @@ class TestKilled:
         replicas = history.column("replicas")
         assert replicas[0] == 3
         assert min(replicas) == 2
+        assert own.evaluate(X, Y)["accuracy"] > 0.8
+
+    def test_a_result_lost_with_its_worker_does_not_keep_a_fit_waiting(self, three):
+        own = trainer(three, callbacks=[DiesAfterLeaving()])
+
+        history = own.fit(X, Y, epochs=6, batch_size=8)
+
+        assert history.column("replicas") == [3] * 6
         assert own.evaluate(X, Y)["accuracy"] > 0.8
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -126,52 +126,50 @@ class ReceivedSet:
 
 
 class DeliveryBarrier:
-    """Decides which updates may be delivered during a barrier or after a failure.
+    """Decides which updates may be delivered while replicas compare theirs.
 
-    An update of a failed replica may arrive long after the failure, also in the answer
-    to a request for missing updates. If a survivor applied it after reporting its
-    received updates, the other survivors would never get it. Not thread-safe: guarded
-    by the lock of the received set.
+    If a survivor applied an update after reporting its received updates, the others
+    might not have it when they continue. A later update, also of a failed replica, is
+    delivered afterwards, and compared the next time. Not thread-safe: guarded by the
+    lock of the received set.
 
     Attributes:
-        holding: Whether updates of all replicas are held back, during a barrier.
+        holding: Whether updates are held back.
 
     Example:
         >>> barrier = DeliveryBarrier()
-        >>> barrier.close([7])
-        >>> barrier.admits(7, 3), barrier.admits(8, 3)
-        (False, True)
+        >>> barrier.hold()
         >>> barrier.open({7: (3, (5,))})
         >>> [barrier.admits(7, sequence) for sequence in (3, 4, 5)]
         [True, False, True]
+        >>> barrier.release()
+        >>> barrier.admits(7, 4)
+        True
     """
 
     holding: bool
 
     def __init__(self) -> None:
         self.holding = False
-        self._failed: set[int] = set()
         self._target: Mapping[int, Received] = {}
 
-    def close(self, failed: Iterable[int]) -> None:
-        """Stop admitting updates of these replicas, and of earlier failed ones."""
-        self._failed |= set(failed)
+    def hold(self) -> None:
+        """Hold back all updates, until `open` or `release`."""
+        self.holding = True
         self._target = {}
 
     def open(self, target: Mapping[int, Received]) -> None:
-        """Admit the updates of the agreed target, until `close` or `release`."""
+        """Admit the updates of the agreed target, until `hold` or `release`."""
         self._target = target
 
     def release(self) -> None:
-        """End the barrier: hold back only updates of failed replicas."""
+        """Admit all updates."""
         self.holding = False
-        self._target = {}
 
     def admits(self, origin: int, sequence: int) -> bool:
         """Whether an update may be delivered."""
-        if origin not in self._failed and not self.holding:
-            return True
-        return contains(self._target.get(origin, NOTHING), sequence)
+        target = self._target.get(origin, NOTHING)
+        return not self.holding or contains(target, sequence)
 
 
 MOST_STEPS = 2  # with pending updates, if replicas take each step together
@@ -459,7 +457,7 @@ class Inbox:
         """Whether a barrier holds an update back, so that it must be sent again."""
         origin, sequence = message.origin, message.sequence
         with self.changed:
-            if not self.barrier.holding or self.barrier.admits(origin, sequence):
+            if self.barrier.admits(origin, sequence):
                 return False
             received = self.received.by_origin().get(origin, NOTHING)
             return not contains(received, sequence)
@@ -495,11 +493,10 @@ class Inbox:
             for origin, announced in self.peers.announced.items():
                 self.announce(origin, announced)
 
-    def hold(self, failed: Iterable[int]) -> dict[int, Received]:
+    def hold(self) -> dict[int, Received]:
         """Hold back all updates from now on; return the updates received so far."""
         with self.changed:
-            self.barrier.close(failed)
-            self.barrier.holding = True
+            self.barrier.hold()
             return self.received.by_origin()
 
     def stop(self, reason: str) -> None:

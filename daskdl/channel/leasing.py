@@ -345,7 +345,8 @@ class Leasing(ABC):
         within = (
             self._limit is None or self._leased[self._counted(replica)] < self._limit
         )
-        return within and (bool(self._again) or self._has_free(replica))
+        free = bool(self._again) or self._has_free(replica)
+        return within and free and not self._interval_over
 
     def finish(self, replica: int, number: int) -> bool:
         """Finish a lease; False if the replica does not hold it."""
@@ -366,15 +367,20 @@ class Leasing(ABC):
         """Begin the next sync interval, after all replicas have met."""
         self._leased.clear()
         self._limit = self._interval_rows
+        self._interval_over = False
 
     def interval_is_over(self, replicas: Iterable[int]) -> bool:
-        """Whether rows remain that no replica can lease before the next interval."""
-        return (
+        """Whether rows remain that no replica can lease before the next interval.
+
+        Stays true, whoever joins or is lost: some may be on their way to the barrier.
+        """
+        self._interval_over = self._interval_over or (
             self._limit is not None
             and self.unfinished > 0
             and not any(self._held.values())
             and not any(self.has_one_for(replica) for replica in replicas)
         )
+        return self._interval_over
 
     def held_key(self, part: int) -> str:
         """Current Dask key of a part that a worker holds."""
@@ -402,6 +408,7 @@ class Leasing(ABC):
         self.unfinished = sum(one.rows for work in remaining for one in work.ranges)
         self._count = 0  # leases cut so far
         self._limit = self._interval_rows
+        self._interval_over = False
         self._leased: Counter[int] = Counter()  # rows in this interval, by replica
         self._held: dict[int, dict[int, Lease]] = {}  # by replica and lease number
         self._again: deque[Lease] = deque()  # unfinished leases of gone replicas

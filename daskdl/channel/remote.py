@@ -130,13 +130,21 @@ class RemoteChannel(Channel):
     def _wait_until_sent(self, cause: WaitCause, ready: Callable[[], bool]) -> None:
         """Wait until queued updates are sent or acknowledged, according to `ready`."""
         # The wait may be for a hanging replica: the relay's queue for it is full, or in
-        # a mesh its acknowledgement is missing. It is removed by then.
+        # a mesh its acknowledgement is missing. It is removed by then. If all are slow,
+        # updates of this replica or of others pass meanwhile.
         bound = self._timeouts.bound("silence", "request")
-        if not self._wait_until(cause, ready, bound.seconds):
-            raise WaitTimeoutError(
-                f"replica {self._replica} waited {bound} for {cause}: "
-                f"{self._routing.backlog()}; last seen: {self._last_seen()}"
-            )
+        queue, inbox = self._routing.queue, self._inbox
+        while not ready():
+            before = len(queue), inbox.received_bytes
+
+            def moved(before: tuple[int, int] = before) -> bool:
+                return ready() or (len(queue), inbox.received_bytes) != before
+
+            if not self._wait_until(cause, moved, bound.seconds):
+                raise WaitTimeoutError(
+                    f"replica {self._replica} waited {bound} for {cause}: "
+                    f"{self._routing.backlog()}; last seen: {self._last_seen()}"
+                )
 
     @override
     def _last_seen(self) -> str:
@@ -227,6 +235,9 @@ class RemoteChannel(Channel):
     def join(self) -> JoinResult:
         answer = self._ask_to_join()
         self._end.enter(answer["topology"])
+        with self._inbox.changed:  # updates of these may still come
+            for replica in answer["gone"]:
+                self._inbox.peers.fail(replica)
         if answer["members"]:
             members = self._meet(answer["members"])
             self._end.begin({}, self._spec.grid)
@@ -237,12 +248,12 @@ class RemoteChannel(Channel):
         self._end.begin(self._received_with(snapshot), snapshot["grid"])
         return JoinResult([self._replica], snapshot)
 
-    def _meet(self, reached: Sequence[tuple[int, int, int]]) -> list[int]:
-        """Record the step and last update of each member; return the members."""
-        for replica, step, sequence in reached:
+    def _meet(self, reached: Sequence[Sequence[int]]) -> list[int]:
+        """Record the progress of each member; return the members."""
+        for replica, *progress in reached:
             if replica != self._replica:
                 self._inbox.announce(replica, PeerProgress())
-                self._inbox.announce(replica, PeerProgress(step, sequence))
+                self._inbox.announce(replica, PeerProgress(*progress))
         return sorted(replica for replica, *_ in reached)
 
     def _ask_to_join(self) -> dict[str, Any]:
@@ -456,7 +467,7 @@ class RemoteChannel(Channel):
         self._wait_for_survivors(published, gone)
         failed, deadline, requests = set(gone), math.inf, True
         for turn in itertools.count():
-            have, now_failed = self._compare(f"{key}, round {turn}", failed)
+            have, now_failed = self._compare(f"{key}, round {turn}")
             if now_failed != failed:  # another replica failed meanwhile: start over
                 failed, deadline, requests = now_failed, math.inf, True
                 continue
@@ -484,10 +495,10 @@ class RemoteChannel(Channel):
 
         self._wait_for_others(WaitCause.UPDATES, lambda: not behind(), behind)
 
-    def _compare(self, key: str, failed: set[int]) -> tuple[Have, set[int]]:
+    def _compare(self, key: str) -> tuple[Have, set[int]]:
         """Stop deliveries; return each survivor's updates, and the gone replicas."""
         own = {self._replica: (self.published, ())}
-        received: Mapping[int, Received] = {**self._inbox.hold(failed), **own}
+        received: Mapping[int, Received] = {**self._inbox.hold(), **own}
         payload = [
             [o, last, list(more)] for o, (last, more) in sorted(received.items())
         ]

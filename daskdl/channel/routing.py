@@ -406,7 +406,8 @@ class Routing(ABC):
 
         Args:
             message: This replica's next update in sequence.
-            force: Queue the update even beyond the bounds.
+            force: Queue the update even beyond the bounds, and for the scheduler: the
+                replica leaves, and others may hold updates back until it has.
         """
         with self._lock:
             if not (force or self.has_room(message.nbytes + MESSAGE_BYTES)):
@@ -415,7 +416,7 @@ class Routing(ABC):
             self.own.keep(message)
             self.inbox.own = self.inbox.own._replace(sequence=message.sequence)
             self._published_step = message.step
-            for destination in self.destinations():
+            for destination in [self.to_scheduler] if force else self.destinations():
                 destination.offer(message)
         if not self.relayed and self.own.nbytes > self.own.limit_bytes // 2:
             self.to_scheduler.wake()  # its answer has the acknowledgements
@@ -435,13 +436,17 @@ class Routing(ABC):
                 for destination in self.destinations():
                     destination.announce(message)
 
+    @property
+    def queue(self) -> Outbox | RetransmitBuffer:
+        """Own updates that are not passed to the scheduler, or in a mesh to all."""
+        return self.to_scheduler.outbox if self.relayed else self.own
+
     def backlog(self) -> str:
         """Describe the unsent updates, for error messages."""
-        queue = self.to_scheduler.outbox if self.relayed else self.own
         destination = "the scheduler" if self.relayed else "all others"
         return (
-            f"{len(queue)} updates ({queue.nbytes} bytes) could not be passed to "
-            f"{destination}"
+            f"{len(self.queue)} updates ({self.queue.nbytes} bytes) could not be "
+            f"passed to {destination}"
         )
 
     @property

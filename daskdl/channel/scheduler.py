@@ -40,7 +40,7 @@ from daskdl.channel.protocol import (
     WorkerVersions,
     handlers_of,
 )
-from daskdl.channel.run_state import RunState
+from daskdl.channel.run_state import AT_FIRST, RunState
 from daskdl.channel.transport import (
     BATCH_BYTES,
     SchedulerOverDask,
@@ -318,8 +318,9 @@ class LiveRun:
         if initial:
             self.notify()
             await self.until(lambda: members.started)
-            present = [[r, 0, 0] for r in members.training]
-            return {"members": present, "topology": state.topology(), "donor": None}
+            present = [[r, *AT_FIRST] for r in members.training]
+            own = {"members": present, "topology": state.topology(), "donor": None}
+            return {**own, "gone": sorted(members.gone)}
         generation, member = members.generation, members.replicas[replica]
         member.heartbeat_at = math.inf  # no heartbeat while it waits here
         await self.until(lambda: member.gone or state.can_cut(generation))
@@ -327,6 +328,7 @@ class LiveRun:
         cut, donor = state.cut(replica), members.donor()
         return {
             "members": [],
+            "gone": sorted(members.gone),
             "topology": state.topology(),
             "donor": donor,
             "worker": None if donor is None else members.replicas[donor].worker,
@@ -369,7 +371,7 @@ class LiveRun:
         await self.until(lambda: not state.holding)
         state.activate(replica, step)
         self.notify()
-        reached = [[r, *members.replicas[r].progress[:2]] for r in members.expected]
+        reached = [[r, *members.replicas[r].progress] for r in members.expected]
         own = {"epoch": state.epoch, "interval": state.interval, "report": state.report}
         return {"members": reached, **own}
 
@@ -382,8 +384,8 @@ class LiveRun:
     ) -> Fields:
         """Accept a replica's updates for all others, or only a heartbeat.
 
-        In a mesh, an acknowledgement replaces the updates, and the answer contains the
-        progress of all replicas that train.
+        In a mesh there is an acknowledgement, updates only from a replica that leaves,
+        and the answer contains the progress of all replicas that train.
         """
         state = self.state
         member = state.members.taking_part(replica)
@@ -393,16 +395,18 @@ class LiveRun:
                 raise ValueError(f"replica {replica} must not publish {update[:3]}")
             update.check_size()
         member.heartbeat_at = self.now()
-        reached = PeerProgress(*progress)
+        reached, accepted = PeerProgress(*progress), 0
+        if updates or acknowledgement is None:
+            accepted = state.publish(replica, updates, reached)
         if acknowledgement is None:
-            return {"accepted": state.publish(replica, updates, reached)}
+            return {"accepted": accepted}
         received = dict(acknowledgement["received"])
         generation = acknowledgement["generation"]
         adopted_at = acknowledgement["adopted_at"]
         if state.acknowledge(replica, reached, generation, adopted_at, received):
             self.notify()
         return {
-            "accepted": 0,
+            "accepted": accepted,
             "received_by_all": state.received_by_all(replica),
             "peers": [(r, *progress) for r, progress in state.progress()],
         }

@@ -14,8 +14,10 @@ from tests.support.channels import (
     applied_by,
     begin,
     everywhere,
+    frame_of,
     held_up,
     in_thread,
+    item_of,
     meet,
     publish,
     totals,
@@ -96,6 +98,52 @@ async def test_a_joining_replica_asks_another_donor_if_the_first_has_gone(
         assert (await joining).snapshot["step"] == 3
         assert publish(run.channels[1], 1)
         await waiting
+
+
+@EITHER
+@everywhere(3)
+async def test_a_joining_replica_does_not_wait_for_one_that_has_gone(
+    c, s, *workers, routing
+):
+    async with a_run(c, s, *workers, routing=routing) as run:
+        donor = run.channels[0]
+        donor.serve_snapshot(applied_by(donor))
+        stamp = run.next_stamp(2)
+        run.lose(2)
+
+        replica, channel = await run.newcomer(workers[1])
+        joining = begin(channel.join)
+        await wait_until(lambda: run.link(0).snapshot_requests)
+        donor.check()
+        await joining
+        await run.deliver(replica, item_of(stamp, frame_of(stamp, 1)))
+
+        assert run.received(replica, 2) == (1, ())
+        assert 2 not in channel.peers()
+
+
+@EITHER
+@everywhere(2)
+async def test_a_joining_replica_does_not_wait_for_one_that_has_no_work_left(
+    c, s, a, b, routing
+):
+    async with a_run(c, s, a, b, routing=routing) as run:
+        donor = run.channels[0]
+        donor.serve_snapshot(applied_by(donor))
+        run.channels[1].progress(2, 0)  # the interval is over for it
+        donor.progress(5, 0)
+        members = run.record.members.replicas
+        await wait_until(lambda: members[0].progress.step == 5)
+        await wait_until(lambda: members[1].progress.interval == 0)
+
+        _, channel = await run.newcomer(b)
+        joining = begin(channel.join)
+        await wait_until(lambda: run.link(0).snapshot_requests)
+        donor.check()
+        await joining
+        await in_thread(channel.activate, 5)
+
+        assert await in_thread(channel.wait_for_peers, 5, 0, 0) == 0
 
 
 @EITHER

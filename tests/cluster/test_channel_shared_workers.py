@@ -92,7 +92,7 @@ async def test_a_replica_that_holds_back_does_not_block_others_on_its_worker(
     c, s, a, b
 ):
     async with a_run(c, s, a, b, b) as run:
-        run.link(1).inbox.hold([])
+        run.link(1).inbox.hold()
 
         assert publish(run.channels[0])
         await in_thread(run.channels[2].wait_for_updates, {0: 1})

@@ -76,7 +76,6 @@ class Crowd:
         self.ring_items = ring_items
         self.generation = 0
         self.under_way = []
-        self.lost = set()
         self.published = set()
         self.members = {n: Member(n, ring_items) for n in range(count)}
         self.next_number = count
@@ -114,7 +113,6 @@ class Crowd:
     def lose(self, number, chance):
         """It is gone, and any part of what it was sending with it."""
         del self.members[number]
-        self.lost.add(number)
         self.under_way = [
             sent
             for sent in self.under_way
@@ -177,6 +175,8 @@ class Crowd:
             if set(self.members) == survivors:
                 self._take_states(chance)
             if set(self.members) == survivors:
+                for member in self.members.values():
+                    member.fence.release()
                 return everything
 
     def _pull_all(self, chance):
@@ -196,7 +196,7 @@ class Crowd:
 
     def _close(self):
         for member in self.members.values():
-            member.fence.close(self.lost)
+            member.fence.hold()
 
     def _each(self, chance, act):
         """Every member acts, in any order; meanwhile messages come, members go."""

@@ -226,6 +226,20 @@ def test_each_replica_of_a_partition_trains_as_much_in_an_interval():
     assert crowd.rows == dict.fromkeys(range(3), 3 * STEP)
 
 
+def test_an_interval_that_is_over_stays_so_if_a_loss_frees_rows():
+    leases = in_steps(StaticPartition, [300], range(3), 0, STEP)
+    for replica in range(3):
+        leases.finish(replica, leases.take(replica).number)
+    assert leases.interval_is_over([0, 1, 2, 3])  # 3 has joined, and has no part
+
+    leases.lose(2)
+
+    assert leases.take(3) is None
+    assert leases.interval_is_over([0, 1, 3])
+    leases.begin_interval()
+    assert leases.take(3) is not None
+
+
 def test_an_ended_interval_has_the_same_rows_for_all():
     leases = in_steps(StaticPartition, [400], range(2))
     ahead = [leases.take(0), leases.take(0)]

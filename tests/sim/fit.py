@@ -4,7 +4,9 @@ Models and data are such that all sums are exact, so nothing depends on the mach
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +31,7 @@ from daskdl.data.inputs import ReadOptions
 from daskdl.data.source import Source
 from daskdl.saving.checkpoints import CheckpointPlan, Series
 from daskdl.training import checkpointing
+from daskdl.training import replica as replicas
 from daskdl.training.backend import merge, run_spec_of
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.epoch_control import EvaluationPlan
@@ -47,7 +50,7 @@ from tests.sim.world import World
 from tests.support.problems import replica_spec
 
 POLL_S = 0.5
-MOST_WRITING_S = 2.0  # of a checkpoint
+MOST_STORAGE_S = 2.0  # for writing or reading a part of a checkpoint
 TIMEOUTS = Timeouts(join=20, request=4, silence=6, stop=4, rejoin=20, data=20)
 
 
@@ -99,6 +102,8 @@ class Setup:
         lengths: Rows of the parts.
         checkpoint_every: When checkpoints are written, see `Checkpoint`; None: never.
         step_s: Duration of a step of each replica, by number; others take the mean.
+        start_s: Longest time until a task starts.
+        build_s: Longest time that a replica takes to build its model.
     """
 
     workers: int = 3
@@ -124,6 +129,8 @@ class Setup:
     batch_bytes: int = transport.BATCH_BYTES
     mean_step_s: float = 0.05
     step_s: dict = field(default_factory=dict)
+    start_s: float = 0.0
+    build_s: float = 0.0
     timeouts: Timeouts = TIMEOUTS
 
 
@@ -148,7 +155,7 @@ class Client(Server):
         over: Whether the fit has ended.
     """
 
-    def __init__(self, cluster, setup):
+    def __init__(self, cluster, setup, resume):
         super().__init__(cluster.network, "tcp://client:1", "client")
         self.setup = setup
         self.events = []
@@ -160,15 +167,19 @@ class Client(Server):
         self.checkpoints = None
         if setup.checkpoint_every is not None:
             url = f"memory://sim-{cluster.seed}"
-            rule = Checkpoint(url, setup.checkpoint_every)
-            self.checkpoints = CheckpointPlan(Series.at(url), rule, "fit", "run", 1)
+            rule, series = Checkpoint(url, setup.checkpoint_every), Series.at(url)
+            first, before = max(series.numbers(), default=0) + 1, 0
+            run = f"run from {first}"
+            if resume is not None:
+                before = resume.count
+            self.checkpoints = CheckpointPlan(series, rule, "fit", run, first, before)
         self._replicas = {}  # results by replica; None: not there yet
         self._results = {}
         cluster.scheduler.clients.add(self.name)
         own = replica_spec(
             Weights(),
             objective=mean_output,
-            optimizer=sgd,
+            optimizer=self._build,
             master=setup.master,
             epochs=setup.epochs,
             evaluation=EvaluationPlan(setup.epochs),
@@ -180,10 +191,17 @@ class Client(Server):
             rows=self._source.first,
             callbacks=[Pace(cluster.world, setup)],
             checkpoints=self.checkpoints,
+            resume=resume,
         )
         self.spec: ReplicaSpec = dataclasses.replace(
             own, outbox_bytes=setup.outbox_bytes, inbox_bytes=setup.inbox_bytes
         )
+
+    def _build(self, parameters):
+        """Make the optimizer of a replica, which takes its time."""
+        world = self.network.world
+        world.current.sleep(world.random.uniform(0.0, self.setup.build_s))
+        return sgd(parameters)
 
     # ---- its event loop
 
@@ -213,17 +231,19 @@ class Client(Server):
             await self._submit(replica, address)
         try:
             await self._follow()
-        finally:
             if self.error is not None:
                 await self._ask(protocol.STOP, reason="the fit ends")
             await self._left()
             await self._ask(protocol.CLOSE)
+        except errors.DaskDLError:
+            self.start(self._say_farewell())
+            raise
         results = [result for result in self._results.values() if result is not None]
         if self.error is None and not any(result.finished for result in results):
             self.error = "RunError", "no replica has come to the end"
         if self.error is None:
             self.model = merge(results)
-            if self.checkpoints is not None:
+            if self.checkpoints is not None and self.reports:
                 self.checkpoints.conclude()
 
     async def _follow(self):
@@ -273,6 +293,12 @@ class Client(Server):
                 return
             await asyncio.sleep(0.1)
 
+    async def _say_farewell(self):
+        """Ask a scheduler that does not answer to close the run."""
+        fields = {"run": self.spec.run}
+        with contextlib.suppress(OSError):
+            await self.network.ask(self, SCHEDULER, protocol.CLOSE, fields)
+
     async def _ask(self, operation, **fields):
         if operation != protocol.OPEN:
             fields["run"] = self.spec.run
@@ -284,6 +310,8 @@ class Client(Server):
             raise errors.WaitTimeoutError(
                 f"the scheduler did not answer within {bound}"
             ) from None
+        except OSError as error:
+            raise errors.ChannelError(f"the scheduler was lost: {error}") from error
         if not isinstance(answer, dict) or answer["status"] == Answer.REFUSED:
             raise errors.ChannelError(f"the scheduler answered {answer!r}")
         return answer
@@ -299,6 +327,7 @@ class Client(Server):
         self._replicas[replica] = address
         world = self.network.world
         delay_s = self.network.latency(self, worker)
+        delay_s += world.random.uniform(0.0, self.setup.start_s)
         world.after(delay_s, worker.process, lambda: self._begin(replica, worker))
 
     def _begin(self, replica, worker):
@@ -322,11 +351,16 @@ class Client(Server):
         channel = WatchedChannel(
             worker.plugin, own.spec(replica, self.setup.routing), oracle
         )
+        channel.on_publish = functools.partial(
+            self._cluster.on_moment, "publish", worker.address
+        )
         store = LocalStore({"train": self._source}, channel, spec.timeouts, 1)
         finished = False
         try:
             result = Replica(replica, own, channel, torch.device("cpu"), store).run()
             finished = result.finished
+            if channel.gave_up:
+                oracle.gave_up(replica)
             return result
         finally:
             store.close()
@@ -348,16 +382,19 @@ class Cluster:
         seed: Of everything.
         setup: What is trained.
         trace: Gets what happens.
+        resume: The checkpoint of an earlier fit, which this one resumes.
 
     Attributes:
-        on_arrival: Called when a replica arrives at a barrier.
+        on_moment: Called with the name of what has happened to a replica, and the
+            address of its worker.
     """
 
-    def __init__(self, seed, setup, trace=None):
+    def __init__(self, seed, setup, trace=None, resume=None):
         self.seed = seed
         self.world = World(seed, setup.preempted, trace)
         self._undo = pytest.MonkeyPatch()
-        self._undo.setattr(checkpointing, "run_in_thread", self._write)
+        for module in (checkpointing, replicas):
+            self._undo.setattr(module, "run_in_thread", self._read_or_write)
         for module in (transport, scheduler, worker):
             self._undo.setattr(module, "BATCH_BYTES", setup.batch_bytes)
         self.network = Network(self.world)
@@ -366,9 +403,9 @@ class Cluster:
         for _ in range(setup.workers):
             self.add_worker()
         self.oracle = Oracle(self)
-        self.on_arrival = lambda: None
+        self.on_moment = lambda moment, worker=None: None
         setup = dataclasses.replace(setup, master=watched(setup.master, self.oracle))
-        self.client = Client(self, setup)
+        self.client = Client(self, setup, resume)
 
     def add_worker(self, address=None):
         """Start a worker, which has no replica yet."""
@@ -381,11 +418,12 @@ class Cluster:
 
     def arrive(self, worker):
         """Let the scheduler know of a new worker."""
-        found = {"daskdl": VERSION, "torch": torch.__version__, "error": ""}
+        found = {"daskdl": VERSION, "torch": str(torch.__version__), "error": ""}
         fields = {"worker": worker.address, "found": found}
 
         async def ask():
-            await self.network.ask(worker, SCHEDULER, protocol.ARRIVE, fields)
+            with contextlib.suppress(OSError):  # it is not used
+                await self.network.ask(worker, SCHEDULER, protocol.ARRIVE, fields)
 
         worker.start(ask())
 
@@ -393,35 +431,46 @@ class Cluster:
         """The run is open."""
         state = self.live.state
         self.oracle.watch_leases(state)
-        arrive = state.arrive
+        self.oracle.watch_relay(state)
+        self.on_moment("open")
+        members = state.members.replicas
 
-        def arriving(*arguments):
-            barrier = arrive(*arguments)
-            self.on_arrival()
-            return barrier
+        def watch(method, replica_at):
+            own = getattr(state, method)
 
-        state.arrive = arriving
+            def watched_(*arguments, **options):
+                result = own(*arguments, **options)
+                replica, moment = arguments[replica_at], method
+                if method == "arrive" and ", round " in arguments[0]:
+                    moment = "compare"
+                if method != "join" or replica not in state.spec.replicas:
+                    self.on_moment(moment, members[replica].worker)
+                return result
+
+            setattr(state, method, watched_)
+
+        watch("arrive", 1)
+        for method in ("join", "activate", "leave", "lose"):
+            watch(method, 0)
 
     @property
     def live(self):
         return self.scheduler.extensions[NAME].runs[self.client.spec.run]
 
-    def _write(self, action, name):
-        """Write a checkpoint in a thread of the world, which takes its time."""
+    def _read_or_write(self, action, name):
+        """Access a checkpoint in a thread of the world, which takes its time."""
         world, process = self.world, self.world.current.process
 
-        def write():
-            world.current.sleep(world.random.uniform(0.0, MOST_WRITING_S))
+        def act():
+            world.current.sleep(world.random.uniform(0.0, MOST_STORAGE_S))
             return action()
 
-        return process.start(name, write)
+        return process.start(name, act)
 
     def close(self):
-        """End all that is left."""
+        """End all that is left, but checkpoints."""
         self.world.close()
         self._undo.undo()
-        if self.client.checkpoints is not None:
-            self.client.checkpoints.series.store.delete_all()
 
     def fit(self, limit_s):
         """Run the fit to its end."""

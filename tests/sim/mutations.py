@@ -89,21 +89,21 @@ MUTATIONS = {
         "        self._apply(self._channel.drain())\n",
         "        self._channel.agree(key, published, met.gone, self._load)\n",
     ),
+    "updates are delivered while replicas compare theirs": Mutation(
+        "daskdl.channel.inbox",
+        "return not self.holding or contains(target, sequence)",
+        "return True",
+    ),
+    "in a mesh a leaving replica's last update waits for the others": Mutation(
+        "daskdl.channel.routing",
+        "[self.to_scheduler] if force else self.destinations()",
+        "self.destinations()",
+    ),
     # ---- replicas that are lost
     "survivors keep different updates of a lost replica": Mutation(
         "daskdl.channel.remote",
         "        if self._routing.relayed:\n            # A replica that leaves",
         "        if True:\n            # A replica that leaves",
-    ),
-    "late updates of a lost replica are let in": Mutation(
-        "daskdl.channel.inbox",
-        "        if origin not in self._failed and not self.holding:",
-        "        if not self.holding:",
-    ),
-    "an outdated snapshot is taken": Mutation(
-        "daskdl.channel.remote",
-        "            if _received(snapshot) != have[donor]:",
-        "            if False:",
     ),
     "a lost replica comes back in the progress of others": Mutation(
         "daskdl.channel.inbox",
@@ -129,6 +129,11 @@ MUTATIONS = {
         "daskdl.channel.leasing",
         "self._held.get(replica, {}).pop(number, None)",
         "self._held.get(replica, {}).get(number, None)",
+    ),
+    "an interval that is over begins again": Mutation(
+        "daskdl.channel.leasing",
+        "self._interval_over = self._interval_over or (",
+        "self._interval_over = False\n        return (",
     ),
     "barriers wait for a lost replica": Mutation(
         "daskdl.channel.run_state",
@@ -181,6 +186,16 @@ MUTATIONS = {
         "        if not members.is_here",
         "            pass\n        if not members.is_here",
     ),
+    "a newcomer waits for a replica that was lost before": Mutation(
+        "daskdl.channel.remote",
+        '            for replica in answer["gone"]:',
+        "            for replica in []:",
+    ),
+    "a newcomer waits for a replica without work": Mutation(
+        "daskdl.channel.scheduler",
+        "reached = [[r, *members.replicas[r].progress]",
+        "reached = [[r, *members.replicas[r].progress[:2]]",
+    ),
     "a newcomer is activated in the middle of a barrier": Mutation(
         "daskdl.channel.scheduler",
         "        await self.until(lambda: not state.holding)\n",
@@ -196,6 +211,11 @@ MUTATIONS = {
         "daskdl.channel.remote",
         'bound = self._timeouts.bound("silence", "request")',
         'bound = self._timeouts.bound("silence")',
+    ),
+    "a wait for a busy relay ends": Mutation(
+        "daskdl.channel.remote",
+        "return ready() or (len(queue), inbox.received_bytes) != before",
+        "return ready()",
     ),
     "a full outbox accepts updates": Mutation(
         "daskdl.channel.routing",

@@ -239,8 +239,17 @@ class Server:
         return Peer(self, address)
 
     def start(self, work):
-        """Start a coroutine on its event loop."""
-        self.process.run(lambda: self.process.loop.create_task(work))
+        """Start a coroutine on its event loop; an error of it is a violation."""
+        errors = self.network.world.errors
+
+        def ended(task):
+            if not task.cancelled() and task.exception() is not None:
+                errors.append(f"{self.name}: {task.exception()!r}")
+
+        def start():
+            self.process.loop.create_task(work).add_done_callback(ended)
+
+        self.process.run(start)
 
 
 class Peer:

@@ -14,6 +14,9 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl import GradientSharing, ParameterAveraging, codec
+from daskdl.channel.base import Stopped
+from daskdl.channel.inbox import NOTHING, contains
+from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.channel.remote import RemoteChannel
 from daskdl.training.gradient_sharing import GradientSharingExchange
 from daskdl.training.parameter_averaging import AveragingExchange
@@ -57,7 +60,9 @@ class Oracle:
         self._values = defaultdict(dict)  # by origin and sequence
         self._announced = defaultdict(list)  # steps and updates, by origin
         self._taken = defaultdict(Counter)  # updates that each replica took in
+        self._sent_to = defaultdict(dict)  # replicas, by origin and sequence
         self._barriers = {}  # by key: received updates and digest of the first
+        self.agreed = set()  # digests of all parameters that replicas have agreed on
         self._leased = {}
 
     def check(self, holds, what):
@@ -108,12 +113,33 @@ class Oracle:
             f"replica {replica} takes update {sequence} of {origin} twice",
         )
 
+    def sent_to(self, origin, sequence, replicas):
+        """An update is sent to these replicas, directly or through others."""
+        self._sent_to[origin][sequence] = frozenset(replicas)
+
     def began(self, replica, received):
-        """A replica starts from a snapshot."""
+        """A replica starts from a snapshot, or from the start."""
+        for origin in self._members().training if received else ():
+            for sequence, replicas in self._sent_to[origin].items():
+                self.checks["a joining replica gets all"] += 1
+                self.check(
+                    replica in replicas
+                    or contains(received.get(origin, NOTHING), sequence),
+                    f"replica {replica} starts without update {sequence} of {origin}, "
+                    f"which is not sent to it, from {received}",
+                )
         self._taken[replica] = Counter(
             (origin, sequence)
             for origin, (complete, beyond) in received.items()
             for sequence in (*range(1, complete + 1), *beyond)
+        )
+
+    def gave_up(self, replica):
+        """A replica has not joined, for lack of others, and was not stopped."""
+        members = self._members()
+        self.check(
+            members.started and (members.gone or not members.training),
+            f"replica {replica} does not join although others train",
         )
 
     def sum_of(self, received):
@@ -128,6 +154,7 @@ class Oracle:
         """A replica has passed a barrier."""
         found = flat(received), agreed
         first, who = self._barriers.setdefault(key, (found, replica))
+        self.agreed.add(agreed)
         self.checks["replicas alike at a barrier"] += 1
         self.check(
             found[0] == first[0],
@@ -139,14 +166,40 @@ class Oracle:
             f"at {key} replicas {who} and {replica} differ: {first[1]}, {found[1]}",
         )
 
+    def resumed(self, replica, digest):
+        """A replica has read a checkpoint of an earlier fit."""
+        self.checks["a checkpoint is what was agreed on"] += 1
+        self.check(
+            digest in self.agreed,
+            f"replica {replica} resumes from {digest}, which replicas never agreed on",
+        )
+
     # ---- leases
+
+    def watch_relay(self, state):
+        """The scheduler passes updates on."""
+        offer = state.publish
+
+        def publishing(origin, messages, progress):
+            messages = list(messages)
+            accepted = offer(origin, messages, progress)
+            for message in messages[:accepted]:
+                self.sent_to(origin, message.sequence, state.outboxes)
+            return accepted
+
+        state.publish = publishing
 
     def watch_leases(self, state):
         leases = state.leases["train"]
         self._leased = {"granted": Counter(), "finished": Counter(), "again": 0}
         self._grants = {}
         take, finish, begin, post = leases.take, leases.finish, leases.open, state.post
-        self._rows = state.spec.sizes["train"].rows
+        lengths = enumerate(state.spec.sizes["train"].rows)
+        self._rows = {(part, row) for part, rows in lengths for row in range(rows)}
+        resumed = state.spec.intervals.resumed
+        self._due = self._rows  # in this epoch
+        if resumed is not None:
+            self._due = {row for work in resumed.remaining for row in rows_of(work)}
 
         def taking(replica, is_near=None):
             lease = take(replica, is_near)
@@ -180,9 +233,7 @@ class Oracle:
         state.post = posting
 
     def _check_epoch(self, leases):
-        every = {
-            (part, row) for part, rows in enumerate(self._rows) for row in range(rows)
-        }
+        every, self._due = self._due, self._rows
         self.checks["epochs with each row once"] += 1
         for what in ("granted", "finished"):
             counted = self._leased[what]
@@ -211,6 +262,8 @@ class WatchedChannel(RemoteChannel):
         self.oracle = oracle
         oracle.announced(spec.replica, 0, 0)
         self.extra_N = 0.0  # in shared beside updates, see `WatchedSharing`
+        self.gave_up = False  # it has found nobody to begin from
+        self.on_publish = lambda: None
         inbox, put, begin = self._inbox, self._inbox.put, self._inbox.begin
 
         def putting(message, update):
@@ -225,6 +278,14 @@ class WatchedChannel(RemoteChannel):
 
         inbox.put, inbox.begin = putting, beginning
 
+    @override
+    def join(self):
+        try:
+            return super().join()
+        except Stopped:
+            self.gave_up = self._inbox.stopped is None
+            raise
+
     def known(self):
         """All updates received or published so far, by origin."""
         received = self._inbox.received.by_origin()
@@ -232,13 +293,24 @@ class WatchedChannel(RemoteChannel):
 
     @override
     def _queue(self, item, frame, force):
-        self.oracle.published(self._replica, item.sequence, frame)
+        oracle, routing = self.oracle, self._routing
+        oracle.published(self._replica, item.sequence, frame)
         accepted = super()._queue(item, frame, force)
         if not accepted:
-            self.oracle.retracted(self._replica, item.sequence)
-        else:
-            self.oracle.announced(self._replica, item.step, item.sequence)
-        return accepted
+            oracle.retracted(self._replica, item.sequence)
+            return False
+        self.on_publish()
+        oracle.announced(self._replica, item.step, item.sequence)
+        if not routing.relayed:  # else the scheduler sends it
+            oracle.sent_to(self._replica, item.sequence, routing.workers)
+        queue, most = routing.queue, routing.queue.limit_bytes
+        if not routing.relayed:  # one update more is sent before its size is known
+            most += item.nbytes + MESSAGE_BYTES
+        oracle.check(
+            force or len(queue) <= 1 or queue.nbytes <= most,
+            f"replica {self._replica} queues {queue.nbytes} bytes, of at most {most}",
+        )
+        return True
 
     @override
     def progress(self, step, interval=-1):
@@ -278,6 +350,9 @@ class SharingOfOne(GradientSharingExchange):
     def __init__(self, context, options):
         super().__init__(context, options)
         self._oracle = options.oracle
+        if context.resumed is not None:
+            self._oracle.resumed(context.replica, self._vector.digest())
+            self._oracle.start_N = self._shared()
         self._start_N = self._oracle.start_N
         snapshot = context.snapshot
         if snapshot is not None:
@@ -345,6 +420,8 @@ class AveragingOfOne(AveragingExchange):
     def __init__(self, context, options):
         super().__init__(context, options)
         self._oracle = options.oracle
+        if context.resumed is not None:
+            self._oracle.resumed(context.replica, self.agreed().digest)
 
     @override
     def sync(self, interval, examples, *, ended):

@@ -6,7 +6,8 @@ least one worker, the last resort, is spared, except where everybody may go.
 
 import functools
 import random
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from daskdl import (
@@ -18,6 +19,7 @@ from daskdl import (
     errors,
 )
 from daskdl.channel.protocol import MESSAGE_BYTES
+from daskdl.training.checkpointing import ResumePlan
 from tests.sim.fit import TIMEOUTS, Cluster, Setup
 from tests.sim.network import KEPT_S, SCHEDULER
 from tests.sim.world import Process, Violation
@@ -32,25 +34,52 @@ class Fault(NamedTuple):
     """One thing that goes wrong.
 
     Attributes:
-        arrival: Number of the arrival at a barrier, over all barriers and replicas,
-            after which it happens; 0: the start.
+        moment: Name of one of `MOMENTS`.
+        number: The how manieth of these it follows, over all replicas, from 1.
         at_s: When, virtual seconds after that.
         kind: Name of a method of `Fate`.
         chance: Seeds the choice of victims.
         lasts_s: Until it is mended, for what can be.
+        aimed: Whether it strikes the replica of that moment, if it may.
     """
 
-    arrival: int
+    moment: str
+    number: int
     at_s: float
     kind: str
     chance: int
     lasts_s: float
+    aimed: bool
 
     def __str__(self):
-        after = f" after arrival {self.arrival}" if self.arrival else ""
-        return f"{self.at_s:8.3f} s{after}: {self.kind} (for {self.lasts_s:.2f} s)"
+        after = f" after {self.moment} {self.number}" if self.number else ""
+        what = f"{self.kind}{' of that replica' if self.aimed else ''}"
+        return f"{self.at_s:8.3f} s{after}: {what} (for {self.lasts_s:.2f} s)"
 
 
+START = "start"
+# What faults follow closely, and how often it is drawn, relative to the others.
+MOMENTS = {
+    START: 5,  # at any time after it
+    "open": 1,  # the run is open, no replica has joined
+    "publish": 2,  # a replica publishes an update
+    "arrive": 4,  # a replica arrives at a barrier
+    "compare": 2,  # a replica has stopped deliveries, after losses
+    "join": 2,  # a replica joins that is not an initial one
+    "activate": 2,  # it begins to train
+    "leave": 1,  # a replica leaves
+    "lose": 1,  # a replica is removed
+}
+# Where faults find most, those of the replica of that moment.
+OFTEN = {
+    "kill": "publish",
+    "restart_here": "leave",
+    "freeze": "arrive",
+    "retire": "arrive",
+    "join": "open",
+    "slow_down": "join",
+    "break_connections": "publish",
+}
 # How often each fault is drawn, relative to the others.
 USUAL = {
     "kill": 3,
@@ -64,10 +93,18 @@ USUAL = {
     "cut_briefly": 1,
     "break_connections": 2,
     "slow_down": 2,
-    "scheduler_late": 1,
+    "scheduler_late": 2,
 }
+# With these alone, a replica leaves before its worker has closed.
+QUIET = {"join", "retire", "kill", "restart_here", "break_connections"}
 # After these, a fit may end with an error that says so.
-FATAL = {"cut_off": 3, "scheduler_hangs": 2, "client_gone": 2, "kill_all": 1}
+FATAL = {
+    "cut_off": 3,
+    "scheduler_hangs": 2,
+    "scheduler_killed": 2,
+    "client_gone": 2,
+    "kill_all": 1,
+}
 
 
 @dataclass
@@ -100,15 +137,8 @@ class Scenario:
         kinds = kinds or USUAL
         count = chance.choice([0, 1, 2, 3, 4, 6, 8, 12])
         drawn = chance.choices(list(kinds), list(kinds.values()), k=count)
-        faults = [
-            Fault(
-                *moment(chance, setup, latency_s),
-                kind,
-                chance.randrange(2**32),
-                lasts(chance, kind),
-            )
-            for kind in drawn
-        ]
+        drawn += ["join"] * chance.choice([0, 0, 1, 2, 4])
+        faults = [fault_of(chance, setup, latency_s, kind) for kind in drawn]
         spared = setup.master.min_replicas
         return cls(seed, setup, latency_s, sorted(faults), spared)
 
@@ -122,12 +152,29 @@ class Scenario:
         return f"{self.setup}\nlatency {self.latency_s} s\n{faults}"
 
 
-def moment(chance, setup, latency_s):
-    """When a fault happens: at any time, or while replicas meet."""
-    if chance.random() < 0.5:
-        return 0, chance.uniform(0.0, expected_s(setup))
-    arrivals = 3 * setup.workers * setup.replicas * setup.epochs
-    return chance.randint(1, arrivals), chance.uniform(0.0, 5 * latency_s)
+def fault_of(chance, setup, latency_s, kind):
+    """A fault of a kind, at any time or soon after something else."""
+    (moment,) = chance.choices(list(MOMENTS), list(MOMENTS.values()))
+    often = kind in OFTEN and chance.random() < 0.3
+    if often:
+        moment = OFTEN[kind]
+    if moment == START:
+        # A replica needs some time to join.
+        most_s = expected_s(setup) * (0.5 if kind == "join" else 1.0)
+        number, at_s = 0, chance.uniform(0.0, most_s)
+    else:
+        replicas = setup.workers * setup.replicas
+        most = {
+            "open": 1,
+            "publish": sum(setup.lengths) // setup.batch_size * setup.epochs,
+            "arrive": 3 * replicas * setup.epochs,
+            "leave": replicas,
+        }
+        number = chance.randint(1, most.get(moment, 3))
+        at_s = chance.uniform(0.0, 5 * latency_s)
+    seed, lasts_s = chance.randrange(2**32), lasts(chance, kind)
+    aimed = often or chance.random() < 0.5
+    return Fault(moment, number, at_s, kind, seed, lasts_s, aimed)
 
 
 def lasts(chance, kind):
@@ -159,7 +206,8 @@ def setup_of(chance, seed):
     lengths = [rows // parts] * parts
     lengths[0] += rows - sum(lengths) + chance.choice([0, 1, 3])
     routing = chance.choice(["plain", "mesh"])
-    bound = chance.choice([2**20, 2**20, 4 * (FRAME_BYTES + MESSAGE_BYTES), 1])
+    few_frames = 4 * (FRAME_BYTES + MESSAGE_BYTES)
+    bound = chance.choice([2**20, few_frames, few_frames, 1])
     return Setup(
         workers=workers,
         replicas=replicas,
@@ -175,12 +223,14 @@ def setup_of(chance, seed):
         inbox_bytes=chance.choice([2**20, bound]),
         relay_bytes=chance.choice([2**20, bound]),
         batch_bytes=chance.choice([2**22, 2**22, 1]),
-        mean_step_s=chance.choice([0.02, 0.1, 0.5]),
+        mean_step_s=chance.choice([0.05, 0.2, 0.5]),
         step_s={
             replica: chance.choice([0.02, 0.1, 0.5, 1.0])
             for replica in range(workers * replicas)
             if chance.random() < 0.2
         },
+        start_s=chance.choice([0.0, 0.0, 0.5, 3.0]),
+        build_s=chance.choice([0.0, 0.0, 0.5, 3.0]),
     )
 
 
@@ -226,25 +276,24 @@ class Fate:
         self._world = cluster.world
         self._network = cluster.network
         self._process = Process(cluster.world, "fate")
-        self._arrivals = 0
-        self._wait_for_arrival(0)
-        cluster.on_arrival = self._arrive
+        self._counts = Counter({START: -1})
+        self._reach(START)
+        cluster.on_moment = self._reach
 
-    def _arrive(self):
-        self._arrivals += 1
-        self._wait_for_arrival(self._arrivals)
-
-    def _wait_for_arrival(self, number):
+    def _reach(self, moment, worker=None):
+        """Something has happened, to a replica on a worker."""
+        self._counts[moment] += 1
         for fault in self._scenario.faults:
-            if fault.arrival == number:
-                self._after(fault.at_s, functools.partial(self._strike, fault))
+            if (fault.moment, fault.number) == (moment, self._counts[moment]):
+                self._after(fault.at_s, functools.partial(self._strike, fault, worker))
 
     def _after(self, delay_s, action):
         self._world.after(delay_s, self._process, action)
 
-    def _strike(self, fault):
+    def _strike(self, fault, worker):
         self._random = random.Random(fault.chance)
         self._lasts_s = fault.lasts_s
+        self._aim = worker if fault.aimed else None
         whom = getattr(self, f"_{fault.kind}")()
         if whom is not None:
             self.happened.append(fault.kind)
@@ -269,7 +318,8 @@ class Fate:
     def _victim(self):
         """A worker that may go: not one of the oldest."""
         there = self._workers()[self._scenario.spared :]
-        return self._random.choice(there) if there else None
+        aim = [worker for worker in there if worker.address == self._aim]
+        return self._random.choice(aim or there) if there else None
 
     # ---- faults; each returns whom it has struck, or None
 
@@ -325,8 +375,19 @@ class Fate:
         victim = self._victim()
         if victim is None:
             return None
-        victim.start(victim.close())
+        victim.start(self._close(victim))
         return victim.name
+
+    async def _close(self, worker):
+        there = set(worker.plugin.endpoints)
+        await worker.close()
+        left = [replica for _, replica in there & worker.plugin.endpoints.keys()]
+        setup = self._scenario.setup
+        busy_s = max(
+            setup.build_s, 1.5 * max([setup.mean_step_s, *setup.step_s.values()])
+        )
+        if left and busy_s < 1 and set(self.happened) <= QUIET:
+            self._world.errors.append(f"replicas {left} stay on {worker.name}")
 
     def _cut(self, pairs):
         """Cut between addresses until it heals; one cut at a time."""
@@ -362,11 +423,15 @@ class Fate:
         if len(there) < 2:
             return None
         one, other = self._random.sample(there, 2)
+        aim = [worker for worker in there if worker.address == self._aim]
+        if aim and other not in aim:
+            one = aim[0]
         lost = self._network.break_between(one.address, other.address)
         return f"{one.name} and {other.name}: {lost} requests"
 
     def _slow_down(self):
-        slow = self._random.choice([SCHEDULER, *(w.address for w in self._workers())])
+        there = [SCHEDULER, *(w.address for w in self._workers())]
+        slow = self._aim if self._aim in there else self._random.choice(there)
         if slow in self._network.slow:
             return None
         self._network.slow[slow] = self._random.choice([5.0, 20.0, 100.0])
@@ -382,6 +447,14 @@ class Fate:
         return "scheduler"
 
     _scheduler_hangs = _scheduler_late  # for longer
+
+    def _scheduler_killed(self):
+        scheduler = self._cluster.scheduler
+        if not scheduler.process.alive:
+            return None
+        scheduler.process.kill()
+        self._network.end(scheduler, 0.0)
+        return "scheduler"
 
     def _client_gone(self):
         client, scheduler = self._cluster.client, self._cluster.scheduler
@@ -440,8 +513,8 @@ class Inspector:
             )
 
 
-def check_end(scenario, cluster):
-    """What must hold when a fit has ended."""
+def check_end(scenario, cluster, epochs):
+    """What must hold when a fit of so many epochs has ended."""
     client, world = cluster.client, cluster.world
     if not client.process.alive:
         return
@@ -457,7 +530,7 @@ def check_end(scenario, cluster):
         return
     check(client.model is not None, "the fit has no model")
     check(
-        len(client.reports) == client.setup.epochs,
+        len(client.reports) == epochs,
         f"{len(client.reports)} epochs were reported",
     )
     world.note("client", f"has a model of {client.model.parameters.digest}")
@@ -465,7 +538,8 @@ def check_end(scenario, cluster):
 
 def check_nothing_left(cluster):
     """Nothing of a fit is left in any process that runs."""
-    left = [f"run {run}" for run in cluster.scheduler.plugin.runs]
+    alive = cluster.scheduler.process.alive
+    left = [f"run {run}" for run in cluster.scheduler.plugin.runs] if alive else []
     servers = [cluster.scheduler, cluster.client, *cluster.workers.values()]
     for server in servers:
         if server.process.alive:
@@ -494,6 +568,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         error: Type and text of the error of the fit; None: it has a model.
+        resumed: Whether another fit has resumed a checkpoint of it.
         happened: Names of the faults.
         checks: How often each invariant was checked.
         events: Events of the world.
@@ -503,6 +578,7 @@ class Outcome(NamedTuple):
 
     seed: int
     error: tuple | None
+    resumed: bool
     happened: list
     checks: dict
     events: int
@@ -521,15 +597,17 @@ def run(scenario, trace=None):
     try:
         client.start(client.fit())
         world.run(lambda: client.over or not client.process.alive, LIMIT_S)
-        check_end(scenario, cluster)
+        check_end(scenario, cluster, scenario.setup.epochs)
         over_at = world.now
         end = max([over_at, *(fault.at_s for fault in scenario.faults)]) + SETTLE_S
         world.run(lambda: world.now >= end, end + 1)
         check_nothing_left(cluster)
         error = client.error if client.process.alive else ("no client", "it has gone")
+        resumed = error is not None and resume(scenario, cluster)
         return Outcome(
             scenario.seed,
             error,
+            resumed,
             fate.happened,
             dict(cluster.oracle.checks),
             world.events,
@@ -541,3 +619,32 @@ def run(scenario, trace=None):
         raise
     finally:
         cluster.close()
+        if client.checkpoints is not None:
+            client.checkpoints.series.store.delete_all()
+
+
+def resume(scenario, lost):
+    """Resume a fit that has failed, on a new cluster; return whether it could be."""
+    checkpoints, setup = lost.client.checkpoints, scenario.setup
+    found = None if checkpoints is None else checkpoints.series.newest()
+    if found is None:
+        return False
+    lost.close()
+    plan = ResumePlan.of(found)
+    workers = random.Random(scenario.seed).randint(2, setup.workers + 1)
+    setup = replace(setup, workers=workers)
+    cluster = Cluster(scenario.seed, setup, lost.world.trace, plan)
+    world, client, oracle = cluster.world, cluster.client, cluster.oracle
+    world.note("client", f"resumes {found.store.url} on {workers} workers")
+    oracle.agreed, oracle.checks = lost.oracle.agreed, lost.oracle.checks
+    Inspector(cluster)
+    try:
+        cluster.fit(LIMIT_S)
+        check(client.error is None, f"the resumed fit ended with {client.error}")
+        check_end(scenario, cluster, setup.epochs - plan.epoch)
+        over_at = world.now
+        world.run(lambda: world.now >= over_at + SETTLE_S, over_at + SETTLE_S + 1)
+        check_nothing_left(cluster)
+    finally:
+        cluster.close()
+    return True

@@ -83,6 +83,7 @@ def run_all(seeds, jobs, mutation):
             happened.update(outcome.happened)
             checks.update(outcome.checks)
             ends["a model" if outcome.error is None else outcome.error[0]] += 1
+            ends["resumed by another fit"] += outcome.resumed
     if mutation:
         return None
     took_s = time.monotonic() - started

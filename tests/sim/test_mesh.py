@@ -170,7 +170,9 @@ async def test_survivors_get_the_updates_of_a_lost_replica_from_each_other(
         await run.deliver(0, third)  # it was long on its way
         await meet(run, "report", BarrierKind.REPORT)
         await run.deliver(1, third)
-        assert [run.received(replica, 2) for replica in (0, 1)] == [(2, ())] * 2
+        assert [run.received(replica, 2) for replica in (0, 1)] == [(2, ()), (3, ())]
+        await agree(run)
+        assert [run.received(replica, 2) for replica in (0, 1)] == [(3, ())] * 2
 
 
 @pytest.mark.parametrize("outdated", [False, True])
@@ -243,7 +245,27 @@ async def test_a_replica_that_is_lost_while_the_others_agree_is_left_out(
         assert one == other == [0] * 4 + [1] + [0] * 4
         await meet(run, "report", BarrierKind.REPORT)
         await run.deliver(0, second)  # it was long on its way
-        assert run.received(0, 2) == (1, ())
+        await agree(run)
+        assert [run.received(replica, 2) for replica in (0, 1)] == [(2, ())] * 2
+
+
+@simulated(3)
+async def test_a_replica_that_leaves_does_not_wait_for_those_that_compare(
+    c, s, *workers
+):
+    async with a_run(c, s, *workers, **MESH) as run:
+        leaving = run.channels[2]
+        for replica in (0, 1):
+            run.link(replica).inbox.hold()
+
+        await in_thread(publish, leaving, 1, force=True)
+        await in_thread(leaving.leave)
+
+        assert [run.received(replica, 2) for replica in (0, 1)] == [(0, ())] * 2
+        assert run.record.members.gone == {2: 1}
+        for replica in (0, 1):
+            run.link(replica).inbox.barrier.release()
+        await all_wait_for(run, {2: 1})
 
 
 @simulated(2)

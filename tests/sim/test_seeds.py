@@ -43,7 +43,7 @@ def test_the_seeds_have_every_kind_of_fault():
 
 
 def test_a_violation_names_its_seed_the_last_events_and_the_command(monkeypatch):
-    def broken(own, cluster):
+    def broken(own, cluster, epochs):
         raise Violation("this must not be")
 
     monkeypatch.setattr(scenario, "check_end", broken)

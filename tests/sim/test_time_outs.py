@@ -70,6 +70,31 @@ async def test_a_wait_for_room_names_the_unsent_updates(c, s, a, b, monkeypatch)
 
 
 @simulated(2)
+async def test_a_wait_for_a_relay_lasts_while_updates_pass(c, s, a, b, monkeypatch):
+    handle, loop, last_s = s.handlers["daskdl_publish"], s.process.loop, [0.0]
+
+    async def accept_one(messages, progress, **fields):
+        """Accept an update every 0.8 s."""
+        due = loop.time() - last_s[0] >= 0.8
+        if messages and due:
+            last_s[0] = loop.time()
+        some = messages[:due]
+        return await handle(messages=some, progress=[0, 0, -1], **fields)
+
+    timeouts = bounds(silence=0.5, request=0.5)
+    async with a_run(c, s, a, b, timeouts=timeouts) as run:
+        monkeypatch.setitem(s.handlers, "daskdl_publish", accept_one)
+        began_s = loop.time()
+        for _ in range(4):
+            assert publish(run.channels[0])
+
+        await in_thread(run.channels[0].has_room, wait=True)  # by 1 s without one
+
+        assert last_s[0] - began_s >= 2.4
+        assert run.received(1, 0)[0] >= 3
+
+
+@simulated(2)
 async def test_a_wait_for_acknowledgements_names_the_kept_updates(c, s, a, b):
     timeouts = bounds(silence=4.0, request=0.5)
     async with a_run(c, s, a, b, timeouts=timeouts, routing="mesh") as run:

@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 
     Attributes:
         moment: Name of one of `MOMENTS`.
-        number: The how manieth of these it follows, over all replicas, from 1.
+        number: Counts these moments over all replicas, from 1; 0: the start.
         at_s: When, virtual seconds after that.
         kind: Name of a method of `Fate`.
         chance: Seeds the choice of victims.
@@ -70,7 +70,7 @@ MOMENTS = {
     "leave": 1,  # a replica leaves
     "lose": 1,  # a replica is removed
 }
-# Where faults find most, those of the replica of that moment.
+# After which moments kinds find most, if they strike the replica of that moment.
 OFTEN = {
     "kill": "publish",
     "restart_here": "leave",

@@ -385,6 +385,7 @@ class Cluster:
         resume: The checkpoint of an earlier fit, which this one resumes.
 
     Attributes:
+        live: The run on the scheduler, once it is open.
         on_moment: Called with the name of what has happened to a replica, and the
             address of its worker.
     """
@@ -429,6 +430,7 @@ class Cluster:
 
     def opened(self):
         """The run is open."""
+        self.live = self.scheduler.extensions[NAME].runs[self.client.spec.run]
         state = self.live.state
         self.oracle.watch_leases(state)
         self.oracle.watch_relay(state)
@@ -452,10 +454,6 @@ class Cluster:
         watch("arrive", 1)
         for method in ("join", "activate", "leave", "lose"):
             watch(method, 0)
-
-    @property
-    def live(self):
-        return self.scheduler.extensions[NAME].runs[self.client.spec.run]
 
     def _read_or_write(self, action, name):
         """Access a checkpoint in a thread of the world, which takes its time."""

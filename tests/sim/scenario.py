@@ -598,11 +598,13 @@ def run(scenario, trace=None):
         client.start(client.fit())
         world.run(lambda: client.over or not client.process.alive, LIMIT_S)
         check_end(scenario, cluster, scenario.setup.epochs)
-        over_at = world.now
+        over_at, error = world.now, client.error
         end = max([over_at, *(fault.at_s for fault in scenario.faults)]) + SETTLE_S
         world.run(lambda: world.now >= end, end + 1)
         check_nothing_left(cluster)
-        error = client.error if client.process.alive else ("no client", "it has gone")
+        check(client.error == error, f"after the fit a task failed: {client.error}")
+        if not client.process.alive:
+            error = "no client", "it has gone"
         resumed = error is not None and resume(scenario, cluster)
         return Outcome(
             scenario.seed,

@@ -4,6 +4,7 @@ A request is a method call; its effects are the messages in `RunState.outboxes` 
 events in `RunState.events`. No I/O, no clock, no thread.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -279,6 +280,16 @@ class RunState:
     def has_enough(self) -> bool:
         """Whether at least `min_replicas` replicas are expected to train."""
         return len(self.members.expected) >= self.spec.min_replicas
+
+    @property
+    def workers_wanted(self) -> int:
+        """Workers that would have work: for as many replicas as an epoch has leases."""
+        if self._ended or self.stopped is not None:
+            return 0
+        sizes, initial = self.spec.sizes["train"], self.spec.replicas
+        leases = sum(max(1, -(-rows // sizes.lease_rows)) for rows in sizes.rows)
+        on_each = len(initial) / len(set(initial.values()))
+        return math.ceil(leases / on_each)
 
     # ---- events for the client
 

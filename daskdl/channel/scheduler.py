@@ -606,6 +606,14 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             self.runs, self.arrived = first.runs, first.arrived
             return
         self.attach(SchedulerOverDask(scheduler))
+        # Replica tasks secede, so Dask sees no demand while they train.
+        of_tasks = scheduler.handlers["adaptive_target"]
+
+        def adaptive_target(target_duration: str | None = None) -> int:
+            wanted: int = sum(r.state.workers_wanted for r in self.runs.values())
+            return max(wanted, int(of_tasks(target_duration=target_duration)))
+
+        scheduler.handlers["adaptive_target"] = adaptive_target
 
     def attach(self, transport: SchedulerTransport) -> None:
         """Answer the requests to a server."""

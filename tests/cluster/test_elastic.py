@@ -65,7 +65,7 @@ class TestThree:
 
 MORE = {
     "scale": lambda cluster: cluster.scale(2),
-    "adapt": lambda cluster: cluster.adapt(minimum=2, maximum=2),
+    "adapt": lambda cluster: cluster.adapt(minimum=1, maximum=2),
 }
 
 

@@ -381,3 +381,19 @@ def test_a_run_that_a_replica_has_completed_needs_no_more_replicas():
     state.check_deadlines(1000.0)
 
     assert state.stopped is None
+
+
+def test_an_adaptive_cluster_is_asked_for_a_worker_per_lease():
+    one_each, two_each = joined(3), joined({0: "tcp://a", 1: "tcp://a"})
+    wanted = [state.workers_wanted for state in (one_each, two_each)]
+    one_each.stop("enough")
+
+    assert wanted == [4, 2]  # of four parts
+    assert one_each.workers_wanted == 0
+
+
+def test_a_run_that_a_replica_has_completed_wants_no_more_workers():
+    state = joined(2)
+    state.leave(0, 100.0)
+
+    assert state.workers_wanted == 0

@@ -48,7 +48,7 @@ def plan_of(replicas=3, keys=KEYS, timeouts=TIMEOUTS, **options):
 
 def joined(replicas=3, now=100.0, **options):
     state = RunState(plan_of(replicas, **options))
-    for replica in range(replicas):
+    for replica in state.spec.replicas:
         state.join(replica, now)
     for box in state.outboxes.values():
         box.drop(len(box))  # the memberships

@@ -1,15 +1,28 @@
-"""The record of a fit: a row per epoch, a sample of steps, and early stopping.
+"""The record of a fit: a row per epoch, a sample of steps, and its report.
 
 Replicas send step rows in packed form; beyond a bound the rows are thinned evenly.
 """
 
+import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from typing_extensions import override
+
+from daskdl import report
+from daskdl.errors import OptionError
+from daskdl.evaluation import plots
+from daskdl.report import Line
+from daskdl.timeline import SPANS, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
 
 Reason = Literal["not_finite", "target", "patience", "max_seconds"]
 
@@ -37,6 +50,47 @@ class Stopping:
     best_epoch: int | None = None
     best_score: float = math.nan
     restored: bool = False
+
+
+@dataclass
+class RunRecord:
+    """The circumstances of a fit; `history.run`.
+
+    Attributes:
+        began: Unix time of its beginning; 0: no fit has begun.
+        seconds: Seconds that it took; NaN before its end.
+        options: The options of trainer and fit as text, by name, without credentials.
+        versions: Versions of packages and of the platform, by name, on the client.
+        replicas: By number, the ``"worker"`` of each replica, when it was assigned
+            there (``"joined"``) and when it ``"left"``, both in seconds of the fit, and
+            the ``"reason"``. None and empty for those that stayed.
+        error: The error that ended the fit, with its notes; empty without one.
+    """
+
+    began: float = 0.0
+    seconds: float = math.nan
+    options: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    replicas: dict[int, dict[str, Any]] = field(default_factory=dict)
+    error: str = ""
+
+    def join(self, replica: int, worker: str) -> None:
+        """Record that a replica was assigned to a worker, now."""
+        now = time.time() - self.began
+        self.replicas[replica] = {
+            "worker": worker,
+            "joined": now,
+            "left": None,
+            "reason": "",
+        }
+
+    def leave(self, replica: int, reason: str) -> None:
+        """Record that a replica has left, now; a later reason replaces a former one."""
+        record = self.replicas.get(replica)
+        if record is not None:
+            if record["left"] is None:
+                record["left"] = time.time() - self.began
+            record["reason"] = reason or record["reason"]
 
 
 Row = Mapping[str, Any]
@@ -276,6 +330,38 @@ COLUMNS: Mapping[str, str] = {
 }
 
 
+# Of the tables and charts of a report.
+MAIN_COLUMNS = (
+    "epoch",
+    "loss",
+    "val_loss",
+    "val_accuracy",
+    "examples",
+    "seconds",
+    "examples_per_s",
+    "learning_rate",
+    "density",
+    "threshold",
+    "sent_bytes",
+    "staleness",
+    "replicas",
+)
+CHARTED = ("val_accuracy", *MAIN_COLUMNS[6:])
+SUMMED = (
+    "examples",
+    "sent_bytes",
+    "dense_bytes",
+    "skipped_examples",
+    "repeated_pieces",
+    "refused_messages",
+    "repaired_updates",
+    "withheld",
+    "folds",
+)
+MOST_EPOCHS = 200  # rows of the table of a report
+MOST_SHOWN = 5  # of the first rows, and of the last ones, in a notebook
+
+
 class History(Sequence[Row]):
     """The rows of a fit, one per epoch, oldest first; a sequence of mappings.
 
@@ -285,6 +371,8 @@ class History(Sequence[Row]):
 
     Attributes:
         steps: A sample of the steps of each replica.
+        timeline: What each replica did when.
+        run: Options, versions, replicas, and the error if there was one.
         stopping: The record of early stopping; None without early stopping, and until
             the fit ends.
 
@@ -295,11 +383,15 @@ class History(Sequence[Row]):
     """
 
     steps: StepTable
+    timeline: Timeline
+    run: RunRecord
     stopping: Stopping | None
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self._rows = list(rows)
         self.steps = StepTable()
+        self.timeline = Timeline()
+        self.run = RunRecord()
         self.stopping = None
 
     def append(self, row: Row) -> None:
@@ -331,3 +423,182 @@ class History(Sequence[Row]):
             return "History(no epochs)"
         last = self._rows[-1]
         return f"History({len(self)} epochs, last loss {last['loss']:.4g})"
+
+    # ---- pictures
+
+    def _repr_html_(self) -> str:
+        shown: Sequence[int] = range(len(self))
+        if len(self) > 2 * MOST_SHOWN:
+            shown = [*shown[:MOST_SHOWN], *shown[-MOST_SHOWN:]]
+        few = f"<p>{html.escape(repr(self))}</p>"
+        return few + self._table(shown) if self._rows else few
+
+    def _table(self, shown: Iterable[int]) -> str:
+        columns = [name for name in MAIN_COLUMNS if name in self._rows[-1]]
+        rows = [[self._rows[i].get(name, math.nan) for name in columns] for i in shown]
+        return report.table(rows, columns)
+
+    def plot(self, *columns: str) -> "Figure":
+        """Draw columns by epoch into a new figure, which notebooks show.
+
+        Args:
+            *columns: Names of columns with numbers, a picture for each; validation
+                scores are drawn beside ``"loss"``. None: loss, accuracy, speed, and
+                density.
+
+        Raises:
+            OptionError: If there is no such column, no epoch, or no matplotlib.
+
+        Example:
+            >>> history = History([{"epoch": 0, "loss": 0.5}])
+            >>> history.plot("loss").axes  # doctest: +ELLIPSIS
+            [<Axes: ...]
+        """
+        if not self._rows:
+            raise OptionError("there is nothing to draw in a history without epochs")
+        usual = ("loss", "val_accuracy", "examples_per_s", "density")
+        last = self._rows[-1]
+        for name in columns:
+            if not isinstance(last.get(name), int | float):
+                numbers = [n for n in last if isinstance(last[n], int | float)]
+                raise OptionError(
+                    f"columns must be among {', '.join(map(repr, numbers))}, got "
+                    f"{name!r}"
+                )
+        chosen = columns or tuple(name for name in usual if name in last)
+
+        def picture(name: str) -> "Callable[[SubFigure], None]":
+            def draw(figure: "SubFigure") -> None:
+                axes = figure.add_subplot()
+                axes.set_prop_cycle(color=plots.COLORS)
+                axes.set(title=name, xlabel="epoch")
+                for line in self._lines(name):
+                    axes.plot(line.x, line.y, marker=".", label=line.name)
+                if len(axes.lines) > 1:
+                    axes.legend(frameon=False)
+
+            return draw
+
+        return plots.figure_of([picture(name) for name in chosen])
+
+    def _lines(self, name: str) -> list[Line]:
+        """Return a column by epoch, and validation scores beside the loss."""
+        names = [name, "val_loss"] if name == "loss" else [name]
+        lines = []
+        for one in names:
+            rows = [(row["epoch"], row[one]) for row in self._rows if one in row]
+            if rows:
+                lines.append(Line(one, *zip(*rows, strict=True)))
+        return lines
+
+    # ---- the report
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write a report of the fit: one HTML file that needs no network.
+
+        It has a summary, the error if the fit ended with one, curves, where the time
+        went, the timeline of each replica, who joined and left, epochs, options and
+        versions. It grows to a few megabytes at most.
+
+        Args:
+            path: File to write; an existing one is replaced.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        Path(path).write_text(self._page(), encoding="utf-8")
+
+    def _page(self) -> str:
+        run, timeline, last = self.run, self.timeline, self._rows[-1:]
+        left = {
+            replica: (own["left"], own["reason"])
+            for replica, own in run.replicas.items()
+            if own["left"] is not None
+        }
+        seconds, spans = timeline.seconds(), ""
+        if len(timeline):
+            packed = np.frombuffer(timeline.packed(), SPANS)
+            spans = report.timeline(packed, timeline.began, left)
+        each = -(-len(self) // MOST_EPOCHS) or 1
+        shown = [*range(0, len(self), each)]
+        if self._rows and shown[-1] != len(self) - 1:
+            shown.append(len(self) - 1)
+        of = f", {len(shown)} of {len(self)}" if len(shown) < len(self) else ""
+        when = time.strftime(" of %Y-%m-%d %H:%M:%S", time.localtime(run.began))
+        return report.page(
+            "daskdl: fit" + (when if run.began else ""),
+            [
+                ("Error", f"<pre>{html.escape(run.error)}</pre>" if run.error else ""),
+                ("Summary", report.table(self._facts())),
+                ("Curves", f'<div class="charts">{self._charts()}</div>'),
+                ("Where the time went", report.shares(seconds) if seconds else ""),
+                ("Timeline", spans),
+                ("Replicas", self._replica_table()),
+                (f"Epochs{of}", self._table(shown) if last else ""),
+                ("Options", report.table(run.options.items()) if run.options else ""),
+                (
+                    "Versions",
+                    report.table(run.versions.items()) if run.versions else "",
+                ),
+            ],
+        )
+
+    def _facts(self) -> list[tuple[str, Any]]:
+        """Return the summary: names and values."""
+        run, rows = self.run, self._rows
+        facts: list[tuple[str, Any]] = [("epochs", len(rows))]
+        if not math.isnan(run.seconds):
+            facts.append(("seconds", run.seconds))
+        if rows:
+            names = ("loss", "val_loss", "val_accuracy")
+            facts += [(name, rows[-1][name]) for name in names if name in rows[-1]]
+        if self.stopping is not None:
+            best = self.stopping.best_epoch
+            facts.append(("early stopping", self.stopping.details or "did not end it"))
+            facts.append(("best epoch", "none" if best is None else best))
+        if run.replicas:
+            gone = sum(own["left"] is not None for own in run.replicas.values())
+            facts += [("replicas", len(run.replicas)), ("of which left", gone)]
+        for name in SUMMED:
+            if any(name in row for row in rows):
+                total = sum(row.get(name, 0) for row in rows)
+                if total or name in SUMMED[:3]:
+                    facts.append((name.replace("_", " "), total))
+        spent = sum(row.get("seconds", 0) for row in rows)
+        if spent:
+            examples = sum(row["examples"] for row in rows)
+            facts.append(("examples per second", examples / spent))
+        return facts
+
+    def _charts(self) -> str:
+        steps: dict[int, tuple[list[int], list[float]]] = {}
+        for step in zip(
+            *map(self.steps.column, ("replica", "step", "loss")), strict=True
+        ):
+            own = steps.setdefault(step[0], ([], []))
+            own[0].append(step[1])
+            own[1].append(step[2])
+        by_step = [Line(f"replica {r}", *own) for r, own in sorted(steps.items())]
+        charts = [report.chart("loss", "epoch", self._lines("loss"))]
+        charts.append(report.chart("loss of single steps", "step", by_step))
+        charts += [report.chart(n, "epoch", self._lines(n)) for n in CHARTED]
+        return "".join(charts)
+
+    def _replica_table(self) -> str:
+        run, timeline = self.run, self.timeline
+        rows = []
+        for replica in sorted({*run.replicas, *timeline.replicas}):
+            own = run.replicas.get(replica, {})
+            left = own.get("left")
+            rows.append(
+                (
+                    replica,
+                    own.get("worker", ""),
+                    own.get("joined", math.nan),
+                    "" if left is None else left,
+                    own.get("reason", ""),
+                    report.bar(timeline.seconds(replica)),
+                )
+            )
+        columns = ("replica", "worker", "joined, s", "left, s", "reason", "time")
+        return report.table(rows, columns) if rows else ""

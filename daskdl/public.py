@@ -35,7 +35,7 @@ from daskdl.errors import (
 from daskdl.evaluation.evaluate import evaluate
 from daskdl.evaluation.per_example import WorstExample, WorstExamples
 from daskdl.evaluation.report import Evaluation
-from daskdl.history import History, StepTable, Stopping
+from daskdl.history import History, RunRecord, StepTable, Stopping
 from daskdl.inference.predictions import Predictions
 from daskdl.inference.predictor import Predictor
 from daskdl.planning.cost_model import Network
@@ -49,6 +49,7 @@ from daskdl.thresholds import (
     TargetSparsityThreshold,
     ThresholdAlgorithm,
 )
+from daskdl.timeline import Timeline
 from daskdl.trainer import Trainer, predict
 from daskdl.training.base import Exchange, ReplicaContext, TrainingMaster
 from daskdl.training.gradient_sharing import GradientSharing
@@ -91,6 +92,7 @@ __all__ = [
     "ResidualClipping",
     "ResidualPostProcessor",
     "RunError",
+    "RunRecord",
     "SampledThreshold",
     "SaveError",
     "Step",
@@ -98,6 +100,7 @@ __all__ = [
     "Stopping",
     "TargetSparsityThreshold",
     "ThresholdAlgorithm",
+    "Timeline",
     "Trainer",
     "TrainingMaster",
     "WaitTimeoutError",

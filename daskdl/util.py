@@ -12,12 +12,16 @@ import ctypes
 import importlib
 import logging
 import os
+import platform
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import dask
 import dask.config
+import distributed
+import numpy
 import torch
 from distributed import Client, LocalCluster, Worker, default_client
 from distributed.core import Status
@@ -278,6 +282,19 @@ def arrival_plugin(name: str) -> WorkerPlugin:
                 await end.teardown(worker)
 
     return Arrival()
+
+
+def versions() -> dict[str, str]:
+    """Return versions of packages and of the platform, by name, for reports."""
+    return {
+        "daskdl": VERSION,
+        "python": platform.python_version(),
+        **{
+            module.__name__: str(module.__version__)
+            for module in (torch, dask, distributed, numpy)
+        },
+        "platform": platform.platform(),
+    }
 
 
 def mismatch(found: Found | Exception) -> str:

@@ -116,10 +116,16 @@ class Channel(ABC):
     Args:
         inbox: Inbox of the replica; every event that may end a wait wakes it.
         spec: Settings of the replica.
+
+    Attributes:
+        clock: Times the waits.
+        on_wait: Called after each wait with its cause, start and end.
     """
 
     def __init__(self, inbox: Inbox, spec: ChannelSpec) -> None:
         self._inbox = inbox
+        self.clock = inbox.clock
+        self.on_wait: Callable[[WaitCause, float, float], object] = lambda *wait: None
         self._spec = spec
         self._timeouts = spec.timeouts
         self._replica = spec.replica
@@ -445,11 +451,11 @@ class Channel(ABC):
     def _timed(
         self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
     ) -> bool:
-        now, waits_s = self._inbox.clock.now, self._stats.waits_s
-        started = now()
+        waits_s, started = self._stats.waits_s, self.clock.now()
         came = self._block(ready, timeout_s)
-        waited_s = now() - started
-        waits_s[cause.value] = waits_s.get(cause.value, 0.0) + waited_s
+        ended = self.clock.now()
+        waits_s[cause.value] = waits_s.get(cause.value, 0.0) + (ended - started)
+        self.on_wait(cause, started, ended)
         return came
 
     def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:

@@ -23,7 +23,7 @@ from daskdl.data.checks import USER_ERRORS, trainable
 from daskdl.data.inputs import Compose
 from daskdl.data.manifest import Kind
 from daskdl.errors import DaskDLError, OptionError, SaveError
-from daskdl.history import LAYOUT, History, Stopping, unpack_rows
+from daskdl.history import LAYOUT, History, RunRecord, Stopping, unpack_rows
 from daskdl.keras.module import KerasModule
 from daskdl.residuals import KeepResidual, ResidualClipping
 from daskdl.saving.folder import Folder, encode_tensors, folder_store
@@ -44,6 +44,7 @@ from daskdl.thresholds import (
     Sent,
     TargetSparsityThreshold,
 )
+from daskdl.timeline import SPANS, Timeline
 from daskdl.training.base import CompressionState, KeptResidual, described
 from daskdl.training.checkpointing import Fingerprint
 from daskdl.training.epoch_control import Scheduling, hyperparameters
@@ -537,27 +538,58 @@ _HISTORY = {
     "stopping": Mapping[str, Any] | None,
     "steps": Tensor,
     "step_columns": Sequence[tuple[str, str]],
+    "timeline": Tensor,
+    "span_columns": Sequence[tuple[str, str]],
+    "run": Mapping[str, Any],
+}
+_RUN = {
+    "began": float,
+    "seconds": float,
+    "options": Mapping[str, str],
+    "versions": Mapping[str, str],
+    "replicas": Mapping[int, Mapping[str, Any]],
+    "error": str,
 }
 
 
 def _history_values(history: History) -> dict[str, Any]:
-    packed = np.frombuffer(history.steps.packed(), np.uint8)
     return {
         "rows": [dict(row) for row in history],
         "stopping": history.stopping and vars(history.stopping),
-        "steps": packed,
+        "steps": np.frombuffer(history.steps.packed(), np.uint8),
         "step_columns": LAYOUT.descr,
+        "timeline": np.frombuffer(history.timeline.packed(), np.uint8),
+        "span_columns": SPANS.descr,
+        "run": vars(history.run),
     }
 
 
 def _history_of(values: Any) -> History:
+    none = torch.zeros(0, dtype=torch.uint8)  # in the first saves
+    own = {"timeline": none, "span_columns": SPANS.descr, "run": vars(RunRecord())}
+    values = {**own, **values}
     check({name: values[name] for name in _HISTORY}, _HISTORY)
+    check(values["run"], _RUN)
     history = History(values["rows"])
     if values["stopping"] is not None:
         history.stopping = Stopping(**values["stopping"])
-    columns = [(name, kind) for name, kind in values["step_columns"]]
-    if not {kind for _, kind in columns} <= {column[1] for column in LAYOUT.descr}:
-        raise SaveError(f"the columns of its steps are {columns!r:.80}")
-    packed = values["steps"].numpy().tobytes()
-    history.steps.extend(unpack_rows(packed, np.dtype(columns)))
+    history.run = RunRecord(**values["run"])
+    history.timeline = Timeline(history.run.began)
+    layout = _layout(values["step_columns"], LAYOUT, "steps")
+    history.steps.extend(unpack_rows(_bytes(values["steps"]), layout))
+    layout = _layout(values["span_columns"], SPANS, "timeline")
+    history.timeline.extend(_bytes(values["timeline"]), layout)
     return history
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    packed: bytes = tensor.numpy().tobytes()
+    return packed
+
+
+def _layout(columns: Any, own: np.dtype[Any], what: str) -> np.dtype[Any]:
+    """Make the layout of packed rows, perhaps of another release."""
+    found = [(name, kind) for name, kind in columns]
+    if not {kind for _, kind in found} <= {column[1] for column in own.descr}:
+        raise SaveError(f"the columns of its {what} are {found!r:.80}")
+    return np.dtype(found)

@@ -98,10 +98,19 @@ class TaskFailed:
 
 
 @dataclass(frozen=True)
+class ReplicaJoined:
+    """A replica that was assigned later has begun to train."""
+
+    replica: int
+    worker: str
+
+
+@dataclass(frozen=True)
 class ReplicaGone:
     """A replica has left the run: it failed or retired."""
 
     replica: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,13 @@ class RunStopped:
 
 
 Event = (
-    StepProgress | EpochEnded | ReplicaFailed | TaskFailed | ReplicaGone | RunStopped
+    StepProgress
+    | EpochEnded
+    | ReplicaFailed
+    | TaskFailed
+    | ReplicaJoined
+    | ReplicaGone
+    | RunStopped
 )
 
 
@@ -121,7 +136,7 @@ def event_of(posted: Mapping[str, Any]) -> Event | None:
 
     Example:
         >>> event_of({"kind": "removed", "replica": 3})
-        ReplicaGone(replica=3)
+        ReplicaGone(replica=3, reason='its worker has left')
     """
     match posted:
         case {"kind": "progress", "epoch": epoch, "examples": count, "loss": loss}:
@@ -131,8 +146,10 @@ def event_of(posted: Mapping[str, Any]) -> Event | None:
         case {"kind": "failed", **fields}:
             names = ReplicaFailed.__dataclass_fields__.keys() & fields.keys()
             return ReplicaFailed(**{name: fields[name] for name in names})
+        case {"kind": "joined", "replica": replica, "worker": worker}:
+            return ReplicaJoined(replica, worker)
         case {"kind": "removed" | "lost" | "retired", "replica": replica}:
-            return ReplicaGone(replica)
+            return ReplicaGone(replica, posted.get("summary", "its worker has left"))
         case {"kind": "stopped", "summary": summary}:
             return RunStopped(summary)
     return None
@@ -198,7 +215,7 @@ def merge(results: Sequence[FitResult]) -> FitResult:
         (total_of([arrays for arrays, _ in states]), states[0][1]) if states else None,
         average_compression(left) if left else None,
         ended[0].schedule if ended else b"",  # equal on all replicas
-        b"".join(result.steps for result in results),
+        [packed for result in results for packed in result.telemetry],
         bool(restored),
         used[0].met,
         bool(ended),

@@ -438,7 +438,7 @@ class DaskBackend(Backend):
                     # Its worker has left, perhaps before the task arrived there.
                     logger.info("Dask has cancelled the task of replica %s", replica)
                     self._cancel(replica)
-                    yield ReplicaGone(replica)
+                    yield ReplicaGone(replica, "Dask has cancelled its task")
                 elif future.status == "error" and replica in self._initial:
                     yield TaskFailed(replica, future.exception())
                 elif future.status == "error":

@@ -10,6 +10,7 @@ import functools
 import logging
 import secrets
 import sys
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from typing import Literal, Self
 import cloudpickle
 from distributed import Client
 from torch import nn
+from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from daskdl import errors
@@ -37,9 +39,10 @@ from daskdl.data.export import ExportOptions, temporary_batches
 from daskdl.data.inputs import infer_metadata, merge_small_parts
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.errors import DaskDLError, DataError, ReplicaError, RunError, SaveError
-from daskdl.history import History, Row, Stopping, unpack_rows
+from daskdl.history import History, Row, RunRecord, Stopping
 from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import PackedModel, copied
+from daskdl.timeline import Timeline
 from daskdl.training.backend import (
     Backend,
     EpochEnded,
@@ -47,6 +50,7 @@ from daskdl.training.backend import (
     LocalBackend,
     ReplicaFailed,
     ReplicaGone,
+    ReplicaJoined,
     RunStopped,
     StepProgress,
     TaskFailed,
@@ -57,9 +61,9 @@ from daskdl.training.dask_backend import dask_backend
 from daskdl.training.epoch_control import EvaluationPlan, LearningRate, StoppingDecision
 from daskdl.training.fit_spec import FitSpec, FitState, ReplicaSpec, TrainedOptimizer
 from daskdl.training.replica import FitResult, check_device
-from daskdl.training.telemetry import RowLog
+from daskdl.training.telemetry import RowLog, add_telemetry
 from daskdl.training.tree_reduce import load_optimizer_
-from daskdl.util import check_installed, guarded
+from daskdl.util import check_installed, guarded, versions
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +151,31 @@ class FitRun:
                 examples=self._rows,
                 parameters=self._sent.size,
             )
+            self._begin_record(optimizer)
             stack.enter_context(callback_scope(spec.callbacks, begin, self.history))
+            stack.push(self._end_record)  # before the callbacks' on_fit_end
             yield
+
+    def _begin_record(self, optimizer: Optimizer) -> None:
+        run = RunRecord(
+            began=time.time(),
+            options=self._spec.described(self._model, optimizer),
+            versions=versions(),
+        )
+        for replica, worker in self._backend.workers.items():
+            run.join(replica, worker)
+        self.history.run, self.history.timeline = run, Timeline(run.began)
+
+    def _end_record(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        run = self.history.run
+        run.seconds = time.time() - run.began
+        if error is not None:
+            run.error = "".join(traceback.format_exception_only(error)).strip()
 
     def _dry_run(self, sources: Sources) -> tuple[DryRun, EvaluationPlan]:
         """Try model, optimizer and loss on a few rows, without any worker.
@@ -242,7 +269,8 @@ class FitRun:
             raise
         finally:
             if self.result is not None:
-                self.history.steps.extend(unpack_rows(self.result.steps))
+                for packed in self.result.telemetry:
+                    add_telemetry(self.history, packed)
             elif self._assigned and self._resume is None:
                 # The initial model is the last state that all replicas agreed on.
                 self.result = FitResult(Parameters(), met=False)
@@ -276,9 +304,14 @@ class FitRun:
                 reporter.show(event)
             case EpochEnded():
                 reporter.end_epoch(event)
-            case ReplicaGone(replica):
+            case ReplicaJoined(replica, worker):
+                self.history.run.join(replica, worker)
+            case ReplicaGone(replica, reason):
                 self._gone.add(replica)
-            case ReplicaFailed():
+                self.history.run.leave(replica, reason)
+            case ReplicaFailed(replica=replica, summary=summary):
+                if replica is not None:
+                    self.history.run.leave(replica, summary)
                 self._failure = self._failure or self._error_of(event)
             case TaskFailed(replica, error):
                 where = f"replica {replica} on {self._backend.workers[replica]}"
@@ -534,7 +567,7 @@ class ProgressReporter:
         if self._decision.score is not None:
             self._scores[epoch] = self._decision.score
         for packed in event.report["client_payloads"]:
-            self._history.steps.extend(unpack_rows(packed))
+            add_telemetry(self._history, packed)
         for callback in self._callbacks:
             callback.on_epoch_end(row)
 

@@ -10,7 +10,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
 import torch
@@ -39,7 +39,7 @@ from daskdl.data.checks import (
 from daskdl.data.dask_collections import pair
 from daskdl.data.inputs import Approach, ReadOptions, source_of
 from daskdl.data.source import Source
-from daskdl.errors import OptionError
+from daskdl.errors import OptionError, shown
 from daskdl.keras.module import as_module
 from daskdl.objective import Objective, OwnStep
 from daskdl.saving.checkpoints import CheckpointPlan
@@ -305,6 +305,26 @@ class FitSpec:
         """Make an optimizer over the trainable parameters of a model."""
         return self.optimizer(trainable(model))
 
+    def described(self, model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+        """Describe the options for readers, by name, without credentials."""
+        usual = {n: v for n, v in optimizer.defaults.items() if v not in (None, False)}
+        size = sum(parameter.numel() for parameter in trainable(model))
+        own = {field.name: getattr(self, field.name) for field in fields(FitSpec)}
+        own |= vars(own.pop("stepping")) | {"scheduler": own.pop("scheduling").make}
+        read = own.pop("read")
+        return {
+            "model": f"{_named(model)}, {size:,} trainable parameters",
+            "optimizer": f"{_named(optimizer)}, "
+            + ", ".join(f"{name}={value}" for name, value in usual.items()),
+            "loss": _named(own.pop("objective")),
+            "batch_size": str(read.batch_size),
+            "transform": _named(read.transform),
+            "on_bad_batch": read.on_bad_batch,
+            # They may have URLs and credentials.
+            "callbacks": ", ".join(map(_named, own.pop("callbacks"))) or "none",
+            **{n: _named(value) for n, value in own.items() if n != "optimizer"},
+        }
+
     def sources(self, X: Any, y: Any, validation: Any) -> dict[str, Source]:
         """Make sources from the user's data, without any worker.
 
@@ -329,6 +349,15 @@ class FitSpec:
                 check_same_classes(own, train.classes)
                 sources["validation"] = own
         return sources
+
+
+def _named(value: Any) -> str:
+    """Name a function or an object of a class; show a plain value as it is."""
+    if isinstance(value, str | int | float | TrainingMaster | torch.dtype | None):
+        return shown(str(value), 500)
+    if isinstance(value, torch.device):
+        return str(value)
+    return str(getattr(value, "__qualname__", type(value).__name__))
 
 
 def _check_device(device: Any) -> None:

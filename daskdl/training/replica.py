@@ -8,7 +8,6 @@ import contextlib
 import functools
 import math
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from daskdl.evaluation.evaluate import Score, score_batches
 from daskdl.history import StepRow, Thinned
 from daskdl.objective import Batch, OwnStep
 from daskdl.serialization import Packed, copied
+from daskdl.timeline import SpanLog
 from daskdl.training.base import (
     Choice,
     CompressionState,
@@ -81,6 +81,7 @@ from daskdl.training.telemetry import (
     StepLog,
     check_trained,
     reports_of,
+    telemetry_of,
 )
 from daskdl.training.tree_reduce import Reduced, optimizer_arrays, rest_of
 from daskdl.util import freed_memory_kept, guarded
@@ -96,7 +97,8 @@ class FitResult:
             all shares, and the `rest_of` one optimizer; None if the run did not finish.
         compression: State of the compression; None if no replica left any.
         schedule: State of the scheduler; empty without scheduler or optimizer.
-        steps: Packed step rows that were not reported before.
+        telemetry: Packed step rows and spans that were not reported before, see
+            `telemetry_of`; one for each replica.
         restored: Whether the parameters are those of the best epoch.
         met: Whether the replicas have agreed since the start; otherwise the parameters
             are the initial ones.
@@ -108,7 +110,7 @@ class FitResult:
     optimizer: tuple[Reduced, Mapping[str, Any]] | None = None
     compression: CompressionState | None = None
     schedule: bytes = b""
-    steps: bytes = b""
+    telemetry: Sequence[bytes] = ()
     restored: bool = False
     met: bool = True
     finished: bool = True
@@ -182,6 +184,8 @@ class Replica:
         self._device = device
         self._store = store
         self._log = StepLog(spec.telemetry_every)
+        self._spans = SpanLog(number, channel.clock.now)
+        channel.on_wait = self._spans.wait
         self._shapes = ShapeCheck(batching.kinds(spec.rows), spec.read.transform)
         self._joined = False
         self.watch = LossWatch(spec.max_loss_rise)
@@ -373,15 +377,18 @@ class Replica:
     def _train_epoch(self, epoch: int) -> None:
         replicas = 1 + len(self._channel.peers())
         begin = EpochBegin(self._number, epoch, replicas, self.rate.value)
+        self._spans.enter("callbacks")
         for callback in self._spec.callbacks:
             callback.on_epoch_begin(begin)
         totals, feed = self.totals, self._feed("train", epoch, self.totals)
 
         def rest() -> None:
+            self._spans.enter("exchange")
             self.exchange.sync(self.interval, totals.examples, ended=False)
+            self._spans.enter("data")
 
         while True:
-            started = time.perf_counter()
+            started = self._spans.enter("data")
             # Not of the epoch, so that a fit resumed at a sync point has the same.
             self._kept = Thinned(MOST_SCORED)
             groups = feed.groups(rest, self._spec.stepping.accumulate)
@@ -389,16 +396,17 @@ class Replica:
                 if self._chooses:
                     self._keep(number, group[0])
                 self._step(epoch, group, feed.rows)
-            totals.seconds += time.perf_counter() - started
+            totals.seconds += self._spans.enter("other") - started
             if feed.sync_point is None:
                 return
             self._take_checkpoint(epoch, feed.sync_point)
 
     def _step(self, epoch: int, group: BatchGroup, rows: int) -> None:
         self._channel.check()
-        started = time.perf_counter()
-        exchange, totals = self.exchange, self.totals
+        enter, exchange, totals = self._spans.enter, self.exchange, self.totals
+        started = enter("exchange")
         exchange.before_step(self.interval)
+        enter("compute")
         loss = self.stepper.backward(group)
         if not math.isfinite(loss) or self.watch.note(loss):
             raise self._diverged(epoch, loss)
@@ -412,18 +420,20 @@ class Replica:
             self.rate.step_()
         if callbacks:
             # Before the exchange, which also shares changes made by callbacks.
-            paused = time.perf_counter()
+            paused = enter("callbacks")
             step = Step(self._number, epoch, self.steps, loss, rows, rate)
             for callback in callbacks:
                 callback.on_step_end(step)
-            started += time.perf_counter() - paused
+        resumed = enter("exchange")
+        if callbacks:
+            started += resumed - paused
         try:
             exchange.after_step(self.interval, rows)
         except DivergedError as error:
             raise self._diverged(epoch, loss, str(error)) from None
         totals.loss_sum += loss * rows
         totals.examples += rows
-        step_s = time.perf_counter() - started
+        step_s = enter("data") - started
         if self.steps >= self._log.next_step and self._log.due(
             self.steps, exchange.exchanged
         ):
@@ -458,7 +468,7 @@ class Replica:
 
     def _sync(self, epoch: int, *, over: bool) -> None:
         """Agree with all replicas; choose the model if the epoch is over."""
-        started = time.perf_counter()
+        started = self._spans.enter("exchange")
         loss = math.nan if self.watch.last is None else self.watch.last
         largest = largest_in(self.module)
         if not math.isfinite(largest):
@@ -471,13 +481,15 @@ class Replica:
         if over and self._chooses:
             # A joining replica gets the model that was chosen.
             self._channel.serve_snapshot(None)
+            self._spans.enter("comparison")
             last = epoch + 1 == self._spec.epochs
             choose = self.exchange.choose
             self._choice = choose(self.interval, self._score, last=last)
             self._channel.serve_snapshot(self.snapshot)
+            self._spans.enter("exchange")
         self.agreed = self.exchange.agreed()
         self.met = True
-        self.totals.seconds += time.perf_counter() - started
+        self.totals.seconds += self._spans.enter("other") - started
 
     def _take_checkpoint(self, epoch: int, sync_point: SyncPoint) -> None:
         """Take a checkpoint at a sync point in the middle of an epoch."""
@@ -493,6 +505,7 @@ class Replica:
         check_alike(gathered, f"in the middle of epoch {epoch}")
         self.interval += 1
         sync_point = sync_point._replace(departed=done_of(gathered.counted["departed"]))
+        self._spans.enter("checkpoint")
         self.checkpoints.take(gathered, lambda: self._checkpoint(epoch, sync_point))
 
     def _end_epoch(self, epoch: int) -> None:
@@ -504,7 +517,7 @@ class Replica:
             f"report {epoch}",
             self._report(epoch).to_wire(),
             BarrierKind.REPORT,
-            self._log.take(),
+            telemetry_of(self._log, self._spans),
         )
         check_alike(gathered, f"at the end of epoch {epoch}")
         reports, departed = reports_of(gathered.payloads), gathered.counted["departed"]
@@ -521,6 +534,7 @@ class Replica:
         if self.checkpoints is not None:
             over = self.stopper.over or epoch + 1 == self._spec.epochs
             make = functools.partial(self._checkpoint, epoch + 1)
+            self._spans.enter("checkpoint")
             self.checkpoints.end_epoch(epoch, gathered, reports, over, make)
 
     def _report(self, epoch: int) -> EpochReport:
@@ -543,6 +557,7 @@ class Replica:
         """Return the score of this replica's share, and why rows were left out."""
         if not self._spec.evaluation.scored(epoch):
             return None, ""
+        self._spans.enter("validation")
         totals = EpochTotals()
         feed = self._feed("validation", epoch, totals)
         self._channel.serve_snapshot(None)  # the module shows the agreed parameters
@@ -550,6 +565,7 @@ class Replica:
             objective, batches = self._spec.objective, feed.batches()
             score = score_batches(self.module, objective, batches, self._device)
         self._channel.serve_snapshot(self.snapshot)
+        self._spans.enter("other")
         return score, totals.reason
 
     def _checkpoint(
@@ -590,12 +606,15 @@ class Replica:
 
     def _unfinished(self) -> FitResult:
         """Return the result before the end: the parameters agreed on last."""
+        telemetry = [telemetry_of(self._log, self._spans)]
         if not self._joined:
-            return FitResult(Parameters(), met=False, finished=False)
+            return FitResult(
+                Parameters(), telemetry=telemetry, met=False, finished=False
+            )
         return FitResult(
             self.agreed,
             compression=self.exchange.result().compression,
-            steps=self._log.take(),
+            telemetry=telemetry,
             met=self.met,
             finished=False,
         )
@@ -608,6 +627,7 @@ class Replica:
             (optimizer_arrays(self.optimizer, self.weight), rest_of(self.optimizer)),
             left.compression,
             self.rate.state(),
+            [telemetry_of(self._log, self._spans)],
             restored=best is not None,
         )
 

@@ -16,7 +16,8 @@ from daskdl.channel.base import ChannelStats
 from daskdl.compression.compressor import Sample
 from daskdl.errors import DataError
 from daskdl.evaluation.evaluate import Score
-from daskdl.history import StepRow, Thinned, pack_rows
+from daskdl.history import History, StepRow, Thinned, pack_rows, unpack_rows
+from daskdl.timeline import SpanLog
 from daskdl.training.base import Choice, ExchangeStats
 
 # Residuals sampled for one row. Ten of them are above the highest percentile.
@@ -135,6 +136,22 @@ class StepLog:
     def take(self) -> bytes:
         """Return the packed rows since the last call."""
         return pack_rows(self._rows.take())
+
+
+def telemetry_of(steps: StepLog, spans: SpanLog) -> bytes:
+    """Pack what both logs have recorded since the last call.
+
+    The length of the rows of steps in eight bytes, the rows, and the spans.
+    """
+    rows = steps.take()
+    return len(rows).to_bytes(8, "little") + rows + spans.take()
+
+
+def add_telemetry(history: History, packed: bytes) -> None:
+    """Add the result of `telemetry_of` to a history."""
+    spans = 8 + int.from_bytes(packed[:8], "little")
+    history.steps.extend(unpack_rows(packed[8:spans]))
+    history.timeline.extend(packed[spans:])
 
 
 @dataclass

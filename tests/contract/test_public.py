@@ -18,6 +18,7 @@ import daskdl.metrics
 from daskdl.channel import protocol
 from daskdl.config import FILE
 from daskdl.history import COLUMNS, STEP_COLUMNS
+from daskdl.timeline import SPAN_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -79,7 +80,8 @@ def test_every_public_method_is_documented(name):
 
 
 @pytest.mark.parametrize(
-    ("heading", "columns"), [("History", COLUMNS), ("Steps", STEP_COLUMNS)]
+    ("heading", "columns"),
+    [("History", COLUMNS), ("Steps", STEP_COLUMNS), ("Timeline", SPAN_COLUMNS)],
 )
 def test_the_reference_lists_the_columns(heading, columns):
     rows = table("api.md", heading)

@@ -159,6 +159,8 @@ def test_all_state_is_restored_and_can_be_saved_again(tmp_path):
         assert loaded.history[0]["waits"] == {"end": 0.5}
         assert loaded.history.stopping == one.history.stopping
         assert repr(list(loaded.history.steps)) == repr(list(one.history.steps))
+        assert list(loaded.history.timeline) == list(one.history.timeline)
+        assert loaded.history.run == one.history.run
     kinds = Counter(path.suffix for path in tmp_path.iterdir())
     assert kinds == {".json": 1, ".safetensors": 3}  # nothing is pickled
 
@@ -620,6 +622,10 @@ def of_loss(value):
         (("history", "dict", 1, 1), {"dict": [["mood", "x"]]}),
         (("history", "dict", 3, 1), [["number", "<i8"]]),
         (("history", "dict", 3, 1), [["loss", "|O8"]]),
+        (("history", "dict", 5, 1), [["compute", "|O8"]]),
+        (("history", "dict", 5, 1), [["compute", "<f8"]]),
+        (("history", "dict", 6, 1), {"dict": [["mood", "x"]]}),
+        (("history", "dict", 6, 1), {"dict": [["replicas", {"dict": [["a", 1]]}]]}),
     ],
     ids=lambda value: str(value)[:60],
 )

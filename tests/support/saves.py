@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from daskdl import History, Trainer
-from daskdl.history import StepRow
+from daskdl.history import RunRecord, StepRow
 from daskdl.saving import trainer_state
 from daskdl.saving.trainer_state import (
     TrainerState,
@@ -16,6 +16,7 @@ from daskdl.saving.trainer_state import (
     scheduling_of,
 )
 from daskdl.thresholds import Sent
+from daskdl.timeline import SpanLog, Timeline
 from daskdl.training.base import CompressionState
 from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
 from daskdl.training.telemetry import EpochReport, EpochTotals
@@ -54,6 +55,13 @@ def fitted(model=layers, steps=3, **options):
     standing = FitState(trained, sent, 2, 2)
     history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
     history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])
+    history.run = RunRecord(5.0, 2.5, {"epochs": "1"}, {"torch": "2.8"})
+    history.run.join(3, "tcp://host:1")
+    history.run.leave(3, "lost")
+    history.timeline = Timeline(history.run.began)
+    log = SpanLog(3)
+    log.enter("compute")
+    history.timeline.extend(log.take())
     return TrainerState(arguments, module, standing, history, ["no", "yes"])
 
 

@@ -1,0 +1,467 @@
+"""A page about a run, as one HTML file that needs nothing else.
+
+Hides HTML, the drawing of charts as inline SVG, and the script that draws timelines. No
+text that is passed in is taken for markup.
+"""
+
+import html
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from daskdl.timeline import ACTIVITIES, Spans
+
+MOST_POINTS = 500  # of a line of a chart
+MOST_NAMED = 8  # lines of a chart with a name and a color of their own
+WIDTH, HEIGHT = 420, 180  # of a chart, in its own units
+LEFT, RIGHT, TOP, BOTTOM = 56, 16, 8, 22  # margins
+
+# Okabe and Ito's palette, lighter where the page is dark; waits are warm.
+_LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_COLORS = {
+    "compute": "#0072b2",
+    "exchange": "#009e73",
+    "data": "#56b4e9",
+    "callbacks": "#cc79a7",
+    "comparison": "#7a68c4",
+    "validation": "#a6761d",
+    "checkpoint": "#b3589a",
+    "setup": "#7f8c8d",
+    "other": "#a9b4b6",
+    "wait_staleness": "#d55e00",
+    "wait_room": "#e8590c",
+    "wait_lease": "#f0a35e",
+    "wait_gather": "#e69f00",
+    "wait_fetch": "#c0622f",
+    "wait_flush": "#ef8354",
+    "wait_updates": "#f3722c",
+    "wait_checkpoint": "#c9485b",
+    "wait_data": "#d7263d",
+    "wait_missing": "#8c2f39",
+    "wait_repair": "#b5179e",
+    "wait_join": "#d9c7a3",
+    "wait_snapshot": "#c9ada7",
+    "wait_activate": "#bfa58a",
+}
+assert _COLORS.keys() == ACTIVITIES.keys(), "each activity has a color"
+
+
+class Html(NamedTuple):
+    """What :func:`table` does not escape."""
+
+    html: str
+
+
+def named(activity: str) -> str:
+    """Name an activity for readers.
+
+    Example:
+        >>> named("wait_gather")
+        'wait: gather'
+    """
+    return activity.replace("wait_", "wait: ")
+
+
+def number(value: Any) -> str:
+    """Format a number with few digits; NaN is "-", other values are text.
+
+    Example:
+        >>> [number(value) for value in (0.123456, 12345.6, float("nan"), 1e-7, "a")]
+        ['0.1235', '12,346', '-', '1e-07', 'a']
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if math.isnan(value):
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def table(rows: Iterable[Sequence[Any]], columns: Sequence[str] = ()) -> str:
+    """Render a table; the first cell of a row is its name.
+
+    A cell that is :class:`Html` stays as it is.
+
+    Example:
+        >>> table([("loss", 0.5), ("<b>", 2)])
+        '<table><tr><th>loss</th><td>0.5</td></tr><tr><th>&lt;b&gt;</th>\
+<td>2</td></tr></table>'
+    """
+
+    def row(cells: Sequence[Any], tag: str) -> str:
+        first, *others = (
+            cell.html if isinstance(cell, Html) else html.escape(number(cell))
+            for cell in cells
+        )
+        rest = "".join(f"<{tag}>{cell}</{tag}>" for cell in others)
+        return f"<tr><th>{first}</th>{rest}</tr>"
+
+    head = f"<thead>{row(columns, 'th')}</thead>" if columns else ""
+    return f"<table>{head}{''.join(row(cells, 'td') for cells in rows)}</table>"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart: points with finite y, in order of x."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+    @property
+    def points(self) -> list[tuple[float, float]]:
+        """The points to draw: those that are finite, or means of as many as needed."""
+        found = [
+            (x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(y)
+        ]
+        each = -(-len(found) // MOST_POINTS) or 1
+        parts = [found[i : i + each] for i in range(0, len(found), each)]
+        return [
+            (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part))
+            for part in parts
+        ]
+
+
+def _ticks(low: float, high: float, most: int) -> list[float]:
+    """Return round numbers within a range."""
+    least = (high - low) / most
+    step = 10.0 ** math.floor(math.log10(least))
+    step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= least)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+
+
+def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
+    """Draw lines; empty without a finite point.
+
+    The y axis is logarithmic if all values are positive and span a factor of 100.
+
+    Args:
+        title: Title of the chart.
+        x_name: Name of the x axis.
+        lines: Beyond the first few, they have no name of their own.
+    """
+    drawn = [(line.name, line.points) for line in lines]
+    points = [point for _, own in drawn for point in own]
+    if not points:
+        return ""
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    logarithmic = low > 0 and high / low > 100
+    scale = math.log10 if logarithmic else float
+    bottom, top = scale(low), scale(high)
+    pad = 0.05 * (top - bottom) or 0.05 * abs(top) or 0.5
+    bottom, top = bottom - pad, top + pad
+    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    if left == right:
+        left, right = left - 0.5, right + 0.5
+
+    def at_x(x: float) -> float:
+        return LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
+
+    def at_y(y: float) -> float:
+        share = (scale(y) - bottom) / (top - bottom)
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+    if logarithmic:
+        decades = range(math.ceil(bottom), math.floor(top) + 1)
+        marks = [10.0**i for i in decades][:: len(decades) // 6 + 1]
+        marks = marks if len(marks) > 1 else [low, high]
+    else:
+        marks = _ticks(bottom, top, 5)
+    parts = [
+        f'<path class="grid" d="M{LEFT} {at_y(y):.1f}H{WIDTH - RIGHT}"/>'
+        f'<text x="{LEFT - 4}" y="{at_y(y) + 3:.1f}" class="y">{number(y)}</text>'
+        for y in marks
+    ]
+    whole = all(x == int(x) for x in (left, right))
+    for x in _ticks(left, right, 6):
+        if whole and x != int(x):
+            continue
+        parts.append(f'<text x="{at_x(x):.1f}" y="{HEIGHT - 8}" class="x">{x:g}</text>')
+    for i, (_, own) in enumerate(drawn):
+        path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in own)
+        shape = f'd="M{path}"' if len(own) > 1 else f'd="M{path}h0"'
+        color = _LINES[i % len(_LINES)]
+        if own:
+            parts.append(f'<path class="line" stroke="{color}" {shape}/>')
+    few = drawn if 1 < len(drawn) <= MOST_NAMED else []
+    legend = "".join(
+        f'<span><i style="background:{_LINES[i % len(_LINES)]}"></i>'
+        f"{html.escape(name)}</span>"
+        for i, (name, _) in enumerate(few)
+    )
+    name = html.escape(title)
+    return (
+        f"<figure><figcaption>{name} <small>by {html.escape(x_name)}</small> "
+        f'{legend}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{name}">{"".join(parts)}</svg></figure>'
+    )
+
+
+def _swatch(activity: str) -> str:
+    return f'<i style="background:{_COLORS[activity]}"></i>'
+
+
+def shares(seconds: Mapping[str, float]) -> str:
+    """Render seconds by activity as a table with the share of each in the total."""
+    total = sum(seconds.values())
+    rows = "".join(
+        f'<tr data-activity="{name}"><th>{_swatch(name)}{named(name)}</th>'
+        f"<td>{spent:,.3f}</td><td>{100 * spent / total:.1f} %</td>"
+        f'<td class="text">{html.escape(ACTIVITIES[name])}</td></tr>'
+        for name, spent in sorted(seconds.items(), key=lambda item: -item[1])
+    )
+    return (
+        '<table class="shares"><thead><tr><th>activity</th><th>seconds</th>'
+        f'<th>share</th><th class="text">what it is</th></tr></thead>{rows}</table>'
+    )
+
+
+def bar(seconds: Mapping[str, float]) -> Html:
+    """Render the share of each activity as a bar."""
+    total = sum(seconds.values()) or 1.0
+    parts = "".join(
+        f'<i style="width:{100 * spent / total:.2f}%;background:{_COLORS[name]}" '
+        f'title="{named(name)}: {spent:,.3g} s, {100 * spent / total:.1f} %"></i>'
+        for name, spent in seconds.items()
+    )
+    return Html(f'<div class="bar">{parts}</div>')
+
+
+def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) -> str:
+    """Render spans of replicas, which a script draws.
+
+    Args:
+        spans: Ordered by replica and start.
+        began: Unix time of the beginning of the fit.
+        left: Time in seconds of the fit, and reason, of each replica that left.
+    """
+    used = [name for name in ACTIVITIES if spans[name].any()]
+    rows: dict[int, list[Any]] = {}
+    columns = [spans[name].tolist() for name in used]
+    starts, ends = spans["start"] - began, spans["end"] - began
+    for i, replica in enumerate(spans["replica"].tolist()):
+        start, end = float(starts[i]), float(ends[i])
+        parts: list[float] = []
+        for place, column in enumerate(columns):
+            if column[i] > 1e-3 * (end - start):
+                parts += (place, float(f"{column[i]:.3g}"))
+        own = rows.setdefault(replica, [])
+        own.append([round(start, 5), round(end, 5), *parts])
+    data = {
+        "names": [named(name) for name in used],
+        "colors": [_COLORS[name] for name in used],
+        "rows": [
+            {"replica": replica, "left": left.get(replica), "spans": own}
+            for replica, own in rows.items()
+        ],
+    }
+    # "<" cannot end the element then.
+    packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    legend = "".join(f"<span>{_swatch(name)}{named(name)}</span>" for name in used)
+    return (
+        f'<p class="legend">{legend}</p><div id="timeline"><canvas></canvas>'
+        "<output></output></div><p><small>Turn the wheel to zoom, drag to move, "
+        "double-click to see all. A column shows the shares of a stretch of time in "
+        "which several short activities alternate. × marks where a replica left."
+        "</small></p>"
+        f'<script type="application/json" id="spans">{packed}</script>'
+        f"<script>{_SCRIPT}</script>"
+    )
+
+
+def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
+    """Render a page.
+
+    Args:
+        title: Plain text.
+        sections: Headings, and HTML; those without HTML are left out.
+    """
+    body = "".join(
+        f"<section><h2>{html.escape(heading)}</h2>{content}</section>"
+        for heading, content in sections
+        if content
+    )
+    name = html.escape(title)
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        f"<title>{name}</title><style>{_STYLE}</style></head>"
+        f"<body><h1>{name}</h1>{body}</body></html>\n"
+    )
+
+
+_STYLE = """
+:root{--back:#fff;--text:#1c2326;--dim:#66757b;--rule:#dde3e5;--bad:#b3261e}
+@media (prefers-color-scheme:dark){:root{--back:#14191b;--text:#e4e9eb;--dim:#93a1a6;
+--rule:#2f383c;--bad:#ff8a80}}
+body{background:var(--back);color:var(--text);font:15px/1.5 system-ui,sans-serif;
+margin:2rem auto;max-width:1320px;padding:0 1rem}
+h1{font-size:1.5rem}h2{font-size:1.1rem;margin:2rem 0 .6rem}
+small,figcaption small{color:var(--dim)}
+section{overflow-x:auto}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.9rem}
+th,td{padding:.15rem .8rem .15rem 0;text-align:right;
+border-bottom:1px solid var(--rule)}
+th:first-child,.text{text-align:left}th{font-weight:500}
+td.text{color:var(--dim)}table:not(:has(thead)) td{text-align:left}
+pre{color:var(--bad);border-left:3px solid;padding-left:1rem;white-space:pre-wrap;
+overflow-wrap:anywhere}
+.charts{display:grid;gap:1rem 2rem;grid-template-columns:repeat(auto-fill,
+minmax(min(100%,380px),1fr))}
+figure{margin:0}figcaption{font-size:.9rem}
+span i,th i{display:inline-block;width:.7em;height:.7em;margin-right:.4em}
+figcaption span,.legend span{margin-right:1em;white-space:nowrap}
+svg{width:100%;height:auto}svg text{font-size:11px;fill:var(--dim)}
+svg .y{text-anchor:end}svg .x{text-anchor:middle}
+.grid{stroke:var(--rule);fill:none}
+.line{fill:none;stroke-width:1.5;stroke-linecap:round;stroke-linejoin:round}
+.bar{display:flex;height:.9rem;width:320px;background:var(--rule)}.bar i{height:100%}
+td .bar{margin:.2rem 0}
+canvas{display:block;width:100%;cursor:crosshair;touch-action:pan-y}
+output{position:fixed;display:none;pointer-events:none;background:var(--back);
+border:1px solid var(--rule);padding:.3rem .6rem;font-size:.85rem;white-space:pre-wrap;
+width:max-content;max-width:44em;z-index:1}
+"""
+
+_SCRIPT = """
+(() => {
+const data = JSON.parse(document.getElementById("spans").textContent);
+const box = document.getElementById("timeline"), canvas = box.querySelector("canvas");
+const out = box.querySelector("output"), pen = canvas.getContext("2d");
+const LEFT = 40, AXIS = 22, count = data.rows.length;
+const tall = Math.max(8, Math.min(28, Math.floor(900 / count)));
+const gap = tall > 12 ? 4 : 1;
+let from = 0, to = 0;
+for (const row of data.rows) {
+  from = Math.min(from, row.spans[0][0]);
+  to = Math.max(to, row.spans[row.spans.length - 1][1], row.left ? row.left[0] : 0);
+}
+const all = [from, to];
+let wide = 1;
+const x_of = time => LEFT + (time - from) / (to - from) * (wide - LEFT);
+const time_of = x => from + (x - LEFT) / (wide - LEFT) * (to - from);
+const first = (spans, time) => {  // of those that end after a time
+  let low = 0, high = spans.length;
+  while (low < high) {
+    const middle = low + high >> 1;
+    if (spans[middle][1] <= time) low = middle + 1; else high = middle;
+  }
+  return low;
+};
+function column(x, width, top, parts, total) {
+  let y = top;
+  for (let i = 0; i < parts.length; i++) if (parts[i]) {
+    const height = parts[i] / total * (tall - gap);
+    pen.fillStyle = data.colors[i];
+    pen.fillRect(x, y, width, height);
+    y += height;
+  }
+}
+function draw() {
+  const style = getComputedStyle(document.documentElement), dots = devicePixelRatio;
+  wide = box.clientWidth;
+  const height = count * tall + AXIS;
+  canvas.width = wide * dots; canvas.height = height * dots;
+  canvas.style.height = height + "px";
+  pen.setTransform(dots, 0, 0, dots, 0, 0);
+  pen.font = "11px system-ui, sans-serif"; pen.textBaseline = "middle";
+  const dim = style.getPropertyValue("--dim");
+  const named = Math.ceil(12 / tall);
+  data.rows.forEach((row, at) => {
+    const top = at * tall, spans = row.spans;
+    if (at % named == 0) {
+      pen.fillStyle = dim; pen.textAlign = "right";
+      pen.fillText(row.replica, LEFT - 6, top + (tall - gap) / 2);
+    }
+    let parts = data.names.map(() => 0), total = 0, began = -1;
+    const flush = () => {
+      if (total) column(began, 1, top, parts, total);
+      parts.fill(0); total = 0;
+    };
+    for (let i = first(spans, from); i < spans.length && spans[i][0] < to; i++) {
+      const one = spans[i];
+      const left = Math.max(x_of(one[0]), LEFT), right = Math.min(x_of(one[1]), wide);
+      const pixel = Math.floor(left), length = one[1] - one[0];
+      if (right - left < 1) {  // several in a pixel
+        if (pixel != began) flush();
+        began = pixel;
+        for (let j = 2; j < one.length; j += 2) {
+          parts[one[j]] += one[j + 1]; total += one[j + 1];
+        }
+        continue;
+      }
+      flush();
+      for (let j = 2; j < one.length; j += 2) parts[one[j]] = one[j + 1];
+      column(left, right - left, top, parts, length || 1);
+      parts.fill(0);
+    }
+    flush();
+    if (row.left && row.left[0] >= from && row.left[0] <= to) {
+      pen.fillStyle = style.getPropertyValue("--bad"); pen.textAlign = "center";
+      pen.fillText("×", Math.min(x_of(row.left[0]), wide - 6), top + (tall - gap) / 2);
+    }
+  });
+  pen.fillStyle = dim; pen.textAlign = "center";
+  const least = (to - from) / Math.max(2, wide / 110);
+  const power = 10 ** Math.floor(Math.log10(least));
+  const step = [1, 2, 5, 10].find(factor => factor * power >= least) * power;
+  for (let i = Math.ceil(from / step); i * step <= to; i++) {
+    const x = x_of(i * step);
+    pen.fillRect(x, count * tall, 1, 4);
+    if (x < wide - 16) pen.fillText(+(i * step).toPrecision(6) + " s", x, height - 8);
+  }
+}
+function zoom(factor, at) {
+  const lengths = Math.min((to - from) * factor, all[1] - all[0]);
+  const share = (at - from) / (to - from);
+  show(at - share * lengths, lengths);
+}
+function show(start, length) {
+  from = Math.min(Math.max(start, all[0]), all[1] - length); to = from + length;
+  draw();
+}
+let held = null;
+canvas.addEventListener("wheel", event => {
+  event.preventDefault();
+  zoom(event.deltaY < 0 ? 0.8 : 1.25, time_of(Math.max(event.offsetX, LEFT)));
+}, {passive: false});
+canvas.addEventListener("pointerdown", event => {
+  held = [event.offsetX, from]; canvas.setPointerCapture(event.pointerId);
+});
+canvas.addEventListener("pointerup", () => { held = null; });
+canvas.addEventListener("dblclick", () => show(all[0], all[1] - all[0]));
+canvas.addEventListener("pointerleave", () => { out.style.display = "none"; });
+canvas.addEventListener("pointermove", event => {
+  if (held) {
+    const length = to - from, moved = (held[0] - event.offsetX) / (wide - LEFT);
+    show(held[1] + moved * length, length);
+  }
+  const row = data.rows[Math.floor(event.offsetY / tall)];
+  const time = time_of(event.offsetX);
+  const one = row && row.spans[first(row.spans, time)];
+  out.style.display = "none";
+  if (!one || one[0] > time || event.offsetX < LEFT) return;
+  const length = one[1] - one[0], lines = [];
+  for (let j = 2; j < one.length; j += 2) {
+    const share = (100 * one[j + 1] / (length || 1)).toFixed(1);
+    lines.push(`${data.names[one[j]]}: ${one[j + 1]} s, ${share} %`);
+  }
+  const when = `replica ${row.replica}, ${one[0]} to ${one[1]} s`;
+  const why = row.left ? `\\nleft at ${row.left[0].toFixed(1)} s: ${row.left[1]}` : "";
+  out.textContent = when + "\\n" + lines.join("\\n") + why;
+  out.style.display = "block";
+  const below = event.clientY + 14, fits = below + out.offsetHeight < innerHeight;
+  out.style.top = (fits ? below : event.clientY - 14 - out.offsetHeight) + "px";
+  const most = innerWidth - out.offsetWidth - 20;
+  out.style.left = Math.min(event.clientX + 14, most) + "px";
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+addEventListener("resize", draw);
+draw();
+})();
+"""

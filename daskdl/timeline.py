@@ -1,0 +1,286 @@
+"""What each replica of a fit did when, as spans of time.
+
+Hides how a training loop records its activities between two lines, and how spans are
+merged evenly so that few remain and no time is lost.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import override
+
+ACTIVITIES: Mapping[str, str] = {
+    "compute": "forward pass, backward pass and optimizer",
+    "exchange": "finding, packing and publishing entries, applying the updates of "
+    "others, and agreeing with them",
+    "data": "leasing rows, and cutting and transforming batches",
+    "callbacks": "callbacks that run on workers",
+    "comparison": "scoring models at the end of an epoch, with compare_models",
+    "validation": "scoring the validation data",
+    "checkpoint": "copying the state for a checkpoint",
+    "setup": "building the model, and restoring its state",
+    "other": "reports and decisions between epochs",
+    "wait_staleness": "waiting for a replica that is max_staleness steps behind",
+    "wait_room": "waiting for the last update to be passed on, with max_staleness=0",
+    "wait_lease": "waiting for a lease; at the end of an epoch, for those of others",
+    "wait_gather": "waiting for the slowest replica, at a barrier",
+    "wait_fetch": "waiting for the sums of others, while parameters are averaged",
+    "wait_flush": "waiting for the last update to be passed on, when an epoch ends",
+    "wait_updates": "waiting for updates in flight, at the end of an epoch",
+    "wait_checkpoint": "waiting for a checkpoint to be written or read",
+    "wait_data": "waiting for a part to be loaded, computed or moved",
+    "wait_missing": "waiting for a part that was lost with its worker",
+    "wait_repair": "waiting for updates that others have, after a loss",
+    "wait_join": "waiting for the other replicas at the start, or to join",
+    "wait_snapshot": "waiting for the state of another replica, when joining",
+    "wait_activate": "waiting for the end of a barrier, when joining",
+}
+SPAN_COLUMNS: Mapping[str, str] = {
+    "replica": "number of the replica",
+    "start": "seconds since the fit began",
+    "end": "the same",
+} | {name: f"seconds of {what}" for name, what in ACTIVITIES.items()}
+
+# Layout of packed spans: little-endian, no padding; times are Unix times.
+SPANS = np.dtype(
+    [("replica", "<i4"), ("start", "<f8"), ("end", "<f8")]
+    + [(name, "<f4") for name in ACTIVITIES]
+)
+Spans = NDArray[np.void]
+
+MOST_REPORTED = 256  # spans of one replica between two reports: 29 KB
+MOST_SPANS = 32_768  # of all replicas: 3.7 MB
+LEAST_S = 1e-3  # shorter activities are merged from the beginning
+
+
+def merged(spans: Spans, width_s: float) -> Spans:
+    """Merge spans of one replica that begin within the same multiple of a width.
+
+    A span at least as long as the width stays as it is.
+
+    Args:
+        spans: Ordered by replica and start.
+        width_s: Seconds.
+    """
+    if not len(spans):
+        return spans
+    long = spans["end"] - spans["start"] >= width_s
+    begins = np.ones(len(spans), bool)
+    begins[1:] = long[1:] | long[:-1] | (np.diff(spans["replica"]) != 0)
+    begins[1:] |= np.diff(np.floor(spans["start"] / width_s)) != 0
+    first = np.flatnonzero(begins)
+    fewer = spans[first]
+    fewer["end"] = spans["end"][np.append(first[1:], len(spans)) - 1]
+    for name in ACTIVITIES:
+        fewer[name] = np.add.reduceat(spans[name], first)
+    return fewer
+
+
+def bounded(spans: Spans, most: int, width_s: float) -> tuple[Spans, float]:
+    """Merge spans until there are at most `most`, or one for each replica.
+
+    Args:
+        spans: In any order.
+        most: Bound of their number.
+        width_s: The width to begin with, see `merged`.
+
+    Returns:
+        The spans, ordered by replica and start, and the width they were merged by.
+    """
+    spans = spans[np.lexsort((spans["start"], spans["replica"]))]
+    most = max(most, len(np.unique(spans["replica"])))
+    while len(spans) > most:
+        width_s *= 2
+        spans = merged(spans, width_s)
+    return spans, width_s
+
+
+class SpanLog:
+    """Records what one replica does, from now on without a gap.
+
+    An activity that is shorter than the current width shares a span with its
+    neighbours; a longer one has a span of its own. The width grows with the recorded
+    time, so that a replica reports few spans however long it trains.
+
+    Args:
+        replica: Number of the replica.
+        now: Returns seconds of a monotonic clock.
+        wall: Returns the Unix time, read once.
+
+    Example:
+        >>> times = iter([0.0, 2.0, 3.0, 3.0])
+        >>> log = SpanLog(replica=1, now=lambda: next(times), wall=lambda: 100.0)
+        >>> log.enter("compute"), log.enter("data")
+        (2.0, 3.0)
+        >>> [span["compute"].item() for span in np.frombuffer(log.take(), SPANS)]
+        [0.0, 1.0]
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._replica = replica
+        self._now = now
+        self._began = self._start = self._since = now()
+        self._offset = wall() - self._began
+        self._activity = "setup"
+        self._seconds = dict.fromkeys(ACTIVITIES, 0.0)  # since `_start`
+        self._width = LEAST_S
+        self._spans: list[tuple[float, ...]] = []
+
+    def enter(self, activity: str) -> float:
+        """Begin an activity, which ends the current one; return the time.
+
+        Takes about half a microsecond.
+        """
+        now = self._now()
+        spent, width = now - self._since, self._width
+        if spent >= width or now - self._start >= width:
+            self._end_activity(now)
+        else:
+            self._seconds[self._activity] += spent
+            self._since = now
+        self._activity = activity
+        return now
+
+    def wait(self, cause: str, started: float, ended: float) -> None:
+        """Record a wait within the current activity, which then goes on."""
+        activity = self._activity
+        self._end_activity(started)
+        self._activity = f"wait_{cause}"
+        self._end_activity(ended)
+        self._activity = activity
+
+    def _end_activity(self, now: float) -> None:
+        spent = now - self._since
+        if spent >= self._width:
+            self._end_span(self._since)
+        self._seconds[self._activity] += spent
+        if now - self._start >= self._width:
+            self._end_span(now)
+        self._since = now
+
+    def _end_span(self, now: float) -> None:
+        if now <= self._start:
+            return
+        start, end = self._start + self._offset, now + self._offset
+        self._spans.append((self._replica, start, end, *self._seconds.values()))
+        self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self._start = now
+        if len(self._spans) > MOST_REPORTED:
+            spans = np.array(self._spans, SPANS)
+            spans, self._width = bounded(spans, MOST_REPORTED // 2, self._width)
+            self._spans = spans.tolist()
+
+    def take(self) -> bytes:
+        """Return the packed spans since the last call."""
+        self._end_activity(self._now())
+        self._end_span(self._since)
+        taken, self._spans = self._spans, []
+        recorded_s = self._since - self._began
+        self._width = max(self._width, recorded_s / MOST_REPORTED)
+        return np.array(taken, SPANS).tobytes()
+
+
+class Timeline(Sequence[Mapping[str, Any]]):
+    """What each replica did when; a sequence of mappings, one for each span of time.
+
+    Every row has the keys of :data:`SPAN_COLUMNS`. Rows are ordered by replica and
+    start. A long activity is a row of its own; shorter ones next to each other share a
+    row, which has the seconds of each. There are at most 32,768 rows: beyond that,
+    neighbours are merged, and the seconds stay complete.
+
+    Example:
+        >>> log = SpanLog(replica=0)
+        >>> _ = log.enter("compute")
+        >>> timeline = Timeline()
+        >>> timeline.extend(log.take())
+        >>> sorted(timeline.seconds(replica=0))
+        ['compute', 'setup']
+    """
+
+    def __init__(self, began: float = 0.0) -> None:
+        self.began = began  # Unix time of the beginning of the fit
+        self._parts = [np.zeros(0, SPANS)]
+        self._count = 0
+        self._width = LEAST_S
+
+    def extend(self, packed: bytes, layout: np.dtype[Any] = SPANS) -> None:
+        """Add spans of any replicas, packed by :class:`SpanLog`.
+
+        Args:
+            packed: A whole number of spans.
+            layout: Layout of the spans, perhaps of another release: missing columns
+                are 0, and unknown columns are ignored.
+        """
+        spans = np.frombuffer(packed, layout)
+        if layout != SPANS:
+            found, spans = spans, np.zeros(len(spans), SPANS)
+            for name in SPAN_COLUMNS.keys() & set(layout.names or ()):
+                spans[name] = found[name]
+        self._parts.append(spans)
+        self._count += len(spans)
+        if self._count > MOST_SPANS:
+            self._all()
+
+    def _all(self) -> Spans:
+        if len(self._parts) > 1:
+            spans = np.concatenate(self._parts)
+            spans, self._width = bounded(spans, MOST_SPANS, self._width)
+            self._parts, self._count = [spans], len(spans)
+        return self._parts[0]
+
+    def packed(self) -> bytes:
+        """Return all spans, packed."""
+        return self._all().tobytes()
+
+    @property
+    def replicas(self) -> list[int]:
+        """Replicas with any span, ascending."""
+        numbers: list[int] = np.unique(self._all()["replica"]).tolist()
+        return numbers
+
+    def seconds(self, replica: int | None = None) -> dict[str, float]:
+        """Return the seconds of each activity that occurred.
+
+        Args:
+            replica: Number of a replica; None: the sum over all.
+        """
+        spans = self._all()
+        if replica is not None:
+            spans = spans[spans["replica"] == replica]
+        sums = {name: float(spans[name].sum(dtype=np.float64)) for name in ACTIVITIES}
+        return {name: seconds for name, seconds in sums.items() if seconds > 0}
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a `pandas.DataFrame`; needs pandas."""
+        import pandas as pd
+
+        spans = self._all()
+        columns = {name: spans[name] for name in SPAN_COLUMNS}
+        columns["start"] = columns["start"] - self.began
+        columns["end"] = columns["end"] - self.began
+        return pd.DataFrame(columns)
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = dict(zip(SPAN_COLUMNS, self._all()[index].item(), strict=True))
+        row["start"] -= self.began
+        row["end"] -= self.began
+        return row
+
+    @override
+    def __len__(self) -> int:
+        return len(self._all())
+
+    @override
+    def __repr__(self) -> str:
+        return f"Timeline({len(self)} spans of {len(self.replicas)} replicas)"

@@ -1,0 +1,135 @@
+"""The record of a fit on threads: its timeline, replicas, options, and report."""
+
+import json
+
+import pytest
+
+import daskdl
+from daskdl import Callback, Checkpoint, ReplicaError
+from daskdl.util import versions
+from tests.contract.test_report import page_of
+from tests.support.problems import kept, rows, trainer
+
+X, Y = rows()
+
+
+class Fail(Callback):
+    def on_step_end(self, step):
+        if step.replica == 1 and step.number == 20:
+            raise ValueError("no <more>")
+
+
+@pytest.fixture
+def fitted(tmp_path):
+    own = trainer(
+        False,
+        master=kept(replicas_per_worker=2),
+        callbacks=[Checkpoint((tmp_path / "checkpoints").as_uri())],
+        seed=5,
+    )
+    own.fit(X, Y, epochs=3, batch_size=8, validation=(X, Y))
+    return own.history_
+
+
+def test_all_of_the_time_of_each_replica_is_in_its_timeline(fitted):
+    timeline = fitted.timeline
+
+    assert timeline.replicas == [0, 1]
+    for replica in timeline.replicas:
+        own = [row for row in timeline if row["replica"] == replica]
+        spent = sum(timeline.seconds(replica).values())
+        assert spent == pytest.approx(own[-1]["end"] - own[0]["start"], rel=1e-3)
+        assert 0 <= own[0]["start"] < own[-1]["end"] <= fitted.run.seconds
+    expected = {"compute", "exchange", "data", "validation", "comparison", "other"}
+    expected |= {"checkpoint", "setup", "wait_join", "wait_gather", "wait_lease"}
+    assert expected <= timeline.seconds().keys()
+
+
+def test_waits_are_those_of_the_epochs(fitted):
+    seconds = fitted.timeline.seconds()
+    by_epoch = sum(row["waits"]["lease"] for row in fitted)
+
+    assert seconds["wait_lease"] == pytest.approx(by_epoch, rel=1e-3)
+
+
+def test_the_run_has_options_versions_and_replicas(fitted):
+    run = fitted.run
+
+    assert run.versions == versions()
+    assert run.versions["daskdl"] == daskdl.__version__
+    chosen = ("epochs", "batch_size", "seed", "loss", "callbacks", "scheduler")
+    assert {name: run.options[name] for name in chosen} == {
+        "epochs": "3",
+        "batch_size": "8",
+        "seed": "5",
+        "loss": "CrossEntropyLoss",
+        "callbacks": "Checkpoint",
+        "scheduler": "None",
+    }
+    assert run.options["model"].endswith("804 trainable parameters")
+    assert run.options["optimizer"].startswith("SGD, lr=0.05, momentum=0.9")
+    assert "GradientSharing(" in run.options["master"]
+    assert list(run.replicas) == [0, 1]
+    assert {own["left"] for own in run.replicas.values()} == {None}
+    assert run.error == ""
+
+
+def test_credentials_are_not_in_the_report(tmp_path):
+    secret = {"key": "hidden-key"}
+    own = trainer(False, callbacks=[Checkpoint("memory://a", storage_options=secret)])
+
+    own.fit(X, Y, batch_size=64)
+    own.history_.report(tmp_path / "run.html")
+
+    assert "hidden-key" not in (tmp_path / "run.html").read_text()
+
+
+def test_the_report_has_the_numbers_of_the_fit(fitted, tmp_path):
+    page = page_of(fitted, tmp_path)
+
+    summary = dict(page.tables["Summary"])
+    assert summary["epochs"] == "3"
+    assert summary["examples"] == f"{3 * len(X):,}"
+    for name in ("loss", "val_loss", "val_accuracy"):
+        assert float(summary[name]) == pytest.approx(fitted[-1][name], rel=1e-3)
+    shares = {name: cells[0] for name, *cells in page.tables["Where the time went"]}
+    shares.pop("activity")
+    assert shares == {
+        name.replace("wait_", "wait: "): f"{seconds:,.3f}"
+        for name, seconds in fitted.timeline.seconds().items()
+    }
+    assert [own["replica"] for own in page.data["rows"]] == [0, 1]
+    assert json.dumps(page.data).count("[") > len(fitted.timeline)
+
+
+def test_a_failed_fit_has_a_report_with_its_error(tmp_path):
+    own = trainer(False, master=kept(replicas_per_worker=2), callbacks=[Fail()])
+
+    with pytest.raises(ReplicaError):
+        own.fit(X, Y, epochs=2, batch_size=8)
+    page = page_of(own.history_, tmp_path)
+
+    assert "ReplicaError: replica 1 on this machine" in page.text["Error"]
+    assert "ValueError: no <more>" in page.text["Error"]
+    assert "no <more>" in page.tables["Replicas"][2][4]
+    assert own.history_.timeline.seconds()["compute"] > 0
+    assert own.history_.run.seconds > 0
+
+
+class Writes(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_fit_end(self, fit):
+        fit.history.report(self.path)
+
+
+def test_a_callback_can_write_the_report_when_a_fit_ends(tmp_path):
+    path = tmp_path / "run.html"
+    two = kept(replicas_per_worker=2)
+    own = trainer(False, callbacks=[Writes(path), Fail()], master=two)
+
+    with pytest.raises(ReplicaError):
+        own.fit(X, Y, batch_size=8, epochs=2)
+
+    assert "ValueError: no &lt;more&gt;" in path.read_text()

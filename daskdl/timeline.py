@@ -216,11 +216,15 @@ class Timeline(Sequence[Mapping[str, Any]]):
 
         Args:
             packed: A whole number of spans.
-            layout: Layout of the spans, perhaps of another release: missing columns
-                are 0, and unknown columns are ignored.
+            layout: Layout of the spans, perhaps of another release: activities that
+                are missing have taken no time, and unknown ones are ignored.
         """
         spans = np.frombuffer(packed, layout)
         if layout != SPANS:
+            if not {"replica", "start", "end"} <= set(layout.names or ()):
+                raise ValueError(
+                    f"spans need their replica, start and end, got {layout.names}"
+                )
             found, spans = spans, np.zeros(len(spans), SPANS)
             for name in SPAN_COLUMNS.keys() & set(layout.names or ()):
                 spans[name] = found[name]

@@ -66,7 +66,7 @@ class TestKilled:
         assert own.evaluate(X, Y)["accuracy"] > 0.8
 
     def test_a_killed_worker_does_not_end_a_fit_on_data_in_memory(self, three, doomed):
-        _, kill = doomed
+        worker, kill = doomed
         own = trainer(three, callbacks=[kill])
 
         history = own.fit(X, Y, epochs=6, batch_size=8)
@@ -75,6 +75,9 @@ class TestKilled:
         assert replicas[0] == 3
         assert min(replicas) == 2
         assert own.evaluate(X, Y)["accuracy"] > 0.8
+        [gone] = [r for r in history.run.replicas.values() if r["worker"] == worker]
+        assert "its worker is gone" in gone["reason"]
+        assert 0 < gone["left"] < history.run.seconds
 
     def test_a_result_lost_with_its_worker_does_not_keep_a_fit_waiting(self, three):
         own = trainer(three, callbacks=[DiesAfterLeaving()])

@@ -43,6 +43,10 @@ class TestThree:
             np.testing.assert_array_equal(shared[0], shared[other])
         assert sum(row["repeated_pieces"] for row in script.rows) <= 1
         assert own.evaluate(X, Y)["accuracy"] > 0.8
+        replicas = own.history_.run.replicas
+        assert "its worker is gone" in replicas[1]["reason"]
+        assert replicas[3]["joined"] > replicas[1]["left"] > 0
+        assert {0, 2, 3} <= set(own.history_.timeline.replicas)
 
     @pytest.mark.slow
     def test_a_frozen_worker_is_removed_and_joins_again(self, three, worker, tmp_path):

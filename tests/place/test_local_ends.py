@@ -13,10 +13,12 @@ import torch
 from distributed.utils_test import poll_for
 
 from daskdl import Callback, ModelError, ReplicaError, RunError, WaitTimeoutError
-from daskdl.history import StepRow, pack_rows
+from daskdl.history import StepRow
+from daskdl.timeline import SpanLog
 from daskdl.training.backend import AgreedState, LocalBackend
 from daskdl.training.base import Parameters
 from daskdl.training.replica import arrays_of
+from daskdl.training.telemetry import StepLog, telemetry_of
 from tests.support.problems import kept, rows, trainer
 from tests.support.promises import EarlyEnds, FailAt, Interrupt, Place
 from tests.support.recording import Recorded, vector
@@ -208,9 +210,13 @@ class TestBackend:
 
         def collect(self):
             result = LocalBackend.collect(self)
-            late = StepRow(epoch=1, step=10**6, replica=0, loss=0.5)
-            steps = pack_rows([(10**6, late)])
-            return dataclasses.replace(result, parameters=Parameters(), steps=steps)
+            late = StepLog(every=1)
+            assert late.due(10**6)
+            late.add(StepRow(epoch=1, step=10**6, replica=0, loss=0.5))
+            telemetry = [telemetry_of(late, SpanLog(replica=0))]
+            return dataclasses.replace(
+                result, parameters=Parameters(), telemetry=telemetry
+            )
 
         state = AgreedState(0, arrays_of(brought))
         self.change(collect=collect, agreed=property(lambda self: state))

@@ -275,6 +275,18 @@ def test_the_advice(case):
     assert [part for part in parts if part not in text] == []
 
 
+def test_with_adam_a_plan_has_more_frequent_exchanges():
+    costs = {"encode_s": 0.009, "apply_s": 0.002}  # an exchange: 0.11 of a step
+    auto, every = GradientSharing(), (2, 4)
+
+    chosen = [plain(master=auto, adaptive=own, **costs) for own in (True, False)]
+
+    masters = [GradientSharing(exchange_every=k) for k in every]
+    by_hand = [plain(master=own, **costs).step_s for own in masters]
+    assert [own.step_s for own in chosen] == pytest.approx(by_hand)
+    assert by_hand[0] > by_hand[1]
+
+
 def test_rarer_exchanges_do_not_save_applying():
     text = advice(apply_s=0.06, encode_s=0.0, request_s=0.0)
 

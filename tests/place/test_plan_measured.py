@@ -108,6 +108,8 @@ def test_loss_optimizer_and_threads_are_used():
     with pytest.raises(ValueError, match="the optimizer was called"):
         costs(optimizer=lambda params: Refusing(params, lr=0.1))
     assert costs(batch=(X, torch.rand(16, 3))).rows == 16  # the loss for regression
+    assert costs(optimizer=torch.optim.Adam).adaptive
+    assert not costs().adaptive
 
 
 now = [0.0]

@@ -2,9 +2,10 @@
 
 Question: At each rate of the links, how many seconds does it take to train a model as
           good as that of a single process?
-Counted:  Seconds of training, without start-up, until the score on rows that were not
-          trained on first reaches the target, which is the score of one process at the
-          end: the mean over seeds of its scores in the last quarter of `--seconds`.
+Counted:  Seconds of training, without start-up, until the mean of three successive
+          scores on rows that were not trained on reaches the target, which is the score
+          of one process at the end: the mean over seeds of its scores in the last
+          quarter of `--seconds`.
           Each contestant, the single process too, has the learning rate that suits it:
           of `--rate-factors` times the task's, the one with which its first seed
           reaches the target soonest on the first of `--rates`, or else has the best
@@ -27,6 +28,7 @@ from typing import Any
 from benchmarks import contest
 from benchmarks.contest import CONTESTANTS, Course, compete
 from benchmarks.namespaces import Place, hosts
+from benchmarks.peers.loop import reached
 from benchmarks.report import curves
 from benchmarks.results import Question
 from benchmarks.work import WORKS, Task
@@ -65,9 +67,7 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         single = runs_of(place, "single", course, seeds)
         target = target_of([run["curve"] for run in single])
         for run in single:
-            run["reached_s"] = next(
-                (at for at, score in run["curve"] if work.better(score, target)), None
-            )
+            run["reached_s"] = reached(run["curve"], work, target)
         course = replace(course, target=target, seconds=asked.limit)
         for rate in asked.rates:
             place.limit(rate)
@@ -109,9 +109,9 @@ def best(runs: Mapping[float, dict[str, Any]], work: Task) -> float:
         2
     """
 
-    reached = {f: run["reached_s"] for f, run in runs.items() if run.get("reached_s")}
-    if reached:
-        return min(reached, key=reached.__getitem__)
+    times = {f: run["reached_s"] for f, run in runs.items() if run.get("reached_s")}
+    if times:
+        return min(times, key=times.__getitem__)
     scores = {f: target_of([run["curve"]]) for f, run in runs.items() if "curve" in run}
     if not scores:
         return next(iter(runs))
@@ -130,13 +130,13 @@ def runs_of(place: Place, name: str, course: Course, seeds: Sequence[int]) -> Ru
 
 def row(name: str, runs: Runs, single: Runs, ddp: Runs) -> dict[str, Any]:
     """A contestant's row; it has a time only if all seeds reached the target."""
-    reached = sum(run.get("reached_s") is not None for run in runs)
+    there = sum(run.get("reached_s") is not None for run in runs)
     return {
         "contestant": CONTESTANTS[name].name,
         "reached_s": seconds(runs),
         "to_single": seconds(single) / seconds(runs),
         "to_ddp": seconds(ddp) / seconds(runs),
-        "reached": f"{reached} of {len(runs)}",
+        "reached": f"{there} of {len(runs)}",
         "startup_s": contest.median(runs, "startup_s"),
         "curve": runs[0].get("curve"),
         "error": contest.errors_of(runs),

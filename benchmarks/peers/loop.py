@@ -2,8 +2,9 @@
 
 import argparse
 import json
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -101,6 +102,27 @@ class Meeting:
 
 DECIDE_S = 0.25  # of training between two decisions, at most a block's time more
 SCORE_S, SCORE_SHARE = 1.0, 0.05  # between two scores: seconds, and share of the time
+IN_MEAN = 3  # successive scores in the mean that has to reach the target
+
+
+def reached(
+    curve: Sequence[tuple[float, float]], task: Task, target: float
+) -> float | None:
+    """Seconds until the mean of three successive scores reached the target.
+
+    One score alone goes up and down from step to step.
+
+    Example:
+        >>> from benchmarks.work import WORKS
+        >>> curve = [(1.0, 0.5), (2.0, 0.9), (3.0, 0.7), (4.0, 0.8), (5.0, 0.9)]
+        >>> reached(curve, WORKS["mlp"], 0.75), reached(curve[:3], WORKS["mlp"], 0.75)
+        (4.0, None)
+    """
+    for end in range(IN_MEAN, len(curve) + 1):
+        scores = [score for _, score in curve[end - IN_MEAN : end]]
+        if task.better(statistics.fmean(scores), target):
+            return curve[end - 1][0]
+    return None
 
 
 class Least(NamedTuple):
@@ -219,8 +241,7 @@ class Gauge:
         if self._block is not None:
             self._paused += self._clock() - stopped
         curve.append((now, score))
-        if self._own.task.better(score, target):
-            self.report.reached_s = now
+        self.report.reached_s = reached(curve[-IN_MEAN:], self._own.task, target)
         return self.report.reached_s is not None
 
     def _until_next(self) -> int:

@@ -43,6 +43,7 @@ from daskdl.channel.protocol import (
 from daskdl.channel.run_state import AT_FIRST, RunState
 from daskdl.channel.transport import (
     BATCH_BYTES,
+    Pace,
     SchedulerOverDask,
     SchedulerTransport,
     SendLoop,
@@ -597,6 +598,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         self.runs = {}
         self.arrived = {}
         self._abandoning: set[asyncio.Task[None]] = set()
+        self._pace: Pace | None = None  # None: not started on a Dask scheduler
 
     @override
     async def start(self, scheduler: Scheduler) -> None:
@@ -606,6 +608,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             self.runs, self.arrived = first.runs, first.arrived
             return
         self.attach(SchedulerOverDask(scheduler))
+        self._pace = Pace(scheduler)
         # Replica tasks secede, so Dask sees no demand while they train.
         of_tasks = scheduler.handlers["adaptive_target"]
 
@@ -656,6 +659,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         for worker, found in self.arrived.items():
             if not live.state.members.assigned_to(worker):
                 live.state.post("worker", worker=worker, found=found)
+        self._set_pace()
         logger.info("run %s opens: %s", own.run, own.replicas)
         return {"status": Answer.OK.value}
 
@@ -670,8 +674,13 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             return ""
         still_here = await self.runs[run].close(reason, wait_s)
         self.runs.pop(run, None)
+        self._set_pace()
         logger.info("run %s is closed", run)
         return still_here
+
+    def _set_pace(self) -> None:
+        if self._pace is not None:
+            self._pace.slow_down(bool(self.runs))
 
     # ---- requests of a worker
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from distributed import Scheduler, Worker
 from distributed.comm import get_address_host_port, parse_address
+from distributed.core import Server
 from typing_extensions import override
 
 from daskdl.channel.protocol import (
@@ -179,6 +180,30 @@ class SchedulerOverDask(SchedulerTransport):
     @override
     async def is_listening(self, address: str, timeout_s: float) -> bool:
         return await is_listening(address, timeout_s)
+
+
+# Least milliseconds between what a Dask server does now and then, while replicas train.
+# At Dask's own 10, 20, 100 and 500 ms an idle cluster of two workers on one machine
+# takes an eighth of a core, and each wake-up takes the interpreter's lock from training.
+LEAST_MS = {"profile": 100, "tick": 500, "memory_monitor": 500, "monitor": 2000}
+_pacing = threading.Lock()  # several workers may share a process
+
+
+class Pace:
+    """Lets a Dask server wake up less often while replicas train."""
+
+    def __init__(self, server: Server) -> None:
+        self._callbacks = server.periodic_callbacks
+        self._configured: dict[str, float] = {}  # milliseconds
+
+    def slow_down(self, training: bool) -> None:
+        """Set the intervals; False: as Dask's configuration has them."""
+        with _pacing:
+            for name in LEAST_MS.keys() & self._callbacks.keys():
+                own = self._callbacks[name]
+                configured = self._configured.setdefault(name, own.callback_time)
+                least = LEAST_MS[name] if training else 0
+                own.callback_time = max(configured, least)
 
 
 CHECKABLE = ("tcp", "tls")  # protocols that refuse a connection to a closed port

@@ -9,7 +9,6 @@ import atexit
 import concurrent.futures
 import gc
 import logging
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -46,6 +45,7 @@ from daskdl.channel.routing import ROUTINGS, Routing
 from daskdl.channel.transport import (
     BATCH_BYTES,
     Connection,
+    Pace,
     Transport,
     WorkerOverDask,
 )
@@ -349,10 +349,6 @@ class ReplicaEndpoint:
 
 WAIT_S = 1.0  # longest wait for a blob or state; the requester then retries
 LEAVE_S = 2.0  # batch systems kill a worker soon after its close request
-# Dask's profiler walks the deep stack of a training thread, and holds the interpreter's
-# lock meanwhile: 2 % of the time at its 10 ms.
-PROFILE_MS = 100.0
-_pacing = threading.Lock()  # of this process, as plugins are pickled
 
 
 class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untyped
@@ -366,8 +362,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     def __init__(self) -> None:
         self.endpoints = {}
         self.refused = 0
-        self._worker: Worker | None = None  # None: not of Dask
-        self._profile_ms: float | None = None  # configured; None: not read yet
+        self._pace: Pace | None = None  # None: not set up on a Dask worker
         self._guard = Guard(self._count)
         self._shared = self._guard.of(self._share)
 
@@ -375,11 +370,11 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     def setup(self, worker: Worker) -> None:
         # Dask may set a plugin up twice; endpoints in use are kept.
         former = worker.extensions.get(NAME)
-        if former is not None:
-            self.endpoints = former.endpoints
-            self._profile_ms = former._profile_ms
+        if former is None:
+            self._pace = Pace(worker)
+        else:
+            self.endpoints, self._pace = former.endpoints, former._pace
         worker.extensions[NAME] = self
-        self._worker = worker
         self.attach(WorkerOverDask(worker))
         if worker.nanny:
             # The process runs only this worker. A search for cycles among the objects
@@ -498,7 +493,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         if key in self.endpoints:
             raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")
         self.endpoints[key] = ReplicaEndpoint(self._transport, spec)
-        self._pace_profiler()
+        if self._pace is not None:
+            self._pace.slow_down(bool(self.endpoints))
         return self.endpoints[key]
 
     def forget(self, spec: ChannelSpec) -> None:
@@ -506,19 +502,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         endpoint = self.endpoints.pop((spec.run, spec.replica), None)
         if endpoint is not None:
             endpoint.end()
-        self._pace_profiler()
-
-    def _pace_profiler(self) -> None:
-        """Have Dask profile this worker less often while replicas train here."""
-        callbacks = {} if self._worker is None else self._worker.periodic_callbacks
-        profiler = callbacks.get("profile")
-        if profiler is None:  # switched off in Dask's configuration
-            return
-        with _pacing:
-            if self._profile_ms is None:
-                self._profile_ms = profiler.callback_time
-            least_ms = PROFILE_MS if self.endpoints else 0.0
-            profiler.callback_time = max(self._profile_ms, least_ms)
+        if self._pace is not None:
+            self._pace.slow_down(bool(self.endpoints))
 
 
 def set_up(worker: Worker) -> None:

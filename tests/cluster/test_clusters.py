@@ -28,9 +28,22 @@ def test_workers_here_are_forks_of_a_process_without_threads(client):
     assert psutil.Process(server).num_threads() == 1
 
 
-def profiled_ms(dask_worker):
-    """The interval at which Dask looks at what a worker's threads do."""
-    return dask_worker.periodic_callbacks["profile"].callback_time
+WAKES = ("profile", "tick", "memory_monitor", "monitor")
+
+
+def intervals_ms(server):
+    """Milliseconds between what a Dask server does now and then."""
+    return [server.periodic_callbacks[name].callback_time for name in WAKES]
+
+
+def of_workers(client):
+    return client.run(lambda dask_worker: intervals_ms(dask_worker))
+
+
+def of_scheduler(client):
+    return client.run_on_scheduler(
+        lambda dask_scheduler: dask_scheduler.periodic_callbacks["tick"].callback_time
+    )
 
 
 class Held(Callback):
@@ -68,20 +81,22 @@ class TestWhereItRuns:
         assert score["loss"] < 2
         assert sum(executed(client).values()) > sum(before.values())
 
-    def test_dask_profiles_a_worker_less_often_while_it_trains(self, client):
+    def test_dask_wakes_up_less_often_while_replicas_train(self, client):
         trains = Event("trains", client)
         goes_on = Event("goes on", client)
-        before = set(client.run(profiled_ms).values())
+        before = of_workers(client), of_scheduler(client)
         with ThreadPoolExecutor(1) as pool:
             own = trainer(client, callbacks=[Held()])
             fit = pool.submit(own.fit, X, Y)
             assert trains.wait(20)
-            during = set(client.run(profiled_ms).values())
+            during = of_workers(client), of_scheduler(client)
             goes_on.set()
             fit.result(60)
 
-        assert (before, during) == ({10.0}, {100.0})
-        assert set(client.run(profiled_ms).values()) == {10.0}
+        configured, training = [10, 20, 100, 500], [100, 500, 500, 2000]
+        assert before == (dict.fromkeys(before[0], configured), 20)
+        assert during == (dict.fromkeys(before[0], training), 500)
+        assert (of_workers(client), of_scheduler(client)) == before
 
     @pytest.mark.slow
     @pytest.mark.timeout(90)

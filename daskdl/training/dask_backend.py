@@ -222,7 +222,7 @@ def replicas_on(
     return {worker: max(1, devices[worker]) for worker in workers}
 
 
-REST_TIMES = 4.0  # pause after a fetch / its duration: leaves bandwidth for updates
+REST_TIMES = 30.0  # pause after a fetch / its duration: leaves time for training
 
 
 class AgreedStateFetcher:

@@ -24,7 +24,7 @@ from daskdl import (
     errors,
 )
 from daskdl.channel import protocol, scheduler, transport, worker
-from daskdl.channel.protocol import NAME, Answer
+from daskdl.channel.protocol import NAME, Answer, BarrierKind
 from daskdl.channel.routing import ROUTINGS
 from daskdl.config import VERSION, Timeouts
 from daskdl.data.inputs import ReadOptions
@@ -441,12 +441,18 @@ class Cluster:
             own = getattr(state, method)
 
             def watched_(*arguments, **options):
+                held = state.holding
                 result = own(*arguments, **options)
                 replica, moment = arguments[replica_at], method
+                worker = members[replica].worker
                 if method == "arrive" and ", round " in arguments[0]:
                     moment = "compare"
+                elif method == "arrive" and arguments[-1] == BarrierKind.AGREE:
+                    self.on_moment("agree", worker)
                 if method != "join" or replica not in state.spec.replicas:
-                    self.on_moment(moment, members[replica].worker)
+                    self.on_moment(moment, worker)
+                if state.holding and not held:
+                    self.on_moment("hold", worker)
                 return result
 
             setattr(state, method, watched_)

@@ -50,10 +50,12 @@ class Oracle:
 
     Attributes:
         checks: How often each thing was checked, by name.
+        waiting: What each replica waits for, if it waits.
     """
 
     def __init__(self, cluster):
         self.checks = Counter()
+        self.waiting = {}
         self._world = cluster.world
         self._members = lambda: cluster.live.state.members
         self.start_N = np.arange(1, SIZE + 1) * UNIT
@@ -285,6 +287,15 @@ class WatchedChannel(RemoteChannel):
         except Stopped:
             self.gave_up = self._inbox.stopped is None
             raise
+
+    @override
+    def _timed(self, cause, ready, timeout_s):
+        waiting = self.oracle.waiting
+        waiting[self._replica] = cause
+        try:
+            return super()._timed(cause, ready, timeout_s)
+        finally:
+            waiting.pop(self._replica, None)
 
     def known(self):
         """All updates received or published so far, by origin."""

@@ -1,7 +1,8 @@
 """What a seed stands for: a fit, a network, and what goes wrong when.
 
 The faults of a scenario are drawn in advance, and their victims when they happen. At
-least one worker, the last resort, is spared, except where everybody may go.
+least one worker, the last resort, is spared, except where everybody may go. One seed in
+five aims at an order of events that chance alone hardly ever makes, see `AIMS`.
 """
 
 import functools
@@ -16,18 +17,22 @@ from daskdl import (
     GradientSharing,
     KeepResidual,
     ParameterAveraging,
-    errors,
 )
 from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.training.checkpointing import ResumePlan
+from tests.sim.checks import (
+    FRAME_BYTES,
+    Inspector,
+    check,
+    check_end,
+    check_nothing_left,
+)
 from tests.sim.fit import TIMEOUTS, Cluster, Setup
 from tests.sim.network import KEPT_S, SCHEDULER
 from tests.sim.world import Process, Violation
 
 LIMIT_S = 900.0  # virtual; no fit here takes so long
 SETTLE_S = 60.0  # after a fit, until nothing of it may be left
-LOOK_S = 0.25  # between two looks at the queues
-FRAME_BYTES = 512  # more than any frame of these models
 
 
 class Fault(NamedTuple):
@@ -69,6 +74,9 @@ MOMENTS = {
     "activate": 2,  # it begins to train
     "leave": 1,  # a replica leaves
     "lose": 1,  # a replica is removed
+    # Only where a seed aims at them.
+    "agree": 0,  # a replica arrives at a barrier after which updates are held back
+    "hold": 0,  # such a barrier is complete
 }
 # After which moments kinds find most, if they strike the replica of that moment.
 OFTEN = {
@@ -105,6 +113,8 @@ FATAL = {
     "client_gone": 2,
     "kill_all": 1,
 }
+# Only where a seed aims at something.
+SPECIAL = {"sever", "join_beside_slow"}
 
 
 @dataclass
@@ -117,6 +127,7 @@ class Scenario:
         latency_s: Mean time of a message.
         faults: In the order of their times.
         spared: Number of workers that nothing is done to.
+        aim: Name of one of `AIMS`, if the seed aims at something.
     """
 
     seed: int
@@ -124,6 +135,7 @@ class Scenario:
     latency_s: float
     faults: list = field(default_factory=list)
     spared: int = 1
+    aim: str = ""
 
     @classmethod
     def of(cls, seed):
@@ -140,7 +152,9 @@ class Scenario:
         drawn += ["join"] * chance.choice([0, 0, 1, 2, 4])
         faults = [fault_of(chance, setup, latency_s, kind) for kind in drawn]
         spared = setup.master.min_replicas
-        return cls(seed, setup, latency_s, sorted(faults), spared)
+        own = cls(seed, setup, latency_s, sorted(faults), spared)
+        chance = random.Random(f"aimed {seed}")  # of its own: it changes no other seed
+        return aimed(own, chance) if chance.random() < AIMED else own
 
     @property
     def may_fail(self):
@@ -149,7 +163,8 @@ class Scenario:
 
     def __str__(self):
         faults = "\n".join(map(str, self.faults)) or "no faults"
-        return f"{self.setup}\nlatency {self.latency_s} s\n{faults}"
+        aim = f"\naims at: {self.aim}" if self.aim else ""
+        return f"{self.setup}\nlatency {self.latency_s} s{aim}\n{faults}"
 
 
 def fault_of(chance, setup, latency_s, kind):
@@ -260,6 +275,163 @@ def master_of(chance):
     )
 
 
+AIMED = 0.2  # share of the seeds that aim at something
+
+
+def aimed(drawn, chance):
+    """Another scenario instead of one that was drawn, with some of its faults."""
+    (aim,) = chance.choices(list(AIMS), [often for _, often in AIMS.values()])
+    own = AIMS[aim][0](drawn, chance)
+    others = drawn.faults[:2] if chance.random() < 0.5 and not drawn.may_fail else []
+    return replace(own, faults=sorted([*own.faults, *others]), aim=aim)
+
+
+def sharing(drawn, staleness, *, workers, each, fan_out=8, **more):
+    """The fit of a scenario, with few replicas that share their updates every step.
+
+    Args:
+        each: Steps of a replica in an epoch.
+    """
+    master = GradientSharing(
+        threshold=FixedThreshold(2.0**-6),
+        residual=KeepResidual(),
+        max_staleness=staleness,
+        exchange_every=1,
+        compare_models=staleness == 0,
+        fan_out=fan_out,
+    )
+    own = {
+        "workers": workers,
+        "replicas": 1,
+        "master": master,
+        "epochs": 3,
+        "lengths": (workers * each * drawn.setup.batch_size,),
+        "step_s": {},
+        "start_s": 0.0,
+        "build_s": 0.0,
+    }
+    return replace(drawn.setup, **{**own, **more})
+
+
+def strike(chance, kind, moment, number, at_s=0.0, lasts_s=0.0):
+    """A fault of the replica of a moment, if it may be struck."""
+    return Fault(moment, number, at_s, kind, chance.randrange(2**32), lasts_s, True)
+
+
+def with_small_queues(drawn, chance):
+    """Queues are full after a frame or two, as steps are shorter than requests."""
+    setup = sharing(
+        drawn,
+        chance.choice([0, 1, 4, None]),
+        workers=chance.randint(3, 5),
+        each=6,
+        fan_out=1,
+        mean_step_s=0.05,
+        **{name: chance.choice(FEW_BYTES) for name in QUEUES},
+    )
+    return replace(drawn, setup=setup, latency_s=chance.choice([1e-2, 5e-2]), faults=[])
+
+
+def with_a_full_relay(drawn, chance):
+    """The fastest of three replicas in lockstep hangs once it has sent a step.
+
+    The relay's queue for it is then full, and one of the others comes to its next
+    update, and waits for room, soon after the last heartbeat of the hanging one.
+    """
+    each = 6
+    setup = sharing(
+        drawn,
+        0,
+        workers=3,
+        each=each,
+        routing="plain",
+        relay_bytes=1,
+        mean_step_s=0.05,
+        step_s={2: 0.02},
+    )
+    number = 1 + 3 * chance.randrange(each * setup.epochs)
+    at_s, lasts_s = chance.uniform(2e-3, 1e-2), chance.uniform(10.0, 20.0)
+    freeze = strike(chance, "freeze", "publish", number, at_s, lasts_s)
+    return replace(drawn, setup=setup, latency_s=5e-4, faults=[freeze], spared=2)
+
+
+def with_departures(drawn, chance):
+    """Replicas leave just before the others have met, or just afterwards."""
+    workers, latency_s = chance.randint(4, 6), chance.choice([2e-2, 5e-2])
+    setup = sharing(
+        drawn,
+        chance.choice([1, 4, None]),
+        workers=workers,
+        each=4,
+        routing=chance.choice(["plain", "plain", "mesh"]),
+        mean_step_s=0.05,
+    )
+    faults = [
+        strike(chance, "retire", "agree", first, chance.uniform(0.0, 4 * latency_s))
+        for first in (1, 1 + workers)  # to arrive
+    ]
+    faults.append(strike(chance, "retire", "hold", 2, chance.uniform(0.0, latency_s)))
+    return replace(drawn, setup=setup, latency_s=latency_s, faults=faults, spared=1)
+
+
+def with_late_updates(drawn, chance):
+    """Updates of a replica arrive after it was lost, at some or at none of the others.
+
+    Or they come while the others compare what they have.
+    """
+    setup = sharing(
+        drawn,
+        chance.choice([0, 1, 1, 4, 4]),
+        workers=chance.randint(3, 5),
+        each=10,
+        routing="mesh",
+        fan_out=chance.choice([1, 8, 8]),
+        mean_step_s=0.2,
+    )
+    number = chance.randint(1, 10 * setup.workers)
+    at_s, lasts_s = chance.uniform(0.02, 0.1), chance.uniform(1.0, 7.0)
+    sever = strike(chance, "sever", "publish", number, at_s, lasts_s)
+    return replace(drawn, setup=setup, latency_s=2e-3, faults=[sever], spared=1)
+
+
+def with_a_slow_sender(drawn, chance):
+    """A replica joins while another one is late to hear of it, and sends updates."""
+    setup = sharing(
+        drawn,
+        chance.choice([4, 8, None]),
+        workers=chance.randint(3, 5),
+        each=10,
+        routing="mesh",
+        mean_step_s=0.2,
+    )
+    at_s, lasts_s = chance.uniform(0.5, 3.0), 4.0
+    joins = strike(chance, "join_beside_slow", START, 0, at_s, lasts_s)
+    return replace(drawn, setup=setup, latency_s=1e-2, faults=[joins], spared=1)
+
+
+def with_a_late_result(drawn, chance):
+    """A worker hangs as its replica has left, for longer than a run waits for more."""
+    workers = chance.randint(2, 4)
+    setup = sharing(drawn, chance.choice([0, 4, None]), workers=workers, each=4)
+    lasts_s = TIMEOUTS.rejoin + chance.uniform(5.0, 15.0)
+    number = chance.randint(1, workers)
+    freeze = strike(chance, "freeze", "leave", number, 0.0, lasts_s)
+    return replace(drawn, setup=setup, faults=[freeze], spared=1)
+
+
+QUEUES = "outbox_bytes", "inbox_bytes", "relay_bytes"
+FEW_BYTES = 1, 600, 1000  # one frame, or one or two of those that are usual here
+# What makes the scenario, and how often it is drawn, relative to the others.
+AIMS = {
+    "full queues": (with_small_queues, 2),
+    "a full relay and a hanging replica": (with_a_full_relay, 2),
+    "departures while replicas meet": (with_departures, 2),
+    "late updates of a lost replica": (with_late_updates, 3),
+    "a replica that joins beside a slow one": (with_a_slow_sender, 1),
+    "a late result": (with_a_late_result, 1),
+}
+
+
 def expected_s(setup):
     """About how long the fit takes undisturbed."""
     steps = sum(setup.lengths) / setup.batch_size / (setup.workers * setup.replicas)
@@ -277,12 +449,14 @@ class Fate:
         self._network = cluster.network
         self._process = Process(cluster.world, "fate")
         self._counts = Counter({START: -1})
+        self._on = {}  # by moment: what is done when it comes
         self._reach(START)
         cluster.on_moment = self._reach
 
     def _reach(self, moment, worker=None):
         """Something has happened, to a replica on a worker."""
         self._counts[moment] += 1
+        self._on.pop(moment, lambda: None)()
         for fault in self._scenario.faults:
             if (fault.moment, fault.number) == (moment, self._counts[moment]):
                 self._after(fault.at_s, functools.partial(self._strike, fault, worker))
@@ -418,6 +592,35 @@ class Fate:
 
     _cut_off = _cut_briefly  # for longer
 
+    def _sever(self):
+        """A worker is cut off from others and dies; what it sent arrives later."""
+        victim, there = self._victim(), self._workers()
+        if victim is None or self._network.cuts:
+            return None
+        chance, latency_s = self._random, self._network.latency_s
+        others = [worker.address for worker in there if worker is not victim]
+        if chance.random() < 0.4:
+            others = chance.sample(others, chance.randint(1, len(others)))
+        if chance.random() < 0.6:
+            later = functools.partial(
+                self._after, chance.uniform(0.0, 2 * latency_s), self._network.heal
+            )
+            self._on["compare"] = later
+        self._after(chance.uniform(0.2, 0.6), victim.kill)
+        one = [(victim.address, address) for address in others]
+        return self._cut([*one, *((b, a) for a, b in one)])
+
+    def _join_beside_slow(self):
+        """A worker joins, and another one is slow meanwhile."""
+        there = self._workers()
+        if len(there) >= 32 or self._network.slow:
+            return None
+        slow = self._random.choice(there).address
+        self._network.slow[slow] = 100.0
+        self._after(self._lasts_s, lambda: self._network.slow.pop(slow))
+        self._start()
+        return f"one more, beside {slow}"
+
     def _break_connections(self):
         there = self._workers()
         if len(there) < 2:
@@ -469,98 +672,6 @@ class Fate:
         for worker in self._workers():
             worker.kill()
         return "all"
-
-
-class Inspector:
-    """Looks at the queues of all processes regularly."""
-
-    def __init__(self, cluster):
-        self._cluster = cluster
-        self._process = Process(cluster.world, "inspector")
-        self._look()
-
-    def _look(self):
-        self._cluster.world.after(LOOK_S, self._process, self._look)
-        cluster, setup = self._cluster, self._cluster.client.setup
-        cluster.oracle.checks["looks at all queues"] += 1
-        replicas = len(cluster.workers) * setup.replicas
-        most = FRAME_BYTES + MESSAGE_BYTES
-        # Memberships, progress and the last updates of leaving replicas are queued in
-        # any case, some of each for each replica.
-        control = 64 * replicas * MESSAGE_BYTES + replicas * most
-        for live in cluster.scheduler.plugin.runs.values():
-            for replica, box in live.state.outboxes.items():
-                self._bound(f"relay to {replica}", box, setup.relay_bytes + control)
-        for worker in cluster.workers.values():
-            if worker.process.alive:
-                for (_, replica), end in worker.plugin.endpoints.items():
-                    routing = end.routing
-                    name = f"of replica {replica}"
-                    own = setup.outbox_bytes + 2 * most
-                    box = routing.to_scheduler.outbox
-                    self._bound(f"outbox {name}", box, own)
-                    kept = max(routing.own.limit_bytes, setup.outbox_bytes)
-                    self._bound(f"own updates {name}", routing.own, kept + 2 * most)
-                    others = setup.inbox_bytes + most
-                    self._bound(f"others' updates {name}", routing.others, others)
-                    pending = end.inbox.pending
-                    self._bound(f"inbox {name}", pending, 2 * others)
-
-    def _bound(self, name, queue, most):
-        if queue.nbytes > most:
-            self._cluster.world.errors.append(
-                f"the {name} has {queue.nbytes} bytes, and may have {most}"
-            )
-
-
-def check_end(scenario, cluster, epochs):
-    """What must hold when a fit of so many epochs has ended."""
-    client, world = cluster.client, cluster.world
-    if not client.process.alive:
-        return
-    if client.error is not None:
-        kind, text = client.error
-        known = isinstance(getattr(errors, kind, None), type)
-        check(known, f"the fit ended with an unknown error, {kind}: {text}")
-        unwritten = "a worker was lost while it wrote" in text and scenario.faults
-        may_fail = scenario.may_fail or unwritten
-        check(may_fail, f"the fit ended with {kind}: {text}")
-        named = "daskdl.timeouts." in text or "no replica is left" in text
-        check(named or kind != "WaitTimeoutError", f"what timed out? {text}")
-        return
-    check(client.model is not None, "the fit has no model")
-    check(
-        len(client.reports) == epochs,
-        f"{len(client.reports)} epochs were reported",
-    )
-    world.note("client", f"has a model of {client.model.parameters.digest}")
-
-
-def check_nothing_left(cluster):
-    """Nothing of a fit is left in any process that runs."""
-    alive = cluster.scheduler.process.alive
-    left = [f"run {run}" for run in cluster.scheduler.plugin.runs] if alive else []
-    servers = [cluster.scheduler, cluster.client, *cluster.workers.values()]
-    for server in servers:
-        if server.process.alive:
-            left += [
-                f"{task.get_coro().__qualname__} of {server.name}"
-                for task in server.process.loop.pending
-            ]
-            left += [
-                f"thread {actor.name} of {server.name}"
-                for actor in server.process.actors
-                if not actor.ended
-            ]
-    for worker in cluster.workers.values():
-        if worker.process.alive:
-            left += [f"end {key} of {worker.name}" for key in worker.plugin.endpoints]
-    check(not left, f"left after the fit: {', '.join(left)}")
-
-
-def check(holds, what):
-    if not holds:
-        raise Violation(what)
 
 
 class Outcome(NamedTuple):

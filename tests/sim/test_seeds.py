@@ -39,7 +39,13 @@ def test_a_seed_stands_for_one_scenario():
 def test_the_seeds_have_every_kind_of_fault():
     drawn = {fault.kind for seed in range(200) for fault in Scenario.of(seed).faults}
 
-    assert drawn == {*scenario.USUAL, *scenario.FATAL}
+    assert drawn == {*scenario.USUAL, *scenario.FATAL, *scenario.SPECIAL}
+
+
+def test_the_seeds_have_every_aim():
+    aims = {Scenario.of(seed).aim for seed in range(200)}
+
+    assert aims == {"", *scenario.AIMS}
 
 
 def test_a_violation_names_its_seed_the_last_events_and_the_command(monkeypatch):

@@ -161,6 +161,7 @@ class Process:
     Attributes:
         alive: Whether it was not killed.
         frozen: Whether nothing in it runs, as after SIGSTOP.
+        thawed_at: When it was frozen last, and then ran again.
         missed: What became due while it was frozen.
     """
 
@@ -169,6 +170,7 @@ class Process:
         self.name = name
         self.alive = True
         self.frozen = False
+        self.thawed_at = 0.0
         self.missed = []
         self.actors = []
         self.loop = ProcessLoop(self)
@@ -197,11 +199,16 @@ class Process:
         for actor in self.actors:
             actor.kill()
 
+    def runs_since(self, duration_s):
+        """Whether it runs, and was not frozen in the last seconds."""
+        thawed_s = self.world.now - self.thawed_at
+        return self.alive and not self.frozen and thawed_s >= duration_s
+
     def freeze(self):
         self.frozen = True
 
     def thaw(self):
-        self.frozen = False
+        self.frozen, self.thawed_at = False, self.world.now
         missed, self.missed = self.missed, []
         for action in missed:
             self.world.after(0.0, self, action)

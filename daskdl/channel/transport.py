@@ -184,7 +184,7 @@ class SchedulerOverDask(SchedulerTransport):
 
 # Least milliseconds between what a Dask server does now and then, while replicas train.
 # At Dask's own 10, 20, 100 and 500 ms an idle cluster of two workers on one machine
-# takes an eighth of a core, and each wake-up takes the interpreter's lock from training.
+# takes an eighth of a core, and each wake-up takes the interpreter's lock.
 LEAST_MS = {"profile": 100, "tick": 500, "memory_monitor": 500, "monitor": 2000}
 _pacing = threading.Lock()  # several workers may share a process
 

@@ -137,14 +137,8 @@ def client_or_process(
     """Yield a synchronous client, or False; close a cluster started here on exit."""
     found = running_client() if client is None else client
     if found is None:
-        with (
-            LocalCluster(
-                dashboard_address=":0",
-                preload=[*dask.config.get("distributed.worker.preload"), LEAVE_CTRL_C],
-            ) as cluster,
-            Client(cluster, set_as_default=False, direct_to_workers=True) as own,
-        ):
-            logger.info("no client was given: started %s", cluster)
+        with local_client() as own:
+            logger.info("no client was given: started %s", own.cluster)
             yield own
         return
     if found is not False:
@@ -159,6 +153,20 @@ def client_or_process(
                 "Client(...) without asynchronous=True"
             )
     yield found
+
+
+@contextlib.contextmanager
+def local_client(workers: int | None = None) -> Iterator[Client]:
+    """Start worker processes on this machine; None: as many as Dask chooses."""
+    with (
+        LocalCluster(
+            n_workers=workers,
+            dashboard_address=":0",
+            preload=[*dask.config.get("distributed.worker.preload"), LEAVE_CTRL_C],
+        ) as cluster,
+        Client(cluster, set_as_default=False, direct_to_workers=True) as client,
+    ):
+        yield client
 
 
 def check_outlives(client: Any) -> None:
@@ -184,8 +192,7 @@ def check_installed(client: Client) -> None:
     A process without daskdl could not unpickle its objects. The import takes seconds
     and runs in a thread of each process, so that the event loop stays responsive.
     """
-    bound = Timeouts.from_config().bound("join", "request")
-    answers = client.sync(_answers, client, bound)
+    answers = versions_of(client)
     places: dict[str, list[str]] = {}  # processes by problem
     for where, answer in answers.items():
         if isinstance(answer, OSError):
@@ -200,8 +207,14 @@ def check_installed(client: Client) -> None:
         )
 
 
-async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
+def versions_of(client: Client) -> dict[str, Any]:
     """Return the versions on the scheduler and each worker, or errors, by process."""
+    bound = Timeouts.from_config().bound("join", "request")
+    answers: dict[str, Any] = client.sync(_answers, client, bound)
+    return answers
+
+
+async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
     scheduler = f"the scheduler, {client.scheduler.address}"
     asked = {asyncio.ensure_future(client.nthreads()): scheduler}
     done, waiting = await asyncio.wait(asked, timeout=bound.seconds)

@@ -452,7 +452,11 @@ class Channel(ABC):
         self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
     ) -> bool:
         waits_s, started = self._stats.waits_s, self.clock.now()
-        came = self._block(ready, timeout_s)
+        self._inbox.waiting = cause.value, started
+        try:
+            came = self._block(ready, timeout_s)
+        finally:
+            self._inbox.waiting = None
         ended = self.clock.now()
         waits_s[cause.value] = waits_s.get(cause.value, 0.0) + (ended - started)
         self.on_wait(cause, started, ended)

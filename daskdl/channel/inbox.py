@@ -371,7 +371,7 @@ class Inbox:
     """Received updates of one replica, and progress of its peers.
 
     The event loop fills the inbox and the training thread empties it. Methods may be
-    called from any thread; all attributes but the first five are guarded by `changed`.
+    called from any thread; all attributes but the first six are guarded by `changed`.
 
     Args:
         size: Parameters of the model.
@@ -388,6 +388,8 @@ class Inbox:
         stopped: Reason why the replica has to leave; None while the run continues.
         joining: Whether the replica waits for its snapshot or has not joined yet. Until
             then no update counts as received or missing.
+        waiting: Cause of the training thread's current wait, and the time on the clock
+            at which it began; None: it computes.
         own: Progress of this replica.
         clock: Times the waits and announcements.
         changed: Notified after each change; reentrant.
@@ -402,6 +404,7 @@ class Inbox:
     in_order: bool
     stopped: str | None
     joining: bool
+    waiting: tuple[str, float] | None
     own: PeerProgress
     clock: Clock
     changed: threading.Condition
@@ -425,6 +428,7 @@ class Inbox:
     ) -> None:
         self.stopped = None
         self.joining = False
+        self.waiting = None
         self.own = PeerProgress()
         self.clock = clock
         self.changed = clock.condition() if changed is None else changed

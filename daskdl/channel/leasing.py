@@ -359,6 +359,10 @@ class Leasing(ABC):
         held = self._held.pop(replica, {})
         self._again.extend(held[number] for number in sorted(held))
 
+    def rows_held(self, replica: int) -> int:
+        """Rows that a replica has leased and not finished."""
+        return sum(lease.rows for lease in self._held.get(replica, {}).values())
+
     def end_interval(self) -> None:
         """Limit the sync interval to the largest number of rows leased so far."""
         self._limit = max(self._leased.values(), default=0)

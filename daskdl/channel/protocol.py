@@ -265,6 +265,8 @@ OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl
 ASSIGN, UNASSIGN, RESTORE = "daskdl_assign", "daskdl_unassign", "daskdl_restore"
 # the same; the scheduler forwards it to a worker and does not unpack the answer
 AGREED = "daskdl_agreed"
+# the same, about all runs; the scheduler asks each worker with replicas likewise
+DESCRIBE = "daskdl_describe"
 # request to the scheduler, from a new worker
 ARRIVE = "daskdl_arrive"
 # requests to the scheduler, from a replica
@@ -277,6 +279,12 @@ DELIVER = "daskdl_deliver"
 DELIVER_BATCHES = "daskdl_deliver_batches"
 # requests to a worker, from a replica on another worker
 SNAPSHOT, REPAIR, FETCH = "daskdl_snapshot", "daskdl_repair", "daskdl_fetch"
+
+
+def task_key(run: int, replica: int) -> str:
+    """Return the Dask key of the task that trains a replica."""
+    return f"daskdl-train-{run:x}-{replica}"
+
 
 WIRE_BYTES = 32  # msgpack overhead of a message around its frame, measured: 24 to 32
 # Memory overhead around a frame: the message, its numbers and its slot in a queue or a

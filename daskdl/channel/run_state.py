@@ -173,6 +173,14 @@ class Membership:
         return "; ".join(described)
 
 
+def _phase(member: Member) -> str:
+    if member.gone:
+        return "gone"
+    if not member.joined:
+        return "starting"
+    return "training" if member.active else "joining"
+
+
 @dataclass
 class OpenBarrier:
     """A barrier at which some replicas have arrived.
@@ -504,13 +512,16 @@ class RunState:
 
     def _complete_barriers(self) -> None:
         """Complete each barrier at which all awaited replicas have arrived."""
-        members = self.members.expected
         for key, barrier in list(self.barriers.items()):
-            awaited = members - barrier.payloads.keys()
-            if barrier.kind == BarrierKind.ROUND:
-                awaited -= self._idle.keys()
-            if members and not awaited and self.stopped is None:
+            awaited = self._awaited(barrier)
+            if self.members.expected and not awaited and self.stopped is None:
                 self._complete(key, barrier)
+
+    def _awaited(self, barrier: OpenBarrier) -> set[int]:
+        awaited = set(self.members.expected) - barrier.payloads.keys()
+        if barrier.kind == BarrierKind.ROUND:
+            awaited -= self._idle.keys()
+        return awaited
 
     def _complete(self, key: str, barrier: OpenBarrier) -> None:
         """Fix the result of a barrier, the same for all replicas.
@@ -637,6 +648,41 @@ class RunState:
         leases = self.leases[phase]
         leases.open(epoch, self.members.expected)
         return leases
+
+    # ---- a look from outside
+
+    def describe(self, now: float) -> dict[str, Any]:
+        """Describe the run and its replicas in plain values, to find why it hangs.
+
+        Each barrier is the replicas that have arrived, and those that it waits for.
+        """
+        members = self.members
+        train = self.leases["train"]
+        replicas = [
+            {
+                "replica": replica,
+                "worker": one.worker,
+                "phase": _phase(one),
+                "step": one.progress.step,
+                "silent_s": max(now - one.heartbeat_at, 0.0) if one.joined else None,
+                "rows": train.rows_held(replica),
+            }
+            for replica, one in sorted(members.replicas.items())
+        ]
+        barriers = [
+            [sorted(barrier.payloads), sorted(self._awaited(barrier))]
+            for barrier in self.barriers.values()
+        ]
+        return {
+            "run": self.spec.run,
+            "epoch": self.epoch,
+            "rows": train.unfinished,
+            "min_replicas": self.spec.min_replicas,
+            "silence_s": self.timeouts.silence,
+            "stopped": self.stopped,
+            "replicas": replicas,
+            "barriers": barriers,
+        }
 
     # ---- the end
 

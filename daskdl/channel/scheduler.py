@@ -21,6 +21,7 @@ from daskdl.channel.protocol import (
     AGREED,
     DELIVER,
     DELIVER_BATCHES,
+    DESCRIBE,
     MESSAGE_BYTES,
     NAME,
     Acknowledgement,
@@ -165,6 +166,7 @@ PACE_S = 0.010
 WATCHDOG_S = 0.25
 GRACE_S = 3.0  # for the replicas of a closing worker to flush, which waits 2 s at most
 MOST_REPLICAS = 1000  # per worker
+DESCRIBE_S = 5.0  # longest time for a worker to say what its replicas do
 LONGEST_S = 3600.0  # longest wait of a client for events; usually a few seconds
 
 
@@ -225,6 +227,33 @@ class LiveRun:
             stopped = {"status": Answer.STOPPED.value, "reason": self.state.stopped}
             return {**stopped, **fields}
         return {"status": Answer.OK.value, **fields}
+
+    async def describe(self) -> Fields:
+        """Describe the run, with what the training thread of each replica does.
+
+        Returns:
+            The fields of `RunState.describe` and the client. Each replica also has
+            ``"doing"``, the cause and seconds of its wait and its stack, see
+            `ChannelWorkerPlugin.handle_describe`; None if its worker does not answer.
+        """
+        found = self.state.describe(self.now())
+        here = [one for one in found["replicas"] if one["phase"] != "gone"]
+        workers = sorted({one["worker"] for one in here})
+        answers = await asyncio.gather(*map(self._doing, workers))
+        doing = {replica: own for answer in answers for replica, *own in answer}
+        for one in found["replicas"]:
+            one["doing"] = doing.get(one["replica"])
+        return {**found, "client": self.client}
+
+    async def _doing(self, worker: str) -> Sequence[Sequence[Any]]:
+        try:
+            async with asyncio.timeout(DESCRIBE_S):
+                answer = await self._transport.ask(
+                    worker, DESCRIBE, run=self.state.spec.run
+                )
+        except OSError:  # a TimeoutError is one
+            return ()
+        return answer.get("replicas", ()) if isinstance(answer, dict) else ()
 
     # ---- requests of a client
 
@@ -677,6 +706,11 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         self._set_pace()
         logger.info("run %s is closed", run)
         return still_here
+
+    async def handle_describe(self) -> Fields:
+        """Describe all runs; see `LiveRun.describe`."""
+        runs = await asyncio.gather(*(one.describe() for one in self.runs.values()))
+        return {"status": Answer.OK.value, "runs": runs}
 
     def _set_pace(self) -> None:
         if self._pace is not None:

@@ -39,6 +39,7 @@ from daskdl.channel.protocol import (
     RunId,
     handlers_of,
     owned,
+    task_key,
 )
 from daskdl.channel.recovery import Repairs
 from daskdl.channel.routing import ROUTINGS, Routing
@@ -362,7 +363,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     def __init__(self) -> None:
         self.endpoints = {}
         self.refused = 0
-        self._pace: Pace | None = None  # None: not set up on a Dask worker
+        self._worker: Worker | None = None  # None: not set up on a Dask worker
+        self._pace: Pace | None = None  # likewise
         self._guard = Guard(self._count)
         self._shared = self._guard.of(self._share)
 
@@ -375,6 +377,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         else:
             self.endpoints, self._pace = former.endpoints, former._pace
         worker.extensions[NAME] = self
+        self._worker = worker
         self.attach(WorkerOverDask(worker))
         if worker.nanny:
             # The process runs only this worker. A search for cycles among the objects
@@ -466,6 +469,22 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     ) -> Fields:
         """Return a part of the agreed state to the client, through the scheduler."""
         return await self._endpoint_of(run, replica).blobs.state(epoch, part, WAIT_S)
+
+    async def handle_describe(self, run: RunId) -> Fields:
+        """Describe what the training thread of each replica of a run here does.
+
+        Returns:
+            ``replicas``: for each replica its number, the cause of its wait, "" if it
+            computes, the seconds waited, and the frames of its stack, outermost first.
+        """
+        now, replicas = self._transport.clock.now(), []
+        stacks = {} if self._worker is None else self._worker.get_call_stack()
+        for (of_run, replica), endpoint in list(self.endpoints.items()):
+            if of_run == run:
+                cause, began_at = endpoint.inbox.waiting or ("", now)
+                stack = stacks.get(task_key(run, replica), [])
+                replicas.append([replica, cause, now - began_at, stack])
+        return {"replicas": replicas}
 
     def _count(self, fields: Fields) -> None:
         """Count a refused message, at the endpoint of its replica if there is one."""

@@ -3,11 +3,12 @@
 Nothing is pickled: arguments that are not data must be passed to `Trainer.load` again.
 """
 
+import contextlib
 import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,12 +175,32 @@ def load(
     modules = trusted_modules(trusted)
     folder = Folder(folder_store(url, storage_options), KIND, ROLES)
     content, tensors = folder.read()
-    try:
+    with _naming(folder):
         check({name: content[name] for name in _CONTENT}, _CONTENT)
         unknown = [name for name in content["arguments"] if name not in names]
         if unknown:
             raise SaveError(f"a trainer has no argument {unknown[0]!r:.80}")
         return _decode(content, tensors, passed, modules)
+
+
+def load_history(url: Any, storage_options: Mapping[str, Any] | None = None) -> History:
+    """Load only the history of a saved trainer; needs none of its arguments.
+
+    Raises:
+        SaveError: If the save is missing, damaged, foreign or too new.
+    """
+    folder = Folder(folder_store(url, storage_options), KIND, ROLES)
+    content, tensors = folder.read()
+    with _naming(folder):
+        values = JsonValues(tensors.get("extra", {}))
+        return _history_of(values.decode(content["history"]))
+
+
+@contextlib.contextmanager
+def _naming(folder: Folder) -> Iterator[None]:
+    """Turn errors of a damaged save into a SaveError that names its folder."""
+    try:
+        yield
     except USER_ERRORS as error:
         if isinstance(error, DaskDLError) and not isinstance(error, SaveError):
             raise  # about an argument that was passed

@@ -394,7 +394,7 @@ class DaskBackend(Backend):
                 per_worker[worker],
                 self._routing,
                 initial=replica in self._initial,
-                key=f"daskdl-train-{run:x}-{replica}",
+                key=protocol.task_key(run, replica),
                 workers=[worker],
                 allow_other_workers=False,
                 pure=False,

@@ -36,6 +36,8 @@ LAYERS = [
     {"planning"},
     {"public"},
     {"__init__"},
+    {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -107,10 +109,21 @@ OUTSIDE = {
     },
     "public": set(),
     "__init__": set(),
+    "cli": {
+        "click",
+        "cloudpickle",
+        "dask",
+        "dask_jobqueue",
+        "distributed",
+        "torch",
+        "typing_extensions",
+    },
+    "__main__": set(),
 }
 
 # All other modules run, and are tested, without a cluster.
 DISTRIBUTED = {
+    "cli",
     "channel.protocol",  # Dask's wrappers, so that it does not touch the bytes
     "channel.scheduler",
     "channel.transport",  # requests to other servers

@@ -191,7 +191,7 @@ for path in root.rglob("*.py"):
         if isinstance(node, ast.ImportFrom):
             names = [node.module]
         for name in names:
-            if name.split(".")[0] not in {"daskdl", "pandas", "keras"}:
+            if name.split(".")[0] not in {"daskdl", "dask_jobqueue", "pandas", "keras"}:
                 importlib.import_module(name)
 
 import dask.config

@@ -397,3 +397,38 @@ def test_a_run_that_a_replica_has_completed_wants_no_more_workers():
     state.leave(0, 100.0)
 
     assert state.workers_wanted == 0
+
+
+# ---- a look from outside
+
+
+def test_a_description_says_who_waits_at_a_barrier_for_whom():
+    state = joined(now=100.0)
+    lease = take(state, 0)
+    number = state.members.assign("tcp://worker-new")
+    state.publish(1, [], PeerProgress(4))
+    arrive(state, "a", 1, 2)
+    state.lose(2, "it died", now=101.0)
+
+    found = state.describe(now=103.0)
+
+    assert (found["epoch"], found["rows"], found["stopped"]) == (0, 4, None)
+    assert found["barriers"] == [[[1, 2], [0]]]
+    short = {
+        one["replica"]: (one["phase"], one["step"], one["silent_s"], one["rows"])
+        for one in found["replicas"]
+    }
+    assert short == {
+        0: ("training", 0, 3.0, lease.rows),
+        1: ("training", 4, 3.0, 0),
+        2: ("gone", 0, 3.0, 0),
+        number: ("starting", 0, None, 0),
+    }
+
+
+def test_a_round_waits_for_no_idle_replica():
+    state = joined()
+    state.give_back(0, "train", 0, [], now=100.0, idle_payload="idle")
+    arrive(state, "a", 1, kind="round")
+
+    assert state.describe(now=100.0)["barriers"] == [[[1], [2]]]

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import pickle
 import re
 import subprocess
@@ -228,6 +229,35 @@ def test_the_code_on_a_page_runs(page, tmp_path):
     script.write_text("\n".join(python_blocks(page)))
 
     assert run(script) == []
+
+
+def test_the_commands_on_their_page_run(tmp_path):
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    (nets,) = re.findall(
+        r'^```{ .python title="nets.py" }\n(.*?)^```$', page, re.M | re.S
+    )
+    (tmp_path / "nets.py").write_text(nets)
+    commands = "".join(re.findall(r"^```bash\n(.*?)^```$", page, re.M | re.S))
+    ours = f"""
+    set -e
+    python() {{ {sys.executable} -Werror "$@"; }}
+    daskdl() {{ python -m daskdl "$@"; }}
+    """
+
+    done = subprocess.run(
+        ["bash", "-c", ours + commands],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "digits.html").read_text().startswith("<!DOCTYPE html>")
+    for said in (": ok (", "val_accuracy", "epoch 2/2", "workers  efficiency"):
+        assert said in done.stdout
+    assert "epoch 1/2" not in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

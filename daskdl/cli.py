@@ -1,0 +1,857 @@
+"""The command line, ``daskdl``: commands over the public interface.
+
+Each error is one line on standard error, with exit code 2 if the command itself is
+wrong and 1 if a run failed. Torch takes seconds to import, and ``--help`` needs none:
+what needs torch is imported by the command that uses it.
+"""
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import inspect
+import json
+import math
+import os
+import re
+import signal
+import statistics
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+from typing_extensions import override
+
+import daskdl
+from daskdl.config import VERSION
+from daskdl.errors import DaskDLError, OptionError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+USAGE, RUN, INTERRUPTED = 2, 1, 130  # exit codes
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+class FailedError(click.ClickException):
+    """A command cannot go on; its message is printed, without a traceback."""
+
+    def __init__(self, message: str, exit_code: int = USAGE) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]  # click itself does so
+
+
+class Command(click.Command):
+    """A command whose expected errors are printed as messages."""
+
+    @override
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (DaskDLError, OSError) as error:  # a TimeoutError is an OSError
+            if ctx.find_root().params["traceback"]:
+                raise
+            notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+            usage = isinstance(error, OptionError)
+            message = f"{error or type(error).__name__}{notes}"
+            raise FailedError(message, USAGE if usage else RUN) from error
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+class Setting(click.ParamType):  # type: ignore[type-arg]  # not generic before 8.4
+    """``NAME=VALUE``, where the value is JSON, or else text.
+
+    Example:
+        >>> Setting().convert("lr=1e-3", None, None)
+        ('lr', 0.001)
+    """
+
+    name = "NAME=VALUE"
+
+    @override
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, Any]:
+        name, equals, text = value.partition("=")
+        if not equals or not name:
+            self.fail(f"{value!r} is not of the form NAME=VALUE", param, ctx)
+        try:
+            return name, json.loads(text)
+        except ValueError:
+            return name, text
+
+
+# ---- what several commands take
+
+IS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Combine decorators into one."""
+
+    def decorated(function: F) -> F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorated
+
+
+_factory = _options(
+    click.argument("factory", metavar="MODULE:FACTORY"),
+    click.option(
+        "--arg",
+        "arguments",
+        type=Setting(),
+        multiple=True,
+        help="Argument of the factory, as lr=0.1; repeatable.",
+    ),
+)
+_data = _options(
+    click.option(
+        "--data",
+        required=True,
+        multiple=True,
+        metavar="URL",
+        help="A folder, or files and patterns such as s3://bucket/train/*.npz, which "
+        "may be repeated. Or MODULE:FUNCTION, which returns any data that fit takes: "
+        "(X, y), or both in one object.",
+    ),
+    click.option(
+        "--loader",
+        metavar="MODULE:NAME",
+        help="Makes (x, y) from a file: a function of the open file, or a reader such "
+        "as daskdl.data.Csv(label=...). Default: chosen by the files' extension.",
+    ),
+    click.option(
+        "--storage-option",
+        "storage",
+        type=Setting(),
+        multiple=True,
+        help="fsspec option of all URLs, as anon=true; repeatable.",
+    ),
+    click.option(
+        "--batch-size",
+        type=click.IntRange(min=1),
+        default=32,
+        show_default=True,
+        help="Rows per batch of each replica.",
+    ),
+)
+_cluster = _options(
+    click.option(
+        "--scheduler", metavar="ADDRESS", help="Use the cluster of this scheduler."
+    ),
+    click.option(
+        "--slurm",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Submit N SLURM jobs, and keep as many: needs dask-jobqueue, whose "
+        "configuration has cores, memory and the like.",
+    ),
+    click.option(
+        "--local",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Start N processes on this machine. Default: one cluster for all cores.",
+    ),
+)
+
+
+def _imported(reference: str) -> Any:
+    """Import ``module:name``; the current folder comes first, as for ``python -m``."""
+    from daskdl.util import guarded
+
+    if not IS_NAME.fullmatch(reference):
+        raise FailedError(f"{reference!r} is not of the form MODULE:NAME")
+    module_name, _, name = reference.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
+    def failed(error: Exception) -> NoReturn:
+        gone = isinstance(error, ModuleNotFoundError) and error.name
+        if gone and f"{module_name}.".startswith(f"{gone}."):
+            why = "not in this folder, nor installed"
+            raise FailedError(f"there is no module {module_name!r}: {why}") from error
+        raise FailedError(f"importing {module_name!r} {_raised(error)}") from error
+
+    module = guarded(lambda: importlib.import_module(module_name), failed)
+    found = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise FailedError(f"module {module_name!r} has no {name!r}")
+        found = getattr(found, part)
+    return found
+
+
+@contextlib.contextmanager
+def _carried(references: Iterable[str | None]) -> Iterator[None]:
+    """Let modules that are single files travel with the run.
+
+    Their code has no file then, in tracebacks: only where workers may lack it.
+    """
+    import cloudpickle
+
+    names = {
+        one.partition(":")[0] for one in references if one and IS_NAME.fullmatch(one)
+    }
+    modules = [sys.modules[name] for name in names if "." not in name]
+    files = [module for module in modules if not hasattr(module, "__path__")]
+    for module in files:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in files:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _called(reference: str, arguments: Mapping[str, Any]) -> Any:
+    """Import and call a function of the user."""
+    from daskdl.util import guarded
+
+    function = _imported(reference)
+    if not callable(function):
+        kind = type(function).__name__
+        raise FailedError(f"{reference} must be a function, got a {kind}")
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        raise FailedError(f"{reference} cannot be called: {error}") from error
+
+    def failed(error: Exception) -> NoReturn:
+        if isinstance(error, DaskDLError):
+            raise error
+        raise FailedError(f"{reference} {_raised(error)}", RUN) from error
+
+    return guarded(lambda: function(**arguments), failed)
+
+
+def _raised(error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{last.filename}, line {last.lineno}"
+    return f"raised {type(error).__name__}: {error} ({where})"
+
+
+def _trainer(factory: str, arguments: Mapping[str, Any]) -> "daskdl.Trainer":
+    made = _called(factory, arguments)
+    if not isinstance(made, daskdl.Trainer):
+        kind = type(made).__name__
+        raise FailedError(f"{factory} must return a daskdl.Trainer, got a {kind}")
+    return made
+
+
+def _read(
+    data: Sequence[str], loader: str | None, storage: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the leading arguments of `fit`: X, or X and y."""
+    from daskdl.data import files
+
+    if len(data) == 1 and IS_NAME.fullmatch(data[0]):
+        if loader is not None:
+            raise FailedError("--loader is for URLs, and --data is a function")
+        made = _called(data[0], {})
+        return made if isinstance(made, tuple) and len(made) == 2 else (made,)
+    read = None if loader is None else _imported(loader)
+    urls = data[0] if len(data) == 1 else list(data)  # a folder comes alone
+    return (files(urls, read, storage_options=storage or None),)
+
+
+@contextlib.contextmanager
+def _client(
+    scheduler: str | None, slurm: int | None, local: int | None
+) -> "Iterator[Client | None]":
+    """Connect to a cluster, or start one; None if none of the options is given."""
+    if sum(option is not None for option in (scheduler, slurm, local)) > 1:
+        raise FailedError("give only one of --scheduler, --slurm and --local")
+    from distributed import Client
+
+    from daskdl.util import local_client
+
+    if local is not None:
+        with local_client(local) as client:
+            yield client
+    elif slurm is not None:
+        with _slurm_cluster(slurm) as cluster, Client(cluster) as client:
+            click.echo(f"Waiting for the first of {slurm} jobs.", err=True)
+            client.wait_for_workers(1)
+            yield client
+    elif scheduler is not None:
+        try:
+            connected = Client(scheduler, set_as_default=False)
+        except (OSError, ValueError) as error:
+            why = f"cannot connect to the scheduler at {scheduler!r}: {error}"
+            raise FailedError(why, RUN) from error
+        with connected as client:
+            yield client
+    else:
+        yield None
+
+
+def _slurm_cluster(jobs: int) -> Any:
+    try:
+        from dask_jobqueue import SLURMCluster
+    except ImportError as error:
+        remedy = "pip install 'daskdl[jobqueue]'"
+        raise FailedError(f"--slurm needs dask-jobqueue: {remedy}") from error
+    try:
+        cluster = SLURMCluster()
+    except ValueError as error:
+        where = "Dask's configuration, jobqueue.slurm"
+        raise FailedError(f"{error} Set it in {where}.") from error
+    # Unlike `scale`, this submits a job again whose time is over.
+    cluster.adapt(minimum_jobs=jobs, maximum_jobs=jobs)
+    return cluster
+
+
+# ---- commands
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--traceback", is_flag=True, help="Show the traceback of an error.")
+@click.version_option(VERSION, prog_name="daskdl")
+def cli(traceback: bool) -> None:
+    """Asynchronous SGD for PyTorch models on a Dask cluster."""
+
+
+@cli.command(cls=Command)
+@_factory
+@_data
+@click.option(
+    "--validation",
+    multiple=True,
+    metavar="URL",
+    help="Data to score the model on after each epoch, as --data.",
+)
+@click.option(
+    "--epochs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Passes over the data, including those before a checkpoint.",
+)
+@_cluster
+@click.option("--checkpoint", metavar="URL", help="Write checkpoints to this folder.")
+@click.option(
+    "--every",
+    help="When to write them: epoch, 500 steps, 10 minutes, ...  [default: epoch]",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue from the newest checkpoint; start anew if there is none.",
+)
+@click.option("--save", metavar="URL", help="Save the trainer to this folder.")
+@click.option(
+    "--report",
+    type=click.Path(dir_okay=False, writable=True),
+    help="Write an HTML report to this file, also if the run fails.",
+)
+def train(
+    factory: str,
+    arguments: Sequence[tuple[str, Any]],
+    data: Sequence[str],
+    loader: str | None,
+    storage: Sequence[tuple[str, Any]],
+    batch_size: int,
+    validation: Sequence[str],
+    epochs: int,
+    scheduler: str | None,
+    slurm: int | None,
+    local: int | None,
+    checkpoint: str | None,
+    every: str | None,
+    resume: bool,
+    save: str | None,
+    report: str | None,
+) -> None:
+    """Train the daskdl.Trainer that a function returns.
+
+    MODULE is imported from this folder or from the installed packages. Workers of a
+    running cluster need not have it if it is a single file; a package has to be
+    installed on them.
+
+    \b
+    daskdl train nets:digits --data 'digits/*.npz' --epochs 10 --local 4 --save model
+    """  # noqa: D301 - click's mark for lines to keep
+    trainer, storage_options = _trainer(factory, dict(arguments)), dict(storage)
+    own = [*trainer.callbacks]
+    rule = _checkpointing(own, checkpoint, every, storage_options, resume=resume)
+    X = _read(data, loader, storage_options)
+    held_out = _read(validation, loader, storage_options) if validation else None
+    if rule is None and save is None:
+        click.echo("Neither --save nor --checkpoint: no model will be kept.", err=True)
+    added: list[daskdl.Callback] = [] if rule is None or rule in own else [rule]
+    if trainer.progress is None and not sys.stderr.isatty():
+        added.append(daskdl.PrintProgress())
+    with _client(scheduler, slurm, local) as client, contextlib.ExitStack() as ending:
+        if client is not None:
+            trainer.client = client
+        if scheduler is not None:
+            ending.enter_context(_carried([factory, loader, *data, *validation]))
+        if report is not None:
+            ending.push(functools.partial(_report, trainer, report))
+        trainer.callbacks = [*own, *added]
+        try:
+            trainer.fit(
+                *X,
+                epochs=epochs,
+                batch_size=batch_size,
+                validation=held_out[0] if held_out and not held_out[1:] else held_out,
+                resume=resume or None,
+            )
+        except KeyboardInterrupt:
+            click.echo(_where_to_resume(rule), err=True)
+            raise
+        trainer.callbacks = own  # the save needs no others
+        if save is not None:
+            trainer.save(save, storage_options=storage_options or None)
+            click.echo(f"saved in {save}")
+
+
+def _report(
+    trainer: "daskdl.Trainer",
+    path: str,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: object,
+) -> None:
+    """Write a report of the run; a run that failed keeps its own error."""
+    if not hasattr(trainer, "history_"):  # it failed before training
+        return
+    try:
+        trainer.history_.report(path)
+    except OSError as own:
+        if error is None:
+            raise
+        click.echo(f"The report was not written: {own}", err=True)
+    else:
+        click.echo(f"report in {path}")
+
+
+def _checkpointing(
+    callbacks: "Sequence[daskdl.Callback]",
+    url: str | None,
+    every: str | None,
+    storage_options: Mapping[str, Any],
+    *,
+    resume: bool,
+) -> "daskdl.Checkpoint | None":
+    """Make a `Checkpoint` for a URL; without one, return the trainer's own, if any."""
+    own = [one for one in callbacks if isinstance(one, daskdl.Checkpoint)]
+    if url is None:
+        if every is not None:
+            raise FailedError("--every needs --checkpoint")
+        if resume and not own:
+            raise FailedError("--resume needs --checkpoint")
+        return own[0] if own else None
+    if own:
+        raise FailedError("--checkpoint: the factory's trainer has a Checkpoint")
+    return daskdl.Checkpoint(
+        url,
+        every=int(every) if every and every.isdigit() else every or "epoch",
+        storage_options=storage_options or None,
+    )
+
+
+def _where_to_resume(rule: "daskdl.Checkpoint | None") -> str:
+    from daskdl.saving.checkpoints import Series
+
+    if rule is None:
+        return "Nothing is kept of this run: there is no --checkpoint."
+    newest = Series.at(rule.url, rule.storage_options).newest()
+    if newest is None:
+        return f"No checkpoint was complete in {rule.url}."
+    return (
+        f"The last checkpoint is {newest.store.url}; continue with the same command "
+        "and --resume."
+    )
+
+
+@cli.command(cls=Command)
+@_factory
+@_data
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Plan for 1 up to this number of workers.",
+)
+@click.option(
+    "--bandwidth",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GBIT/S",
+    help="Of each machine's link. Default: all workers are on this machine.",
+)
+@click.option(
+    "--latency",
+    type=click.FloatRange(min=0),
+    metavar="MS",
+    help="From machine to machine, one way.  [default: 0.5]",
+)
+@click.option(
+    "--threads", type=click.IntRange(min=1), help="Of each worker. Default: as here."
+)
+def plan(
+    factory: str,
+    arguments: Sequence[tuple[str, Any]],
+    data: Sequence[str],
+    loader: str | None,
+    storage: Sequence[tuple[str, Any]],
+    batch_size: int,
+    workers: int,
+    bandwidth: float | None,
+    latency: float | None,
+    threads: int | None,
+) -> None:
+    """Predict from some seconds on this machine how many workers pay off.
+
+    \b
+    daskdl plan nets:digits --data 'digits/*.npz' --workers 16 --bandwidth 1
+    """  # noqa: D301 - click's mark for lines to keep
+    if latency is not None and bandwidth is None:
+        raise FailedError("--latency needs --bandwidth")
+    trainer = _trainer(factory, dict(arguments))
+    if trainer.loss is None:
+        raise FailedError("plan needs a trainer with a loss; this one has a step")
+    if not isinstance(trainer.master, daskdl.GradientSharing):
+        kind = type(trainer.master).__name__
+        raise FailedError(f"plan needs a master of GradientSharing, got a {kind}")
+    X = _read(data, loader, dict(storage))
+    link = None
+    if bandwidth is not None:
+        latency_s = (0.5 if latency is None else latency) / 1e3
+        link = daskdl.Network(1e9 * bandwidth, latency_s)
+    planned = daskdl.plan(
+        trainer.model,
+        _first_batch(X, batch_size, trainer.transform),
+        workers,
+        link,
+        loss=trainer.loss,
+        optimizer=trainer.optimizer,
+        master=trainer.master,
+        threads=threads,
+    )
+    click.echo(planned)
+
+
+def _first_batch(X: tuple[Any, ...], size: int, transform: Any) -> Any:
+    """Load the first rows of the data, as a replica gets them for a step."""
+    from daskdl.data import batching
+    from daskdl.data.inputs import source_of
+    from daskdl.data.source import rows_of_part
+
+    source = source_of(*X)
+    chunks = (
+        batching.whole(rows)
+        for part in range(source.parts)
+        for rows in rows_of_part(source, part, size)
+    )
+    for batch in batching.batches(chunks, size):
+        return batch if transform is None else transform(batch)
+    raise FailedError("--data has no rows")
+
+
+@cli.command(cls=Command)
+@click.argument("run", metavar="URL")
+@click.argument("file", type=click.Path(dir_okay=False, writable=True))
+@click.option(
+    "--storage-option",
+    "storage",
+    type=Setting(),
+    multiple=True,
+    help="fsspec option of the URL; repeatable.",
+)
+def report(run: str, file: str, storage: Sequence[tuple[str, Any]]) -> None:
+    """Write an HTML report of the last fit of a trainer that was saved to URL."""
+    from daskdl.saving.trainer_state import load_history
+
+    load_history(run, dict(storage) or None).report(file)
+
+
+@cli.command(cls=Command)
+@click.option(
+    "--scheduler",
+    metavar="ADDRESS",
+    help="Of the cluster to check. Default: one that is started on this machine.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Length of the trial fit.",
+)
+def check(scheduler: str | None, seconds: float) -> None:
+    """Check a cluster: one verdict for each worker.
+
+    Looks at versions, threads, memory and devices, measures what all workers send to
+    each other at once, and trains a small network. The exit code is 1 if a worker
+    cannot take part.
+    """
+    from daskdl import util
+
+    with _client(scheduler, None, None) as found, contextlib.ExitStack() as stack:
+        client = found or stack.enter_context(util.local_client())
+        click.echo(util.OWN)
+        answers = util.versions_of(client).items()
+        unusable = {who: what for who, one in answers if (what := util.mismatch(one))}
+        workers = [f"worker {one}" for one in sorted(client.nthreads())]
+        if not workers:
+            raise FailedError("the cluster has no workers", RUN)
+        details, unreached = _looked_at(client, {*workers} - {*unusable})
+        unusable |= unreached
+        steps_ms = {} if unusable else _trial(client, seconds)
+        if not unusable:
+            idle = "it took no part in the trial fit; its log may say why"
+            unusable = dict.fromkeys({*workers} - {*steps_ms}, idle)
+    for who, what in sorted(unusable.items()):
+        click.echo(f"{who}: unusable: {what}")
+    median_ms = statistics.median(steps_ms.values()) if steps_ms else math.nan
+    for who in (one for one in workers if one not in unusable):
+        verdict, own_ms = "not tried, since others are unusable", steps_ms.get(who)
+        if own_ms is not None:
+            details[who].append(f"{own_ms:.1f} ms a step")
+            times = own_ms / median_ms
+            slow = f"slow: its steps take {times:.1f} times the median"
+            verdict = slow if times > SLOW else "ok"
+        click.echo(f"{who}: {verdict} ({', '.join(details[who])})")
+    if unusable:
+        sys.exit(RUN)
+
+
+SLOW = 2.0  # times the median; replicas wait for one that is slower than the others
+
+
+def _looked_at(
+    client: "Client", names: Collection[str]
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Look at workers; each sends to the next, all at the same time.
+
+    Returns:
+        Facts about each worker; and why some do not reach another, both by name.
+    """
+    from daskdl.config import Timeouts
+    from daskdl.data.distribute import answers_of
+
+    workers = sorted(name.removeprefix("worker ") for name in names)
+    peers = dict(zip(workers, [*workers[1:], *workers[:1]], strict=True))
+    look = functools.partial(_look, peers)
+    bound = Timeouts.from_config().bound("request")
+    answers = answers_of(client, workers, look, bound, "how fast it sends")
+    return (
+        {f"worker {one}": own for one, (own, _) in answers.items()},
+        {f"worker {one}": what for one, (_, what) in answers.items() if what},
+    )
+
+
+SENT, SENT_FOR, REACHED_WITHIN_S = "4 MiB", "1 s", 15.0
+
+
+async def _look(peers: Mapping[str, str], dask_worker: Any) -> tuple[list[str], str]:
+    """Describe the worker that this runs on, and why it cannot reach its peer."""
+    import torch
+    from dask.utils import format_bytes
+    from distributed.worker import benchmark_network
+
+    memory, count = dask_worker.memory_manager.memory_limit, torch.cuda.device_count()
+    threads = dask_worker.state.nthreads
+    details = [
+        "1 thread" if threads == 1 else f"{threads} threads",
+        format_bytes(memory) if memory else "no memory limit",
+        ", ".join(map(torch.cuda.get_device_name, range(count))) or "no CUDA device",
+    ]
+    peer, unreachable = peers[dask_worker.address], ""
+    if peer != dask_worker.address:
+        try:
+            async with asyncio.timeout(REACHED_WITHIN_S):
+                rates = await benchmark_network(peer, dask_worker.rpc, [SENT], SENT_FOR)
+            details.append(f"sends {8e-9 * rates[SENT]:.2f} Gbit/s")
+        except OSError as error:  # a TimeoutError is one
+            unreachable = f"it cannot reach {peer}: {error or type(error).__name__}"
+    return details, unreachable
+
+
+def _trial(client: "Client", seconds: float) -> dict[str, float]:
+    """Train a small network; return the milliseconds of a step by name of worker."""
+    import torch
+    from torch import nn
+
+    places: dict[int, str] = {}
+
+    class Places(daskdl.Callback):
+        def on_epoch_end(self, row: Mapping[str, Any]) -> None:
+            for run in _runs(client) if len(places) < row["replicas"] else ():
+                if run["client"] == client.id:
+                    places.update((r["replica"], r["worker"]) for r in run["replicas"])
+
+    rows = 32 * TRIAL_STEPS * len(client.nthreads())
+    X = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0))
+    limit = daskdl.EarlyStopping("loss", max_seconds=seconds, restore_best=False)
+    history = daskdl.Trainer(
+        lambda: nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)),
+        nn.CrossEntropyLoss(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        client=client,
+        callbacks=[limit, Places()],
+        progress=False,
+        telemetry_every=1,
+    ).fit(X, X[:, :10].argmax(dim=1), epochs=10**6)
+    columns = map(history.steps.column, ("replica", "step_s", "wait_s"))
+    found: dict[str, list[float]] = {}
+    for replica, step_s, wait_s in zip(*columns, strict=True):
+        if replica in places:
+            found.setdefault(places[replica], []).append(1e3 * (step_s - wait_s))
+    return {f"worker {one}": statistics.median(own) for one, own in found.items()}
+
+
+TRIAL_STEPS = 64  # of each worker in an epoch: tens of milliseconds
+
+
+@cli.command(cls=Command)
+@click.option("--scheduler", metavar="ADDRESS", required=True, help="Of the cluster.")
+def doctor(scheduler: str) -> None:
+    """Show what each replica does, or waits for: for a run that seems to hang.
+
+    Asks the scheduler, which asks the workers; the run does not notice.
+    """
+    with _client(scheduler, None, None) as client:
+        assert client is not None
+        runs = _runs(client)
+    if not runs:
+        click.echo(f"no run of daskdl on {scheduler}")
+    for run in runs:
+        here = [one for one in run["replicas"] if one["phase"] != "gone"]
+        replicas = {one["replica"]: one for one in here}
+        click.echo(
+            f"run {run['run']:x}: epoch {run['epoch'] + 1}, {run['rows']} of its rows "
+            f"left, {len(replicas)} replicas"
+        )
+        if run["stopped"] is not None:
+            click.echo(f"  stopped: {run['stopped']}")
+        awaited = {one["replica"]: _awaited_by(one, here, run) for one in here}
+        for replica, one in replicas.items():
+            does = _activity(one, awaited[replica], run, len(here))
+            click.echo(f"  replica {replica} on {one['worker']}: {does}")
+        blocking = set().union(*awaited.values())
+        roots = sorted(r for r in blocking if not awaited.get(r))
+        if roots:
+            click.echo(f"  the others wait for: {_listed(roots)}")
+
+
+def _runs(client: "Client") -> list[dict[str, Any]]:
+    """Ask the plugin on the scheduler for a description of each run."""
+    from daskdl.channel.protocol import DESCRIBE
+    from daskdl.config import Timeouts
+
+    bound = Timeouts.from_config().bound("request")
+
+    async def ask() -> list[dict[str, Any]]:
+        # A lambda travels by value: the scheduler may lack daskdl.
+        there = await client.run_on_scheduler(
+            lambda dask_scheduler: DESCRIBE in dask_scheduler.handlers
+        )
+        if not there:
+            return []
+        answer = await getattr(client.scheduler, DESCRIBE)()
+        found: list[dict[str, Any]] = answer["runs"]
+        return found
+
+    async def bounded() -> list[dict[str, Any]]:
+        return await asyncio.wait_for(ask(), bound.seconds)
+
+    try:
+        found: list[dict[str, Any]] = client.sync(bounded)
+    except TimeoutError as error:
+        what = f"the scheduler at {client.scheduler.address} did not answer"
+        raise daskdl.WaitTimeoutError(f"{what} within {bound}") from error
+    return found
+
+
+WAITS = {
+    "staleness": "others to catch up (max_staleness)",
+    "room": "room to send its updates",
+    "lease": "rows to train on",
+    "gather": "others at a barrier",
+    "fetch": "the sums of others",
+    "flush": "its updates to be passed on",
+    "updates": "updates in flight",
+    "checkpoint": "a checkpoint to be written or read",
+    "data": "a part of the data to be loaded",
+    "missing": "a part that was lost to be computed again",
+    "repair": "updates that others have",
+    "join": "the start of all replicas",
+    "snapshot": "the state of another replica",
+    "activate": "the end of a barrier, to join",
+}
+
+
+Described = Mapping[str, Any]  # a run, or a replica, see `LiveRun.describe`
+
+
+def _activity(one: Described, awaited: set[int], run: Described, count: int) -> str:
+    """Say what a replica does, or what it waits for."""
+    at = f"step {one['step']}"
+    if one["phase"] == "starting":
+        return "has not started; is its worker busy with other tasks?"
+    if one["doing"] is None:
+        return (
+            f"{at}, its worker does not answer; last heartbeat "
+            f"{one['silent_s']:.1f} s ago, lost after {run['silence_s']:g} s"
+        )
+    cause, waited_s, stack = one["doing"]
+    if not cause:
+        return f"{at}, computes in {_place(stack)}"
+    whom = f": {_listed(sorted(awaited))}" if awaited else ""
+    if cause == "lease" and count < run["min_replicas"]:
+        whom = f": there are fewer than min_replicas={run['min_replicas']}"
+    return f"{at}, waits {waited_s:.1f} s for {WAITS[cause]}{whom}"
+
+
+def _awaited_by(one: Described, here: Sequence[Described], run: Described) -> set[int]:
+    """Return the replicas that a replica waits for, if they can be told."""
+    own, others = one["replica"], [other for other in here if other is not one]
+    match one["doing"] and one["doing"][0]:
+        case "staleness":
+            training = [r for r in others if r["phase"] == "training"]
+            least = min((r["step"] for r in training), default=0)
+            return {r["replica"] for r in training if r["step"] == least}
+        case "gather" | "activate":
+            arrived = [
+                b for b in run["barriers"] if own in b[0] or one["phase"] == "joining"
+            ]
+            return {replica for _, awaited in arrived for replica in awaited}
+        case "lease":
+            return {r["replica"] for r in others if r["rows"]}
+        case "join":
+            return {r["replica"] for r in others if r["phase"] == "starting"}
+    return set()
+
+
+NOT_THE_USERS = re.compile(
+    r"[/\\]lib[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)"
+    r"|-packages[/\\](torch|numpy|distributed)[/\\]"
+    r"|[/\\]daskdl[/\\](training|channel|compression|codec|data)[/\\]"
+)
+
+
+def _place(stack: Sequence[str]) -> str:
+    """Return the innermost frame of the user's code, else of any."""
+    frames = [frame.split("\n")[0].strip() for frame in stack]
+    users = [frame for frame in frames if not NOT_THE_USERS.search(frame)]
+    return (users or frames or ["an unknown place"])[-1]
+
+
+def _listed(replicas: Sequence[int]) -> str:
+    return ", ".join(f"replica {one}" for one in replicas)
+
+
+def main() -> None:
+    """Run the command line; SIGTERM ends a run as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    cli()

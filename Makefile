@@ -5,12 +5,13 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all sim chaos kills lint bench bench-all bench-compare study clean
+.PHONY: help demo test test-all test-slurm sim chaos kills lint bench bench-all bench-compare study clean
 
 help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
 	@echo "make test   run the suite that every change has to pass: under ten minutes"
 	@echo "make test-all   the same, then one by one all that takes longer: an hour"
+	@echo "make test-slurm  fits on batch jobs, on a SLURM of this machine: minutes; needs root"
 	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make kills  kill processes while checkpoints are written: fifty times"
@@ -38,6 +39,10 @@ test: .venv/installed
 # What kills, freezes, measures or trains long has the machine to itself.
 test-all: test
 	$(BIN)/python -m pytest -m "slow or network or learning or examples or chaos"
+
+test-slurm: .venv/installed
+	$(BIN)/pip install --quiet -c constraints.txt dask-jobqueue
+	$(BIN)/python -m pytest -m jobqueue tests/jobqueue
 
 SEEDS := 1000
 

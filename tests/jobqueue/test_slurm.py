@@ -1,0 +1,237 @@
+"""Fits whose workers are batch jobs: dask-jobqueue on a SLURM of this machine.
+
+They need root and Debian's packages slurm-wlm and munge, and dask-jobqueue.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from distributed import Client
+
+import daskdl
+from daskdl.saving.trainer_state import load_history
+from tests.support.clusters import Script, TookPart, enough
+from tests.support.problems import kept, normalised, rows, trainer
+from tests.support.recording import Recorded, records
+
+pytestmark = [pytest.mark.jobqueue, pytest.mark.timeout(180)]
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+X, Y = rows(count=960)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slurm(tmp_path_factory):
+    """A SLURM of eight cores; jobs end and daemons stop with the module."""
+    pytest.importorskip("dask_jobqueue", reason="dask-jobqueue is not installed")
+    for command in ("sbatch", "slurmctld", "slurmd", "munged"):
+        if shutil.which(command) is None:
+            pytest.skip(f"no {command}: Debian has it in slurm-wlm and munge")
+    if os.geteuid() != 0:
+        pytest.skip("starting SLURM needs root")
+    folder = tmp_path_factory.mktemp("slurm")
+    script = HERE / "one_machine_slurm.sh"
+    subprocess.run([script, "start", folder], check=True, timeout=60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+        yield
+    subprocess.run([script, "stop", folder], check=True, timeout=60)
+
+
+@pytest.fixture
+def queue(tmp_path):
+    """Starts clusters whose jobs are one worker of one thread each."""
+    from dask_jobqueue import SLURMCluster
+
+    with contextlib.ExitStack() as ends:
+
+        def start(jobs, *extra):
+            cluster = SLURMCluster(
+                cores=1,
+                memory="2GB",
+                processes=1,
+                walltime="00:05:00",
+                python=sys.executable,
+                local_directory=str(tmp_path),
+                log_directory=str(tmp_path / "logs"),
+                job_script_prologue=[f"export PYTHONPATH={ROOT}"],
+                worker_extra_args=[*extra],
+                scheduler_options={"host": "127.0.0.1", "dashboard_address": ":0"},
+            )
+            client = ends.enter_context(Client(ends.enter_context(cluster)))
+            cluster.scale(jobs=jobs)
+            client.wait_for_workers(jobs, timeout=60)
+            return client
+
+        yield start
+
+
+def control(command, *jobs):
+    subprocess.run([*command.split(), *jobs], check=True, timeout=30)
+
+
+def shared_by_all(folder, epoch, replicas):
+    """Check that these replicas, and no others, ended an epoch with the same model."""
+    shared = {r: record["shared"] for r, record in records(folder, epoch).items()}
+    assert sorted(shared) == replicas
+    for other in replicas[1:]:
+        np.testing.assert_array_equal(shared[replicas[0]], shared[other])
+
+
+class Jobs:
+    """A client whose fit is watched, and what is done to its jobs."""
+
+    def __init__(self, client, folder):
+        self.client, self.folder = client, folder
+        self.places = TookPart(folder)
+
+    def fit(self, *acts, **options):
+        script = Script(*acts)
+        master = Recorded(str(self.folder), kept())
+        options = {"master": master, "model": normalised, **options}
+        callbacks = [*options.pop("callbacks", []), self.places]
+        own = trainer(self.client, callbacks=callbacks, **options)
+        return script.run(own, X, Y), script.rows
+
+
+def test_jobs_train(queue):
+    own = trainer(queue(2))
+
+    history = own.fit(X, Y, epochs=4, batch_size=16)
+
+    assert history.column("replicas") == [2] * 4
+    assert history.column("examples") == [960] * 4
+
+
+def test_the_others_go_on_without_a_cancelled_job(queue, tmp_path):
+    client = queue(2)
+    jobs = Jobs(client, tmp_path)
+    numbers = [one.job_id for one in client.cluster.workers.values()]
+
+    own, rows = jobs.fit((2, lambda: control("scancel", numbers[0])), (1, enough))
+
+    assert len(records(tmp_path, len(rows) - 1)) == 1
+    assert sum(row["repeated_pieces"] for row in rows) <= 1
+    gone = [one for one in own.history_.run.replicas.values() if one["left"]]
+    assert len(gone) == 1
+    assert own.evaluate(X, Y)["accuracy"] > 0.5
+
+
+def test_if_all_jobs_are_cancelled_the_error_says_what_to_set(queue, tmp_path):
+    client = queue(2)
+    numbers = [one.job_id for one in client.cluster.workers.values()]
+    script = Script((2, lambda: control("scancel", *numbers)))
+    own = trainer(client, master=kept(rejoin_timeout=3), callbacks=[script])
+
+    with pytest.raises(daskdl.RunError, match="rejoin_timeout"):
+        own.fit(X, Y, epochs=10**6, batch_size=16)
+
+    assert len(own.history_) >= 1
+
+
+def test_a_requeued_job_joins_again(queue, tmp_path):
+    client = queue(3)
+    jobs = Jobs(client, tmp_path)
+    numbers = [one.job_id for one in client.cluster.workers.values()]
+
+    own, rows = jobs.fit(
+        (3, lambda: control("scontrol requeue", numbers[0])),
+        (jobs.places.by(3), enough),
+    )
+
+    left = {r for r, one in own.history_.run.replicas.items() if one["left"]}
+    assert len(left) == 1
+    shared_by_all(tmp_path, len(rows) - 1, sorted({0, 1, 2, 3} - left))
+
+
+def test_a_fit_follows_the_number_of_jobs(queue, tmp_path):
+    client = queue(3)
+    jobs = Jobs(client, tmp_path)
+    cluster = client.cluster
+
+    own, rows = jobs.fit(
+        (3, lambda: cluster.scale(jobs=2)),
+        (2, lambda: cluster.scale(jobs=3)),
+        (3, enough),
+    )
+
+    left = {r for r, one in own.history_.run.replicas.items() if one["left"]}
+    assert len(left) == 1
+    shared_by_all(tmp_path, len(rows) - 1, sorted({0, 1, 2, 3} - left))
+    assert sum(row["repeated_pieces"] for row in rows) <= 1
+
+
+def test_a_fit_has_as_many_jobs_as_adapt_allows(queue, tmp_path):
+    client = queue(1)
+    jobs = Jobs(client, tmp_path)
+
+    _, rows = jobs.fit(
+        (1, lambda: client.cluster.adapt(minimum_jobs=1, maximum_jobs=2)), (2, enough)
+    )
+
+    shared_by_all(tmp_path, len(rows) - 1, [0, 1])
+
+
+def test_when_the_time_of_all_jobs_is_over_others_resume(queue, tmp_path):
+    rule = daskdl.Checkpoint(str(tmp_path))
+    own = trainer(queue(2, "--lifetime", "12s"), callbacks=[rule])
+    with pytest.raises(daskdl.RunError) as caught:
+        own.fit(X, Y, epochs=10**6, batch_size=16)
+    assert "the last checkpoint" in "".join(caught.value.__notes__)
+    epochs = len(own.history_) + 5
+
+    again = trainer(queue(2), callbacks=[rule])
+    history = again.fit(X, Y, epochs=epochs, batch_size=16, resume=True)
+
+    assert len(history) == epochs
+    assert history.column("replicas")[-1] == 2
+
+
+NETS = """
+import daskdl, torch
+from torch import nn
+
+def small():
+    return daskdl.Trainer(
+        lambda: nn.Linear(20, 4), nn.CrossEntropyLoss(),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+"""
+
+
+def test_the_command_line_trains_on_jobs(tmp_path):
+    (tmp_path / "nets.py").write_text(NETS)
+    np.savez(tmp_path / "0.npz", x=X, y=Y)
+    setting = "DASK_JOBQUEUE__SLURM__"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        f"{setting}CORES": "1",
+        f"{setting}MEMORY": "2GB",
+        f"{setting}WALLTIME": "00:05:00",
+        f"{setting}LOG_DIRECTORY": str(tmp_path / "logs"),
+    }
+    command = "train nets:small --data 0.npz --epochs 300 --slurm 2 --save model"
+
+    done = subprocess.run(
+        [sys.executable, "-m", "daskdl", *command.split()],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^saved in model$", done.stdout, re.M)
+    history = load_history(tmp_path / "model")
+    assert history.column("replicas")[-1] == 2
+    assert len(history) == 300

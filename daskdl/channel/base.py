@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from daskdl.channel.protocol import (
     Arrays,
     BarrierKind,
     ChannelSpec,
+    LiveReport,
     Message,
     PeerProgress,
     WaitCause,
@@ -86,6 +87,13 @@ class ChannelStats:
     repaired: int = 0
     waits_s: dict[str, float] = field(default_factory=dict)
 
+    def __add__(self, other: "ChannelStats") -> "ChannelStats":
+        own, more = vars(self).copy(), vars(other)
+        ours, theirs = own.pop("waits_s"), more["waits_s"]
+        waits_s = {c: ours.get(c, 0.0) + theirs.get(c, 0.0) for c in ours | theirs}
+        counts = {name: count + more[name] for name, count in own.items()}
+        return ChannelStats(**counts, waits_s=waits_s)
+
 
 class DrainResult(NamedTuple):
     """Updates to apply, in an order that does not depend on arrival."""
@@ -118,9 +126,12 @@ class Channel(ABC):
         spec: Settings of the replica.
 
     Attributes:
+        has_dashboard: Whether somebody may look at what `report_live` sends.
         clock: Times the waits.
         on_wait: Called after each wait with its cause, start and end.
     """
+
+    has_dashboard: ClassVar[bool] = False
 
     def __init__(self, inbox: Inbox, spec: ChannelSpec) -> None:
         self._inbox = inbox
@@ -420,6 +431,16 @@ class Channel(ABC):
             now.refused, now.folds = inbox.refused, inbox.pending.folds
             inbox.received_bytes = inbox.refused = inbox.pending.folds = 0
         return now
+
+    def stats_so_far(self) -> ChannelStats:
+        """Counters since the last `stats`, which keeps them; without bytes of blobs."""
+        return self._stats + ChannelStats(received_bytes=self._inbox.received_bytes)
+
+    def report_live(self, live: LiveReport) -> None:  # noqa: B027
+        """Send live numbers with the next request; they replace numbers not sent.
+
+        Without `has_dashboard`, nothing is sent.
+        """
 
     @abstractmethod
     def link_stats(self) -> Drained:

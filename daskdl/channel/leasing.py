@@ -174,6 +174,8 @@ class RunSpec:
         relayed: Whether the scheduler relays updates; see `Routing`.
         first_epoch: First epoch to train, counted from 0; a resumed run skips some.
         intervals: Division of the epochs.
+        epochs: Number after the last epoch; None: unknown.
+        title: Describes the model, for the dashboard.
     """
 
     run: RunId
@@ -188,6 +190,8 @@ class RunSpec:
     relayed: bool = True
     first_epoch: Natural = 0
     intervals: SyncIntervals = WHOLE_EPOCHS
+    epochs: Natural | None = None
+    title: str = ""
 
     @property
     def order(self) -> int:

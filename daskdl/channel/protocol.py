@@ -316,6 +316,30 @@ class FinishedLease(TypedDict):
     loss: float  # mean of the epoch so far
 
 
+class LiveReport(NamedTuple):
+    """A replica's numbers while it trains, for the dashboard.
+
+    Counters are of the fit so far, and other numbers of the last step. NaN: not
+    measured.
+    """
+
+    at_s: float = math.nan  # seconds on the replica's clock
+    epoch: Natural = 0
+    step: Natural = 0  # steps of this replica, over all epochs
+    loss_sum: float = 0.0  # over examples
+    examples: Natural = 0
+    sent_bytes: Natural = 0
+    received_bytes: Natural = 0
+    learning_rate: float = math.nan
+    threshold: float = math.nan  # parameter units
+    density: float = math.nan
+    staleness: float = math.nan  # steps
+    residual_norm: float = math.nan  # parameter units
+    residual_p50: float = math.nan  # of abs(residual) / threshold
+    residual_p99: float = math.nan
+    waits_s: Mapping[str, float] = {}  # by WaitCause
+
+
 # Names of the error classes that a client can raise.
 ERRORS = frozenset(
     name

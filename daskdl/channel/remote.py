@@ -35,6 +35,7 @@ from daskdl.channel.protocol import (
     BarrierKind,
     BlobParts,
     ChannelSpec,
+    LiveReport,
     Message,
     PeerProgress,
     WaitCause,
@@ -57,6 +58,8 @@ AGAIN_S = 0.1  # before a failed fetch is repeated
 
 class RemoteChannel(Channel):
     """The channel of one replica, over Dask's connections."""
+
+    has_dashboard = True
 
     def __init__(self, plugin: ChannelWorkerPlugin, spec: ChannelSpec) -> None:
         end = plugin.open(spec)
@@ -338,6 +341,10 @@ class RemoteChannel(Channel):
         self._routing.announce(PeerProgress(step, own.sequence, interval))
 
     @override
+    def report_live(self, live: LiveReport) -> None:
+        self._routing.live.append(live)
+
+    @override
     def link_stats(self) -> Drained:
         return self._routing.meter.take(self._routing.copies)
 
@@ -404,6 +411,7 @@ class RemoteChannel(Channel):
             payload=wrap_arrays(payload),
             client_payload=client_payload,
             kind=kind.value,
+            **self._routing.take_live(),
         )
         if kind != BarrierKind.AGREE:
             self._inbox.barrier.release()

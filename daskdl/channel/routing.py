@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from daskdl.channel.inbox import Inbox
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     Answer,
+    LiveReport,
     MeshTopology,
     Message,
     MessageKind,
@@ -187,6 +189,7 @@ class ToScheduler(Destination):
                 messages=[message.to_wire() for message in messages],
                 progress=progress,
                 **more,
+                **routing.take_live(),
             )
         answer = self._connection.checked(answer)
         accepted = int(answer.get("accepted", 0))
@@ -299,6 +302,7 @@ class Routing(ABC):
         others: Updates of others, if the scheduler does not relay them.
         meter: Counts outgoing bytes and frames.
         to_scheduler: Sends heartbeats, whatever the routing.
+        live: The newest report for the dashboard, until it is sent.
     """
 
     relayed: ClassVar[bool]
@@ -308,6 +312,7 @@ class Routing(ABC):
     others: RetransmitBuffer
     meter: LinkMeter
     to_scheduler: ToScheduler
+    live: deque[LiveReport]
 
     def __init__(self, connection: Connection, inbox: Inbox) -> None:
         spec = connection.spec
@@ -318,6 +323,7 @@ class Routing(ABC):
         self.own = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
         self.others = RetransmitBuffer(spec.inbox_bytes)
         self.meter = LinkMeter(connection.clock)
+        self.live = deque(maxlen=1)
         self.to_scheduler = ToScheduler(
             self,
             "the scheduler",
@@ -386,6 +392,12 @@ class Routing(ABC):
         """Whether all updates of this replica have arrived at their destinations."""
         neighbours = list(self._neighbours.values())
         return self.to_scheduler.sent() and all(one.sent() for one in neighbours)
+
+    def take_live(self) -> Mapping[str, LiveReport]:
+        """Return the field of a request that carries the newest report, if any."""
+        with contextlib.suppress(IndexError):
+            return {"live": self.live.popleft()}
+        return {}
 
     # ---- training thread
 

@@ -49,6 +49,10 @@ class Member:
         generation: Membership by which the replica sends to others; -1: none yet.
         adopted_at: Last own update when that membership was adopted, or a later one.
         received: By origin, the update up to which all are received or not needed.
+        joined_at: Time at which it joined, seconds on the scheduler's clock.
+        gone_at: Time at which it has gone, on the same clock.
+        why: Why it has gone, or is about to go.
+        failed: Whether it was lost, or has raised an error.
     """
 
     worker: str
@@ -60,6 +64,10 @@ class Member:
     generation: int = -1
     adopted_at: int = 0
     received: dict[int, int] = field(default_factory=dict)
+    joined_at: float = math.nan
+    gone_at: float = math.nan
+    why: str = ""
+    failed: bool = False
 
     def advance(self, *reached: int) -> None:
         """Raise the step, sequence and interval; late messages change nothing."""
@@ -324,7 +332,7 @@ class RunState:
             for one in members.replicas.values():
                 one.heartbeat_at = now
         members.generation += 1
-        member.joined, member.heartbeat_at = True, now
+        member.joined, member.heartbeat_at, member.joined_at = True, now, now
         self.outboxes[replica] = Outbox(self.spec.relay_bytes)
         if members.started:
             self._send_topology()
@@ -353,7 +361,7 @@ class RunState:
             self._departed[replica] = what
             self._all_retired = False
         self.post("lost", replica=replica, summary=f"lost {what}")
-        self.remove(replica)
+        self.remove(replica, f"lost: {why}", now, failed=True)
         self._give_up_if_deserted()
 
     def leave(self, replica: int, now: float, *, retires: bool = False) -> None:
@@ -369,17 +377,27 @@ class RunState:
             self.post("retired", replica=replica, summary=what)
         else:
             self._ended |= trained
-        self.remove(replica)
+        why = "retired with its worker" if retires else "left: its task has ended"
+        self.remove(replica, why, now)
         if members.started and not members.expected:
             self.post("over", waiting=members.joining)
             self._give_up_if_deserted()
 
-    def remove(self, replica: int) -> None:
+    def remove(
+        self,
+        replica: int,
+        why: str = "",
+        now: float = math.nan,
+        *,
+        failed: bool = False,
+    ) -> None:
         """Remove a replica: its leases are free, and no barrier waits for it."""
         if not self.members.is_here(replica):
             return
         member = self.members.replicas[replica]
-        member.gone = True
+        member.gone, member.gone_at = True, now
+        member.why = member.why or shown(why, 500)
+        member.failed |= failed
         self.members.generation += 1
         self.outboxes.pop(replica, None)
         for leases in self.leases.values():
@@ -747,11 +765,12 @@ class RunState:
     def fail(self, replica: int, failure: Mapping[str, Any]) -> None:
         """Report a replica's failure; end the run unless the replica is joining."""
         summary = failure["summary"]
+        member = self.members.replicas[replica]
+        member.why, member.failed = shown(f"failed: {summary}", 500), True
         if replica in self.members.joining:  # the others can continue
             self.post("not joined", replica=replica, summary=shown(summary, 500))
             return
-        worker = self.members.replicas[replica].worker
-        self.post("failed", replica=replica, worker=worker, **failure)
+        self.post("failed", replica=replica, worker=member.worker, **failure)
         self.stop(f"replica {replica} failed: {summary}")
 
     def stop(self, reason: str) -> None:

@@ -16,6 +16,7 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from typing_extensions import override
 
+from daskdl.channel.dashboard import Dashboard, RunRecord
 from daskdl.channel.leasing import Lease, RunSpec
 from daskdl.channel.protocol import (
     AGREED,
@@ -33,6 +34,7 @@ from daskdl.channel.protocol import (
     GoneError,
     Guard,
     Handler,
+    LiveReport,
     Message,
     MessageKind,
     Natural,
@@ -177,11 +179,13 @@ class LiveRun:
 
     Attributes:
         state: State of the run.
+        record: What the dashboard shows.
         hanging: Addresses of workers with a heartbeat timeout that Dask still has.
         relays: Send loop of each replica.
     """
 
     state: RunState
+    record: RunRecord
     client: str
     hanging: set[str]
     relays: dict[int, asyncio.Task[None]]
@@ -191,6 +195,7 @@ class LiveRun:
     ) -> None:
         self._transport = transport
         self.state = RunState(spec, self.now())
+        self.record = RunRecord(spec, self.state.members, self.now())
         self.client = client
         self.hanging = set()
         self.relays = {}
@@ -257,8 +262,17 @@ class LiveRun:
 
     # ---- requests of a client
 
-    async def handle_watch(self, timeout_s: float) -> Fields:
-        """Return new events to the client; wait if there are none."""
+    async def handle_watch(
+        self, timeout_s: float, rows: Sequence[Mapping[str, Any]] = ()
+    ) -> Fields:
+        """Return new events to the client; wait if there are none.
+
+        Args:
+            timeout_s: Longest wait, seconds.
+            rows: New rows of the client's history, for the dashboard.
+        """
+        for row in rows:
+            self.record.add_row(row)
         if not 0 <= timeout_s <= LONGEST_S:
             raise ValueError(f"timeout_s must be in 0 .. {LONGEST_S}, got {timeout_s}")
         with contextlib.suppress(TimeoutError):
@@ -411,6 +425,7 @@ class LiveRun:
         messages: Sequence[Sequence[Any]],
         progress: PeerProgress,
         acknowledgement: Acknowledgement | None = None,
+        live: LiveReport | None = None,
     ) -> Fields:
         """Accept a replica's updates for all others, or only a heartbeat.
 
@@ -425,6 +440,8 @@ class LiveRun:
                 raise ValueError(f"replica {replica} must not publish {update[:3]}")
             update.check_size()
         member.heartbeat_at = self.now()
+        if live is not None:
+            self.record.report(replica, LiveReport(*live), self.now())
         reached, accepted = PeerProgress(*progress), 0
         if updates or acknowledgement is None:
             accepted = state.publish(replica, updates, reached)
@@ -504,10 +521,13 @@ class LiveRun:
         payload: Any,
         client_payload: bytes,
         kind: str,
+        live: LiveReport | None = None,
     ) -> Fields:
         """Register a replica at a barrier; answer once the barrier is complete."""
         state, kind = self.state, BarrierKind(kind)
         state.members.taking_part(replica)
+        if live is not None:
+            self.record.report(replica, LiveReport(*live), self.now())
         barrier = state.arrive(key, replica, payload, client_payload, kind)
         self.notify()
         await self.until(lambda: barrier.complete)
@@ -622,9 +642,11 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     idempotent = True
     runs: dict[int, LiveRun]
     arrived: dict[str, WorkerVersions]  # by address
+    dashboard: Dashboard
 
     def __init__(self) -> None:
         self.runs = {}
+        self.dashboard = Dashboard()
         self.arrived = {}
         self._abandoning: set[asyncio.Task[None]] = set()
         self._pace: Pace | None = None  # None: not started on a Dask scheduler
@@ -635,6 +657,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         first = scheduler.extensions.setdefault(NAME, self)
         if first is not self:
             self.runs, self.arrived = first.runs, first.arrived
+            self.dashboard = first.dashboard
             return
         self.attach(SchedulerOverDask(scheduler))
         self._pace = Pace(scheduler)
@@ -646,6 +669,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             return max(wanted, int(of_tasks(target_duration=target_duration)))
 
         scheduler.handlers["adaptive_target"] = adaptive_target
+        self.dashboard.connect(scheduler)
 
     def attach(self, transport: SchedulerTransport) -> None:
         """Answer the requests to a server."""
@@ -683,6 +707,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         if own.run in self.runs:
             raise ValueError(f"run {own.run} is open already")
         live = self.runs[own.run] = LiveRun(own, self._transport, client)
+        self.dashboard.open(live.record)
         # Workers without a replica: some arrived after the client's choice, others had
         # no work left. The client distinguishes them.
         for worker, found in self.arrived.items():
@@ -702,8 +727,11 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         if run not in self.runs:
             return ""
         still_here = await self.runs[run].close(reason, wait_s)
-        self.runs.pop(run, None)
+        live = self.runs.pop(run, None)
         self._set_pace()
+        if live is not None:  # else it was closed twice
+            why = live.state.stopped or reason
+            self.dashboard.end(run, why, self._transport.loop)
         logger.info("run %s is closed", run)
         return still_here
 
@@ -766,6 +794,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     async def before_close(self) -> None:
         for run in list(self.runs):
             await self.handle_close(run)
+        self.dashboard.forget()
 
     async def _abandon(self, run: int, live: LiveRun) -> None:
         bound = live.state.timeouts.bound("stop")
@@ -774,3 +803,11 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             logger.warning(
                 "run %s: after %s these have not left: %s", run, bound, still_here
             )
+
+
+async def dask_setup(scheduler: Scheduler) -> None:
+    """Register the plugin when a scheduler starts, if it preloads this module.
+
+    Otherwise the first fit does, and until then the dashboard has no page of daskdl.
+    """
+    await scheduler.register_scheduler_plugin(ChannelSchedulerPlugin(), idempotent=True)

@@ -34,6 +34,7 @@ from daskdl.channel.protocol import Arrays
 from daskdl.data.source import Source, rows_in
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import OptionError, SaveError
+from daskdl.history import Row
 from daskdl.serialization import Packed
 from daskdl.thresholds import average_sent
 from daskdl.training.base import CompressionState, Parameters, TrainingMaster
@@ -187,6 +188,9 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything that the run holds."""
+
+    def show(self, row: Row) -> None:  # noqa: B027
+        """Let the cluster's dashboard, if there is one, show a row of the history."""
 
     @property
     def agreed(self) -> "AgreedState | None":
@@ -344,6 +348,8 @@ def run_spec_of(
             seconds=None if rule is None else rule.seconds,
             resumed=point,
         ),
+        epochs=spec.epochs,
+        title=f"{type(spec.model).__name__}, {spec.size:,} parameters",
     )
     if resume is not None and point is not None:
         _check_sync_point(point, run, resume.store.url)

@@ -42,6 +42,7 @@ from daskdl.data.distribute import (
 from daskdl.data.source import Source
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import ChannelError, RunError, WaitTimeoutError
+from daskdl.history import Row
 from daskdl.serialization import Packed
 from daskdl.training.backend import (
     POLL_S,
@@ -319,6 +320,7 @@ class DaskBackend(Backend):
         self._supplies = supplies
         self._most_replicas = most_replicas
         self._futures: dict[int, Future] = {}  # by replica, not given up
+        self._rows: list[Row] = []  # of the history, not sent to the scheduler yet
         self._retry_at: dict[str, float] = {}  # by worker; monotonic time
         self._answered_at = time.monotonic()  # last response of the scheduler
         self._address = client.scheduler.address
@@ -427,7 +429,9 @@ class DaskBackend(Backend):
             # Before the next poll: earlier events have reported the failed workers.
             self._restore_lost_parts()
             timeout_s = 0 if ended else POLL_S
-            posted = self._ask(protocol.WATCH, timeout_s=timeout_s)["events"]
+            rows, self._rows = self._rows, []
+            answer = self._ask(protocol.WATCH, timeout_s=timeout_s, rows=rows)
+            posted = answer["events"]
             for fields in posted:
                 event = event_of(fields)
                 self._handle(fields, event)
@@ -568,6 +572,11 @@ class DaskBackend(Backend):
             for replica, future in self._futures.items()
         }
         return collect(self._client, tasks, self._spec)
+
+    @override
+    def show(self, row: Row) -> None:
+        numbers = {n: v for n, v in row.items() if isinstance(v, int | float)}
+        self._rows.append({**numbers, "waits": row["waits"]})
 
     @property
     @override

@@ -304,6 +304,7 @@ class FitRun:
                 reporter.show(event)
             case EpochEnded():
                 reporter.end_epoch(event)
+                self._backend.show(self.history[-1])
             case ReplicaJoined(replica, worker):
                 self.history.run.join(replica, worker)
             case ReplicaGone(replica, reason):

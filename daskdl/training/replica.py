@@ -22,9 +22,15 @@ from torch.optim import Optimizer
 
 from daskdl import errors
 from daskdl.callbacks import EpochBegin, Step
-from daskdl.channel.base import BarrierResult, Channel, JoinResult, Stopped
+from daskdl.channel.base import (
+    BarrierResult,
+    Channel,
+    ChannelStats,
+    JoinResult,
+    Stopped,
+)
 from daskdl.channel.leasing import SyncPoint, done_of
-from daskdl.channel.protocol import Arrays, BarrierKind
+from daskdl.channel.protocol import Arrays, BarrierKind, LiveReport
 from daskdl.compression.flat import Untrained
 from daskdl.data import batching
 from daskdl.data.batching import floating_dtype
@@ -119,6 +125,7 @@ class FitResult:
 # Batches that a replica keeps to score models at the end of an epoch, and the steps
 # between two of them while there are fewer: four scores take as long as 1.4 steps.
 MOST_SCORED, SCORED_EVERY = 4, 64
+LIVE_S = 1.0  # least time between two reports for the dashboard, in an epoch
 
 SHARED, REST = ".shared", ".rest"  # torch forbids such names of tensors
 
@@ -192,6 +199,8 @@ class Replica:
         self.steps = self.seen = self.interval = 0
         self.weight = 0.0
         self.totals = EpochTotals()
+        self._before, self._traffic = EpochTotals(), ChannelStats()  # of ended epochs
+        self._live_at = -math.inf if channel.has_dashboard else math.inf
         self._choice = Choice()
         self._kept: Thinned[Batch] = Thinned(MOST_SCORED)  # of this sync interval
         self.first_epoch = spec.first_epoch
@@ -433,13 +442,41 @@ class Replica:
             raise self._diverged(epoch, loss, str(error)) from None
         totals.loss_sum += loss * rows
         totals.examples += rows
-        step_s = enter("data") - started
+        now = enter("data")
+        step_s = now - started
         if self.steps >= self._log.next_step and self._log.due(
             self.steps, exchange.exchanged
         ):
             stats = exchange.step_stats()
             row = StepRow(epoch, self.steps, self._number, loss, rate, *stats, step_s)
             self._log.add(row)
+        # A step without an exchange has no density: wait for one, but not for long.
+        if now >= self._live_at + (0.0 if exchange.exchanged else LIVE_S):
+            self._report_live(epoch, now)
+
+    def _report_live(self, epoch: int, now: float) -> None:
+        """Report numbers to the dashboard, as plain ones: the scheduler checks them."""
+        self._live_at = now + LIVE_S
+        totals, before, stats = self.totals, self._before, self.exchange.step_stats()
+        traffic = self._traffic + self._channel.stats_so_far()
+        live = LiveReport(
+            at_s=now,
+            epoch=epoch,
+            step=self.steps,
+            loss_sum=float(before.loss_sum + totals.loss_sum),
+            examples=int(before.examples + totals.examples),
+            sent_bytes=int(traffic.sent_bytes),
+            received_bytes=int(traffic.received_bytes),
+            learning_rate=float(self.rate.value),
+            threshold=float(stats.threshold),
+            density=float(stats.density),
+            staleness=float(stats.staleness),
+            residual_norm=float(stats.residual_norm),
+            residual_p50=float(stats.residual_p50),
+            residual_p99=float(stats.residual_p99),
+            waits_s=traffic.waits_s,
+        )
+        self._channel.report_live(live)
 
     @property
     def _chooses(self) -> bool:
@@ -513,15 +550,20 @@ class Replica:
         # Drops the state of the epoch before while the new one is validated.
         self._channel.keep_state(epoch, None)
         self.seen += self.totals.examples
+        report = self._report(epoch)
+        self._traffic += report.traffic
+        if self._channel.has_dashboard:
+            self._report_live(epoch, self._channel.clock.now())
         gathered = self._channel.barrier(
             f"report {epoch}",
-            self._report(epoch).to_wire(),
+            report.to_wire(),
             BarrierKind.REPORT,
             telemetry_of(self._log, self._spans),
         )
         check_alike(gathered, f"at the end of epoch {epoch}")
         reports, departed = reports_of(gathered.payloads), gathered.counted["departed"]
         check_trained(epoch, reports, departed)
+        self._before.add(self.totals)
         self.totals = EpochTotals()
         self.interval += 1
         seen = sum(report.seen for report in reports)

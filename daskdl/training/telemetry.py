@@ -5,7 +5,6 @@ Hides how step rows are sampled, how epoch reports travel, and how they are aggr
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
@@ -351,13 +350,10 @@ class RowLog:
         check_trained(epoch, reports, departed)
         stats = [report.exchange for report in reports]
         thresholds = [s.threshold for s in stats if not math.isnan(s.threshold)]
-        traffic = [report.traffic for report in reports]
+        traffic = sum((report.traffic for report in reports), start=ChannelStats())
         loss_sum, examples = _trained(reports, departed)
         steps = sum(s.steps for s in stats)
         exchanges = sum(s.exchanges for s in stats)
-        waits: Counter[str] = Counter()
-        for carried in traffic:
-            waits.update(carried.waits_s)
         # The replica with the most scheduler steps: the others continue from its state.
         farthest = max(reports, key=lambda r: r.scheduled, default=EpochReport())
         choice = reports[0].choice if reports else Choice()  # equal on all replicas
@@ -371,20 +367,20 @@ class RowLog:
             "threshold": mean(thresholds),
             "learning_rate": farthest.learning_rate,
             "rate_factor": 1 + sum(s.rate_rise_sum for s in stats) / max(steps, 1),
-            "sent_bytes": sum(t.sent_bytes for t in traffic),
-            "received_bytes": sum(t.received_bytes for t in traffic),
+            "sent_bytes": traffic.sent_bytes,
+            "received_bytes": traffic.received_bytes,
             "dense_bytes": 4 * self._size * exchanges,
             **choice._asdict(),
             "staleness": sum(s.lead_sum for s in stats) / max(steps, 1),
-            "waits": dict(waits),
+            "waits": traffic.waits_s,
             "clipped": sum(s.clipped for s in stats),
             "replicas": len(reports),
             "repeated_pieces": counted["repeated"],
             "skipped_examples": self._left_out + sum(r.totals.skipped for r in reports),
-            "refused_messages": counted["refused"] + sum(t.refused for t in traffic),
-            "repaired_updates": sum(t.repaired for t in traffic),
-            "withheld": sum(t.withheld for t in traffic),
-            "folds": sum(t.folds for t in traffic),
+            "refused_messages": counted["refused"] + traffic.refused,
+            "repaired_updates": traffic.repaired,
+            "withheld": traffic.withheld,
+            "folds": traffic.folds,
         }
         row.update(dict.fromkeys(self._columns, math.nan))
         row.update(validation(reports))

@@ -55,7 +55,15 @@ OUTSIDE = {
     "thresholds": {"torch", "typing_extensions"},
     "callbacks": {"dask", "pandas", "typing_extensions"},
     "compression": {"llvmlite", "numba", "numpy", "torch", "typing_extensions"},
-    "channel": {"distributed", "numpy", "typing_extensions"},
+    "channel": {
+        "bokeh",
+        "dask",
+        "distributed",
+        "numpy",
+        "prometheus_client",
+        "tornado",
+        "typing_extensions",
+    },
     "data": {
         "PIL",
         "dask",
@@ -123,11 +131,12 @@ OUTSIDE = {
 
 # All other modules run, and are tested, without a cluster.
 DISTRIBUTED = {
-    "cli",
+    "channel.dashboard",
     "channel.protocol",  # Dask's wrappers, so that it does not touch the bytes
     "channel.scheduler",
     "channel.transport",  # requests to other servers
     "channel.worker",
+    "cli",
     "data.distribute",
     "data.inputs",
     "evaluation.evaluate",

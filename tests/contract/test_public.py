@@ -184,6 +184,8 @@ IMPORT = """
 import ast, importlib, os, pathlib, sys, threading
 
 root = pathlib.Path(sys.argv[1])
+optional = "pandas.", "keras.", "dask_jobqueue.", "bokeh.", "prometheus_client."
+optional += ("distributed.dashboard.",)  # needs bokeh
 # Imported before anything is watched: dependencies may do what they like.
 for path in root.rglob("*.py"):
     for node in ast.walk(ast.parse(path.read_text())):
@@ -191,7 +193,7 @@ for path in root.rglob("*.py"):
         if isinstance(node, ast.ImportFrom):
             names = [node.module]
         for name in names:
-            if name.split(".")[0] not in {"daskdl", "dask_jobqueue", "pandas", "keras"}:
+            if not f"{name}.".startswith(("daskdl.", *optional)):
                 importlib.import_module(name)
 
 import dask.config

@@ -21,15 +21,18 @@ from daskdl.channel.protocol import NAME
 
 @contextlib.contextmanager
 def cluster_of(workers, **options):
-    """A client of so many workers, each with one thread, and of nothing else.
+    """A client of so many workers, each with one thread and without a dashboard.
 
     Args:
         workers: How many.
         options: Of `LocalCluster`.
     """
-    options = {"threads_per_worker": 1, "dashboard_address": ":0", **options}
+    # With `dashboard_address=None` it would take the default port.
+    own = {"dashboard_address": ":0", "scheduler_kwargs": {"dashboard": False}}
     with (
-        LocalCluster(n_workers=workers, **options) as cluster,
+        LocalCluster(
+            n_workers=workers, **{"threads_per_worker": 1, **own, **options}
+        ) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
         yield client
@@ -147,6 +150,7 @@ def census(client):
 
     def on_scheduler(dask_scheduler):
         plugin = dask_scheduler.extensions[NAME]
+        plugin.dashboard.forget()  # of runs that are over, which stay for an hour
         forget_batches(
             *dask_scheduler.stream_comms.values(), *dask_scheduler.client_comms.values()
         )

@@ -47,6 +47,7 @@ def client_of(network, commands):
             scheduler_port=PORT,
             protocol="tcp",
             dashboard_address=":0",
+            scheduler_kwargs={"dashboard": False},
         ) as cluster,
         _running(commands),
         Client(cluster, set_as_default=False) as client,

@@ -1,0 +1,315 @@
+"""What the scheduler keeps of a run for the dashboard: numbers, bounds, the end."""
+
+import dataclasses
+import math
+
+import pytest
+
+from daskdl.channel.dashboard import (
+    FIGURES,
+    KEPT_S,
+    MOST_EPOCHS,
+    MOST_LISTED,
+    MOST_OVER,
+    MOST_REPORTS,
+    Dashboard,
+    RunRecord,
+    heading,
+    lines_of,
+    metrics,
+    replica_table,
+)
+from daskdl.channel.leasing import PartitionSizes
+from daskdl.channel.protocol import LiveReport
+from daskdl.channel.run_state import RunState
+from tests.sim.world import Process, World
+from tests.support.run_states import plan_of
+
+ROW = {
+    "epoch": 0,
+    "loss": 0.5,
+    "examples": 100,
+    "density": 0.01,
+    "sent_bytes": 10,
+    "dense_bytes": 1000,
+    "staleness": 0.5,
+    "waits": {"lease": 1.5},
+}
+
+
+def run_of(replicas=2, joined=100.0, rows=(500, 500), **more):
+    """A run whose replicas have all joined, and its record; both began at 100 s."""
+    sizes = {"train": PartitionSizes(rows, ("",) * len(rows), 1, 1)}
+    spec = plan_of(replicas, **{"epochs": 4, "title": "Net", **more})
+    spec = dataclasses.replace(spec, sizes=sizes)
+    state = RunState(spec, 100.0)
+    for replica in range(replicas):
+        state.join(replica, joined)
+    return state, RunRecord(spec, state.members, 100.0)
+
+
+def live(epoch, step, loss_sum=0.0, examples=0, at_s=0.0, **more):
+    return LiveReport(at_s, epoch, step, loss_sum, examples, **more)
+
+
+def line_of(run, figure, name):
+    """The points of a line, by the title of its figure."""
+    titles = [title for title, *_ in FIGURES]
+    (own,) = [o for o in lines_of(run)[titles.index(figure)] if o.name == name]
+    return own.x.tolist(), own.y.tolist()
+
+
+class TestNumbers:
+    def test_losses_are_means_since_the_report_before_and_over_epochs(self):
+        _, run = run_of()
+
+        run.report(0, live(0, 1, loss_sum=30.0, examples=10), 101.0)
+        run.report(0, live(0, 2, loss_sum=40.0, examples=20), 102.0)
+        run.report(0, live(1, 3, loss_sum=45.0, examples=30), 103.0)
+
+        by_step = line_of(run, "Loss by step", "replica 0")
+        by_epoch = line_of(run, "Loss by epoch", "replica 0")
+        assert by_step == ([1.0, 2.0, 3.0], [3.0, 1.0, 0.5])
+        assert by_epoch == ([0.0, 1.0], [2.0, 0.5])
+
+    def test_rates_are_increases_per_second_of_the_replicas_clock(self):
+        _, run = run_of()
+
+        early = {"sent_bytes": 50, "waits_s": {"room": 0.5}}
+        late = {"sent_bytes": 450, "waits_s": {"room": 1.0, "fetch": 0.5}}
+        run.report(0, live(0, 1, examples=10, at_s=5.0, **early), 101.0)
+        run.report(0, live(0, 5, examples=90, at_s=7.0, **late), 109.0)
+
+        rates = (
+            "Examples per second",
+            "Bytes sent per second",
+            "Fraction of the time waited",
+        )
+        found = [line_of(run, title, "replica 0") for title in rates]
+        assert found == [([9.0], [40.0]), ([9.0], [200.0]), ([9.0], [0.5])]
+        assert run.last(0)["examples_per_s"] == 40.0
+        assert "fetch 0.5 s" in replica_table(run)
+
+    def test_the_last_speed_is_over_a_second_or_more(self):
+        _, run = run_of()
+
+        for at_s, examples in ((1.0, 0), (2.0, 10), (2.1, 50), (2.5, 70)):
+            run.report(0, live(0, 1, examples=examples, at_s=at_s), 100.0 + at_s)
+
+        assert run.last(0)["examples_per_s"] == pytest.approx(70 / 1.5)
+
+    def test_thinned_reports_have_the_mean_over_those_left_out(self):
+        _, run = run_of()
+        steps = 4 * MOST_REPORTS
+
+        for step in range(1, steps + 1):
+            own = live(0, step, loss_sum=step, examples=step, at_s=step / 2)
+            run.report(0, own, 100.0 + step)
+
+        x, y = line_of(run, "Examples per second", "replica 0")
+        assert MOST_REPORTS / 2 <= len(x) <= MOST_REPORTS
+        assert set(y) == {2.0}
+        assert set(line_of(run, "Loss by step", "replica 0")[1]) == {1.0}
+
+    def test_the_speed_of_all_is_the_sum_of_those_that_report(self):
+        _, run = run_of()
+        for replica in (0, 1):
+            for second in (1, 2, 3):
+                own = live(0, second, examples=10 * second, at_s=second)
+                run.report(replica, own, 100.0 + second)
+
+        _, speeds = line_of(run, "Examples per second", "all replicas")
+        assert speeds == [20.0, 20.0]
+        assert run.speed(103.5) == 20.0
+        assert run.speed(110.0) == 0.0
+
+    def test_a_report_that_was_overtaken_changes_nothing(self):
+        _, run = run_of()
+        run.report(0, live(1, 20, 1.0, 10), 101.0)
+
+        run.report(0, live(0, 10, 9.0, 90), 102.0)
+
+        assert run.last(0)["examples"] == 10
+        assert len(run.reports.numbered) == 1
+
+    def test_what_was_not_measured_is_left_out(self):
+        _, run = run_of()
+        run.report(0, live(0, 1, density=0.25), 101.0)
+        run.report(0, live(0, 2), 102.0)
+
+        assert line_of(run, "Density", "replica 0") == ([1.0], [0.25])
+        assert lines_of(run)[4] == []  # no threshold
+
+    def test_scores_of_the_history_are_lines_of_their_own(self):
+        _, run = run_of()
+
+        run.add_row({**ROW, "val_loss": math.nan})
+        run.add_row({**ROW, "epoch": 1, "loss": 0.25, "val_loss": 0.75})
+
+        all_of = line_of(run, "Loss by epoch", "all replicas")
+        validation = line_of(run, "Loss by epoch", "validation")
+        assert (all_of, validation) == (([0.0, 1.0], [0.5, 0.25]), ([1.0], [0.75]))
+        assert "val_loss 0.75" in heading(run, 110.0)
+
+    def test_the_time_left_follows_from_the_mean_speed(self):
+        _, run = run_of()
+        for replica in (0, 1):
+            run.report(replica, live(0, 1), 100.0)
+        assert run.left_s(100.0) is None
+
+        run.report(0, live(1, 9, examples=800), 110.0)
+        run.report(1, live(1, 9, examples=700), 110.0)
+
+        assert run.left_s(110.0) == pytest.approx(2500 / (1500 / 10))
+        assert "about 16.67 s left" in heading(run, 110.0)
+
+    def test_data_of_unknown_length_take_the_length_of_the_last_epoch(self):
+        _, run = run_of(rows=(-1, 500))
+        run.report(0, live(0, 1), 100.0)
+        run.report(0, live(1, 9, examples=150), 110.0)
+        assert run.left_s(110.0) is None
+
+        run.add_row(ROW)
+
+        assert run.left_s(110.0) == pytest.approx(250 / (150 / 10))
+
+
+class TestReplicas:
+    def test_each_is_listed_with_the_reason_why_it_has_gone(self):
+        state, run = run_of(4, joined=101.5)
+
+        state.lose(1, "no <heartbeat>", 109.0)
+        state.leave(2, 110.0, retires=True)
+        state.fail(3, {"type": "ReplicaError", "summary": "boom"})
+        state.leave(3, 111.0)
+
+        listed = replica_table(run)
+        assert "tcp://worker-0, joined at 1.5 s<" in listed
+        assert "tcp://worker-1, joined at 1.5 s; at 9.0 s lost: no &lt;heart" in listed
+        assert "; at 10.0 s retired with its worker" in listed
+        assert "; at 11.0 s failed: boom" in listed
+        assert list(run.present) == [0]
+        assert list(run.listed) == [0, 1, 2, 3]
+
+    def test_the_first_reason_stays(self):
+        state, run = run_of()
+
+        state.leave(1, 109.0)
+        state.lose(1, "its worker is gone", 110.0)
+
+        assert run.listed[1].why == "left: its task has ended"
+        assert run.listed[1].gone_at == 109.0
+        assert not run.listed[1].failed
+
+    def test_one_that_has_not_joined_is_not_listed(self):
+        state, run = run_of()
+
+        replica = state.members.assign("tcp://late")
+        state.lose(replica, "it was not started", 101.0)
+
+        assert replica not in run.listed
+
+    def test_titles_are_text(self):
+        assert "<h2>&lt;b&gt;</h2>" in heading(run_of(title="<b>")[1], 101.0)
+
+
+def test_a_record_is_bounded():
+    replicas = 2 * MOST_LISTED
+    state, run = run_of(replicas)
+    for replica in range(replicas):
+        for step in range(1, 200):
+            run.report(replica, live(step // 20, step, step, step), 101.0 + replica)
+        if replica:
+            state.lose(replica, "lost", 102.0 + replica)
+    for epoch in range(3 * MOST_EPOCHS):
+        run.add_row({**ROW, "epoch": epoch})
+
+    assert 0 < len(run.reports.numbered) <= MOST_REPORTS
+    assert 0 < len(run.ended.numbered) <= MOST_REPORTS
+    assert MOST_EPOCHS / 2 <= len(run.rows.numbered) <= MOST_EPOCHS
+    assert list(run.listed) == [0, *range(replicas - MOST_LISTED, replicas)]
+    assert replica_table(run).count("<tr>") == 1 + MOST_LISTED
+
+
+class TestTheEnd:
+    @pytest.fixture
+    def world(self):
+        return World(seed=0)
+
+    @pytest.fixture
+    def loop(self, world):
+        return Process(world, "scheduler").loop
+
+    def test_a_run_that_is_over_stays_for_an_hour_and_then_goes(self, world, loop):
+        board, seen = Dashboard(), []
+        board.open(run_of(run=7)[1])
+        board.open(run_of(run=8)[1])
+
+        board.end(7, "the run was closed", loop)
+
+        loop.call_later(KEPT_S - 1, lambda: seen.append(list(board.runs)))
+        loop.call_later(KEPT_S + 1, lambda: seen.append(list(board.runs)))
+        world.run(lambda: len(seen) == 2, KEPT_S + 2)
+        assert seen == [[7, 8], [8]]
+
+    def test_the_heading_says_how_and_when_it_ended(self):
+        _, run = run_of()
+
+        run.over = 160.0, "replica 1 failed: <x>"
+
+        ended = "over after 60.00 s, 30.00 s ago: replica 1 failed: &lt;x&gt;"
+        assert ended in heading(run, 190.0)
+        assert "joined at 0.0 s" in replica_table(run)
+        assert run.present == {}
+        assert list(run.listed) == [0, 1]
+
+    def test_few_runs_that_are_over_stay(self, loop):
+        board = Dashboard()
+        for run in range(MOST_OVER + 3):
+            board.open(run_of(run=run)[1])
+            board.end(run, "over", loop)
+
+        assert list(board.runs) == list(range(3, MOST_OVER + 3))
+
+    def test_a_run_of_the_same_number_is_another_one(self, world, loop):
+        board, seen = Dashboard(), []
+        board.open(run_of(run=7)[1])
+        board.end(7, "over", loop)
+
+        board.open(run_of(run=7)[1])
+
+        loop.call_later(KEPT_S + 1, lambda: seen.append(list(board.runs)))
+        world.run(lambda: seen, KEPT_S + 2)
+        assert seen == [[7]]
+
+
+def test_metrics_have_a_sample_of_each_replica_and_run():
+    pytest.importorskip("prometheus_client")
+    board = Dashboard()
+    state, run = run_of(run=0xAB)
+    board.open(run)
+    run.report(0, live(0, 5, 8.0, 16, density=0.5, sent_bytes=70), 101.0)
+    run.report(1, live(0, 5, 8.0, 4), 101.0)
+    state.lose(1, "it was cut off", 102.0)
+    run.add_row({**ROW, "val_loss": 0.25, "val_accuracy": math.nan})
+    metrics().dashboards.add(board)
+    try:
+        samples = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in metrics().collect()
+            for sample in family.samples
+            if sample.labels.get("run") == "ab"
+        }
+    finally:
+        metrics().dashboards.discard(board)
+
+    assert samples["dask_daskdl_examples_total", "ab", "0"] == 16
+    assert samples["dask_daskdl_examples_total", "ab", "1"] == 4
+    assert samples["dask_daskdl_loss", "ab", "0"] == 0.5
+    assert samples["dask_daskdl_density", "ab", "0"] == 0.5
+    assert samples["dask_daskdl_sent_bytes_total", "ab", "0"] == 70
+    assert samples["dask_daskdl_replicas", "ab"] == 1
+    assert samples["dask_daskdl_replicas_failed", "ab"] == 1
+    assert samples["dask_daskdl_score", "ab", "val_loss"] == 0.25
+    assert ("dask_daskdl_score", "ab", "val_accuracy") not in samples
+    assert ("dask_daskdl_loss", "ab", "1") not in samples  # it has gone

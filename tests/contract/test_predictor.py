@@ -31,6 +31,9 @@ def gate():
     GATE.clear()
     yield GATE
     GATE.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("daskdl-predictor"):
+            thread.join(WITHIN_S)  # until then it holds a setting of torch
 
 
 class Gated(nn.Module):

@@ -24,26 +24,31 @@ NETS = """
 import daskdl
 import numpy as np
 import torch
+from daskdl.saving.checkpoints import Series
 from torch import nn
 
 SETTINGS = {}
 READER = daskdl.data.Npz(x="features", y="label")
 
 
-class Interrupt(daskdl.Callback):
+class Interrupt(daskdl.Callback):  # once there is a checkpoint, or after two epochs
+    def __init__(self, checkpoints):
+        self.checkpoints = checkpoints
+
     def on_epoch_end(self, row):
-        if row["epoch"] == 1:
+        written = self.checkpoints and Series.at(self.checkpoints, None).newest()
+        if written or (row["epoch"] == 1 and not self.checkpoints):
             raise KeyboardInterrupt
 
 
-def linear(interrupt=False, **settings):
+def linear(interrupt=None, **settings):
     SETTINGS.update(settings)
     return daskdl.Trainer(
         nn.Linear(64, 32),
         nn.CrossEntropyLoss(),
         lambda parameters: torch.optim.SGD(parameters, lr=0.05),
         client=False,
-        callbacks=[Interrupt()] if interrupt else [],
+        callbacks=[] if interrupt is None else [Interrupt(interrupt)],
     )
 
 
@@ -205,7 +210,7 @@ def test_validation_data_are_read_like_data(nets, validation):
         (
             "nets:faulty --data 0.npz",
             1,
-            "nets:faulty raised KeyError: 'x' (*, line 65)",
+            "nets:faulty raised KeyError: 'x' (*, line 70)",
         ),
         (
             "nets:out_of_range --data 0.npz",
@@ -281,7 +286,7 @@ def test_an_error_of_the_model_comes_with_its_traceback(nets):
 
     assert done.exit_code == 1
     assert "ArithmeticError: no more" in done.stderr.splitlines()[0]
-    assert 'nets.py", line 34, in forward' in done.stderr
+    assert 'nets.py", line 39, in forward' in done.stderr
 
 
 def test_the_traceback_of_an_error_can_be_seen(nets):
@@ -301,14 +306,14 @@ def test_a_run_is_resumed(nets):
 
 
 def test_an_interrupted_run_says_where_to_resume(nets):
-    interrupted = ("train", "nets:linear", "--arg", "interrupt=true", "--epochs", 5)
+    same = ("train", "nets:linear", "--data", "0.npz", "--epochs", 10_000, "--arg")
 
-    kept = call(*interrupted, "--data", "0.npz", "--checkpoint", "runs")
-    lost = call(*interrupted, "--data", "0.npz", "--save", "model")
+    kept = call(*same, "interrupt=runs", "--checkpoint", "runs")
+    lost = call(*same, "interrupt=", "--save", "model")
 
     assert kept.exit_code == lost.exit_code == 130
     assert re.fullmatch(
-        r"The last checkpoint is \S*runs/checkpoint-00000\d; continue with the same "
+        r"The last checkpoint is \S*runs/checkpoint-\d{6}; continue with the same "
         r"command and --resume.\nInterrupted.\n",
         kept.stderr,
     )

@@ -235,3 +235,17 @@ def test_the_command_line_trains_on_jobs(tmp_path):
     history = load_history(tmp_path / "model")
     assert history.column("replicas")[-1] == 2
     assert len(history) == 300
+
+
+def test_the_example_trains_on_jobs(tmp_path):
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "slurm.py", tmp_path],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) > 0.9

@@ -2,12 +2,13 @@
 
 ``make chaos`` runs twenty seeds, the suite the first of them. Each prints a line: what
 happened, and the longest step of the others between a kill and what happened next,
-over the median of all steps. Kills while a worker is frozen do not count: the others
-wait for it.
+over the median of all steps. Kills while a worker is frozen, or soon after, do not
+count: the others wait for it.
 """
 
 import contextlib
 import logging
+import math
 import os
 import random
 import signal
@@ -66,6 +67,7 @@ class Disturbance(threading.Thread):
         self._workers = workers
         self._over = threading.Event()
         self._frozen = {}  # when each frozen process continues
+        self._waited_for = -math.inf  # the last time that a process was frozen
         self._failure = None
 
     def __enter__(self):
@@ -98,7 +100,8 @@ class Disturbance(threading.Thread):
             began_at = time.time()
             act()
             kills = act == self._kill and len(self.happened) > before
-            killed_at = began_at if kills and not self._frozen else None
+            alone = not self._frozen and began_at > self._waited_for + SILENCE_S
+            killed_at = began_at if kills and alone else None
 
     def _processes(self):
         """Process of each worker that trains and is not frozen, by address."""
@@ -133,6 +136,7 @@ class Disturbance(threading.Thread):
         for pid, until in list(self._frozen.items()):
             if everybody or time.monotonic() >= until:
                 del self._frozen[pid]
+                self._waited_for = time.time()
                 self._signal(pid, signal.SIGCONT)
 
     @staticmethod
@@ -173,8 +177,8 @@ class Larger(Callback):
 def longest_step(folder, intervals):
     """The longest step in these intervals and the median of all, seconds.
 
-    A step counts from the end of the one before, in the same epoch, if a part of it is
-    in the interval.
+    A step counts from the end of the one before, in the same epoch, up to the end of
+    the interval, if a part of it is in the interval.
     """
     steps, within = [], [0.0]
     for path in folder.glob("steps-*"):
@@ -183,7 +187,7 @@ def longest_step(folder, intervals):
         steps.append(np.diff(ends)[same])
         for first, last in intervals:
             there = same & (ends[1:] > first) & (ends[:-1] < last)
-            within += np.diff(ends)[there].tolist()
+            within += (np.minimum(ends[1:], last) - ends[:-1])[there].tolist()
     return max(within), float(np.median(np.concatenate(steps)))
 
 

@@ -196,6 +196,7 @@ class Recording(Exchange):
         if seat.resumed is not None:
             self._carry()
         self._carried = self._progress.clone()
+        self._ended = None  # the epoch that has ended, until its model is chosen
         channel.start_N = np.rint(self._start.numpy() / GRID).astype(np.int64)
 
     def _carry(self):
@@ -256,14 +257,12 @@ class Recording(Exchange):
 
     def sync(self, epoch, examples, *, ended):
         self._inner.sync(epoch, examples, ended=ended)
-        if ended:
-            self._record(epoch)
+        self._ended = epoch if ended else None
 
     def choose(self, epoch, score, *, last):
         choice = self._inner.choose(epoch, score, last=last)
         if choice.delivered:
             self._channel.deliver()
-        self._record(epoch)
         return choice
 
     def _record(self, epoch):
@@ -272,8 +271,10 @@ class Recording(Exchange):
         with self._inner.showing_agreed():
             shared = vector(self._seat.module).numpy()
         total_N = channel.sent_N + channel.received_N
+        written = self._folder / f"{self._seat.replica}-{epoch}.npz"
+        partial = written.with_name(f"partial-{written.name}")  # it may be killed
         np.savez(
-            self._folder / f"{self._seat.replica}-{epoch}.npz",
+            partial,
             shared=shared,
             expected=self._start.numpy() + total_N * GRID,
             progress=self._progress.numpy(),
@@ -287,12 +288,16 @@ class Recording(Exchange):
             leads=channel.leads,
             peak_bytes=peak_bytes(),
         )
+        partial.rename(written)
 
     # What the base class has is looked up there, not by __getattr__.
     def showing_agreed(self):
         return self._inner.showing_agreed()
 
     def agreed(self):
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            self._record(ended)
         return self._inner.agreed()
 
     def stats(self):
@@ -375,7 +380,7 @@ def records(folder, epoch):
     """The records of all replicas at the end of an epoch, by replica."""
     return {
         int(path.name.split("-")[0]): dict(np.load(path))
-        for path in sorted(Path(folder).glob(f"*-{epoch}.npz"))
+        for path in sorted(Path(folder).glob(f"[0-9]*-{epoch}.npz"))
     }
 
 

@@ -61,7 +61,7 @@ LEGAL = {
 }
 # Other answers than a refusal: an unknown run or replica; closing it is no error.
 INSTEAD = {"run": ["unknown", "ok"], "replica": ["unknown"]}
-UNKNOWN = ("colour", "self", "live", "fields", "handler", "return", "comm", "")
+UNKNOWN = ("colour", "self", "one", "fields", "handler", "return", "comm", "")
 
 
 class Held(nn.CrossEntropyLoss):
@@ -120,7 +120,8 @@ def junk_for(name, value):
 
 def requests(required, optional):
     """Yield malformed versions of a request, with the name of the wrong field."""
-    yield "all", {}
+    if required:
+        yield "all", {}
     for name in required:
         yield name, {k: v for k, v in required.items() if k != name}
     for name in UNKNOWN:
@@ -201,6 +202,8 @@ class Attack:
             "kind": "meet",
             "failure": failure_of(RuntimeError("boom"), step=0),
             "retires": False,
+            "live": None,
+            "rows": [],
         }
         before = live.state.refused
         await self.on(self.cluster.scheduler, values)

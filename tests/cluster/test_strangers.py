@@ -14,7 +14,7 @@ from distributed.protocol import to_serialize
 from torch import nn
 
 from daskdl import ModelError, Predictor, SaveError
-from daskdl.channel.protocol import NAME
+from daskdl.channel.protocol import NAME, LiveReport
 from daskdl.config import VERSION
 from daskdl.training.replica import failure_of
 from tests.support.clusters import cluster_of
@@ -57,6 +57,7 @@ LEGAL = {
     "idle_payload": JUNK,
     "replica": [None],
     "acknowledgement": [None],
+    "live": [None],
     "spec run": [HUGE],
 }
 # Other answers than a refusal: an unknown run or replica; closing it is no error.
@@ -202,7 +203,7 @@ class Attack:
             "kind": "meet",
             "failure": failure_of(RuntimeError("boom"), step=0),
             "retires": False,
-            "live": None,
+            "live": [*LiveReport(at_s=1.0)],
             "rows": [],
         }
         before = live.state.refused

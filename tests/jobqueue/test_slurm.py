@@ -206,6 +206,20 @@ def small():
 """
 
 
+def python(*arguments, **options):
+    """Run Python in a process; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+        **options,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_command_line_trains_on_jobs(tmp_path):
     (tmp_path / "nets.py").write_text(NETS)
     np.savez(tmp_path / "0.npz", x=X, y=Y)
@@ -220,32 +234,15 @@ def test_the_command_line_trains_on_jobs(tmp_path):
     }
     command = "train nets:small --data 0.npz --epochs 300 --slurm 2 --save model"
 
-    done = subprocess.run(
-        [sys.executable, "-m", "daskdl", *command.split()],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    printed = python("-m", "daskdl", *command.split(), cwd=tmp_path, env=environment)
 
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^saved in model$", done.stdout, re.M)
+    assert re.search(r"^saved in model$", printed, re.M)
     history = load_history(tmp_path / "model")
     assert history.column("replicas")[-1] == 2
     assert len(history) == 300
 
 
 def test_the_example_trains_on_jobs(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "slurm.py", tmp_path],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    printed = python(ROOT / "examples" / "slurm.py", tmp_path, cwd=tmp_path)
 
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) > 0.9
+    assert float(printed.split()[-1]) > 0.9

@@ -46,7 +46,7 @@ class Timeouts:
         request: Response to one request.
         silence: Longest time without a heartbeat of a replica or its worker.
         stop: Departure of the replicas after a stop.
-        rejoin: Arrival of replicas while there are fewer than `min_replicas`.
+        rejoin: Arrival of replicas while there are fewer than `min_replicas`, or none.
         data: Computation and transfer of one part of the data.
     """
 

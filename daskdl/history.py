@@ -398,6 +398,10 @@ class History(Sequence[Row]):
         """Add the row of an epoch."""
         self._rows.append(row)
 
+    def drop_from(self, epoch: int) -> None:
+        """Remove the rows of an epoch and of those after it, to train them again."""
+        self._rows = [row for row in self._rows if row["epoch"] < epoch]
+
     def column(self, name: str) -> list[Any]:
         """Return one column over all epochs."""
         return [row[name] for row in self._rows]

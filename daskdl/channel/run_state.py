@@ -239,6 +239,7 @@ class RunState:
         leases: Leases of each phase ("train", "validation").
         barriers: Open barriers, by key; a key may be used again.
         stopped: Reason why the run was stopped; None while it runs.
+        deserted: Whether it was stopped because no replica was left to train.
         refused: Number of messages that could not be read.
         epoch: Current epoch, counted from 0.
         interval: Current sync interval, counted from 0 over all epochs.
@@ -254,6 +255,7 @@ class RunState:
     leases: Mapping[str, Leasing]
     barriers: dict[str, OpenBarrier]
     stopped: str | None
+    deserted: bool
     refused: int
     epoch: int
     interval: int
@@ -274,6 +276,7 @@ class RunState:
         }
         self.barriers = {}
         self.stopped = None
+        self.deserted = False
         self.refused = 0
         self.epoch = spec.first_epoch
         self.interval = 0
@@ -299,8 +302,11 @@ class RunState:
 
     @property
     def workers_wanted(self) -> int:
-        """Workers that would have work: for as many replicas as an epoch has leases."""
-        if self._ended or self.stopped is not None:
+        """Workers that would have work: for as many replicas as an epoch has leases.
+
+        The client of a deserted run waits for some, to continue on them.
+        """
+        if self._ended or (self.stopped is not None and not self.deserted):
             return 0
         sizes, initial = self.spec.sizes["train"], self.spec.replicas
         leases = sum(max(1, -(-rows // sizes.lease_rows)) for rows in sizes.rows)
@@ -746,20 +752,20 @@ class RunState:
             replicas = self.members.replicas
             workers = [*dict.fromkeys(replicas[r].worker for r in gone)]
             error: DaskDLError = RunError(
-                f"all workers have retired: {', '.join(workers[:MOST_NAMED])}{more}; "
-                "nobody is left to train; fit again, on workers that stay longer, to "
-                "go on"
+                f"all workers have retired: {', '.join(workers[:MOST_NAMED])}{more}"
             )
         else:
             who = "; ".join(self._departed[r] for r in gone[:MOST_NAMED])
             error = WaitTimeoutError(f"no replica is left: lost {who}{more}")
+        self.deserted = self.stopped is None
         self.give_up(error)
 
     def give_up(self, error: DaskDLError) -> None:
         """End the run with an error that no replica's code has caused."""
         if self.stopped is None:
             kind, summary = type(error).__name__, str(error)
-            self.post("failed", type=kind, summary=summary)
+            own = {"deserted": True} if self.deserted else {}
+            self.post("failed", type=kind, summary=summary, **own)
             self.stop(summary)
 
     def fail(self, replica: int, failure: Mapping[str, Any]) -> None:

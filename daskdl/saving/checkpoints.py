@@ -250,6 +250,11 @@ class CheckpointPlan:
         """Return the stamp of the next checkpoint."""
         return Stamp(self.origin, self.run, self.first + taken)
 
+    def newest(self) -> CompleteCheckpoint | None:
+        """Return the newest checkpoint of the fit; None if there is none."""
+        found = self.series.newest()
+        return found if found and found.stamp.origin == self.origin else None
+
     def prune(self) -> None:
         """Delete checkpoints of the fit that are not kept, and older incomplete ones.
 

@@ -31,6 +31,7 @@ from daskdl.channel.leasing import (
 )
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import Arrays
+from daskdl.config import Bound
 from daskdl.data.source import Source, rows_in
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import OptionError, SaveError
@@ -88,6 +89,7 @@ class ReplicaFailed:
     worker: str = ""
     traceback: str = ""
     pickled: bytes = b""  # the exception; empty if not picklable
+    deserted: bool = False  # no replica is left to train
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,12 @@ class Backend(ABC):
     workers: dict[int, str]
 
     @abstractmethod
-    def start(self) -> None:
-        """Start the initial replicas; the caller must call `close` afterwards."""
+    def start(self) -> bool:
+        """Start the initial replicas; the caller must call `close` afterwards.
+
+        Returns:
+            Whether any was started; False: all their workers have left.
+        """
 
     @abstractmethod
     def poll_events(self) -> Iterator[Event]:
@@ -188,6 +194,10 @@ class Backend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything that the run holds."""
+
+    def wait_for_workers(self, bound: Bound) -> bool:
+        """Wait for a worker, after the loss of all; whether one has come in time."""
+        return False
 
     def show(self, row: Row) -> None:  # noqa: B027
         """Let the cluster's dashboard, if there is one, show a row of the history."""
@@ -408,7 +418,7 @@ class LocalBackend(Backend):
         self._threads: list[threading.Thread] = []
 
     @override
-    def start(self) -> None:
+    def start(self) -> bool:
         threads = max(1, torch.get_num_threads() // len(self.workers))
         for replica in self.workers:
             thread = threading.Thread(
@@ -421,6 +431,7 @@ class LocalBackend(Backend):
             self._threads.append(thread)
         for thread in self._threads:
             thread.start()
+        return True
 
     def _end_with_result(self, replica: int, threads: int) -> None:
         train = functools.partial(self._train, replica, threads)

@@ -41,7 +41,7 @@ from daskdl.data.distribute import (
 )
 from daskdl.data.source import Source
 from daskdl.data.torch_datasets import split_stream
-from daskdl.errors import ChannelError, RunError, WaitTimeoutError
+from daskdl.errors import ChannelError, WaitTimeoutError
 from daskdl.history import Row
 from daskdl.serialization import Packed
 from daskdl.training.backend import (
@@ -196,8 +196,10 @@ RELAY_BYTES = 8 * 2**20  # bound of the relay's queue for each replica
 MUCH_FROZEN = 64 * 2**20  # frozen bytes received per replica and epoch: warn above
 
 
-def assign_workers(master: TrainingMaster, client: Client, most: int) -> dict[int, str]:
-    """Choose the worker of each initial replica, by number from 0."""
+def assign_workers(
+    master: TrainingMaster, client: Client, most: int, first: int = 0
+) -> dict[int, str]:
+    """Choose the worker of each initial replica, by number from `first`."""
     workers = workers_of(client)
     try:
         each = replicas_on(master, client, workers)
@@ -205,10 +207,10 @@ def assign_workers(master: TrainingMaster, client: Client, most: int) -> dict[in
         there = set(client.nthreads())
         if there.issuperset(workers):
             raise
-        return assign_workers(master, client, most)  # a worker has left
+        return assign_workers(master, client, most, first)  # a worker has left
     # Round robin, so that truncation leaves the load balanced.
     places = [w for i in range(max(each.values())) for w in workers if i < each[w]]
-    return dict(enumerate(places[: useful(len(places), most)]))
+    return dict(enumerate(places[: useful(len(places), most)], first))
 
 
 def replicas_on(
@@ -329,26 +331,23 @@ class DaskBackend(Backend):
         self._fetcher = AgreedStateFetcher(client, spec.run, bound)
 
     @override
-    def start(self) -> None:
+    def start(self) -> bool:
         self._open()
         replicas = dict(self.workers)
-        while True:
+        while replicas:
             try:
-                return self._submit(replicas)
+                self._submit(replicas)
             except OSError as error:
                 there = set(self._client.nthreads())
                 gone = [r for r, worker in replicas.items() if worker not in there]
                 if not gone:
                     raise
-                if len(gone) == len(replicas):
-                    where = ", ".join(sorted(set(replicas.values())))
-                    raise RunError(
-                        f"all workers of the initial replicas have left: {where}; see "
-                        "their logs, and fit again with other workers"
-                    ) from error
                 logger.warning("replicas %s are not started: %s", gone, error)
                 self._unassign(gone)
                 replicas = {r: w for r, w in replicas.items() if r not in gone}
+            else:
+                return True
+        return False
 
     def _open(self) -> None:
         """Set up the plugins, and open the run on the scheduler."""
@@ -559,6 +558,16 @@ class DaskBackend(Backend):
     # ---- the end
 
     @override
+    def wait_for_workers(self, bound: Bound) -> bool:
+        deadline = time.monotonic() + bound.seconds
+        while time.monotonic() < deadline:
+            there = self._answer("identity", n_workers=-1)["workers"].values()
+            if any(worker["status"] == "running" for worker in there):
+                return True
+            time.sleep(POLL_S)
+        return False
+
+    @override
     def stop(self, reason: str) -> None:
         if not self._scheduler_lost:
             self._ask(protocol.STOP, reason=reason)
@@ -657,12 +666,15 @@ class DaskBackend(Backend):
 
 @contextlib.contextmanager
 def dask_backend(
-    client: Client, spec: ReplicaSpec, sources: Mapping[str, Source]
+    client: Client, spec: ReplicaSpec, sources: Mapping[str, Source], first: int = 0
 ) -> Iterator[DaskBackend]:
-    """Choose the workers of a run, and place the data on them."""
+    """Choose the workers of a run, and place the data on them.
+
+    The initial replicas have the numbers from `first`.
+    """
     packed = Packed(spec, "trainer")
     most = most_replicas(sources["train"], spec)
-    assigned = assign_workers(spec.master, client, most)
+    assigned = assign_workers(spec.master, client, most, first)
     workers = sorted(set(assigned.values()))
     bound = spec.timeouts.bound("request")
     with contextlib.ExitStack() as stack:

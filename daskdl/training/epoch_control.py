@@ -455,14 +455,17 @@ class EarlyStopper:
     decision: StoppingDecision
 
     def __init__(
-        self, plan: EvaluationPlan, now: Callable[[], float] = time.monotonic
+        self,
+        plan: EvaluationPlan,
+        elapsed_s: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decision = StoppingDecision()
         self._plan = plan
         self._best: Parameters | None = None
         self._best_epoch = -1
         self._now = now
-        self._began_at = now()
+        self._began_at = now() - elapsed_s
         rule = plan.stopping
         self._monitor = None if rule is None else rule.monitor
         self._keeps_best = rule is not None and rule.restore_best

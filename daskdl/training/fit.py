@@ -12,13 +12,15 @@ import secrets
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import cloudpickle
+import dask
 from distributed import Client
 from torch import nn
 from torch.optim import Optimizer
@@ -44,6 +46,7 @@ from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import PackedModel, copied
 from daskdl.timeline import Timeline
 from daskdl.training.backend import (
+    AgreedState,
     Backend,
     EpochEnded,
     Event,
@@ -59,9 +62,15 @@ from daskdl.training.base import KeptResidual, Parameters
 from daskdl.training.checkpointing import ResumePlan, checkpoints_of
 from daskdl.training.dask_backend import dask_backend
 from daskdl.training.epoch_control import EvaluationPlan, LearningRate, StoppingDecision
-from daskdl.training.fit_spec import FitSpec, FitState, ReplicaSpec, TrainedOptimizer
+from daskdl.training.fit_spec import (
+    EndOfEpoch,
+    FitSpec,
+    FitState,
+    ReplicaSpec,
+    TrainedOptimizer,
+)
 from daskdl.training.replica import FitResult, check_device
-from daskdl.training.telemetry import RowLog, add_telemetry
+from daskdl.training.telemetry import RowLog, add_telemetry, reports_of
 from daskdl.training.tree_reduce import load_optimizer_
 from daskdl.util import check_installed, guarded, versions
 
@@ -102,7 +111,11 @@ class FitRun:
         self._state = state if resume is None else FitState(epochs=resume.epochs_before)
         self._resume = resume
         self._assigned = False  # the initial replicas have been submitted
+        self._agreed: AgreedState | None = None  # the newest that reached the client
         self._agreed_epoch: int | None = None  # epoch of a fetched result
+        self._reports: dict[int, Mapping[int, Any]] = {}  # by epoch, from `_agreed` on
+        self._deserted = False  # no replica of the current run is left
+        self._losses: Counter[str] = Counter()  # of all replicas, by what follows
         self._failure: Exception | None = None
         self._class_count: int | None = None
         self._gone: set[int] = set()  # replicas that failed or retired
@@ -138,11 +151,14 @@ class FitRun:
             optimizer = spec.optimizer_for(model)
             self._state = self._state.continued(model, optimizer, spec.scheduling)
             self._sent = self._replica_spec(train, run, evaluation)
-            if client is False:
-                self._backend: Backend = LocalBackend(self._sent, ready)
-            else:
-                opened = dask_backend(client, self._sent, ready)
-                self._backend = stack.enter_context(opened)
+
+            def opened(spec: ReplicaSpec, first: int = 0) -> Backend:
+                if client is False:
+                    return LocalBackend(spec, ready)
+                return stack.enter_context(dask_backend(client, spec, ready, first))
+
+            self._opened = opened
+            self._backend = opened(self._sent)
             begin = FitBegin(
                 replicas=len(self._backend.workers),
                 epochs=spec.epochs,
@@ -268,21 +284,34 @@ class FitRun:
             self._explain(error)
             raise
         finally:
-            if self.result is not None:
-                for packed in self.result.telemetry:
-                    add_telemetry(self.history, packed)
-            elif self._assigned and self._resume is None:
+            if self.result is None and self._assigned and self._resume is None:
                 # The initial model is the last state that all replicas agreed on.
                 self.result = FitResult(Parameters(), met=False)
         self._finish(self.result)
 
     def _run(self) -> None:
-        """Start the backend, handle its events to the end, and close the backend."""
-        backend, callbacks = self._backend, self._spec.callbacks
+        """Train in one run, or in several: one more after each loss of all replicas."""
+        callbacks = self._spec.callbacks
+        following: tuple[ReplicaSpec, Backend] | None = self._sent, self._backend
         with ProgressReporter(self._sent, self.history, callbacks, self._rows) as shown:
-            with contextlib.ExitStack() as ending:
-                ending.push(self._leave)
-                backend.start()
+            while following is not None:
+                self._sent, self._backend = following
+                shown.begin(self._sent)
+                following = self._run_once(shown)
+
+    def _run_once(
+        self, shown: "ProgressReporter"
+    ) -> tuple[ReplicaSpec, Backend] | None:
+        """Start the backend, handle its events to the end, and close the backend.
+
+        Returns:
+            The run that follows if all replicas were lost, or None.
+        """
+        backend, self._deserted = self._backend, False
+        following: tuple[ReplicaSpec, Backend] | None = None
+        with contextlib.ExitStack() as ending:
+            ending.push(self._leave)
+            if backend.start():
                 self._assigned = True
                 for event in backend.poll_events():
                     if isinstance(event, RunStopped):
@@ -290,27 +319,112 @@ class FitRun:
                         self._failure = self._failure or RunError(reason)
                         break
                     self._handle_event(event, shown)
-            failure, self._failure = self._failure, None
+            else:
+                where = ", ".join(sorted(set(backend.workers.values())))
+                reason = f"all workers of the initial replicas have left: {where}"
+                self._failure, self._deserted = RunError(reason), True
+            if self._deserted:  # its run stays open, for an adaptive cluster to grow
+                following = self._follow()
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            # Breaks a reference cycle that keeps the user's data alive.
+            del failure
+        return following
+
+    def _follow(self) -> tuple[ReplicaSpec, Backend] | None:
+        """Open another run after the loss of all replicas, once there is a worker.
+
+        Returns:
+            The run, or None: `_failure` has the reason.
+        """
+        backend, bound = self._backend, self._sent.timeouts.bound("rejoin")
+        self._agreed = backend.agreed or self._agreed
+        try:
+            sent, whence = self._following()
+        except SaveError as error:
+            self._give_up(f"the last checkpoint cannot be used: {error}")
+            return None
+        most = dask.config.get("distributed.scheduler.allowed-failures")
+        while True:
+            self._losses[whence] += 1
+            if self._losses[whence] > most:
+                self._give_up(
+                    f"replicas that went on {whence} were all lost {most} times "
+                    "(distributed.scheduler.allowed-failures)"
+                )
+                return None
+            said = "%s; waiting up to %s for a worker, to go on %s"
+            logger.warning(said, self._failure, bound, whence)
+            if not backend.wait_for_workers(bound):
+                self._give_up(
+                    f"no worker came within {bound}, to go on {whence}; see "
+                    "rejoin_timeout of the master, and a Checkpoint for fit(resume=...)"
+                )
+                return None
             try:
-                if failure is not None:
-                    raise failure
-            finally:
-                # Breaks a reference cycle that keeps the user's data alive.
-                del failure
+                following = self._opened(sent, max(backend.workers) + 1)
+            except OSError as error:  # the worker has left
+                logger.warning("no run was begun: %s", error)
+                continue
+            self._failure = None
+            self.history.drop_from(sent.first_epoch)
+            for replica, worker in following.workers.items():
+                self.history.run.join(replica, worker)
+            return sent, following
+
+    def _give_up(self, why: str) -> None:
+        """Complete the reason of a loss of all replicas."""
+        assert self._failure is not None, "all replicas were lost"
+        self._failure = type(self._failure)(f"{self._failure}; {why}")
+
+    def _following(self) -> tuple[ReplicaSpec, str]:
+        """Specify the run after the loss of all replicas, and say where it begins."""
+        sent = replace(self._sent, run=secrets.randbits(63))
+        callbacks, agreed = self._spec.callbacks, self._agreed
+        checkpoint = None if sent.checkpoints is None else sent.checkpoints.newest()
+        if checkpoint is not None:
+            resume = ResumePlan.of(checkpoint)
+            plan = checkpoints_of(callbacks, resume)
+            sent = replace(sent, checkpoints=plan, resume=resume, followed=None)
+            return sent, f"from {resume.store.url}"
+        sent = replace(sent, checkpoints=checkpoints_of(callbacks, self._resume))
+        if agreed is None:
+            return sent, "from the start"
+        model, epoch = copied(self._model), agreed.epoch
+        agreed.parameters.load_into(model)
+        rows = [dict(row) for row in self.history if row["epoch"] <= epoch]
+        followed = EndOfEpoch(epoch, self._reports[epoch], rows)
+        sent = replace(
+            sent,
+            model=model,
+            optimizer_state=None,
+            residual=None,
+            resume=None,
+            followed=followed,
+        )
+        return sent, f"after epoch {epoch}, with a new state of the optimizer"
 
     def _handle_event(self, event: Event, reporter: "ProgressReporter") -> None:
         match event:
             case StepProgress():
                 reporter.show(event)
-            case EpochEnded():
+            case EpochEnded(epoch, report):
                 reporter.end_epoch(event)
                 self._backend.show(self.history[-1])
+                agreed = self._backend.agreed or self._agreed
+                oldest = -1 if agreed is None else agreed.epoch
+                kept = {e: own for e, own in self._reports.items() if e >= oldest}
+                self._reports = {**kept, epoch: dict(report["payloads"])}
             case ReplicaJoined(replica, worker):
                 self.history.run.join(replica, worker)
             case ReplicaGone(replica, reason):
                 self._gone.add(replica)
                 self.history.run.leave(replica, reason)
-            case ReplicaFailed(replica=replica, summary=summary):
+            case ReplicaFailed(replica=replica, summary=summary, deserted=deserted):
+                self._deserted |= deserted
                 if replica is not None:
                     self.history.run.leave(replica, summary)
                 self._failure = self._failure or self._error_of(event)
@@ -351,9 +465,12 @@ class FitRun:
         try:
             if kind is not None:
                 backend.stop(f"the client stopped it: {kind.__name__}")
-            self.result = backend.collect()
+            self._agreed_epoch, self.result = None, backend.collect()
+            for packed in self.result.telemetry if self.result else ():
+                add_telemetry(self.history, packed)
         finally:
-            result, agreed = self.result, backend.agreed
+            self._agreed = agreed = backend.agreed or self._agreed
+            result = self.result
             # A result of replicas that agreed on no state has no parameters either.
             if agreed is not None and not (result and result.parameters):
                 result = result or FitResult(Parameters())
@@ -379,12 +496,11 @@ class FitRun:
         if plan is None:
             return
         try:
-            newest = plan.series.newest()
+            newest = plan.newest()
         except SaveError as other:
             error.add_note(f"the last checkpoint cannot be found: {other}")
         else:
-            own = newest is not None and newest.stamp.origin == plan.origin
-            where = newest.store.url if newest and own else "not written yet"
+            where = "not written yet" if newest is None else newest.store.url
             error.add_note(f"the last checkpoint, for fit(resume=...), is {where}")
 
     def _finish(self, result: FitResult) -> None:
@@ -518,11 +634,6 @@ class ProgressReporter:
         self._callbacks = callbacks
         self._evaluation = spec.evaluation
         self._rows = RowLog(spec.size, spec.evaluation.columns, left_out=spec.left_out)
-        self._epoch = spec.first_epoch
-        self._decision = (
-            StoppingDecision() if spec.resume is None else spec.resume.decision
-        )
-        self._scores = spec.evaluation.scores(history)
         shown = sys.stderr.isatty() if spec.progress is None else spec.progress
         self._bar = tqdm(
             total=None if examples is None else examples * spec.epochs,
@@ -530,6 +641,19 @@ class ProgressReporter:
             unit="ex",
             disable=not shown,
         )
+        self.begin(spec)
+
+    def begin(self, spec: ReplicaSpec) -> None:
+        """Begin with the first epoch of a run."""
+        resume, followed = spec.resume, spec.followed
+        self._epoch, self._decision = spec.first_epoch, StoppingDecision()
+        if resume is not None:
+            self._decision = resume.decision
+        elif followed is not None:
+            reports = reports_of(followed.payloads)
+            self._decision = self._evaluation.decide(followed.epoch, reports)
+        self._scores = self._evaluation.scores(self._history)
+        self._bar.n = sum(self._history.column("examples"))
 
     def __enter__(self) -> Self:
         return self

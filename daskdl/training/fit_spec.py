@@ -9,7 +9,7 @@ residuals; it decides which of them still apply when the user changes options.
 import logging
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -372,6 +372,14 @@ def _check_device(device: Any) -> None:
         raise OptionError(f"device must be 'auto' or a torch device, got {device!r}")
 
 
+class EndOfEpoch(NamedTuple):
+    """What replicas need to go on after an epoch, beside the agreed model."""
+
+    epoch: int  # counted from 0
+    payloads: Mapping[int, Any]  # the reports of all replicas, see `reports_of`
+    rows: Sequence[dict[str, Any]]  # of the history up to this epoch
+
+
 # Concurrent loading of small remote files hides latency; a replica has one core.
 MOST_LOAD_THREADS = 4
 
@@ -403,6 +411,8 @@ class ReplicaSpec(FitSpec):
         timeouts: Bounds on waiting.
         checkpoints: Plan for writing checkpoints; None: the run writes none.
         resume: The checkpoint that the run resumes; None: it starts from `model`.
+        followed: The end of an epoch to which `model` belongs, if an earlier run of the
+            fit has lost all its replicas; None: the fit begins with `model`.
     """
 
     run: int
@@ -423,11 +433,14 @@ class ReplicaSpec(FitSpec):
     timeouts: Timeouts
     checkpoints: CheckpointPlan | None = None
     resume: ResumePlan | None = None
+    followed: "EndOfEpoch | None" = None
 
     @property
     def first_epoch(self) -> int:
         """The first epoch to train, counted from 0."""
-        return 0 if self.resume is None else self.resume.epoch
+        if self.resume is not None:
+            return self.resume.epoch
+        return 0 if self.followed is None else self.followed.epoch + 1
 
     @property
     def load_threads(self) -> int:

@@ -686,8 +686,9 @@ class GradientSharing(TrainingMaster):
             one.
         min_replicas: Training waits while there are fewer replicas. With
             ``client=False`` no replica can join, so fewer are refused at the start.
-        rejoin_timeout: Seconds of this wait; None: ``daskdl.timeouts.rejoin``, 300 s.
-            No effect with ``client=False``.
+        rejoin_timeout: Seconds of this wait, and of the wait for a worker after the
+            loss of all; None: ``daskdl.timeouts.rejoin``, 300 s. No effect with
+            ``client=False``.
 
     Example:
         >>> GradientSharing(max_staleness=0).synchronous

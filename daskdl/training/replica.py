@@ -83,6 +83,7 @@ from daskdl.training.optimizer_step import (
 from daskdl.training.telemetry import (
     EpochReport,
     EpochTotals,
+    Reports,
     RowLog,
     StepLog,
     check_trained,
@@ -204,7 +205,7 @@ class Replica:
         self._choice = Choice()
         self._kept: Thinned[Batch] = Thinned(MOST_SCORED)  # of this sync interval
         self.first_epoch = spec.first_epoch
-        self.met = False
+        self.met = spec.followed is not None
 
     def run(self) -> FitResult:
         """Join the run, train, and leave.
@@ -295,9 +296,16 @@ class Replica:
         )
         torch.manual_seed(spec.seed + number)
         self.stopper = EarlyStopper(spec.evaluation)
+        followed = spec.followed
+        if followed is not None and joined.snapshot is None:
+            reports = reports_of(followed.payloads)
+            elapsed_s = max(report.elapsed_s for report in reports)
+            self.stopper = EarlyStopper(spec.evaluation, elapsed_s)
+            self._decide(followed.epoch, reports, None)
         self.checkpoints = None
         if spec.checkpoints is not None:
-            before = joined.snapshot or {"checkpoints": 0, "rows": ()}
+            rows = () if followed is None else followed.rows
+            before = joined.snapshot or {"checkpoints": 0, "rows": rows}
             self.checkpoints = CheckpointWriter(
                 spec.checkpoints,
                 number,
@@ -568,16 +576,21 @@ class Replica:
         self.interval += 1
         seen = sum(report.seen for report in reports)
         self.weight = self.seen / seen if seen else 0.0
-        evaluation, agreed = self._spec.evaluation, self.agreed
-        scored = evaluation.scored(epoch) or not evaluation.validates
-        self.rate.end_epoch(reports, scored=scored)
-        self.stopper.end_epoch(epoch, reports, agreed)
+        agreed = self.agreed
+        self._decide(epoch, reports, agreed)
         self._channel.keep_state(epoch, functools.partial(arrays_of, agreed))
         if self.checkpoints is not None:
             over = self.stopper.over or epoch + 1 == self._spec.epochs
             make = functools.partial(self._checkpoint, epoch + 1)
             self._spans.enter("checkpoint")
             self.checkpoints.end_epoch(epoch, gathered, reports, over, make)
+
+    def _decide(self, epoch: int, reports: Reports, agreed: Parameters | None) -> None:
+        """Step the scheduler, and decide whether the fit continues."""
+        evaluation = self._spec.evaluation
+        scored = evaluation.scored(epoch) or not evaluation.validates
+        self.rate.end_epoch(reports, scored=scored)
+        self.stopper.end_epoch(epoch, reports, agreed)
 
     def _report(self, epoch: int) -> EpochReport:
         score, unscored = self._validate(epoch)

@@ -353,8 +353,10 @@ def test_a_run_without_replicas_names_the_failed_ones_and_the_causes():
     state.leave(0, 101.0, retires=True)
     state.lose(1, "it was cut off", 102.0)
 
-    kinds = [event["kind"] for event in state.take_events()]
+    events = state.take_events()
+    kinds = [event["kind"] for event in events]
     assert kinds == ["retired", "lost", "failed", "stopped"]
+    assert events[2]["deserted"]
     assert re.fullmatch(
         r"no replica is left: lost replica 0 .*: it retired with its worker; replica 1 "
         r"on tcp://worker-1, .*: it was cut off",
@@ -390,6 +392,15 @@ def test_an_adaptive_cluster_is_asked_for_a_worker_per_lease():
 
     assert wanted == [4, 2]  # of four parts
     assert one_each.workers_wanted == 0
+
+
+def test_a_run_that_has_lost_all_replicas_wants_workers_to_go_on():
+    state = joined(3)
+    for replica in range(3):
+        state.lose(replica, "it was cut off", 101.0)
+
+    assert state.stopped
+    assert state.workers_wanted == 4
 
 
 def test_a_run_that_a_replica_has_completed_wants_no_more_workers():

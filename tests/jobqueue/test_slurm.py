@@ -131,7 +131,8 @@ def test_if_all_jobs_are_cancelled_the_error_says_what_to_set(queue, tmp_path):
     script = Script((2, lambda: control("scancel", *numbers)))
     own = trainer(client, master=kept(rejoin_timeout=3), callbacks=[script])
 
-    with pytest.raises(daskdl.RunError, match="rejoin_timeout"):
+    ended = daskdl.RunError, daskdl.WaitTimeoutError  # they retire, or are killed
+    with pytest.raises(ended, match="rejoin_timeout"):
         own.fit(X, Y, epochs=10**6, batch_size=16)
 
     assert len(own.history_) >= 1
@@ -180,9 +181,33 @@ def test_a_fit_has_as_many_jobs_as_adapt_allows(queue, tmp_path):
     shared_by_all(tmp_path, len(rows) - 1, [0, 1])
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_fit_outlives_its_jobs(queue, tmp_path, checkpointed):
+    client = queue(1, "--lifetime", "12s")
+    places, rule = TookPart(tmp_path), daskdl.Checkpoint(str(tmp_path / "saved"))
+
+    def fourth(row):
+        notes = tmp_path.glob(f"took-part-*-{row['epoch']}")
+        return max(int(note.name.split("-")[2]) for note in notes) >= 3
+
+    script = Script((1, lambda: client.cluster.adapt(maximum_jobs=1)), (fourth, enough))
+    own = trainer(client, callbacks=[places, *([rule] if checkpointed else [])])
+    own = script.run(own, X, Y, validation=(X, Y))
+
+    history = own.history_
+    assert history.column("epoch") == list(range(len(history)))
+    assert history.column("examples") == [len(X)] * len(history)
+    assert [one["left"] is None for one in history.run.replicas.values()][:3] == (
+        [False] * 3
+    )
+    own.client = False
+    assert own.evaluate(X, Y)["accuracy"] > 0.5
+
+
 def test_when_the_time_of_all_jobs_is_over_others_resume(queue, tmp_path):
     rule = daskdl.Checkpoint(str(tmp_path))
-    own = trainer(queue(2, "--lifetime", "12s"), callbacks=[rule])
+    client, master = queue(2, "--lifetime", "12s"), kept(rejoin_timeout=3)
+    own = trainer(client, master=master, callbacks=[rule])
     with pytest.raises(daskdl.RunError) as caught:
         own.fit(X, Y, epochs=10**6, batch_size=16)
     assert "the last checkpoint" in "".join(caught.value.__notes__)

@@ -4,6 +4,7 @@
 applies; the other callbacks implement the hooks.
 """
 
+import functools
 import math
 import os
 import platform
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple, TextIO
 
@@ -533,6 +534,67 @@ class PrintProgress(Callback):
         stream = sys.stdout if self._stream is None else self._stream
         stream.write(line + "\n")
         stream.flush()
+
+
+class TensorBoard(Callback):
+    """Write the history for TensorBoard, which ``tensorboard --logdir FOLDER`` shows.
+
+    The callback runs on the client. After each epoch it writes the numbers of its row
+    as ``epoch/NAME``, and at the end of a fit the sampled steps of each replica as
+    ``steps/NAME/replica N``, and the options as text. Further fits with this instance
+    continue the curves.
+
+    Args:
+        folder: Folder of the event files. Give each training one of its own; a common
+            parent compares them.
+
+    Raises:
+        OptionError: If the package tensorboard is missing.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise OptionError(
+                f"TensorBoard needs the package tensorboard: {error}; install it with "
+                "pip install 'daskdl[tensorboard]'"
+            ) from error
+        self._open: Callable[[], Any] = functools.partial(
+            SummaryWriter, os.fspath(folder)
+        )
+        self._writer: Any = None  # while a fit runs
+        self._epochs = self._steps = 0  # of earlier fits; steps of the longest replica
+
+    @override
+    def on_fit_begin(self, fit: FitBegin) -> None:
+        self._epochs = fit.epochs_before
+        self._writer = self._open()
+
+    @override
+    def on_epoch_end(self, row: Mapping[str, Any]) -> None:
+        waits = {f"waits/{cause}": seconds for cause, seconds in row["waits"].items()}
+        self._add("epoch/{}", {**row, **waits}, self._epochs + row["epoch"])
+        self._writer.flush()
+
+    @override
+    def on_fit_end(self, end: FitEnd) -> None:
+        most = 0
+        for row in end.history.steps:
+            most = max(most, row["step"])
+            tag = f"steps/{{}}/replica {row['replica']}"
+            self._add(tag, row, self._steps + row["step"])
+        self._steps += most
+        run = end.history.run
+        lines = [f"    {n}: {v}" for n, v in {**run.options, **run.versions}.items()]
+        self._writer.add_text("options", "\n".join(lines), self._epochs)
+        self._writer.close()
+
+    def _add(self, tag: str, values: Mapping[str, Any], at: int) -> None:
+        for name in values.keys() - {"epoch", "replica", "step"}:
+            value = values[name]
+            if isinstance(value, int | float) and not math.isnan(value):
+                self._writer.add_scalar(tag.format(name), value, at)
 
 
 KINDS = ("raise", "exit", "sleep", "freeze", "drop")

@@ -16,6 +16,7 @@ from daskdl.callbacks import (
     LearningRateMonitor,
     PrintProgress,
     Step,
+    TensorBoard,
 )
 from daskdl.config import VERSION as __version__
 from daskdl.errors import (
@@ -99,6 +100,7 @@ __all__ = [
     "StepTable",
     "Stopping",
     "TargetSparsityThreshold",
+    "TensorBoard",
     "ThresholdAlgorithm",
     "Timeline",
     "Trainer",

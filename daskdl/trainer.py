@@ -131,7 +131,7 @@ class Trainer:
         seed: Seeds model initialisation (if `model` is a function), shuffling and
             dropout: replica i seeds torch with ``seed + i``.
         callbacks: See :class:`daskdl.Callback`.
-        progress: Show a progress bar; None: if standard error is a terminal.
+        progress: Show a progress bar; None: at a terminal and in a notebook.
         autocast: Training computes forward passes under `torch.autocast` in this
             dtype, ``torch.bfloat16``, or ``torch.float16`` with a
             `torch.amp.GradScaler` for each replica. Evaluation and prediction compute

@@ -620,6 +620,13 @@ def _end_callback(
     guarded(lambda: callback.on_fit_end(FitEnd(history, error)), note)
 
 
+def _is_watched() -> bool:
+    """Whether somebody looks at a progress bar: at a terminal, or in a notebook."""
+    shell = sys.modules.get("IPython")
+    in_notebook = shell is not None and hasattr(shell.get_ipython(), "kernel")
+    return in_notebook or sys.stderr.isatty()
+
+
 class ProgressReporter:
     """Turns events into rows of a history, and shows a progress bar."""
 
@@ -634,7 +641,7 @@ class ProgressReporter:
         self._callbacks = callbacks
         self._evaluation = spec.evaluation
         self._rows = RowLog(spec.size, spec.evaluation.columns, left_out=spec.left_out)
-        shown = sys.stderr.isatty() if spec.progress is None else spec.progress
+        shown = _is_watched() if spec.progress is None else spec.progress
         self._bar = tqdm(
             total=None if examples is None else examples * spec.epochs,
             initial=sum(history.column("examples")),
@@ -680,7 +687,12 @@ class ProgressReporter:
     def show(self, event: StepProgress) -> None:
         """Advance the progress bar."""
         self._bar.update(event.examples)
-        self._bar.set_postfix(epoch=event.epoch, loss=f"{event.loss:.4f}")
+        shown = {"epoch": event.epoch, "loss": event.loss}
+        if self._history:
+            last = self._history[-1]
+            scores = {n: last[n] for n in self._evaluation.columns if n in last}
+            shown |= scores | {"replicas": last["replicas"]}
+        self._bar.set_postfix(shown)
 
     def end_epoch(self, event: EpochEnded) -> None:
         """Add a row to the history, and run `on_epoch_end` of the callbacks."""

@@ -200,6 +200,24 @@ def test_the_own_residual_rule_clips_after_the_warm_up(strategies):
     assert pickle.loads(pickle.dumps(rule)) == rule
 
 
+def test_mlflow_tracks_a_fit(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # what needs no database
+
+    said = run(EXAMPLES / "mlflow_tracking.py", str(tmp_path / "store"))
+
+    assert said[-1].startswith("FINISHED, val_loss 0.")
+
+
+def test_weights_and_biases_tracks_a_fit_offline(tmp_path):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+
+    *_, said = run(EXAMPLES / "wandb_tracking.py", str(tmp_path))
+
+    assert said.startswith("val_loss 0.")
+    assert len([*tmp_path.glob("wandb/offline-run-*/*.wandb")]) == 1
+
+
 def test_the_own_callback_stops_beyond_its_budget(strategies):
     budget = strategies.Budget(100)
     for _ in range(2):

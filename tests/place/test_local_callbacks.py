@@ -1,7 +1,9 @@
 """Hooks of callbacks in fits among threads."""
 
 import functools
+import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -9,7 +11,13 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from daskdl import Callback, FixedThreshold, LearningRateMonitor, PrintProgress
+from daskdl import (
+    Callback,
+    FixedThreshold,
+    LearningRateMonitor,
+    PrintProgress,
+    TensorBoard,
+)
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import delivered
 
@@ -233,6 +241,40 @@ def test_the_monitor_and_the_printer_see_a_fit(capsys):
     assert "val_accuracy" in second
 
 
+def test_tensorboard_gets_epochs_and_steps_of_several_fits(tmp_path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    own = trainer(False, master=TWO, callbacks=[TensorBoard(tmp_path)])
+    own.telemetry_every = 1
+
+    first = own.fit(X, Y, epochs=2, validation=rows(seed=5))
+    second = own.fit(X, Y, epochs=1)
+
+    seen = accumulator.EventAccumulator(str(tmp_path))
+    seen.Reload()
+    losses = [(event.step, event.value) for event in seen.Scalars("epoch/loss")]
+    expected = [*first.column("loss"), *second.column("loss")]
+    assert losses == [*enumerate(np.float32(expected))]
+    assert len(seen.Scalars("epoch/val_accuracy")) == 2
+    assert all(event.value > 0 for event in seen.Scalars("epoch/waits/gather"))
+    for replica in (0, 1):
+        steps = [
+            row["loss"]
+            for history in (first, second)
+            for row in history.steps
+            if row["replica"] == replica
+        ]
+        events = seen.Scalars(f"steps/loss/replica {replica}")
+        assert [event.value for event in events] == [*np.float32(steps)]
+        assert len({event.step for event in events}) == len(events)
+    (text, *_) = seen.Tensors("options/text_summary")
+    assert (
+        b"Linear" in text.tensor_proto.string_val[0]
+        or b"Sequential" in (text.tensor_proto.string_val[0])
+    )
+
+
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_bar_counts_the_examples(capsys, shown):
     trainer(False, master=TWO, progress=shown).fit(X, Y, epochs=2)
@@ -240,3 +282,14 @@ def test_a_bar_counts_the_examples(capsys, shown):
     text = capsys.readouterr().err
     assert (f"{2 * len(X)}/{2 * len(X)}" in text) is shown
     assert ("epoch=1, loss=" in text) is shown
+    assert (", replicas=2" in text) is shown
+
+
+def test_a_bar_is_shown_in_a_notebook(capsys, monkeypatch):
+    shell = types.SimpleNamespace(kernel=object())
+    notebook = types.SimpleNamespace(get_ipython=lambda: shell)
+    monkeypatch.setitem(sys.modules, "IPython", notebook)
+
+    trainer(False, master=TWO, progress=None).fit(X, Y, epochs=1)
+
+    assert f"{len(X)}/{len(X)}" in capsys.readouterr().err

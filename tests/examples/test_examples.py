@@ -289,6 +289,18 @@ def test_the_included_and_linked_files_of_a_page_exist(page):
     assert missing == []
 
 
+def test_messages_on_the_page_for_troubles_are_ours():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    first = re.findall(r"^\| ((?:`[^`]+`(?:, | after )?)+) \|", page, re.M)
+    quoted = [text for cell in first for text in re.findall("`([^`]+)`", cell)]
+    sources = (ROOT / "daskdl").rglob("*.py")
+    # Strings that are split between lines are one.
+    code = re.sub(r'"\n\s+f?"', "", "".join(p.read_text() for p in sources))
+
+    assert len(quoted) > 10
+    assert [text for text in quoted if text not in code] == []
+
+
 def test_every_example_is_shown_on_a_page():
     shown = set().union(*(included(page) for page in PAGES))
 

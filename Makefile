@@ -11,7 +11,7 @@ help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
 	@echo "make test   run the suite that every change has to pass: under ten minutes"
 	@echo "make test-all   the same, then one by one all that takes longer: an hour"
-	@echo "make test-slurm  fits on batch jobs, on a SLURM of this machine: minutes; needs root"
+	@echo "make test-slurm  fits on jobs of SLURM and SGE on this machine: 10 minutes; needs root"
 	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make kills  kill processes while checkpoints are written: fifty times"

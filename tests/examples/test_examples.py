@@ -65,7 +65,7 @@ def strategies():
 
 
 def test_every_example_is_run_here():
-    on_slurm = ROOT / "tests" / "jobqueue" / "test_slurm.py"
+    on_slurm = ROOT / "tests" / "jobqueue" / "test_jobs.py"
     here = Path(__file__).read_text() + on_slurm.read_text()
 
     missing = [p.name for p in EXAMPLES.glob("*.py") if f'"{p.name}"' not in here]

@@ -1,6 +1,6 @@
-"""Fits whose workers are batch jobs: dask-jobqueue on a SLURM of this machine.
+"""Fits whose workers are jobs of a batch system of this machine, with dask-jobqueue.
 
-They need root and Debian's packages slurm-wlm and munge, and dask-jobqueue.
+They need root, dask-jobqueue, and a system's packages of Debian, see `System`.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,33 +29,72 @@ ROOT = HERE.parents[1]
 X, Y = rows(count=960)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def slurm(tmp_path_factory):
-    """A SLURM of eight cores; jobs end and daemons stop with the module."""
+@dataclass(frozen=True)
+class System:
+    """A batch system, and how its commands are called.
+
+    Attributes:
+        cluster: Class of dask-jobqueue.
+        needs: Commands, in Debian's `packages`.
+        cancels: Command that ends jobs.
+        requeues: Command that ends a job and puts it into the queue again.
+    """
+
+    name: str
+    cluster: str
+    needs: tuple[str, ...]
+    packages: str
+    cancels: str
+    requeues: str
+
+
+SLURM = System(
+    name="slurm",
+    cluster="SLURMCluster",
+    needs=("sbatch", "slurmctld", "slurmd", "munged"),
+    packages="slurm-wlm and munge",
+    cancels="scancel",
+    requeues="scontrol requeue",
+)
+SGE = System(
+    name="sge",
+    cluster="SGECluster",
+    needs=("qsub", "sge_qmaster", "sge_execd"),
+    packages="gridengine-master, gridengine-exec and gridengine-client",
+    cancels="qdel",
+    requeues="qmod -rj",
+)
+
+
+@pytest.fixture(scope="module", autouse=True, params=[SLURM, SGE], ids=lambda s: s.name)
+def system(request, tmp_path_factory):
+    """A batch system of eight cores; jobs end and daemons stop with the module."""
     pytest.importorskip("dask_jobqueue", reason="dask-jobqueue is not installed")
-    for command in ("sbatch", "slurmctld", "slurmd", "munged"):
+    own = request.param
+    for command in own.needs:
         if shutil.which(command) is None:
-            pytest.skip(f"no {command}: Debian has it in slurm-wlm and munge")
+            pytest.skip(f"no {command}: Debian has it in {own.packages}")
     if os.geteuid() != 0:
-        pytest.skip("starting SLURM needs root")
-    folder = tmp_path_factory.mktemp("slurm")
-    script = HERE / "one_machine_slurm.sh"
+        pytest.skip(f"starting {own.name} needs root")
+    folder = tmp_path_factory.mktemp(own.name)
+    script = HERE / f"one_machine_{own.name}.sh"
     subprocess.run([script, "start", folder], check=True, timeout=60)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-        yield
+        patch.setenv("SGE_ROOT", "/var/lib/gridengine")
+        yield own
     subprocess.run([script, "stop", folder], check=True, timeout=60)
 
 
 @pytest.fixture
-def queue(tmp_path):
+def queue(tmp_path, system):
     """Starts clusters whose jobs are one worker of one thread each."""
-    from dask_jobqueue import SLURMCluster
+    import dask_jobqueue
 
     with contextlib.ExitStack() as ends:
 
         def start(jobs, *extra):
-            cluster = SLURMCluster(
+            cluster = getattr(dask_jobqueue, system.cluster)(
                 cores=1,
                 memory="2GB",
                 processes=1,
@@ -111,12 +151,12 @@ def test_jobs_train(queue):
     assert history.column("examples") == [960] * 4
 
 
-def test_the_others_go_on_without_a_cancelled_job(queue, tmp_path):
+def test_the_others_go_on_without_a_cancelled_job(system, queue, tmp_path):
     client = queue(2)
     jobs = Jobs(client, tmp_path)
     numbers = [one.job_id for one in client.cluster.workers.values()]
 
-    own, rows = jobs.fit((2, lambda: control("scancel", numbers[0])), (1, enough))
+    own, rows = jobs.fit((2, lambda: control(system.cancels, numbers[0])), (1, enough))
 
     assert len(records(tmp_path, len(rows) - 1)) == 1
     assert sum(row["repeated_pieces"] for row in rows) <= 1
@@ -125,10 +165,10 @@ def test_the_others_go_on_without_a_cancelled_job(queue, tmp_path):
     assert own.evaluate(X, Y)["accuracy"] > 0.5
 
 
-def test_if_all_jobs_are_cancelled_the_error_says_what_to_set(queue, tmp_path):
+def test_if_all_jobs_are_cancelled_the_error_says_what_to_set(system, queue, tmp_path):
     client = queue(2)
     numbers = [one.job_id for one in client.cluster.workers.values()]
-    script = Script((2, lambda: control("scancel", *numbers)))
+    script = Script((2, lambda: control(system.cancels, *numbers)))
     own = trainer(client, master=kept(rejoin_timeout=3), callbacks=[script])
 
     ended = daskdl.RunError, daskdl.WaitTimeoutError  # they retire, or are killed
@@ -138,13 +178,13 @@ def test_if_all_jobs_are_cancelled_the_error_says_what_to_set(queue, tmp_path):
     assert len(own.history_) >= 1
 
 
-def test_a_requeued_job_joins_again(queue, tmp_path):
+def test_a_requeued_job_joins_again(system, queue, tmp_path):
     client = queue(3)
     jobs = Jobs(client, tmp_path)
     numbers = [one.job_id for one in client.cluster.workers.values()]
 
     own, rows = jobs.fit(
-        (3, lambda: control("scontrol requeue", numbers[0])),
+        (3, lambda: control(system.requeues, numbers[0])),
         (jobs.places.by(3), enough),
     )
 
@@ -245,6 +285,7 @@ def python(*arguments, **options):
     return done.stdout
 
 
+@pytest.mark.parametrize("system", [SLURM], indirect=True, ids=["slurm"])
 def test_the_command_line_trains_on_jobs(tmp_path):
     (tmp_path / "nets.py").write_text(NETS)
     np.savez(tmp_path / "0.npz", x=X, y=Y)
@@ -267,6 +308,7 @@ def test_the_command_line_trains_on_jobs(tmp_path):
     assert len(history) == 300
 
 
+@pytest.mark.parametrize("system", [SLURM], indirect=True, ids=["slurm"])
 def test_the_example_trains_on_jobs(tmp_path):
     printed = python(ROOT / "examples" / "slurm.py", tmp_path, cwd=tmp_path)
 

@@ -217,7 +217,7 @@ class Neighbour(Destination):
         self._progress: dict[int, Message] = {}  # the latest of each origin
         self._announced: dict[int, Message] = {}  # the last delivered, by origin
         self._down = False
-        sending = self._connection.guard(self._run())
+        sending = self._connection.guard(self._run)
         self._sending = self._connection.start(sending)
 
     def end(self) -> None:

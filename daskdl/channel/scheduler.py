@@ -406,7 +406,7 @@ class LiveRun:
             logger.error("the relay to replica %s failed", replica, exc_info=error)
             self.lose(replica, f"its relay failed: {error!r}")
 
-        self.relays[replica] = asyncio.ensure_future(awaited(loop.run(), failed))
+        self.relays[replica] = asyncio.ensure_future(awaited(loop.run, failed))
 
     async def handle_activate(self, replica: Natural, step: Natural) -> Fields:
         """Activate a replica that has the common state, once no updates are held."""

@@ -43,10 +43,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def awaited(work: Awaitable[None], failed: Callable[[Exception], None]) -> None:
-    """Await a task that nobody else awaits; pass an exception to `failed`."""
+async def awaited(
+    work: Callable[[], Awaitable[None]], failed: Callable[[Exception], None]
+) -> None:
+    """Run a coroutine function that nobody else awaits; pass an exception to `failed`.
+
+    Its coroutine is made here: this task may be cancelled before it begins.
+    """
     try:
-        await work
+        await work()
     except Exception as error:
         failed(error)
 
@@ -262,8 +267,8 @@ class Connection:
         """Send a request to a worker, or None: to the scheduler; return the answer."""
         return await self._transport.ask(worker, operation, run=self.spec.run, **fields)
 
-    def guard(self, work: Awaitable[None]) -> Coroutine[Any, Any, None]:
-        """Await a task of the channel; an error ends every wait of the replica."""
+    def guard(self, work: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
+        """Run a task of the channel; an error ends every wait of the replica."""
 
         def failed(error: Exception) -> None:
             if isinstance(error, DaskDLError):

@@ -294,7 +294,7 @@ class ReplicaEndpoint:
 
     def start(self) -> None:
         """Start sending, and requesting missing updates."""
-        for work in (self.routing.to_scheduler.run(), self.repairs.run()):
+        for work in (self.routing.to_scheduler.run, self.repairs.run):
             sending = self.connection.start(self.connection.guard(work))
             self._running.append(sending)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -260,10 +261,26 @@ def test_a_task_that_fails_ends_every_wait(transport, error, kind, message):
     async def lost():
         raise error
 
-    asyncio.run(connection.guard(lost()))
+    asyncio.run(connection.guard(lost))
 
     assert type(connection.failure) is kind
     assert inbox.stopped == str(connection.failure) == message
+
+
+def test_a_task_that_is_cancelled_before_it_begins_leaves_nothing(transport, recwarn):
+    async def forever():
+        await asyncio.Event().wait()
+
+    async def body():
+        connection = Connection(transport, SPEC, filled().stop)
+        task = asyncio.ensure_future(connection.guard(forever))
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(body())
+    gc.collect()
+
+    assert [warning.message for warning in recwarn] == []  # "was never awaited"
 
 
 # ---- retransmission

@@ -28,6 +28,7 @@ QUESTIONS = {
     "parts": "data.SMALL_PARTS",
     "kill": "kill.QUESTION",
     "checkpoint": "checkpoint.QUESTION",
+    "page": "page.QUESTION",
     "evaluate": "evaluate.QUESTION",
     "predict": "predict.QUESTION",
     "predict-in-memory": "predict.IN_MEMORY",

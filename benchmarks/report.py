@@ -48,6 +48,7 @@ SECTIONS = {
     "Data": "data",
     "Small parts": "parts",
     "A killed worker": "kill",
+    "The page on the dashboard": "page",
     "Checkpoints": "checkpoint",
     "Evaluation": "evaluate",
     "Prediction": "predict",

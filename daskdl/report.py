@@ -18,7 +18,7 @@ MOST_NAMED = 8  # lines of a chart with a name and a color of their own
 WIDTH, HEIGHT = 420, 180  # of a chart, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 8, 22  # margins
 
-# Okabe and Ito's palette, lighter where the page is dark; waits are warm.
+# Okabe and Ito's palette; waits are warm.
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _COLORS = {
     "compute": "#0072b2",
@@ -320,6 +320,7 @@ svg{width:100%;height:auto}svg text{font-size:11px;fill:var(--dim)}
 svg .y{text-anchor:end}svg .x{text-anchor:middle}
 .grid{stroke:var(--rule);fill:none}
 .line{fill:none;stroke-width:1.5;stroke-linecap:round;stroke-linejoin:round}
+@media (prefers-color-scheme:dark){.line,figcaption i{filter:brightness(1.5)}}
 .bar{display:flex;height:.9rem;width:320px;background:var(--rule)}.bar i{height:100%}
 td .bar{margin:.2rem 0}
 canvas{display:block;width:100%;cursor:crosshair;touch-action:pan-y}

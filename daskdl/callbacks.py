@@ -1,7 +1,7 @@
 """Callbacks: the base class, the built-in callbacks, and failure injection.
 
-`Evaluate`, `EarlyStopping` and `Checkpoint` are plain rules that the training loop
-applies; the other callbacks implement the hooks.
+`Evaluate`, `EarlyStopping`, `Checkpoint` and `LayerMonitor` are plain rules that the
+training loop applies; the other callbacks implement the hooks.
 """
 
 import functools
@@ -406,6 +406,38 @@ class Checkpoint(Callback):
         return float(parse_timedelta(self.every))
 
 
+@dataclass(frozen=True)
+class LayerMonitor(Callback):
+    """Sample every trainable parameter tensor, its gradient and its update.
+
+    ``history.layers`` gets the samples, see :class:`~daskdl.LayerTable`: norms, the
+    ratio of update to parameter, and histograms. ``history.report`` and
+    :class:`~daskdl.TensorBoard` show them. A sampled step copies the parameters and
+    reads parameters, gradients and updates a few times; other steps cost nothing.
+
+    Args:
+        every: Steps of a replica between two samples: steps divisible by it, counted
+            from 1, are sampled. A replica that has more than 512 rows to report drops
+            every second sample, and takes half as many from then on.
+
+    Raises:
+        OptionError: If `every` is not a whole number >= 1.
+
+    Example:
+        >>> [step for step in range(1, 10) if LayerMonitor(every=3).due(step)]
+        [3, 6, 9]
+    """
+
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        check_whole("every", self.every, 1)
+
+    def due(self, step: int) -> bool:
+        """Whether to sample a step of a replica, counted from 1."""
+        return step % self.every == 0
+
+
 class Rate(NamedTuple):
     """The learning rate in a step of a replica, or at the end of an epoch."""
 
@@ -541,8 +573,9 @@ class TensorBoard(Callback):
 
     The callback runs on the client. After each epoch it writes the numbers of its row
     as ``epoch/NAME``, and at the end of a fit the sampled steps of each replica as
-    ``steps/NAME/replica N``, and the options as text. Further fits with this instance
-    continue the curves.
+    ``steps/NAME/replica N``, with :class:`~daskdl.LayerMonitor` norms and ratio as
+    ``layers/NAME/PARAMETER``, means over the replicas, and the options as text. Further
+    fits with this instance continue the curves.
 
     Args:
         folder: Folder of the event files. Give each training one of its own; a common
@@ -574,7 +607,7 @@ class TensorBoard(Callback):
     @override
     def on_epoch_end(self, row: Mapping[str, Any]) -> None:
         waits = {f"waits/{cause}": seconds for cause, seconds in row["waits"].items()}
-        self._add("epoch/{}", {**row, **waits}, self._epochs + row["epoch"])
+        self._add("epoch", {**row, **waits}, self._epochs + row["epoch"])
         self._writer.flush()
 
     @override
@@ -582,19 +615,23 @@ class TensorBoard(Callback):
         most = 0
         for row in end.history.steps:
             most = max(most, row["step"])
-            tag = f"steps/{{}}/replica {row['replica']}"
-            self._add(tag, row, self._steps + row["step"])
+            of = f"/replica {row['replica']}"
+            self._add("steps", row, self._steps + row["step"], of)
+        for name, steps in end.history.layers.means().items():
+            for step, norms in steps.items():
+                most = max(most, step)
+                self._add("layers", norms, self._steps + step, f"/{name}")
         self._steps += most
         run = end.history.run
         lines = [f"    {n}: {v}" for n, v in {**run.options, **run.versions}.items()]
         self._writer.add_text("options", "\n".join(lines), self._epochs)
         self._writer.close()
 
-    def _add(self, tag: str, values: Mapping[str, Any], at: int) -> None:
+    def _add(self, kind: str, values: Mapping[str, Any], at: int, of: str = "") -> None:
         for name in values.keys() - {"epoch", "replica", "step"}:
             value = values[name]
             if isinstance(value, int | float) and not math.isnan(value):
-                self._writer.add_scalar(tag.format(name), value, at)
+                self._writer.add_scalar(f"{kind}/{name}{of}", value, at)
 
 
 KINDS = ("raise", "exit", "sleep", "freeze", "drop")

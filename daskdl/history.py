@@ -1,4 +1,4 @@
-"""The record of a fit: a row per epoch, a sample of steps, and its report.
+"""The record of a fit: a row per epoch, samples of steps and layers, and its report.
 
 Replicas send step rows in packed form; beyond a bound the rows are thinned evenly.
 """
@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -95,7 +96,7 @@ class RunRecord:
 
 Row = Mapping[str, Any]
 
-# About 600 bytes of memory per row, 12 MB in total.
+# About 600 bytes of memory per row of a step, 830 of a layer: 17 MB at most.
 MOST_ROWS = 20_000
 
 STEP_COLUMNS: Mapping[str, str] = {
@@ -146,7 +147,61 @@ class StepRow(NamedTuple):
     step_s: float = 0.0
 
 
+BINS = 20  # of a histogram
+LAYER_COLUMNS: Mapping[str, str] = {
+    "epoch": "counted from 0",
+    "step": "number of the step in this replica, counted from 1",
+    "replica": "number of the replica",
+    "name": "name of the parameter tensor in the model",
+    "parameter_norm": "Euclidean norm of the parameter, after the optimizer step",
+    "gradient_norm": "the same of its gradient, as the optimizer got it; NaN: it has "
+    "none",
+    "update_norm": "the same of the optimizer step: the parameter after it less before",
+    "ratio": "update_norm / parameter_norm",
+    "residual_norm": "Euclidean norm of the residual after the exchange; NaN: there is "
+    "none",
+    "parameter_low": "smallest value of the parameter",
+    "parameter_high": "largest value",
+    "parameter_counts": "values in each of 20 equal bins from low to high",
+    "gradient_low": "the same of its gradient",
+    "gradient_high": "the same",
+    "gradient_counts": "the same",
+    "update_low": "the same of the optimizer step",
+    "update_high": "the same",
+    "update_counts": "the same",
+}
+NORMS = ("parameter_norm", "gradient_norm", "update_norm", "ratio", "residual_norm")
+
+
+class LayerRow(NamedTuple):
+    """One parameter tensor in one step of one replica; see :data:`LAYER_COLUMNS`."""
+
+    epoch: int
+    step: int
+    replica: int
+    layer: int  # place among the names of all trainable parameters
+    parameter_norm: float
+    parameter_low: float
+    parameter_high: float
+    parameter_counts: bytes  # of `BINS` numbers, little-endian int32
+    gradient_norm: float
+    gradient_low: float
+    gradient_high: float
+    gradient_counts: bytes
+    update_norm: float
+    update_low: float
+    update_high: float
+    update_counts: bytes
+    residual_norm: float = math.nan
+
+    @property
+    def ratio(self) -> float:
+        norm = self.parameter_norm
+        return self.update_norm / norm if norm else math.nan
+
+
 T = TypeVar("T")
+R = TypeVar("R", bound=StepRow | LayerRow)
 
 
 class Thinned(Generic[T]):
@@ -154,7 +209,7 @@ class Thinned(Generic[T]):
 
     Beyond `most` rows, only rows with even numbers are kept, then only every fourth
     number, then every eighth, and so on. Rows with equal numbers are kept or dropped
-    together.
+    together. The last of them stay, even if they alone are more than `most`.
 
     Attributes:
         numbered: The rows with their numbers.
@@ -173,6 +228,7 @@ class Thinned(Generic[T]):
         self.numbered = []
         self._most = most
         self._stride = 1
+        self._highest = 0
 
     def wants(self, number: int) -> bool:
         """Whether a row with this number would be kept."""
@@ -183,7 +239,8 @@ class Thinned(Generic[T]):
         if not self.wants(number):
             return
         self.numbered.append((number, row))
-        while len(self.numbered) > self._most:
+        self._highest = max(self._highest, number)
+        while len(self.numbered) > self._most and 2 * self._stride <= self._highest:
             self._stride *= 2
             self.numbered = [kept for kept in self.numbered if self.wants(kept[0])]
 
@@ -193,55 +250,119 @@ class Thinned(Generic[T]):
         return taken
 
 
-# Wire layout of a row: little-endian, no padding. The scheduler never unpacks rows.
-_FIELD = {int: "<i8", float: "<f8", str | None: "S8"}
-LAYOUT = np.dtype(
-    [("number", "<i8")] + [(n, _FIELD[t]) for n, t in StepRow.__annotations__.items()]
-)
+_FIELD = {int: "<i8", float: "<f8", str | None: "S8", bytes: f"|V{4 * BINS}"}
 
 
-def pack_rows(numbered: Sequence[tuple[int, StepRow]]) -> bytes:
-    """Pack rows and their numbers, 152 bytes per row.
+def layout_of(kind: type[R]) -> np.dtype[Any]:
+    """Return the wire layout of rows of a kind, and of the number of each.
+
+    Little-endian, no padding. The scheduler never unpacks rows.
+
+    Example:
+        >>> layout_of(StepRow).itemsize, layout_of(LayerRow).itemsize
+        (152, 360)
+    """
+    fields = [(name, _FIELD[type]) for name, type in kind.__annotations__.items()]
+    return np.dtype([("number", "<i8"), *fields])
+
+
+def pack_rows(numbered: Sequence[tuple[int, R]]) -> bytes:
+    """Pack rows of one kind and their numbers, see `layout_of`.
 
     Example:
         >>> row = StepRow(epoch=0, step=10, replica=1, loss=0.5, kind="GAPS")
-        >>> len(pack_rows([(1, row)])), unpack_rows(pack_rows([(1, row)]))[0][0]
-        (152, 1)
+        >>> [(number, again)] = unpack_rows(pack_rows([(1, row)]), StepRow)
+        >>> number, again.kind
+        (1, 'GAPS')
     """
-    packed = [
-        (number, *row._replace(kind=(row.kind or "").encode()))  # type: ignore[arg-type]
-        for number, row in numbered
-    ]
-    return np.array(packed, LAYOUT).tobytes()
+    if not numbered:
+        return b""
+
+    def plain(value: Any) -> Any:
+        return (value or "").encode() if isinstance(value, str | None) else value
+
+    packed = [(number, *map(plain, row)) for number, row in numbered]
+    return np.array(packed, layout_of(type(numbered[0][1]))).tobytes()
 
 
 def unpack_rows(
-    packed: bytes, layout: np.dtype[Any] = LAYOUT
-) -> list[tuple[int, StepRow]]:
+    packed: bytes, kind: type[R], layout: np.dtype[Any] | None = None
+) -> list[tuple[int, R]]:
     """Unpack rows from :func:`pack_rows`.
 
     Args:
         packed: A whole number of rows.
+        kind: Kind of the rows.
         layout: Layout of the rows, perhaps of another release: missing columns get
-            their defaults, and unknown columns are ignored.
+            their defaults, and unknown columns are ignored. None: that of `kind`.
     """
-    names = layout.names or ()
-    if "number" not in names:
-        raise ValueError(f"rows of steps need their numbers, got {names}")
-    columns = {name: i for i, name in enumerate(names) if name in StepRow._fields}
-    rows = []
-    try:
-        at = names.index("number")
-        for values in np.frombuffer(packed, layout).tolist():
-            row = StepRow(**{name: values[i] for name, i in columns.items()})
-            kind: Any = row.kind
-            rows.append((values[at], row._replace(kind=kind.decode() or None)))
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"rows of {names} are none of steps: {error}") from error
+    own = layout_of(kind)
+    layout = own if layout is None else layout
+    places = {name: i for i, name in enumerate(layout.names or ())}
+    known = [name for name in own.names or () if name in places]
+    if "number" not in known or any(layout[name] != own[name] for name in known):
+        raise ValueError(f"no numbered rows of {kind.__name__}: {layout}")
+    at, rows = places["number"], []
+    for values in np.frombuffer(packed, layout).tolist():
+        fields = {name: values[places[name]] for name in known[1:]}
+        if "kind" in fields:
+            fields["kind"] = fields["kind"].decode() or None
+        try:
+            rows.append((values[at], kind(**fields)))
+        except TypeError as error:
+            raise ValueError(f"no rows of {kind.__name__}: {error}") from error
     return rows
 
 
-class StepTable(Sequence[Row]):
+class _Table(Sequence[Row], Generic[R]):
+    """Rows of one kind from all replicas, as mappings; at most `MOST_ROWS`."""
+
+    _columns: ClassVar[Mapping[str, str]]
+
+    def __init__(self) -> None:
+        self._rows: Thinned[R] = Thinned(MOST_ROWS)
+
+    def extend(self, numbered: Iterable[tuple[int, R]]) -> None:
+        """Add rows, each with its number within its replica."""
+        for number, row in numbered:
+            self._rows.add(number, row)
+
+    def packed(self) -> bytes:
+        """Return the rows and their numbers, packed by :func:`pack_rows`."""
+        return pack_rows(self._rows.numbered)
+
+    def column(self, name: str) -> list[Any]:
+        """Return one column over all rows."""
+        if name not in self._columns:
+            raise KeyError(name)
+        return [self._value(row, name) for _, row in self._rows.numbered]
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a `pandas.DataFrame`; needs pandas."""
+        import pandas as pd
+
+        return pd.DataFrame({name: self.column(name) for name in self._columns})
+
+    def _value(self, row: R, name: str) -> Any:
+        return getattr(row, name)
+
+    @override
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        row = self._rows.numbered[index][1]
+        return {name: self._value(row, name) for name in self._columns}
+
+    @override
+    def __len__(self) -> int:
+        return len(self._rows.numbered)
+
+    @override
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} rows)"
+
+
+class StepTable(_Table[StepRow]):
     """A sample of the steps of all replicas; a sequence of mappings.
 
     Every row has the keys of :data:`STEP_COLUMNS`. The rows of an epoch are added when
@@ -255,44 +376,66 @@ class StepTable(Sequence[Row]):
         (20, [0.5, 0.25])
     """
 
-    def __init__(self) -> None:
-        self._rows: Thinned[StepRow] = Thinned(MOST_ROWS)
+    _columns = STEP_COLUMNS
 
-    def extend(self, numbered: Iterable[tuple[int, StepRow]]) -> None:
-        """Add rows, each with its number within its replica."""
-        for number, row in numbered:
-            self._rows.add(number, row)
 
-    def packed(self) -> bytes:
-        """Return the rows and their numbers, packed by :func:`pack_rows`."""
-        return pack_rows(self._rows.numbered)
+class LayerTable(_Table[LayerRow]):
+    """Samples of each trainable parameter tensor; a sequence of mappings.
 
-    def column(self, name: str) -> list[Any]:
-        """Return one column over all rows."""
-        if name not in STEP_COLUMNS:
-            raise KeyError(name)
-        return [getattr(row, name) for _, row in self._rows.numbered]
+    :class:`~daskdl.LayerMonitor` asks for them. Every row has the keys of
+    :data:`LAYER_COLUMNS`; those of a step are in the order of the model's parameters.
+    The rows of an epoch are added when the epoch ends, in ascending order of replica.
+    The table holds at most 20,000 rows, or one step of each replica: beyond that, it
+    drops every second step, among new ones too.
 
-    def to_pandas(self) -> Any:
-        """Return the rows as a `pandas.DataFrame`; needs pandas."""
-        import pandas as pd
+    NaN, infinities and values beyond 1e37 are in no bin of a histogram.
 
-        rows = [row for _, row in self._rows.numbered]
-        return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
+    Args:
+        names: Names of all trainable parameters, in the order of the model.
 
-    @override
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return self._rows.numbered[index][1]._asdict()
+    Attributes:
+        names: The same.
+    """
+
+    names: Sequence[str]
+    _columns = LAYER_COLUMNS
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        super().__init__()
+        self.names = list(names)
 
     @override
-    def __len__(self) -> int:
-        return len(self._rows.numbered)
+    def extend(self, numbered: Iterable[tuple[int, LayerRow]]) -> None:
+        numbered = list(numbered)
+        for _, row in numbered:
+            if not 0 <= row.layer < len(self.names):
+                raise ValueError(f"got layer {row.layer} of {len(self.names)} layers")
+        super().extend(numbered)
 
     @override
-    def __repr__(self) -> str:
-        return f"StepTable({len(self)} rows)"
+    def _value(self, row: LayerRow, name: str) -> Any:
+        if name == "name":
+            return self.names[row.layer]
+        value = getattr(row, name)
+        return np.frombuffer(value, "<i4").tolist() if type(value) is bytes else value
+
+    def means(self) -> dict[str, dict[int, dict[str, float]]]:
+        """Return norms and ratio by name and step: means over the replicas.
+
+        Replicas make the same step at different times; one that has no row of a step
+        does not count.
+        """
+        found: dict[str, dict[int, list[list[float]]]] = {}
+        for _, row in self._rows.numbered:
+            own = found.setdefault(self.names[row.layer], {}).setdefault(row.step, [])
+            own.append([getattr(row, name) for name in NORMS])
+        return {
+            layer: {
+                step: dict(zip(NORMS, map(fmean, zip(*rows, strict=True)), strict=True))
+                for step, rows in sorted(own.items())
+            }
+            for layer, own in found.items()
+        }
 
 
 COLUMNS: Mapping[str, str] = {
@@ -359,6 +502,7 @@ SUMMED = (
     "folds",
 )
 MOST_EPOCHS = 200  # rows of the table of a report
+MOST_LAYERS = 200  # the same
 MOST_SHOWN = 5  # of the first rows, and of the last ones, in a notebook
 
 
@@ -371,6 +515,7 @@ class History(Sequence[Row]):
 
     Attributes:
         steps: A sample of the steps of each replica.
+        layers: Samples of each parameter tensor, with :class:`~daskdl.LayerMonitor`.
         timeline: What each replica did when.
         run: Options, versions, replicas, and the error if there was one.
         stopping: The record of early stopping; None without early stopping, and until
@@ -383,6 +528,7 @@ class History(Sequence[Row]):
     """
 
     steps: StepTable
+    layers: LayerTable
     timeline: Timeline
     run: RunRecord
     stopping: Stopping | None
@@ -390,6 +536,7 @@ class History(Sequence[Row]):
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self._rows = list(rows)
         self.steps = StepTable()
+        self.layers = LayerTable()
         self.timeline = Timeline()
         self.run = RunRecord()
         self.stopping = None
@@ -500,9 +647,10 @@ class History(Sequence[Row]):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a report of the fit: one HTML file that needs no network.
 
-        It has a summary, the error if the fit ended with one, curves, where the time
-        went, the timeline of each replica, who joined and left, epochs, options and
-        versions. It grows to a few megabytes at most.
+        It has a summary, the error if the fit ended with one, curves, layers if there
+        are samples of them, where the time went, the timeline of each replica, who
+        joined and left, epochs, options and versions. It grows to a few megabytes at
+        most.
 
         Args:
             path: File to write; an existing one is replaced.
@@ -535,6 +683,7 @@ class History(Sequence[Row]):
                 ("Error", f"<pre>{html.escape(run.error)}</pre>" if run.error else ""),
                 ("Summary", report.table(self._facts())),
                 ("Curves", f'<div class="charts">{self._charts()}</div>'),
+                ("Layers", self._layer_charts() if len(self.layers) else ""),
                 ("Where the time went", report.shares(seconds) if seconds else ""),
                 ("Timeline", spans),
                 ("Replicas", self._replica_table()),
@@ -587,6 +736,42 @@ class History(Sequence[Row]):
         charts.append(report.chart("loss of single steps", "step", by_step))
         charts += [report.chart(n, "epoch", self._lines(n)) for n in CHARTED]
         return "".join(charts)
+
+    def _layer_charts(self) -> str:
+        """Return norms by step, and the histograms of the newest sample."""
+        charts, means = [], self.layers.means()
+        for title, name in (
+            ("log10 of update norm / parameter norm", "ratio"),
+            ("norm of the gradient", "gradient_norm"),
+            ("norm of the residual", "residual_norm"),
+        ):
+            lines = []
+            for layer, steps in means.items():
+                values = [own[name] for own in steps.values()]
+                if name == "ratio":
+                    values = [math.log10(v) if v > 0 else math.nan for v in values]
+                lines.append(Line(layer, list(steps), values))
+            charts.append(report.chart(title, "step", lines))
+        newest = max(self.layers, key=lambda row: (row["step"], -row["replica"]))
+        sample = [
+            [row["name"], *(row[name] for name in NORMS)]
+            + [
+                report.histogram(*(row[f"{of}_{end}"] for end in ends))
+                for of in ("parameter", "gradient", "update")
+                for ends in [("low", "high", "counts")]
+            ]
+            for row in self.layers
+            if (row["step"], row["replica"]) == (newest["step"], newest["replica"])
+        ]
+        columns = ["name", *(name.replace("_", " ") for name in NORMS)]
+        few = f", {MOST_LAYERS} of {len(sample)} layers" if sample[MOST_LAYERS:] else ""
+        return (
+            f'<div class="charts">{"".join(charts)}</div><p>Lines are means over the '
+            f"replicas. Step {newest['step']} of replica {newest['replica']}{few}:</p>"
+            + report.table(
+                sample[:MOST_LAYERS], [*columns, "parameters", "gradients", "updates"]
+            )
+        )
 
     def _replica_table(self) -> str:
         run, timeline = self.run, self.timeline

@@ -13,6 +13,7 @@ from daskdl.callbacks import (
     FailureInjection,
     FitBegin,
     FitEnd,
+    LayerMonitor,
     LearningRateMonitor,
     PrintProgress,
     Step,
@@ -36,7 +37,7 @@ from daskdl.errors import (
 from daskdl.evaluation.evaluate import evaluate
 from daskdl.evaluation.per_example import WorstExample, WorstExamples
 from daskdl.evaluation.report import Evaluation
-from daskdl.history import History, RunRecord, StepTable, Stopping
+from daskdl.history import History, LayerTable, RunRecord, StepTable, Stopping
 from daskdl.inference.predictions import Predictions
 from daskdl.inference.predictor import Predictor
 from daskdl.planning.cost_model import Network
@@ -78,6 +79,8 @@ __all__ = [
     "GradientSharing",
     "History",
     "KeepResidual",
+    "LayerMonitor",
+    "LayerTable",
     "LearningRateMonitor",
     "LinkThreshold",
     "ModelError",

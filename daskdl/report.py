@@ -186,7 +186,8 @@ def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
         shape = f'd="M{path}"' if len(own) > 1 else f'd="M{path}h0"'
         color = _LINES[i % len(_LINES)]
         if own:
-            parts.append(f'<path class="line" stroke="{color}" {shape}/>')
+            hint = f"<title>{html.escape(drawn[i][0])}</title>"
+            parts.append(f'<path class="line" stroke="{color}" {shape}>{hint}</path>')
     few = drawn if 1 < len(drawn) <= MOST_NAMED else []
     legend = "".join(
         f'<span><i style="background:{_LINES[i % len(_LINES)]}"></i>'
@@ -198,6 +199,31 @@ def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
         f"<figure><figcaption>{name} <small>by {html.escape(x_name)}</small> "
         f'{legend}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         f'aria-label="{name}">{"".join(parts)}</svg></figure>'
+    )
+
+
+def histogram(low: float, high: float, counts: Sequence[int]) -> Html:
+    """Draw the counts of equal bins, with the bounds below; "-" without any.
+
+    Example:
+        >>> histogram(-1.0, 1.0, [1, 2]).html.partition("</svg>")[2]
+        '<small>-1 to 1</small>'
+        >>> histogram(float("nan"), float("nan"), [0, 0]).html
+        '-'
+    """
+    most = max(counts)
+    if not most:
+        return Html("-")
+    wide = WIDTH / len(counts)
+    path = "".join(
+        f"M{i * wide:.0f} {HEIGHT}v{-HEIGHT * count / most:.0f}h{wide:.0f}V{HEIGHT}"
+        for i, count in enumerate(counts)
+        if count
+    )
+    return Html(
+        f'<svg class="bins" role="img" aria-label="histogram" viewBox="0 0 {WIDTH} '
+        f'{HEIGHT}"><path d="{path}"/></svg>'
+        f"<small>{number(low)} to {number(high)}</small>"
     )
 
 
@@ -321,6 +347,7 @@ svg .y{text-anchor:end}svg .x{text-anchor:middle}
 .grid{stroke:var(--rule);fill:none}
 .line{fill:none;stroke-width:1.5;stroke-linecap:round;stroke-linejoin:round}
 @media (prefers-color-scheme:dark){.line,figcaption i{filter:brightness(1.5)}}
+svg.bins{display:block;width:84px;fill:#0072b2}
 .bar{display:flex;height:.9rem;width:320px;background:var(--rule)}.bar i{height:100%}
 td .bar{margin:.2rem 0}
 canvas{display:block;width:100%;cursor:crosshair;touch-action:pan-y}

@@ -17,14 +17,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from daskdl.callbacks import Checkpoint, EarlyStopping, Evaluate, FailureInjection
+from daskdl.callbacks import (
+    Checkpoint,
+    EarlyStopping,
+    Evaluate,
+    FailureInjection,
+    LayerMonitor,
+)
 from daskdl.channel.protocol import Natural, check
 from daskdl.config import check_flag
 from daskdl.data.checks import USER_ERRORS, trainable
 from daskdl.data.inputs import Compose
 from daskdl.data.manifest import Kind
 from daskdl.errors import DaskDLError, OptionError, SaveError
-from daskdl.history import LAYOUT, History, RunRecord, Stopping, unpack_rows
+from daskdl.history import (
+    History,
+    LayerRow,
+    LayerTable,
+    RunRecord,
+    StepRow,
+    Stopping,
+    layout_of,
+    unpack_rows,
+)
 from daskdl.keras.module import KerasModule
 from daskdl.residuals import KeepResidual, ResidualClipping
 from daskdl.saving.folder import Folder, encode_tensors, folder_store
@@ -101,6 +116,7 @@ KNOWN: Mapping[str, type] = {
         Checkpoint,
         EarlyStopping,
         Evaluate,
+        LayerMonitor,
         Compose,
         ParameterGroups,
     )
@@ -559,6 +575,9 @@ _HISTORY = {
     "stopping": Mapping[str, Any] | None,
     "steps": Tensor,
     "step_columns": Sequence[tuple[str, str]],
+    "layers": Tensor,
+    "layer_columns": Sequence[tuple[str, str]],
+    "layer_names": Sequence[str],
     "timeline": Tensor,
     "span_columns": Sequence[tuple[str, str]],
     "run": Mapping[str, Any],
@@ -578,7 +597,10 @@ def _history_values(history: History) -> dict[str, Any]:
         "rows": [dict(row) for row in history],
         "stopping": history.stopping and vars(history.stopping),
         "steps": np.frombuffer(history.steps.packed(), np.uint8),
-        "step_columns": LAYOUT.descr,
+        "step_columns": layout_of(StepRow).descr,
+        "layers": np.frombuffer(history.layers.packed(), np.uint8),
+        "layer_columns": layout_of(LayerRow).descr,
+        "layer_names": history.layers.names,
         "timeline": np.frombuffer(history.timeline.packed(), np.uint8),
         "span_columns": SPANS.descr,
         "run": vars(history.run),
@@ -588,7 +610,8 @@ def _history_values(history: History) -> dict[str, Any]:
 def _history_of(values: Any) -> History:
     none = torch.zeros(0, dtype=torch.uint8)  # in the first saves
     own = {"timeline": none, "span_columns": SPANS.descr, "run": vars(RunRecord())}
-    values = {**own, **values}
+    own |= {"layers": none, "layer_columns": layout_of(LayerRow).descr}
+    values = {**own, "layer_names": [], **values}
     check({name: values[name] for name in _HISTORY}, _HISTORY)
     check(values["run"], _RUN)
     history = History(values["rows"])
@@ -596,8 +619,11 @@ def _history_of(values: Any) -> History:
         history.stopping = Stopping(**values["stopping"])
     history.run = RunRecord(**values["run"])
     history.timeline = Timeline(history.run.began)
-    layout = _layout(values["step_columns"], LAYOUT, "steps")
-    history.steps.extend(unpack_rows(_bytes(values["steps"]), layout))
+    layout = _layout(values["step_columns"], layout_of(StepRow), "steps")
+    history.steps.extend(unpack_rows(_bytes(values["steps"]), StepRow, layout))
+    history.layers = LayerTable(values["layer_names"])
+    layout = _layout(values["layer_columns"], layout_of(LayerRow), "layers")
+    history.layers.extend(unpack_rows(_bytes(values["layers"]), LayerRow, layout))
     layout = _layout(values["span_columns"], SPANS, "timeline")
     history.timeline.extend(_bytes(values["timeline"]), layout)
     return history

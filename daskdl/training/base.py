@@ -601,6 +601,14 @@ class Exchange(ABC):
         """Return measurements of the last step, for a row of `history.steps`."""
         return StepStats()
 
+    def residual_norms(self) -> Mapping[str, float]:
+        """Return the norm of each parameter's residual, for rows of `history.layers`.
+
+        Called after `after_step`, in steps that are sampled. The Euclidean norms,
+        parameter units, by name of the parameter; the default has none.
+        """
+        return {}
+
     def snapshot(self) -> dict[str, Any]:
         """Return everything a joining replica needs, as plain values and arrays.
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from daskdl import errors
-from daskdl.callbacks import Callback, FitBegin, FitEnd
+from daskdl.callbacks import Callback, FitBegin, FitEnd, LayerMonitor
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.data import batching
 from daskdl.data.checks import (
@@ -41,7 +41,7 @@ from daskdl.data.export import ExportOptions, temporary_batches
 from daskdl.data.inputs import infer_metadata, merge_small_parts
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.errors import DaskDLError, DataError, ReplicaError, RunError, SaveError
-from daskdl.history import History, Row, RunRecord, Stopping
+from daskdl.history import History, LayerTable, Row, RunRecord, Stopping
 from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import PackedModel, copied
 from daskdl.timeline import Timeline
@@ -58,10 +58,15 @@ from daskdl.training.backend import (
     StepProgress,
     TaskFailed,
 )
-from daskdl.training.base import KeptResidual, Parameters
+from daskdl.training.base import KeptResidual, Parameters, trained_in
 from daskdl.training.checkpointing import ResumePlan, checkpoints_of
 from daskdl.training.dask_backend import dask_backend
-from daskdl.training.epoch_control import EvaluationPlan, LearningRate, StoppingDecision
+from daskdl.training.epoch_control import (
+    EvaluationPlan,
+    LearningRate,
+    StoppingDecision,
+    only,
+)
 from daskdl.training.fit_spec import (
     EndOfEpoch,
     FitSpec,
@@ -181,6 +186,7 @@ class FitRun:
         for replica, worker in self._backend.workers.items():
             run.join(replica, worker)
         self.history.run, self.history.timeline = run, Timeline(run.began)
+        self.history.layers = LayerTable(trained_in(self._model))
 
     def _end_record(
         self,
@@ -254,6 +260,7 @@ class FitRun:
             epochs_before=state.epochs,
             rows=run.rows,
             evaluation=evaluation,
+            layers=only(LayerMonitor, spec.callbacks),
             labels=run.labels,
             left_out=train.left_out,
             size=flat.size,

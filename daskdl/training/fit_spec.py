@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.callbacks import Callback, FailureInjection
+from daskdl.callbacks import Callback, FailureInjection, LayerMonitor
 from daskdl.channel.protocol import ChannelSpec
 from daskdl.config import (
     Timeouts,
@@ -402,6 +402,7 @@ class ReplicaSpec(FitSpec):
         rows: Two rows of X and y for the warm-up.
         evaluation: Epochs in which the agreed model is scored, and the rule for early
             stopping.
+        layers: Rule for the steps whose layers are sampled; None: no step.
         labels: Check for the labels of each part; None: labels are not checked.
         left_out: Number of unreadable examples excluded before the run.
         size: Number of trainable parameters of the model.
@@ -424,6 +425,7 @@ class ReplicaSpec(FitSpec):
     epochs_before: int = 0
     rows: Rows
     evaluation: EvaluationPlan
+    layers: LayerMonitor | None = None
     labels: LabelCheck | None = None
     left_out: int = 0
     size: int

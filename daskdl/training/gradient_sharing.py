@@ -34,7 +34,12 @@ from daskdl.compression.flat import (
     average_untrained,
 )
 from daskdl.compression.kernels import GUARD
-from daskdl.compression.replica_vector import MAX_COUNT, Counts
+from daskdl.compression.replica_vector import (
+    MAX_COUNT,
+    Counts,
+    ResidualView,
+    ranges_by_pattern,
+)
 from daskdl.config import check_choice, check_type, check_whole, is_number
 from daskdl.errors import CodecError, DivergedError, OptionError
 from daskdl.evaluation.evaluate import Score
@@ -161,14 +166,17 @@ class GradientSharingExchange(Exchange):
         self._options = options
         self._channel = context.channel
         self._untrained = context.untrained
+        parameters = FlatParameters(context.module)
         self._compressor = Compressor(
-            FlatParameters(context.module),
+            parameters,
             options.threshold,
             options.residual,
             options.apply,
             sent,
         )
         self._vector = self._compressor.vector
+        names = {name: name for name in parameters.slices}
+        self._places = ranges_by_pattern(parameters, self._vector, names)  # by name
         self._in_step = options.max_staleness == 0
         self.chooses = options.compare_models and options.apply == "eager"
         self._compared_at = math.nan  # time of the last comparison, or the first step
@@ -592,6 +600,13 @@ class GradientSharingExchange(Exchange):
             encode_s=self._encode_s,
             apply_s=self._apply_s,
         )
+
+    @override
+    def residual_norms(self) -> Mapping[str, float]:
+        return {
+            name: float(ResidualView(self._vector, places).tensor().norm())
+            for name, places in self._places.items()
+        }
 
     @override
     def snapshot(self) -> dict[str, Any]:

@@ -83,6 +83,7 @@ from daskdl.training.optimizer_step import (
 from daskdl.training.telemetry import (
     EpochReport,
     EpochTotals,
+    LayerLog,
     Reports,
     RowLog,
     StepLog,
@@ -192,6 +193,7 @@ class Replica:
         self._device = device
         self._store = store
         self._log = StepLog(spec.telemetry_every)
+        self._layers = LayerLog(number, spec.layers)
         self._spans = SpanLog(number, channel.clock.now)
         channel.on_wait = self._spans.wait
         self._shapes = ShapeCheck(batching.kinds(spec.rows), spec.read.transform)
@@ -264,6 +266,7 @@ class Replica:
             inherited.check(self.module)
             with restoring(inherited.common_at):
                 load_tensors_(self.module, inherited.tensors)
+        self._layers.watch(self.module)
         self.optimizer = spec.optimizer(trainable(self.module))
         if spec.optimizer_state is not None:
             self.optimizer.load_state_dict(spec.optimizer_state)
@@ -431,7 +434,9 @@ class Replica:
         if callbacks or self.steps + 1 >= self._log.next_step:
             scale = exchange.learning_rate_scale * exchange.rate_factor
             rate = self.rate.value * scale
-        self.stepper.update(exchange.learning_rate_scale, exchange.rate_factor)
+        sampled = self._layers.due(self.steps + 1)
+        with self._layers.measuring() if sampled else contextlib.nullcontext():
+            self.stepper.update(exchange.learning_rate_scale, exchange.rate_factor)
         self.steps += 1
         if self.rate.per_step:
             self.rate.step_()
@@ -448,6 +453,8 @@ class Replica:
             exchange.after_step(self.interval, rows)
         except DivergedError as error:
             raise self._diverged(epoch, loss, str(error)) from None
+        if sampled:
+            self._layers.add(epoch, self.steps, exchange.residual_norms())
         totals.loss_sum += loss * rows
         totals.examples += rows
         now = enter("data")
@@ -566,7 +573,7 @@ class Replica:
             f"report {epoch}",
             report.to_wire(),
             BarrierKind.REPORT,
-            telemetry_of(self._log, self._spans),
+            telemetry_of(self._log, self._layers, self._spans),
         )
         check_alike(gathered, f"at the end of epoch {epoch}")
         reports, departed = reports_of(gathered.payloads), gathered.counted["departed"]
@@ -661,7 +668,7 @@ class Replica:
 
     def _unfinished(self) -> FitResult:
         """Return the result before the end: the parameters agreed on last."""
-        telemetry = [telemetry_of(self._log, self._spans)]
+        telemetry = [telemetry_of(self._log, self._layers, self._spans)]
         if not self._joined:
             return FitResult(
                 Parameters(), telemetry=telemetry, met=False, finished=False
@@ -682,7 +689,7 @@ class Replica:
             (optimizer_arrays(self.optimizer, self.weight), rest_of(self.optimizer)),
             left.compression,
             self.rate.state(),
-            [telemetry_of(self._log, self._spans)],
+            [telemetry_of(self._log, self._layers, self._spans)],
             restored=best is not None,
         )
 

@@ -1,21 +1,35 @@
 """Measurements of replicas and the rows of the history made from them.
 
-Hides how step rows are sampled, how epoch reports travel, and how they are aggregated.
+Hides how steps and layers are sampled, how epoch reports travel, and how they are
+aggregated.
 """
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
+from daskdl.callbacks import LayerMonitor
 from daskdl.channel.base import ChannelStats
 from daskdl.compression.compressor import Sample
+from daskdl.compression.flat import working_dtype
 from daskdl.errors import DataError
 from daskdl.evaluation.evaluate import Score
-from daskdl.history import History, StepRow, Thinned, pack_rows, unpack_rows
+from daskdl.history import (
+    BINS,
+    History,
+    LayerRow,
+    StepRow,
+    Thinned,
+    pack_rows,
+    unpack_rows,
+)
 from daskdl.timeline import SpanLog
 from daskdl.training.base import Choice, ExchangeStats
 
@@ -137,19 +151,114 @@ class StepLog:
         return pack_rows(self._rows.take())
 
 
-def telemetry_of(steps: StepLog, spans: SpanLog) -> bytes:
-    """Pack what both logs have recorded since the last call.
+# Larger values have no bin: float32 has no room for the distance of two of them.
+LARGEST = 1e37
 
-    The length of the rows of steps in eight bytes, the rows, and the spans.
+
+def measured(tensor: Tensor | None) -> tuple[float, float, float, bytes]:
+    """Return the norm, the bounds and the packed counts of a tensor's values.
+
+    Example:
+        >>> norm, low, high, counts = measured(torch.tensor([3.0, -4.0]))
+        >>> norm, low, high, np.frombuffer(counts, "<i4").tolist()[::19]
+        (5.0, -4.0, 3.0, [1, 1])
     """
-    rows = steps.take()
-    return len(rows).to_bytes(8, "little") + rows + spans.take()
+    norm = low = high = math.nan
+    counts = torch.zeros(BINS, dtype=torch.int32)
+    if tensor is not None:
+        dense = tensor.detach().to_dense()
+        values = dense.to(working_dtype(dense.dtype)).flatten()
+        norm = float(torch.linalg.vector_norm(values))
+        values = values[values.abs() <= LARGEST]
+        if len(values):
+            low, high = map(float, values.aminmax())
+            width = (high - low) / BINS or 1.0
+            places = ((values - low) / width).long().clamp_(0, BINS - 1)
+            counts = torch.bincount(places, minlength=BINS).int().cpu()
+    return norm, low, high, counts.numpy().astype("<i4").tobytes()
+
+
+# Rows of layers between two reports: 184 KB, or one sample.
+MOST_LAYER_ROWS = 512
+
+
+class LayerLog:
+    """Samples the parameters of one replica, their gradients and their updates.
+
+    Args:
+        replica: Number of the replica.
+        rule: Chooses the steps; None: no step.
+    """
+
+    def __init__(self, replica: int, rule: LayerMonitor | None) -> None:
+        self._replica = replica
+        self._rule = rule
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._measured: list[tuple[Any, ...]] = []  # in the current step
+        self._samples: Thinned[list[LayerRow]] = Thinned(1)
+
+    def watch(self, module: nn.Module) -> None:
+        """Set the module to sample; its trainable parameters are those of now."""
+        named = module.named_parameters()
+        self._parameters = {n: p for n, p in named if p.requires_grad}
+        self._samples = Thinned(max(1, MOST_LAYER_ROWS // len(self._parameters)))
+
+    def due(self, step: int) -> bool:
+        """Whether to sample a step; if so, `measuring` and `add` must follow."""
+        rule = self._rule
+        if rule is None or not rule.due(step):
+            return False
+        return self._samples.wants(step // rule.every)
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Context manager around the optimizer step."""
+        parameters = self._parameters.values()
+        before = [parameter.detach().clone() for parameter in parameters]
+        yield
+        self._measured = []
+        for one, former in zip(parameters, before, strict=True):
+            # In half types, rounding the difference would lose digits.
+            dtype = working_dtype(one.dtype)
+            update = one.detach().to(dtype) - former.to(dtype)
+            values = (one, one.grad, update)
+            self._measured.append(tuple(v for own in values for v in measured(own)))
+
+    def add(self, epoch: int, step: int, residuals: Mapping[str, float]) -> None:
+        """Add the sample of a step that was due."""
+        assert self._rule is not None, "a step was due"
+        rows = []
+        for i, (name, own) in enumerate(
+            zip(self._parameters, self._measured, strict=True)
+        ):
+            residual = residuals.get(name, math.nan)
+            where = (epoch, step, self._replica, i)
+            rows.append(LayerRow._make((*where, *own, residual)))
+        self._samples.add(step // self._rule.every, rows)
+
+    def take(self) -> bytes:
+        """Return the packed rows since the last call."""
+        samples = self._samples.take()
+        return pack_rows([(number, row) for number, rows in samples for row in rows])
+
+
+def telemetry_of(steps: StepLog, layers: LayerLog, spans: SpanLog) -> bytes:
+    """Pack what the logs have recorded since the last call.
+
+    The rows of steps, and those of layers, after their length in eight bytes; then the
+    spans.
+    """
+    rows = [steps.take(), layers.take()]
+    sized = b"".join(len(own).to_bytes(8, "little") + own for own in rows)
+    return sized + spans.take()
 
 
 def add_telemetry(history: History, packed: bytes) -> None:
     """Add the result of `telemetry_of` to a history."""
-    spans = 8 + int.from_bytes(packed[:8], "little")
-    history.steps.extend(unpack_rows(packed[8:spans]))
+    layers = 8 + int.from_bytes(packed[:8], "little")
+    spans = layers + 8 + int.from_bytes(packed[layers : layers + 8], "little")
+    history.steps.extend(unpack_rows(packed[8:layers], StepRow))
+    history.layers.extend(unpack_rows(packed[layers + 8 : spans], LayerRow))
     history.timeline.extend(packed[spans:])
 
 

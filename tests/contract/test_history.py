@@ -1,4 +1,4 @@
-"""Rows of epochs and steps: tables, packing, sampling of steps and residuals."""
+"""Rows of epochs, steps and layers: tables, packing, sampling."""
 
 import math
 
@@ -10,16 +10,19 @@ from daskdl import history
 from daskdl.compression.compressor import Sample
 from daskdl.history import (
     COLUMNS,
-    LAYOUT,
+    LAYER_COLUMNS,
     STEP_COLUMNS,
     History,
+    LayerRow,
+    LayerTable,
     StepRow,
     StepTable,
+    layout_of,
     pack_rows,
     unpack_rows,
 )
 from daskdl.training import telemetry
-from daskdl.training.telemetry import SHARE, StepLog, spread_of
+from daskdl.training.telemetry import SHARE, StepLog, measured, spread_of
 
 ROWS = [
     dict.fromkeys(COLUMNS, 0) | {"epoch": 0, "loss": 0.5, "waits": {"room": 1.0}},
@@ -96,11 +99,11 @@ def table(*batches):
 
 @pytest.mark.parametrize("numbered", [[], [(1, FULL)], [(7, FULL), (8, FULL)]])
 def test_packed_rows_are_unpacked(numbered):
-    assert unpack_rows(pack_rows(numbered)) == numbered
+    assert unpack_rows(pack_rows(numbered), StepRow) == numbered
 
 
 def test_missing_values_stay_missing_when_packed():
-    [(number, row)] = unpack_rows(pack_rows([(5, ALONE)]))
+    [(number, row)] = unpack_rows(pack_rows([(5, ALONE)]), StepRow)
 
     assert (number, row[:4], row.kind) == (5, ALONE[:4], None)
     assert math.isnan(row.threshold)
@@ -138,12 +141,118 @@ class TestStepTable:
         assert frame["kind"].isna().tolist() == [False, True]
 
 
-@pytest.mark.parametrize("missing", ["number", "loss"])
-def test_rows_without_required_columns_are_refused(missing):
-    layout = np.dtype([column for column in LAYOUT.descr if column[0] != missing])
+def layer_row(step=10, replica=0, layer=0, update=0.5, residual=math.nan):
+    counts = np.arange(20, dtype="<i4").tobytes()  # it ends, and begins, with zeros
+    parts = [[norm, -norm / 2, norm, counts] for norm in (4.0, 2.0, update)]
+    return LayerRow(1, step, replica, layer, *(v for p in parts for v in p), residual)
 
-    with pytest.raises(ValueError, match=r"need their numbers|none of steps"):
-        unpack_rows(np.zeros(1, layout).tobytes(), layout)
+
+def layer_table(names, *rows):
+    made = LayerTable(names)
+    made.extend([(row.step // 10, row) for row in rows])
+    return made
+
+
+class TestLayerTable:
+    def test_it_is_a_sequence_of_mappings_with_names_ratios_and_counts(self):
+        own = layer_table(["a", "b"], layer_row(), layer_row(layer=1, residual=3.0))
+
+        assert len(own) == 2
+        assert list(own[0]) == list(LAYER_COLUMNS)
+        assert own.column("name") == ["a", "b"]
+        assert own.column("ratio") == [0.125, 0.125]
+        assert own[1]["residual_norm"] == 3.0
+        assert own[1]["gradient_counts"] == list(range(20))
+        assert (own[1]["update_low"], own[1]["update_high"]) == (-0.25, 0.5)
+        assert list(own.to_pandas()["parameter_counts"]) == [list(range(20))] * 2
+
+    def test_packed_rows_are_unpacked(self):
+        rows = [(1, layer_row(residual=1.0)), (3, layer_row(step=30, residual=2.0))]
+
+        assert unpack_rows(pack_rows(rows), LayerRow) == rows
+
+    def test_means_are_over_the_replicas_that_have_the_step(self):
+        rows = [layer_row(update=0.5), layer_row(step=20)]
+
+        means = layer_table("ab", *rows, layer_row(replica=1, update=1.5)).means()
+
+        assert means["a"][10]["update_norm"] == 1.0
+        assert means["a"][10]["ratio"] == 0.25
+        assert means["a"][20]["update_norm"] == 0.5
+        assert math.isnan(means["a"][10]["residual_norm"])
+
+    def test_one_step_of_each_replica_stays_however_many_rows_it_has(self, monkeypatch):
+        monkeypatch.setattr(history, "MOST_ROWS", 6)
+        rows = [
+            layer_row(10 * number, replica, layer)
+            for replica in range(2)
+            for number in range(1, 8)
+            for layer in range(4)
+        ]
+
+        own = layer_table("abcd", *rows)
+
+        assert set(own.column("step")) == {40}
+        assert own.column("replica") == [0] * 4 + [1] * 4
+
+    @pytest.mark.parametrize("layer", [-1, 2])
+    def test_a_row_of_no_layer_is_refused(self, layer):
+        with pytest.raises(ValueError, match=f"got layer {layer} of 2 layers"):
+            layer_table(["a", "b"], layer_row(layer=layer))
+
+
+@pytest.mark.parametrize(
+    ("values", "bounds", "counts"),
+    [
+        ([1.0, 2.0, 21.0], [1, 21], {0: 1, 1: 1, 19: 1}),
+        ([3.0, 3.0], [3, 3], {0: 2}),
+        ([0.0] * 3, [0, 0], {0: 3}),
+        ([math.nan, 5.0, math.inf, -3e38, 25.0], [5, 25], {0: 1, 19: 1}),
+        ([-1e37, 1e37], [-1e37, 1e37], {0: 1, 19: 1}),
+        ([math.nan], [math.nan, math.nan], {}),
+        ([], [math.nan, math.nan], {}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_histogram_has_the_values_that_are_finite(dtype, values, bounds, counts):
+    tensor = torch.tensor(values, dtype=dtype)
+
+    norm, low, high, packed = measured(tensor)
+
+    assert norm == pytest.approx(float(tensor.norm()), nan_ok=True)
+    assert [low, high] == pytest.approx(bounds, nan_ok=True)
+    found = np.frombuffer(packed, "<i4")
+    assert {i: n for i, n in enumerate(found) if n} == counts
+
+
+def test_norms_of_half_types_are_those_of_their_values():
+    tensor = torch.full((100,), 300.0, dtype=torch.float16)  # whose square has no room
+
+    assert measured(tensor)[0] == 3000.0
+
+
+@pytest.mark.parametrize("kind", [StepRow, LayerRow])
+@pytest.mark.parametrize(
+    ("name", "instead"), [("number", []), ("epoch", []), ("replica", ["<f8"])]
+)
+def test_rows_of_another_layout_are_refused(kind, name, instead):
+    columns = [column for column in layout_of(kind).descr if column[0] != name]
+    layout = np.dtype([*columns, *((name, type) for type in instead)])
+
+    with pytest.raises(ValueError, match=f"rows of {kind.__name__}: "):
+        unpack_rows(np.zeros(1, layout).tobytes(), kind, layout)
+
+
+@pytest.mark.parametrize("kind", [StepRow, LayerRow])
+def test_rows_of_another_release_have_defaults_and_no_unknown_columns(kind):
+    columns = [c for c in layout_of(kind).descr if c[0] != "residual_norm"]
+    layout = np.dtype([*columns, ("speed", "<f8")])
+
+    [(number, row)] = unpack_rows(np.ones(1, layout).tobytes(), kind, layout)
+
+    assert (number, row.replica) == (1, 1)
+    assert math.isnan(row.residual_norm)
 
 
 class Clock:
@@ -206,9 +315,9 @@ def test_too_many_rows_for_one_report_are_thinned(monkeypatch, every):
     log = StepLog(every, clock)
 
     run(log, clock, range(1, 1001), 1.0)
-    first = unpack_rows(log.take())
+    first = unpack_rows(log.take(), StepRow)
     run(log, clock, range(1001, 1101), 1.0)
-    second = unpack_rows(log.take())
+    second = unpack_rows(log.take(), StepRow)
 
     assert 4 <= len(first) <= 8
     assert [number for number, _ in first + second] == [

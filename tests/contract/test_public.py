@@ -17,7 +17,7 @@ import daskdl.keras
 import daskdl.metrics
 from daskdl.channel import protocol
 from daskdl.config import FILE
-from daskdl.history import COLUMNS, STEP_COLUMNS
+from daskdl.history import COLUMNS, LAYER_COLUMNS, STEP_COLUMNS
 from daskdl.timeline import SPAN_COLUMNS
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,12 @@ def test_every_public_method_is_documented(name):
 
 @pytest.mark.parametrize(
     ("heading", "columns"),
-    [("History", COLUMNS), ("Steps", STEP_COLUMNS), ("Timeline", SPAN_COLUMNS)],
+    [
+        ("History", COLUMNS),
+        ("Steps", STEP_COLUMNS),
+        ("Layers", LAYER_COLUMNS),
+        ("Timeline", SPAN_COLUMNS),
+    ],
 )
 def test_the_reference_lists_the_columns(heading, columns):
     rows = table("api.md", heading)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from daskdl import OptionError
-from daskdl.history import COLUMNS, History, RunRecord, StepRow, Stopping
+from daskdl.history import COLUMNS, History, LayerTable, RunRecord, StepRow, Stopping
 from daskdl.timeline import ACTIVITIES, SPANS, Timeline
+from tests.contract.test_history import layer_row
 
 BEGAN = 1_700_000_000.0
 VOID = {"meta", "link", "i"}  # `i` is checked by its own closing tag
@@ -152,6 +153,7 @@ def test_nothing_in_it_is_taken_for_markup(tmp_path):
     history.run.join(0, evil)
     history.run.leave(0, evil)
     history.stopping = Stopping("loss", "target", evil)
+    history.layers = with_layers([evil, "0.weight"]).layers
 
     page = page_of(history, tmp_path)
 
@@ -159,6 +161,55 @@ def test_nothing_in_it_is_taken_for_markup(tmp_path):
     assert "img" not in {tag for tag, _ in page.tags}
     assert page.data["rows"][0]["left"][1] == evil
     assert page.tables["Options"] == [[evil, evil]]
+    assert page.tables["Layers"][1][0] == evil
+
+
+def with_layers(names, steps=3, **own):
+    history = full()
+    history.layers = LayerTable(names)
+    history.layers.extend(
+        (step, layer_row(10 * step, replica, layer, **own))
+        for replica in range(2)
+        for step in range(1, steps + 1)
+        for layer in range(len(names))
+    )
+    return history
+
+
+def test_layers_have_lines_and_histograms(tmp_path):
+    page = page_of(with_layers(["0.weight", "0.bias"], residual=3.0), tmp_path)
+
+    heading, *layers = page.tables["Layers"]
+    assert heading[:2] == ["name", "parameter norm"]
+    assert [cells[:6] for cells in layers] == [
+        [name, "4", "2", "0.5", "0.125", "3"] for name in ("0.weight", "0.bias")
+    ]
+    assert layers[0][6:] == ["-2 to 4", "-1 to 2", "-0.25 to 0.5"]
+    text = page.text["Layers"]
+    for title in ("log10 of update norm / parameter norm", "norm of the gradient"):
+        assert f"{title} by step 0.weight0.bias" in text
+    assert "Step 30 of replica 0:" in text
+    bins = [own for tag, own in page.tags if own.get("class") == "bins"]
+    assert len(bins) == 2 * 3
+    assert "Layers" not in page_of(full(), tmp_path).text
+
+
+def test_a_chart_without_residuals_and_counts_that_are_all_zero_is_left_out(tmp_path):
+    page = page_of(with_layers(["a"], update=0.0), tmp_path)
+
+    assert "norm of the residual" not in page.text["Layers"]
+    assert "log10" not in page.text["Layers"]
+    drawn = [own["d"] for tag, own in page.tags if tag == "path"]
+    assert not any("nan" in path or "inf" in path for path in drawn)
+
+
+def test_many_layers_have_a_table_of_the_first(tmp_path):
+    page = page_of(with_layers([f"{n}.weight" for n in range(300)]), tmp_path)
+
+    assert len(page.tables["Layers"]) == 1 + 200
+    assert "Step 30 of replica 0, 200 of 300 layers:" in page.text["Layers"]
+    names = [own for tag, own in page.tags if tag == "title"]
+    assert len(names) >= 2 * 300
 
 
 def test_nothing_is_fetched(tmp_path):

@@ -21,6 +21,7 @@ from daskdl import (
     FixedThreshold,
     GradientSharing,
     KeepResidual,
+    LayerMonitor,
     LinkThreshold,
     OptionError,
     SaveError,
@@ -159,6 +160,7 @@ def test_all_state_is_restored_and_can_be_saved_again(tmp_path):
         assert loaded.history[0]["waits"] == {"end": 0.5}
         assert loaded.history.stopping == one.history.stopping
         assert repr(list(loaded.history.steps)) == repr(list(one.history.steps))
+        assert repr(list(loaded.history.layers)) == repr(list(one.history.layers))
         assert list(loaded.history.timeline) == list(one.history.timeline)
         assert loaded.history.run == one.history.run
     kinds = Counter(path.suffix for path in tmp_path.iterdir())
@@ -184,6 +186,7 @@ def test_classes_of_daskdl_are_saved_without_their_module():
         ("telemetry_every", None),
         ("callbacks", [FailureInjection("sleep", steps=[3], seconds=0.1), Own(5)]),
         ("callbacks", [Checkpoint("s3://bucket/x", 2, keep_best="loss")]),
+        ("callbacks", [LayerMonitor(7)]),
         ("optimizer", own_optimizer),
         ("loss", own_loss),
         ("loss", nn.functional.mse_loss),

@@ -55,6 +55,7 @@ def test_a_trainer_is_loaded():
     assert history.column("examples") == [48, 48]
     assert len(history.steps) == 12
     assert {row["kind"] for row in history.steps} <= {"GAPS", "BITMAP"}
+    assert len(history.layers) == 0
 
 
 def test_a_loaded_trainer_continues(tmp_path):

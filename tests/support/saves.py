@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from daskdl import History, Trainer
-from daskdl.history import RunRecord, StepRow
+from daskdl.history import BINS, LayerRow, LayerTable, RunRecord, StepRow
 from daskdl.saving import trainer_state
 from daskdl.saving.trainer_state import (
     TrainerState,
@@ -55,6 +55,9 @@ def fitted(model=layers, steps=3, **options):
     standing = FitState(trained, sent, 2, 2)
     history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
     history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])
+    history.layers = LayerTable(["0.weight", "0.bias"])
+    values = [0.5, -0.25, 0.25, bytes(range(4 * BINS))] * 3
+    history.layers.extend([(2, LayerRow(0, 20, 1, 1, *values))])
     history.run = RunRecord(5.0, 2.5, {"epochs": "1"}, {"torch": "2.8"})
     history.run.join(3, "tcp://host:1")
     history.run.leave(3, "lost")

@@ -575,12 +575,12 @@ _HISTORY = {
     "stopping": Mapping[str, Any] | None,
     "steps": Tensor,
     "step_columns": Sequence[tuple[str, str]],
-    "layers": Tensor,
-    "layer_columns": Sequence[tuple[str, str]],
-    "layer_names": Sequence[str],
     "timeline": Tensor,
     "span_columns": Sequence[tuple[str, str]],
     "run": Mapping[str, Any],
+    "layers": Tensor,
+    "layer_columns": Sequence[tuple[str, str]],
+    "layer_names": Sequence[str],
 }
 _RUN = {
     "began": float,
@@ -598,12 +598,12 @@ def _history_values(history: History) -> dict[str, Any]:
         "stopping": history.stopping and vars(history.stopping),
         "steps": np.frombuffer(history.steps.packed(), np.uint8),
         "step_columns": layout_of(StepRow).descr,
-        "layers": np.frombuffer(history.layers.packed(), np.uint8),
-        "layer_columns": layout_of(LayerRow).descr,
-        "layer_names": history.layers.names,
         "timeline": np.frombuffer(history.timeline.packed(), np.uint8),
         "span_columns": SPANS.descr,
         "run": vars(history.run),
+        "layers": np.frombuffer(history.layers.packed(), np.uint8),
+        "layer_columns": layout_of(LayerRow).descr,
+        "layer_names": history.layers.names,
     }
 
 

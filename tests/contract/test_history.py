@@ -195,6 +195,11 @@ class TestLayerTable:
         assert set(own.column("step")) == {40}
         assert own.column("replica") == [0] * 4 + [1] * 4
 
+    def test_a_parameter_of_zeros_has_no_ratio(self):
+        own = layer_table("a", layer_row()._replace(parameter_norm=0.0))
+
+        assert math.isnan(own[0]["ratio"])
+
     @pytest.mark.parametrize("layer", [-1, 2])
     def test_a_row_of_no_layer_is_refused(self, layer):
         with pytest.raises(ValueError, match=f"got layer {layer} of 2 layers"):

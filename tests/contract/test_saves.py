@@ -629,6 +629,10 @@ def of_loss(value):
         (("history", "dict", 5, 1), [["compute", "<f8"]]),
         (("history", "dict", 6, 1), {"dict": [["mood", "x"]]}),
         (("history", "dict", 6, 1), {"dict": [["replicas", {"dict": [["a", 1]]}]]}),
+        (("history", "dict", 8, 1), [["number", "<i8"]]),
+        (("history", "dict", 8, 1), [["ratio", "|O8"]]),
+        (("history", "dict", 9, 1), ["0.weight"]),  # of two
+        (("history", "dict", 9, 1), [1, 2]),
     ],
     ids=lambda value: str(value)[:60],
 )

@@ -69,7 +69,7 @@ from daskdl.training.base import (
     restoring,
 )
 from daskdl.training.optimizer_step import is_adaptive
-from daskdl.training.telemetry import SAMPLE, mean, spread_of
+from daskdl.training.telemetry import SAMPLE, mean, norm_of, spread_of
 
 # Steps between two exchanges with "auto": powers of two, so that the steps of the
 # exchanges of all replicas are nested.
@@ -604,7 +604,7 @@ class GradientSharingExchange(Exchange):
     @override
     def residual_norms(self) -> Mapping[str, float]:
         return {
-            name: float(ResidualView(self._vector, places).tensor().norm())
+            name: norm_of(ResidualView(self._vector, places).tensor())
             for name, places in self._places.items()
         }
 

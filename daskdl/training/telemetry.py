@@ -151,6 +151,15 @@ class StepLog:
         return pack_rows(self._rows.take())
 
 
+def norm_of(values: Tensor) -> float:
+    """Return the Euclidean norm of a vector.
+
+    A float32 sum of all squares at once loses digits: 0.3 % of 50 million equal values.
+    """
+    parts = [torch.linalg.vector_norm(part) for part in values.split(2**16)]
+    return float(torch.linalg.vector_norm(torch.stack(parts)))
+
+
 # Larger values have no bin: float32 has no room for the distance of two of them.
 LARGEST = 1e37
 
@@ -168,7 +177,7 @@ def measured(tensor: Tensor | None) -> tuple[float, float, float, bytes]:
     if tensor is not None:
         dense = tensor.detach().to_dense()
         values = dense.to(working_dtype(dense.dtype)).flatten()
-        norm = float(torch.linalg.vector_norm(values))
+        norm = norm_of(values)
         values = values[values.abs() <= LARGEST]
         if len(values):
             low, high = map(float, values.aminmax())

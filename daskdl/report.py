@@ -348,6 +348,7 @@ svg .y{text-anchor:end}svg .x{text-anchor:middle}
 .line{fill:none;stroke-width:1.5;stroke-linecap:round;stroke-linejoin:round}
 @media (prefers-color-scheme:dark){.line,figcaption i{filter:brightness(1.5)}}
 svg.bins{display:block;width:84px;fill:#0072b2}
+svg.bins{display:block;width:84px;margin-left:auto;fill:#0072b2}
 .bar{display:flex;height:.9rem;width:320px;background:var(--rule)}.bar i{height:100%}
 td .bar{margin:.2rem 0}
 canvas{display:block;width:100%;cursor:crosshair;touch-action:pan-y}

@@ -156,7 +156,7 @@ def norm_of(values: Tensor) -> float:
 
     A float32 sum of all squares at once loses digits: 0.3 % of 50 million equal values.
     """
-    parts = [torch.linalg.vector_norm(part) for part in values.split(2**16)]
+    parts = [torch.linalg.vector_norm(part) for part in torch.split(values, 2**16)]
     return float(torch.linalg.vector_norm(torch.stack(parts)))
 
 

@@ -346,8 +346,7 @@ svg{width:100%;height:auto}svg text{font-size:11px;fill:var(--dim)}
 svg .y{text-anchor:end}svg .x{text-anchor:middle}
 .grid{stroke:var(--rule);fill:none}
 .line{fill:none;stroke-width:1.5;stroke-linecap:round;stroke-linejoin:round}
-@media (prefers-color-scheme:dark){.line,figcaption i{filter:brightness(1.5)}}
-svg.bins{display:block;width:84px;fill:#0072b2}
+@media (prefers-color-scheme:dark){.line,figcaption i,.bins{filter:brightness(1.5)}}
 svg.bins{display:block;width:84px;margin-left:auto;fill:#0072b2}
 .bar{display:flex;height:.9rem;width:320px;background:var(--rule)}.bar i{height:100%}
 td .bar{margin:.2rem 0}

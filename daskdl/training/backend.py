@@ -163,9 +163,12 @@ class Backend(ABC):
 
     Attributes:
         workers: Worker of each replica, present or past, by replica number.
+        allowed_losses: How often a fit goes on from one state after a loss of all
+            replicas.
     """
 
     workers: dict[int, str]
+    allowed_losses: int = 0
 
     @abstractmethod
     def start(self) -> bool:

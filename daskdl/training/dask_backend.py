@@ -20,6 +20,7 @@ from collections.abc import (
 from concurrent.futures import CancelledError
 from typing import Any
 
+import dask
 import numpy as np
 import torch
 from distributed import Client, Future, Worker, get_worker, secede, wait
@@ -329,6 +330,9 @@ class DaskBackend(Backend):
         self._scheduler_lost = self._warned = False
         bound = spec.timeouts.bound("request")
         self._fetcher = AgreedStateFetcher(client, spec.run, bound)
+        # As often as Dask retries a task whose worker has died.
+        failures = dask.config.get("distributed.scheduler.allowed-failures")
+        self.allowed_losses = int(failures)
 
     @override
     def start(self) -> bool:

@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import cloudpickle
-import dask
 from distributed import Client
 from torch import nn
 from torch.optim import Optimizer
@@ -354,7 +353,7 @@ class FitRun:
         except SaveError as error:
             self._give_up(f"the last checkpoint cannot be used: {error}")
             return None
-        most = dask.config.get("distributed.scheduler.allowed-failures")
+        most = backend.allowed_losses
         while True:
             self._losses[whence] += 1
             if self._losses[whence] > most:

@@ -53,7 +53,7 @@ OUTSIDE = {
     "history": {"matplotlib", "numpy", "pandas", "typing_extensions"},
     "residuals": {"typing_extensions"},
     "thresholds": {"torch", "typing_extensions"},
-    "callbacks": {"dask", "pandas", "typing_extensions"},
+    "callbacks": {"dask", "pandas", "torch", "typing_extensions"},
     "compression": {"llvmlite", "numba", "numpy", "torch", "typing_extensions"},
     "channel": {
         "bokeh",
@@ -100,6 +100,7 @@ OUTSIDE = {
     "metrics": {"numpy", "torch", "torchmetrics", "typing_extensions"},
     "training": {
         "cloudpickle",
+        "dask",
         "distributed",
         "numpy",
         "torch",

@@ -4,6 +4,7 @@ Nothing in them is executed, and nothing is written.
 """
 
 import copy
+import gc
 import hashlib
 import json
 import os
@@ -151,6 +152,8 @@ class Place:
         """What reading comes to with other files, or an error; others are raised."""
         self.put(changed)
         before = sorted((p.name, p.read_bytes()) for p in self.folder.iterdir())
+        WATCH.seen.clear()
+        gc.disable()  # objects of earlier tests would remove their files meanwhile
         WATCH.watching = threading.get_ident()
         try:
             if self.kind == "trainer":
@@ -163,6 +166,7 @@ class Place:
             return error
         finally:
             WATCH.watching = None
+            gc.enable()
             assert WATCH.seen == []
             after = sorted((p.name, p.read_bytes()) for p in self.folder.iterdir())
             assert after == before

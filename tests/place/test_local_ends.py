@@ -18,7 +18,7 @@ from daskdl.timeline import SpanLog
 from daskdl.training.backend import AgreedState, LocalBackend
 from daskdl.training.base import Parameters
 from daskdl.training.replica import arrays_of
-from daskdl.training.telemetry import StepLog, telemetry_of
+from daskdl.training.telemetry import LayerLog, StepLog, telemetry_of
 from tests.support.problems import kept, rows, trainer
 from tests.support.promises import EarlyEnds, FailAt, Interrupt, Place
 from tests.support.recording import Recorded, vector
@@ -213,7 +213,7 @@ class TestBackend:
             late = StepLog(every=1)
             assert late.due(10**6)
             late.add(StepRow(epoch=1, step=10**6, replica=0, loss=0.5))
-            telemetry = [telemetry_of(late, SpanLog(replica=0))]
+            telemetry = [telemetry_of(late, LayerLog(0, None), SpanLog(0))]
             return dataclasses.replace(
                 result, parameters=Parameters(), telemetry=telemetry
             )

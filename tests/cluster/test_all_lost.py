@@ -265,7 +265,11 @@ class SeenRates(Callback):
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize(
-    "master", [kept(), ParameterAveraging()], ids=["sharing", "averaging"]
+    "master",
+    [
+        pytest.param(kept(), id="sharing"),
+        pytest.param(ParameterAveraging(), id="averaging", marks=pytest.mark.slow),
+    ],
 )
 def test_after_the_loss_of_all_workers_the_fit_goes_on_with_others(
     two, master, checkpointed, tmp_path, caplog

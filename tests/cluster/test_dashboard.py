@@ -140,6 +140,7 @@ class TestPage:
         text = text_of(newest(watched))
         assert "failed: OnPurposeError: on purpose" in text
 
+    @pytest.mark.slow
     @needs_chromium
     def test_a_browser_shows_it_in_the_scheme_that_it_prefers(self, watched, tmp_path):
         history = fit(watched, epochs=2).history_

@@ -168,7 +168,8 @@ def test_the_others_go_on_without_a_cancelled_job(system, queue, tmp_path):
 def test_if_all_jobs_are_cancelled_the_error_says_what_to_set(system, queue, tmp_path):
     client = queue(2)
     numbers = [one.job_id for one in client.cluster.workers.values()]
-    script = Script((2, lambda: control(system.cancels, *numbers)))
+    never = (lambda row: False, enough)
+    script = Script((2, lambda: control(system.cancels, *numbers)), never)
     own = trainer(client, master=kept(rejoin_timeout=3), callbacks=[script])
 
     ended = daskdl.RunError, daskdl.WaitTimeoutError  # they retire, or are killed

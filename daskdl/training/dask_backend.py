@@ -51,6 +51,7 @@ from daskdl.training.backend import (
     Backend,
     EpochEnded,
     Event,
+    ReplicaFailed,
     ReplicaGone,
     TaskFailed,
     event_of,
@@ -452,6 +453,11 @@ class DaskBackend(Backend):
                     error = future.exception()
                     logger.warning("a joining replica did not start: %s", error)
                     self._unassign([replica])
+        if not self._futures:
+            # The scheduler may still wait for what closing workers have to say.
+            where = ", ".join(sorted(set(self.workers.values())))
+            summary = f"no replica is left: all workers have left: {where}"
+            yield ReplicaFailed("WaitTimeoutError", summary, deserted=True)
 
     def _handle(self, posted: Mapping[str, Any], event: Event | None) -> None:
         """Handle events of workers, and of parts that are missing."""

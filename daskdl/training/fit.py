@@ -39,7 +39,14 @@ from daskdl.data.checks import (
 from daskdl.data.export import ExportOptions, temporary_batches
 from daskdl.data.inputs import infer_metadata, merge_small_parts
 from daskdl.data.source import Source, is_known, rows_in
-from daskdl.errors import DaskDLError, DataError, ReplicaError, RunError, SaveError
+from daskdl.errors import (
+    DaskDLError,
+    DataError,
+    OptionError,
+    ReplicaError,
+    RunError,
+    SaveError,
+)
 from daskdl.history import History, LayerTable, Row, RunRecord, Stopping
 from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import PackedModel, copied
@@ -372,7 +379,7 @@ class FitRun:
                 return None
             try:
                 following = self._opened(sent, max(backend.workers) + 1)
-            except OSError as error:  # the worker has left
+            except (OSError, OptionError) as error:  # the worker has left
                 logger.warning("no run was begun: %s", error)
                 continue
             self._failure = None

@@ -25,6 +25,7 @@ from daskdl import (
     ParameterAveraging,
     RunError,
 )
+from daskdl.channel.transport import SchedulerOverDask
 from tests.support.clusters import EnoughError, cluster_of
 from tests.support.problems import kept, normalised, rows, trainer
 
@@ -301,7 +302,14 @@ def test_after_the_loss_of_all_workers_the_fit_goes_on_with_others(
 
 
 @pytest.mark.slow
-def test_a_fit_goes_on_when_all_processes_were_killed(tmp_path):
+@pytest.mark.parametrize("seem_to_close", [False, True])
+def test_a_fit_goes_on_when_all_processes_were_killed(monkeypatch, seem_to_close):
+    async def listens(*_):
+        return True
+
+    if seem_to_close:  # then the scheduler waits for their replicas
+        monkeypatch.setattr(SchedulerOverDask, "is_listening", listens)
+        monkeypatch.setattr("daskdl.channel.scheduler.GRACE_S", 60.0)
     best = EarlyStopping("val_loss", patience=MANY)
     with cluster_of(2) as client:
         own = trainer(client, callbacks=[Slow(), best])

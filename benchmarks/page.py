@@ -54,8 +54,9 @@ def looking(client: Client) -> Iterator[None]:
     command = [sys.executable, "-c", VIEWER, f"http://127.0.0.1:{port}/daskdl"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as viewer:
         assert viewer.stdout is not None
-        viewer.stdout.readline()
         try:
+            if viewer.stdout.readline() != b"open\n":
+                raise SystemExit(f"the page of {client} could not be opened")
             yield
         finally:
             viewer.kill()

@@ -518,7 +518,7 @@ def plan(
         raise FailedError("--latency needs --bandwidth")
     trainer = _trainer(factory, dict(arguments))
     if trainer.loss is None:
-        raise FailedError("plan needs a trainer with a loss; this one has a step")
+        raise FailedError("plan needs a trainer with loss=, this one has none")
     if not isinstance(trainer.master, daskdl.GradientSharing):
         kind = type(trainer.master).__name__
         raise FailedError(f"plan needs a master of GradientSharing, got a {kind}")

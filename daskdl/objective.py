@@ -1,18 +1,22 @@
-"""The objective of training: a loss of the model's output, or the user's own step.
+"""How a model is called, and the objective of training: a loss, or the user's own step.
 
-Code that runs a model on labelled rows accepts either.
+Hides how forward takes several inputs, and which of its outputs a loss gets. Code that
+runs a model on labelled rows accepts either objective.
 """
 
 import functools
+import inspect
+import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from daskdl.errors import OptionError
+from daskdl.errors import ModelError, OptionError
 
 Loss = Callable[[Any, Any], Tensor]  # (output of the model, labels) -> scalar
 Batch = tuple[Any, Any]  # (x, y): tensors, or tuples and dicts of tensors
@@ -29,23 +33,31 @@ class OwnStep:
     function: Callable[[nn.Module, Batch], Tensor]
 
 
+class ModelLoss(OwnStep):
+    """The loss that a model returns with its output, as those of transformers do."""
+
+
 Objective = Loss | OwnStep
 
 
 def objective_of(loss: Any, step: Any) -> Any:
     """Return the objective for a trainer's `loss` and `step`.
 
-    A loss is returned unchecked.
+    A loss is returned unchecked; without both, it is the model's own.
 
     Example:
-        >>> objective_of(None, None)
+        >>> objective_of(nn.MSELoss(), lambda model, batch: model(batch[0]).sum())
         Traceback (most recent call last):
-        daskdl.errors.OptionError: exactly one of loss and step must be given, got \
-neither
+        daskdl.errors.OptionError: loss must be left out if a step is given, which \
+computes it, got loss=MSELoss()
     """
-    if (loss is None) == (step is None):
-        got = "neither" if loss is None else f"loss={loss!r} and step={step!r}"
-        raise OptionError(f"exactly one of loss and step must be given, got {got}")
+    if loss is not None and step is not None:
+        raise OptionError(
+            "loss must be left out if a step is given, which computes it, got "
+            f"loss={loss!r}"
+        )
+    if loss is None and step is None:
+        return ModelLoss(_loss_alone)
     if step is None:
         return loss
     if not callable(step):
@@ -54,6 +66,69 @@ neither
             f"loss, got {step!r}"
         )
     return OwnStep(step)
+
+
+def scored(output: Any) -> Any:
+    """Return the output that a loss and metrics get.
+
+    Of an object with ``logits``, as transformers' models return it, these. Tensors,
+    tuples and plain dicts stay as they are.
+
+    Example:
+        >>> class Output(dict):
+        ...     logits = torch.tensor([0.5])
+        >>> scored(Output()), scored({"logits": 1})
+        (tensor([0.5000]), {'logits': 1})
+    """
+    if isinstance(output, Tensor | tuple) or type(output) is dict:
+        return output
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) else output
+
+
+def picked(output: Any, which: str | int | None) -> Any:
+    """Return one of a model's outputs, by name or position; all, if `which` is None.
+
+    Raises:
+        OptionError: If there is no such output.
+
+    Example:
+        >>> picked({"logits": 1}, "logits"), picked((1, 2), -1)
+        (1, 2)
+        >>> picked({"logits": 1}, "logit")
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: output='logit' is none of the model's outputs, \
+'logits'
+    """
+    if which is None:
+        return output
+    if isinstance(output, Mapping):
+        several = dict(output)
+    elif isinstance(output, tuple):
+        names = getattr(output, "_fields", range(len(output)))
+        several = dict(zip(names, output, strict=True))
+    else:
+        several = getattr(output, "__dict__", {})
+    values = list(several.values())
+    if which in several:
+        return several[which]
+    if not isinstance(which, str) and -len(values) <= which < len(values):
+        return values[which]
+    shown = ", ".join(map(repr, several)) or f"which are one {type(output).__name__}"
+    raise OptionError(f"output={which!r} is none of the model's outputs, {shown}")
+
+
+class OneOutput(nn.Module):
+    """A model of which only one output is wanted, see `picked`."""
+
+    def __init__(self, model: nn.Module, which: str | int) -> None:
+        super().__init__()
+        self.model = model
+        self.which = which
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output."""
+        return picked(self.model(*args, **kwargs), self.which)
 
 
 def batch_loss(objective: Objective, module: nn.Module, batch: Batch) -> Tensor:
@@ -67,7 +142,75 @@ def batch_loss(objective: Objective, module: nn.Module, batch: Batch) -> Tensor:
     if isinstance(objective, OwnStep):
         return objective.function(module, batch)
     x, y = batch
-    return objective(module(x), y)
+    return objective(scored(call(module, x)), y)
+
+
+def model_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Any, Any]:
+    """Run a model that returns its loss.
+
+    Args:
+        module: Returns an object or a dict with ``loss``, a scalar.
+        batch: x, and y or None. If y is given, the model gets it as ``labels``.
+
+    Returns:
+        The loss, the output for metrics, and the labels: y, or those in a dict x.
+
+    Raises:
+        ModelError: If the output has no loss.
+
+    Example:
+        >>> class Model(nn.Module):
+        ...     def forward(self, x, labels=None):
+        ...         return {"loss": (x - labels).abs().mean()}
+        >>> model_loss(Model(), (torch.ones(2), torch.zeros(2)))[0]
+        tensor(1.)
+    """
+    x, y = batch
+    own = x.get("labels") if isinstance(x, Mapping) else None
+    labels = own if y is None else y
+    more: dict[str, Any] = {}
+    if y is not None and own is not None:
+        raise ModelError("X has 'labels', and y is given, too; leave out one of them")
+    if y is None and isinstance(own, Tensor) and own.dtype in _INTEGERS:
+        labels = own.long()  # class indices, as `to_device` makes them of y
+        x = {**x, "labels": labels}
+    elif y is not None:
+        x, more = _labelled(module, x, y)
+    output = call(module, x, **more)
+    fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+    loss = fields.get("loss")
+    if loss is None:
+        shown = f" with {', '.join(map(repr, fields))}" if fields else ""
+        raise ModelError(
+            f"{_NO_LOSS}, but {type(module).__name__} returned a "
+            f"{type(output).__name__}{shown}, and no 'loss', which models of "
+            "transformers compute from labels, given as y or X['labels']"
+        )
+    return loss, fields.get("logits", output), labels
+
+
+def _labelled(module: nn.Module, x: Any, y: Any) -> tuple[Any, dict[str, Any]]:
+    """Return x with y as ``labels``, or x and further arguments."""
+    signature, named = _signature(module), isinstance(x, Mapping)
+    merged = {**x, "labels": y} if named else {}
+    if signature is not None and _unknown(signature, {"labels": y}):
+        if named and way_of(module, x) == "one":
+            return merged, {}
+        raise ModelError(f"{_NO_LOSS}: it gets y as 'labels', but {takes(module)}")
+    if named and way_of(module, merged) == "keywords":
+        return merged, {}
+    return x, {"labels": y}
+
+
+def _loss_alone(module: nn.Module, batch: Batch) -> Tensor:
+    return model_loss(module, batch)[0]
+
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.uint8)
+_NO_LOSS = (
+    "loss must be given, such as loss=torch.nn.CrossEntropyLoss(), or a step; without "
+    "both, the model returns its loss"
+)
 
 
 class Penalised(ABC):
@@ -98,3 +241,188 @@ def is_sum(objective: Objective) -> bool:
     if isinstance(objective, functools.partial) and "reduction" in objective.keywords:
         return bool(objective.keywords["reduction"] == "sum")
     return getattr(objective, "reduction", "mean") == "sum"
+
+
+# ---- calls of a model
+
+_EMPTY = inspect.Parameter.empty
+Way = Literal["one", "keywords", "positions"]
+_signatures: WeakKeyDictionary[nn.Module, inspect.Signature | None]
+_signatures = WeakKeyDictionary()
+# By model, and by the keys of a dict or the length of a tuple.
+_ways: WeakKeyDictionary[nn.Module, dict[Any, Way]] = WeakKeyDictionary()
+
+
+def call(module: nn.Module, x: Any, **more: Any) -> Any:
+    """Run a model on x.
+
+    A dict is passed by keyword if forward takes its keys and names at least one of
+    them, or takes nothing else; a tuple by position if forward takes several arguments,
+    and so many. Anything else is one argument. A named tuple may be passed in each of
+    these ways. This is decided once for each model and structure.
+
+    Args:
+        module: For a wrapper whose forward takes anything, such as that of
+            `torch.compile`, the wrapped module decides.
+        x: A tree of tensors.
+        more: Further arguments.
+
+    Raises:
+        ModelError: If forward takes some keys of a dict and not the others, or several
+            arguments and not so many.
+
+    Example:
+        >>> x = torch.ones(1, 2)
+        >>> call(nn.PairwiseDistance(), {"x1": x, "x2": x + 1})
+        tensor([1.4142])
+        >>> call(nn.PairwiseDistance(), (x, x + 1))
+        tensor([1.4142])
+    """
+    way = way_of(module, x)
+    if way == "keywords":
+        return module(**_fields(x), **more)
+    return module(*(x if way == "positions" else (x,)), **more)
+
+
+def way_of(module: nn.Module, x: Any) -> Way:
+    """Return how `call` passes x, see there."""
+    if isinstance(x, Tensor) or not isinstance(x, Mapping | tuple):
+        return "one"
+    ways = _ways.setdefault(module, {})
+    structure = len(x) if type(x) is tuple else tuple(_fields(x))
+    if structure not in ways:
+        ways[structure] = _way(module, x)
+    return ways[structure]
+
+
+def _fields(x: Any) -> Mapping[Any, Any]:
+    """Return a dict, or the fields of a named tuple, by name."""
+    return x if isinstance(x, Mapping) else x._asdict()
+
+
+def _way(module: nn.Module, x: Any) -> Way:
+    """Decide how a dict or a tuple is passed."""
+    signature = _signature(module)
+    if signature is None:
+        return "one"
+    if type(x) is not tuple:
+        fields = _fields(x)
+        given = [name for name in fields if name in _named(signature)]
+        unknown = _unknown(signature, fields)
+        alone = _binds(signature, None)
+        if (given or not alone) and not unknown and _binds(signature, **fields):
+            return "keywords"
+        if isinstance(x, Mapping):
+            # forward(batch, mask=None) may get {"ids": ..., "mask": ...} as its batch,
+            # and forward(x) may get {"x": ..., "size": ...}.
+            names = list(signature.parameters)
+            if given and not (alone and (names[0] not in fields or not names[1:])):
+                wrong = [f"{key!r} is none of them" for key in unknown]
+                wrong += [
+                    f"{name!r} is missing"
+                    for name, parameter in signature.parameters.items()
+                    if parameter.default is _EMPTY
+                    and name in _named(signature)
+                    and name not in fields
+                ]
+                raise ModelError(
+                    f"{takes(module)}, and X has {', '.join(map(repr, fields))}: "
+                    f"{', '.join(wrong)}; name the keys of X like these arguments, and "
+                    "leave out others"
+                )
+            return "one"
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    positional = kinds.count(inspect.Parameter.POSITIONAL_ONLY)
+    positional += kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if positional > 1 or inspect.Parameter.VAR_POSITIONAL in kinds:
+        if _binds(signature, *x):
+            return "positions"
+        if not _binds(signature, None):
+            raise ModelError(
+                f"{takes(module)}, and X is a tuple of {len(x)}; give as many, or a "
+                "dict of these names"
+            )
+    return "one"
+
+
+def takes(module: nn.Module) -> str:
+    """Name the arguments of forward, for messages.
+
+    Example:
+        >>> takes(nn.DataParallel(nn.Bilinear(1, 1, 1)))
+        "forward of DataParallel takes 'input1', 'input2'"
+    """
+    signature = _signature(module)
+    names = ["anything"]
+    if signature is not None:
+        inputs = signature.parameters.values()
+        names = [
+            f"*{one.name}" if one.kind is one.VAR_POSITIONAL else repr(one.name)
+            for one in inputs
+            if one.kind is not one.VAR_KEYWORD
+        ]
+    return f"forward of {type(module).__name__} takes {', '.join(names)}"
+
+
+def _signature(module: nn.Module) -> inspect.Signature | None:
+    """Return the arguments of forward; None if unknown."""
+    if module not in _signatures:
+        _signatures[module] = _inspected(module)
+    return _signatures[module]
+
+
+def _inspected(module: nn.Module) -> inspect.Signature | None:
+    compiled = getattr(module, "_orig_mod", None)  # torch.compile's
+    if isinstance(compiled, nn.Module):
+        return _signature(compiled)
+    forward: Any = module.forward
+    schema = getattr(forward, "schema", None)  # of a ScriptModule
+    if schema is not None:
+        kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+        return inspect.Signature(
+            [
+                inspect.Parameter(
+                    own.name,
+                    kinds[own.kwarg_only],
+                    default=None if own.has_default_value() else _EMPTY,
+                )
+                for own in schema.arguments[1:]
+            ]
+        )
+    try:
+        signature = inspect.signature(forward)
+    except (TypeError, ValueError):  # written in C
+        return None
+    anything = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    inner = list(module.children())
+    kinds_given = tuple(p.kind for p in signature.parameters.values())
+    if kinds_given == anything and len(inner) == 1:
+        return _signature(inner[0])
+    return signature
+
+
+def _named(signature: inspect.Signature) -> list[str]:
+    """Return the arguments that can be passed by keyword and have a name."""
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return [n for n, p in signature.parameters.items() if p.kind in kinds]
+
+
+def _binds(signature: inspect.Signature, *values: Any, **named: Any) -> bool:
+    try:
+        signature.bind(*values, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _unknown(signature: inspect.Signature, fields: Mapping[Any, Any]) -> list[Any]:
+    """Return the keys that are no arguments."""
+    known: set[Any] = set(_named(signature))
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            # transformers write **kwargs: Unpack[Options], with the keys of Options.
+            options = typing.get_args(parameter.annotation)[:1]
+            if not any(map(typing.is_typeddict, options)):
+                return [key for key in fields if not isinstance(key, str)]
+            known |= {name for one in options for name in one.__annotations__}
+    return [key for key in fields if key not in known]

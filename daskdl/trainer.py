@@ -51,7 +51,7 @@ def predict(
     *,
     client: Client | Literal[False] | None = None,
     batch_size: int = 64,
-    output: str | os.PathLike[str] = "same",
+    output: str | int | os.PathLike[str] = "same",
     overwrite: bool = False,
     postprocess: Postprocess | None = None,
     keyed: bool | None = None,
@@ -68,7 +68,8 @@ def predict(
         client: A synchronous `distributed.Client`; None: the default client, else a
             temporary `LocalCluster`; False: this process.
         batch_size: Rows per forward pass.
-        output: ``"same"``, or a folder to write to, see :meth:`Trainer.predict`.
+        output: ``"same"``, one of the model's outputs, or a folder to write to, see
+            :meth:`Trainer.predict`.
         overwrite: Replace predictions that are in the folder.
         postprocess: Applied to the outputs of each batch, see :meth:`Trainer.predict`.
         keyed: Whether examples are pairs (key, x), see :meth:`Trainer.predict`.
@@ -117,7 +118,10 @@ class Trainer:
         model: An `nn.Module`, which is copied, or a function that returns one; the
             function runs again for each copy of a module that cannot be pickled. For
             Keras models see `daskdl.keras`.
-        loss: ``loss(model(x), y)``, a scalar tensor. Left out if `step` is given.
+        loss: ``loss(model(x), y)``, a scalar tensor. Of an output with ``logits``, as
+            transformers' models return it, the loss and metrics get these. None: the
+            model gets y as ``labels``, or finds labels in x, and returns an object or
+            a dict with ``loss``; data then need no y. None, too, if `step` is given.
         optimizer: Makes a `torch.optim.Optimizer` from a list of the trainable
             parameters; required. It may change between fits: new hyperparameters take
             effect and the state is kept; another class, other parameters, or an option
@@ -235,7 +239,9 @@ class Trainer:
 
         Args:
             X: Inputs, rows first: numpy arrays, torch tensors, pandas and pyarrow
-                tables, `dask.array`, `dask.dataframe`, or tuples and dicts of these.
+                tables, `dask.array`, `dask.dataframe`, or tuples and dicts of these,
+                which the model gets by position and by keyword if its forward takes
+                them, else as one argument.
                 Or inputs and labels together: `dask.bag`, lists of Delayed objects
                 and futures, torch datasets, paths and URLs, `daskdl.data` sources;
                 see the page on data.
@@ -490,7 +496,7 @@ class Trainer:
         X: Any,
         *,
         batch_size: int = 64,
-        output: str | os.PathLike[str] = "same",
+        output: str | int | os.PathLike[str] = "same",
         overwrite: bool = False,
         postprocess: Postprocess | None = None,
         keyed: bool | None = None,
@@ -506,9 +512,11 @@ class Trainer:
                 a bag, or of a list of Delayed lists, may be pairs (key, x) and differ
                 in shape.
             batch_size: Rows per forward pass.
-            output: ``"same"``: return outputs of the same type as `X`. Or a folder, as
-                an fsspec URL or a path, to which the workers write part by part:
-                Parquet for a `dask.dataframe`, else safetensors.
+            output: ``"same"``: return outputs of the same type as `X`. A word such as
+                ``"logits"``, or a whole number: only this output of the model, by name
+                or position. Or a folder, as an fsspec URL or a path with a slash, to
+                which the workers write all outputs part by part: Parquet for a
+                `dask.dataframe`, else safetensors.
             overwrite: Replace predictions that are in the folder; without, they are an
                 error.
             postprocess: Maps the outputs of each batch to outputs with the same rows;
@@ -557,6 +565,7 @@ class Trainer:
         wait_ms: float = 0.0,
         queue_limit: int = 1024,
         transform: Transform | None = None,
+        output: str | int | None = None,
     ) -> Predictor:
         """Serve the current `model_` to calls from many threads.
 
@@ -570,6 +579,7 @@ class Trainer:
             wait_ms: Longest time that a batch waits for more rows, milliseconds.
             queue_limit: Most rows that may wait for a replica.
             transform: See :meth:`fit`; its y is None.
+            output: Name or position of the only output to return; None: all.
         """
         return Predictor(
             self._trained_model(),
@@ -578,6 +588,7 @@ class Trainer:
             wait_ms=wait_ms,
             queue_limit=queue_limit,
             transform=compose(transform, self.transform),
+            output=output,
             client=self.client,
         )
 

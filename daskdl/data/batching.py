@@ -1,12 +1,13 @@
 """Trees of arrays, and batches cut from the rows of parts.
 
-A tree is an array, or a tuple (also a named one) or a dict of trees. Batches have their
-own memory: a part may be in a worker's store, and a model may work in place.
+A tree is an array, or a tuple (also a named one), a dict or another mapping of trees.
+Batches have their own memory: a part may be in a worker's store, and a model may work
+in place.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,19 @@ from torch import Tensor, nn
 Tree = Any
 Rows = tuple[Tree, Tree]  # x and y; y is None where there are no labels
 Kinds = tuple[tuple[str, tuple[int, ...], str], ...]  # see `kinds`
+
+
+def is_leaf(tree: Tree) -> bool:
+    """Whether a tree is an array, and has no children.
+
+    Example:
+        >>> is_leaf(np.zeros(3)), is_leaf({"a": np.zeros(3)})
+        (True, False)
+    """
+    # The first is nearly always true, and cheaper.
+    return isinstance(tree, Tensor | np.ndarray) or not isinstance(
+        tree, Mapping | tuple
+    )
 
 
 def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
@@ -56,11 +70,13 @@ def leaves(tree: Tree) -> list[Any]:
 def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     """Apply a function to each array and the arrays in the same places of other trees.
 
+    Mappings become dicts.
+
     Example:
         >>> mapped(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
         {'a': 11, 'b': (22,)}
     """
-    if not any(isinstance(one, dict | tuple) for one in (tree, *others)):
+    if all(map(is_leaf, (tree, *others))):
         return function(tree, *others)  # nearly always, and several times a step
     parts = [dict(_children(tree)), *(dict(_children(other)) for other in others)]
     if any(part.keys() != parts[0].keys() for part in parts):
@@ -69,7 +85,7 @@ def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
     if None in parts[0]:
         return function(tree, *others)
     inner = {key: mapped(function, *(p[key] for p in parts)) for key in parts[0]}
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         return inner
     if hasattr(tree, "_fields"):
         return type(tree)(*inner.values())
@@ -112,7 +128,7 @@ def outline(tree: Tree) -> str:
         "{'a': ., 'b': (., .)}"
     """
     children = list(_children(tree))
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         return "{" + ", ".join(f"{k!r}: {outline(v)}" for k, v in children) + "}"
     if isinstance(tree, tuple):
         return "(" + ", ".join(outline(v) for _, v in children) + ")"
@@ -126,7 +142,7 @@ def length(tree: Tree) -> int:
         >>> length({"a": np.zeros((3, 2))})
         3
     """
-    return len(tree) if not isinstance(tree, dict | tuple) else len(leaves(tree)[0])
+    return len(tree if is_leaf(tree) else leaves(tree)[0])
 
 
 def nbytes(both: Rows) -> int:
@@ -146,7 +162,7 @@ def rows(tree: Tree, which: Any) -> Tree:
         >>> rows((np.arange(4),), slice(1, 3))
         (array([1, 2]),)
     """
-    if not isinstance(tree, dict | tuple):
+    if is_leaf(tree):
         return tree[which]  # nearly always, and several times a step
     return mapped(lambda leaf: leaf[which], tree)
 
@@ -187,7 +203,7 @@ def joined_rows(rows: Sequence[Rows]) -> Rows:
 
 def _children(tree: Tree) -> Iterator[tuple[Any, Any]]:
     """Yield children with their keys; for an array, None and the array."""
-    if isinstance(tree, dict):
+    if isinstance(tree, Mapping):
         yield from tree.items()
     elif isinstance(tree, tuple):
         yield from enumerate(tree)

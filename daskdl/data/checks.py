@@ -48,7 +48,16 @@ from daskdl.errors import (
     ModelError,
     OptionError,
 )
-from daskdl.objective import Objective, OwnStep
+from daskdl.objective import (
+    ModelLoss,
+    Objective,
+    OwnStep,
+    call,
+    model_loss,
+    scored,
+    takes,
+    way_of,
+)
 from daskdl.serialization import Packed
 
 logger = logging.getLogger(__name__)
@@ -150,12 +159,16 @@ with pandas' cat.set_categories for one
 def ignored_label(loss: Any) -> int | None:
     """The label that a loss ignores; None if the loss does not take class indices.
 
+    A model's own loss ignores what torch does.
+
     Example:
         >>> ignored_label(nn.CrossEntropyLoss(ignore_index=7))
         7
         >>> ignored_label(nn.MSELoss()) is None
         True
     """
+    if isinstance(loss, ModelLoss):
+        return -100
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return loss.ignore_index
     settings: dict[str, Any] = {}
@@ -298,7 +311,8 @@ class DryRun(NamedTuple):
 
     rows: Rows  # arrays, before the transform
     batch: Batch  # the model's, on the CPU
-    output: Any  # of the model; None: the user's own step runs the model
+    output: Any  # of the model; for a loss, what it gets; None: a step runs the model
+    y: Tree  # labels that belong to the output, which may be in x
     classes: int | None  # number of classes that the loss accepts; None: any labels
     labels: LabelCheck | None  # for labels loaded later; None: a transform changes them
 
@@ -338,16 +352,27 @@ def dry_run(
         if isinstance(loss, OwnStep):
             step = Packed(loss, "step").unpack()
             shapes = f"x being {described(x)} and y {described(y)}"
-            _run_loss("step", lambda: step.function(module, (x, y)), shapes)
-            return DryRun(shown, batch, None, None, unchanged)
+            if isinstance(loss, ModelLoss):
+                found: list[Any] = []
+
+                def own_loss() -> Any:
+                    found[:] = model_loss(module, batch)
+                    return found[0]
+
+                _run_loss("the model's loss", own_loss, shapes)
+                _, output, labels = found
+                return DryRun(shown, batch, output, labels, None, unchanged)
+            _run_loss("step", lambda: step.function(module, batch), shapes)
+            return DryRun(shown, batch, None, y, None, unchanged)
         if y is None and loss is not None:
             raise DataError(
-                "y must be given, or data of pairs (x, y): the loss needs labels; to "
-                "train without, give a step instead of a loss"
+                "y must be given, or data of pairs (x, y): the loss needs labels; a "
+                "model that returns its own loss, and a step, need neither y nor loss="
             )
         output = _forward(module, x)
         if loss is None:
-            return DryRun(shown, batch, output, None, unchanged)
+            return DryRun(shown, batch, output, y, None, unchanged)
+        output = scored(output)
         accepted = _accepted_labels(loss, output, y)
         if accepted.classes is not None and transform is None:
             accepted.check(shown[1])
@@ -356,7 +381,7 @@ def dry_run(
         remedy = functools.partial(_label_remedy, loss, output, y)
         _run_loss("loss", lambda: copy(output, y), shapes, remedy)
         labels = accepted if transform is None else None
-        return DryRun(shown, batch, output, accepted.classes, labels)
+        return DryRun(shown, batch, output, y, accepted.classes, labels)
 
 
 def transformed_batch(rows: Rows, transform: Transform | None) -> Batch:
@@ -381,9 +406,11 @@ def _forward(module: nn.Module, x: Tree) -> Any:
     try:
         with torch.no_grad():
             # Clones: the first layer may work in place.
-            return module(batching.mapped(torch.clone, x))
+            return call(module, batching.mapped(torch.clone, x))
+    except ModelError:
+        raise
     except USER_ERRORS as error:
-        remedy = _input_remedy(x, error)
+        remedy = _input_remedy(module, x, error)
         raise ModelError(
             f"model failed on {batching.length(x)} rows of X, {described(x)}: {error}"
             f"{'; ' if remedy else ''}{remedy}"
@@ -401,6 +428,8 @@ def _run_loss(
             # For (n,) and (n, 1) torch only warns, and then trains on n * n pairs.
             warnings.filterwarnings("error", "Using a target size")
             value = run()
+    except ModelError:
+        raise
     except USER_ERRORS as error:
         remedy = remedy_of()
         raise ModelError(
@@ -431,7 +460,7 @@ def _accepted_labels(loss: Any, output: Any, labels: Tree) -> LabelCheck:
 
 def described(value: Any) -> str:
     """Describe shapes and dtypes, for messages."""
-    if isinstance(value, tuple | dict):
+    if not batching.is_leaf(value):
         named = batching.named(value, "")
         return ", ".join(f"{name}: {described(leaf)}" for name, leaf in named)
     if isinstance(value, Tensor):
@@ -474,14 +503,17 @@ def _label_remedy(loss: Any, output: Any, labels: Tree) -> str:
     return f"use y{calls}" if calls else ""
 
 
-def _input_remedy(x: Tree, error: BaseException) -> str:
+def _input_remedy(module: nn.Module, x: Tree, error: BaseException) -> str:
     """How to make inputs fit a model; "" if unknown."""
-    if isinstance(x, dict | tuple) and isinstance(error, TypeError | AttributeError):
-        return (
-            f"the model gets the {'dict' if isinstance(x, dict) else 'tuple'} of X as "
-            "one argument: take it apart in forward(self, batch), wrap the model in a "
-            "module that does, or give step= instead of loss="
-        )
+    if way_of(module, x) == "one" and isinstance(error, TypeError | AttributeError):
+        if not batching.is_leaf(x):
+            return (
+                f"{takes(module)}, and gets X, {batching.outline(x)}, as one argument: "
+                "name the keys of a dict like its arguments, give a tuple of as many "
+                "arrays, or take X apart in forward(self, batch)"
+            )
+        if "required positional argument" in str(error):
+            return f"{takes(module)}: give X as a dict with these keys, or as a tuple"
     if any(leaf.is_floating_point() for leaf in batching.leaves(x)):
         return ""
     names = [f"{name}.astype('float32')" for name, _ in batching.named(x, "X")]

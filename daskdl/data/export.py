@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
     """Replace values whose tokens differ from session to session."""
     if isinstance(value, Tensor):
         return as_numpy(value)
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]

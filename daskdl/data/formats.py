@@ -134,7 +134,7 @@ def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
     if one_example:
         rows = batching.of_both(lambda tree: batching.mapped(_as_row, tree), rows)
     for name, tree in zip("xy", rows, strict=True):
-        if isinstance(tree, tuple | dict) and not batching.leaves(tree):
+        if not batching.leaves(tree):
             raise DataError(f"{name} of {url} must not be empty, got {tree!r}")
     lengths = {
         name: _length(leaf, f"{name} of {url}")

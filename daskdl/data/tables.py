@@ -6,7 +6,7 @@ other code has imported them.
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -56,7 +56,6 @@ _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         _is(Dataset, DataLoader),
         "a dataset has inputs and labels together: give it as X, without y",
     ),
-    (_is(Mapping), "make it a dict of arrays, dict({X})"),
     (_has("__array__"), _CONVERTED),
     (_is(memoryview, range), _CONVERTED),
     (
@@ -79,7 +78,7 @@ def _remedy_for(value: Any, argument: str) -> str:
 
 def _remedy_for_list(value: list[Any], argument: str) -> str:
     first = value[0] if value else None
-    if isinstance(first, dict | tuple):
+    if isinstance(first, tuple):
         return (
             "examples by themselves are a torch Dataset or a bag, "
             "dask.bag.from_sequence({X})"

@@ -32,7 +32,10 @@ from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.data.tables import as_numpy, check_array
 from daskdl.errors import DataError, OptionError
 
-PAIR = "for several inputs ((x1, x2), y), or use a collate_fn that returns (x, y)"
+PAIR = (
+    "for several inputs ((x1, x2), y), or use a collate_fn that returns (x, y); a "
+    "model that returns its own loss needs none: Trainer(loss=None)"
+)
 
 
 @dataclass(frozen=True)
@@ -470,12 +473,16 @@ class MapStyle(Source):
 def is_map_style(value: Any) -> bool:
     """Whether a value is a torch dataset with indices, or has ``__getitems__``.
 
+    A list of dicts is a dataset of such items.
+
     Example:
         >>> is_map_style([1, 2]), is_map_style(TensorDataset(Tensor([1.0])))
         (False, True)
     """
     if isinstance(value, IterableDataset):
         return False
+    if isinstance(value, list):
+        return bool(value) and isinstance(value[0], Mapping)
     return isinstance(value, Dataset) or hasattr(value, "__getitems__")
 
 

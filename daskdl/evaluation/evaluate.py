@@ -29,7 +29,18 @@ from daskdl.data.source import Source, rows_of_part
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, OptionError
 from daskdl.evaluation.report import Evaluation
-from daskdl.objective import Loss, Objective, OwnStep, batch_loss, is_sum, on_device
+from daskdl.objective import (
+    Loss,
+    ModelLoss,
+    Objective,
+    OwnStep,
+    batch_loss,
+    call,
+    is_sum,
+    model_loss,
+    on_device,
+    scored,
+)
 from daskdl.serialization import Packed, PackedModel
 from daskdl.util import client_or_process, freed_memory_kept
 
@@ -110,7 +121,7 @@ def evaluate_model(
     labelled = not isinstance(objective, OwnStep)
     sets: Sequence[MetricSet] = ()
     if metrics is not None:
-        if not labelled:
+        if type(objective) is OwnStep:
             raise OptionError(
                 "metrics need the outputs of the model, which a step does not show; "
                 "to measure model(x), use daskdl.evaluate(trainer.model_, ..., "
@@ -129,7 +140,7 @@ def evaluate_model(
             source = infer_metadata(source, found, skips=read.skips)
         packed = PackedModel(model, here=found is False)
         run = checks.dry_run(packed.unpack(), source.first, read.transform, objective)
-        seen = run.output, run.batch[1]
+        seen = scored(run.output), run.y
         specs: tuple[MetricSpec, ...] = ()
         if sets:
             from daskdl.evaluation.metric_state import metric_specs
@@ -304,14 +315,18 @@ def score_batches(
     with _evaluating(module), torch.no_grad():
         for x, y in batches:
             batch = batching.to_device(x, y, device, dtype)
-            rows = batching.rows_in(batch)
-            if isinstance(loss, OwnStep):
-                mean = batch_loss(loss, module, batch).item()
-                total += Score(mean * rows, examples=rows)
+            rows, more = batching.rows_in(batch), 0.0
+            if isinstance(loss, ModelLoss):
+                mean, output, y = model_loss(module, batch)
+                loss_sum = mean.item() * rows
+            elif isinstance(loss, OwnStep):
+                mean = batch_loss(loss, module, batch)
+                total += Score(mean.item() * rows, examples=rows)
                 continue
-            x, y = batch
-            output = module(x)
-            loss_sum, more = _loss_sum(loss, output, y, rows)
+            else:
+                x, y = batch
+                output = scored(call(module, x))
+                loss_sum, more = _loss_sum(loss, output, y, rows)
             correct = labels = 0
             if observe is not None:
                 observe(output, y)

@@ -38,7 +38,15 @@ from daskdl.evaluation.evaluate import map_split, warn_of_unscored
 from daskdl.evaluation.report import Table, Text, as_text, decimals
 from daskdl.inference.lazy import Examples, lazy_outputs, with_first_rows
 from daskdl.keras.module import CrossEntropyOfProbabilities
-from daskdl.objective import Objective, OwnStep, Penalised, batch_loss, on_device
+from daskdl.objective import (
+    Objective,
+    OwnStep,
+    Penalised,
+    batch_loss,
+    call,
+    on_device,
+    scored,
+)
 from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.util import check_outlives, client_or_process
 
@@ -167,8 +175,7 @@ def _source(
 
 def _like(X: Any, scores: np.ndarray) -> Any:
     """Return scores as a tensor, a pandas series or an array, like X."""
-    leaves = batching.leaves(X) if isinstance(X, tuple | dict) else [X]
-    if all(isinstance(leaf, Tensor) for leaf in leaves):
+    if all(isinstance(leaf, Tensor) for leaf in batching.leaves(X)):
         return torch.from_numpy(scores)
     if is_frame(X) and hasattr(X, "index"):
         import pandas
@@ -341,7 +348,9 @@ def has_rows(module: nn.Module, x: Tree) -> bool:
         return isinstance(output, Tensor) and output.ndim > 0 and len(output) == rows
 
     three = batching.rows(x, [0, 1, 0])
-    outputs = [module(batching.mapped(torch.clone, rows)) for rows in (x, three)]
+    outputs = [
+        scored(call(module, batching.mapped(torch.clone, rows))) for rows in (x, three)
+    ]
     return all(map(fits, outputs, (2, 3)))
 
 
@@ -382,7 +391,7 @@ def example_losses(
         each = [batch_loss(objective, module, one) for one in ones]
     else:
         x, y = batch
-        output = module(x)
+        output = scored(call(module, x))
         losses = _losses_at_once(objective, output, y)
         if losses is not None:
             return losses.double().cpu(), output
@@ -645,7 +654,7 @@ ndarray; give one value for each row
 
 def _cut_alike(X: Any, key: Any) -> Any:
     """Rechunk a ``dask.array`` of keys like the first array of X."""
-    first = batching.leaves(X)[0] if isinstance(X, tuple | dict) else X
+    first = batching.leaves(X)[0]
     if not is_dask_array(first) or key.ndim != 1:
         raise OptionError(
             "key must be a dask.array of one axis only where X is a dask.array, got "

@@ -44,6 +44,7 @@ from daskdl.errors import (
     OptionError,
     WaitTimeoutError,
 )
+from daskdl.objective import call
 from daskdl.serialization import Packed, PackedModel
 from daskdl.training.replica import torch_threads
 from daskdl.util import guarded
@@ -67,7 +68,8 @@ class Outputs(NamedTuple):
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
                 raise ModelError(
                     "model must give one tensor with one row per example, or tuples "
-                    f"and dicts of such, got {got} for {rows} rows"
+                    f"and dicts of such, got {got} for {rows} rows; choose one of "
+                    "several outputs with Predictor(output=...)"
                 )
         dtypes = tuple(leaf.dtype for leaf in batching.leaves(outputs))
         return cls(batching.mapped(as_numpy, outputs), dtypes)
@@ -230,7 +232,7 @@ class ModelThread(Replica):
         dtype = batching.floating_dtype(model)
         with torch.inference_mode():
             own = batching.inputs_to_device(batch[0], self._device, dtype)
-            return Outputs.of(model(own), rows)
+            return Outputs.of(call(model, own), rows)
 
     def _end(self) -> None:
         self._model = None

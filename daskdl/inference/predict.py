@@ -4,7 +4,7 @@ Hides how outputs get the kind of the data: numpy, torch, lazy collections, or f
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ import torch
 from distributed import Client
 from torch import Tensor, nn
 
+from daskdl.config import is_whole
 from daskdl.data import batching, checks
 from daskdl.data.batching import Rows, Transform, Tree
 from daskdl.data.dask_collections import Collections, is_bag, is_lazy, is_lazy_list
@@ -30,6 +31,7 @@ from daskdl.inference.lazy import (
     with_first_rows,
 )
 from daskdl.inference.predictions import write_predictions
+from daskdl.objective import call, picked
 from daskdl.serialization import PackedModel
 from daskdl.util import (
     check_installed,
@@ -51,7 +53,7 @@ def predict(
     read: ReadOptions,
     client: Client | Literal[False] | None,
     *,
-    output: str | os.PathLike[str] = "same",
+    output: str | int | os.PathLike[str] = "same",
     postprocess: Postprocess | None = None,
     keyed: bool | None = None,
     overwrite: bool = False,
@@ -69,7 +71,9 @@ def predict(
     """
     _check_options(X, output, postprocess, keyed)
     checks.check_module(model)
-    if is_lazy(X) and output == "same":
+    folder: Any = output if _is_folder(output) else None
+    which: Any = None if folder is not None or output == "same" else output
+    if is_lazy(X) and folder is None:
         check_outlives(client)
     with client_or_process(client) as found:
         if found is not False:
@@ -80,16 +84,16 @@ def predict(
             source = Examples(X, keyed)
         source = with_first_rows(source, found)
         packed = PackedModel(model, here=found is False and not is_lazy(X))
-        none = no_outputs(packed.unpack(), source, read.transform, postprocess)
+        none = no_outputs(packed.unpack(), source, read.transform, which, postprocess)
         exact = not isinstance(source, Examples)
         predictor = BatchPredictor(
-            packed, none, read.batch_size, read.transform, postprocess, exact
+            packed, none, read.batch_size, read.transform, which, postprocess, exact
         )
         empty = batching.mapped(as_numpy, none)
         if found is not False and not is_lazy(X):
             source = split_stream(source, workers)
-        if output != "same":
-            store, ask = store_of(output, read.storage_options), predictor.outputs
+        if folder is not None:
+            store, ask = store_of(folder, read.storage_options), predictor.outputs
             return write_predictions(
                 *(X, source, ask, empty, store, found), names=names, overwrite=overwrite
             )
@@ -100,8 +104,7 @@ def predict(
             source = source.in_parts(PARTS_PER_THREAD * threads)
         parts = dict(map_parts(source, predictor, found, send=True))
     outputs = batching.joined([parts[part] for part in sorted(parts)])
-    leaves = batching.leaves(X) if isinstance(X, tuple | dict) else [X]
-    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+    if not all(isinstance(leaf, Tensor) for leaf in batching.leaves(X)):
         return outputs
     return batching.mapped(
         lambda own, array: torch.from_numpy(array).to(own.dtype), none, outputs
@@ -111,12 +114,10 @@ def predict(
 def _check_options(
     X: Any, output: Any, postprocess: Postprocess | None, keyed: bool | None
 ) -> None:
-    named = isinstance(output, os.PathLike) or is_url(output)
-    slashed = isinstance(output, str) and ("/" in output or os.sep in output)
-    if not (named or slashed or output == "same"):
+    if not (isinstance(output, str) or is_whole(output) or _is_folder(output)):
         raise OptionError(
-            "output must be 'same' or a folder, as a URL or a path with a slash, got "
-            f"{output!r}"
+            "output must be 'same', the name or position of an output, or a folder, as "
+            f"a URL or a path with a slash, got {output!r}"
         )
     if postprocess is not None and not callable(postprocess):
         raise OptionError(
@@ -132,17 +133,29 @@ def _check_options(
         )
 
 
+def _is_folder(output: Any) -> bool:
+    """Whether an `output` is a URL or a path; a plain word names a model's output."""
+    slashed = isinstance(output, str) and ("/" in output or os.sep in output)
+    return slashed or isinstance(output, os.PathLike) or is_url(output)
+
+
 def no_outputs(
     module: nn.Module,
     source: Source,
     transform: Transform | None,
+    which: str | int | None,
     postprocess: Postprocess | None,
 ) -> Tree:
     """Return the outputs for no rows, tensors, from a dry run on two rows."""
     with checks.preserved_random_state():
         rows = None if source.first is None else (source.first[0], None)
         run = checks.dry_run(module, rows, transform)
-        output = run.output
+        try:
+            output = picked(run.output, which)
+        except OptionError as error:
+            raise OptionError(
+                f"{error}; a folder is a URL or a path with a slash"
+            ) from error
         if postprocess is not None:
             shown = checks.described(output)
             try:
@@ -157,7 +170,8 @@ def no_outputs(
     def refusal(got: Any) -> ModelError:
         blamed, remedy = "postprocess", ""
         if postprocess is None:
-            blamed, remedy = "model", "; a postprocess may choose from others"
+            blamed = "model"
+            remedy = "; choose one of several outputs with output='name' or a position"
         return ModelError(
             f"{blamed} must give one tensor with one row per example to predict, or "
             f"tuples and dicts of such, got {got} for two rows{remedy}"
@@ -170,7 +184,7 @@ def no_outputs(
             raise refusal(tuple(leaf.shape))
         return torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype)
 
-    if not isinstance(output, dict | tuple | Tensor) or not batching.leaves(output):
+    if not isinstance(output, Mapping | tuple | Tensor) or not batching.leaves(output):
         raise refusal(type(output))
     return batching.mapped(none, output)
 
@@ -187,6 +201,7 @@ class BatchPredictor:
     none: Tree  # outputs for no rows, tensors
     batch_size: int
     transform: Transform | None
+    which: str | int | None  # of the model's outputs; None: all
     postprocess: Postprocess | None
     exact: bool
 
@@ -206,7 +221,8 @@ class BatchPredictor:
         with freed_memory_kept(), torch.inference_mode():
             for batch in batching.batches(chunks, self.batch_size):
                 x, _ = batch if self.transform is None else self.transform(batch)
-                output = module(batching.inputs_to_device(x, device, dtype))
+                output = call(module, batching.inputs_to_device(x, device, dtype))
+                output = picked(output, self.which)
                 if self.postprocess is not None:
                     with error_context("in postprocess"):
                         output = self.postprocess(output)

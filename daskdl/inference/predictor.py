@@ -23,7 +23,7 @@ from distributed import Client
 from torch import Tensor, nn
 from typing_extensions import override
 
-from daskdl.config import Timeouts, check_count, check_whole, is_number
+from daskdl.config import Timeouts, check_count, check_whole, is_number, is_whole
 from daskdl.data import batching
 from daskdl.data.batching import Transform, Tree
 from daskdl.data.checks import check_module
@@ -45,6 +45,7 @@ from daskdl.inference.pool import (
     ReplicaPool,
     within,
 )
+from daskdl.objective import OneOutput
 from daskdl.serialization import Packed, PackedModel
 from daskdl.util import check_installed, client_or_process
 
@@ -483,6 +484,7 @@ class Predictor:
             replicas are busy, rows wait and are joined anyway.
         queue_limit: Most rows that may wait for a replica, >= batch_limit.
         transform: Applied to each batch before the model, as in ``Trainer``.
+        output: Name or position of the only output to return; None: all.
         client: Synchronous; None: the default client, or a cluster of its own; False:
             replicas are threads of this process.
 
@@ -508,6 +510,7 @@ class Predictor:
         wait_ms: float = 0.0,
         queue_limit: int = 1024,
         transform: Transform | None = None,
+        output: str | int | None = None,
         client: Client | Literal[False] | None = None,
     ) -> None:
         check_count("replicas", replicas)
@@ -515,8 +518,13 @@ class Predictor:
         check_whole("queue_limit", queue_limit, batch_limit)  # a call may have so many
         if not is_number(wait_ms) or not 0 <= wait_ms < math.inf:
             raise OptionError(f"wait_ms must be >= 0 and finite, got {wait_ms!r}")
-        check_module(model)
-        packed = PackedModel(model, here=client is False)
+        if not (output is None or isinstance(output, str) or is_whole(output)):
+            raise OptionError(
+                "output must be the name or position of an output, or None, got "
+                f"{output!r}"
+            )
+        self._output = output
+        packed = self._packed(model, here=client is False)
         made = None if transform is None else Packed(transform, "transform")
         self._batch_limit = batch_limit
         self._timeouts = Timeouts.from_config()
@@ -645,8 +653,7 @@ class Predictor:
             RunError: If the predictor is closed.
         """
         _check_elsewhere(self._loop)
-        check_module(model)
-        packed = PackedModel(model, here=self._here)
+        packed = self._packed(model, self._here)
         self._check_open()
         self._run(self._pool.swap(packed))
 
@@ -666,6 +673,11 @@ class Predictor:
                 if wait and self._loop.is_running():
                     self._run(self._dispatcher.drain(self._timeouts.stop))
                 self._end(wait)
+
+    def _packed(self, model: nn.Module, here: bool) -> PackedModel:
+        check_module(model)
+        one = model if self._output is None else OneOutput(model, self._output)
+        return PackedModel(one, here=here)
 
     def __enter__(self) -> Self:
         return self

@@ -493,7 +493,7 @@ class KerasModule(nn.Module, Penalised):
         return self._keras
 
     @override
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Any, /) -> Any:
         """Apply the model.
 
         Args:

@@ -226,7 +226,7 @@ class FitRun:
                 own = dry_run(module, validation.first, transform, objective)
                 if own.labels is not None:
                     own.labels.check_source(validation)
-            accuracy = is_classification(own.output, own.batch[1])
+            accuracy = is_classification(own.output, own.y)
         self._class_count = run.classes
         return run, EvaluationPlan.of(
             spec.callbacks,

@@ -18,7 +18,15 @@ from daskdl.config import check_whole, is_number
 from daskdl.data.batching import floating_dtype, length, to_device
 from daskdl.data.checks import trainable
 from daskdl.errors import ModelError, OptionError, SaveError
-from daskdl.objective import Batch, Objective, OwnStep, Penalised, is_sum, on_device
+from daskdl.objective import (
+    Batch,
+    Objective,
+    OwnStep,
+    Penalised,
+    batch_loss,
+    is_sum,
+    on_device,
+)
 from daskdl.training.base import check_like
 
 
@@ -390,9 +398,7 @@ class Stepper:
         self._device = device
         self._dtype = floating_dtype(module)
         self._parameters = trainable(module)
-        # Determined once, not in each step.
-        self._own_step = objective.function if isinstance(objective, OwnStep) else None
-        own = self._own_step is not None  # its loss includes any penalty
+        own = isinstance(objective, OwnStep)  # its loss includes any penalty
         self._penalty = (
             module.penalty if isinstance(module, Penalised) and not own else None
         )
@@ -419,13 +425,10 @@ class Stepper:
         return sum(float(part) for part in parts)
 
     def _backward(self, batch: Batch, rows: int, total: int) -> Tensor:
-        x, y = to_device(*batch, self._device, self._dtype)
+        batch = to_device(*batch, self._device, self._dtype)
         with self._autocast:
             try:
-                if self._own_step is not None:
-                    loss = self._own_step(self._module, (x, y))
-                else:
-                    loss = self._objective(self._module(x), y)  # type: ignore[operator]
+                loss = batch_loss(self._objective, self._module, batch)
             except ValueError as error:
                 if rows == 1 and str(error).startswith(ONE_ROW):
                     raise ModelError(

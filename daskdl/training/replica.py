@@ -496,7 +496,7 @@ class Replica:
     @property
     def _chooses(self) -> bool:
         """Whether models are compared; a user's own step may do more than score."""
-        return self.exchange.chooses and not isinstance(self._spec.objective, OwnStep)
+        return self.exchange.chooses and type(self._spec.objective) is not OwnStep
 
     def _keep(self, number: int, batch: Batch) -> None:
         number, rest = divmod(number, SCORED_EVERY)

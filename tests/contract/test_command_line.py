@@ -374,7 +374,7 @@ def test_workers_are_planned(nets):
         ("nets:linear --latency 1", "--latency needs --bandwidth"),
         (
             "nets:stepping --bandwidth 1",
-            "plan needs a trainer with a loss; this one has a step",
+            "plan needs a trainer with loss=, this one has none",
         ),
     ],
 )

@@ -41,6 +41,11 @@ class OneBatch(TwoInputs):
         return self.layer(batch["a"])
 
 
+class Nested(TwoInputs):
+    def forward(self, batch):
+        return self.layer(batch["a"]["b"])
+
+
 class Encoding(collections.UserDict):
     """What a tokenizer returns: a mapping, and no dict."""
 
@@ -94,8 +99,9 @@ OF_DATASET = "a dataset has inputs and labels together: give it as X, without y"
          "them to one length"),
         ([(X[0], 0), (X[1], 1)], "got a list; examples by themselves are a "
          "torch Dataset or a bag, dask.bag.from_sequence(X)"),
-        ([{"a": X[0]}], "got a list; examples by themselves are a torch Dataset or a "
-         "bag, dask.bag.from_sequence(X)"),
+        ([{"a": X[0]}], "a dataset must give pairs (x, y), got a dict with the keys "
+         "['a']; for several inputs ((x1, x2), y), or use a collate_fn that returns "
+         "(x, y); a model that returns its own loss needs none: Trainer(loss=None)"),
         (range(8), "got a range; convert it with numpy.asarray(X)"),
         (1.5, f"got a float; {ROW_EACH}"),
         (3, f"got an int; {ROW_EACH}"),
@@ -104,8 +110,6 @@ OF_DATASET = "a dataset has inputs and labels together: give it as X, without y"
         (object(), f"got an object; {ROW_EACH}"),
         ((row for row in X), f"got a generator; {STREAM.format('X')}"),
         (map(abs, X), f"got a map; {STREAM.format('X')}"),
-        (Encoding(a=X), "Encoding; make it a dict of arrays, dict(X)"),
-        ({"q": Encoding(a=X)}, "Encoding; make it a dict of arrays, dict(X['q'])"),
         ({"q": "good film"}, "X['q'] must be a numpy array, a torch tensor or a "
          "dask.array, got a str; paths and URLs of files are given as X, without y; "
          "text must be numbers first, as a tokenizer makes them"),
@@ -126,7 +130,7 @@ OF_DATASET = "a dataset has inputs and labels together: give it as X, without y"
     ids=[
         "arrays", "tensors", "arrays of several shapes", "numbers", "ragged", "pairs",
         "dicts", "range", "float", "int", "numpy scalar", "None", "object",
-        "generator", "map", "encoding", "inner encoding", "text", "bytes", "bytearray",
+        "generator", "map", "text", "bytes", "bytearray",
         "function", "sparse", "inner dataset", "loader", "array of arrays",
         "strings", "string objects", "number objects",
     ],
@@ -207,7 +211,10 @@ def test_what_fits_is_accepted():
     fit(X, YES.astype("float32").reshape(-1, 1), model=one_output(), loss=LOGITS)
     fit(X, np.unique(NAMES, return_inverse=True)[1])
     fit({"a": X, "b": X}, Y, model=OneBatch())
-    fit(dict(Encoding(a=X)), Y, model=OneBatch())
+    fit(Encoding(a=X), Y, model=OneBatch())
+    fit({"a": Encoding(b=X)}, Y, model=Nested())
+    fit({"a": X, "b": X}, Y, model=TwoInputs())
+    fit((X, X), Y, model=TwoInputs())
 
 
 def test_a_loss_of_ones_own_that_fails_is_given_no_advice():
@@ -218,8 +225,9 @@ def test_a_loss_of_ones_own_that_fails_is_given_no_advice():
 
 
 ONE_ARGUMENT = (
-    "the model gets the {} of X as one argument: take it apart in forward(self, "
-    "batch), wrap the model in a module that does, or give step= instead of loss="
+    "forward of Linear takes 'input', and gets X, {}, as one argument: name the keys "
+    "of a dict like its arguments, give a tuple of as many arrays, or take X apart in "
+    "forward(self, batch)"
 )
 TOKENS = np.zeros((ROWS, 3), int)
 
@@ -227,16 +235,16 @@ TOKENS = np.zeros((ROWS, 3), int)
 @pytest.mark.parametrize(
     ("x", "model", "remedy"),
     [
-        ({"a": X, "b": X}, TwoInputs, ONE_ARGUMENT.format("dict")),
-        ({"a": TOKENS, "b": TOKENS}, TwoInputs, ONE_ARGUMENT.format("dict")),
-        ((X, X), TwoInputs, ONE_ARGUMENT.format("tuple")),
-        ({"a": TOKENS}, lambda: nn.Linear(3, CLASSES), ONE_ARGUMENT.format("dict")),
+        ({"a": X}, lambda: nn.Linear(3, CLASSES), ONE_ARGUMENT.format("{'a': .}")),
+        ((X, X), lambda: nn.Linear(3, CLASSES), ONE_ARGUMENT.format("(., .)")),
+        (X, TwoInputs, "forward of TwoInputs takes 'a', 'b': give X as a dict with "
+         "these keys, or as a tuple"),
         ({"a": TOKENS}, OneBatch, "if these are quantities, not indices, use "
          "X['a'].astype('float32')"),
         (TOKENS, None, "if these are quantities, not indices, use "
          "X.astype('float32')"),
     ],
-    ids=["dict", "dict of ints", "tuple", "dict into a layer", "wrapped", "array"],
+    ids=["dict", "tuple", "one of two", "indices in a dict", "indices"],
 )  # fmt: skip
 def test_a_model_that_fails_on_inputs_is_told_what_it_gets(x, model, remedy):
     message = told(x, Y, model=model and model())

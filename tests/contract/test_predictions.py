@@ -1,7 +1,10 @@
 """What predict returns and writes for each kind of data, in this process."""
 
 import datetime
+import re
 import uuid
+from collections import UserDict, namedtuple
+from types import SimpleNamespace
 
 import dask
 import dask.array as da
@@ -396,6 +399,67 @@ class TestPostprocess:
     ):
         with pytest.raises(ModelError, match=f"postprocess {message}"):
             predict(nn.Identity(), X, postprocess=postprocess)
+
+
+Named = namedtuple("Named", ["sum", "double"])
+
+
+@pytest.mark.parametrize(
+    ("made", "output"),
+    [
+        (dict, "double"),
+        (dict, 1),
+        (UserDict, "double"),
+        (SimpleNamespace, "double"),
+        (Named, "double"),
+        (Named, -1),
+        (lambda sum, double: (sum, double), 1),
+    ],
+)
+class TestOneOfSeveralOutputs:
+    def test_is_chosen_by_name_or_position(self, made, output):
+        model = Several(made)
+
+        assert np.array_equal(predict(model, X, output=output), 2 * X)
+        found = predict(model, lazy(), output=output, postprocess=lambda x: x + 1)
+        assert np.array_equal(found.compute(), 2 * X + 1)
+        with daskdl.Predictor(model, output=output, client=False) as predictor:
+            assert np.array_equal(predictor(X), 2 * X)
+
+
+class Several(nn.Module):
+    def __init__(self, made):
+        super().__init__()
+        self.made = made
+
+    def forward(self, x):
+        return self.made(sum=x.sum(dim=1), double=2 * x)
+
+
+@pytest.mark.parametrize(
+    ("model", "output", "message"),
+    [
+        (Several(dict), "dubble", "output='dubble' is none of the model's outputs, "
+         "'sum', 'double'; a folder is a URL or a path with a slash"),
+        (Several(Named), 2, "output=2 is none of the model's outputs, 'sum', 'double'"),
+        (Sum(), "sums", "output='sums' is none of the model's outputs, which are one "
+         "Tensor; a folder is a URL or a path with a slash"),
+        (Sum(), 1.5, "output must be 'same', the name or position of an output, or a "
+         "folder, as a URL or a path with a slash, got 1.5"),
+    ],
+    ids=["name", "position", "one tensor", "number"],
+)  # fmt: skip
+def test_an_output_that_is_not_there_is_refused(model, output, message):
+    with pytest.raises(OptionError, match=re.escape(message)):
+        predict(model, X, output=output)
+
+
+def test_an_output_that_is_no_tensor_is_told_to_be_left_out():
+    model = Several(lambda sum, double: {"sum": sum, "cache": object()})
+
+    assert predict(model, X, output="sum").tolist() == SUMS
+    with pytest.raises(ModelError, match="; choose one of several outputs with output"):
+        predict(model, X)
 
 
 # ---- written

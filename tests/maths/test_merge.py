@@ -157,12 +157,12 @@ def test_a_step_of_the_users_own_is_an_objective():
 @pytest.mark.parametrize(
     ("loss", "own", "message"),
     [
-        (None, None, "exactly one of loss and step must be given, got neither"),
-        (LOSS, step, "of loss and step must be given, got loss=MSELoss() and step=<f"),
+        (LOSS, step, "loss must be left out if a step is given, which computes it, got "
+         "loss=MSELoss()"),
         (None, 3, "step must be a function of (model, (x, y)) that returns the batch's "
          "mean loss, got 3"),
     ],
-    ids=["neither", "both", "no function"],
+    ids=["both", "no function"],
 )  # fmt: skip
 def test_other_objectives_are_refused(loss, own, message):
     with pytest.raises(OptionError, match=re.escape(message)):

@@ -213,6 +213,7 @@ class Predictor:
         wait_ms=0.0,
         queue_limit=1024,
         transform=None,
+        output=None,
         client=None,
     ): ...
     def __call__(self, x, timeout_s=None): ...
@@ -348,6 +349,7 @@ class Trainer:
         wait_ms=0.0,
         queue_limit=1024,
         transform=None,
+        output=None,
     ): ...
     def errors(
         self,

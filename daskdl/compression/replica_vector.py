@@ -15,6 +15,8 @@ Shape suffixes: N = parameters over all groups, K = entries of one update.
 """
 
 import contextlib
+import functools
+import importlib.util
 import math
 import struct
 import zlib
@@ -40,6 +42,18 @@ MAX_COUNT = 2**22
 REGRID_ABOVE = 2**28  # a quarter of the count at which kernels stop sending
 REGRID_BELOW = 2**25
 RUN = 16  # neighbouring values in a sample: a cache line of float32
+
+
+@functools.cache
+def kernels_for(device: torch.device) -> type[VectorGroup]:
+    """Return the fastest kernels for a device."""
+    if device.type == "cpu":
+        return kernels_numba.NumbaGroup
+    if device.type == "cuda" and importlib.util.find_spec("triton"):
+        from daskdl.compression.kernels_triton import TritonGroup
+
+        return TritonGroup
+    return VectorGroup
 
 
 def count_of(threshold: float, grid: float) -> int:
@@ -122,9 +136,7 @@ class ReplicaVector:
             aliased = not strict and dtype == flat.dtype
             local_N = flat if aliased else empty(size, dtype, device)
             shared_N = empty(size, torch.int32, device)
-            on_cpu = device.type == "cpu"
-            kind = kernels_numba.NumbaGroup if on_cpu else VectorGroup
-            group = kind(flat, local_N, shared_N, start)
+            group = kernels_for(device)(flat, local_N, shared_N, start)
             self.groups.append(group)
             for where in group.chunks():
                 # On the CPU, as not every device has float64.

@@ -1,6 +1,9 @@
 """One contract over all kernels: numpy as reference, boundaries, the same bits."""
 
 import math
+import os
+from importlib import import_module
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -16,10 +19,22 @@ from daskdl.compression.replica_vector import fold_
 GRID = 2.0**-20
 QUANTUM = 64 * GRID
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+TRITON = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+
+
+def triton_group(*vectors):
+    """Make a group whose kernels Triton interprets on the CPU, or runs on CUDA."""
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+    return import_module("daskdl.compression.kernels_triton").TritonGroup(*vectors)
+
+
 KERNELS = [
     pytest.param((NumbaGroup, "cpu"), id="numba"),
     pytest.param((VectorGroup, "cpu"), id="torch"),
+    pytest.param((triton_group, "cpu"), id="triton", marks=TRITON),
     pytest.param((VectorGroup, "cuda"), id="cuda", marks=CUDA),
+    pytest.param((triton_group, "cuda"), id="triton-cuda", marks=[TRITON, CUDA]),
 ]
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
@@ -39,6 +54,7 @@ def kernel(request):
         shared = torch.as_tensor(shared, dtype=torch.int32, device=device)
         return kind(local, local, shared, start)
 
+    group.interpreted = kind is triton_group and device == "cpu"
     return group
 
 
@@ -92,6 +108,8 @@ class TestFind:
             np.testing.assert_array_equal(own.cpu(), expected)
 
     def test_positions_are_exact_beyond_float32_integers(self, kernel):
+        if kernel.interpreted:
+            pytest.skip("17 million positions take Triton's interpreter a minute")
         local = torch.zeros(2**24 + 1)  # the first gap in float32
         local[-1] = -1.0
 
@@ -127,7 +145,8 @@ def test_a_level_counts_whole_quanta_up_to_fifteen(kernel, quanta, level):
 
 @FLOATS
 def test_what_is_found_has_one_quantum_at_least(kernel, dtype):
-    counts = np.random.default_rng(0).integers(1, 2**18, 2_000)
+    tries = 50 if kernel.interpreted else 2_000
+    counts = np.random.default_rng(0).integers(1, 2**18, tries)
     for count in counts.tolist():
         group = kernel([count * GRID, -7 * count * GRID], dtype=dtype)
 
@@ -250,10 +269,21 @@ def group_of(local, shared, kind=NumbaGroup, dtype=torch.float32):
 
 @given(problems(), st.sampled_from([torch.float32, torch.float64]))
 @settings(max_examples=150)
-def test_both_kernels_give_the_same_bits(problem, dtype):
+def test_numba_gives_the_bits_of_torch(problem, dtype):
+    compare(NumbaGroup, problem, dtype)
+
+
+@TRITON
+@given(problems(), st.sampled_from([torch.float32, torch.float64]))
+@settings(max_examples=40)
+def test_triton_gives_the_bits_of_torch(problem, dtype):
+    compare(triton_group, problem, dtype)
+
+
+def compare(other_kind, problem, dtype):
     local, shared, count, lead = problem
     outcomes, cuts = [], []
-    for kind in (NumbaGroup, VectorGroup):
+    for kind in (other_kind, VectorGroup):
         group = group_of(local, shared, kind, dtype)
         entries, levels = group.find(count, GRID, lead)
         bound = 1.3 * count * GRID

@@ -117,6 +117,12 @@ class TestFind:
 
         assert entries.tolist() == [-(2**24 + 3)]
 
+    def test_there_are_no_entries_where_shared_could_wrap(self, kernel):
+        most = 2**30
+        group = kernel([0.0] * 5, [-most - 1, -most, most, most + 1, -(2**31)])
+
+        assert group.find(64, GRID)[0].tolist() == [2, -3]
+
     def test_a_part_of_a_group_has_the_positions_of_the_model(self, kernel):
         group = kernel([1.0, 1.0, -1.0, 1.0], start=10)
 

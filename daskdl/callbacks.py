@@ -29,7 +29,7 @@ from daskdl.config import (
     is_whole,
 )
 from daskdl.errors import OptionError
-from daskdl.history import History
+from daskdl.history import COLUMNS, History
 
 
 class FitBegin(NamedTuple):
@@ -52,15 +52,42 @@ class EpochBegin(NamedTuple):
     learning_rate: float  # rate of the first parameter group; NaN: it has none
 
 
-class Step(NamedTuple):
-    """An optimizer step that a replica has just completed."""
-
+class _StepFields(NamedTuple):
     replica: int
     epoch: int  # from 0
     number: int  # number of the step in this replica, from 1
     loss: float  # mean over the rows of this step
     examples: int  # rows of this step, over all accumulated batches
     learning_rate: float  # rate of the first parameter group in this step, or NaN
+
+
+class Step(_StepFields):
+    """An optimizer step that a replica has just completed; a named tuple.
+
+    Attributes:
+        replica: Number of the replica.
+        epoch: Counted from 0.
+        number: Number of the step in this replica, from 1.
+        loss: Mean over the rows of this step.
+        examples: Rows of this step, over all accumulated batches.
+        learning_rate: Rate of the first parameter group in this step, or NaN.
+        stopped: Why the fit is to end; None: it goes on.
+    """
+
+    stopped: str | None = None
+
+    def stop(self, reason: str = "") -> None:
+        """End the fit softly, for all replicas.
+
+        This replica takes no other step, and the others finish the rows they have
+        leased, an eighth of their share of an epoch at most. The epoch then ends as any
+        other: replicas agree, validate and write a checkpoint, which another fit can
+        resume. `fit` returns as usual, and `history.stopping` has the reason.
+
+        Args:
+            reason: Added to ``history.stopping.details``.
+        """
+        self.stopped = reason
 
 
 class FitEnd(NamedTuple):
@@ -123,7 +150,8 @@ class Callback:
         """Run on a worker, in the training thread, after each step.
 
         The step is shared afterwards, including changes that the hook makes to the
-        model's parameters. An exception ends the run like an exception in the model.
+        model's parameters. ``step.stop()`` ends the fit, see :meth:`Step.stop`; an
+        exception ends the run like an exception in the model.
         """
 
     def on_epoch_end(self, row: Mapping[str, Any]) -> None:
@@ -173,8 +201,27 @@ class Evaluate(Callback):
         return (epoch + 1) % self.every == 0
 
 
-MONITORS = ("val_loss", "val_accuracy", "loss")
 PATIENCE = 5  # epochs; default without any other criterion
+
+
+def check_monitored(option: str, name: Any, mode: Any) -> None:
+    """Refuse a name that is no column, or whose best value `mode` leaves open."""
+    if not isinstance(name, str) or not name:
+        raise OptionError(
+            f"{option} must be the name of a column of the history, such as 'val_loss',"
+            f" got {name!r}"
+        )
+    check_choice("mode", mode, ("min", "max", "auto"))
+    if mode == "auto" and not ("loss" in name or "accuracy" in name):
+        raise OptionError(
+            f"mode must be 'min' or 'max' with {option}={name!r}, got 'auto', which is "
+            "for losses and accuracies"
+        )
+
+
+def largest_is_best(name: str, mode: str) -> bool:
+    """Whether `mode` is ``"max"``, or ``"auto"`` with an accuracy."""
+    return "accuracy" in name if mode == "auto" else mode == "max"
 
 
 @dataclass(frozen=True)
@@ -194,15 +241,17 @@ class EarlyStopping(Callback):
     - `max_seconds` have passed.
 
     Args:
-        monitor: The score: ``"val_loss"`` or ``"val_accuracy"`` of the validation
-            data, or ``"loss"``, the mean training loss of an epoch.
+        monitor: The score, a column of the history: ``"val_loss"`` or
+            ``"val_accuracy"`` of the validation data, ``"loss"``, the mean training
+            loss of an epoch, what a step logs as ``"NAME"``, ``"val_NAME"`` on the
+            validation data, or another column that does not depend on the time.
         patience: Epochs without an improvement; None: any number, or 5 without `target`
             and `max_seconds`.
         min_delta: Smallest improvement that resets `patience`, >= 0, measured from the
             last score that did. The best epoch is that of the best score, by whatever
             margin.
         mode: Whether the smallest or the largest score is the best; ``"auto"``: the
-            largest accuracy, the smallest loss.
+            largest accuracy, the smallest loss; for other scores, say which.
         target: Score at which the fit ends; None: no target.
         max_seconds: Time limit from the moment all replicas have joined; the current
             epoch is completed. None: no limit.
@@ -227,7 +276,7 @@ class EarlyStopping(Callback):
         (False, True)
     """
 
-    monitor: Literal["val_loss", "val_accuracy", "loss"] = "val_loss"
+    monitor: str = "val_loss"
     _: KW_ONLY
     patience: int | None = None
     min_delta: float = 0.0
@@ -239,8 +288,7 @@ class EarlyStopping(Callback):
     restore_best: bool = True
 
     def __post_init__(self) -> None:
-        check_choice("monitor", self.monitor, MONITORS)
-        check_choice("mode", self.mode, ("min", "max", "auto"))
+        check_monitored("monitor", self.monitor, self.mode)
         check_whole("every", self.every, 1)
         check_whole("patience", self.patience, 1, None)
         if not _is_finite(self.min_delta) or self.min_delta < 0:
@@ -260,7 +308,7 @@ class EarlyStopping(Callback):
     @property
     def needs_validation(self) -> bool:
         """Whether the monitored score needs validation data."""
-        return self.monitor != "loss"
+        return self.monitor.startswith("val_")
 
     def due(self, epoch: int) -> bool:
         """Whether to check the score at the end of an epoch, counted from 0."""
@@ -289,10 +337,8 @@ class EarlyStopping(Callback):
 
     @property
     def largest_is_best(self) -> bool:
-        """Whether `mode` is ``"max"``, or ``"auto"`` with an accuracy."""
-        if self.mode == "auto":
-            return self.monitor == "val_accuracy"
-        return self.mode == "max"
+        """Whether a larger score is better."""
+        return largest_is_best(self.monitor, self.mode)
 
 
 def _is_finite(value: Any) -> bool:
@@ -320,9 +366,9 @@ class Checkpoint(Callback):
             end of a fit always writes a checkpoint.
         keep_last: Number of newest checkpoints to keep, >= 1; None: all.
         keep_every: Also keep every n-th checkpoint of the fit; None: keep no others.
-        keep_best: Also keep the checkpoint with the best ``"val_loss"``,
-            ``"val_accuracy"`` or ``"loss"``, the mean training loss of the epoch; None:
-            keep no others.
+        keep_best: Also keep the checkpoint with the best value in this column of the
+            history, see `monitor` of :class:`EarlyStopping`; None: keep no others.
+        mode: See :class:`EarlyStopping`.
         storage_options: fsspec options of `url`, such as credentials, also for the
             workers. They are never saved: not in a checkpoint, and not with a trainer.
 
@@ -343,7 +389,8 @@ class Checkpoint(Callback):
     _: KW_ONLY
     keep_last: int | None = 3
     keep_every: int | None = None
-    keep_best: Literal["val_loss", "val_accuracy", "loss"] | None = None
+    keep_best: str | None = None
+    mode: Literal["min", "max", "auto"] = "auto"
     storage_options: Mapping[str, Any] | None = field(
         default=None, repr=False, compare=False
     )
@@ -361,11 +408,10 @@ class Checkpoint(Callback):
             check_whole("every", self.every, 1)
         for name in ("keep_last", "keep_every"):
             check_whole(name, getattr(self, name), 1, None)
-        if self.keep_best is not None and self.keep_best not in MONITORS:
-            choices = ", ".join(map(repr, MONITORS))
-            raise OptionError(
-                f"keep_best must be one of {choices} or None, got {self.keep_best!r}"
-            )
+        if self.keep_best is not None:
+            check_monitored("keep_best", self.keep_best, self.mode)
+        elif self.mode != "auto":
+            raise OptionError(f"mode={self.mode!r} is for keep_best, got None")
         if not isinstance(self.storage_options, Mapping | None):
             kind = type(self.storage_options).__name__
             raise OptionError(f"storage_options must be a dict or None, got a {kind}")
@@ -513,13 +559,11 @@ class LearningRateMonitor(Callback):
         return pd.DataFrame(self.rates, columns=list(Rate._fields))[columns]
 
 
-SCORES = ("loss", "val_loss", "val_accuracy")
-
-
 class PrintProgress(Callback):
     """Print a line for each epoch, and one at the end if the fit ended early.
 
-    The callback runs on the client. Scores that an epoch lacks are left out.
+    The line has the loss, what a step logs, and the scores of the validation data that
+    the epoch has. The callback runs on the client.
 
     Args:
         stream: Text stream to write to; None: the current standard output.
@@ -543,9 +587,9 @@ class PrintProgress(Callback):
     @override
     def on_epoch_end(self, row: Mapping[str, Any]) -> None:
         scores = [
-            f"{name} {row[name]:.4f}"
-            for name in SCORES
-            if not math.isnan(row.get(name, math.nan))
+            f"{name} {value:.4f}"
+            for name, value in row.items()
+            if (name == "loss" or name not in COLUMNS) and not math.isnan(value)
         ]
         count = row["replicas"]
         replicas = "1 replica" if count == 1 else f"{count} replicas"

@@ -514,6 +514,8 @@ def plan(
     \b
     daskdl plan nets:digits --data 'digits/*.npz' --workers 16 --bandwidth 1
     """  # noqa: D301 - click's mark for lines to keep
+    from daskdl.data.checks import optimizer_function
+
     if latency is not None and bandwidth is None:
         raise FailedError("--latency needs --bandwidth")
     trainer = _trainer(factory, dict(arguments))
@@ -533,7 +535,7 @@ def plan(
         workers,
         link,
         loss=trainer.loss,
-        optimizer=trainer.optimizer,
+        optimizer=optimizer_function(trainer.optimizer, trainer.lr),
         master=trainer.master,
         threads=threads,
     )

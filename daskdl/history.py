@@ -17,7 +17,7 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl import report
-from daskdl.errors import OptionError
+from daskdl.errors import ModelError, OptionError
 from daskdl.evaluation import plots
 from daskdl.report import Line
 from daskdl.timeline import SPANS, Timeline
@@ -25,18 +25,18 @@ from daskdl.timeline import SPANS, Timeline
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
-Reason = Literal["not_finite", "target", "patience", "max_seconds"]
+Reason = Literal["stopped", "not_finite", "target", "patience", "max_seconds"]
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """The record of :class:`~daskdl.EarlyStopping` in a fit; `history.stopping`.
+    """Why a fit ended early, and the record of early stopping; `history.stopping`.
 
     Attributes:
-        monitor: The name of the score.
-        reason: Why the fit ended before its last epoch: the score was
+        monitor: The name of the score; None without :class:`~daskdl.EarlyStopping`.
+        reason: Why the fit ended early: a callback ``"stopped"`` it, the score was
             ``"not_finite"`` or reached the ``"target"``, ``"patience"`` was used up, or
-            ``"max_seconds"`` had passed. None: early stopping did not end the fit.
+            ``"max_seconds"`` had passed. None: it did not end early.
         details: The reason as text; empty without a reason.
         scores: Score of each checked epoch, by epoch, from 0.
         best_epoch: The epoch with the best score; None: no score was finite.
@@ -44,7 +44,7 @@ class Stopping:
         restored: Whether the fit returned the model of the best epoch.
     """
 
-    monitor: str
+    monitor: str | None
     reason: Reason | None = None
     details: str = ""
     scores: Mapping[int, float] = field(default_factory=dict)
@@ -473,12 +473,45 @@ COLUMNS: Mapping[str, str] = {
 }
 
 
+# Columns that early stopping cannot monitor: replicas cannot agree on them.
+NOT_AGREED = (
+    "epoch",
+    "seconds",
+    "examples_per_s",
+    "dense_bytes",
+    "waits",
+    "repeated_pieces",
+    "skipped_examples",
+    "refused_messages",
+)
+
+
+def check_log_names(names: Iterable[Any]) -> None:
+    """Refuse names of a step's logs that cannot be columns of a history.
+
+    Example:
+        >>> check_log_names(["kl"])
+        >>> check_log_names(["density"])
+        Traceback (most recent call last):
+        daskdl.errors.ModelError: step cannot log 'density', which is a column of the \
+history already; choose another name
+    """
+    for name in names:
+        if not isinstance(name, str):
+            raise ModelError(f"step must log by names that are text, got {name!r}")
+        if name in COLUMNS or name.startswith("val_"):
+            why = "is a column of the history already"
+            if name not in COLUMNS:
+                why = "is kept for scores of the validation data"
+            raise ModelError(
+                f"step cannot log {name!r}, which {why}; choose another name"
+            )
+
+
 # Of the tables and charts of a report.
 MAIN_COLUMNS = (
     "epoch",
     "loss",
-    "val_loss",
-    "val_accuracy",
     "examples",
     "seconds",
     "examples_per_s",
@@ -489,7 +522,7 @@ MAIN_COLUMNS = (
     "staleness",
     "replicas",
 )
-CHARTED = ("val_accuracy", *MAIN_COLUMNS[6:])
+CHARTED = MAIN_COLUMNS[4:]
 SUMMED = (
     "examples",
     "sent_bytes",
@@ -509,17 +542,17 @@ MOST_SHOWN = 5  # of the first rows, and of the last ones, in a notebook
 class History(Sequence[Row]):
     """The rows of a fit, one per epoch, oldest first; a sequence of mappings.
 
-    Every row has the keys of :data:`COLUMNS`, and with validation data
-    ``val_loss`` and, for classification, ``val_accuracy``: NaN in epochs without an
-    evaluation, see :class:`~daskdl.Evaluate`.
+    Every row has the keys of :data:`COLUMNS`, what a step logs, and with validation
+    data ``val_loss``, for classification ``val_accuracy``, and ``val_NAME`` of each
+    log: NaN in epochs without an evaluation, see :class:`~daskdl.Evaluate`.
 
     Attributes:
         steps: A sample of the steps of each replica.
         layers: Samples of each parameter tensor, with :class:`~daskdl.LayerMonitor`.
         timeline: What each replica did when.
         run: Options, versions, replicas, and the error if there was one.
-        stopping: The record of early stopping; None without early stopping, and until
-            the fit ends.
+        stopping: Why the fit ended early, and the record of early stopping; None
+            without either, and until the fit ends.
 
     Example:
         >>> history = History([{"epoch": 0, "loss": 0.5}, {"epoch": 1, "loss": 0.25}])
@@ -550,8 +583,17 @@ class History(Sequence[Row]):
         self._rows = [row for row in self._rows if row["epoch"] < epoch]
 
     def column(self, name: str) -> list[Any]:
-        """Return one column over all epochs."""
-        return [row[name] for row in self._rows]
+        """Return one column over all epochs, NaN in those that lack it."""
+        if self._rows and not any(name in row for row in self._rows):
+            raise KeyError(name)
+        return [row.get(name, math.nan) for row in self._rows]
+
+    @property
+    def _scores(self) -> list[str]:
+        """Names of the columns beside :data:`COLUMNS`: logs and validation scores."""
+        return [
+            *dict.fromkeys(n for row in self._rows for n in row if n not in COLUMNS)
+        ]
 
     def to_pandas(self) -> Any:
         """Return the rows as a `pandas.DataFrame`, indexed by epoch; needs pandas."""
@@ -586,6 +628,7 @@ class History(Sequence[Row]):
 
     def _table(self, shown: Iterable[int]) -> str:
         columns = [name for name in MAIN_COLUMNS if name in self._rows[-1]]
+        columns[2:2] = self._scores
         rows = [[self._rows[i].get(name, math.nan) for name in columns] for i in shown]
         return report.table(rows, columns)
 
@@ -593,9 +636,9 @@ class History(Sequence[Row]):
         """Draw columns by epoch into a new figure, which notebooks show.
 
         Args:
-            *columns: Names of columns with numbers, a picture for each; validation
-                scores are drawn beside ``"loss"``. None: loss, accuracy, speed, and
-                density.
+            *columns: Names of columns with numbers, a picture for each; the score of
+                the validation data is drawn beside ``"loss"`` and each log. None: loss,
+                logs, accuracy, speed, and density.
 
         Raises:
             OptionError: If there is no such column, no epoch, or no matplotlib.
@@ -607,7 +650,7 @@ class History(Sequence[Row]):
         """
         if not self._rows:
             raise OptionError("there is nothing to draw in a history without epochs")
-        usual = ("loss", "val_accuracy", "examples_per_s", "density")
+        usual = ("loss", *self._charted, "examples_per_s", "density")
         last = self._rows[-1]
         for name in columns:
             if not isinstance(last.get(name), int | float):
@@ -633,14 +676,20 @@ class History(Sequence[Row]):
         return plots.figure_of([picture(name) for name in chosen])
 
     def _lines(self, name: str) -> list[Line]:
-        """Return a column by epoch, and validation scores beside the loss."""
-        names = [name, "val_loss"] if name == "loss" else [name]
+        """Return a column by epoch, and beside it the score of the validation data."""
         lines = []
-        for one in names:
+        for one in (name, f"val_{name}"):
             rows = [(row["epoch"], row[one]) for row in self._rows if one in row]
             if rows:
                 lines.append(Line(one, *zip(*rows, strict=True)))
         return lines
+
+    @property
+    def _charted(self) -> list[str]:
+        """Logs and scores with a picture of their own."""
+        scores = self._scores
+        beside = {f"val_{name}" for name in ("loss", *scores)}
+        return [name for name in scores if name not in beside]
 
     # ---- the report
 
@@ -703,12 +752,13 @@ class History(Sequence[Row]):
         if not math.isnan(run.seconds):
             facts.append(("seconds", run.seconds))
         if rows:
-            names = ("loss", "val_loss", "val_accuracy")
+            names = ("loss", *self._scores)
             facts += [(name, rows[-1][name]) for name in names if name in rows[-1]]
         if self.stopping is not None:
             best = self.stopping.best_epoch
             facts.append(("early stopping", self.stopping.details or "did not end it"))
-            facts.append(("best epoch", "none" if best is None else best))
+            if self.stopping.monitor is not None:
+                facts.append(("best epoch", "none" if best is None else best))
         if run.replicas:
             gone = sum(own["left"] is not None for own in run.replicas.values())
             facts += [("replicas", len(run.replicas)), ("of which left", gone)]
@@ -734,7 +784,8 @@ class History(Sequence[Row]):
         by_step = [Line(f"replica {r}", *own) for r, own in sorted(steps.items())]
         charts = [report.chart("loss", "epoch", self._lines("loss"))]
         charts.append(report.chart("loss of single steps", "step", by_step))
-        charts += [report.chart(n, "epoch", self._lines(n)) for n in CHARTED]
+        charted = (*self._charted, *CHARTED)
+        charts += [report.chart(n, "epoch", self._lines(n)) for n in charted]
         return "".join(charts)
 
     def _layer_charts(self) -> str:

@@ -10,6 +10,7 @@ import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,7 @@ from daskdl.errors import ModelError, OptionError
 
 Loss = Callable[[Any, Any], Tensor]  # (output of the model, labels) -> scalar
 Batch = tuple[Any, Any]  # (x, y): tensors, or tuples and dicts of tensors
+Logs = Mapping[str, Any]  # what a step logs: numbers and tensors of one element
 
 
 @dataclass(frozen=True)
@@ -27,10 +29,11 @@ class OwnStep:
     """A user's step, for models whose forward pass is not ``model(x)``.
 
     Attributes:
-        function: Maps the model and a batch (x, y) to the batch's mean loss, a scalar.
+        function: Maps the model and a batch (x, y) to the batch's mean loss, a scalar,
+            with or without logs, see `loss_and_logs`.
     """
 
-    function: Callable[[nn.Module, Batch], Tensor]
+    function: Callable[[nn.Module, Batch], Any]
 
 
 class ModelLoss(OwnStep):
@@ -66,6 +69,59 @@ computes it, got loss=MSELoss()
             f"loss, got {step!r}"
         )
     return OwnStep(step)
+
+
+def loss_and_logs(returned: Any) -> tuple[Any, Logs]:
+    """Split what a step returns: the loss, ``(loss, logs)``, or a dict with "loss".
+
+    Of an object that has both a ``loss`` and other outputs, as models of transformers
+    return it, only the loss is taken.
+
+    Raises:
+        ModelError: If a dict has no "loss", or a log is not one number.
+
+    Example:
+        >>> loss_and_logs({"loss": 3.0, "kl": 1.0})
+        (3.0, {'kl': 1.0})
+    """
+    if isinstance(returned, Tensor):  # nearly always, and in every step
+        return returned, {}
+    if hasattr(returned, "loss"):
+        return returned.loss, {}
+    logs: dict[str, Any] = {}
+    if isinstance(returned, Mapping):
+        logs = dict(returned)
+        if "loss" not in logs:
+            raise ModelError(
+                f"step must return a dict with 'loss', got the keys {list(logs)}; or "
+                "the loss alone, or (loss, logs)"
+            )
+        returned = logs.pop("loss")
+    match returned:
+        case tuple((loss, Mapping() as own)):
+            returned, logs = loss, dict(own)
+    for name, value in logs.items():
+        one = isinstance(value, Tensor) and value.numel() == 1
+        if not one and not isinstance(value, Real):
+            shown = (
+                f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+            )
+            raise ModelError(
+                f"step must log numbers or tensors of one element, got {name!r}: "
+                f"{shown}; return its mean(), or leave it out: (loss, logs) logs only "
+                "what is in logs"
+            )
+    return returned, logs
+
+
+def batch_loss_and_logs(
+    objective: Objective, module: nn.Module, batch: Batch
+) -> tuple[Any, Logs]:
+    """Run a model on a batch; return the loss and what a step logs."""
+    if isinstance(objective, OwnStep):
+        return loss_and_logs(objective.function(module, batch))
+    x, y = batch
+    return objective(scored(call(module, x)), y), {}
 
 
 def scored(output: Any) -> Any:
@@ -139,10 +195,8 @@ def batch_loss(objective: Objective, module: nn.Module, batch: Batch) -> Tensor:
         >>> batch_loss(OwnStep(lambda model, batch: batch[0].sum()), nn.ReLU(), (x, x))
         tensor(3.)
     """
-    if isinstance(objective, OwnStep):
-        return objective.function(module, batch)
-    x, y = batch
-    return objective(scored(call(module, x)), y)
+    loss: Tensor = batch_loss_and_logs(objective, module, batch)[0]
+    return loss
 
 
 def model_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Any, Any]:

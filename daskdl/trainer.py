@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from daskdl.callbacks import Callback
-from daskdl.data.batching import Transform
+from daskdl.data.batching import Transform, Weighted
+from daskdl.data.checks import optimizer_function
 from daskdl.data.formats import Loader
-from daskdl.data.inputs import Approach, OnBad, ReadOptions, compose
+from daskdl.data.inputs import Approach, OnBad, ReadOptions, compose, source_of
 from daskdl.errors import OptionError
 from daskdl.evaluation.evaluate import evaluate_model
 from daskdl.evaluation.per_example import (
@@ -38,7 +39,7 @@ from daskdl.saving.trainer_state import TrainerState
 from daskdl.training.base import TrainingMaster
 from daskdl.training.checkpointing import resume_plan
 from daskdl.training.epoch_control import Scheduling
-from daskdl.training.fit import FitRun
+from daskdl.training.fit import FitRun, steps_of_replica
 from daskdl.training.fit_spec import FitSpec, FitState, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
@@ -122,10 +123,15 @@ class Trainer:
             transformers' models return it, the loss and metrics get these. None: the
             model gets y as ``labels``, or finds labels in x, and returns an object or
             a dict with ``loss``; data then need no y. None, too, if `step` is given.
-        optimizer: Makes a `torch.optim.Optimizer` from a list of the trainable
-            parameters; required. It may change between fits: new hyperparameters take
+        optimizer: A class of `torch.optim` or its name, such as ``"adamw"``, with `lr`;
+            or a function that makes an optimizer from a list of the trainable
+            parameters, or from the model, if its argument is called ``module`` or
+            ``model``. Required. It may change between fits: new hyperparameters take
             effect and the state is kept; another class, other parameters, or an option
             that needs other state, such as amsgrad, resets the state.
+        lr: Learning rate of an optimizer given as a class or its name, > 0; None: the
+            default of the class. Other options: `functools.partial` of the class, or a
+            function.
         master: Training master: how replicas exchange updates.
         client: A synchronous `distributed.Client`; None: the default client, else a
             temporary `LocalCluster`; False: no cluster, see above.
@@ -145,13 +151,17 @@ class Trainer:
         clip_grad_norm: Largest total norm of the gradients, > 0, applied after
             accumulation and before the optimizer step; None: no clipping.
         step: ``step(model, (x, y))`` returns the mean loss of a batch, a scalar tensor,
-            for models whose forward pass is not ``model(x)``. Validation and evaluation
-            then report only the loss.
+            for models whose forward pass is not ``model(x)``. ``(loss, logs)``, or a
+            dict with ``"loss"``, also logs other numbers or scalar tensors of the
+            batch: their means over the examples become columns of the history, and
+            `val_NAME` on validation data. Validation and evaluation report only these.
         scheduler: Makes a `torch.optim.lr_scheduler.LRScheduler` from an optimizer. At
-            the end of an epoch all replicas continue from the most advanced schedule,
-            and `ReduceLROnPlateau` gets the validation loss, or the mean training loss.
+            the end of an epoch all replicas continue from the most advanced schedule.
         scheduler_every: Step the scheduler after each ``"epoch"``, or each ``"step"``
             of a replica.
+        scheduler_monitor: Column of the history that `ReduceLROnPlateau` gets, see
+            `monitor` of :class:`~daskdl.EarlyStopping`; None: ``"val_loss"``, or
+            ``"loss"`` without validation data.
         telemetry_every: Steps of a replica per row of `history.steps`; ``"auto"``: 10,
             or more so that rows take less than 1 % of the time; None: no rows.
         transform: Callable that maps a batch (x, y) of tensors, or of tuples and dicts
@@ -163,7 +173,7 @@ class Trainer:
             None: no limit.
 
     Attributes:
-        model_: The trained model, an ordinary module on the CPU.
+        model_: The trained model, an ordinary module on the CPU, in evaluation mode.
         optimizer_: Optimizer of `model_`, with the replicas' averaged state.
         scheduler_: Scheduler of `optimizer_`, or None; the next fit continues from it.
         history_: The rows of the last fit.
@@ -188,8 +198,9 @@ class Trainer:
     model: nn.Module | Callable[[], nn.Module]
     loss: Loss | None = None
     # A default only because `loss` before it has one.
-    optimizer: Callable[[Any], Optimizer] = None  # type: ignore[assignment]
+    optimizer: str | Callable[..., Optimizer] = None  # type: ignore[assignment]
     _: KW_ONLY
+    lr: float | None = None
     master: TrainingMaster = field(default_factory=GradientSharing)
     client: Client | Literal[False] | None = None
     device: str | torch.device = "auto"
@@ -199,9 +210,10 @@ class Trainer:
     autocast: torch.dtype | None = None
     accumulate: int = 1
     clip_grad_norm: float | None = None
-    step: Callable[[nn.Module, tuple[Tensor, Tensor]], Tensor] | None = None
+    step: Callable[[nn.Module, tuple[Tensor, Tensor]], Any] | None = None
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
     scheduler_every: Literal["epoch", "step"] = "epoch"
+    scheduler_monitor: str | None = None
     telemetry_every: int | Literal["auto"] | None = "auto"
     max_loss_rise: float | None = 10.0
     transform: Transform | None = None
@@ -224,6 +236,7 @@ class Trainer:
         epochs: int = 1,
         batch_size: int = 32,
         validation: Any = None,
+        sample_weight: Any = None,
         shuffle: bool = True,
         drop_last: bool = False,
         transform: Transform | None = None,
@@ -250,7 +263,13 @@ class Trainer:
             batch_size: Rows per batch of each replica, >= 1.
             validation: (X, y), or data that include labels. The agreed model is scored
                 on them after each epoch, or in the epochs of an
-                :class:`~daskdl.Evaluate`.
+                :class:`~daskdl.Evaluate`. Or a fraction of the rows, such as 0.1, which
+                are chosen at random from the trainer's seed, and not trained on.
+            sample_weight: Weight of each row in the loss, >= 0, for data in memory: an
+                array, tensor or series. The loss of a step is the sum of weight * loss
+                over the sum of the weights; that of an epoch in the history is the mean
+                of its steps. `validation` may be (X, y, sample_weight) then; of a
+                fraction of the rows, the weights count.
             shuffle: New random order in each epoch, from the seed.
             drop_last: Leave out incomplete batches, at the end of a replica's epoch and
                 before rows of another shape. `examples` in the history excludes them.
@@ -301,6 +320,8 @@ class Trainer:
             prefetch=prefetch,
             approach=approach,
         )
+        if sample_weight is not None:
+            spec, y = spec.weighted(), Weighted(y, sample_weight)
         resumed = resume_plan(resume, self.callbacks, storage_options)
         sources = spec.sources(X, y, validation)
         model = getattr(self, "model_", None) if resumed is None else None
@@ -317,12 +338,73 @@ class Trainer:
                     self._show(model)
         return self.history_
 
+    def steps(
+        self,
+        X: Any,
+        epochs: int = 1,
+        batch_size: int = 32,
+        *,
+        drop_last: bool = False,
+        loader: Loader | Callable[..., Any] | None = None,
+        collate_fn: Callable[..., Any] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Return how many steps each replica will make in a fit, for schedules.
+
+        These are steps of the optimizer. The number is exact for one replica, and for
+        several with ``max_staleness=0``, of which the last may make fewer. Otherwise it
+        is what each makes if all are equally fast: a faster one makes more, and
+        ``scheduler_every="step"`` counts the steps of the replica with the most. Rows
+        of several shapes, and a replica that waits for data, make batches and groups
+        that are not full, so more steps.
+
+        Args:
+            X: Inputs, as for :meth:`fit`. Where lengths are unknown, each part is
+                loaded once to count its rows.
+            epochs: See :meth:`fit`.
+            batch_size: See :meth:`fit`.
+            drop_last: See :meth:`fit`.
+            loader: See :meth:`fit`.
+            collate_fn: See :meth:`fit`.
+            storage_options: See :meth:`fit`.
+
+        Raises:
+            DataError: If the data cannot be used.
+            OptionError: If the data are a stream, or an argument cannot be used.
+
+        Example:
+            >>> trainer = Trainer(nn.Linear(2, 1), nn.MSELoss(), "sgd", client=False)
+            >>> trainer.steps(torch.zeros(100, 2), epochs=3, batch_size=32)
+            12
+        """
+        spec = self._spec(
+            read=self._read(
+                batch_size, None, loader, collate_fn, "raise", storage_options
+            ),
+            epochs=epochs,
+            drop_last=drop_last,
+        )
+        source = source_of(X, None, spec.read, labelled=False)
+        with client_or_process(self.client) as client:
+            return steps_of_replica(spec, source, client)
+
+    def reset(self) -> None:
+        """Forget all fits: the next one begins as the first one did.
+
+        The model is that of the class again; a function makes it from the same seed.
+        Attributes that the user's callbacks keep are theirs.
+        """
+        for name in ("model_", "optimizer_", "scheduler_", "history_"):
+            vars(self).pop(name, None)
+        self.classes_, self._state = None, FitState()
+
     def evaluate(
         self,
         X: Any,
         y: Any = None,
         *,
         metrics: Any = None,
+        sample_weight: Any = None,
         batch_size: int = 64,
         transform: Transform | None = None,
         loader: Loader | Callable[..., Any] | None = None,
@@ -343,6 +425,8 @@ class Trainer:
                 classes in `daskdl.metrics`; a torchmetrics metric, a
                 `MetricCollection`, or a mapping of names to metrics; or a sequence of
                 these. None: accuracy, if labels are class indices.
+            sample_weight: Weight of each row in loss and accuracy, >= 0, for data in
+                memory; not with metrics.
             batch_size: Rows per forward pass.
             transform: See :meth:`fit`.
             loader: For files, see :meth:`fit`.
@@ -352,7 +436,7 @@ class Trainer:
 
         Returns:
             A dict of all metrics over all rows, which prints as a report; with a
-            `step` it contains only ``"loss"``.
+            `step` it contains only ``"loss"`` and what the step logs.
 
         Raises:
             DataError: If the data cannot be used, or the loss or a metric does not
@@ -369,6 +453,7 @@ class Trainer:
             y,
             self._objective,
             metrics,
+            sample_weight,
             read=read,
             client=self.client,
             classes=self.classes_,
@@ -628,7 +713,7 @@ class Trainer:
         *,
         model: nn.Module | Callable[[], nn.Module] | None = None,
         loss: Loss | None = None,
-        optimizer: Callable[[Any], Optimizer] | None = None,
+        optimizer: str | Callable[..., Optimizer] | None = None,
         client: Client | Literal[False] | None = None,
         trusted: Sequence[str] = (),
         storage_options: Mapping[str, Any] | None = None,
@@ -643,7 +728,7 @@ class Trainer:
             url: The folder of the save.
             model: Replaces the saved argument of the class; None: as it was saved.
             loss: Likewise.
-            optimizer: Likewise.
+            optimizer: Likewise; the saved `lr` goes with it.
             client: See the class.
             trusted: Names of modules or packages, such as ``["my_nets"]``, whose
                 classes and functions a save may import and call with saved arguments.
@@ -657,6 +742,8 @@ class Trainer:
         """
         own = {"model": model, "loss": loss, "optimizer": optimizer}
         passed = {name: one for name, one in own.items() if one is not None} | others
+        if optimizer is not None:
+            passed.setdefault("lr", None)
         names = cls._argument_names()
         state = trainer_state.load(url, names, passed, trusted, storage_options)
         trainer = cls(client=client, **state.arguments)
@@ -689,10 +776,10 @@ class Trainer:
         """Check the options of this trainer, and those of one fit."""
         return FitSpec(
             self._objective,
-            self.optimizer,
+            optimizer_function(self.optimizer, self.lr),
             self.master,
             Stepping(self.autocast, self.accumulate, self.clip_grad_norm),
-            Scheduling(self.scheduler, self.scheduler_every),
+            Scheduling(self.scheduler, self.scheduler_every, self.scheduler_monitor),
             self.device,
             self.seed,
             self.callbacks,
@@ -705,5 +792,5 @@ class Trainer:
     def _show(self, model: nn.Module) -> None:
         trained = self._state.optimizer
         if trained is not None:
-            self.model_, self.optimizer_ = model, trained.optimizer
+            self.model_, self.optimizer_ = model.eval(), trained.optimizer
             self.scheduler_ = trained.rate.scheduler

@@ -374,7 +374,13 @@ class Channel(ABC):
 
     @abstractmethod
     def lease(
-        self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
+        self,
+        phase: str,
+        epoch: int,
+        finished: Finished,
+        *,
+        wait: bool = False,
+        ends_epoch: bool = False,
     ) -> Lease | SyncPoint | None:
         """Return finished leases and take the next one; None if no rows are free.
 
@@ -386,6 +392,7 @@ class Channel(ABC):
             epoch: Counted from 0.
             finished: One ``{"lease": ..., "examples": ..., "loss": ...}`` per lease.
             wait: Block until there is a lease or sync point, or all rows are finished.
+            ends_epoch: Lease no more rows in this epoch, to any replica.
         """
 
     @abstractmethod

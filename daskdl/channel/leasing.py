@@ -350,7 +350,7 @@ class Leasing(ABC):
             self._limit is None or self._leased[self._counted(replica)] < self._limit
         )
         free = bool(self._again) or self._has_free(replica)
-        return within and free and not self._interval_over
+        return within and free and not self._interval_over and not self._ended
 
     def finish(self, replica: int, number: int) -> bool:
         """Finish a lease; False if the replica does not hold it."""
@@ -361,11 +361,19 @@ class Leasing(ABC):
     def lose(self, replica: int) -> None:
         """Free the leases of a gone replica, and its share or parts."""
         held = self._held.pop(replica, {})
+        if self._ended:
+            self.unfinished -= sum(lease.rows for lease in held.values())
+            return
         self._again.extend(held[number] for number in sorted(held))
 
     def rows_held(self, replica: int) -> int:
         """Rows that a replica has leased and not finished."""
         return sum(lease.rows for lease in self._held.get(replica, {}).values())
+
+    def end_epoch(self) -> None:
+        """Lease no more rows in this epoch; held leases may still be finished."""
+        self._ended = True
+        self.unfinished = sum(map(self.rows_held, self._held))
 
     def end_interval(self) -> None:
         """Limit the sync interval to the largest number of rows leased so far."""
@@ -416,7 +424,7 @@ class Leasing(ABC):
         self.unfinished = sum(one.rows for work in remaining for one in work.ranges)
         self._count = 0  # leases cut so far
         self._limit = self._interval_rows
-        self._interval_over = False
+        self._interval_over = self._ended = False
         self._leased: Counter[int] = Counter()  # rows in this interval, by replica
         self._held: dict[int, dict[int, Lease]] = {}  # by replica and lease number
         self._again: deque[Lease] = deque()  # unfinished leases of gone replicas

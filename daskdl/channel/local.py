@@ -284,14 +284,20 @@ class LocalChannel(Channel):
 
     @override
     def lease(
-        self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
+        self,
+        phase: str,
+        epoch: int,
+        finished: Finished,
+        *,
+        wait: bool = False,
+        ends_epoch: bool = False,
     ) -> Lease | SyncPoint | None:
         state, replica, now = self._state, self._replica, self._run.now()
         with self._changed:
             self.check()
             state.members.replicas[replica].heartbeat_at = now
             idle = self._idle_payload if wait else None
-            state.give_back(replica, phase, epoch, finished, now, idle)
+            state.give_back(replica, phase, epoch, finished, now, idle, ends_epoch)
             self._changed.notify_all()
             if wait:
                 ready = lambda: state.can_lease(replica, phase, epoch)  # noqa: E731

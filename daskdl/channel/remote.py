@@ -352,7 +352,13 @@ class RemoteChannel(Channel):
 
     @override
     def lease(
-        self, phase: str, epoch: int, finished: Finished, *, wait: bool = False
+        self,
+        phase: str,
+        epoch: int,
+        finished: Finished,
+        *,
+        wait: bool = False,
+        ends_epoch: bool = False,
     ) -> Lease | SyncPoint | None:
         answer = self._ask(
             WaitCause.LEASE,
@@ -362,6 +368,7 @@ class RemoteChannel(Channel):
             epoch=epoch,
             finished=[dict(one) for one in finished],
             wait=wait,
+            ends_epoch=ends_epoch,
             idle_payload=wrap_arrays(self._idle_payload) if wait else None,
         )
         if wait:

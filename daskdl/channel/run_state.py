@@ -614,6 +614,7 @@ class RunState:
         finished: Finished,
         now: float,
         idle_payload: Any = None,
+        ends_epoch: bool = False,
     ) -> None:
         """Take back finished leases; end a sync interval whose time is over."""
         leases = self._leases(phase, epoch)
@@ -624,6 +625,8 @@ class RunState:
                 before, _ = self._trained.get(replica, (0, 0.0))
                 examples = before + (lease["examples"] if own else 0)
                 self._trained[replica] = examples, lease.get("loss", 0.0)
+        if ends_epoch:
+            leases.end_epoch()
         if self._interval_began_at is None:
             self._interval_began_at = now
         bound_s = self.spec.intervals.seconds

@@ -466,15 +466,18 @@ class LiveRun:
         finished: Sequence[FinishedLease],
         wait: bool,
         idle_payload: Any = None,
+        ends_epoch: bool = False,
     ) -> Fields:
         """Take back a replica's finished leases and lease the next rows to it.
 
         With `wait`, answer once there is a lease or sync point, or all rows are
         finished. With an idle payload, ``ROUND`` barriers do not wait for the replica.
+        With `ends_epoch`, no more rows are leased in this epoch.
         """
         state, members = self.state, self.state.members
         worker = members.taking_part(replica).worker
-        state.give_back(replica, phase, epoch, finished, self.now(), idle_payload)
+        now = self.now()
+        state.give_back(replica, phase, epoch, finished, now, idle_payload, ends_epoch)
         self.notify()  # rows may be free for others, or the interval may be over
         if wait:
             await self.until(lambda: state.can_lease(replica, phase, epoch))

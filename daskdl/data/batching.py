@@ -32,6 +32,13 @@ def is_leaf(tree: Tree) -> bool:
     )
 
 
+class Weighted(NamedTuple):
+    """Labels, and the weight of each row in loss and accuracy."""
+
+    labels: Tree
+    weight: Any  # (B,), floating, >= 0
+
+
 def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
     """Yield each array with its name in the user's code, in order.
 

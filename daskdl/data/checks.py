@@ -5,11 +5,14 @@ that mean that a part cannot be read. No Dask; the user's objects are not change
 """
 
 import contextlib
+import copy
 import csv
+import difflib
 import functools
 import inspect
 import logging
 import lzma
+import math
 import pickle
 import random
 import struct
@@ -27,7 +30,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
+from daskdl.config import is_number
 from daskdl.data import batching
 from daskdl.data.batching import (
     Batch,
@@ -35,6 +40,7 @@ from daskdl.data.batching import (
     Rows,
     Transform,
     Tree,
+    Weighted,
     floating_dtype,
     inputs_to_device,
     to_device,
@@ -48,11 +54,15 @@ from daskdl.errors import (
     ModelError,
     OptionError,
 )
+from daskdl.history import check_log_names
 from daskdl.objective import (
+    Logs,
     ModelLoss,
     Objective,
     OwnStep,
     call,
+    is_sum,
+    loss_and_logs,
     model_loss,
     scored,
     takes,
@@ -107,6 +117,8 @@ class LabelCheck:
             daskdl.errors.DataError: y['a'] of part 3[1] is nan; remove such \
 examples, or fill them in
         """
+        if isinstance(y, Weighted):
+            y = y.labels
         for name, leaf in () if y is None else batching.named(y, "y"):
             labels = as_numpy(leaf)
             if labels.dtype.kind == "f":
@@ -169,6 +181,8 @@ def ignored_label(loss: Any) -> int | None:
     """
     if isinstance(loss, ModelLoss):
         return -100
+    if isinstance(loss, WeightedLoss):
+        loss = loss.loss
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return loss.ignore_index
     settings: dict[str, Any] = {}
@@ -186,6 +200,8 @@ def is_classification(output: Any, y: Tree) -> bool:
         output: Of a model.
         y: The labels, as `to_device` makes them.
     """
+    if isinstance(y, Weighted):
+        y = y.labels
     return (
         isinstance(y, Tensor)
         and y.dtype == torch.int64  # as `to_device` makes every integer label
@@ -193,6 +209,106 @@ def is_classification(output: Any, y: Tree) -> bool:
         and output.ndim == y.ndim + 1
         and (output.shape[0], *output.shape[2:]) == y.shape
     )
+
+
+def label_weights(loss: Any, output: Any, y: Tree) -> Tensor | None:
+    """Return the weight of each class index in a mean loss; None: one for each row.
+
+    It is 0 for ignored labels, and the weight of the class for others.
+    """
+    ignored = ignored_label(loss)
+    if ignored is None or not is_classification(output, y):
+        return None
+    counted: Tensor = y != ignored
+    if isinstance(loss, functools.partial):
+        weights_C = loss.keywords.get("weight")
+    else:
+        weights_C = getattr(loss, "weight", None)
+    if weights_C is None:
+        return counted
+    weights: Tensor = weights_C.to(y.device).double()[y.where(counted, 0)] * counted
+    return weights
+
+
+class WeightedLoss(nn.Module):
+    """A loss of labels whose rows have weights: of an output and `Weighted` labels.
+
+    A mean becomes the weighted mean, the sum of weight * loss over the sum of the
+    weights; a sum the weighted sum. A batch without any weight has the loss 0. Labels
+    without weights have the loss itself.
+
+    Args:
+        loss: Has a ``reduction``, such as torch's losses, or is a function that takes
+            one.
+
+    Raises:
+        OptionError: If it has none.
+
+    Example:
+        >>> loss = WeightedLoss(nn.MSELoss())
+        >>> y = Weighted(torch.zeros(2), torch.tensor([3.0, 1.0]))
+        >>> loss(torch.tensor([1.0, 3.0]), y)
+        tensor(3.)
+    """
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        if isinstance(loss, OwnStep):
+            raise OptionError(
+                "sample_weight needs loss=, such as torch.nn.CrossEntropyLoss(); a "
+                "step weighs rows itself: give it the weights as a part of X or y"
+            )
+        check_loss(loss)
+        function = loss.func if isinstance(loss, functools.partial) else loss
+        takes = hasattr(loss, "reduction")
+        if not takes and not isinstance(function, nn.Module):
+            with contextlib.suppress(TypeError, ValueError):  # not callable, or of C
+                takes = "reduction" in inspect.signature(function).parameters
+        if not takes:
+            raise OptionError(
+                "sample_weight needs the loss of each row: a loss of torch.nn, or a "
+                "function with an argument reduction that takes 'none', got "
+                f"{loss!r}; or give the weights as a part of X or y, and weigh the "
+                "rows in the loss"
+            )
+        self.loss = loss
+
+    @property
+    def reduction(self) -> str:
+        """``"mean"`` or ``"sum"``."""
+        return "sum" if is_sum(self.loss) else "mean"
+
+    def sums(self, output: Any, y: Weighted) -> tuple[Tensor, Tensor]:
+        """Return the sum of weight * loss over the rows, and that of the weights."""
+        if hasattr(self.loss, "reduction"):
+            unreduced = copy.copy(self.loss)  # replicas of a process share it
+            unreduced.reduction = "none"
+        else:
+            unreduced = functools.partial(self.loss, reduction="none")
+        losses, rows = unreduced(output, y.labels), len(y.weight)
+        if not isinstance(losses, Tensor) or losses.shape[:1] != (rows,):
+            raise ModelError(
+                "sample_weight needs the loss of each row, and with reduction='none' "
+                f"the loss returns {described(losses)} for {rows} rows"
+            )
+        weight = y.weight.reshape(-1, *[1] * (losses.ndim - 1)).expand_as(losses)
+        total = (losses * weight).sum()
+        if self.reduction == "sum":
+            return total, y.weight.sum()
+        labels = label_weights(self.loss, output, y.labels)
+        each = losses.numel() / max(rows, 1)  # losses of a row
+        weights = weight if labels is None else weight * labels
+        return total / each, weights.sum() / each
+
+    def forward(self, output: Any, y: Any) -> Tensor:
+        """Return the weighted mean or sum."""
+        if not isinstance(y, Weighted):
+            plain: Tensor = self.loss(output, y)
+            return plain
+        total, weight = self.sums(output, y)
+        if self.reduction == "sum":
+            return total
+        return total / weight.clamp_min(torch.finfo(weight.dtype).tiny)
 
 
 # ---- model, loss and optimizer
@@ -204,6 +320,7 @@ def check_module(model: Any) -> None:
         raise ModelError(
             "model must be a torch.nn.Module or a function that returns one, got "
             f"{model!r}"
+            + (f"; {SEVERAL}" if isinstance(model, list | tuple | dict) else "")
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -231,13 +348,112 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def check_training(model: Any, loss: Any, optimizer: Any) -> None:
+SEVERAL = (
+    "to train several models, such as generator and discriminator, put them into one "
+    "nn.Module, return the sum of their losses from one step, and give one optimizer a "
+    "parameter group for each; the page of options has an example"
+)
+
+
+def optimizer_function(optimizer: Any, lr: Any = None) -> Callable[..., Optimizer]:
+    """Return the function that makes an optimizer, for a trainer's arguments.
+
+    Args:
+        optimizer: A function, or a class of optimizers or its name in `torch.optim`, in
+            any case.
+        lr: Learning rate of a class; None: its default.
+
+    Example:
+        >>> optimizer_function("adamw", 1e-3)
+        functools.partial(<class 'torch.optim.adamw.AdamW'>, lr=0.001)
+        >>> optimizer_function("adamx")
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: optimizer must be the name of a class of \
+torch.optim, such as 'adamw', got 'adamx'; did you mean 'adamax'?
+    """
+    if isinstance(optimizer, str):
+        optimizer = _optimizer_class(optimizer)
+    kind = optimizer.func if isinstance(optimizer, functools.partial) else optimizer
+    is_class = isinstance(kind, type) and issubclass(kind, Optimizer)
+    if isinstance(optimizer, Optimizer):
+        name = type(optimizer).__name__
+        raise OptionError(
+            f"optimizer must be made by each replica, got a {name}; give the class and "
+            f"the rate, optimizer=torch.optim.{name}, lr=..."
+        )
+    if not callable(optimizer):
+        several = isinstance(optimizer, Iterable)
+        raise OptionError(
+            "optimizer must be a class of torch.optim or its name, with lr=..., or a "
+            "function that makes one from parameters, such as lambda params: "
+            f"torch.optim.SGD(params, lr=0.1), got {optimizer!r}"
+            + (f"; {SEVERAL}" if several else "")
+        )
+    if lr is None:
+        function: Callable[..., Optimizer] = optimizer
+        return function
+    if not is_number(lr) or not 0 < lr < math.inf:
+        raise OptionError(f"lr must be a number > 0 or None, got {lr!r}")
+    if not is_class:
+        raise OptionError(
+            f"lr={lr!r} is for an optimizer that is a class or its name, got the "
+            f"function {optimizer!r}; set the rate in the function"
+        )
+    if isinstance(optimizer, functools.partial) and "lr" in optimizer.keywords:
+        raise OptionError(
+            f"lr is given twice, as lr={lr!r} and in {optimizer!r}; leave one out"
+        )
+    return functools.partial(optimizer, lr=lr)
+
+
+def _optimizer_class(name: str) -> type[Optimizer]:
+    kinds = {
+        own.lower(): kind
+        for own, kind in vars(torch.optim).items()
+        if isinstance(kind, type)
+        and issubclass(kind, Optimizer)
+        and kind is not Optimizer
+    }
+    if name.lower() in kinds:
+        return kinds[name.lower()]
+    close = difflib.get_close_matches(name.lower(), kinds, 1)
+    remedy = f"did you mean {close[0]!r}?" if close else f"choose of {', '.join(kinds)}"
+    raise OptionError(
+        "optimizer must be the name of a class of torch.optim, such as 'adamw', got "
+        f"{name!r}; {remedy}"
+    )
+
+
+def optimizer_of(function: Callable[..., Optimizer], module: nn.Module) -> Optimizer:
+    """Make the optimizer of a module.
+
+    The function gets the list of its trainable parameters; or the module itself, if its
+    first argument is called ``module`` or ``model``.
+
+    Example:
+        >>> module = nn.Linear(2, 1)
+        >>> made = optimizer_of(lambda module: torch.optim.SGD([module.bias]), module)
+        >>> [tuple(p.shape) for p in made.param_groups[0]["params"]]
+        [(1,)]
+    """
+    return function(module if _takes_module(function) else trainable(module))
+
+
+def _takes_module(function: Callable[..., Any]) -> bool:
+    try:
+        names = [*inspect.signature(function).parameters]
+    except (TypeError, ValueError):  # written in C
+        return False
+    return names[:1] in (["module"], ["model"])
+
+
+def check_training(model: Any, loss: Any, optimizer: Callable[..., Optimizer]) -> None:
     """Refuse a model, loss or optimizer that cannot be trained with, whatever the data.
 
     Args:
         model: A copy; the optimizer is made from its parameters.
         loss: A function, or the user's own step; not run.
-        optimizer: Makes an optimizer from a list of parameters; run once.
+        optimizer: Makes an optimizer, see `optimizer_of`; run once.
 
     Raises:
         ModelError: With the argument, the value given and the value expected.
@@ -256,29 +472,22 @@ with requires_grad=True
             "with requires_grad=True"
         )
     check_loss(loss)
-    if not callable(optimizer):
-        raise ModelError(
-            "optimizer must be a function that makes one from parameters, such as "
-            f"lambda params: torch.optim.SGD(params, lr=0.1); got {optimizer!r}"
-        )
     try:
         with preserved_random_state():
-            made = optimizer(list(parameters))
+            made: Any = optimizer_of(optimizer, model)
     except USER_ERRORS as error:
-        raise ModelError(
-            f"optimizer failed on a list of {len(parameters)} parameters: {error}"
-        ) from error
+        raise ModelError(optimizer_failed(optimizer, model, error)) from error
     several = made.values() if isinstance(made, dict) else made
     if isinstance(several, Iterable):
         kinds = ", ".join(type(one).__name__ for one in several)
         raise ModelError(
             f"optimizer must return one torch.optim.Optimizer, got several ({kinds}); "
             "make one of parameter groups, as in torch.optim.SGD([{'params': a, "
-            "'lr': 0.1}, {'params': b, 'lr': 0.01}])"
+            f"'lr': 0.1}}, {{'params': b, 'lr': 0.01}}]); {SEVERAL}"
         )
     if not isinstance(made, torch.optim.Optimizer):
         raise ModelError(f"optimizer must return a torch.optim.Optimizer, got {made!r}")
-    known = {id(parameter) for parameter in parameters}
+    known = {id(parameter) for parameter in model.parameters()}
     if any(id(p) not in known for group in made.param_groups for p in group["params"]):
         raise ModelError(
             "optimizer works on parameters it was not given, so the replicas would "
@@ -291,6 +500,22 @@ with requires_grad=True
             f"optimizer {type(made).__name__} needs a closure that evaluates the "
             "model several times per step; choose one that does without"
         )
+
+
+def optimizer_failed(
+    optimizer: Callable[..., Optimizer], module: nn.Module, error: BaseException
+) -> str:
+    """Explain that an optimizer could not be made."""
+    if _takes_module(optimizer):
+        return (
+            f"optimizer failed on the {type(module).__name__}: {error}; its first "
+            "argument is called module or model, so it gets the model"
+        )
+    remedy = ""
+    if isinstance(error, AttributeError) and "'list' object" in str(error):
+        remedy = "; to get the model, call its argument module: lambda module: ..."
+    count = len(trainable(module))
+    return f"optimizer failed on a list of {count} parameters: {error}{remedy}"
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -315,6 +540,7 @@ class DryRun(NamedTuple):
     y: Tree  # labels that belong to the output, which may be in x
     classes: int | None  # number of classes that the loss accepts; None: any labels
     labels: LabelCheck | None  # for labels loaded later; None: a transform changes them
+    logs: Sequence[str] = ()  # names of what a step logs
 
 
 def dry_run(
@@ -362,8 +588,8 @@ def dry_run(
                 _run_loss("the model's loss", own_loss, shapes)
                 _, output, labels = found
                 return DryRun(shown, batch, output, labels, None, unchanged)
-            _run_loss("step", lambda: step.function(module, batch), shapes)
-            return DryRun(shown, batch, None, y, None, unchanged)
+            logs = _run_loss("step", lambda: step.function(module, batch), shapes)
+            return DryRun(shown, batch, None, y, None, unchanged, logs)
         if y is None and loss is not None:
             raise DataError(
                 "y must be given, or data of pairs (x, y): the loss needs labels; a "
@@ -373,13 +599,14 @@ def dry_run(
         if loss is None:
             return DryRun(shown, batch, output, y, None, unchanged)
         output = scored(output)
-        accepted = _accepted_labels(loss, output, y)
+        labels_of = y.labels if isinstance(y, Weighted) else y
+        accepted = _accepted_labels(loss, output, labels_of)
         if accepted.classes is not None and transform is None:
             accepted.check(shown[1])
-        copy = Packed(loss, "loss").unpack()
+        copied_loss = Packed(loss, "loss").unpack()
         shapes = f"the output being {described(output)} and the labels {described(y)}"
-        remedy = functools.partial(_label_remedy, loss, output, y)
-        _run_loss("loss", lambda: copy(output, y), shapes, remedy)
+        remedy = functools.partial(_label_remedy, loss, output, labels_of)
+        _run_loss("loss", lambda: copied_loss(output, y), shapes, remedy)
         labels = accepted if transform is None else None
         return DryRun(shown, batch, output, y, accepted.classes, labels)
 
@@ -422,7 +649,8 @@ def _run_loss(
     run: Callable[[], Any],
     shapes: str,
     remedy_of: Callable[[], str] = str,
-) -> None:
+) -> Sequence[str]:
+    """Check a loss, or what a step returns; return the names of what it logs."""
     try:
         with torch.no_grad(), warnings.catch_warnings():
             # For (n,) and (n, 1) torch only warns, and then trains on n * n pairs.
@@ -436,6 +664,10 @@ def _run_loss(
             f"{argument} failed on two rows, {shapes}: {error}"
             f"{'; ' if remedy else ''}{remedy}"
         ) from error
+    logs: Logs = {}
+    if argument == "step":
+        value, logs = loss_and_logs(value)
+        check_log_names(logs)
     if not isinstance(value, Tensor):
         raise ModelError(f"{argument} must return a tensor, got {value!r}")
     if value.numel() != 1 or not value.is_floating_point():
@@ -443,6 +675,7 @@ def _run_loss(
             f"{argument} must return one floating number for a batch, got "
             f'{described(value)} for two rows; use reduction="mean", or take the mean()'
         )
+    return list(logs)
 
 
 def _accepted_labels(loss: Any, output: Any, labels: Tree) -> LabelCheck:

@@ -6,18 +6,21 @@ A new kind of data is a subclass of :class:`~daskdl.data.source.Source` and a li
 
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, Literal
 
+import numpy as np
 from distributed import Client
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 
 from daskdl.config import check_choice, check_count
 from daskdl.data import batching
-from daskdl.data.batching import Batch, Transform, Tree
+from daskdl.data.batching import Batch, Transform, Tree, Weighted
 from daskdl.data.checks import UNREADABLE, is_left_out, join_readable, load_each
 from daskdl.data.dask_collections import (
     columns,
@@ -47,7 +50,7 @@ from daskdl.data.torch_datasets import (
     is_iterable_style,
     is_map_style,
 )
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError, ModelError, OptionError
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +103,32 @@ class ReadOptions:
     def skips(self) -> bool:
         """Whether parts that cannot be read are left out."""
         return self.on_bad_batch == "skip"
+
+    def weighted(self) -> "ReadOptions":
+        """Return the same for batches whose rows have weights."""
+        if self.transform is None:
+            return self
+        return replace(self, transform=KeepWeights(self.transform))
+
+
+@dataclass(frozen=True)
+class KeepWeights:
+    """A transform that passes on the weights of the rows; picklable."""
+
+    transform: Transform
+
+    def __call__(self, batch: Batch) -> Batch:
+        """Apply it to x and the labels."""
+        x, y = batch
+        if not isinstance(y, Weighted):
+            return self.transform(batch)
+        x, labels = self.transform((x, y.labels))
+        if batching.length(x) != len(y.weight):
+            raise ModelError(
+                "transform must keep the rows of a batch, as they have weights, got "
+                f"{batching.length(x)} rows for {len(y.weight)}"
+            )
+        return x, Weighted(labels, y.weight)
 
 
 @dataclass(frozen=True)
@@ -194,6 +223,46 @@ def _in_memory(X: Tree, y: Tree, step_rows: int, shuffle_seed: int | None) -> So
     return source
 
 
+def weighted_source(X: Any, y: Any, read: ReadOptions, **options: Any) -> Source:
+    """Make a source like `source_of`; labels in memory may be `Weighted`.
+
+    Raises:
+        DataError: Also if the weights are not one number >= 0 for each row.
+    """
+    if not isinstance(y, Weighted):
+        return source_of(X, y, read, **options)
+    weight = y.weight
+    source = source_of(X, y.labels, read, **options)
+    if not isinstance(source, InMemory) or source.whole[1] is None:
+        raise DataError(
+            "sample_weight is for X and y in memory; for other data, make the weights "
+            "a part of X, X=(X, weight), and weigh the rows in a step"
+        )
+    x, labels = source.whole
+    rows = batching.length(x)
+    try:
+        found = np.asarray(weight, dtype=np.float64)
+    except (TypeError, ValueError):
+        found = np.zeros(0)
+    if found.shape != (rows,):
+        shape = getattr(weight, "shape", None) or type(weight).__name__
+        raise DataError(
+            f"sample_weight must have one number for each of {rows} rows, got {shape}"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
+    if len(wrong) or not found.any():
+        at = wrong[0] if len(wrong) else 0
+        raise DataError(
+            "sample_weight must be finite numbers >= 0, not all 0, got "
+            f"sample_weight[{at}] = {found[at]}"
+        )
+    step_rows = read.batch_size * options.get("accumulate", 1)
+    seed = options.get("shuffle_seed")
+    weighted = InMemory(x, Weighted(labels, found), step_rows, seed)
+    weighted.classes = source.classes
+    return weighted
+
+
 def infer_metadata(
     source: Source, client: Client | Literal[False], *, skips: bool = False
 ) -> Source:
@@ -284,3 +353,95 @@ def merge_small_parts(source: Source) -> Source:
         return source
     logger.info("%s parts are put together to %s", source.parts, len(groups))
     return source.together(groups)
+
+
+def split_rows(
+    X: Any, y: Any, fraction: float, seed: int
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Split rows at random; the same seed and number of rows give the same split.
+
+    Args:
+        X: Arrays, tensors, tables, Dask arrays and dataframes in tuples and dicts; or a
+            dataset with a length.
+        y: The same, or None.
+        fraction: Of the rows of the second part, in (0, 1).
+        seed: Of the split.
+
+    Returns:
+        Two pairs (x, y), of the same types; rows keep their order. Rows in memory are
+        copied.
+
+    Raises:
+        DataError: If the rows cannot be split, or a part would be empty.
+        OptionError: If the fraction is out of range.
+
+    Example:
+        >>> rest, chosen = split_rows(np.arange(4), None, 0.25, seed=0)
+        >>> len(rest[0]), len(chosen[0])
+        (3, 1)
+    """
+    if not 0 < fraction < 1:
+        raise OptionError(
+            "validation must be (X, y), data, or a fraction of the rows in (0, 1), got "
+            f"{fraction!r}"
+        )
+
+    def parts_of(rows: int) -> tuple[np.ndarray, np.ndarray]:
+        count = round(rows * fraction)
+        if not 0 < count < rows:
+            raise DataError(
+                f"validation={fraction!r} of {rows} rows leaves {rows - count} rows to "
+                f"train on and {count} to score; give more rows, or validation=(X, y)"
+            )
+        order = np.random.default_rng([seed, rows]).permutation(rows)
+        return np.sort(order[count:]), np.sort(order[:count])
+
+    if is_map_style(X) and hasattr(X, "__len__"):
+        # Datasets of Hugging Face keep their columns and classes.
+        own = type(X).__module__.partition(".")[0] == "datasets"
+        take = X.select if own else functools.partial(Subset, X)
+        rest, chosen = (take(which.tolist()) for which in parts_of(len(X)))
+        return (rest, y), (chosen, y)
+    leaves = batching.named_both((X, y))
+    if leaves and all(map(is_dask_frame, leaves.values())):
+        shares = [1 - fraction, fraction]
+        split = [leaf.random_split(shares, seed) for leaf in leaves.values()]
+        rest, chosen = (
+            batching.filled_both((X, y), one) for one in zip(*split, strict=True)
+        )
+        return rest, chosen
+    for name, leaf in leaves.items():
+        in_memory = isinstance(leaf, np.ndarray | Tensor) or is_frame(leaf)
+        if not in_memory and not is_dask_array(leaf):
+            raise DataError(
+                f"validation={fraction!r} splits arrays, tensors, tables, datasets "
+                "with a length, Dask arrays and dataframes, but not "
+                f"{name}, a {type(leaf).__name__}; split it yourself, and give "
+                "validation=(X, y) or data that include labels"
+            )
+    lengths = {
+        name: leaf.shape[0] if hasattr(leaf, "shape") else len(leaf)
+        for name, leaf in leaves.items()
+    }
+    if any(map(math.isnan, lengths.values())):
+        raise DataError(
+            f"validation={fraction!r} needs the lengths of the chunks, which Dask does "
+            "not know; call compute_chunk_sizes() first, or give validation=(X, y)"
+        )
+    if len(set(lengths.values())) > 1:
+        shown = " and ".join(map(str, lengths.values()))
+        raise DataError(
+            f"{' and '.join(lengths)} must have the same length, got {shown}"
+        )
+    split = [
+        [_taken(leaf, which) for leaf in leaves.values()]
+        for which in parts_of(next(iter(lengths.values())))
+    ]
+    rest, chosen = (batching.filled_both((X, y), one) for one in split)
+    return rest, chosen
+
+
+def _taken(leaf: Any, which: np.ndarray) -> Any:
+    if is_frame(leaf):
+        return leaf.iloc[which] if hasattr(leaf, "iloc") else leaf.take(which)
+    return leaf[which]

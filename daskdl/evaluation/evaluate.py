@@ -6,7 +6,6 @@ here, since replicas validate with them and do not load torchmetrics.
 """
 
 import contextlib
-import functools
 import logging
 import math
 import operator
@@ -20,21 +19,32 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from daskdl.data import batching, checks
-from daskdl.data.batching import Batch, Chunk, Kinds, Rows, Transform, Tree, batches
+from daskdl.data.batching import (
+    Batch,
+    Chunk,
+    Kinds,
+    Rows,
+    Transform,
+    Tree,
+    Weighted,
+    batches,
+)
 from daskdl.data.checks import LabelCheck, ShapeCheck
 from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.formats import Loader
-from daskdl.data.inputs import OnBad, ReadOptions, infer_metadata, source_of
+from daskdl.data.inputs import OnBad, ReadOptions, infer_metadata, weighted_source
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, OptionError
 from daskdl.evaluation.report import Evaluation
+from daskdl.history import check_log_names
 from daskdl.objective import (
+    Logs,
     Loss,
     ModelLoss,
     Objective,
     OwnStep,
-    batch_loss,
+    batch_loss_and_logs,
     call,
     is_sum,
     model_loss,
@@ -59,6 +69,7 @@ def evaluate(
     *,
     loss: Loss | None = None,
     metrics: Any = None,
+    sample_weight: Any = None,
     client: Client | Literal[False] | None = None,
     batch_size: int = 64,
     transform: Transform | None = None,
@@ -76,6 +87,7 @@ def evaluate(
         loss: ``loss(model(x), labels)``, which also determines the meaning of outputs.
             None: no loss is measured, and the first outputs determine their meaning.
         metrics: See :meth:`Trainer.evaluate`.
+        sample_weight: See :meth:`Trainer.evaluate`.
         client: A synchronous `distributed.Client`; None: the default client, else a
             temporary `LocalCluster`; False: this process.
         batch_size: Rows per forward pass.
@@ -103,7 +115,9 @@ def evaluate(
     read = ReadOptions(
         batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
     )
-    return evaluate_model(model, X, y, loss, metrics, read=read, client=client)
+    return evaluate_model(
+        model, X, y, loss, metrics, sample_weight, read=read, client=client
+    )
 
 
 def evaluate_model(
@@ -112,6 +126,7 @@ def evaluate_model(
     y: Any,
     objective: Objective | None,
     metrics: Any = None,
+    sample_weight: Any = None,
     *,
     read: ReadOptions,
     client: Client | Literal[False] | None,
@@ -119,6 +134,10 @@ def evaluate_model(
 ) -> Evaluation:
     """Evaluate a model with a loss or a step; see `Trainer.evaluate`."""
     labelled = not isinstance(objective, OwnStep)
+    if sample_weight is not None:
+        _check_unmeasured(metrics)
+        objective = objective and checks.WeightedLoss(objective)
+        y, read = Weighted(y, sample_weight), read.weighted()
     sets: Sequence[MetricSet] = ()
     if metrics is not None:
         if type(objective) is OwnStep:
@@ -133,7 +152,7 @@ def evaluate_model(
     checks.check_module(model)
     if objective is not None:
         checks.check_loss(objective)
-    source = source_of(X, y, read, labelled=labelled)
+    source = weighted_source(X, y, read, labelled=labelled)
     checks.check_same_classes(source, classes)
     with client_or_process(client) as found:
         if source.first is None:
@@ -180,6 +199,14 @@ def evaluate_model(
     return Evaluation(
         values, [s.section(m) for s, m in zip(specs, mergers, strict=True)]
     )
+
+
+def _check_unmeasured(metrics: Any) -> None:
+    if metrics is not None:
+        raise OptionError(
+            "sample_weight is for loss and accuracy, got metrics; evaluate without "
+            "metrics, or without weights"
+        )
 
 
 def map_split(
@@ -262,8 +289,52 @@ class PartScorer:
                 yield batching.whole(left)
 
 
+Sums = Mapping[str, tuple[float, int]]  # sum over rows and number of rows, by name
+
+
+def added(one: Sums, other: Sums) -> Sums:
+    """Add two sets of sums.
+
+    Example:
+        >>> added({"kl": (3.0, 2)}, {"kl": (1.0, 2), "gap": (5.0, 1)})
+        {'kl': (4.0, 4), 'gap': (5.0, 1)}
+    """
+    sums = dict(one)
+    for name, (total, rows) in other.items():
+        own_total, own_rows = sums.get(name, (0.0, 0))
+        sums[name] = own_total + total, own_rows + rows
+    return sums
+
+
+def means(sums: Sums) -> dict[str, float]:
+    """Return the mean over the rows, by name."""
+    return {name: total / rows for name, (total, rows) in sums.items()}
+
+
+class LogSums:
+    """Sums what a step logs, on its device: only `take` waits for an accelerator."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[Any, int]] = {}
+
+    def add(self, logs: Logs, rows: int) -> None:
+        """Add the logs of a batch, means over its rows."""
+        if not logs.keys() <= self._sums.keys():
+            check_log_names(logs)
+        for name, value in logs.items():
+            if isinstance(value, Tensor):
+                value = value.detach().double().reshape(())
+            total, before = self._sums.get(name, (0.0, 0))
+            self._sums[name] = total + value * rows, before + rows
+
+    def take(self) -> Sums:
+        """Return the sums since the last call."""
+        sums, self._sums = self._sums, {}
+        return {name: (float(total), rows) for name, (total, rows) in sums.items()}
+
+
 class Score(NamedTuple):
-    """Loss and accuracy on some rows, as sums that can be added.
+    """Loss, accuracy and logs on some rows, as sums that can be added.
 
     Example:
         >>> (Score(3.0, 1, 2, 2) + Score(1.0, 1, 1, 1)).metrics()
@@ -271,26 +342,28 @@ class Score(NamedTuple):
     """
 
     loss_sum: float = 0.0
-    correct: int = 0  # correctly predicted labels
-    labels: int = 0  # counted labels; 0 if labels are not class indices
+    correct: float = 0  # correctly predicted labels, or their weight
+    labels: float = 0  # counted labels; 0 if labels are not class indices
     examples: int = 0  # rows
     # The weight of the rows in the mean loss minus their number: negative if the loss
     # ignores labels, or class weights are below 1.
     more: float = 0.0
+    logs: Mapping[str, tuple[float, int]] = {}
 
     @override
     def __add__(self, other: "Score") -> "Score":  # type: ignore[override]
-        return Score(*map(operator.add, self, other))
+        sums = map(operator.add, self[:-1], other[:-1])
+        return Score._make([*sums, added(self.logs, other.logs)])
 
     def metrics(self) -> dict[str, float]:
-        """Return the mean loss, NaN if the loss ignores all rows, and the accuracy."""
+        """Return the mean loss, NaN if all rows are ignored, the accuracy, and logs."""
         if not self.examples:
             raise DataError("no examples were scored")
         weight = self.examples + self.more
         metrics = {"loss": self.loss_sum / weight if weight else math.nan}
         if self.labels:
             metrics["accuracy"] = self.correct / self.labels
-        return metrics
+        return metrics | means(self.logs)
 
 
 def score_batches(
@@ -308,9 +381,9 @@ def score_batches(
     Example:
         >>> rows = [(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))]
         >>> score_batches(nn.Identity(), nn.NLLLoss(), rows, "cpu")
-        Score(loss_sum=-1.0, correct=1, labels=1, examples=1, more=0.0)
+        Score(loss_sum=-1.0, correct=1, labels=1, examples=1, more=0.0, logs={})
     """
-    total = Score()
+    total, sums = Score(), LogSums()
     dtype = batching.floating_dtype(module)
     with _evaluating(module), torch.no_grad():
         for x, y in batches:
@@ -320,14 +393,19 @@ def score_batches(
                 mean, output, y = model_loss(module, batch)
                 loss_sum = mean.item() * rows
             elif isinstance(loss, OwnStep):
-                mean = batch_loss(loss, module, batch)
+                mean, logs = batch_loss_and_logs(loss, module, batch)
+                sums.add(logs, rows)
                 total += Score(mean.item() * rows, examples=rows)
                 continue
             else:
                 x, y = batch
                 output = scored(call(module, x))
                 loss_sum, more = _loss_sum(loss, output, y, rows)
-            correct = labels = 0
+            correct: float = 0
+            labels: float = 0
+            weight: Tensor | int = 1
+            if isinstance(y, Weighted):
+                y, weight = y.labels, y.weight.double()
             if observe is not None:
                 observe(output, y)
             elif checks.is_classification(output, y):
@@ -335,9 +413,11 @@ def score_batches(
                 counted = torch.ones_like(y).bool() if ignored is None else y != ignored
                 # If scores are NaN, there is no best class.
                 right = (best.indices == y) & counted & ~best.values.isnan()
-                correct, labels = int(right.sum()), int(counted.sum())
+                if isinstance(weight, Tensor):
+                    weight = weight.reshape(-1, *[1] * (y.ndim - 1))
+                correct, labels = ((n * weight).sum().item() for n in (right, counted))
             total += Score(loss_sum, correct, labels, rows, more)
-    return total
+    return total._replace(logs=sums.take())
 
 
 def _loss_sum(
@@ -351,17 +431,14 @@ def _loss_sum(
     """
     if loss is None:
         return 0.0, 0.0
+    if isinstance(loss, checks.WeightedLoss):
+        if isinstance(y, Weighted):
+            total, weights = loss.sums(output, y)
+            return total.item(), weights.item() - rows
+        loss = loss.loss
     weight: float = rows
-    ignored = checks.ignored_label(loss)
-    if ignored is not None and not is_sum(loss) and checks.is_classification(output, y):
-        counted = y != ignored
-        if isinstance(loss, functools.partial):
-            weights_C = loss.keywords.get("weight")
-        else:
-            weights_C = getattr(loss, "weight", None)
-        labels: Tensor = counted
-        if weights_C is not None:
-            labels = weights_C.to(y.device).double()[y.where(counted, 0)] * counted
+    labels = None if is_sum(loss) else checks.label_weights(loss, output, y)
+    if labels is not None:
         weight = labels.sum().item() * rows / max(y.numel(), 1)
     if not weight:  # the loss is 0/0
         return 0.0, -rows

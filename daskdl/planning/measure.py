@@ -29,7 +29,7 @@ from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import ChannelSpec, Message, PeerProgress, unwrap, wrap
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import Timeouts
-from daskdl.data.checks import preserved_random_state, trainable
+from daskdl.data.checks import optimizer_of, preserved_random_state, trainable
 from daskdl.errors import DivergedError, RunError, WaitTimeoutError
 from daskdl.objective import Objective
 from daskdl.planning.cost_model import MEASURED_EVERY, Costs
@@ -129,7 +129,7 @@ class StepBenchmark:
         self.spec = spec
         self._device = device
         self._module = spec.model.to(device).train()
-        optimizer = spec.optimizer(trainable(self._module))
+        optimizer = optimizer_of(spec.optimizer, self._module)
         self._adaptive = is_adaptive(optimizer)
         self._stepper = Stepper(
             self._module, spec.objective, optimizer, Stepping(), device

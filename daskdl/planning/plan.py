@@ -18,7 +18,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from daskdl.config import check_type, check_whole, is_whole
-from daskdl.data.checks import LabelCheck, check_training, dry_run
+from daskdl.data.checks import (
+    LabelCheck,
+    check_training,
+    dry_run,
+    optimizer_function,
+)
 from daskdl.data.tables import check_arrays, first_rows, is_dask_array
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
@@ -112,7 +117,7 @@ def plan(
     link: Network | None = None,
     *,
     loss: Loss | None = None,
-    optimizer: Callable[[Any], Optimizer] | None = None,
+    optimizer: str | Callable[..., Optimizer] | None = None,
     master: GradientSharing | None = None,
     threads: int | None = None,
 ) -> Plan:
@@ -136,7 +141,8 @@ def plan(
         link: Between the workers' machines, or None, see above.
         loss: As for a trainer. None: `cross_entropy` for integer labels, else
             `mse_loss`.
-        optimizer: As for a trainer. None: plain SGD with a learning rate of 0.01.
+        optimizer: As for a trainer, without `lr`. None: plain SGD with a learning rate
+            of 0.01.
         master: How updates are shared; None: `GradientSharing()`.
         threads: Of torch in each worker, `threads_per_worker` of a `LocalCluster`;
             None: as many as here.
@@ -224,7 +230,9 @@ def _spec(
     if loss is None:
         floating = torch.from_numpy(first_rows(y, 1)).is_floating_point()
         loss = functional.mse_loss if floating else functional.cross_entropy
-    optimizer = optimizer or functools.partial(torch.optim.SGD, lr=0.01)
+    if optimizer is None:
+        optimizer = functools.partial(torch.optim.SGD, lr=0.01)
+    optimizer = optimizer_function(optimizer)
     rows = first_rows(X, len(X)), first_rows(y, len(y))
     module = copied(own)
     check_training(module, loss, optimizer)

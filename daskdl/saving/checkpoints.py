@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from daskdl.callbacks import Checkpoint
+from daskdl.callbacks import Checkpoint, largest_is_best
 from daskdl.channel.protocol import Natural, Positive, check
 from daskdl.data.manifest import Kind
 from daskdl.data.storage import Store
@@ -283,7 +283,7 @@ class CheckpointPlan:
             counts = {number: own[number].header["count"] for number in numbers}
             kept |= {n for n, count in counts.items() if count % rule.keep_every == 0}
         if rule.keep_best is not None:
-            sign = -1.0 if rule.keep_best == "val_accuracy" else 1.0
+            sign = -1.0 if largest_is_best(rule.keep_best, rule.mode) else 1.0
             scores = {number: sign * self._score(own[number]) for number in numbers}
             scored = [number for number in numbers if math.isfinite(scores[number])]
             kept |= {min(scored, key=scores.__getitem__)} if scored else set()

@@ -26,7 +26,13 @@ from daskdl.callbacks import (
 )
 from daskdl.channel.protocol import Natural, check
 from daskdl.config import check_flag
-from daskdl.data.checks import USER_ERRORS, trainable
+from daskdl.data.checks import (
+    USER_ERRORS,
+    optimizer_failed,
+    optimizer_function,
+    optimizer_of,
+    trainable,
+)
 from daskdl.data.inputs import Compose
 from daskdl.data.manifest import Kind
 from daskdl.errors import DaskDLError, OptionError, SaveError
@@ -289,8 +295,14 @@ def _ways(name: str, state: TrainerState) -> Sequence[Callable[[], Any]]:
     if name == "callbacks":
         return [lambda: list(value)]
     ways = [lambda: value]
-    if name == "optimizer":
-        ways.insert(0, lambda: _optimizer_maker(state))
+    if not isinstance(state.arguments["optimizer"], str):
+        # The rate is saved with the function.
+        lr = state.arguments.get("lr")
+        if name == "optimizer":
+            function = optimizer_function(value, lr)
+            return [lambda: _optimizer_maker(state), lambda: function]
+        if name == "lr":
+            return [lambda: None]
     if name == "scheduler" and value is not None:
         ways.insert(0, lambda: _scheduler_maker(state))
     return ways
@@ -464,13 +476,11 @@ class ModelState:
 
 def new_optimizer(arguments: Mapping[str, Any], model: nn.Module) -> Optimizer:
     """Make a model's optimizer; OptionError if the argument does not return one."""
-    parameters = trainable(model)
+    function = optimizer_function(arguments["optimizer"], arguments.get("lr"))
     try:
-        made: Any = arguments["optimizer"](list(parameters))
+        made: Any = optimizer_of(function, model)
     except USER_ERRORS as error:
-        raise OptionError(
-            f"optimizer failed on a list of {len(parameters)} parameters: {error}"
-        ) from error
+        raise OptionError(optimizer_failed(function, model, error)) from error
     if not isinstance(made, Optimizer):
         raise OptionError(
             f"optimizer must return a torch.optim.Optimizer, got {made!r}"
@@ -481,7 +491,8 @@ def new_optimizer(arguments: Mapping[str, Any], model: nn.Module) -> Optimizer:
 def scheduling_of(arguments: Mapping[str, Any]) -> Scheduling:
     """Return the scheduling that the arguments of a trainer ask for."""
     every = arguments.get("scheduler_every", "epoch")
-    return Scheduling(arguments.get("scheduler"), every)
+    monitor = arguments.get("scheduler_monitor")
+    return Scheduling(arguments.get("scheduler"), every, monitor)
 
 
 # Of decoded values. The hyperparameters are those that the optimizer was made with.

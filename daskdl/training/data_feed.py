@@ -347,11 +347,14 @@ class Feed:
 
     Attributes:
         rows: Rows of the last group, after `transform`.
+        ended: Set it to end the epoch after the current group, for all replicas: what
+            is leased is finished, and no other rows are leased.
         sync_point: Remaining work of the epoch, if `groups` stopped at the end of a
             sync interval; else None. After the sync, call `groups` again.
     """
 
     rows: int
+    ended: bool
     sync_point: SyncPoint | None
 
     def __init__(
@@ -378,10 +381,12 @@ class Feed:
             self._seed = (spec.seed, spec.epochs_before + epoch)
         self._given = self._done = 0  # rows passed to batches, and rows trained on
         self._leases: deque[tuple[Lease, int, int]] = deque()  # its rows; `_given` then
+        self._leasing: tuple[Lease, int] | None = None  # being cut; `_given` before
         self._held: tuple[int, Rows, np.ndarray | None] | None = None  # the last part
         self._bad: set[int] = set()
         self._partial: set[int] = set()  # parts of which some files are left out
         self.rows = 0
+        self.ended = False
         self.sync_point = None
 
     # ---- batches
@@ -410,10 +415,25 @@ class Feed:
                     self.rows = sum(batching.length(x) for x, _ in group)
                 yield group
                 self._done += read
+                if self.ended:
+                    self._give_up_rest(made)
+                    break
             rest()
             lease = self._lease(wait=True)
             if lease is None:
                 return
+
+    def _give_up_rest(self, made: Iterator[Batch]) -> None:
+        """Finish all leases as they are; the next request ends the epoch."""
+        if self._leasing is not None:
+            lease, before = self._leasing
+            self._leases.append((lease, self._done - before, self._done))
+        self._leases = deque(
+            (lease, max(min(rows, self._done - given + rows), 0), self._done)
+            for lease, rows, given in self._leases
+        )
+        made.close()  # type: ignore[attr-defined]
+        self._store.forget(self._phase, ())
 
     def _batches(self, lease: Lease | None) -> Iterator[Batch]:
         size = self._spec.read.batch_size
@@ -430,7 +450,10 @@ class Feed:
             lease, examples, _ = self._leases.popleft()
             loss = totals.loss_sum / max(totals.examples, 1)
             finished.append({"lease": lease.number, "examples": examples, "loss": loss})
-        leased = self._channel.lease(self._phase, self._epoch, finished, wait=wait)
+        ending = {"ends_epoch": True} if self.ended else {}
+        leased = self._channel.lease(
+            self._phase, self._epoch, finished, wait=wait, **ending
+        )
         if isinstance(leased, SyncPoint):
             self.sync_point = leased
             return None
@@ -440,11 +463,13 @@ class Feed:
         """Yield the rows of this lease and the next ones."""
         while lease is not None:
             before = self._given
+            self._leasing = lease, before
             for chunk in self.chunks(lease):
                 self._given += chunk.length
                 yield chunk
                 del chunk  # see `chunks`
             self._leases.append((lease, self._given - before, self._given))
+            self._leasing = None
             lease = self._lease(wait=False)
 
     # ---- parts

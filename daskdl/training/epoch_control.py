@@ -4,6 +4,7 @@ Replicas and the client decide independently but from the same reports, so they 
 No I/O.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,26 +16,33 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from daskdl.callbacks import Callback, Checkpoint, EarlyStopping, Evaluate
+from daskdl.callbacks import (
+    Callback,
+    Checkpoint,
+    EarlyStopping,
+    Evaluate,
+    check_monitored,
+)
 from daskdl.config import check_choice
-from daskdl.data.checks import USER_ERRORS, trainable
+from daskdl.data.checks import USER_ERRORS, optimizer_of
 from daskdl.errors import OptionError
-from daskdl.history import Reason
+from daskdl.history import COLUMNS, NOT_AGREED, Reason
 from daskdl.serialization import Packed, copied
 from daskdl.training.base import Parameters, check_like
 from daskdl.training.telemetry import (
     BestScore,
     Reports,
-    training_loss,
-    validation,
+    columns_of,
 )
+
+logger = logging.getLogger(__name__)
 
 Position = tuple[int, dict[str, Any]]  # steps of the scheduler, and its state dict
 
 
 @dataclass(frozen=True)
 class Scheduling:
-    """The options `scheduler` and `scheduler_every` of a trainer.
+    """The options `scheduler`, `scheduler_every` and `scheduler_monitor` of a trainer.
 
     Example:
         >>> Scheduling(None, "batch")
@@ -45,6 +53,7 @@ class Scheduling:
 
     make: Callable[[Optimizer], LRScheduler] | None = None
     every: Literal["epoch", "step"] = "epoch"
+    monitor: str | None = None
 
     def __post_init__(self) -> None:
         if self.make is not None and not callable(self.make):
@@ -56,6 +65,12 @@ class Scheduling:
         check_choice("scheduler_every", self.every, ("epoch", "step"))
         if self.make is None and self.every == "step":
             raise OptionError("scheduler_every='step' needs a scheduler, got None")
+        if self.monitor is not None:
+            check_monitored("scheduler_monitor", self.monitor, "min")
+            if self.make is None:
+                raise OptionError(
+                    f"scheduler_monitor={self.monitor!r} needs a scheduler, got None"
+                )
 
     def of(self, optimizer: Optimizer) -> LRScheduler | None:
         """Create the scheduler of an optimizer, or None if `make` is None."""
@@ -81,16 +96,21 @@ class Scheduling:
                 "scheduler_every must be 'epoch' for ReduceLROnPlateau, which needs "
                 "the loss of an epoch, got 'step'"
             )
+        if self.monitor is not None and not isinstance(made, ReduceLROnPlateau):
+            raise OptionError(
+                f"scheduler_monitor={self.monitor!r} is for ReduceLROnPlateau, which "
+                f"needs a score, got a {type(made).__name__}; leave it out"
+            )
         # torch warns once per process if the scheduler steps before the optimizer, as
         # in a replica that had no data in an epoch.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return made
 
-    def check(self, optimizer: Callable[[Any], Optimizer], model: nn.Module) -> None:
+    def check(self, optimizer: Callable[..., Optimizer], model: nn.Module) -> None:
         """Dry run: create a scheduler for a copy of a model, and pickle its state."""
         if self.make is not None:
             copy = copied(model)
-            LearningRate(optimizer(trainable(copy)), self).state()
+            LearningRate(optimizer_of(optimizer, copy), self).state()
 
 
 class LearningRate:
@@ -112,9 +132,11 @@ class LearningRate:
         epochs: int = 1,
     ) -> None:
         self._optimizer = optimizer
+        self._monitor = scheduling.monitor
         self.per_step = scheduling.every == "step"
         self.scheduler = scheduling.of(optimizer)
         self._count = self._count_before = 0  # steps over all fits
+        self._held = 0  # steps at the end of a cycle
         self.load_(before)
         self._count_before = self._count  # steps before this run
         self._epochs = epochs
@@ -184,8 +206,13 @@ class LearningRate:
         farthest = max(reports, key=lambda report: report.scheduled)
         if farthest.scheduled > self._count:
             self.load_(farthest.schedule)
-        if not self.per_step and (scored or not self._is_plateau):
-            self.step_(validation(reports).get("val_loss", training_loss(reports)))
+        if self.per_step:
+            return
+        columns = columns_of(reports)
+        name = self._monitor or ("val_loss" if "val_loss" in columns else "loss")
+        needed = self._monitor is None or name.startswith("val_")
+        if scored or not self._is_plateau or not needed:
+            self.step_(columns.get(name, math.nan))
 
     def catch_up_(self, epoch: int) -> None:
         """Step up to the epoch in which a joining replica starts.
@@ -213,25 +240,26 @@ class LearningRate:
             self.scheduler.step()
 
     def _step_of_cycle(self, scheduler: OneCycleLR) -> None:
+        total = scheduler.total_steps
+        if self.per_step and scheduler.last_epoch + 1 >= total:
+            # The cycle has as many rates as steps; torch would extrapolate, then fail.
+            self._held += 1
+            if self._held == 2:  # a replica may be faster than expected
+                logger.warning(
+                    "OneCycleLR has come to its end, total_steps=%s, before the fit: "
+                    "the learning rate stays at %.3g; Trainer.steps returns how many "
+                    "steps a replica makes, and a fast one makes more",
+                    total,
+                    self.value,
+                )
+            return
         try:
             scheduler.step()
         except ValueError as error:
-            total = self._count - 1
-            if not self.per_step:
-                needed = (
-                    f"{self._count_before + self._epochs} or more, one for each epoch"
-                )
-            else:
-                needed = (
-                    "at least as many as one replica makes steps in all epochs, which "
-                    "is about epochs * rows / (batch_size * accumulate * replicas), "
-                    f"and more for a fast one ({total - self._count_before} were not "
-                    f"enough for these {self._epochs} epochs); or step it by epoch, "
-                    "with scheduler_every='epoch' and total_steps=epochs"
-                )
+            needed = self._count_before + self._epochs
             raise OptionError(
                 f"OneCycleLR has come to its end, total_steps={total}, before the fit; "
-                f"give it total_steps={needed}"
+                f"give it total_steps={needed} or more, one for each epoch"
             ) from error
 
 
@@ -275,6 +303,7 @@ class EvaluationPlan:
         epochs: Most epochs of the fit.
         validates: Whether there are validation data.
         accuracy: Whether accuracy on them is also computed.
+        logs: Names of what a step logs.
         evaluate: Rule for the epochs with a score; None: see `scored`.
         stopping: Rule for ending the fit early; None: never.
     """
@@ -282,6 +311,7 @@ class EvaluationPlan:
     epochs: int
     validates: bool = False
     accuracy: bool = False
+    logs: Sequence[str] = ()
     evaluate: Evaluate | None = None
     stopping: EarlyStopping | None = None
 
@@ -292,28 +322,69 @@ class EvaluationPlan:
         epochs: int,
         *,
         validates: bool,
+        scheduling: Scheduling = Scheduling(),
         accuracy: bool | None = None,
+        logs: Sequence[str] | None = None,
     ) -> Self:
-        """Create the plan from the callbacks of a trainer."""
+        """Create the plan from the callbacks of a trainer.
+
+        Args:
+            callbacks: Of the trainer.
+            epochs: Most epochs of the fit.
+            validates: Whether there are validation data.
+            scheduling: Of the trainer; its `monitor` is checked.
+            accuracy: Whether there is an accuracy; None: unknown before the dry run.
+            logs: Names of what a step logs; None: unknown before the dry run.
+        """
         evaluate = only(Evaluate, callbacks)
         stopping = only(EarlyStopping, callbacks)
         if evaluate is not None and not validates:
             raise OptionError(
                 f"{evaluate} needs validation data, got none; give fit(validation=...)"
             )
-        if stopping is not None and stopping.needs_validation:
-            _check_monitor("monitor", stopping.monitor, validates, accuracy)
         checkpoint = only(Checkpoint, callbacks)
-        if checkpoint is not None and checkpoint.keep_best not in (None, "loss"):
-            _check_monitor("keep_best", checkpoint.keep_best, validates, accuracy)
-        return cls(epochs, validates, bool(accuracy), evaluate, stopping)
+        plan = cls(epochs, validates, bool(accuracy), logs or (), evaluate, stopping)
+        for option, name in {
+            "monitor": None if stopping is None else stopping.monitor,
+            "keep_best": None if checkpoint is None else checkpoint.keep_best,
+            "scheduler_monitor": scheduling.monitor,
+        }.items():
+            if name is not None:
+                plan._check_monitor(option, name, accuracy, known=logs is not None)
+        return plan
+
+    def _check_monitor(
+        self, option: str, name: str, accuracy: bool | None, *, known: bool
+    ) -> None:
+        if name.startswith("val_") and not self.validates:
+            raise OptionError(
+                f"{option}={name!r} needs validation data, got none; give "
+                f"fit(validation=...), or {option}='loss'"
+            )
+        if name == "val_accuracy" and accuracy is False:
+            raise OptionError(
+                f"{option}='val_accuracy' needs labels that are class indices and one "
+                "output for each class, which model, loss and validation data do not "
+                f"have; take {option}='val_loss'"
+            )
+        own = ["loss", *self.logs, *self.columns]
+        if name in NOT_AGREED or (known and name not in (*COLUMNS, *own)):
+            remedy = "replicas do not agree on this column"
+            if name not in NOT_AGREED:
+                logged = name.removeprefix("val_")
+                remedy = f"to log it, a step returns loss, {{{logged!r}: ...}}"
+            raise OptionError(
+                f"{option} must be one of {', '.join(map(repr, own))} or another "
+                f"column of the history, got {name!r}; {remedy}"
+            )
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the score columns in a row of the history."""
         if not self.validates:
             return ()
-        return ("val_loss", "val_accuracy") if self.accuracy else ("val_loss",)
+        accuracy = ("val_accuracy",) if self.accuracy else ()
+        return ("val_loss", *accuracy, *(f"val_{name}" for name in self.logs))
 
     def scored(self, epoch: int) -> bool:
         """Whether the agreed model is scored at the end of an epoch.
@@ -349,15 +420,18 @@ class EvaluationPlan:
         Replicas and the client reach the same decision from the same reports.
         """
         rule = self.stopping
+        stop = next((report.stop for report in reports if report.stop), "")
         if rule is None:
-            return StoppingDecision()
+            return StoppingDecision(reason="stopped" if stop else None, details=stop)
         best, score = reports[0].best, None  # equal in all reports
         if rule.due(epoch) or self._is_last(epoch):
-            scores = {"loss": training_loss(reports), **validation(reports)}
-            score = scores[rule.monitor]
+            score = float(columns_of(reports).get(rule.monitor, math.nan))
             best = _updated(rule, best, epoch, score)
+        decision = StoppingDecision(best, score)
+        if stop:
+            return decision._replace(reason="stopped", details=stop)
         elapsed_s = max(report.elapsed_s for report in reports)
-        return self.conclude(epoch, StoppingDecision(best, score), elapsed_s)
+        return self.conclude(epoch, decision, elapsed_s)
 
     def conclude(
         self, epoch: int, decision: StoppingDecision, elapsed_s: float
@@ -427,22 +501,6 @@ def only(kind: type[Any], callbacks: Sequence[Callback]) -> Any:
             f"callbacks must have at most one {kind.__name__}, got {found}"
         )
     return found[0] if found else None
-
-
-def _check_monitor(
-    option: str, monitor: str, validates: bool, accuracy: bool | None
-) -> None:
-    if not validates:
-        raise OptionError(
-            f"{option}={monitor!r} needs validation data, got none; give "
-            f"fit(validation=...), or {option}='loss'"
-        )
-    if monitor == "val_accuracy" and accuracy is False:
-        raise OptionError(
-            f"{option}='val_accuracy' needs labels that are class indices and one "
-            "output for each class, which model, loss and validation data do not "
-            f"have; take {option}='val_loss'"
-        )
 
 
 class EarlyStopper:

@@ -8,6 +8,7 @@ the result into the model and returns the state for the next fit.
 import contextlib
 import functools
 import logging
+import math
 import secrets
 import sys
 import time
@@ -47,7 +48,7 @@ from daskdl.errors import (
     RunError,
     SaveError,
 )
-from daskdl.history import History, LayerTable, Row, RunRecord, Stopping
+from daskdl.history import COLUMNS, History, LayerTable, Row, RunRecord, Stopping
 from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import PackedModel, copied
 from daskdl.timeline import Timeline
@@ -63,10 +64,11 @@ from daskdl.training.backend import (
     RunStopped,
     StepProgress,
     TaskFailed,
+    replicas_here,
 )
 from daskdl.training.base import KeptResidual, Parameters, trained_in
 from daskdl.training.checkpointing import ResumePlan, checkpoints_of
-from daskdl.training.dask_backend import dask_backend
+from daskdl.training.dask_backend import assign_workers, dask_backend
 from daskdl.training.epoch_control import (
     EvaluationPlan,
     LearningRate,
@@ -92,6 +94,26 @@ INBOX_BYTES = 64 * 2**20  # decoded entries; an inbox above this size is folded
 FILE_BYTES = 4 * 2**20  # target size of an exported batch file
 
 Sources = Mapping[str, Source]  # keys: "train" and "validation"
+
+
+def steps_of_replica(
+    spec: FitSpec, source: Source, client: Client | Literal[False]
+) -> int:
+    """Return the optimizer steps of one replica in a fit; see `Trainer.steps`."""
+    rows = rows_in(infer_metadata(source, client, skips=spec.read.skips))
+    if rows is None:
+        raise OptionError(
+            "the steps of a fit are not known for a stream, whose length is not; set "
+            "total_steps yourself, or step the schedule by epoch"
+        )
+    whole, rest = divmod(rows, spec.read.batch_size)
+    batches = whole if spec.drop_last else whole + bool(rest)
+    steps = math.ceil(batches / spec.stepping.accumulate)
+    if client is False:
+        replicas = replicas_here(spec.master, max(steps, 1))
+    else:
+        replicas = len(assign_workers(spec.master, client, max(steps, 1)))
+    return spec.epochs * math.ceil(steps / replicas)
 
 
 class FitRun:
@@ -232,7 +254,9 @@ class FitRun:
             spec.callbacks,
             spec.epochs,
             validates=validation is not None,
+            scheduling=spec.scheduling,
             accuracy=accuracy,
+            logs=run.logs,
         )
 
     def _replica_spec(
@@ -686,10 +710,10 @@ class ProgressReporter:
     ) -> None:
         self._bar.close()
         rule, decision = self._evaluation.stopping, self._decision
-        if rule is not None:
+        if rule is not None or decision.reason is not None:
             best = decision.best.best_epoch
             self._history.stopping = Stopping(
-                rule.monitor,
+                None if rule is None else rule.monitor,
                 decision.reason,
                 decision.details,
                 self._scores,
@@ -703,7 +727,7 @@ class ProgressReporter:
         shown = {"epoch": event.epoch, "loss": event.loss}
         if self._history:
             last = self._history[-1]
-            scores = {n: last[n] for n in self._evaluation.columns if n in last}
+            scores = {name: own for name, own in last.items() if name not in COLUMNS}
             shown |= scores | {"replicas": last["replicas"]}
         self._bar.set_postfix(shown)
 

@@ -27,17 +27,19 @@ from daskdl.config import (
     is_number,
     is_whole,
 )
-from daskdl.data.batching import Rows
+from daskdl.data.batching import Rows, Weighted
 from daskdl.data.checks import (
     LabelCheck,
+    WeightedLoss,
     check_module,
     check_same_classes,
     of_validation,
+    optimizer_of,
     preserved_random_state,
     trainable,
 )
 from daskdl.data.dask_collections import pair
-from daskdl.data.inputs import Approach, ReadOptions, source_of
+from daskdl.data.inputs import Approach, ReadOptions, split_rows, weighted_source
 from daskdl.data.source import Source
 from daskdl.errors import OptionError, shown
 from daskdl.keras.module import as_module
@@ -238,13 +240,14 @@ class FitSpec:
 
     Attributes:
         objective: The loss, or the user's own step.
+        optimizer: Makes an optimizer, see `optimizer_of`.
         stepping: Options of an optimizer step.
         scheduling: Options of the learning rate schedule.
         read: Options for reading the data.
     """
 
     objective: Objective
-    optimizer: Callable[[Any], Optimizer]
+    optimizer: Callable[..., Optimizer]
     master: TrainingMaster
     stepping: Stepping = field(default_factory=Stepping)
     scheduling: Scheduling = field(default_factory=Scheduling)
@@ -262,11 +265,6 @@ class FitSpec:
     approach: Approach = "direct"
 
     def __post_init__(self) -> None:
-        if self.optimizer is None:
-            raise OptionError(
-                "optimizer must be a function that makes one from parameters, such as "
-                "lambda params: torch.optim.SGD(params, lr=0.1), got None"
-            )
         if not isinstance(self.master, TrainingMaster):
             raise OptionError(
                 f"master must be a daskdl.TrainingMaster, got {self.master!r}"
@@ -301,9 +299,18 @@ class FitSpec:
         check_whole("prefetch", self.prefetch, 0)
         check_choice("approach", self.approach, ("direct", "export"))
 
+    def weighted(self) -> Self:
+        """Return the same for data whose rows have weights, see `WeightedLoss`."""
+        if self.approach == "export":
+            raise OptionError(
+                "sample_weight is for approach='direct', got approach='export'"
+            )
+        objective, read = WeightedLoss(self.objective), self.read.weighted()
+        return replace(self, objective=objective, read=read)
+
     def optimizer_for(self, model: nn.Module) -> Optimizer:
-        """Make an optimizer over the trainable parameters of a model."""
-        return self.optimizer(trainable(model))
+        """Make the optimizer of a model."""
+        return optimizer_of(self.optimizer, model)
 
     def described(self, model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
         """Describe the options for readers, by name, without credentials."""
@@ -331,10 +338,20 @@ class FitSpec:
         Returns:
             Sources by phase: ``"train"`` and, with validation data, ``"validation"``.
         """
-        EvaluationPlan.of(self.callbacks, self.epochs, validates=validation is not None)
+        EvaluationPlan.of(
+            self.callbacks,
+            self.epochs,
+            validates=validation is not None,
+            scheduling=self.scheduling,
+        )
+        weighted = isinstance(self.objective, WeightedLoss)
+        if weighted and isinstance(validation, tuple) and len(validation) == 3:
+            validation = validation[0], Weighted(*validation[1:])
+        if is_number(validation):
+            (X, y), validation = split_rows(X, y, validation, self.seed)
         labelled = not isinstance(self.objective, OwnStep)
         seed = self.seed if self.shuffle else None
-        train = source_of(
+        train = weighted_source(
             X,
             y,
             self.read,
@@ -345,7 +362,7 @@ class FitSpec:
         sources = {"train": train}
         if validation is not None:
             with of_validation():
-                own = source_of(*pair(validation), self.read, labelled=labelled)
+                own = weighted_source(*pair(validation), self.read, labelled=labelled)
                 check_same_classes(own, train.classes)
                 sources["validation"] = own
         return sources

@@ -15,15 +15,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from daskdl.config import check_whole, is_number
-from daskdl.data.batching import floating_dtype, length, to_device
+from daskdl.data.batching import Weighted, floating_dtype, length, to_device
 from daskdl.data.checks import trainable
 from daskdl.errors import ModelError, OptionError, SaveError
+from daskdl.evaluation.evaluate import LogSums
 from daskdl.objective import (
     Batch,
     Objective,
     OwnStep,
     Penalised,
-    batch_loss,
+    batch_loss_and_logs,
     is_sum,
     on_device,
 )
@@ -381,7 +382,13 @@ None, got torch.float64
 
 
 class Stepper:
-    """Makes the optimizer steps of a model."""
+    """Makes the optimizer steps of a model.
+
+    Attributes:
+        logs: Sums of what the user's own step logs.
+    """
+
+    logs: LogSums
 
     def __init__(
         self,
@@ -391,6 +398,7 @@ class Stepper:
         stepping: Stepping,
         device: torch.device,
     ) -> None:
+        self.logs = LogSums()
         self._module = module
         self._objective = on_device(objective, device)
         self._optimizer = optimizer
@@ -414,21 +422,27 @@ class Stepper:
     def backward(self, group: BatchGroup) -> float:
         """Compute the gradients of a group of batches; parameters are unchanged.
 
-        Each batch is weighted by its rows, so that a mean loss has the gradients of one
-        large batch.
+        Each batch is weighted by its rows, or by their weights, so that a mean loss has
+        the gradients of one large batch.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        rows = [length(x) for x, _ in group]
-        total = sum(rows)
-        parts = [self._backward(*each, total) for each in zip(group, rows, strict=True)]
+        sizes = [
+            y.weight.sum().item() if isinstance(y, Weighted) else length(x)
+            for x, y in group
+        ]
+        total = sum(sizes) or 1  # without any weight, the losses are 0
+        each = zip(group, sizes, strict=True)
+        parts = [self._backward(batch, size, total) for batch, size in each]
         # Read only at the end: reading waits for the accelerator.
         return sum(float(part) for part in parts)
 
-    def _backward(self, batch: Batch, rows: int, total: int) -> Tensor:
+    def _backward(self, batch: Batch, size: float, total: float) -> Tensor:
+        rows = length(batch[0])
         batch = to_device(*batch, self._device, self._dtype)
+        loss: Tensor
         with self._autocast:
             try:
-                loss = batch_loss(self._objective, self._module, batch)
+                loss, logs = batch_loss_and_logs(self._objective, self._module, batch)
             except ValueError as error:
                 if rows == 1 and str(error).startswith(ONE_ROW):
                     raise ModelError(
@@ -438,12 +452,14 @@ class Stepper:
                         "batch_size > 1 that leaves none"
                     ) from error
                 raise
-            if rows != total and not is_sum(self._objective):
-                # Not multiplied by rows / total: equal batches give exactly loss / k.
-                loss = loss / (total / rows)
+            if logs:
+                self.logs.add(logs, rows)
+            if size and size != total and not is_sum(self._objective):
+                # Not multiplied by size / total: equal batches give exactly loss / k.
+                loss = loss / (total / size)
             penalty = None if self._penalty is None else self._penalty()
             if penalty is not None:
-                loss = loss + penalty * (rows / total)
+                loss = loss + penalty * (size / total)
         scaled_loss = loss if self._scaler is None else self._scaler.scale(loss)
         scaled_loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()

@@ -37,11 +37,10 @@ from daskdl.data.batching import floating_dtype
 from daskdl.data.checks import (
     ShapeCheck,
     preserved_random_state,
-    trainable,
     transformed_batch,
 )
 from daskdl.errors import ChannelError, DivergedError, OptionError
-from daskdl.evaluation.evaluate import Score, score_batches
+from daskdl.evaluation.evaluate import Score, added, score_batches
 from daskdl.history import StepRow, Thinned
 from daskdl.objective import Batch, OwnStep
 from daskdl.serialization import Packed, copied
@@ -204,7 +203,7 @@ class Replica:
         self.totals = EpochTotals()
         self._before, self._traffic = EpochTotals(), ChannelStats()  # of ended epochs
         self._live_at = -math.inf if channel.has_dashboard else math.inf
-        self._choice = Choice()
+        self._choice, self._stop = Choice(), ""
         self._kept: Thinned[Batch] = Thinned(MOST_SCORED)  # of this sync interval
         self.first_epoch = spec.first_epoch
         self.met = spec.followed is not None
@@ -267,7 +266,7 @@ class Replica:
             with restoring(inherited.common_at):
                 load_tensors_(self.module, inherited.tensors)
         self._layers.watch(self.module)
-        self.optimizer = spec.optimizer(trainable(self.module))
+        self.optimizer = spec.optimizer_for(self.module)
         if spec.optimizer_state is not None:
             self.optimizer.load_state_dict(spec.optimizer_state)
         resumed = None if inherited is None else inherited.exchange
@@ -350,7 +349,7 @@ class Replica:
             with restoring(f"{at}: totals"):
                 totals = EpochTotals(**part["totals"])
                 check_like(vars(EpochTotals()), vars(totals), "it")
-            self.totals.add(totals)
+                self.totals.add(totals)
 
     def _catch_up(self, snapshot: Mapping[str, Any]) -> None:
         """Continue from another replica's snapshot, in the current epoch of the run."""
@@ -416,6 +415,7 @@ class Replica:
                 if self._chooses:
                     self._keep(number, group[0])
                 self._step(epoch, group, feed.rows)
+                feed.ended = bool(self._stop)
             totals.seconds += self._spans.enter("other") - started
             if feed.sync_point is None:
                 return
@@ -446,6 +446,10 @@ class Replica:
             step = Step(self._number, epoch, self.steps, loss, rows, rate)
             for callback in callbacks:
                 callback.on_step_end(step)
+            if step.stopped is not None:
+                reason = f": {step.stopped}" if step.stopped else ""
+                where = f"at step {self.steps} of replica {self._number}"
+                self._stop = f"a callback stopped the fit {where}{reason}"
         resumed = enter("exchange")
         if callbacks:
             started += resumed - paused
@@ -521,6 +525,7 @@ class Replica:
     def _sync(self, epoch: int, *, over: bool) -> None:
         """Agree with all replicas; choose the model if the epoch is over."""
         started = self._spans.enter("exchange")
+        self.totals.logs = added(self.totals.logs, self.stepper.logs.take())
         loss = math.nan if self.watch.last is None else self.watch.last
         largest = largest_in(self.module)
         if not math.isfinite(largest):
@@ -613,6 +618,7 @@ class Replica:
             **self.rate.report(),
             **self.stopper.report(),
             checkpoint={} if self.checkpoints is None else self.checkpoints.counters(),
+            stop=self._stop,
         )
 
     def _validate(self, epoch: int) -> tuple[Score | None, str]:
@@ -753,7 +759,7 @@ def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
     module = copied(spec.model).to(device)
     with preserved_random_state():
         batch = transformed_batch(spec.rows, spec.read.transform)
-        optimizer = spec.optimizer(trainable(module))
+        optimizer = spec.optimizer_for(module)
         stepper = Stepper(module, spec.objective, optimizer, spec.stepping, device)
         stepper.backward([batch])
         stepper.update(scale=1.0)

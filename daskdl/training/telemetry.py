@@ -20,9 +20,10 @@ from daskdl.channel.base import ChannelStats
 from daskdl.compression.compressor import Sample
 from daskdl.compression.flat import working_dtype
 from daskdl.errors import DataError
-from daskdl.evaluation.evaluate import Score
+from daskdl.evaluation.evaluate import Score, Sums, added, means
 from daskdl.history import (
     BINS,
+    COLUMNS,
     History,
     LayerRow,
     StepRow,
@@ -281,6 +282,7 @@ class EpochTotals:
     skipped: int = 0  # examples, with on_bad_batch="skip"
     reason: str = ""  # why the first example was skipped
     dropped: int = 0  # examples, with drop_last
+    logs: Sums = field(default_factory=dict)  # what a step logs
 
     def add(self, other: "EpochTotals") -> None:
         """Add the sums of another replica in place."""
@@ -290,6 +292,7 @@ class EpochTotals:
         self.skipped += other.skipped
         self.reason = self.reason or other.reason
         self.dropped += other.dropped
+        self.logs = added(self.logs, other.logs)
 
 
 class BestScore(NamedTuple):
@@ -323,6 +326,7 @@ class EpochReport:
         best: Progress of early stopping before this epoch.
         elapsed_s: Seconds since the fit began.
         checkpoint: Counters of checkpoints, see `CheckpointWriter.counters`.
+        stop: Why a callback has stopped the fit; empty: none has.
     """
 
     digest: int = 0
@@ -339,6 +343,7 @@ class EpochReport:
     best: BestScore = field(default_factory=BestScore)
     elapsed_s: float = 0.0
     checkpoint: Mapping[str, int] = field(default_factory=dict)
+    stop: str = ""
 
     def to_wire(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -438,6 +443,44 @@ def validation(reports: Reports) -> dict[str, float]:
     return {f"val_{name}": value for name, value in metrics.items()}
 
 
+def columns_of(reports: Reports) -> dict[str, Any]:
+    """Return the columns of an epoch that follow from the reports alone.
+
+    So replicas and the client agree on them; see `daskdl.history.NOT_AGREED` for the
+    others. The logs are those of the replicas that reported.
+    """
+    stats = [report.exchange for report in reports]
+    thresholds = [s.threshold for s in stats if not math.isnan(s.threshold)]
+    traffic = sum((report.traffic for report in reports), start=ChannelStats())
+    steps = sum(s.steps for s in stats)
+    exchanges = sum(s.exchanges for s in stats)
+    # The replica with the most scheduler steps: the others continue from its state.
+    farthest = max(reports, key=lambda r: r.scheduled, default=EpochReport())
+    choice = reports[0].choice if reports else Choice()  # equal on all replicas
+    logs: Sums = {}
+    for report in reports:
+        logs = added(logs, report.totals.logs)
+    return {
+        "loss": training_loss(reports),
+        "examples": sum(report.totals.examples for report in reports),
+        "density": sum(s.density_sum for s in stats) / max(exchanges, 1),
+        "threshold": mean(thresholds),
+        "learning_rate": farthest.learning_rate,
+        "rate_factor": 1 + sum(s.rate_rise_sum for s in stats) / max(steps, 1),
+        "sent_bytes": traffic.sent_bytes,
+        "received_bytes": traffic.received_bytes,
+        **choice._asdict(),
+        "staleness": sum(s.lead_sum for s in stats) / max(steps, 1),
+        "clipped": sum(s.clipped for s in stats),
+        "replicas": len(reports),
+        "repaired_updates": traffic.repaired,
+        "withheld": traffic.withheld,
+        "folds": traffic.folds,
+        **means(logs),
+        **validation(reports),
+    }
+
+
 class RowLog:
     """Makes the rows of a history, on the client and on replicas with checkpoints."""
 
@@ -466,41 +509,24 @@ class RowLog:
         seconds, self._before = now - self._before, now
         departed = counted["departed"]
         check_trained(epoch, reports, departed)
-        stats = [report.exchange for report in reports]
-        thresholds = [s.threshold for s in stats if not math.isnan(s.threshold)]
         traffic = sum((report.traffic for report in reports), start=ChannelStats())
         loss_sum, examples = _trained(reports, departed)
-        steps = sum(s.steps for s in stats)
-        exchanges = sum(s.exchanges for s in stats)
-        # The replica with the most scheduler steps: the others continue from its state.
-        farthest = max(reports, key=lambda r: r.scheduled, default=EpochReport())
-        choice = reports[0].choice if reports else Choice()  # equal on all replicas
-        row = {
+        exchanges = sum(report.exchange.exchanges for report in reports)
+        columns = columns_of(reports) | {
             "epoch": epoch,
             "loss": loss_sum / examples if examples else math.nan,
             "examples": examples,
             "seconds": seconds,
             "examples_per_s": examples / seconds,
-            "density": sum(s.density_sum for s in stats) / max(exchanges, 1),
-            "threshold": mean(thresholds),
-            "learning_rate": farthest.learning_rate,
-            "rate_factor": 1 + sum(s.rate_rise_sum for s in stats) / max(steps, 1),
-            "sent_bytes": traffic.sent_bytes,
-            "received_bytes": traffic.received_bytes,
             "dense_bytes": 4 * self._size * exchanges,
-            **choice._asdict(),
-            "staleness": sum(s.lead_sum for s in stats) / max(steps, 1),
             "waits": traffic.waits_s,
-            "clipped": sum(s.clipped for s in stats),
-            "replicas": len(reports),
             "repeated_pieces": counted["repeated"],
             "skipped_examples": self._left_out + sum(r.totals.skipped for r in reports),
             "refused_messages": counted["refused"] + traffic.refused,
-            "repaired_updates": traffic.repaired,
-            "withheld": traffic.withheld,
-            "folds": traffic.folds,
         }
-        row.update(dict.fromkeys(self._columns, math.nan))
-        row.update(validation(reports))
+        row = {name: columns[name] for name in COLUMNS}
+        # Logs come before validation scores, which not every epoch has.
+        own = {n: v for n, v in columns.items() if not n.startswith("val_")}
+        row = {**row, **own, **dict.fromkeys(self._columns, math.nan), **columns}
         self.rows.append(row)
         return row

@@ -388,6 +388,19 @@ class TestLeases:
 
             assert await waiting is None
 
+    @every_channel()
+    async def test_a_replica_ends_the_epoch_for_all(self, a_run):
+        async with a_run(pieces={"train": ("p", "q", "r")}) as run:
+            one, other = run.channels.values()
+            await lease(one)
+
+            ending = begin(other.lease, "train", 0, [], wait=True, ends_epoch=True)
+            await run.until(lambda: run.record.leases["train"].unfinished == 1)
+
+            assert not ending.done()
+            assert await lease(one, done(0)) is None
+            assert await ending is None
+
     @every_channel(replicas=3)
     async def test_a_leaving_replica_frees_its_lease_and_ends_no_wait(self, a_run):
         async with a_run(pieces={"train": ("p",)}) as run:

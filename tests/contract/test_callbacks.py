@@ -55,6 +55,8 @@ NAN = float("nan")
         ({"monitor": "val_accuracy"}, True),
         ({"monitor": "val_accuracy", "mode": "min"}, False),
         ({"monitor": "loss", "mode": "max"}, True),
+        ({"monitor": "shared_loss"}, False),
+        ({"monitor": "kl", "mode": "max"}, True),
     ],
     ids=str,
 )
@@ -92,8 +94,10 @@ def test_a_score_that_reaches_the_target_is_enough(monitor, score, enough):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"monitor": "val_f1"}, "monitor must be one of 'val_loss', 'val_accuracy', "
-         "'loss', got 'val_f1'"),
+        ({"monitor": "val_f1"}, "mode must be 'min' or 'max' with monitor='val_f1', "
+         "got 'auto', which is for losses and accuracies"),
+        ({"monitor": None}, "monitor must be the name of a column of the history, such "
+         "as 'val_loss', got None"),
         ({"mode": "least"}, "mode must be one of 'min', 'max', 'auto', got 'least'"),
         ({"patience": 0}, "patience must be a whole number >= 1 or None, got 0"),
         ({"patience": 1.5}, "patience must be a whole number >= 1 or None, got 1.5"),
@@ -288,6 +292,12 @@ def test_an_epoch_has_a_line_with_its_scores(progress, stream):
         "epoch 2/9: loss 0.2500, val_loss 0.5000, val_accuracy 0.8750, 61.0 s, "
         "1 replica\n"
     )
+
+
+def test_a_line_has_what_a_step_logs(progress, stream):
+    progress.on_epoch_end({**ROW, "density": 0.5, "kl": 0.125, "val_kl": NAN})
+
+    assert stream.getvalue() == "epoch 2/9: loss 0.2500, kl 0.1250, 61.0 s, 1 replica\n"
 
 
 def test_the_last_line_says_why_a_fit_was_stopped(progress, stream):

@@ -161,6 +161,7 @@ class TestPrune:
         ({"keep_last": 2}, [3, 1, 2, 1, 4], [4, 5]),
         ({"keep_last": 9}, [3, 1, 2, 1, 4], [1, 2, 3, 4, 5]),
         ({"keep_last": 1, "keep_best": "loss"}, [3, 1, 2, 1, 4], [2, 5]),
+        ({"keep_last": 1, "keep_best": "loss", "mode": "max"}, [4, 1, 2], [1, 3]),
         ({"keep_last": 1, "keep_every": 3}, [3, 1, 2, 1], [3, 4]),
         ({"keep_last": 1, "keep_best": "loss"}, [NAN, 3, 2, 5], [3, 4]),
         ({"keep_last": 1, "keep_best": "loss"}, [-INF, 3, 2, 5], [3, 4]),

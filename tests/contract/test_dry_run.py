@@ -280,9 +280,6 @@ class TestTraining:
             (linear(), "mse", SGD, "loss must be a function of (output, labels), such "
              "as MSELoss(); got 'mse'"),
             (linear(), nn.MSELoss, SGD, "loss is the class MSELoss; create one, MSEL"),
-            (linear(), nn.MSELoss(), "sgd", "optimizer must be a function that makes "
-             "one from parameters"),
-            (linear(), nn.MSELoss(), SGD([torch.zeros(1)]), "lr=0.1); got SGD"),
             (linear(), CROSS_ENTROPY, lambda params: torch.optim.SGD(params, lr=-1),
              "optimizer failed on a list of 2 parameters: Invalid learning rate: -1"),
             (linear(), CROSS_ENTROPY, lambda params: params, "optimizer must return "
@@ -292,8 +289,8 @@ class TestTraining:
              "optimizer works on parameters it was not given"),
             (linear(), CROSS_ENTROPY, torch.optim.LBFGS, "LBFGS needs a closure"),
         ],
-        ids=["class", "none", "lazy", "lazy buffer", "text", "loss class", "name",
-             "made", "fails", "returns", "foreign", "closure"],
+        ids=["class", "none", "lazy", "lazy buffer", "text", "loss class", "fails",
+             "returns", "foreign", "closure"],
     )  # fmt: skip
     @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
     def test_says_what_is_wrong_and_what_to_do(self, model, loss, optimizer, message):

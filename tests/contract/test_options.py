@@ -1,5 +1,6 @@
 """Options of a trainer, a fit, a master and schedulers: taken, or refused by name."""
 
+import functools
 import math
 import re
 import threading
@@ -46,7 +47,39 @@ TRAINER = [
     ("callbacks", Callback(), "callbacks must be a list of daskdl.Callback"),
     ("callbacks", [Callback(), 5], "callbacks must be daskdl.Callback, got 5"),
     *[("device", v, "device must be 'auto' or a torch device") for v in (0, "quantum")],
-    ("optimizer", None, "optimizer must be a function that makes one from param"),
+    *[
+        (
+            "optimizer",
+            value,
+            f"optimizer must be a class of torch.optim or its name, {more}",
+        )
+        for value, more in (
+            (None, "with lr=..., or a function that makes one from parameters"),
+            (0.1, "with lr=..., or"),
+        )
+    ],
+    (
+        "optimizer",
+        ["sgd", "adam"],
+        "; to train several models, such as generator and d",
+    ),
+    (
+        "optimizer",
+        sgd(),
+        "optimizer must be made by each replica, got a SGD; give the ",
+    ),
+    (
+        "optimizer",
+        "adamm",
+        "must be the name of a class of torch.optim, such as 'adamw',",
+    ),
+    ("optimizer", "adamm", "got 'adamm'; did you mean 'adam"),
+    ("optimizer", "lion", "got 'lion'; choose of "),
+    (
+        "lr",
+        0.1,
+        "lr=0.1 is for an optimizer that is a class or its name, got the functi",
+    ),
     *[
         ("autocast", value, "must be torch.bfloat16, torch.float16 or None")
         for value in (torch.float64, "bfloat16", True)
@@ -68,7 +101,23 @@ TRAINER = [
     ("scheduler", 3, "scheduler must be a function that makes one from an optimizer"),
     ("scheduler_every", "day", "scheduler_every must be 'epoch' or 'step'"),
     ("scheduler_every", "step", "scheduler_every='step' needs a scheduler, got None"),
+    ("scheduler_monitor", "kl", "scheduler_monitor='kl' needs a scheduler, got None"),
 ]
+
+
+@pytest.mark.parametrize("lr", [0, -1.0, math.inf, math.nan, True, "0.1"])
+def test_a_rate_that_is_no_number_above_0_is_refused(lr):
+    with pytest.raises(OptionError, match=r"lr must be a number > 0 or None, got "):
+        trainer(optimizer="sgd", lr=lr)
+
+
+def test_a_rate_is_given_once():
+    twice = functools.partial(torch.optim.SGD, lr=0.1)
+
+    with pytest.raises(
+        OptionError, match=r"lr is given twice, as lr=0\.2 and in functo"
+    ):
+        trainer(optimizer=twice, lr=0.2)
 
 
 @pytest.mark.parametrize(("option", "value", "message"), TRAINER, ids=shown)
@@ -113,11 +162,37 @@ def halves(kind):
     return lambda p: kind([torch.optim.SGD(p[:1], 0.1), torch.optim.Adam(p[1:])])
 
 
+def logging(**logs):
+    return lambda model, batch: (model(batch[0]).mean(), logs)
+
+
 # What the client sees when it tries them.
 TRIED = [
     *[
-        ({"optimizer": halves(kind)}, ModelError, "got several (SGD, Adam)")
+        ({"optimizer": halves(kind)}, ModelError, "got several (SGD, Adam); make")
         for kind in (list, tuple, lambda two: dict(zip("ab", two, strict=True)))
+    ],
+    *[
+        ({"optimizer": make}, ModelError, f"optimizer failed on {message}")
+        for make, message in (
+            (
+                lambda m: torch.optim.SGD(m.parameters(), 0.1),
+                "a list of 2 parameters: 'list' object has no attribute 'parameters'; "
+                "to get the model, call its argument module: lambda module: ...",
+            ),
+            (
+                lambda model: torch.optim.SGD(model, 0.1),
+                "the Linear: 'Linear' object is not iterable; its first argument is",
+            ),
+        )
+    ],
+    *[
+        (
+            {"model": kind},
+            ModelError,
+            "; to train several models, such as generator and",
+        )
+        for kind in ((nn.Linear(2, 2), nn.Linear(2, 1)), {"g": nn.Linear(2, 1)})
     ],
     (
         {"autocast": torch.float16, "model": lambda: nn.Linear(2, 1).half()},
@@ -130,6 +205,13 @@ TRIED = [
             (lambda model, batch: model(batch), "step failed on two rows, x being sha"),
             (lambda model, batch: model(batch[0]), "step must return one floating num"),
             (lambda model, batch: 1.0, "step must return a tensor, got 1.0"),
+            (logging(kl=torch.ones(2)), "one element, got 'kl': shape (2,); return"),
+            (logging(density=1.0), "step cannot log 'density', which is a column of"),
+            (logging(val_kl=1.0), "step cannot log 'val_kl', which is kept for scores"),
+            (
+                lambda model, batch: {"kl": batch[0].mean()},
+                "step must return a dict with 'loss', got the keys ['kl']",
+            ),
         )
     ],
     *[
@@ -159,6 +241,16 @@ TRIED = [
             (StepLR, "epoch", "scheduler failed on a SGD: "),
         )
     ],
+    (
+        {"scheduler": lambda o: StepLR(o, 1), "scheduler_monitor": "loss"},
+        OptionError,
+        "scheduler_monitor='loss' is for ReduceLROnPlateau, which needs a score, got a",
+    ),
+    (
+        {"scheduler": ReduceLROnPlateau, "scheduler_monitor": "kl"},
+        OptionError,
+        "scheduler_monitor must be one of 'loss' or another column of the history, got",
+    ),
     ({"scheduler": lambda o: Locked(o)}, ModelError, "scheduler cannot be sent"),
 ]
 

@@ -28,6 +28,7 @@ from daskdl import (
     Trainer,
 )
 from daskdl.data import MinMax, Standardize
+from daskdl.data.checks import optimizer_function
 from daskdl.data.inputs import Compose
 from daskdl.history import Stopping
 from daskdl.keras import CrossEntropyOfProbabilities
@@ -191,6 +192,7 @@ def test_classes_of_daskdl_are_saved_without_their_module():
         ("loss", own_loss),
         ("loss", nn.functional.mse_loss),
         ("step", own_step),
+        ("optimizer", "adamw"),
         ("scheduler", own_scheduler),
         ("transform", Compose(doubled, doubled)),
         ("transform", Standardize().fit(TABLE, client=False)),
@@ -207,6 +209,14 @@ def test_arguments_are_restored(tmp_path, name, value):
     given = torch.device(value) if name == "device" else value
 
     assert back(fitted(**{name: given}), tmp_path).arguments[name] == value
+
+
+@pytest.mark.parametrize("kind", ["sgd", torch.optim.SGD, OwnSGD])
+def test_a_rate_is_restored_with_its_optimizer(tmp_path, kind):
+    loaded = back(fitted(optimizer=kind, lr=0.25), tmp_path)
+
+    made = optimizer_function(*(loaded.arguments[n] for n in ("optimizer", "lr")))
+    assert made([nn.Parameter(torch.zeros(1))]).defaults["lr"] == 0.25
 
 
 @pytest.mark.parametrize("model", [Net, functools.partial(Net, width=6)])

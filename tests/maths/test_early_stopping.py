@@ -6,9 +6,10 @@ import re
 
 import pytest
 
-from daskdl.callbacks import EarlyStopping, Evaluate
+from daskdl.callbacks import Checkpoint, EarlyStopping, Evaluate
 from daskdl.errors import OptionError
 from daskdl.evaluation.evaluate import Score
+from daskdl.training.base import ExchangeStats
 from daskdl.training.epoch_control import EvaluationPlan, StoppingDecision
 from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals
 
@@ -156,11 +157,40 @@ def test_only_epochs_that_need_it_are_scored(callbacks, epochs):
         ([EarlyStopping("val_accuracy", patience=1)], True, False,
          "monitor='val_accuracy' needs labels that are class indices and one output "
          "for each class"),
+        ([EarlyStopping("seconds", mode="min")], True, None,
+         "monitor must be one of 'loss', 'val_loss' or another column of the history, "
+         "got 'seconds'; replicas do not agree on this column"),
+        ([EarlyStopping("val_kl", mode="min")], True, True,
+         "monitor must be one of 'loss', 'val_loss', 'val_accuracy' or another column "
+         "of the history, got 'val_kl'; to log it, a step returns loss, {'kl': ...}"),
+        ([Checkpoint("a", keep_best="kl", mode="min")], True, True,
+         "keep_best must be one of 'loss', "),
         ([EarlyStopping(patience=1), EarlyStopping("loss", target=1.0)], True, True,
          "callbacks must have at most one EarlyStopping, got [EarlyStopping("),
     ],
-    ids=["evaluate", "val_loss", "val_accuracy", "stoppings"],
+    ids=["evaluate", "val_loss", "val_accuracy", "clock", "log", "best", "stoppings"],
 )  # fmt: skip
 def test_a_rule_without_its_scores_is_refused(callbacks, validates, accuracy, message):
     with pytest.raises(OptionError, match=f"^{re.escape(message)}"):
-        EvaluationPlan.of(callbacks, 9, validates=validates, accuracy=accuracy)
+        EvaluationPlan.of(
+            callbacks, 9, validates=validates, accuracy=accuracy, logs=accuracy and ()
+        )
+
+
+@pytest.mark.parametrize(
+    ("monitor", "expected"), [("kl", 1.75), ("val_kl", 0.5), ("density", 0.25)]
+)
+def test_logs_and_other_columns_are_scores(monitor, expected):
+    stopping = EarlyStopping(monitor, mode="min", patience=1)
+    plan = EvaluationPlan(9, True, False, ("kl",), stopping=stopping)
+    reports = [
+        EpochReport(
+            totals=EpochTotals(1.0, 1, logs=logs),
+            score=Score(1.0, 0, 0, 1, logs={"kl": (0.5, 1)}),
+            exchange=ExchangeStats(exchanges=2, density_sum=density),
+        )
+        for logs, density in (({"kl": (6.0, 3)}, 0.75), ({"kl": (1.0, 1)}, 0.25))
+    ]
+
+    assert plan.decide(0, reports).score == expected
+    assert plan.columns == ("val_loss", "val_kl")

@@ -7,6 +7,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from daskdl.callbacks import EarlyStopping
+from daskdl.evaluation.evaluate import Score
 from daskdl.objective import objective_of
 from daskdl.saving.json_values import JsonValues
 from daskdl.training.base import Parameters
@@ -97,6 +98,22 @@ def test_a_plateau_scheduler_gets_the_training_loss_of_all_replicas():
         rate.end_epoch(notes)
 
     assert [rate.scheduler.best for rate in rates] == [1.75, 1.75]
+
+
+@pytest.mark.parametrize("monitor", ["kl", "val_kl"])
+def test_a_plateau_scheduler_gets_the_score_that_is_named(monitor):
+    rate = LearningRate(sgd(), Scheduling(plateau, monitor=monitor))
+    seen = []
+
+    for scored, kl in ((True, 5.0), (False, 4.0), (True, 3.0)):
+        totals = EpochTotals(9.0, 1, logs={"kl": (kl, 1)})
+        score = Score(9.0, 0, 0, 1, logs={"kl": (kl, 1)}) if scored else None
+        report = EpochReport(totals=totals, score=score, **rate.report())
+        rate.end_epoch([report], scored=scored)
+        seen.append(rate.scheduler.best)
+
+    assert seen == [5.0, 4.0 if monitor == "kl" else 5.0, 3.0]
+    assert rate.report()["scheduled"] == (3 if monitor == "kl" else 2)
 
 
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)

@@ -252,6 +252,26 @@ def test_an_ended_interval_has_the_same_rows_for_all():
     assert sum(one.rows for one in ahead) == sum(one.rows for one in behind)
 
 
+@BOTH
+def test_an_ended_epoch_has_only_the_rows_that_are_held(kind):
+    leases = in_steps(kind, [400], range(3))
+    held = [leases.take(replica) for replica in range(3)]
+    leases.finish(0, held[0].number)
+
+    leases.end_epoch()
+
+    assert [leases.take(replica) for replica in range(3)] == [None] * 3
+    assert leases.unfinished == held[1].rows + held[2].rows
+    leases.lose(1)
+    assert leases.take(0) is None
+    assert leases.finish(2, held[2].number)
+    assert leases.unfinished == 0
+    assert not leases.interval_is_over([0, 2])
+    leases.open(1, [0, 2])
+    assert leases.unfinished == 400
+    assert leases.take(0) is not None
+
+
 # ---- epochs and keys
 
 

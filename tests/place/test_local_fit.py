@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from daskdl import FailureInjection, OptionError, Trainer
 from daskdl.history import COLUMNS
 from tests.support.problems import kept, mlp, rows, sgd, trainer
-from tests.support.recording import Notes
+from tests.support.recording import Notes, vector
 
 X, Y = rows()
 TWO = kept(replicas_per_worker=2)
@@ -56,6 +56,40 @@ def test_the_history_has_all_columns_and_the_loss_falls():
     assert history[-1]["val_accuracy"] > 0.9
     assert history[0]["received_bytes"] == history[0]["sent_bytes"] > 0
     assert own.history_ is history
+
+
+@pytest.mark.parametrize("model", [mlp, mlp()])
+def test_a_trainer_that_is_reset_begins_as_it_first_did(one_thread, model):
+    own = trainer(False, model=model)
+    own.fit(X, Y)
+    first = vector(own.model_)
+    own.fit(X, Y)
+    assert not torch.equal(vector(own.model_), first)
+
+    own.reset()
+
+    names = ("model_", "optimizer_", "scheduler_", "history_")
+    assert not any(hasattr(own, name) for name in names)
+    own.fit(X, Y)
+    assert torch.equal(vector(own.model_), first)
+
+
+MODES = []
+
+
+def noting_step(model, batch):
+    MODES.append(all(module.training for module in model.modules()))
+    return model(batch[0]).square().mean()
+
+
+def test_the_model_comes_back_in_evaluation_mode():
+    MODES.clear()
+    own = trainer(False, loss=None, step=noting_step)
+
+    for _ in range(2):
+        own.fit(X, Y, batch_size=240)
+        assert not any(module.training for module in own.model_.modules())
+    assert MODES == [False, True, True] * 2
 
 
 def test_replicas_share_the_threads_of_torch(tmp_path):

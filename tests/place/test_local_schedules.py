@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
 
 from daskdl import Callback, OptionError
-from tests.support.problems import kept, rows, trainer
+from tests.support.problems import ShardedStream, kept, rows, trainer
 
 X, Y = rows()
 
@@ -170,6 +170,43 @@ def test_a_fit_that_fails_keeps_the_state_and_the_schedule_of_the_one_before():
     for number, state in before.items():
         momentum = after[number]["momentum_buffer"]
         assert torch.equal(momentum, state["momentum_buffer"])
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    ("options", "drop_last"), [({}, False), ({"accumulate": 3}, False), ({}, True)]
+)
+def test_the_steps_of_a_replica_are_known_before(seen, replicas, options, drop_last):
+    master = kept(replicas_per_worker=replicas, max_staleness=0)
+    own = trainer(False, optimizer=noting, master=master, **options)
+    batches = {"epochs": 2, "batch_size": 17, "drop_last": drop_last}
+
+    steps = own.steps(X, **batches)
+    own.fit(X, Y, **batches)
+
+    assert max(len(seen(replica)) for replica in range(replicas)) == steps
+
+
+def test_a_one_cycle_that_has_come_to_its_end_keeps_its_rate(caplog):
+    steps = trainer(False).steps(X, 2)
+    assert steps == 30
+    rates = []
+    for total in (steps, 20):
+        own = trainer(
+            False,
+            scheduler=lambda o, total=total: OneCycleLR(o, 0.1, total_steps=total),
+            scheduler_every="step",
+        )
+        rates.append(own.fit(X, Y, epochs=2)[-1]["learning_rate"])
+
+    assert rates == pytest.approx([0.1 / 25 / 1e4] * 2)  # torch's smallest
+    (record,) = [own for own in caplog.records if "OneCycleLR" in own.message]
+    assert record.message.startswith("OneCycleLR has come to its end, total_steps=20, ")
+
+
+def test_the_steps_of_a_stream_are_not_known():
+    with pytest.raises(OptionError, match=r"not known for a stream.* set total_steps"):
+        trainer(False).steps(ShardedStream(10))
 
 
 def test_a_too_short_one_cycle_names_the_steps_it_needs():

@@ -1,14 +1,27 @@
 """Options of an optimizer step, among threads."""
 
+import functools
+import math
+import types
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from daskdl import DivergedError, ModelError
+from daskdl import DivergedError, EarlyStopping, ModelError, Trainer
 from daskdl.objective import Penalised
-from tests.support.problems import adam, kept, mlp, rows, sgd, start_of, trainer
+from tests.support.problems import (
+    adam,
+    kept,
+    mlp,
+    rows,
+    sgd,
+    shown,
+    start_of,
+    trainer,
+)
 from tests.support.recording import Notes, vector
 
 X, Y = rows()
@@ -72,6 +85,105 @@ def test_a_penalty_counts_once_in_a_step(reduction, accumulate):
     if accumulate == 1:
         penalised = loss + module.penalty()
         assert history[0]["loss"] == pytest.approx(penalised.item(), rel=1e-5)
+
+
+def of_model(model, lr=0.05):
+    return torch.optim.SGD(model.parameters(), lr)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": "sgd", "lr": 0.05},
+        {"optimizer": "SGD", "lr": 0.05},
+        {"optimizer": torch.optim.SGD, "lr": 0.05},
+        {"optimizer": functools.partial(torch.optim.SGD, momentum=0), "lr": 0.05},
+        {"optimizer": lambda module: torch.optim.SGD(module.parameters(), lr=0.05)},
+        {"optimizer": of_model},
+        {"optimizer": functools.partial(of_model, lr=0.05)},
+    ],
+    ids=shown,
+)
+def test_an_optimizer_is_given_in_several_forms(options):
+    plain = trainer(False, optimizer=lambda params: torch.optim.SGD(params, lr=0.05))
+    own = trainer(False, **options)
+
+    for each in (plain, own):
+        each.fit(X, Y)
+
+    assert torch.equal(vector(own.model_), vector(plain.model_))
+
+
+def test_a_function_of_the_model_makes_groups_by_name(tmp_path):
+    def make(module):
+        named = list(module.named_parameters())
+        fixed = [p for name, p in named if name.startswith("0.")]
+        others = [p for name, p in named if not name.startswith("0.")]
+        groups = [{"params": fixed, "lr": 0.0}, {"params": others}]
+        return torch.optim.SGD(groups, lr=0.05)
+
+    first, last = 20 * 32 + 32, 32 * 4 + 4
+    own = trainer(False, optimizer=make)
+
+    own.fit(X, Y)
+
+    still = vector(own.model_) == vector(start_of(mlp))
+    assert still[:first].all()
+    assert not still[-last:].all()
+    own.save(tmp_path)
+    loaded = Trainer.load(tmp_path, model=mlp, client=False)
+    assert [group["lr"] for group in loaded.optimizer_.param_groups] == [0.0, 0.05]
+
+
+class Gan(nn.Module):
+    """Two models: one makes numbers from noise, the other tells them from real ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(20, 3), nn.Linear(3, 1)
+
+
+def gan_losses(generator, discriminator, batch):
+    noise, real = batch
+    fake = generator(noise)
+    of_real, of_fake = discriminator(real), discriminator(fake.detach())
+    judged = functional.softplus(-of_real).mean() + functional.softplus(of_fake).mean()
+    fixed = {name: p.detach() for name, p in discriminator.named_parameters()}
+    fooled = torch.func.functional_call(discriminator, fixed, (fake,))
+    return judged, functional.softplus(-fooled).mean()
+
+
+def gan_step(model, batch):
+    judged, fooled = gan_losses(model.generator, model.discriminator, batch)
+    return judged + fooled, {"judged": judged, "fooled": fooled}
+
+
+def test_one_step_trains_two_models_as_two_optimizers_do():
+    real = X[:, :3] + 1
+
+    def make(module):
+        parts = module.generator, module.discriminator
+        each = zip(parts, (0.1, 0.3), strict=True)
+        groups = [{"params": part.parameters(), "lr": lr} for part, lr in each]
+        return torch.optim.Adam(groups)
+
+    own = trainer(False, model=Gan, loss=None, step=gan_step, optimizer=make)
+    history = own.fit(X, real, batch_size=96, shuffle=False)
+
+    plain = start_of(Gan)
+    one = torch.optim.Adam(plain.generator.parameters(), lr=0.1)
+    other = torch.optim.Adam(plain.discriminator.parameters(), lr=0.3)
+    for start in range(0, 480, 96):
+        batch = [torch.from_numpy(t[start : start + 96]) for t in (X, real)]
+        losses = gan_losses(plain.generator, plain.discriminator, batch)
+        for optimizer, loss in zip((other, one), losses, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+        one.step()
+        other.step()
+    torch.testing.assert_close(vector(own.model_), vector(plain))
+    row = history[0]
+    assert row["loss"] == pytest.approx(row["judged"] + row["fooled"])
 
 
 def test_an_optimizer_without_a_rate_to_scale_is_named():
@@ -138,7 +250,7 @@ def own_step(model, batch):
     return functional.cross_entropy(model(x, temperature=2.0), y)
 
 
-MODES = []
+MODES, TIMES = [], []
 
 
 def noting_step(model, batch):
@@ -166,6 +278,57 @@ class TestOwnStep:
         assert "val_accuracy" not in history[0]
         assert history[-1]["val_loss"] < history[0]["val_loss"] / 2
         assert history[-1]["loss"] < history[0]["loss"] / 2
+
+    @pytest.mark.parametrize("replicas", [1, 2])
+    @pytest.mark.parametrize("form", [tuple, dict])
+    def test_logs_are_means_over_the_examples_of_all_replicas(self, form, replicas):
+        def step(model, batch):
+            loss = functional.cross_entropy(model(batch[0]), batch[1])
+            logs = {"label": batch[1].float().mean(), "rows": len(batch[0])}
+            return (loss, logs) if form is tuple else {"loss": loss, **logs}
+
+        master = kept(replicas_per_worker=replicas, max_staleness=0)
+        stopping = EarlyStopping("val_label", mode="max", patience=1)
+        best = Y.argsort()[-100:]
+        own = trainer(
+            False, loss=None, step=step, master=master, accumulate=2,
+            callbacks=[stopping],
+        )  # fmt: skip
+
+        # The last step of an epoch has 16 rows less than the others.
+        history = own.fit(X[:464], Y[:464], epochs=9, validation=(X[best], Y[best]))
+
+        assert history.column("label") == pytest.approx([Y[:464].mean()] * 2)
+        assert history.column("rows") == pytest.approx([(14 * 32**2 + 16**2) / 464] * 2)
+        assert history.column("val_label") == pytest.approx([Y[best].mean()] * 2)
+        assert history.stopping.reason == "patience"
+        scores = own.evaluate(X[best], Y[best], batch_size=50)
+        assert scores.keys() == {"loss", "label", "rows"}
+        assert scores["rows"] == 50
+
+    def test_a_log_that_is_only_there_at_times_is_nan_in_other_epochs(self):
+        def step(model, batch):
+            loss = functional.cross_entropy(model(batch[0]), batch[1])
+            TIMES.append(model.training)
+            return loss, {"late": 1.0} if sum(TIMES) > 2 else {}
+
+        TIMES.clear()
+        own = trainer(False, loss=None, step=step)
+
+        history = own.fit(X, Y, epochs=2, batch_size=240)
+
+        assert [*map(math.isnan, history.column("late"))] == [True, False]
+        assert "late" in history._repr_html_()
+
+    def test_a_step_may_return_the_output_of_a_model_that_has_a_loss(self):
+        def step(model, batch):
+            logits = model(batch[0])
+            loss = functional.cross_entropy(logits, batch[1])
+            return types.SimpleNamespace(loss=loss, logits=logits)
+
+        history = trainer(False, loss=None, step=step).fit(X, Y)
+
+        assert "logits" not in history[0]
 
     def test_validation_rows_are_not_trained_on(self):
         MODES.clear()

@@ -3,11 +3,19 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
-from daskdl import Callback, EarlyStopping
-from tests.support.problems import kept, mlp, parameters_of, rows, trainer
+from daskdl import Callback, Checkpoint, EarlyStopping
+from tests.support.problems import (
+    check_shows_what_was_validated,
+    kept,
+    mlp,
+    parameters_of,
+    rows,
+    trainer,
+)
 
 X, Y = rows()
 OTHER = rows(seed=5)  # other classes: the better on X, the worse on these
@@ -83,6 +91,52 @@ class Overflowing(nn.Module):
         self.steps += self.training
         broken = not self.training and self.steps > 40
         return self.layers(x) * (float("nan") if broken else 1.0)
+
+
+class StopsAt(Callback):
+    def __init__(self, number, reason=""):
+        self.number, self.reason = number, reason
+
+    def on_step_end(self, step):
+        if (step.replica, step.number) == (0, self.number):
+            step.stop(self.reason)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_callback_ends_the_fit_for_all(monkeypatch, replicas, tmp_path):
+    monkeypatch.setattr(Epochs, "begun", ())
+    master = kept(replicas_per_worker=replicas)
+    callbacks = [StopsAt(17, "enough"), Epochs(), Checkpoint(tmp_path)]
+    own = trainer(False, master=master, callbacks=callbacks)
+
+    history = own.fit(X, Y, epochs=50, batch_size=4, validation=OTHER)
+
+    stopping = history.stopping
+    assert (stopping.reason, stopping.monitor) == ("stopped", None)
+    details = "a callback stopped the fit at step 17 of replica 0: enough"
+    assert stopping.details == details
+    assert sorted(Epochs.begun) == [
+        (r, e) for r in range(replicas) for e in range(len(history))
+    ]
+    if replicas == 1:
+        assert history.column("examples") == [17 * 4]
+    check_shows_what_was_validated(own, OTHER)
+    again = trainer(False, master=master, callbacks=callbacks[1:])
+    resumed = again.fit(X, Y, epochs=len(history) + 1, batch_size=4, resume=True)
+    assert len(resumed) == len(history) + 1
+    assert resumed[-1]["examples"] == len(X)
+    assert resumed.stopping is None
+
+
+def test_a_stopped_fit_returns_the_best_model():
+    own = trainer(False, callbacks=[EarlyStopping(patience=99), StopsAt(62)])
+
+    history = own.fit(X, Y, epochs=50, validation=OTHER)  # 15 steps in each epoch
+
+    stopping = history.stopping
+    assert (stopping.reason, len(history), stopping.restored) == ("stopped", 5, True)
+    assert stopping.best_epoch < 4
+    assert own.evaluate(*OTHER)["loss"] == pytest.approx(stopping.best_score)
 
 
 def test_a_score_that_is_not_finite_ends_the_fit_with_the_best_model():

@@ -41,6 +41,7 @@ class Checkpoint(Callback):
         keep_last=3,
         keep_every=None,
         keep_best=None,
+        mode="auto",
         storage_options=None,
     ): ...
 
@@ -231,6 +232,7 @@ class ResidualClipping(ResidualPostProcessor):
 
 class Step(tuple):
     def __init__(self, replica, epoch, number, loss, examples, learning_rate): ...
+    def stop(self, reason=""): ...
 
 class TensorBoard(Callback):
     def __init__(self, folder): ...
@@ -279,6 +281,7 @@ class Trainer:
         loss=None,
         optimizer=None,
         *,
+        lr=None,
         master=...,
         client=None,
         device="auto",
@@ -291,6 +294,7 @@ class Trainer:
         step=None,
         scheduler=None,
         scheduler_every="epoch",
+        scheduler_monitor=None,
         telemetry_every="auto",
         max_loss_rise=10.0,
         transform=None,
@@ -303,6 +307,7 @@ class Trainer:
         epochs=1,
         batch_size=32,
         validation=None,
+        sample_weight=None,
         shuffle=True,
         drop_last=False,
         transform=None,
@@ -314,12 +319,25 @@ class Trainer:
         approach="direct",
         resume=None,
     ): ...
+    def steps(
+        self,
+        X,
+        epochs=1,
+        batch_size=32,
+        *,
+        drop_last=False,
+        loader=None,
+        collate_fn=None,
+        storage_options=None,
+    ): ...
+    def reset(self): ...
     def evaluate(
         self,
         X,
         y=None,
         *,
         metrics=None,
+        sample_weight=None,
         batch_size=64,
         transform=None,
         loader=None,
@@ -421,6 +439,7 @@ def evaluate(
     *,
     loss=None,
     metrics=None,
+    sample_weight=None,
     client=None,
     batch_size=64,
     transform=None,

@@ -1,0 +1,212 @@
+"""Weights of rows: a row of weight n counts as n rows."""
+
+import functools
+import re
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import daskdl
+from daskdl import DataError, ModelError, OptionError
+from tests.support.problems import kept, rows, trainer
+from tests.support.recording import vector
+
+X, Y = rows(120)
+WEIGHT = np.random.default_rng(1).integers(0, 4, len(X))
+TWICE = np.repeat(X, WEIGHT, axis=0), np.repeat(Y, WEIGHT)
+TARGETS = np.stack([Y, Y**2, -Y, Y + 1], axis=1).astype(np.float32)
+BY_CLASS = torch.tensor([1.0, 2.0, 0.5, 1.0])
+LOSSES = {
+    "classes": (nn.CrossEntropyLoss(), Y),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), Y),
+    "weights of classes": (nn.CrossEntropyLoss(BY_CLASS, ignore_index=3), Y),
+    "function": (functional.cross_entropy, Y),
+    "partial": (functools.partial(functional.cross_entropy, weight=BY_CLASS), Y),
+    "numbers": (nn.MSELoss(), TARGETS),
+}
+EVERY_LOSS = pytest.mark.parametrize(("loss", "y"), LOSSES.values(), ids=LOSSES)
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+@EVERY_LOSS
+def test_a_weight_counts_as_repeated_rows(loss, y):
+    weighted, repeated = (trainer(False, loss=loss, optimizer=sgd) for _ in "ab")
+    more = np.repeat(X, WEIGHT, axis=0), np.repeat(y, WEIGHT, axis=0)
+
+    weighted.fit(X, y, sample_weight=WEIGHT, batch_size=len(X))
+    repeated.fit(*more, batch_size=len(more[0]))
+
+    torch.testing.assert_close(vector(weighted.model_), vector(repeated.model_))
+    for size in (7, 120):
+        scores = repeated.evaluate(X, y, sample_weight=WEIGHT, batch_size=size)
+        assert scores == pytest.approx(repeated.evaluate(*more), rel=1e-5)
+
+
+def test_accumulated_batches_count_by_their_weights():
+    runs = []
+    for accumulate in (1, 3):
+        own = trainer(False, optimizer=sgd, accumulate=accumulate)
+        size = len(X) // accumulate
+        own.fit(X, Y, sample_weight=WEIGHT, batch_size=size, shuffle=False)
+        runs.append(vector(own.model_))
+
+    torch.testing.assert_close(*runs)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [np.asarray, list, torch.as_tensor, pd.Series],
+    ids=lambda kind: kind.__name__,
+)
+def test_validation_is_weighted_too(kind):
+    own = trainer(False, master=kept(replicas_per_worker=2))
+    weight = kind(WEIGHT)
+
+    history = own.fit(X, Y, sample_weight=weight, validation=(X, Y, WEIGHT))
+
+    expected = own.evaluate(*TWICE)
+    assert history[0]["val_loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert history[0]["val_accuracy"] == pytest.approx(expected["accuracy"])
+    assert own.evaluate(X, Y, sample_weight=weight) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_fraction_takes_its_weights_along():
+    weight = np.where(np.arange(len(X)) % 2, 1.0, 0.0)
+    own = trainer(False)
+
+    history = own.fit(X, Y, sample_weight=weight, validation=0.5)
+
+    (_, _), (x, y) = daskdl.data.inputs.split_rows(X, Y, 0.5, 0)
+    (_, _), (at, _) = daskdl.data.inputs.split_rows(np.arange(len(X)), None, 0.5, 0)
+    odd = at % 2 == 1
+    expected = own.evaluate(x[odd], y[odd])["loss"]
+    assert history[0]["val_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_transforms_get_the_labels_alone():
+    def doubled(batch):
+        x, y = batch
+        return x * 2, y.clone()
+
+    own = trainer(False, transform=doubled, optimizer=sgd)
+    plain = trainer(False, optimizer=sgd)
+
+    own.fit(X, Y, sample_weight=WEIGHT, batch_size=30, validation=(X, Y))
+    plain.fit(X * 2, Y, sample_weight=WEIGHT, batch_size=30)
+
+    torch.testing.assert_close(vector(own.model_), vector(plain.model_))
+
+
+def test_weights_without_a_loss_are_those_of_the_accuracy():
+    model = nn.Linear(20, 4)
+
+    scores = daskdl.evaluate(model, X, Y, sample_weight=WEIGHT, client=False)
+
+    assert scores == pytest.approx(daskdl.evaluate(model, *TWICE, client=False))
+
+
+ONE = np.ones(len(X))
+DATA = X, Y
+
+
+@pytest.mark.parametrize(
+    ("data", "weight", "options", "error", "message"),
+    [
+        (
+            DATA,
+            ONE[1:],
+            {},
+            DataError,
+            "must have one number for each of 120 rows, got (119,",
+        ),
+        (
+            DATA,
+            2.0,
+            {},
+            DataError,
+            "must have one number for each of 120 rows, got float",
+        ),
+        (
+            DATA,
+            -ONE,
+            {},
+            DataError,
+            "finite numbers >= 0, not all 0, got sample_weight[0] = -1",
+        ),
+        (DATA, ONE * np.nan, {}, DataError, "not all 0, got sample_weight[0] = nan"),
+        (DATA, ONE * 0, {}, DataError, "not all 0, got sample_weight[0] = 0.0"),
+        (
+            (da.from_array(X), da.from_array(Y)),
+            ONE,
+            {},
+            DataError,
+            "sample_weight is for X and y in memory; for",
+        ),
+        (
+            (TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)),),
+            ONE,
+            {},
+            DataError,
+            "sample_weight is for X and y in memory; for other data, make",
+        ),
+        (
+            DATA,
+            ONE,
+            {"loss": lambda out, y: functional.cross_entropy(out, y)},
+            OptionError,
+            "sample_weight needs the loss of each row: a loss of torch.nn, or a func",
+        ),
+        (
+            DATA,
+            ONE,
+            {"loss": None, "step": print},
+            OptionError,
+            "sample_weight needs loss=, such as torch.nn.CrossEntropyLoss(); a",
+        ),
+        (
+            DATA,
+            ONE,
+            {"transform": lambda batch: (batch[0][:1], batch[1][:1])},
+            ModelError,
+            "transform must keep the rows of a batch, as they have weights, g",
+        ),
+    ],
+    ids=[
+        "short",
+        "number",
+        "negative",
+        "nan",
+        "zero",
+        "dask",
+        "dataset",
+        "loss",
+        "step",
+        "transform",
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(data, weight, options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        trainer(False, **options).fit(*data, sample_weight=weight)
+
+
+def test_metrics_and_exports_have_no_weights():
+    own = trainer(False)
+    own.fit(X, Y)
+
+    with pytest.raises(
+        OptionError, match=r"sample_weight is for loss and accuracy, got m"
+    ):
+        own.evaluate(X, Y, metrics="classification", sample_weight=ONE)
+    with pytest.raises(
+        OptionError, match=r"sample_weight is for approach='direct', got "
+    ):
+        own.fit(X, Y, sample_weight=ONE, approach="export")

@@ -7,16 +7,14 @@ matplotlib, about 90 MB per process.
 B rows, C classes, L labels, N labels that count (each step of a sequence has one).
 """
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import (
     BinaryConfusionMatrix,
@@ -24,14 +22,15 @@ from torchmetrics.classification import (
     MulticlassStatScores,
     MultilabelConfusionMatrix,
 )
-from torchmetrics.wrappers import Running
 from typing_extensions import override
 
 from daskdl.data.batching import Tree, outline
+from daskdl.data.checks import ignored_label
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation import report, streaming
 from daskdl.evaluation.report import Section
 from daskdl.evaluation.streaming import MASKED
+from daskdl.losses import Labels, Scale, facts_of, probabilities, scale_of
 
 __all__ = [
     "BinaryMetrics",
@@ -40,26 +39,6 @@ __all__ = [
     "MultilabelMetrics",
     "RegressionMetrics",
 ]
-
-Scale = Literal["logits", "probabilities", "log_probabilities"]
-
-_SCALES: dict[Any, Scale] = {
-    nn.CrossEntropyLoss: "logits",
-    nn.MultiMarginLoss: "logits",
-    nn.BCEWithLogitsLoss: "logits",
-    nn.MultiLabelSoftMarginLoss: "logits",
-    nn.SoftMarginLoss: "logits",
-    nn.NLLLoss: "log_probabilities",
-    nn.BCELoss: "probabilities",
-    functional.cross_entropy: "logits",
-    functional.multi_margin_loss: "logits",
-    functional.binary_cross_entropy_with_logits: "logits",
-    functional.multilabel_soft_margin_loss: "logits",
-    functional.soft_margin_loss: "logits",
-    functional.nll_loss: "log_probabilities",
-    functional.binary_cross_entropy: "probabilities",
-}
-_ROUNDING = 2e-2  # error of a sum of probabilities in bfloat16, which has 8 bits
 
 Pair = tuple[Any, Any]  # predictions and targets for torchmetrics
 
@@ -72,16 +51,36 @@ class SampleBatch(NamedTuple):
     scale: Scale  # of class scores
     classes: Sequence[str] | None  # names of the classes 0, 1, ...
     ignored: int | None  # label that the loss ignores
+    labels: Labels | None = None  # that the loss takes; None: unknown
+
+    @classmethod
+    def of(
+        cls, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
+    ) -> "SampleBatch":
+        """Add what a loss says of outputs and labels."""
+        labels, _ = facts_of(loss)
+        return cls(
+            output, y, scale_of(loss, output), classes, ignored_label(loss), labels
+        )
 
 
 class MetricSet(ABC):
     """Metrics that share their input and their section of the report; stateless."""
+
+    most_bytes: int | None = None  # of states that hold rows, on the client
+    resets: bool = True  # metrics that have been reset may be used again
 
     @property
     def masks_nan(self) -> bool:
         """Whether NaN labels are masked, by ``ignore=float("nan")``."""
         ignore = getattr(self, "ignore", None)
         return ignore is not None and bool(ignore != ignore)
+
+    def sample(
+        self, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
+    ) -> SampleBatch:
+        """Return the sample for these metrics of such outputs and labels."""
+        return SampleBatch.of(loss, output, y, classes)
 
     @abstractmethod
     def collection(self, sample: SampleBatch) -> MetricCollection:
@@ -94,52 +93,6 @@ class MetricSet(ABC):
     @abstractmethod
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         """Return the report of computed metrics."""
-
-
-def scale_of(loss: Any, output: Any) -> Scale:
-    """Return the scale of class scores.
-
-    The type of the loss or its attribute ``scale`` determines it. Otherwise, scores of
-    several classes are probabilities if they are >= 0 and sum to 1, log probabilities
-    if their exponentials sum to 1, and else logits.
-
-    Example:
-        >>> scale_of(nn.BCELoss(), None)
-        'probabilities'
-        >>> scale_of(lambda output, y: output.sum(), torch.tensor([[0.25, 0.75]]))
-        'probabilities'
-    """
-    stated: Any = getattr(loss, "scale", None)
-    if isinstance(stated, str) and stated in get_args(Scale):
-        return cast(Scale, stated)
-    function = loss.func if isinstance(loss, functools.partial) else loss
-    for known, scale in _SCALES.items():
-        if function is known or (isinstance(known, type) and isinstance(loss, known)):
-            return scale
-    if isinstance(output, Tensor) and output.ndim > 1 and output.shape[1] > 1:
-        scores = output.double()
-        if bool((scores >= 0).all()) and _is_one(scores.sum(dim=1)):
-            return "probabilities"
-        if bool((scores <= 0).all()) and _is_one(scores.exp().sum(dim=1)):
-            return "log_probabilities"
-    return "logits"
-
-
-def _is_one(sums: Tensor) -> bool:
-    return torch.allclose(sums, torch.ones_like(sums), atol=_ROUNDING, rtol=0)
-
-
-def probabilities(scores: Tensor, scale: Scale, *, over_classes: bool) -> Tensor:
-    """Convert scores to probabilities, float64.
-
-    Example:
-        >>> probabilities(torch.tensor([[0.0, 0.0]]), "logits", over_classes=True)
-        tensor([[0.5000, 0.5000]], dtype=torch.float64)
-    """
-    scores = scores.double()
-    if scale == "logits":
-        return torch.softmax(scores, dim=1) if over_classes else torch.sigmoid(scores)
-    return scores.exp() if scale == "log_probabilities" else scores
 
 
 def check_thresholds(thresholds: int | None) -> None:
@@ -168,8 +121,8 @@ def _one_tensor_each(sample: SampleBatch) -> tuple[Tensor, Tensor]:
             several = isinstance(given, dict | tuple)
             got = outline(given) if several else type(given).__name__
             raise (ModelError if what == "output" else DataError)(
-                f"metrics by name need {what} of one tensor, got {got}: wrap the model "
-                "so that it returns one tensor, or give metrics of your own"
+                f"metrics by name need {what} of one tensor, got {got}: choose one "
+                """of several by its name, metrics={"head": ["accuracy"]}"""
             )
     return sample.output, sample.y
 
@@ -292,7 +245,7 @@ def binary_rows(
     return checked(scores.flatten()[counted], sample.scale), labels.long()
 
 
-def _collection(**metrics: Metric) -> MetricCollection:
+def collection_of(**metrics: Metric) -> MetricCollection:
     given: dict[str, Any] = metrics
     return MetricCollection(given, compute_groups=False)
 
@@ -363,7 +316,7 @@ class ClassificationMetrics(MetricSet):
         if (top := self._top(classes)) is not None:
             options: Any = {"top_k": top, "average": "micro", **unchecked}
             made["top"] = MulticlassStatScores(classes, **options)
-        return _collection(**made)
+        return collection_of(**made)
 
     def _top(self, classes: int) -> int | None:
         if self.top is None:
@@ -443,7 +396,7 @@ class BinaryMetrics(_LabelMetrics):
     def collection(self, sample: SampleBatch) -> MetricCollection:
         check_binary(sample)
         check_names(self.classes, 2, "classes")
-        return _collection(
+        return collection_of(
             confusion=BinaryConfusionMatrix(self.threshold, validate_args=False),
             curves=self.curves(1),
         )
@@ -512,7 +465,9 @@ class MultilabelMetrics(_LabelMetrics):
             labels, self.threshold, ignore_index=MASKED, validate_args=False
         )
         exact = streaming.ExactMatch(self.threshold)
-        return _collection(confusion=confusion, curves=self.curves(labels), exact=exact)
+        return collection_of(
+            confusion=confusion, curves=self.curves(labels), exact=exact
+        )
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
@@ -581,7 +536,7 @@ class CalibrationMetrics(MetricSet):
             check_names(self.classes, kinds - 1, "classes")
         else:
             check_binary(sample)
-        return _collection(bins=streaming.ReliabilityBins(kinds, self.bins))
+        return collection_of(bins=streaming.ReliabilityBins(kinds, self.bins))
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
@@ -646,7 +601,7 @@ class RegressionMetrics(MetricSet):
             torch.where(counted, each, torch.nan).nanmean(dim=0).nan_to_num(0, 0, 0)
             for each in (predictions, labels)
         ]
-        return _collection(errors=streaming.ErrorSums(*near))
+        return collection_of(errors=streaming.ErrorSums(*near))
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
@@ -681,155 +636,3 @@ class RegressionMetrics(MetricSet):
 def _columns(values: Tensor) -> Tensor:
     values = values.double()
     return values[:, None] if values.ndim == 1 else values.flatten(0, -2)
-
-
-@dataclass(frozen=True, eq=False)
-class UserMetrics(MetricSet):
-    """The user's torchmetrics, by name."""
-
-    metrics: Mapping[str, Metric]  # in the order of the report; never updated
-    # Whether to update with probabilities: torchmetrics takes scores for logits if any
-    # of an update is outside [0, 1], so the result would depend on the batches.
-    scored: bool
-
-    @override
-    def collection(self, sample: SampleBatch) -> MetricCollection:
-        made = {name: metric.clone().cpu() for name, metric in self.metrics.items()}
-        for metric in made.values():
-            metric.reset()
-        return _collection(**made)
-
-    @override
-    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
-        tensors = isinstance(output, Tensor) and isinstance(y, Tensor)
-        if not self.scored or not tensors or not output.is_floating_point():
-            return output, y
-        over_classes = output.ndim == y.ndim + 1
-        scores = probabilities(output, sample.scale, over_classes=over_classes)
-        return checked(scores, sample.scale), y
-
-    @override
-    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
-        given = [name for name in self.metrics if name in computed]
-        names = dict.fromkeys([*given, *computed])  # a metric may return several values
-        return report.user_metrics({name: _plain(computed[name]) for name in names})
-
-
-def _plain(value: Any) -> Any:
-    """Replace tensors by numbers and numpy arrays."""
-    if isinstance(value, Tensor):
-        return value.item() if value.ndim == 0 else value.detach().cpu().numpy()
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def is_scored(metric: Metric) -> bool:
-    """Whether a metric, or a metric within it, is one of torchmetrics.classification.
-
-    Example:
-        >>> import torchmetrics
-        >>> is_scored(torchmetrics.AUROC(task="binary"))
-        True
-        >>> is_scored(torchmetrics.MeanSquaredError())
-        False
-    """
-    return any(
-        base.__module__.startswith("torchmetrics.classification.")
-        for module in metric.modules()
-        for base in type(module).__mro__
-    )
-
-
-_PRESETS: dict[str, type[MetricSet]] = {
-    "classification": ClassificationMetrics,
-    "binary": BinaryMetrics,
-    "multilabel": MultilabelMetrics,
-    "regression": RegressionMetrics,
-    "calibration": CalibrationMetrics,
-}
-_ALLOWED = (
-    "the name of a preset, an object of daskdl.metrics, a Metric or MetricCollection "
-    "of torchmetrics, a mapping of names to such metrics, or a sequence of all these"
-)
-
-
-def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
-    """Return the sets of metrics for the argument ``metrics`` of `evaluate`.
-
-    Example:
-        >>> from torchmetrics import MeanAbsoluteError
-        >>> [type(one).__name__ for one in metric_sets(["binary", MeanAbsoluteError()])]
-        ['BinaryMetrics', 'UserMetrics']
-    """
-    sets: list[MetricSet] = []
-    user: dict[str, Metric] = {}
-    for one in _flat(metrics):
-        if isinstance(one, MetricSet):
-            sets.append(one)
-        elif not isinstance(one, str):
-            for name, metric in _named(one):
-                if name == "loss":
-                    raise OptionError(
-                        "metrics must not include the name 'loss', which is taken"
-                    )
-                if name in user:
-                    raise OptionError(
-                        f"metrics has two named {name!r}; name them: metrics={{'one': "
-                        f"{type(metric).__name__}(...), 'other': ...}}"
-                    )
-                if any(isinstance(module, Running) for module in metric.modules()):
-                    raise OptionError(
-                        f"metrics[{name!r}] depends on the order of updates, and parts "
-                        "are measured in parallel; give the metric without Running"
-                    )
-                user[name] = metric
-        elif one in _PRESETS:
-            sets.append(_PRESETS[one]())
-        else:
-            raise OptionError(
-                f"metrics by name are {', '.join(map(repr, _PRESETS))}, got {one!r}: "
-                "give one of these, an object of daskdl.metrics, or metrics of "
-                "torchmetrics"
-            )
-    for scored in (True, False):
-        own = {n: m for n, m in user.items() if is_scored(m) is scored}
-        if own:
-            sets.append(UserMetrics(own, scored))
-    if not sets:
-        raise OptionError(f"metrics must be {_ALLOWED}, got {metrics!r}")
-    return tuple(sets)
-
-
-def _flat(metrics: Any) -> Iterator[Any]:
-    if isinstance(metrics, Sequence) and not isinstance(metrics, str):
-        for one in metrics:
-            yield from _flat(one)
-    else:
-        yield metrics
-
-
-def _named(metrics: Any) -> Iterator[tuple[str, Metric]]:
-    if isinstance(metrics, Metric):
-        yield type(metrics).__name__, metrics
-    elif isinstance(metrics, MetricCollection):
-        yield from ((str(n), one) for n, one in metrics.items(keep_base=False))
-    elif isinstance(metrics, Mapping):
-        for name, metric in metrics.items():
-            if isinstance(metric, MetricCollection):
-                yield from ((f"{name}_{inner}", one) for inner, one in _named(metric))
-            elif isinstance(name, str) and isinstance(metric, Metric):
-                yield name, metric
-            else:
-                raise OptionError(
-                    f"metrics[{name!r}] must be a Metric or MetricCollection of "
-                    f"torchmetrics, by a name, got {_shown(metric)}"
-                )
-    else:
-        raise OptionError(f"metrics must be {_ALLOWED}, got {_shown(metrics)}")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, type):
-        return f"the class {value.__name__}; create one, {value.__name__}(...)"
-    return repr(value)

@@ -4,6 +4,7 @@ This module collects the user's options and delegates to training, evaluation,
 inference and saving; the function works without a trainer, for any model.
 """
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -33,6 +34,8 @@ from daskdl.history import History
 from daskdl.inference.predict import Postprocess
 from daskdl.inference.predict import predict as predict_with
 from daskdl.inference.predictor import Predictor
+from daskdl.keras.compiled import Compiled, resolved_loss
+from daskdl.losses import class_probabilities, facts_of
 from daskdl.objective import Loss, Objective, objective_of
 from daskdl.saving import trainer_state
 from daskdl.saving.trainer_state import TrainerState
@@ -118,8 +121,11 @@ class Trainer:
     Args:
         model: An `nn.Module`, which is copied, or a function that returns one; the
             function runs again for each copy of a module that cannot be pickled. For
-            Keras models see `daskdl.keras`.
-        loss: ``loss(model(x), y)``, a scalar tensor. Of an output with ``logits``, as
+            Keras models see `daskdl.keras`; if it is compiled, it has the defaults of
+            loss, optimizer and metrics.
+        loss: ``loss(model(x), y)``, a scalar tensor; or the name of one, such as
+            ``"cross_entropy"``, ``"mse"`` or one of Keras, a loss of Keras, or a dict
+            of these by output, whose sum it is. Of an output with ``logits``, as
             transformers' models return it, the loss and metrics get these. None: the
             model gets y as ``labels``, or finds labels in x, and returns an object or
             a dict with ``loss``; data then need no y. None, too, if `step` is given.
@@ -168,6 +174,7 @@ class Trainer:
             of tensors, to a batch, such as a fitted `daskdl.data.Standardize`. It runs
             on the worker, on every batch for training, evaluation and prediction; y is
             None without labels.
+        metrics: The default of `metrics` in :meth:`evaluate`.
         max_loss_rise: The fit ends with a `DivergedError` when a replica's loss stays
             more than ``max_loss_rise * max(1, |first loss|)`` above its first loss;
             None: no limit.
@@ -196,7 +203,7 @@ class Trainer:
     """
 
     model: nn.Module | Callable[[], nn.Module]
-    loss: Loss | None = None
+    loss: Any = None
     # A default only because `loss` before it has one.
     optimizer: str | Callable[..., Optimizer] = None  # type: ignore[assignment]
     _: KW_ONLY
@@ -217,6 +224,7 @@ class Trainer:
     telemetry_every: int | Literal["auto"] | None = "auto"
     max_loss_rise: float | None = 10.0
     transform: Transform | None = None
+    metrics: Any = None
 
     model_: nn.Module = field(init=False, repr=False)
     optimizer_: Optimizer = field(init=False, repr=False)
@@ -225,6 +233,15 @@ class Trainer:
     classes_: Sequence[str] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
+        own = Compiled.of(self.model)
+        if own is not None:
+            if self.loss is None and self.step is None:
+                self.loss = own.loss
+            if self.optimizer is None and own.optimizer is not None:
+                self.optimizer = own.optimizer
+            if self.metrics is None and self.step is None:
+                self.metrics = own.metrics
+        self.loss = resolved_loss(self.loss)
         self._spec()
         self._state = FitState()
 
@@ -420,13 +437,17 @@ class Trainer:
         Args:
             X: Inputs, or inputs and labels, of any type that :meth:`fit` takes.
             y: Labels, or None if `X` includes them.
-            metrics: Metrics beside the loss: ``"classification"``, ``"binary"``,
-                ``"multilabel"``, ``"regression"``, ``"calibration"``, or one of their
-                classes in `daskdl.metrics`; a torchmetrics metric, a
-                `MetricCollection`, or a mapping of names to metrics; or a sequence of
-                these. None: accuracy, if labels are class indices.
+            metrics: Metrics beside the loss; None: those of the trainer, or, if it has
+                none, accuracy, if labels are classes, or 0 and 1 with a binary loss.
+                They are a name such as ``"accuracy"``, ``"f1"`` or ``"r2"``; a function
+                ``f(y_true, y_pred)``, such as those of scikit-learn; a preset,
+                ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``
+                or ``"calibration"``, or one of their classes in `daskdl.metrics`; a
+                torchmetrics metric or `MetricCollection`; a mapping of names to
+                functions and metrics, or of outputs to lists of metrics; or a list of
+                these.
             sample_weight: Weight of each row in loss and accuracy, >= 0, for data in
-                memory; not with metrics.
+                memory; not with metrics, of which those of the trainer are left out.
             batch_size: Rows per forward pass.
             transform: See :meth:`fit`.
             loader: For files, see :meth:`fit`.
@@ -447,6 +468,8 @@ class Trainer:
         read = self._read(
             batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
         )
+        if metrics is None and sample_weight is None:
+            metrics = self.metrics or None
         return evaluate_model(
             self._trained_model(),
             X,
@@ -458,6 +481,18 @@ class Trainer:
             client=self.client,
             classes=self.classes_,
         )
+
+    def score(self, X: Any, y: Any = None, **options: Any) -> float:
+        """Return the accuracy for labels that are classes, else R2, on all rows.
+
+        Args:
+            X: See :meth:`evaluate`.
+            y: See :meth:`evaluate`.
+            options: Other arguments of :meth:`evaluate`, except for `metrics`.
+        """
+        from daskdl.evaluation.metric_names import SCORE
+
+        return float(self.evaluate(X, y, metrics=SCORE, **options)["score"])
 
     def score_examples(
         self,
@@ -641,6 +676,30 @@ class Trainer:
             overwrite=overwrite,
             names=self.classes_,
         )
+
+    def predict_proba(self, X: Any, **options: Any) -> Any:
+        """Return the probability of each class for every row, as `predict` does.
+
+        Args:
+            X: See :meth:`predict`.
+            options: Other arguments of :meth:`predict`, except for `postprocess`.
+
+        Returns:
+            (n, classes); with a binary loss and one score per row (n, 2), with several
+            labels per row the probability of each, (n, labels).
+
+        Raises:
+            OptionError: If the loss does not say what the scores are.
+        """
+        if facts_of(self._objective)[1] is None:
+            raise OptionError(
+                "predict_proba needs a loss of classes, such as CrossEntropyLoss or "
+                f"BCEWithLogitsLoss, got {self.loss!r}; a loss of your own has an "
+                "attribute scale, which is 'logits', 'probabilities' or "
+                "'log_probabilities'"
+            )
+        convert = functools.partial(class_probabilities, loss=self._objective)
+        return self.predict(X, postprocess=convert, **options)
 
     def predictor(
         self,

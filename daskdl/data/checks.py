@@ -55,6 +55,7 @@ from daskdl.errors import (
     OptionError,
 )
 from daskdl.history import check_log_names
+from daskdl.losses import aligned
 from daskdl.objective import (
     Logs,
     ModelLoss,
@@ -181,8 +182,7 @@ def ignored_label(loss: Any) -> int | None:
     """
     if isinstance(loss, ModelLoss):
         return -100
-    if isinstance(loss, WeightedLoss):
-        loss = loss.loss
+    loss = unweighted(loss)
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         return loss.ignore_index
     settings: dict[str, Any] = {}
@@ -216,7 +216,7 @@ def label_weights(loss: Any, output: Any, y: Tree) -> Tensor | None:
 
     It is 0 for ignored labels, and the weight of the class for others.
     """
-    ignored = ignored_label(loss)
+    ignored, (output, y) = ignored_label(loss), aligned(loss, output, y)
     if ignored is None or not is_classification(output, y):
         return None
     counted: Tensor = y != ignored
@@ -228,6 +228,11 @@ def label_weights(loss: Any, output: Any, y: Tree) -> Tensor | None:
         return counted
     weights: Tensor = weights_C.to(y.device).double()[y.where(counted, 0)] * counted
     return weights
+
+
+def unweighted(loss: Any) -> Any:
+    """Return the loss itself of one whose rows have weights."""
+    return loss.loss if isinstance(loss, WeightedLoss) else loss
 
 
 class WeightedLoss(nn.Module):
@@ -600,7 +605,7 @@ def dry_run(
             return DryRun(shown, batch, output, y, None, unchanged)
         output = scored(output)
         labels_of = y.labels if isinstance(y, Weighted) else y
-        accepted = _accepted_labels(loss, output, labels_of)
+        accepted = _accepted_labels(loss, *aligned(unweighted(loss), output, labels_of))
         if accepted.classes is not None and transform is None:
             accepted.check(shown[1])
         copied_loss = Packed(loss, "loss").unpack()

@@ -38,6 +38,8 @@ from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, OptionError
 from daskdl.evaluation.report import Evaluation
 from daskdl.history import check_log_names
+from daskdl.keras.compiled import resolved_loss
+from daskdl.losses import aligned, facts_of
 from daskdl.objective import (
     Logs,
     Loss,
@@ -116,7 +118,10 @@ def evaluate(
         batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
     )
     return evaluate_model(
-        model, X, y, loss, metrics, sample_weight, read=read, client=client
+        model,
+        *(X, y, resolved_loss(loss), metrics, sample_weight),
+        read=read,
+        client=client,
     )
 
 
@@ -146,7 +151,7 @@ def evaluate_model(
                 "to measure model(x), use daskdl.evaluate(trainer.model_, ..., "
                 "metrics=...)"
             )
-        from daskdl.metrics import metric_sets
+        from daskdl.evaluation.metric_names import metric_sets
 
         sets = metric_sets(metrics)
     checks.check_module(model)
@@ -183,6 +188,7 @@ def evaluate_model(
             labels,
             read.skips,
             batching.kinds(run.rows),
+            has_accuracy(objective, *seen),
             Packed(specs, "metrics") if specs else None,
         )
         mergers = [spec.merger() for spec in specs]
@@ -237,6 +243,7 @@ class PartScorer:
     labels: LabelCheck | None  # None: not checked
     skips: bool  # leave out parts that cannot be read
     first: Kinds  # of the rows of the dry run
+    accuracy: bool  # whether to count right labels
     specs: "Packed[tuple[MetricSpec, ...]] | None"
 
     def __call__(
@@ -264,7 +271,10 @@ class PartScorer:
         without_gradients = torch.no_grad() if own else torch.inference_mode()
         with freed_memory_kept(), without_gradients:
             if self.specs is None:
-                return score_batches(module, loss, made, device), ()
+                score = score_batches(
+                    module, loss, made, device, accuracy=self.accuracy
+                )
+                return score, ()
             from daskdl.evaluation.metric_state import MetricAccumulator
 
             accumulator = MetricAccumulator(self.specs.shared(), source.name(part))
@@ -343,7 +353,7 @@ class Score(NamedTuple):
 
     loss_sum: float = 0.0
     correct: float = 0  # correctly predicted labels, or their weight
-    labels: float = 0  # counted labels; 0 if labels are not class indices
+    labels: float = 0  # counted labels; 0 without an accuracy
     examples: int = 0  # rows
     # The weight of the rows in the mean loss minus their number: negative if the loss
     # ignores labels, or class weights are below 1.
@@ -372,8 +382,12 @@ def score_batches(
     batches: Iterable[Batch],
     device: torch.device | str,
     observe: Callable[[Tree, Tree], None] | None = None,
+    *,
+    accuracy: bool = True,
 ) -> Score:
     """Score a module on batches in evaluation mode; restore its modes afterwards.
+
+    An accuracy is counted where there are classes, unless `accuracy` is off.
 
     Uses `no_grad` rather than inference mode: a live module cannot train with tensors
     that it has cached in inference mode.
@@ -406,18 +420,57 @@ def score_batches(
             weight: Tensor | int = 1
             if isinstance(y, Weighted):
                 y, weight = y.labels, y.weight.double()
+            predicted = right_labels(loss, output, y) if accuracy else None
             if observe is not None:
-                observe(output, y)
-            elif checks.is_classification(output, y):
-                ignored, best = checks.ignored_label(loss), output.max(dim=1)
-                counted = torch.ones_like(y).bool() if ignored is None else y != ignored
-                # If scores are NaN, there is no best class.
-                right = (best.indices == y) & counted & ~best.values.isnan()
+                observe(*aligned(loss, output, y))
+            elif predicted is not None:
+                right, counted = predicted
                 if isinstance(weight, Tensor):
-                    weight = weight.reshape(-1, *[1] * (y.ndim - 1))
-                correct, labels = ((n * weight).sum().item() for n in (right, counted))
+                    weight = weight.reshape(-1, *[1] * (right.ndim - 1))
+                both = right & counted, counted
+                correct, labels = ((n * weight).sum().item() for n in both)
             total += Score(loss_sum, correct, labels, rows, more)
     return total._replace(logs=sums.take())
+
+
+def right_labels(loss: Any, output: Tree, y: Tree) -> tuple[Tensor, Tensor] | None:
+    """Return which labels are predicted correctly, and which count; None: no labels.
+
+    Labels are class indices or one-hot rows, beside one score for each class; or 0 and
+    1 beside one score each, if the loss is one of these, and other labels, which are
+    soft, do not count. A score of NaN is never right.
+
+    Example:
+        >>> scores, labels = torch.tensor([-1.0, 2.0]), torch.tensor([1.0, 1.0])
+        >>> right_labels(nn.BCEWithLogitsLoss(), scores, labels)
+        (tensor([False,  True]), tensor([True, True]))
+    """
+    loss = checks.unweighted(loss)
+    output, y = aligned(loss, output, y.labels if isinstance(y, Weighted) else y)
+    if checks.is_classification(output, y):
+        ignored, best = checks.ignored_label(loss), output.max(dim=1)
+        counted = torch.ones_like(y).bool() if ignored is None else y != ignored
+        return (best.indices == y) & ~best.values.isnan(), counted
+    kind, scale = facts_of(loss)
+    tensors = isinstance(output, Tensor) and isinstance(y, Tensor)
+    if not tensors or output.shape != y.shape:
+        return None
+    if kind == "classes" and y.ndim > 1:
+        best = output.max(dim=1)
+        right = (best.indices == y.argmax(1)) & ~best.values.isnan()
+        return right, torch.ones_like(right)
+    if kind != "binary":
+        return None
+    above = output > (0.5 if scale == "probabilities" else 0)
+    return (above == (y == 1)) & ~output.isnan(), (y == 0) | (y == 1)
+
+
+def has_accuracy(loss: Any, output: Tree, y: Tree) -> bool:
+    """Whether an accuracy is defined for labels such as these."""
+    predicted = right_labels(loss, output, y)
+    if predicted is None or facts_of(checks.unweighted(loss))[0] != "binary":
+        return predicted is not None
+    return bool(predicted[1].all())
 
 
 def _loss_sum(
@@ -439,7 +492,7 @@ def _loss_sum(
     weight: float = rows
     labels = None if is_sum(loss) else checks.label_weights(loss, output, y)
     if labels is not None:
-        weight = labels.sum().item() * rows / max(y.numel(), 1)
+        weight = labels.sum().item() * rows / max(labels.numel(), 1)
     if not weight:  # the loss is 0/0
         return 0.0, -rows
     value = loss(output, y).item()

@@ -30,11 +30,13 @@ from torchmetrics.wrappers.abstract import WrapperMetric
 
 from daskdl.data import batching
 from daskdl.data.batching import Tree
-from daskdl.data.checks import USER_ERRORS, described, ignored_label
+from daskdl.data.checks import USER_ERRORS, described
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DaskDLError, DataError, ModelError
+from daskdl.evaluation.metric_names import check_gathered
 from daskdl.evaluation.report import Section
-from daskdl.metrics import MetricSet, SampleBatch, UserMetrics, scale_of
+from daskdl.losses import aligned
+from daskdl.metrics import MetricSet, SampleBatch
 from daskdl.objective import Objective
 
 logger = logging.getLogger(__name__)
@@ -93,8 +95,11 @@ class StateMerger:
         {'MaxMetric': tensor(1.)}
     """
 
-    def __init__(self, collection: MetricCollection) -> None:
+    def __init__(
+        self, collection: MetricCollection, most_bytes: int | None = None
+    ) -> None:
         self._collection = collection
+        self._most_bytes, self._bytes = most_bytes, 0  # of rows in states
         self._updates: Counter[str] = Counter()
         self._states: dict[str, dict[str, _MergedState]] = {
             place: {
@@ -110,6 +115,9 @@ class StateMerger:
             self._updates[place] += updates
             for name, value in values.items():
                 self._states[place][name].add_(value, rows, part)
+                if self._most_bytes is not None:
+                    self._bytes += sum(array.nbytes for array in value)
+                    check_gathered(self._bytes, self._most_bytes)
 
     def merged(self) -> MetricCollection:
         """Return new metrics with the merged states."""
@@ -217,7 +225,7 @@ class MetricSpec(NamedTuple):
 
     def merger(self) -> StateMerger:
         """Return a new merger of the states of parts."""
-        return StateMerger(self.collection)
+        return StateMerger(self.collection, self.metrics.most_bytes)
 
     def section(self, merger: StateMerger) -> Section:
         """Compute and report the metrics from the states of all parts."""
@@ -247,21 +255,23 @@ def metric_specs(
                 "metrics need a model that returns tensors, or tuples and dicts of "
                 f"them; {name} is a {type(leaf).__name__}"
             )
-    scale, ignored = scale_of(objective, output), ignored_label(objective)
-    sample = SampleBatch(on_cpu([output]), on_cpu([y]), scale, classes, ignored)
+    output, y = aligned(objective, on_cpu([output]), on_cpu([y]))
     with _warnings_logged(), torch.no_grad():
-        specs = [MetricSpec(one, sample, one.collection(sample), []) for one in sets]
+        samples = [one.sample(objective, output, y, classes) for one in sets]
+        specs = [
+            MetricSpec(one, sample, one.collection(sample), [])
+            for one, sample in zip(sets, samples, strict=True)
+        ]
         try:
             for spec in specs:
                 trial = copy.deepcopy(spec.collection)
-                update_(trial, *spec.metrics.prepared(sample, sample.output, sample.y))
+                update_(trial, *spec.metrics.prepared(spec.sample, output, y))
         except USER_ERRORS as error:
             if isinstance(error, DaskDLError):
                 raise
             raise ModelError(
-                f"metrics failed on {batching.length(sample.y)} rows, the output being "
-                f"{described(sample.output)} and the labels {described(sample.y)}: "
-                f"{error}"
+                f"metrics failed on {batching.length(y)} rows, the output being "
+                f"{described(output)} and the labels {described(y)}: {error}"
             ) from error
     return tuple(specs)
 
@@ -296,7 +306,7 @@ class MetricAccumulator:
         self._measure()
         found = tuple(states_of(live, self._measured) for live in self._live)
         for spec, live in zip(self._specs, self._live, strict=True):
-            if not isinstance(spec.metrics, UserMetrics):  # `reset` may forget a state
+            if spec.metrics.resets:
                 live.reset()
                 spec.used.append(live)
         return found

@@ -38,6 +38,7 @@ from daskdl.evaluation.evaluate import map_split, warn_of_unscored
 from daskdl.evaluation.report import Table, Text, as_text, decimals
 from daskdl.inference.lazy import Examples, lazy_outputs, with_first_rows
 from daskdl.keras.module import CrossEntropyOfProbabilities
+from daskdl.losses import aligned, probabilities, scale_of
 from daskdl.objective import (
     Objective,
     OwnStep,
@@ -440,6 +441,7 @@ def class_predictions(
     None unless labels are one class index per row. The probability of an ignored label
     is NaN.
     """
+    output, y = aligned(loss, output, y)
     if not checks.is_classification(output, y) or y.ndim != 1:
         return None
     function = loss.func if isinstance(loss, functools.partial) else loss
@@ -447,10 +449,8 @@ def class_predictions(
     chances: Tensor | None = None
     if isinstance(loss, nn.CrossEntropyLoss) or function is functional.cross_entropy:
         chances = scores.softmax(dim=1)
-    elif isinstance(loss, CrossEntropyOfProbabilities):
-        chances = scores
-    elif type(loss) is nn.NLLLoss or function is functional.nll_loss:
-        chances = scores.exp()
+    elif isinstance(loss, nn.NLLLoss) or function is functional.nll_loss:
+        chances = probabilities(scores, scale_of(loss, scores), over_classes=True)
     labels, predicted = (t.cpu().numpy() for t in (y, output.argmax(dim=1)))
     if chances is None:
         return labels, predicted, None

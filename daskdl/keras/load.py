@@ -1,15 +1,17 @@
-"""Keras models from JSON and from ``.keras`` files, without executing their content.
+"""Keras models from JSON, ``.keras`` and ``.h5`` files; their content is not executed.
 
-A file is a zip archive of a description and of weights in HDF5. Sizes are checked
-before anything is unpacked, and HDF5 must not refer to other files.
+A ``.keras`` file is a zip archive of a description and of weights in HDF5; an ``.h5``
+file is HDF5 with the description as an attribute. Sizes are checked before anything is
+unpacked, and HDF5 must not refer to other files.
 """
 
+import contextlib
 import json
 import lzma
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from daskdl.keras.module import (
     vetted,
 )
 
+HDF5 = (".h5", ".hdf5")
 _CONFIG, _WEIGHTS = "config.json", "model.weights.h5"
 _MEMBERS = frozenset({_CONFIG, _WEIGHTS, "metadata.json"})
 # A description has kilobytes; json.loads reads it into memory as a whole.
@@ -81,16 +84,19 @@ def from_config(
             "path_or_json must be the path of a file, JSON, or the result of "
             f"json.loads, got {given!r}"
         )
-    return KerasModule(built(_understood(config, where), seeded=True))
+    module = KerasModule(built(_understood(config, where), seeded=True))
+    return _compiled(module, config)
 
 
 def from_saved(path: str | os.PathLike[str]) -> KerasModule:
-    """Load a model with its weights from a ``.keras`` file, as Keras 3 saves it.
+    """Load a model with its weights from a file.
 
-    The optimizer and loss that the model was compiled with are ignored.
+    The trainer takes loss, optimizer and metrics from what the model was compiled with,
+    unless they are given; the state of its optimizer is ignored.
 
     Args:
-        path: Path of a local file.
+        path: Path of a local file, a ``.keras`` file of Keras 3, or an ``.h5`` or
+            ``.hdf5`` file of Keras 2 or Keras 3 that has a whole model.
 
     Returns:
         A torch module on the CPU.
@@ -101,12 +107,17 @@ def from_saved(path: str | os.PathLike[str]) -> KerasModule:
         OSError: If the file cannot be read.
     """
     file = Path(path)
-    if file.suffix != ENDING:
+    if file.suffix in HDF5:
+        config, compiled = _description_in_hdf5(file)
+    elif file.suffix == ENDING:
+        config = _parsed(_description(file), f"{file}: {_CONFIG}")
+        compiled = None
+    else:
         raise ModelError(
-            f"expected a file that ends in {ENDING!r}, got {str(path)!r}; load others "
-            f"with keras.saving.load_model, and save them as {ENDING}"
+            f"expected a file that ends in {ENDING!r}, '.h5' or '.hdf5', got "
+            f"{str(path)!r}; load others with keras.saving.load_model, and save them "
+            f"as {ENDING}"
         )
-    config = _parsed(_description(file), f"{file}: {_CONFIG}")
     model = built(_understood(config, str(file)), seeded=False)
     with building(seeded=False):
         try:
@@ -119,7 +130,15 @@ def from_saved(path: str | os.PathLike[str]) -> KerasModule:
             ) from error
     if fault is not None:
         raise ModelError(f"{file} has weights that Keras does not write: {fault}")
-    return KerasModule(model)
+    return _compiled(KerasModule(model), config, compiled)
+
+
+def _compiled(module: KerasModule, config: JSON, compiled: JSON = None) -> KerasModule:
+    """Keep what a model was compiled with; it is looked at when a trainer is made."""
+    own = config.get("compile_config") if compiled is None else compiled
+    if isinstance(own, Mapping):
+        module.__dict__["_compile_config"] = dict(own)
+    return module
 
 
 def _parsed(text: str | bytes, where: str) -> JSON:
@@ -169,34 +188,85 @@ def _description(file: Path) -> bytes:
             ) from error
 
 
-def _fault_of_weights(file: Path, model: Any) -> str | None:
-    """Return the reason why the weights in a file are refused, or None."""
+def _description_in_hdf5(file: Path) -> tuple[JSON, JSON]:
+    """Read the description of a model, and what it was compiled with."""
+    with _opened(file) as weights:
+        text = weights.attrs.get("model_config")
+        if text is None:
+            raise ModelError(
+                f"{file} has no model, perhaps only weights; create the model with "
+                "Keras, call model.load_weights(path), and pass the model"
+            )
+        where = f"{file}: model_config"
+        if not isinstance(text, str | bytes) or len(text) > MOST_CONFIG_BYTES:
+            raise ModelError(f"{where} is no text, or longer than that of any model")
+        compiled = weights.attrs.get("training_config")
+        if isinstance(compiled, str | bytes):
+            compiled = _parsed(compiled, f"{file}: training_config")
+        if isinstance(compiled, Mapping):
+            optimizer = compiled.get("optimizer_config")
+            return _parsed(text, where), {**compiled, "optimizer": optimizer}
+        return _parsed(text, where), None
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """Open an HDF5 file, or the weights in a ``.keras`` file."""
+    library()
     import h5py
 
+    with contextlib.ExitStack() as stack:
+        try:
+            opened: Any = stack.enter_context(file.open("rb"))
+            if file.suffix == ENDING:
+                archive = stack.enter_context(zipfile.ZipFile(opened))
+                opened = stack.enter_context(archive.open(_WEIGHTS))
+            weights = stack.enter_context(h5py.File(opened))
+        except FileNotFoundError:
+            raise
+        except BROKEN as error:
+            raise ModelError(f"{file} is no HDF5, or damaged: {gist(error)}") from error
+        yield weights
+
+
+def _fault_of_weights(file: Path, model: Any) -> str | None:
+    """Return the reason why the weights in a file are refused, or None."""
     most = sum(weight.value.nbytes for weight in model.variables)
     most = MOST_PER_WEIGHT * most + INDEX_BYTES
-    with zipfile.ZipFile(file) as archive:
-        size = archive.getinfo(_WEIGHTS).file_size
-        if size <= most:
-            size = 0
-            with archive.open(_WEIGHTS) as member, h5py.File(member) as weights:
-                groups, seen = [("", weights)], {weights}
-                while groups:
-                    path, group = groups.pop()
-                    for name in group:
-                        link, at = group.get(name, getlink=True), f"{path}{name}"
-                        if not isinstance(link, h5py.HardLink):
-                            return f"{at!r} is a {type(link).__name__}"
-                        found = group[name]
-                        if isinstance(found, h5py.Dataset):
-                            if found.external or found.is_virtual:
-                                return f"the numbers of {at!r} are in another file"
-                            if found.dtype.hasobject:
-                                return f"{at!r} has no numbers"
-                            size += found.nbytes
-                        elif found not in seen:
-                            seen.add(found)
-                            groups.append((f"{at}/", found))
+    size = file.stat().st_size
+    if file.suffix == ENDING:
+        with zipfile.ZipFile(file) as archive:
+            size = archive.getinfo(_WEIGHTS).file_size
+    if size <= most:
+        with _opened(file) as weights:
+            found = _size_of(weights)
+        if isinstance(found, str):
+            return found
+        size = found
     if size <= most:
         return None
     return f"they would take {size} bytes, and those of its model at most {most}"
+
+
+def _size_of(weights: Any) -> int | str:
+    """Return the bytes of all numbers in HDF5, or the reason to refuse them."""
+    import h5py
+
+    size, groups, seen = 0, [("", weights)], {weights}
+    while groups:
+        path, group = groups.pop()
+        for name in group:
+            link, at = group.get(name, getlink=True), f"{path}{name}"
+            if not isinstance(link, h5py.HardLink):
+                return f"{at!r} is a {type(link).__name__}"
+            found = group[name]
+            if isinstance(found, h5py.Dataset):
+                if found.external or found.is_virtual:
+                    return f"the numbers of {at!r} are in another file"
+                if found.dtype.hasobject:
+                    return f"{at!r} has no numbers"
+                size += found.nbytes
+            elif found not in seen:
+                seen.add(found)
+                groups.append((f"{at}/", found))
+    return size

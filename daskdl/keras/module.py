@@ -14,6 +14,7 @@ import re
 import secrets
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -479,6 +480,7 @@ class KerasModule(nn.Module, Penalised):
         described(model)  # raises for layers that cannot be copied or trained
         # Not as a submodule, which would register its parameters twice.
         self.__dict__["_keras"] = model
+        self.__dict__["_compile_config"] = None
         self.__dict__["_variables"] = _variables(model)
         self.__dict__["_seeds"] = _seeds(model)
         for name, (variable, trained) in self._variables.items():
@@ -491,6 +493,15 @@ class KerasModule(nn.Module, Penalised):
     def keras(self) -> Any:
         """The Keras model."""
         return self._keras
+
+    @property
+    def compile_config(self) -> Mapping[str, Any]:
+        """The configuration that the model is compiled with, empty if it is not.
+
+        :class:`daskdl.Trainer` takes loss, optimizer and metrics from it by default.
+        """
+        own = self.__dict__["_compile_config"]
+        return compile_config(self._keras) if own is None else own
 
     @override
     def forward(self, x: Any, /) -> Any:
@@ -584,11 +595,21 @@ class KerasModule(nn.Module, Penalised):
     @override
     def __reduce__(self) -> tuple[Any, ...]:
         weights = [variable.value.detach() for variable, _ in self._variables.values()]
-        return _rebuilt, (described(self._keras), weights, self.training)
+        config = self.__dict__["_compile_config"]
+        return _rebuilt, (described(self._keras), weights, self.training, config)
 
     @override
     def extra_repr(self) -> str:
         return f"{type(self._keras).__name__} {self._keras.name!r}"
+
+
+def compile_config(model: Any) -> Mapping[str, Any]:
+    """Return the configuration that a Keras model is compiled with, or an empty one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about functions, which are not called
+        config = model.get_compile_config() if model.compiled else {}
+    # As it is: Keras leaves out arguments of some losses.
+    return {**config, "loss": model.loss} if config else config
 
 
 def _variables(model: Any) -> dict[str, tuple[Any, bool]]:
@@ -619,9 +640,12 @@ def _seeds(model: Any) -> list[Any]:
     return [seed.state for layer in layers for seed in layer._seed_generators]
 
 
-def _rebuilt(config: JSON, weights: Sequence[Tensor], training: bool) -> KerasModule:
+def _rebuilt(
+    config: JSON, weights: Sequence[Tensor], training: bool, compiled: JSON
+) -> KerasModule:
     """Make a module again after pickling."""
     module = KerasModule(built(config, seeded=False)).train(training)
+    module.__dict__["_compile_config"] = compiled
     variables = [variable for variable, _ in module._variables.values()]
     if len(variables) != len(weights):
         raise ModelError(

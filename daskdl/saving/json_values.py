@@ -27,6 +27,12 @@ from typing_extensions import override
 from daskdl.data.checks import USER_ERRORS
 from daskdl.data.normalize import Normalization
 from daskdl.errors import DaskDLError, OptionError, SaveError
+from daskdl.keras.compiled import (
+    BinaryCrossentropy,
+    CategoricalCrossentropy,
+    LossOfNumbers,
+    OutputLosses,
+)
 from daskdl.keras.module import (
     CrossEntropyOfProbabilities,
     KerasModule,
@@ -173,9 +179,13 @@ def trusted_modules(names: Any) -> frozenset[str]:
 # Losses that keep all their arguments, plain values and tensors, as attributes.
 LOSSES: Mapping[str, type[nn.Module]] = {
     kind.__name__: kind
-    for kind in (*vars(nn.modules.loss).values(), CrossEntropyOfProbabilities)
+    for kind in (
+        *(vars(nn.modules.loss).values()),
+        *(CrossEntropyOfProbabilities, CategoricalCrossentropy, BinaryCrossentropy),
+        *(LossOfNumbers, OutputLosses),
+    )
     if isinstance(kind, type)
-    and kind.__module__ in ("torch.nn.modules.loss", "daskdl.keras.module")
+    and kind.__module__.startswith(("torch.nn.modules.loss", "daskdl.keras."))
     and all(
         p.default is not p.empty for p in inspect.signature(kind).parameters.values()
     )

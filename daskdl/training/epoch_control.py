@@ -364,8 +364,9 @@ class EvaluationPlan:
         if name == "val_accuracy" and accuracy is False:
             raise OptionError(
                 f"{option}='val_accuracy' needs labels that are class indices and one "
-                "output for each class, which model, loss and validation data do not "
-                f"have; take {option}='val_loss'"
+                "output for each class, or labels 0 and 1 and a loss such as "
+                "BCEWithLogitsLoss, which model, loss and validation data do not have; "
+                f"take {option}='val_loss'"
             )
         own = ["loss", *self.logs, *self.columns]
         if name in NOT_AGREED or (known and name not in (*COLUMNS, *own)):

@@ -34,7 +34,6 @@ from daskdl.data.checks import (
     DryRun,
     check_training,
     dry_run,
-    is_classification,
     of_validation,
 )
 from daskdl.data.export import ExportOptions, temporary_batches
@@ -48,6 +47,7 @@ from daskdl.errors import (
     RunError,
     SaveError,
 )
+from daskdl.evaluation.evaluate import has_accuracy
 from daskdl.history import COLUMNS, History, LayerTable, Row, RunRecord, Stopping
 from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import PackedModel, copied
@@ -248,7 +248,7 @@ class FitRun:
                 own = dry_run(module, validation.first, transform, objective)
                 if own.labels is not None:
                     own.labels.check_source(validation)
-            accuracy = is_classification(own.output, own.y)
+            accuracy = has_accuracy(objective, own.output, own.y)
         self._class_count = run.classes
         return run, EvaluationPlan.of(
             spec.callbacks,

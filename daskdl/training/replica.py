@@ -631,7 +631,13 @@ class Replica:
         self._channel.serve_snapshot(None)  # the module shows the agreed parameters
         with self.exchange.showing_agreed():
             objective, batches = self._spec.objective, feed.batches()
-            score = score_batches(self.module, objective, batches, self._device)
+            score = score_batches(
+                self.module,
+                objective,
+                batches,
+                self._device,
+                accuracy=self._spec.evaluation.accuracy,
+            )
         self._channel.serve_snapshot(self.snapshot)
         self._spans.enter("other")
         return score, totals.reason

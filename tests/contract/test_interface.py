@@ -15,12 +15,16 @@ import daskdl
 import daskdl.data
 import daskdl.keras
 import daskdl.metrics
+import daskdl.sklearn
 from daskdl.channel.protocol import WaitCause
 from daskdl.history import COLUMNS, STEP_COLUMNS
 from tests.support.problems import rows, trainer
 
 HERE = Path(__file__).parent
-PACKAGES = {p.__name__: p for p in (daskdl, daskdl.data, daskdl.keras, daskdl.metrics)}
+PACKAGES = {
+    p.__name__: p
+    for p in (daskdl, daskdl.data, daskdl.keras, daskdl.metrics, daskdl.sklearn)
+}
 
 
 def stubs_of(package):

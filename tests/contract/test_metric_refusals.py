@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from sklearn.metrics import f1_score, make_scorer
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 from torchmetrics.wrappers import MinMaxMetric, Running
@@ -95,7 +96,9 @@ def test_outputs_and_labels_that_do_not_match_are_refused(case):
 def test_anything_but_one_tensor_is_refused(kind):
     sample = sample_of(of(4, 2), INDICES)
 
-    with pytest.raises(ModelError, match=r"need output of one tensor, got {'a': .}: w"):
+    with pytest.raises(
+        ModelError, match=r"need output of one tensor, got {'a': .}: ch"
+    ):
         kind().collection(sample._replace(output={"a": of(4, 2)}))
     with pytest.raises(DataError, match="need labels of one tensor, got NoneType"):
         kind().collection(sample._replace(y=None))
@@ -171,7 +174,8 @@ def test_options_outside_their_range_are_refused(make, message):
 
 def evaluated(metrics):
     # A loss of logits: scores outside [0, 1] are those of no other scale.
-    output, y = torch.tensor([[2.0, -1.0], [0.0, 3.0]]), torch.tensor([0, 1])
+    output = torch.tensor([[2.0, -1.0, 0.0], [0.0, 3.0, 1.0], [0.0, 1.0, 2.0]])
+    y = torch.arange(3)
     loss, model = torch.nn.CrossEntropyLoss(), torch.nn.Identity()
     return daskdl.evaluate(model, output, y, loss=loss, metrics=metrics, client=False)
 
@@ -179,17 +183,22 @@ def evaluated(metrics):
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [
+        ("accurcy", "by name are 'accuracy', .* 'accurcy': did you mean 'accuracy'"),
+        ("neg_mean_squared_error", "did you mean 'mse'.* For others give a function f"),
         (
-            "accuracy",
-            "metrics by name are 'classification', 'binary', 'multilabel', "
-            "'regression', 'calibration', got 'accuracy': give one of these, an object "
-            "of daskdl.metrics",
+            "perplexity",
+            r"the presets 'classification', .* got 'perplexity': For others",
         ),
-        (7, "metrics must be the name of a preset, .* got 7"),
-        ([], r"metrics must be the name of a preset, .* got \[\]"),
+        ("specificity", "not defined for outputs .* these are: accuracy, balanced_acc"),
+        ("exact_match", "'exact_match' is not defined for outputs"),
+        (7, "metrics must be a name such as 'accuracy', a function .* got 7"),
+        ([], r"metrics must be a name such as 'accuracy', .* got \[\]"),
         (MeanSquaredError, "got the class MeanSquaredError; create one"),
-        ({"a": "binary"}, r"metrics\['a'\] must be a Metric .* got 'binary'"),
+        ({"a": 7}, r"metrics\['a'\] must be a function f\(y_true, y_pred\), .* got 7"),
         ({3: MeanMetric()}, r"metrics\[3\] must be .* by a name"),
+        (make_scorer(f1_score), "got the scorer .* give its function, such as"),
+        ([f1_score, f1_score], "two named 'f1_score'; .*{'one': f1_score, 'other'"),
+        (lambda y_true, y_pred: y_pred.mode(), "metric '<lambda>' failed on 3 labels"),
         ([MeanMetric(), MeanMetric()], "two named 'MeanMetric'; name them"),
         ({"loss": MeanMetric()}, "must not include the name 'loss'"),
         (Running(MeanMetric(), 3), r"metrics\['Running'\] depends on the order"),
@@ -200,7 +209,7 @@ def test_arguments_that_are_no_metrics_are_refused(metrics, message):
         evaluated(metrics)
 
 
-ACCURACY = MulticlassAccuracy(2)
+ACCURACY = MulticlassAccuracy(3)
 
 
 @pytest.mark.parametrize(

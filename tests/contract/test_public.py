@@ -15,6 +15,7 @@ import daskdl
 import daskdl.data
 import daskdl.keras
 import daskdl.metrics
+import daskdl.sklearn
 from daskdl.channel import protocol
 from daskdl.config import FILE
 from daskdl.history import COLUMNS, LAYER_COLUMNS, STEP_COLUMNS
@@ -22,7 +23,7 @@ from daskdl.timeline import SPAN_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PACKAGES = [daskdl, daskdl.data, daskdl.keras, daskdl.metrics]
+PACKAGES = [daskdl, daskdl.data, daskdl.keras, daskdl.metrics, daskdl.sklearn]
 PUBLIC = {
     f"{package.__name__}.{name}".removeprefix("daskdl."): getattr(package, name)
     for package in PACKAGES
@@ -190,7 +191,7 @@ import ast, importlib, os, pathlib, sys, threading
 
 root = pathlib.Path(sys.argv[1])
 optional = "pandas.", "keras.", "dask_jobqueue.", "bokeh.", "prometheus_client."
-optional += ("distributed.dashboard.",)  # needs bokeh
+optional += "sklearn.", "distributed.dashboard."  # the latter needs bokeh
 # Imported before anything is watched: dependencies may do what they like.
 for path in root.rglob("*.py"):
     for node in ast.walk(ast.parse(path.read_text())):
@@ -248,6 +249,7 @@ def test_import_starts_no_thread_reads_no_environment_and_adds_its_defaults():
 
 
 FEW = {"torchmetrics", "matplotlib", "pandas", "pyarrow", "keras", "PIL", "dask.array"}
+FEW |= {"sklearn"}
 # Packages that an import must not load, for its time and memory.
 NOT_FOR = {
     "daskdl.Trainer": FEW,  # a client

@@ -12,13 +12,13 @@ from torch.nn.functional import binary_cross_entropy, one_hot
 from torchmetrics.functional import classification as tm
 
 from daskdl.keras import CrossEntropyOfProbabilities
+from daskdl.losses import scale_of
 from daskdl.metrics import (
     BinaryMetrics,
     CalibrationMetrics,
     ClassificationMetrics,
     MultilabelMetrics,
     RegressionMetrics,
-    scale_of,
 )
 from tests.support.metric_parts import (
     CUTS,

@@ -298,6 +298,7 @@ class Trainer:
         telemetry_every="auto",
         max_loss_rise=10.0,
         transform=None,
+        metrics=None,
     ): ...
     def fit(
         self,
@@ -359,6 +360,8 @@ class Trainer:
         collate_fn=None,
         storage_options=None,
     ): ...
+    def predict_proba(self, X, **options): ...
+    def score(self, X, y=None, **options): ...
     def predictor(
         self,
         *,

@@ -1,0 +1,646 @@
+"""The argument ``metrics``: names, functions, torchmetrics, and metrics of one output.
+
+A name selects values of a preset of `daskdl.metrics`; outputs, labels and loss decide
+which. Functions, such as those of scikit-learn, get all labels and predictions at once:
+these are gathered on the client, up to `GATHERED_BYTES`.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.wrappers import Running
+from typing_extensions import override
+
+from daskdl.data.batching import Tree, outline
+from daskdl.data.checks import USER_ERRORS, described
+from daskdl.errors import DataError, ModelError, OptionError
+from daskdl.evaluation import report, streaming
+from daskdl.evaluation.report import Section, Text
+from daskdl.losses import probabilities
+from daskdl.metrics import (
+    BinaryMetrics,
+    CalibrationMetrics,
+    ClassificationMetrics,
+    MetricSet,
+    MultilabelMetrics,
+    Pair,
+    RegressionMetrics,
+    SampleBatch,
+    checked,
+    collection_of,
+    is_per_class,
+)
+
+# Labels and predictions that functions may get: 67 million rows of class indices.
+GATHERED_BYTES = 2**30
+
+Family = Literal["classes", "numbers", "calibration", "score"]
+
+_AVERAGES = ("macro", "micro", "weighted")
+_RATES = ("precision", "recall", "f1")
+_NAMES: Mapping[str, Family] = {
+    **dict.fromkeys(
+        (
+            *("accuracy", "balanced_accuracy", "top_5_accuracy", *_RATES),
+            *(f"{rate}_{average}" for rate in _RATES for average in _AVERAGES),
+            *("specificity", "mcc", "cohen_kappa", "roc_auc", "average_precision"),
+            *("exact_match", "confusion_matrix"),
+        ),
+        "classes",
+    ),
+    **dict.fromkeys(("mse", "mae", "rmse", "r2", "pearson"), "numbers"),
+    **dict.fromkeys(("ece", "mce"), "calibration"),
+}
+_ALIASES = {
+    "acc": "accuracy",
+    "binary_accuracy": "accuracy",
+    "categorical_accuracy": "accuracy",
+    "sparse_categorical_accuracy": "accuracy",
+    "top_k_categorical_accuracy": "top_5_accuracy",
+    "sparse_top_k_categorical_accuracy": "top_5_accuracy",
+    "f1_score": "f1",
+    "sensitivity": "recall",
+    "matthews_corrcoef": "mcc",
+    "kappa": "cohen_kappa",
+    "cohen_kappa_score": "cohen_kappa",
+    "auc": "roc_auc",
+    "auroc": "roc_auc",
+    "roc_auc_score": "roc_auc",
+    "average_precision_score": "average_precision",
+    "mean_squared_error": "mse",
+    "mean_absolute_error": "mae",
+    "root_mean_squared_error": "rmse",
+    "r2_score": "r2",
+    "pearsonr": "pearson",
+    "pearson_corrcoef": "pearson",
+}
+# Values that only some kinds of labels have; other kinds have all others.
+_SINGLE = ("balanced_accuracy", "mcc", "cohen_kappa")  # one class for each row
+_UNDEFINED: Mapping[type[MetricSet], tuple[str, ...]] = {
+    ClassificationMetrics: ("specificity", "exact_match"),
+    BinaryMetrics: ("exact_match",),
+    MultilabelMetrics: ("specificity", *_SINGLE),
+}
+_PRESETS: dict[str, type[MetricSet]] = {
+    "classification": ClassificationMetrics,
+    "binary": BinaryMetrics,
+    "multilabel": MultilabelMetrics,
+    "regression": RegressionMetrics,
+    "calibration": CalibrationMetrics,
+}
+_ALLOWED = (
+    "a name such as 'accuracy', a function f(y_true, y_pred), an object of "
+    "daskdl.metrics, a Metric or MetricCollection of torchmetrics, a mapping of names "
+    "to such functions and metrics, or of outputs to lists of all these, or a list of "
+    "all these"
+)
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+_KEYS = {_key(name): name for name in _NAMES} | {
+    _key(alias): name for alias, name in _ALIASES.items()
+}
+
+
+def known_metric(name: str) -> str | None:
+    """Return the usual name of a metric for one of its names, or None.
+
+    Example:
+        >>> known_metric("F1Score"), known_metric("top-3 accuracy"), known_metric("f7")
+        ('f1', 'top_3_accuracy', None)
+    """
+    top = re.fullmatch(r"top(\d+)(accuracy)?", _key(name))
+    return f"top_{int(top[1])}_accuracy" if top else _KEYS.get(_key(name))
+
+
+def _refuse_name(name: str) -> NoReturn:
+    key = _key(name).removeprefix("neg")
+    close = difflib.get_close_matches(key, _KEYS, 1, cutoff=0.6)
+    known = ", ".join(map(repr, _NAMES))
+    raise OptionError(
+        f"metrics by name are {known}, and the presets "
+        f"{', '.join(map(repr, _PRESETS))}, got {name!r}"
+        f"{f': did you mean {_KEYS[close[0]]!r}?' if close else ':'} For others give "
+        "a function f(y_true, y_pred), such as those of sklearn.metrics, or a metric "
+        "of torchmetrics"
+    )
+
+
+def _is_one_hot(sample: SampleBatch) -> bool:
+    output, y = sample.output, sample.y
+    return (
+        sample.labels == "classes"
+        and isinstance(output, Tensor)
+        and isinstance(y, Tensor)
+        and output.shape == y.shape
+        and output.ndim > 1
+        and y.is_floating_point()
+    )
+
+
+def _suited(sample: SampleBatch, *, areas: bool = False, top: int = 0) -> MetricSet:
+    """Return the preset for labels that are classes, one or several for each row."""
+    output, y = sample.output, sample.y
+    # Curves that nobody asks for are kept at 2 thresholds, not for each row.
+    thresholds = None if areas else 2
+    if is_per_class(output, y):
+        if output.shape[1] == 2 and not top:
+            return BinaryMetrics(thresholds=thresholds)
+        return ClassificationMetrics(top or None, thresholds)
+    tensors = isinstance(output, Tensor) and isinstance(y, Tensor)
+    if tensors and output.shape == y.shape and output.ndim > 1 and output.shape[1] > 1:
+        return MultilabelMetrics(thresholds=thresholds)
+    return BinaryMetrics(thresholds=thresholds)
+
+
+def _shapes(sample: SampleBatch) -> str:
+    return f"outputs of {described(sample.output)} and labels of {described(sample.y)}"
+
+
+@dataclass(frozen=True)
+class _ByLabels(MetricSet):
+    """Metrics whose preset depends on outputs and labels."""
+
+    @override
+    def sample(
+        self, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
+    ) -> SampleBatch:
+        sample = super().sample(loss, output, y, classes)
+        return sample._replace(y=y.argmax(1)) if _is_one_hot(sample) else sample
+
+    @staticmethod
+    def _indices(sample: SampleBatch, output: Tree, y: Tree) -> Tree:
+        """Replace one-hot rows by class indices, if the sample has indices."""
+        single = sample.labels == "classes" and is_per_class(sample.output, sample.y)
+        return y.argmax(1) if single and output.shape == y.shape else y
+
+
+@dataclass(frozen=True)
+class NamedMetrics(_ByLabels):
+    """Values of a preset, by the names that the user gave."""
+
+    names: Mapping[str, str]  # usual names, by given name
+    family: Family  # "score": that of scikit-learn, accuracy of classes, else R2
+
+    def _preset(self, sample: SampleBatch) -> MetricSet:
+        output, y = sample.output, sample.y
+        if self.family == "calibration":
+            return CalibrationMetrics()
+        if self.family == "score":
+            classes = sample.labels in ("classes", "binary") or is_per_class(output, y)
+            return _suited(sample) if classes else RegressionMetrics()
+        per_class = is_per_class(output, y)
+        if self.family == "numbers":
+            if per_class and not y.is_floating_point():
+                raise ModelError(
+                    f"{self._shown} compare numbers, got scores of classes, "
+                    f"{_shapes(sample)}: for classes use 'accuracy' or 'f1'"
+                )
+            return RegressionMetrics()
+        if sample.labels == "numbers" and not per_class:
+            raise ModelError(
+                f"{self._shown} compare classes, and the loss compares numbers, "
+                f"{_shapes(sample)}: for numbers use 'r2', 'mse' or 'mae'"
+            )
+        tops = [int(n.split("_")[1]) for n in self.names.values() if "top_" in n]
+        areas = {"roc_auc", "average_precision"} & {*self.names.values()}
+        preset = _suited(sample, areas=bool(areas), top=max(tops, default=0))
+        undefined = _UNDEFINED[type(preset)]
+        if not isinstance(preset, ClassificationMetrics):
+            undefined += tuple(n for n in self.names.values() if "top_" in n)
+        for given, name in self.names.items():
+            if name in undefined:
+                others = [n for n in _NAMES if n not in undefined]
+                raise OptionError(
+                    f"{given!r} is not defined for {_shapes(sample)}; these are: "
+                    + ", ".join(n for n in others if _NAMES[n] == "classes")
+                )
+        return preset
+
+    @property
+    def _shown(self) -> str:
+        return "metrics " + ", ".join(map(repr, self.names))
+
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        return self._preset(sample).collection(sample)
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        y = self._indices(sample, output, y)
+        return self._preset(sample).prepared(sample, output, y)
+
+    @override
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        values = self._preset(sample).section(sample, computed).values
+        if self.family == "score":
+            score = values["accuracy" if "accuracy" in values else "r2"]
+            return report.user_metrics({"score": score})
+        chosen = {given: _value(values, name) for given, name in self.names.items()}
+        return report.user_metrics(chosen)
+
+
+def _value(values: Mapping[str, Any], name: str) -> Any:
+    """Return a value of a preset, or compute it from its confusion matrices."""
+    if name in values:
+        return values[name]
+    if "confusion_matrices" in values:  # (L, 2, 2)
+        matrices = values["confusion_matrices"]
+        if name == "confusion_matrix":
+            return matrices
+        hits, predicted = matrices[:, 1, 1], matrices[:, :, 1].sum(axis=1)
+        support = matrices[:, 1].sum(axis=1)
+    else:
+        matrix = values["confusion_matrix"]
+        hits, predicted, support = np.diag(matrix), matrix.sum(0), matrix.sum(1)
+    rates = streaming.rates(hits, predicted, support)
+    if name == "balanced_accuracy":
+        return streaming.mean_of(rates["recall"], support > 0)
+    if name == "cohen_kappa":
+        total = int(support.sum())
+        by_chance = float((predicted / total) @ (support / total))
+        return (hits.sum() / total - by_chance) / (1 - by_chance or np.nan)
+    rate, _, average = name.partition("_")
+    if average == "macro":
+        return streaming.mean_of(rates[rate], support + predicted > 0)
+    if average == "weighted":
+        return float(streaming.divided(rates[rate] @ support, support.sum()))
+    return float(streaming.rates(*(n.sum() for n in (hits, predicted, support)))[rate])
+
+
+class Gathered(Metric):
+    """All labels and predictions, for functions; torchmetrics has no such metric."""
+
+    full_state_update = False
+    labels: list[Tensor]
+    predictions: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("labels", "predictions"):
+            self.add_state(name, [], dist_reduce_fx="cat")
+        self._bytes = 0
+
+    @override
+    def update(self, predictions: Tensor, labels: Tensor) -> None:
+        self._bytes += predictions.nbytes + labels.nbytes
+        check_gathered(self._bytes, GATHERED_BYTES)
+        self.predictions.append(predictions)
+        self.labels.append(labels)
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._bytes = 0
+
+    @override
+    def compute(self) -> tuple[Any, Any]:
+        both = (dim_zero_cat(each) for each in (self.labels, self.predictions))
+        labels, predictions = (each.numpy() for each in both)
+        return labels, predictions
+
+
+def check_gathered(size: int, most: int) -> None:
+    """Refuse more bytes of labels and predictions than functions may get."""
+    if size > most:
+        raise DataError(
+            "metrics that are functions get all labels and predictions at once, and "
+            f"these take more than {most / 2**30:g} GiB: measure fewer rows, or give "
+            "metrics by name or of torchmetrics, which take no memory for each row"
+        )
+
+
+SCORE = NamedMetrics({}, "score")
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionMetrics(_ByLabels):
+    """Functions ``f(y_true, y_pred)``, by name."""
+
+    functions: Mapping[str, Callable[[Any, Any], Any]]
+    scored: bool  # whether they get probabilities instead of classes
+
+    @property
+    def most_bytes(self) -> int:  # type: ignore[override]
+        """Bound of the gathered rows."""
+        return GATHERED_BYTES
+
+    def _preset(self, sample: SampleBatch) -> MetricSet:
+        output, y = sample.output, sample.y
+        tensors = isinstance(output, Tensor) and isinstance(y, Tensor)
+        numbers = sample.labels == "numbers" or (
+            sample.labels is None and tensors and y.is_floating_point()
+        )
+        if is_per_class(output, y) or not numbers:
+            return _suited(sample)
+        return RegressionMetrics()
+
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        self._preset(sample).collection(sample)  # raises for unsuitable outputs
+        return collection_of(rows=Gathered())
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        y = self._indices(sample, output, y)
+        preset = self._preset(sample)
+        predictions, labels = preset.prepared(sample, output, y)
+        if not self.scored and isinstance(preset, ClassificationMetrics):
+            predictions = predictions.argmax(1)
+        elif not self.scored and not isinstance(preset, RegressionMetrics):
+            predictions = (predictions > 0.5).long()
+        both = predictions, labels
+        one, two = (t[:, 0] if t.ndim == 2 and t.shape[1] == 1 else t for t in both)
+        return one, two
+
+    @override
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        labels, predictions = computed["rows"]
+        values = {}
+        for name, function in self.functions.items():
+            try:
+                values[name] = plain(function(labels, predictions))
+            except USER_ERRORS as error:
+                raise DataError(
+                    f"metric {name!r} failed on {len(labels)} labels, shape "
+                    f"{labels.shape}, and predictions, shape {predictions.shape}: "
+                    f"{error}"
+                ) from error
+        return report.user_metrics(values)
+
+
+# Second arguments that are probabilities, and functions whose argument does not say so.
+_SCORES = ("y_score", "y_prob", "y_proba", "pred_decision")
+_OF_SCORES = ("log_loss", "d2_log_loss_score")
+
+
+def _named_function(function: Any) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    if hasattr(inner, "_score_func"):
+        raise OptionError(
+            f"metrics must be functions f(y_true, y_pred), got the scorer {inner!r}, "
+            "which calls an estimator: give its function, such as "
+            "sklearn.metrics.f1_score"
+        )
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _takes_scores(function: Any) -> bool:
+    inner = function.func if isinstance(function, functools.partial) else function
+    if getattr(inner, "__name__", None) in _OF_SCORES:
+        return True
+    try:
+        names = [*inspect.signature(inner).parameters]
+    except (TypeError, ValueError):  # of a builtin
+        return False
+    return len(names) > 1 and names[1] in _SCORES
+
+
+@dataclass(frozen=True)
+class OutputMetrics(MetricSet):
+    """Metrics of one of several outputs."""
+
+    name: str | int
+    metrics: MetricSet
+
+    @property
+    @override
+    def masks_nan(self) -> bool:
+        return self.metrics.masks_nan
+
+    @property
+    def most_bytes(self) -> int | None:  # type: ignore[override]
+        """Bound of gathered rows, if there are any."""
+        return self.metrics.most_bytes
+
+    @property
+    def resets(self) -> bool:  # type: ignore[override]
+        """Whether these metrics may be used again."""
+        return self.metrics.resets
+
+    def _of(self, tree: Tree, what: str) -> Tree:
+        if what == "labels" and not isinstance(tree, dict | tuple):
+            return tree  # of all outputs
+        try:
+            if isinstance(tree, dict | tuple):
+                return tree[self.name]  # type: ignore[index]
+        except (LookupError, TypeError):
+            pass
+        several = isinstance(tree, dict | tuple)
+        got = outline(tree) if several else f"one {type(tree).__name__}"
+        raise ModelError(
+            f"metrics[{self.name!r}] are metrics of the output {self.name!r}, and the "
+            f"{what} are {got}: the names are those of a dict of {what}, or numbers "
+            "from 0; metrics of a single output are a list"
+        )
+
+    @override
+    def sample(
+        self, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
+    ) -> SampleBatch:
+        loss_of = getattr(loss, "loss_of", None)  # of losses by output
+        loss = None if loss_of is None else loss_of(self.name)
+        output, y = self._of(output, "outputs"), self._of(y, "labels")
+        return self.metrics.sample(loss, output, y, None)
+
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        return self.metrics.collection(sample)
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        output, y = self._of(output, "outputs"), self._of(y, "labels")
+        return self.metrics.prepared(sample, output, y)
+
+    @override
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        own = self.metrics.section(sample, computed)
+        return dataclasses.replace(
+            own,
+            values={f"{self.name}_{name}": value for name, value in own.values.items()},
+            blocks=[Text(f"Output {self.name}", "h4"), *own.blocks],
+            names=(),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class UserMetrics(MetricSet):
+    """The user's torchmetrics, by name."""
+
+    metrics: Mapping[str, Metric]  # in the order of the report; never updated
+    # Whether to update with probabilities: torchmetrics takes scores for logits if any
+    # of an update is outside [0, 1], so the result would depend on the batches.
+    scored: bool
+
+    resets = False  # `reset` of a user's metric may forget a state
+
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        made = {name: metric.clone().cpu() for name, metric in self.metrics.items()}
+        for metric in made.values():
+            metric.reset()
+        return collection_of(**made)
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        tensors = isinstance(output, Tensor) and isinstance(y, Tensor)
+        if not self.scored or not tensors or not output.is_floating_point():
+            return output, y
+        over_classes = output.ndim == y.ndim + 1
+        scores = probabilities(output, sample.scale, over_classes=over_classes)
+        return checked(scores, sample.scale), y
+
+    @override
+    def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
+        given = [name for name in self.metrics if name in computed]
+        names = dict.fromkeys([*given, *computed])  # a metric may return several values
+        return report.user_metrics({name: plain(computed[name]) for name in names})
+
+
+def plain(value: Any) -> Any:
+    """Replace tensors by numbers and numpy arrays."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Tensor):
+        return value.item() if value.ndim == 0 else value.detach().cpu().numpy()
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def is_scored(metric: Metric) -> bool:
+    """Whether a metric, or a metric within it, is one of torchmetrics.classification.
+
+    Example:
+        >>> import torchmetrics
+        >>> is_scored(torchmetrics.AUROC(task="binary"))
+        True
+        >>> is_scored(torchmetrics.MeanSquaredError())
+        False
+    """
+    return any(
+        base.__module__.startswith("torchmetrics.classification.")
+        for module in metric.modules()
+        for base in type(module).__mro__
+    )
+
+
+def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
+    """Return the sets of metrics for the argument ``metrics`` of `evaluate`.
+
+    Example:
+        >>> from torchmetrics import MeanAbsoluteError
+        >>> [type(one).__name__ for one in metric_sets(["binary", MeanAbsoluteError()])]
+        ['BinaryMetrics', 'UserMetrics']
+    """
+    sets: list[MetricSet] = []
+    names: dict[tuple[Family, int], dict[str, str]] = {}
+    user: dict[str, Any] = {}
+    for one in _flat(metrics):
+        if isinstance(one, MetricSet):
+            sets.append(one)
+        elif isinstance(one, str) and one in _PRESETS:
+            sets.append(_PRESETS[one]())
+        elif isinstance(one, str):
+            name = known_metric(one) or _refuse_name(one)
+            top = int(name.split("_")[1]) if name.startswith("top_") else 0
+            names.setdefault((_NAMES.get(name, "classes"), top), {})[one] = name
+        else:
+            for own, metric in _named(one):
+                if isinstance(metric, MetricSet):
+                    sets.append(metric)
+                else:
+                    _check_own(own, metric, user)
+                    user[own] = metric
+    sets += [NamedMetrics(own, family) for (family, _), own in names.items()]
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, metric in user.items():
+        kind: tuple[Any, bool] = FunctionMetrics, _takes_scores(metric)
+        if isinstance(metric, Metric):
+            kind = UserMetrics, is_scored(metric)
+        groups.setdefault(kind, {})[name] = metric
+    sets += [kind(own, scored) for (kind, scored), own in groups.items()]
+    if not sets:
+        raise OptionError(f"metrics must be {_ALLOWED}, got {metrics!r}")
+    return tuple(sets)
+
+
+def _check_own(name: str, metric: Any, others: Mapping[str, Any]) -> None:
+    """Refuse a metric that cannot be measured beside others."""
+    if name == "loss":
+        raise OptionError("metrics must not include the name 'loss', which is taken")
+    if name in others:
+        kind = type(metric).__name__
+        own = f"{kind}(...)" if isinstance(metric, Metric) else name
+        raise OptionError(
+            f"metrics has two named {name!r}; name them: metrics={{'one': {own}, "
+            "'other': ...}"
+        )
+    modules = metric.modules() if isinstance(metric, Metric) else ()
+    if any(isinstance(module, Running) for module in modules):
+        raise OptionError(
+            f"metrics[{name!r}] depends on the order of updates, and parts are "
+            "measured in parallel; give the metric without Running"
+        )
+
+
+def _flat(metrics: Any) -> Iterator[Any]:
+    if isinstance(metrics, Sequence) and not isinstance(metrics, str):
+        for one in metrics:
+            yield from _flat(one)
+    else:
+        yield metrics
+
+
+def _named(metrics: Any) -> Iterator[tuple[str, Any]]:
+    """Yield torchmetrics, functions and sets by name."""
+    if isinstance(metrics, Metric):
+        yield type(metrics).__name__, metrics
+    elif isinstance(metrics, MetricCollection):
+        yield from ((str(n), one) for n, one in metrics.items(keep_base=False))
+    elif isinstance(metrics, Mapping):
+        for name, metric in metrics.items():
+            several = isinstance(metric, str | Sequence | MetricSet | Mapping)
+            if isinstance(metric, MetricCollection):
+                yield from ((f"{name}_{inner}", one) for inner, one in _named(metric))
+            elif isinstance(name, str | int) and several:
+                sets = metric_sets(metric)
+                yield from ((str(name), OutputMetrics(name, one)) for one in sets)
+            elif isinstance(name, str) and _is_one(metric):
+                if not isinstance(metric, Metric):
+                    _named_function(metric)  # raises for a scorer
+                yield name, metric
+            else:
+                raise OptionError(
+                    f"metrics[{name!r}] must be a function f(y_true, y_pred), a Metric "
+                    "or MetricCollection of torchmetrics, by a name, or a list of "
+                    f"metrics of the output of that name, got {_shown(metric)}"
+                )
+    elif _is_one(metrics):
+        yield _named_function(metrics), metrics
+    else:
+        raise OptionError(f"metrics must be {_ALLOWED}, got {_shown(metrics)}")
+
+
+def _is_one(metric: Any) -> bool:
+    """Whether an object is a metric of torchmetrics or a function."""
+    return callable(metric) and not isinstance(metric, type)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}; create one, {value.__name__}(...)"
+    return repr(value)

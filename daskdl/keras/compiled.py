@@ -1,0 +1,552 @@
+"""What a Keras model is compiled with, as torch has it: loss, optimizer and metrics.
+
+The configurations are those of `get_compile_config()` in Keras 3 and `training_config`
+in files of Keras 2. Nothing in them is imported or executed, and what has no
+counterpart is refused by its name. Keras itself is not needed.
+"""
+
+import difflib
+import functools
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from daskdl.errors import ModelError, OptionError
+from daskdl.keras.module import SMALLEST, KerasModule, compile_config
+from daskdl.losses import Labels, Scale, aligned
+
+# ---- losses
+
+
+def _alike(output: Tensor, y: Tensor) -> Tensor:
+    """Add or remove the last axis of labels, of length 1, to suit the outputs."""
+    if output.ndim == y.ndim + 1 and output.shape[-1] == 1:
+        return y[..., None]
+    return y[..., 0] if y.ndim == output.ndim + 1 and y.shape[-1] == 1 else y
+
+
+class CategoricalCrossentropy(nn.NLLLoss):
+    """Keras' cross-entropies of one class for each row, sparse or not.
+
+    Scores have their classes along the last axis, (B, C) or (B, T, C). Labels are class
+    indices, (B,), (B, 1) or (B, T), or one-hot rows of the shape of the scores.
+    """
+
+    labels: Labels = "classes"
+
+    def __init__(
+        self,
+        from_logits: bool = False,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__(ignore_index=ignore_index)
+        self.from_logits = from_logits
+        self.label_smoothing = label_smoothing
+
+    @property
+    def scale(self) -> Scale:
+        """The scale of the scores."""
+        return "logits" if self.from_logits else "probabilities"
+
+    def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
+        """Return (B, C) or (B, C, T), and class indices or one-hot rows alike."""
+        if not isinstance(output, Tensor) or not isinstance(y, Tensor):
+            return output, y
+        if y.ndim == output.ndim and y.shape[-1] == 1 != output.shape[-1]:
+            y = y[..., 0]
+        if y.shape == output.shape and y.ndim > 1:
+            y = y.movedim(-1, 1).to(output.dtype)
+        elif y.is_floating_point():
+            y = y.long()
+        return output.movedim(-1, 1) if output.ndim > 1 else output, y
+
+    @override
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss of the labels that are not ignored."""
+        scores, y = self.aligned(input, target)
+        if self.from_logits:
+            logs = scores.log_softmax(1)
+        else:
+            shares = scores / scores.sum(1, keepdim=True)
+            logs = shares.clamp(SMALLEST, 1 - SMALLEST).log()
+        if y.shape != scores.shape:
+            return super().forward(logs, y)
+        if self.label_smoothing:
+            y = y * (1 - self.label_smoothing) + self.label_smoothing / y.shape[1]
+        losses: Tensor = -(y * logs).sum(1)
+        return losses.mean() if self.reduction == "mean" else losses
+
+
+class BinaryCrossentropy(nn.Module):
+    """Keras' cross-entropy of labels 0 and 1, one score for each."""
+
+    labels: Labels = "binary"
+    reduction = "mean"  # "none" where each row is weighted
+
+    def __init__(self, from_logits: bool = False, label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.from_logits = from_logits
+        self.label_smoothing = label_smoothing
+
+    @property
+    def scale(self) -> Scale:
+        """The scale of the scores."""
+        return "logits" if self.from_logits else "probabilities"
+
+    def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
+        """Return labels of the shape and dtype of the outputs."""
+        if not isinstance(output, Tensor) or not isinstance(y, Tensor):
+            return output, y
+        return output, _alike(output, y).to(output.dtype)
+
+    @override
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss of all labels."""
+        scores, y = self.aligned(input, target)
+        if self.label_smoothing:
+            y = y * (1 - self.label_smoothing) + self.label_smoothing / 2
+        if self.from_logits:
+            return functional.binary_cross_entropy_with_logits(
+                scores, y, reduction=self.reduction
+            )
+        scores = scores.clamp(SMALLEST, 1 - SMALLEST)
+        return functional.binary_cross_entropy(scores, y, reduction=self.reduction)
+
+
+_OF_NUMBERS: Mapping[str, Callable[..., Tensor]] = {
+    "mean_squared_error": functional.mse_loss,
+    "mean_absolute_error": functional.l1_loss,
+    "huber": functional.huber_loss,
+    "poisson": functools.partial(
+        functional.poisson_nll_loss, log_input=False, eps=SMALLEST
+    ),
+}
+
+
+class LossOfNumbers(nn.Module):
+    """One of Keras' losses of numbers, whose labels may lack the last axis."""
+
+    labels: Labels = "numbers"
+    reduction = "mean"
+
+    def __init__(self, name: str = "mean_squared_error", delta: float = 1.0) -> None:
+        super().__init__()
+        self.name = name
+        self.delta = delta
+
+    def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
+        """Return labels of the shape and dtype of the outputs."""
+        if not isinstance(output, Tensor) or not isinstance(y, Tensor):
+            return output, y
+        return output, _alike(output, y).to(output.dtype)
+
+    @override
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the mean loss of all labels."""
+        own: dict[str, Any] = {"delta": self.delta} if self.name == "huber" else {}
+        scores, y = self.aligned(input, target)
+        return _OF_NUMBERS[self.name](scores, y, reduction=self.reduction, **own)
+
+
+class OutputLosses(nn.Module):
+    """The weighted sum of the losses of several outputs, a tuple or a dict."""
+
+    def __init__(
+        self,
+        losses: Sequence[nn.Module | None] = (),
+        names: Sequence[str] = (),
+        weights: Sequence[float] = (),
+    ) -> None:
+        super().__init__()
+        self.losses, self.names, self.weights = losses, names, weights
+
+    def loss_of(self, name: str | int) -> nn.Module | None:
+        """Return the loss of an output, by name or number."""
+        if isinstance(name, str):
+            return dict(zip(self.names, self.losses, strict=True)).get(name)
+        return self.losses[name] if name < len(self.losses) else None
+
+    def _each(self, tree: Any, what: str) -> list[Any]:
+        names = self.names
+        if isinstance(tree, dict) and tree.keys() == {*names}:
+            return [tree[name] for name in names]
+        if isinstance(tree, tuple) and len(tree) == len(names):
+            return [*tree]
+        raise ModelError(
+            f"there is a loss for each of the outputs {', '.join(names)}: {what} must "
+            f"be a tuple of {len(names)}, or a dict with these names"
+        )
+
+    def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
+        """Align each output and its labels."""
+        both = (self._each(tree, "labels") for tree in (output, y))
+        pairs = [
+            (one, own) if loss is None else aligned(loss, one, own)
+            for loss, one, own in zip(self.losses, *both, strict=True)
+        ]
+        trees = zip(*pairs, strict=True)
+        one, two = (
+            dict(zip(self.names, parts, strict=True))
+            if isinstance(like, dict)
+            else parts
+            for like, parts in zip((output, y), trees, strict=True)
+        )
+        return one, two
+
+    @override
+    def forward(self, input: Any, target: Any) -> Tensor:
+        """Return the sum of the losses of all outputs that have one."""
+        both = self._each(input, "outputs"), self._each(target, "labels")
+        parts = zip(self.losses, self.weights, *both, strict=True)
+        terms = [
+            weight * loss(output, y)
+            for loss, weight, output, y in parts
+            if loss is not None
+        ]
+        total: Tensor = torch.stack(terms).sum()
+        return total
+
+
+# ---- names
+
+
+def _key(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _named(given: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name and settings of an object or function of Keras."""
+    if isinstance(given, str):
+        return given, {}
+    if isinstance(given, Mapping) and isinstance(given.get("class_name"), str):
+        name, config = given["class_name"].rpartition(">")[2], given.get("config")
+        if name == "function" and isinstance(config, str):
+            return config, {}
+        options = dict(config) if isinstance(config, Mapping) else {}
+        if name == "MeanMetricWrapper":  # as Keras 2 wrote a metric
+            return _named(options.pop("fn", None))[0], options
+        return name, options
+    if hasattr(given, "get_config"):
+        # The configuration of a loss lacks the arguments of its function.
+        own = getattr(given, "_fn_kwargs", {})
+        return type(given).__name__, {**given.get_config(), **own}
+    return str(getattr(given, "__name__", given)), {}
+
+
+def _refuse(what: str, name: str, reason: str, remedy: str) -> NoReturn:
+    raise OptionError(f"{what} {name!r} {reason}; {remedy}")
+
+
+def _check_others(
+    what: str, name: str, options: Mapping[str, Any], remedy: str, **neutral: Any
+) -> None:
+    """Refuse settings that have an effect and no counterpart."""
+    neutral = {"reduction": _REDUCTIONS, "axis": (-1,), **neutral}
+    for option, value in options.items():
+        # The default of nearly all of them is None, False, 0 or empty.
+        told = option not in ("name", "dtype") and value
+        if told and value not in neutral.get(option, ()):
+            reason = f"has {option}={value!r}, which has no counterpart here"
+            _refuse(what, name, reason, remedy)
+
+
+_REDUCTIONS = ("sum_over_batch_size", "auto", "mean", "mean_with_sample_weight")
+_LOGITS = {"from_logits": "from_logits"}
+_SMOOTHED = {**_LOGITS, "label_smoothing": "label_smoothing"}
+# By name: the loss, and its arguments by those of Keras.
+_LOSSES: Mapping[str, tuple[Callable[..., Any], Mapping[str, str]]] = {
+    "sparse_categorical_crossentropy": (
+        CategoricalCrossentropy,
+        {**_LOGITS, "ignore_class": "ignore_index"},
+    ),
+    "categorical_crossentropy": (CategoricalCrossentropy, _SMOOTHED),
+    "binary_crossentropy": (BinaryCrossentropy, _SMOOTHED),
+    "mean_squared_error": (functools.partial(LossOfNumbers, "mean_squared_error"), {}),
+    "mean_absolute_error": (
+        functools.partial(LossOfNumbers, "mean_absolute_error"),
+        {},
+    ),
+    "huber": (functools.partial(LossOfNumbers, "huber"), {"delta": "delta"}),
+    "poisson": (functools.partial(LossOfNumbers, "poisson"), {}),
+    "cross_entropy": (nn.CrossEntropyLoss, {}),
+    "bce_with_logits": (nn.BCEWithLogitsLoss, {}),
+    "nll": (nn.NLLLoss, {}),
+}
+_OTHER_NAMES = {
+    "bce": "binary_crossentropy",
+    "mse": "mean_squared_error",
+    "mae": "mean_absolute_error",
+    "l1": "mean_absolute_error",
+}
+_LOSS_KEYS = {
+    key: name
+    for other, name in (*((name, name) for name in _LOSSES), *_OTHER_NAMES.items())
+    for key in (_key(other), f"{_key(other)}loss")
+}
+_SHORT = {
+    "mape": "meanabsolutepercentageerror",
+    "msle": "meansquaredlogarithmicerror",
+    "kld": "kldivergence",
+}
+# What to write for other losses of Keras, as functions of outputs p and labels y.
+_INSTEAD = {
+    "meanabsolutepercentageerror": "100 * ((y - p) / y).abs().mean()",
+    "meansquaredlogarithmicerror": "((y + 1).log() - (p + 1).log()).square().mean()",
+    "logcosh": "(p - y).cosh().log().mean()",
+    "kldivergence": "(y * (y / p).log()).sum(-1).mean()",
+    "cosinesimilarity": "-torch.cosine_similarity(p, y, dim=-1).mean()",
+    "hinge": "(1 - y * p).clamp(min=0).mean()",
+    "squaredhinge": "(1 - y * p).clamp(min=0).square().mean()",
+}
+
+
+def loss_of(given: Any) -> nn.Module:
+    """Return the loss of a name, or of a loss of Keras or its configuration.
+
+    Raises:
+        OptionError: If there is no such loss, or it has settings without a counterpart.
+
+    Example:
+        >>> loss_of("mse"), loss_of("CrossEntropyLoss")
+        (LossOfNumbers(), CrossEntropyLoss())
+    """
+    name, options = _named(given)
+    key = _key(name)
+    known = _LOSS_KEYS.get(key)
+    if known is None:
+        close = difflib.get_close_matches(key, _LOSS_KEYS, 1, cutoff=0.7)
+        remedy = "give a function of (output, labels)"
+        key = _SHORT.get(key, key)
+        if key in _INSTEAD:
+            remedy = f"give loss=lambda p, y: {_INSTEAD[key]}"
+        elif close:
+            remedy = f"did you mean {_LOSS_KEYS[close[0]]!r}? Or {remedy}"
+        names = ", ".join(map(repr, _LOSSES))
+        _refuse("loss", name, f"is not known by name, as {names} are", remedy)
+    make, arguments = _LOSSES[known]
+    options = {n: v for n, v in options.items() if v is not None}
+    own = {arguments[n]: options.pop(n) for n in arguments if n in options}
+    _check_others("loss", name, options, "give a function of (output, labels)")
+    loss: nn.Module = make(**own)
+    return loss
+
+
+def resolved_loss(loss: Any) -> Any:
+    """Return the loss that a user means by a name, a loss of Keras, or several losses.
+
+    Keras' own losses get labels first, unlike those of torch. A dict has the losses of
+    several outputs by name; all have the weight 1. Anything else is returned unchanged.
+
+    Example:
+        >>> loss = resolved_loss({"kind": "cross_entropy", "size": nn.MSELoss()})
+        >>> loss.loss_of("kind")
+        CrossEntropyLoss()
+    """
+    if isinstance(loss, Mapping) and loss and "class_name" not in loss:
+        losses = [resolved_loss(one) for one in loss.values()]
+        return OutputLosses(losses, list(loss), [1.0] * len(loss))
+    kinds = {getattr(kind, "__module__", "") for kind in (loss, type(loss))}
+    named = isinstance(loss, str) or "keras.src.losses.losses" in kinds
+    return loss_of(loss) if named and not isinstance(loss, type) else loss
+
+
+# ---- what a model is compiled with
+
+# By name: the optimizer, its settings that have a counterpart, and others of torch.
+_OPTIMIZERS: Mapping[str, tuple[Any, Mapping[str, str], Mapping[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"momentum": "momentum", "nesterov": "nesterov"}, {}),
+    "Adam": (torch.optim.Adam, {"epsilon": "eps", "amsgrad": "amsgrad"}, {}),
+    "AdamW": (torch.optim.AdamW, {"epsilon": "eps", "amsgrad": "amsgrad"}, {}),
+    "Adamax": (torch.optim.Adamax, {"epsilon": "eps"}, {}),
+    "Nadam": (torch.optim.NAdam, {"epsilon": "eps"}, {"momentum_decay": 1.0}),
+    "RMSprop": (
+        torch.optim.RMSprop,
+        {
+            "rho": "alpha",
+            "momentum": "momentum",
+            "epsilon": "eps",
+            "centered": "centered",
+        },
+        {},
+    ),
+    "Adagrad": (
+        torch.optim.Adagrad,
+        {
+            "initial_accumulator_value": "initial_accumulator_value",
+            "epsilon": "eps",
+        },
+        {},
+    ),
+    "Adadelta": (torch.optim.Adadelta, {"rho": "rho", "epsilon": "eps"}, {}),
+}
+_GIVE = "give Trainer(optimizer=...)"
+_REMEDIES = {
+    "global_clipnorm": "give Trainer(clip_grad_norm=...) and an optimizer=",
+    "clipnorm": "give Trainer(clip_grad_norm=...) and an optimizer=",
+    "gradient_accumulation_steps": "give Trainer(accumulate=...) and an optimizer=",
+}
+
+
+def optimizer_of(given: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a function that makes the optimizer of a configuration of Keras.
+
+    Raises:
+        OptionError: If torch has no such optimizer, or a setting has no counterpart.
+
+    Example:
+        >>> config = {"learning_rate": 0.1, "momentum": 0.9}
+        >>> made = optimizer_of({"class_name": "SGD", "config": config})
+        >>> made.func.__name__, made.keywords
+        ('SGD', {'lr': 0.1, 'momentum': 0.9})
+    """
+    name, options = _named(given)
+    what = "the compiled model's optimizer"
+    if name not in _OPTIMIZERS:
+        _refuse(what, name, f"is none of {', '.join(_OPTIMIZERS)}", _GIVE)
+    kind, renamed, own = _OPTIMIZERS[name]
+    options = {n: v for n, v in options.items() if v is not None}
+    rate = options.pop("learning_rate", options.pop("lr", None))
+    if not isinstance(rate, float | int):
+        shown = _named(rate)[0]
+        remedy = "give Trainer(optimizer=..., scheduler=...)"
+        _refuse(what, name, f"has the learning rate {shown}", remedy)
+    made: dict[str, Any] = {"lr": float(f"{rate:.7g}"), **own}  # Keras has float32
+    if name in ("Adam", "AdamW", "Adamax", "Nadam"):
+        made["betas"] = options.pop("beta_1"), options.pop("beta_2")
+    made |= {renamed[n]: options.pop(n) for n in renamed if n in options}
+    if name in ("Adam", "AdamW"):
+        decay = options.pop("weight_decay", 0.0)
+        kind = torch.optim.AdamW if decay else kind
+        made |= {"weight_decay": decay} if kind is torch.optim.AdamW else {}
+    for option, remedy in _REMEDIES.items():
+        if options.get(option):
+            _refuse(what, name, f"has {option}={options[option]!r}", remedy)
+    # Only for moving averages of the weights, which `use_ema` switches on.
+    neutral = {"ema_momentum": (options.get("ema_momentum"),)}
+    neutral["is_legacy_optimizer"] = neutral["jit_compile"] = (True,)
+    _check_others(what, name, options, _GIVE, **neutral)
+    return functools.partial(kind, **made)
+
+
+class Compiled:
+    """What a Keras model is compiled with; each is looked up when it is used."""
+
+    def __init__(self, config: Mapping[str, Any], model: Any) -> None:
+        self._config = config
+        outputs = getattr(model, "_outputs_struct", None)
+        self._named = isinstance(outputs, dict)
+        names = getattr(model, "output_names", ("output",))
+        self._names = [*outputs] if isinstance(outputs, dict) else [*names]
+
+    @classmethod
+    def of(cls, model: Any) -> "Compiled | None":
+        """Return the configuration of a Keras model or module; None: it has none."""
+        kind = getattr(sys.modules.get("keras"), "Model", None)
+        if isinstance(model, KerasModule):
+            config, model = model.compile_config, model.keras
+        elif kind is not None and isinstance(model, kind):
+            config = compile_config(model)
+        else:
+            return None
+        return cls(config, model) if config else None
+
+    @property
+    def loss(self) -> Any:
+        """The loss; None: there is none."""
+        return compiled_loss(self._config, self._names)
+
+    @property
+    def optimizer(self) -> Callable[[Any], torch.optim.Optimizer] | None:
+        """A function that makes the optimizer; None: there is none."""
+        given = self._config.get("optimizer")
+        return None if given is None else optimizer_of(given)
+
+    @property
+    def metrics(self) -> Any:
+        """The metrics; None: there are none."""
+        metrics = compiled_metrics(self._config, self._names)
+        if self._named or not isinstance(metrics, dict):
+            return metrics
+        return {self._names.index(name): own for name, own in metrics.items()}
+
+
+def compiled_loss(config: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the loss of a compiled model with outputs of these names; None: none."""
+    given, weights = config.get("loss"), config.get("loss_weights")
+    if given is None:
+        return None
+    several = isinstance(given, list | tuple | Mapping) and "class_name" not in given
+    single = not several
+    if len(names) == 1 and not weights:
+        (one,) = _for_outputs(given, names) if not single else [given]
+        return loss_of(one)
+    each = [given] * len(names) if single else _for_outputs(given, names)
+    own = [1.0] * len(names) if not weights else _for_outputs(weights, names)
+    losses = [None if one is None else loss_of(one) for one in each]
+    return OutputLosses(losses, list(names), [1.0 if w is None else w for w in own])
+
+
+def _for_outputs(given: Any, names: Sequence[str]) -> list[Any]:
+    """Return what a list or dict has for each output."""
+    if isinstance(given, Mapping):
+        given = given.get("items", given) if "items" in given else given
+    if isinstance(given, Mapping):
+        return [given.get(name) for name in names]
+    if isinstance(given, Sequence) and len(given) == len(names):
+        return list(given)
+    raise OptionError(
+        f"the compiled model has the outputs {', '.join(names)}, and for them "
+        f"{given!r:.200}; give Trainer(loss=..., metrics=...)"
+    )
+
+
+def compiled_metrics(config: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """Return the metrics of a compiled model, by name; None: it has none."""
+    both = (config.get(name) for name in ("metrics", "weighted_metrics"))
+    given: Any = [metrics for metrics in both if metrics]
+    if len(names) == 1:
+        return _flat_metrics(given) or None
+    found: dict[str, list[str]] = {}
+    for metrics in given:
+        for name, own in zip(names, _for_outputs(metrics, names), strict=True):
+            found.setdefault(name, []).extend(_flat_metrics(own))
+    return {name: own for name, own in found.items() if own} or None
+
+
+def _flat_metrics(given: Any) -> list[str]:
+    if given is None:
+        return []
+    if isinstance(given, Mapping) and "class_name" not in given:
+        given = list(given.values())
+    if isinstance(given, Mapping) and given["class_name"] in ("__tuple__", "__list__"):
+        given = given["items"]
+    if isinstance(given, list | tuple):
+        return [name for one in given for name in _flat_metrics(one)]
+    return [_metric_name(given)]
+
+
+def _metric_name(given: Any) -> str:
+    """Return the name by which `daskdl.evaluate` knows a metric of Keras."""
+    name, options = _named(given)
+    key = _key(name)
+    if key == "auc":
+        return (
+            "roc_auc" if options.get("curve", "ROC") == "ROC" else "average_precision"
+        )
+    if key in ("topkcategoricalaccuracy", "sparsetopkcategoricalaccuracy"):
+        return f"top_{options.get('k', 5)}_accuracy"
+    thresholds = options.get("thresholds", options.get("threshold"))
+    if thresholds not in (None, 0.5, [0.5]):
+        reason = f"has the thresholds {thresholds!r}"
+        remedy = "give Trainer(metrics=BinaryMetrics(threshold=...)) of daskdl.metrics"
+        _refuse("the compiled model's metric", name, reason, remedy)
+    if key == "f1score" and options.get("average"):
+        return f"f1_{options['average']}"
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

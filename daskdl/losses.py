@@ -1,0 +1,148 @@
+"""What a loss says of outputs and labels: their kind, and whether scores are logits.
+
+Metrics, accuracies and probabilities of classes depend on it.
+"""
+
+import functools
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from daskdl.objective import ModelLoss, scored
+
+Scale = Literal["logits", "probabilities", "log_probabilities"]
+Labels = Literal["classes", "binary", "numbers"]  # indices or one-hot rows; 0 and 1
+
+# Labels and scores that torch's losses take; None: neither of the kinds above.
+_LOSSES: dict[Any, tuple[Labels | None, Scale | None]] = {
+    nn.CrossEntropyLoss: ("classes", "logits"),
+    nn.MultiMarginLoss: ("classes", "logits"),
+    nn.NLLLoss: ("classes", "log_probabilities"),
+    nn.BCEWithLogitsLoss: ("binary", "logits"),
+    nn.MultiLabelSoftMarginLoss: ("binary", "logits"),
+    nn.BCELoss: ("binary", "probabilities"),
+    nn.SoftMarginLoss: (None, "logits"),
+    ModelLoss: (None, "logits"),  # of transformers
+    nn.MSELoss: ("numbers", None),
+    nn.L1Loss: ("numbers", None),
+    nn.SmoothL1Loss: ("numbers", None),
+    nn.HuberLoss: ("numbers", None),
+    functional.cross_entropy: ("classes", "logits"),
+    functional.multi_margin_loss: ("classes", "logits"),
+    functional.nll_loss: ("classes", "log_probabilities"),
+    functional.binary_cross_entropy_with_logits: ("binary", "logits"),
+    functional.multilabel_soft_margin_loss: ("binary", "logits"),
+    functional.binary_cross_entropy: ("binary", "probabilities"),
+    functional.soft_margin_loss: (None, "logits"),
+    functional.mse_loss: ("numbers", None),
+    functional.l1_loss: ("numbers", None),
+    functional.smooth_l1_loss: ("numbers", None),
+    functional.huber_loss: ("numbers", None),
+}
+_ROUNDING = 2e-2  # error of a sum of probabilities in bfloat16, which has 8 bits
+
+
+def facts_of(loss: Any) -> tuple[Labels | None, Scale | None]:
+    """Return the labels that a loss takes and the scale of its scores, or None.
+
+    Attributes ``labels`` and ``scale`` of the loss have precedence.
+
+    Example:
+        >>> facts_of(nn.BCELoss()), facts_of(nn.MSELoss())
+        (('binary', 'probabilities'), ('numbers', None))
+    """
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    labels, scale = next(
+        (
+            facts
+            for known, facts in _LOSSES.items()
+            if function is known
+            or (isinstance(known, type) and isinstance(function, known))
+        ),
+        (None, None),
+    )
+    stated = getattr(loss, "labels", None), getattr(loss, "scale", None)
+    if isinstance(stated[0], str) and stated[0] in get_args(Labels):
+        labels = cast(Labels, stated[0])
+    if isinstance(stated[1], str) and stated[1] in get_args(Scale):
+        scale = cast(Scale, stated[1])
+    return labels, scale
+
+
+def scale_of(loss: Any, output: Any) -> Scale:
+    """Return the scale of class scores.
+
+    The type of the loss or its attribute ``scale`` determines it. Otherwise, scores of
+    several classes are probabilities if they are >= 0 and sum to 1, log probabilities
+    if their exponentials sum to 1, and else logits.
+
+    Example:
+        >>> scale_of(nn.BCELoss(), None)
+        'probabilities'
+        >>> scale_of(lambda output, y: output.sum(), torch.tensor([[0.25, 0.75]]))
+        'probabilities'
+    """
+    _, scale = facts_of(loss)
+    if scale is not None:
+        return scale
+    if isinstance(output, Tensor) and output.ndim > 1 and output.shape[1] > 1:
+        scores = output.double()
+        if bool((scores >= 0).all()) and _is_one(scores.sum(dim=1)):
+            return "probabilities"
+        if bool((scores <= 0).all()) and _is_one(scores.exp().sum(dim=1)):
+            return "log_probabilities"
+    return "logits"
+
+
+def _is_one(sums: Tensor) -> bool:
+    return torch.allclose(sums, torch.ones_like(sums), atol=_ROUNDING, rtol=0)
+
+
+def probabilities(scores: Tensor, scale: Scale, *, over_classes: bool) -> Tensor:
+    """Convert scores to probabilities, float64.
+
+    Example:
+        >>> probabilities(torch.tensor([[0.0, 0.0]]), "logits", over_classes=True)
+        tensor([[0.5000, 0.5000]], dtype=torch.float64)
+    """
+    scores = scores.double()
+    if scale == "logits":
+        return torch.softmax(scores, dim=1) if over_classes else torch.sigmoid(scores)
+    return scores.exp() if scale == "log_probabilities" else scores
+
+
+def class_probabilities(output: Any, loss: Any) -> Tensor:
+    """Convert the outputs of a batch to probabilities of classes.
+
+    Args:
+        output: Scores (B, C) of classes; or, for a binary loss, (B,) or (B, 1) of class
+            1, or (B, L) of labels.
+        loss: Determines what they are.
+
+    Returns:
+        (B, C), the columns of a single binary score being classes 0 and 1; or (B, L).
+
+    Example:
+        >>> class_probabilities(torch.tensor([[0.25]]), nn.BCELoss())
+        tensor([[0.7500, 0.2500]])
+    """
+    output, (labels, _) = scored(output), facts_of(loss)
+    scale, binary = scale_of(loss, output), labels == "binary"
+    last = hasattr(loss, "aligned") and output.ndim > 2  # the axis of classes
+    scores = output.movedim(-1, 1) if last else output
+    chances = probabilities(scores, scale, over_classes=not binary).to(output.dtype)
+    if binary and output.numel() == len(output):
+        chances = chances.reshape(-1, 1)
+        chances = torch.cat([1 - chances, chances], dim=1)
+    return chances.movedim(1, -1) if last else chances
+
+
+def aligned(loss: Any, output: Any, y: Any) -> tuple[Any, Any]:
+    """Return outputs and labels in the shapes that torch's own losses take.
+
+    Losses of Keras take others, such as classes along the last axis.
+    """
+    align = getattr(loss, "aligned", None)
+    return (output, y) if align is None or y is None else align(output, y)

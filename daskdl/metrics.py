@@ -82,6 +82,15 @@ class MetricSet(ABC):
         """Return the sample for these metrics of such outputs and labels."""
         return SampleBatch.of(loss, output, y, classes)
 
+    def numbers(self, sample: SampleBatch) -> list[str]:
+        """Return the names of values that are single numbers."""
+        trial = self.collection(sample)
+        pair = self.prepared(sample, sample.output, sample.y)
+        for metric in trial.values(copy_state=False):
+            metric.update(*pair)
+        values = self.section(sample, trial.compute()).values
+        return [name for name, value in values.items() if np.ndim(value) == 0]
+
     @abstractmethod
     def collection(self, sample: SampleBatch) -> MetricCollection:
         """Return new torchmetrics for data like the sample."""

@@ -83,16 +83,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return validate_data(self, X, dtype=dtype, allow_nd=True, **fitting)
 
     def _fit(self, X: Any, y: Any, loss: Loss, outputs: int) -> Self:
-        optimizer = self.optimizer
-        if self.lr is not None:
-            optimizer = functools.partial(optimizer, lr=self.lr)
         model = self.model
         if _is_sized(model):
             model = functools.partial(model, int(np.prod(X.shape[1:])), outputs)
         self.trainer_ = Trainer(
             model,
             loss=loss,
-            optimizer=optimizer,
+            optimizer=self.optimizer,
+            lr=self.lr,
             client=self.client,
             seed=self.random_state,
             **self.trainer_options or {},
@@ -129,7 +127,7 @@ class Classifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         loss: See :class:`daskdl.Trainer`; None: `CrossEntropyLoss`. A binary loss gets
             labels (B, 1), and the model has one output.
         optimizer: See :class:`daskdl.Trainer`.
-        lr: Learning rate, passed to `optimizer`; None: its default.
+        lr: See :class:`daskdl.Trainer`.
         epochs: Passes over the data in each fit.
         batch_size: Rows per batch of each replica.
         client: See :class:`daskdl.Trainer`; clones share it.

@@ -174,7 +174,8 @@ class Trainer:
             of tensors, to a batch, such as a fitted `daskdl.data.Standardize`. It runs
             on the worker, on every batch for training, evaluation and prediction; y is
             None without labels.
-        metrics: The default of `metrics` in :meth:`evaluate`.
+        metrics: Metrics of the validation data in each fit, `val_NAME` in the history,
+            and the default of `metrics` in :meth:`evaluate`.
         max_loss_rise: The fit ends with a `DivergedError` when a replica's loss stays
             more than ``max_loss_rise * max(1, |first loss|)`` above its first loss;
             None: no limit.
@@ -845,6 +846,7 @@ class Trainer:
             self.progress,
             self.telemetry_every,
             self.max_loss_rise,
+            self.metrics or None,
             **fit,
         )
 

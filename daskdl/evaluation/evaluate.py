@@ -145,15 +145,7 @@ def evaluate_model(
         y, read = Weighted(y, sample_weight), read.weighted()
     sets: Sequence[MetricSet] = ()
     if metrics is not None:
-        if type(objective) is OwnStep:
-            raise OptionError(
-                "metrics need the outputs of the model, which a step does not show; "
-                "to measure model(x), use daskdl.evaluate(trainer.model_, ..., "
-                "metrics=...)"
-            )
-        from daskdl.evaluation.metric_names import metric_sets
-
-        sets = metric_sets(metrics)
+        sets = metrics_for(objective, metrics)
     checks.check_module(model)
     if objective is not None:
         checks.check_loss(objective)
@@ -213,6 +205,19 @@ def _check_unmeasured(metrics: Any) -> None:
             "sample_weight is for loss and accuracy, got metrics; evaluate without "
             "metrics, or without weights"
         )
+
+
+def metrics_for(objective: Objective | None, metrics: Any) -> "Sequence[MetricSet]":
+    """Return the sets of metrics for an objective; refuse metrics beside a step."""
+    if type(objective) is OwnStep:
+        raise OptionError(
+            "metrics need the outputs of the model, which a step does not show; log "
+            "numbers of its own, or measure model(x) with "
+            "daskdl.evaluate(trainer.model_, ..., metrics=...)"
+        )
+    from daskdl.evaluation.metric_names import metric_sets
+
+    return metric_sets(metrics)
 
 
 def map_split(
@@ -278,7 +283,9 @@ class PartScorer:
             from daskdl.evaluation.metric_state import MetricAccumulator
 
             accumulator = MetricAccumulator(self.specs.shared(), source.name(part))
-            score = score_batches(module, loss, made, device, accumulator.add_)
+            score = score_batches(
+                module, loss, made, device, accumulator.add_, accuracy=False
+            )
             return score, accumulator.states()
 
     def _chunks(
@@ -423,7 +430,7 @@ def score_batches(
             predicted = right_labels(loss, output, y) if accuracy else None
             if observe is not None:
                 observe(*aligned(loss, output, y))
-            elif predicted is not None:
+            if predicted is not None:
                 right, counted = predicted
                 if isinstance(weight, Tensor):
                     weight = weight.reshape(-1, *[1] * (right.ndim - 1))

@@ -230,6 +230,10 @@ class NamedMetrics(_ByLabels):
                 )
         return preset
 
+    @override
+    def numbers(self, sample: SampleBatch) -> list[str]:
+        return [own for own, name in self.names.items() if name != "confusion_matrix"]
+
     @property
     def _shown(self) -> str:
         return "metrics " + ", ".join(map(repr, self.names))
@@ -349,6 +353,10 @@ class FunctionMetrics(_ByLabels):
         return RegressionMetrics()
 
     @override
+    def numbers(self, sample: SampleBatch) -> list[str]:
+        return list(self.functions)
+
+    @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
         self._preset(sample).collection(sample)  # raises for unsuitable outputs
         return collection_of(rows=Gathered())
@@ -457,6 +465,10 @@ class OutputMetrics(MetricSet):
         return self.metrics.sample(loss, output, y, None)
 
     @override
+    def numbers(self, sample: SampleBatch) -> list[str]:
+        return [f"{self.name}_{name}" for name in self.metrics.numbers(sample)]
+
+    @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
         return self.metrics.collection(sample)
 
@@ -486,6 +498,10 @@ class UserMetrics(MetricSet):
     scored: bool
 
     resets = False  # `reset` of a user's metric may forget a state
+
+    @override
+    def numbers(self, sample: SampleBatch) -> list[str]:
+        return list(self.metrics)  # of two rows, some cannot be computed
 
     @override
     def collection(self, sample: SampleBatch) -> MetricCollection:

@@ -34,10 +34,11 @@ from daskdl.data.checks import USER_ERRORS, described
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DaskDLError, DataError, ModelError
 from daskdl.evaluation.metric_names import check_gathered
-from daskdl.evaluation.report import Section
+from daskdl.evaluation.report import Evaluation, Section
 from daskdl.losses import aligned
 from daskdl.metrics import MetricSet, SampleBatch
 from daskdl.objective import Objective
+from daskdl.serialization import Packed
 
 logger = logging.getLogger(__name__)
 
@@ -327,6 +328,51 @@ class MetricAccumulator:
                 raise
             raise DataError(f"metrics failed on {where}: {error}") from error
         self._measured += rows
+
+
+# States that a replica sends after an epoch, to each of the others.
+MOST_SENT_BYTES = 4 * 2**20
+Measured = tuple[tuple[MetricSpec, ...], tuple[PartStates, ...]]
+
+
+def numbers_of(specs: Sequence[MetricSpec]) -> tuple[str, ...]:
+    """Return the names of all single numbers that are measured."""
+    with _warnings_logged(), torch.no_grad():
+        return tuple(n for spec in specs for n in spec.metrics.numbers(spec.sample))
+
+
+def sent_states(specs: tuple[MetricSpec, ...], states: tuple[PartStates, ...]) -> bytes:
+    """Pack the states of one replica's share, with all that `measured` needs."""
+    fresh = tuple(spec._replace(used=[]) for spec in specs)
+    payload = Packed[Measured]((fresh, states), "metrics").payload.tobytes()
+    if len(payload) > MOST_SENT_BYTES:
+        raise DataError(
+            f"metrics of the validation data take {len(payload) / 2**20:.1f} MiB on a "
+            f"replica, and replicas send {MOST_SENT_BYTES / 2**20:g} MiB at most: "
+            "functions, areas under curves and some metrics of torchmetrics keep all "
+            "rows; measure these with trainer.evaluate(metrics=...) after the fit"
+        )
+    return payload
+
+
+def measured(payloads: Sequence[bytes]) -> dict[str, float]:
+    """Return the single numbers that follow from the states of all replicas.
+
+    They have 9 digits, so that replicas on different machines agree on them.
+    """
+    opened = [
+        Packed[Measured].of(np.frombuffer(one, np.uint8), "metrics").unpack()
+        for one in payloads
+    ]
+    sections = []
+    for i, spec in enumerate(opened[0][0]):
+        merger = spec.merger()
+        for part, (_, states) in enumerate(opened):
+            merger.add_(part, states[i])
+        sections.append(spec.section(merger))
+    values = Evaluation({}, sections)
+    numbers = {n: v for n, v in values.items() if isinstance(v, float | int)}
+    return {name: float(f"{value:.9g}") for name, value in numbers.items()}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 from torch import nn
@@ -34,6 +34,9 @@ from daskdl.training.telemetry import (
     Reports,
     columns_of,
 )
+
+if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib
+    from daskdl.evaluation.metric_state import MetricSpec
 
 logger = logging.getLogger(__name__)
 
@@ -304,6 +307,8 @@ class EvaluationPlan:
         validates: Whether there are validation data.
         accuracy: Whether accuracy on them is also computed.
         logs: Names of what a step logs.
+        specs: Metrics that are also measured, or None.
+        measured: Names of their numbers.
         evaluate: Rule for the epochs with a score; None: see `scored`.
         stopping: Rule for ending the fit early; None: never.
     """
@@ -312,6 +317,8 @@ class EvaluationPlan:
     validates: bool = False
     accuracy: bool = False
     logs: Sequence[str] = ()
+    specs: "Packed[tuple[MetricSpec, ...]] | None" = None
+    measured: Sequence[str] = ()
     evaluate: Evaluate | None = None
     stopping: EarlyStopping | None = None
 
@@ -325,6 +332,8 @@ class EvaluationPlan:
         scheduling: Scheduling = Scheduling(),
         accuracy: bool | None = None,
         logs: Sequence[str] | None = None,
+        specs: "Packed[tuple[MetricSpec, ...]] | None" = None,
+        measured: Sequence[str] = (),
     ) -> Self:
         """Create the plan from the callbacks of a trainer.
 
@@ -335,6 +344,8 @@ class EvaluationPlan:
             scheduling: Of the trainer; its `monitor` is checked.
             accuracy: Whether there is an accuracy; None: unknown before the dry run.
             logs: Names of what a step logs; None: unknown before the dry run.
+            specs: Metrics of the validation data.
+            measured: Names of their numbers.
         """
         evaluate = only(Evaluate, callbacks)
         stopping = only(EarlyStopping, callbacks)
@@ -343,7 +354,16 @@ class EvaluationPlan:
                 f"{evaluate} needs validation data, got none; give fit(validation=...)"
             )
         checkpoint = only(Checkpoint, callbacks)
-        plan = cls(epochs, validates, bool(accuracy), logs or (), evaluate, stopping)
+        plan = cls(
+            epochs,
+            validates,
+            bool(accuracy),
+            logs or (),
+            specs,
+            measured,
+            evaluate,
+            stopping,
+        )
         for option, name in {
             "monitor": None if stopping is None else stopping.monitor,
             "keep_best": None if checkpoint is None else checkpoint.keep_best,
@@ -384,8 +404,8 @@ class EvaluationPlan:
         """Names of the score columns in a row of the history."""
         if not self.validates:
             return ()
-        accuracy = ("val_accuracy",) if self.accuracy else ()
-        return ("val_loss", *accuracy, *(f"val_{name}" for name in self.logs))
+        own = [*(["accuracy"] if self.accuracy else []), *self.logs, *self.measured]
+        return ("val_loss", *dict.fromkeys(f"val_{name}" for name in own))
 
     def scored(self, epoch: int) -> bool:
         """Whether the agreed model is scored at the end of an epoch.

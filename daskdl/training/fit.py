@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import cloudpickle
 from distributed import Client
@@ -30,11 +30,13 @@ from daskdl import errors
 from daskdl.callbacks import Callback, FitBegin, FitEnd, LayerMonitor
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.data import batching
+from daskdl.data.batching import Weighted
 from daskdl.data.checks import (
     DryRun,
     check_training,
     dry_run,
     of_validation,
+    unweighted,
 )
 from daskdl.data.export import ExportOptions, temporary_batches
 from daskdl.data.inputs import infer_metadata, merge_small_parts
@@ -47,10 +49,10 @@ from daskdl.errors import (
     RunError,
     SaveError,
 )
-from daskdl.evaluation.evaluate import has_accuracy
+from daskdl.evaluation.evaluate import has_accuracy, metrics_for
 from daskdl.history import COLUMNS, History, LayerTable, Row, RunRecord, Stopping
 from daskdl.saving.json_values import JsonValues
-from daskdl.serialization import PackedModel, copied
+from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.timeline import Timeline
 from daskdl.training.backend import (
     AgreedState,
@@ -86,6 +88,9 @@ from daskdl.training.replica import FitResult, check_device
 from daskdl.training.telemetry import RowLog, add_telemetry, reports_of
 from daskdl.training.tree_reduce import load_optimizer_
 from daskdl.util import check_installed, guarded, versions
+
+if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib
+    from daskdl.evaluation.metric_state import MetricSpec
 
 logger = logging.getLogger(__name__)
 
@@ -243,12 +248,24 @@ class FitRun:
         spec.stepping.check_model(model)
         spec.scheduling.check(spec.optimizer, model)
         validation, accuracy = sources.get("validation"), False
+        specs: tuple[MetricSpec, ...] = ()
+        measured: Sequence[str] = ()
         if validation is not None:
             with of_validation():
                 own = dry_run(module, validation.first, transform, objective)
                 if own.labels is not None:
                     own.labels.check_source(validation)
-            accuracy = has_accuracy(objective, own.output, own.y)
+                accuracy = has_accuracy(objective, own.output, own.y)
+                if spec.metrics is not None:
+                    sets = metrics_for(objective, spec.metrics)
+                    from daskdl.evaluation.metric_state import metric_specs, numbers_of
+
+                    labels = own.y.labels if isinstance(own.y, Weighted) else own.y
+                    classes = validation.classes or train.classes
+                    specs = metric_specs(
+                        sets, unweighted(objective), own.output, labels, classes
+                    )
+                    measured = numbers_of(specs)
         self._class_count = run.classes
         return run, EvaluationPlan.of(
             spec.callbacks,
@@ -257,6 +274,8 @@ class FitRun:
             scheduling=spec.scheduling,
             accuracy=accuracy,
             logs=run.logs,
+            specs=Packed(specs, "metrics") if specs else None,
+            measured=measured,
         )
 
     def _replica_spec(
@@ -280,7 +299,7 @@ class FitRun:
         callbacks = [one for one in spec.callbacks if one.runs_on_workers]
         read = replace(spec.read, loader=None, collate_fn=None, storage_options=None)
         return ReplicaSpec(
-            **{**vars(spec), "callbacks": callbacks, "read": read},
+            **{**vars(spec), "callbacks": callbacks, "read": read, "metrics": None},
             run=secrets.randbits(63),
             model=self._model,
             optimizer_state=None if trained is None else trained.optimizer.state_dict(),

@@ -243,6 +243,7 @@ class FitSpec:
         optimizer: Makes an optimizer, see `optimizer_of`.
         stepping: Options of an optimizer step.
         scheduling: Options of the learning rate schedule.
+        metrics: Metrics of the validation data beside loss and accuracy, or None.
         read: Options for reading the data.
     """
 
@@ -257,6 +258,7 @@ class FitSpec:
     progress: bool | None = None
     telemetry_every: int | Literal["auto"] | None = "auto"
     max_loss_rise: float | None = 10.0
+    metrics: Any = None
     read: ReadOptions = field(default_factory=lambda: ReadOptions(32))
     epochs: int = 1
     shuffle: bool = True

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import cloudpickle
 import torch
@@ -92,6 +92,9 @@ from daskdl.training.telemetry import (
 )
 from daskdl.training.tree_reduce import Reduced, optimizer_arrays, rest_of
 from daskdl.util import freed_memory_kept, guarded
+
+if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib
+    from daskdl.evaluation.metric_state import MetricSpec
 
 
 @dataclass
@@ -605,7 +608,7 @@ class Replica:
         self.stopper.end_epoch(epoch, reports, agreed)
 
     def _report(self, epoch: int) -> EpochReport:
-        score, unscored = self._validate(epoch)
+        score, unscored, measured = self._validate(epoch)
         return EpochReport(
             digest=self.agreed.digest,
             seen=self.seen,
@@ -619,12 +622,25 @@ class Replica:
             **self.stopper.report(),
             checkpoint={} if self.checkpoints is None else self.checkpoints.counters(),
             stop=self._stop,
+            measured=measured,
         )
 
-    def _validate(self, epoch: int) -> tuple[Score | None, str]:
-        """Return the score of this replica's share, and why rows were left out."""
-        if not self._spec.evaluation.scored(epoch):
-            return None, ""
+    def _validate(self, epoch: int) -> tuple[Score | None, str, bytes]:
+        """Return the score of this replica's share, and why rows were left out.
+
+        And the packed states of metrics on this share, empty without any.
+        """
+        plan = self._spec.evaluation
+        if not plan.scored(epoch):
+            return None, "", b""
+        specs: tuple[MetricSpec, ...] = ()
+        observe = None
+        if plan.specs is not None:
+            from daskdl.evaluation.metric_state import MetricAccumulator, sent_states
+
+            specs = plan.specs.shared()
+            accumulator = MetricAccumulator(specs, "the validation data")
+            observe = accumulator.add_
         self._spans.enter("validation")
         totals = EpochTotals()
         feed = self._feed("validation", epoch, totals)
@@ -636,11 +652,14 @@ class Replica:
                 objective,
                 batches,
                 self._device,
-                accuracy=self._spec.evaluation.accuracy,
+                observe,
+                accuracy=plan.accuracy,
             )
         self._channel.serve_snapshot(self.snapshot)
         self._spans.enter("other")
-        return score, totals.reason
+        if not specs or not score.examples:
+            return score, totals.reason, b""
+        return score, totals.reason, sent_states(specs, accumulator.states())
 
     def _checkpoint(
         self, epoch: int, sync_point: SyncPoint | None = None

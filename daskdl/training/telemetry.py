@@ -327,6 +327,8 @@ class EpochReport:
         elapsed_s: Seconds since the fit began.
         checkpoint: Counters of checkpoints, see `CheckpointWriter.counters`.
         stop: Why a callback has stopped the fit; empty: none has.
+        measured: Packed states of metrics on this replica's share, see `sent_states`;
+            empty: there are none.
     """
 
     digest: int = 0
@@ -344,6 +346,7 @@ class EpochReport:
     elapsed_s: float = 0.0
     checkpoint: Mapping[str, int] = field(default_factory=dict)
     stop: str = ""
+    measured: bytes = b""
 
     def to_wire(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -440,6 +443,12 @@ def validation(reports: Reports) -> dict[str, float]:
     scores = [report.score for report in reports if report.score is not None]
     total = sum(scores[1:], start=scores[0]) if scores else None
     metrics = {} if total is None else total.metrics()
+    payloads = [report.measured for report in reports if report.measured]
+    if payloads:
+        # Loads torchmetrics, with SciPy and matplotlib.
+        from daskdl.evaluation.metric_state import measured
+
+        metrics |= measured(payloads)
     return {f"val_{name}": value for name, value in metrics.items()}
 
 

@@ -123,3 +123,25 @@ def test_every_worker_does_a_part_and_nothing_stays(client, model, chunk):
     assert values == pytest.approx(here, rel=2e-2)
     assert model.training
     assert all(torch.equal(state[n], value) for n, value in model.state_dict().items())
+
+
+def test_metrics_of_validation_data_are_those_of_all_workers(client):
+    trainer = daskdl.Trainer(
+        lambda: nn.Linear(4, 3),
+        "cross_entropy",
+        "sgd",
+        metrics=["f1", "roc_auc", sklearn_metrics.cohen_kappa_score],
+        callbacks=[daskdl.EarlyStopping("val_roc_auc", mode="max", target=0.0)],
+        client=client,
+    )
+    data = da.from_array(X, (97, 4)), da.from_array(Y, 97)
+
+    history = trainer.fit(*data, epochs=2, validation=data)
+
+    assert history.stopping.reason == "target"
+    (row,) = history
+    values = trainer.evaluate(*data)
+    names = "accuracy", "f1", "roc_auc", "cohen_kappa_score"
+    values["accuracy"] = trainer.score(*data)
+    expected = {f"val_{name}": values[name] for name in names}
+    assert {name: row[name] for name in expected} == pytest.approx(expected)

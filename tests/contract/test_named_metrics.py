@@ -8,6 +8,7 @@ import torch
 from sklearn import metrics as sk
 from torch import nn
 from torchmetrics import MeanAbsoluteError
+from torchmetrics.classification import MulticlassAccuracy
 
 import daskdl
 from daskdl.errors import DataError, ModelError, OptionError
@@ -351,3 +352,66 @@ class TestTrainer:
         own.fit(X, y)
         with pytest.raises(OptionError, match="attribute scale, which is 'logits'"):
             own.predict_proba(X)
+
+
+class TestFit:
+    """Metrics of the validation data, on several replicas, are those of all rows."""
+
+    def fitted(self, metrics, replicas=3, **options):
+        trainer = daskdl.Trainer(
+            lambda: nn.Linear(4, 3),
+            *(CROSS, torch.optim.SGD),
+            metrics=metrics,
+            master=daskdl.GradientSharing(replicas_per_worker=replicas),
+            client=False,
+            **options,
+        )
+        trainer.fit(X, Y, epochs=2, batch_size=8, validation=(X, Y))
+        return trainer
+
+    def test_columns_are_what_evaluate_returns(self):
+        given = ["f1", "roc_auc", sk.cohen_kappa_score, MulticlassAccuracy(3)]
+        trainer = self.fitted([*given, "calibration"])
+
+        values = trainer.evaluate(X, Y)
+
+        row = trainer.history_[-1]
+        names = ["ece", "mce", "f1", "roc_auc"]
+        names += ["cohen_kappa_score", "MulticlassAccuracy"]
+        columns = [f"val_{name}" for name in ["loss", "accuracy", *names]]
+        assert [name for name in row if name.startswith("val_")] == columns
+        for name in names:
+            assert row[f"val_{name}"] == pytest.approx(values[name], rel=1e-6), name
+
+    def test_a_metric_is_monitored(self):
+        stopping = daskdl.EarlyStopping("val_f1", mode="max", target=0.0)
+
+        trainer = self.fitted("f1", callbacks=[stopping])
+
+        assert trainer.history_.stopping.reason == "target"
+        assert len(trainer.history_) == 1
+
+    def test_epochs_without_an_evaluation_have_none(self):
+        trainer = self.fitted("f1", callbacks=[daskdl.Evaluate(every=2)])
+
+        first, last = trainer.history_.column("val_f1")
+        assert np.isnan(first)
+        assert last == pytest.approx(trainer.evaluate(X, Y)["f1"])
+
+    def test_states_of_rows_are_sent_up_to_a_bound(self, monkeypatch):
+        monkeypatch.setattr("daskdl.evaluation.metric_state.MOST_SENT_BYTES", 9000)
+
+        with pytest.raises(DataError, match=r"trainer.evaluate\(metrics=...\) after"):
+            self.fitted(["top_2_accuracy", sk.cohen_kappa_score], replicas=1)
+
+    def test_a_step_shows_no_outputs(self):
+        trainer = daskdl.Trainer(
+            nn.Linear(4, 3),
+            optimizer="sgd",
+            step=lambda model, batch: model(batch[0]).mean(),
+            metrics="f1",
+            client=False,
+        )
+
+        with pytest.raises(OptionError, match="log numbers of its own, or measure"):
+            trainer.fit(X, Y, validation=(X, Y))

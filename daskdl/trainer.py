@@ -362,6 +362,7 @@ class Trainer:
         epochs: int = 1,
         batch_size: int = 32,
         *,
+        validation: Any = None,
         drop_last: bool = False,
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
@@ -381,6 +382,7 @@ class Trainer:
                 loaded once to count its rows.
             epochs: See :meth:`fit`.
             batch_size: See :meth:`fit`.
+            validation: See :meth:`fit`; only a fraction of the rows counts.
             drop_last: See :meth:`fit`.
             loader: See :meth:`fit`.
             collate_fn: See :meth:`fit`.
@@ -404,7 +406,7 @@ class Trainer:
         )
         source = source_of(X, None, spec.read, labelled=False)
         with client_or_process(self.client) as client:
-            return steps_of_replica(spec, source, client)
+            return steps_of_replica(spec, source, client, validation)
 
     def reset(self) -> None:
         """Forget all fits: the next one begins as the first one did.

@@ -29,6 +29,7 @@ from tqdm.auto import tqdm
 from daskdl import errors
 from daskdl.callbacks import Callback, FitBegin, FitEnd, LayerMonitor
 from daskdl.compression.flat import FlatParameters, grid_for
+from daskdl.config import is_number
 from daskdl.data import batching
 from daskdl.data.batching import Weighted
 from daskdl.data.checks import (
@@ -102,7 +103,7 @@ Sources = Mapping[str, Source]  # keys: "train" and "validation"
 
 
 def steps_of_replica(
-    spec: FitSpec, source: Source, client: Client | Literal[False]
+    spec: FitSpec, source: Source, client: Client | Literal[False], validation: Any
 ) -> int:
     """Return the optimizer steps of one replica in a fit; see `Trainer.steps`."""
     rows = rows_in(infer_metadata(source, client, skips=spec.read.skips))
@@ -111,6 +112,8 @@ def steps_of_replica(
             "the steps of a fit are not known for a stream, whose length is not; set "
             "total_steps yourself, or step the schedule by epoch"
         )
+    if is_number(validation):
+        rows -= round(rows * validation)
     whole, rest = divmod(rows, spec.read.batch_size)
     batches = whole if spec.drop_last else whole + bool(rest)
     steps = math.ceil(batches / spec.stepping.accumulate)

@@ -174,12 +174,18 @@ def test_a_fit_that_fails_keeps_the_state_and_the_schedule_of_the_one_before():
 
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize(
-    ("options", "drop_last"), [({}, False), ({"accumulate": 3}, False), ({}, True)]
+    ("options", "more"),
+    [
+        ({}, {}),
+        ({"accumulate": 3}, {}),
+        ({}, {"drop_last": True}),
+        ({}, {"validation": 0.3}),
+    ],
 )
-def test_the_steps_of_a_replica_are_known_before(seen, replicas, options, drop_last):
+def test_the_steps_of_a_replica_are_known_before(seen, replicas, options, more):
     master = kept(replicas_per_worker=replicas, max_staleness=0)
     own = trainer(False, optimizer=noting, master=master, **options)
-    batches = {"epochs": 2, "batch_size": 17, "drop_last": drop_last}
+    batches = {"epochs": 2, "batch_size": 17, **more}
 
     steps = own.steps(X, **batches)
     own.fit(X, Y, **batches)

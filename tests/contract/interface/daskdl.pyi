@@ -326,6 +326,7 @@ class Trainer:
         epochs=1,
         batch_size=32,
         *,
+        validation=None,
         drop_last=False,
         loader=None,
         collate_fn=None,

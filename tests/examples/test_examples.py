@@ -115,6 +115,16 @@ def test_a_keras_model_is_trained_and_saved():
     assert same == "Keras predicts the same: True"
 
 
+def test_a_model_of_transformers_is_trained_and_fine_tuned():
+    hidden, *epochs, accuracy, good = run(EXAMPLES / "transformers_finetune.py")
+
+    first, last = re.fullmatch(r"hidden words: loss (\S+), then (\S+)", hidden).groups()
+    assert float(last) < float(first)
+    assert len(epochs) == 6
+    assert number(accuracy) >= 0.95
+    assert re.match(r"2\d\d of 500 are good, such as: the ", good)
+
+
 def test_an_evaluation_is_printed_and_drawn(tmp_path):
     lines = run(EXAMPLES / "evaluate.py", str(tmp_path / "pictures"))
 

@@ -20,7 +20,14 @@ from daskdl.callbacks import Callback
 from daskdl.data.batching import Transform, Weighted
 from daskdl.data.checks import optimizer_function
 from daskdl.data.formats import Loader
-from daskdl.data.inputs import Approach, OnBad, ReadOptions, compose, source_of
+from daskdl.data.inputs import (
+    Approach,
+    OnBad,
+    ReadOptions,
+    batch_options,
+    compose,
+    source_of,
+)
 from daskdl.errors import OptionError
 from daskdl.evaluation.evaluate import evaluate_model
 from daskdl.evaluation.per_example import (
@@ -54,7 +61,7 @@ def predict(
     X: Any,
     *,
     client: Client | Literal[False] | None = None,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     output: str | int | os.PathLike[str] = "same",
     overwrite: bool = False,
     postprocess: Postprocess | None = None,
@@ -62,6 +69,7 @@ def predict(
     transform: Transform | None = None,
     loader: Loader | Callable[..., Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
+    label: Any = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Apply any model to every row, as :meth:`Trainer.predict` does.
@@ -71,7 +79,7 @@ def predict(
         X: Inputs, of any type that :meth:`Trainer.fit` takes.
         client: A synchronous `distributed.Client`; None: the default client, else a
             temporary `LocalCluster`; False: this process.
-        batch_size: Rows per forward pass.
+        batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
         output: ``"same"``, one of the model's outputs, or a folder to write to, see
             :meth:`Trainer.predict`.
         overwrite: Replace predictions that are in the folder.
@@ -80,6 +88,7 @@ def predict(
         transform: Applied to each batch, see :class:`Trainer`.
         loader: For files, see :meth:`Trainer.fit`.
         collate_fn: For datasets, see :meth:`Trainer.fit`.
+        label: Column, or key, of `X` to leave out.
         storage_options: fsspec options, such as credentials, for `X` and `output`.
 
     Returns:
@@ -96,8 +105,8 @@ def predict(
         >>> predict(nn.Flatten(), np.zeros((2, 3, 4)), client=False).shape
         (2, 12)
     """
-    read = ReadOptions(
-        batch_size, transform, loader, collate_fn, storage_options=storage_options
+    X, read = ReadOptions.scoring(
+        X, batch_size, transform, loader, collate_fn, "raise", storage_options, label
     )
     return predict_with(
         model,
@@ -185,7 +194,8 @@ class Trainer:
         optimizer_: Optimizer of `model_`, with the replicas' averaged state.
         scheduler_: Scheduler of `optimizer_`, or None; the next fit continues from it.
         history_: The rows of the last fit.
-        classes_: Names of the labels 0, 1, ... if the data of the last fit name them.
+        classes_: Names of the labels 0, 1, ... if the data of the last fit name them;
+            labels that are text are numbered in their order.
 
     Raises:
         OptionError: If an option is out of range.
@@ -252,14 +262,15 @@ class Trainer:
         y: Any = None,
         *,
         epochs: int = 1,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         validation: Any = None,
         sample_weight: Any = None,
-        shuffle: bool = True,
-        drop_last: bool = False,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
         transform: Transform | None = None,
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
+        label: Any = None,
         on_bad_batch: OnBad = "raise",
         storage_options: Mapping[str, Any] | None = None,
         prefetch: int = 2,
@@ -274,11 +285,13 @@ class Trainer:
                 which the model gets by position and by keyword if its forward takes
                 them, else as one argument.
                 Or inputs and labels together: `dask.bag`, lists of Delayed objects
-                and futures, torch datasets, paths and URLs, `daskdl.data` sources;
-                see the page on data.
-            y: Labels of the same length and types.
+                and futures, torch datasets, a `DataLoader`, paths and URLs,
+                `daskdl.data` sources; see the page on data. A list has an item for
+                each example.
+            y: Labels of the same length and types; text becomes class numbers.
             epochs: Number of passes over the data, >= 1.
-            batch_size: Rows per batch of each replica, >= 1.
+            batch_size: Rows per batch of each replica, >= 1. None: those of a
+                `DataLoader`, or 32.
             validation: (X, y), or data that include labels. The agreed model is scored
                 on them after each epoch, or in the epochs of an
                 :class:`~daskdl.Evaluate`. Or a fraction of the rows, such as 0.1, which
@@ -288,14 +301,19 @@ class Trainer:
                 over the sum of the weights; that of an epoch in the history is the mean
                 of its steps. `validation` may be (X, y, sample_weight) then; of a
                 fraction of the rows, the weights count.
-            shuffle: New random order in each epoch, from the seed.
+            shuffle: New random order in each epoch, from the seed. None: as in a
+                `DataLoader`, else True.
             drop_last: Leave out incomplete batches, at the end of a replica's epoch and
                 before rows of another shape. `examples` in the history excludes them.
+                None: as in a `DataLoader`, else False.
             transform: Applied to each batch before the trainer's own transform, also to
                 batches of `validation`.
             loader: Makes (x, y) from a file: a function of the open binary file, or a
                 reader of `daskdl.data`; None: chosen by file extension.
             collate_fn: Makes (x, y) from a list of `batch_size` items of a dataset.
+                None: that of a `DataLoader`, if any.
+            label: Column of a table, or key of dicts, with the labels; all others are
+                inputs. It holds for `validation` too.
             on_bad_batch: ``"skip"``: parts that cannot be read are left out, and
                 counted in `history_`.
             storage_options: fsspec options, such as credentials, for X and
@@ -328,20 +346,17 @@ class Trainer:
                 WaitTimeoutError, `model_` is the newest such state that had reached
                 the client; a note of the error identifies it.
         """
-        spec = self._spec(
-            read=self._read(
-                batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
-            ),
+        X, spec = self._fit_spec(
+            *(X, batch_size, collate_fn, shuffle, drop_last),
+            *(transform, loader, on_bad_batch, storage_options, label),
             epochs=epochs,
-            shuffle=shuffle,
-            drop_last=drop_last,
             prefetch=prefetch,
             approach=approach,
         )
         if sample_weight is not None:
             spec, y = spec.weighted(), Weighted(y, sample_weight)
         resumed = resume_plan(resume, self.callbacks, storage_options)
-        sources = spec.sources(X, y, validation)
+        sources = spec.sources(X, y, validation, self.classes_)
         model = getattr(self, "model_", None) if resumed is None else None
         if model is None:
             model = starting_model(self.model, self.seed)
@@ -360,12 +375,13 @@ class Trainer:
         self,
         X: Any,
         epochs: int = 1,
-        batch_size: int = 32,
+        batch_size: int | None = None,
         *,
         validation: Any = None,
-        drop_last: bool = False,
+        drop_last: bool | None = None,
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
+        label: Any = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> int:
         """Return how many steps each replica will make in a fit, for schedules.
@@ -386,6 +402,7 @@ class Trainer:
             drop_last: See :meth:`fit`.
             loader: See :meth:`fit`.
             collate_fn: See :meth:`fit`.
+            label: See :meth:`fit`.
             storage_options: See :meth:`fit`.
 
         Raises:
@@ -397,12 +414,10 @@ class Trainer:
             >>> trainer.steps(torch.zeros(100, 2), epochs=3, batch_size=32)
             12
         """
-        spec = self._spec(
-            read=self._read(
-                batch_size, None, loader, collate_fn, "raise", storage_options
-            ),
+        X, spec = self._fit_spec(
+            *(X, batch_size, collate_fn, None, drop_last),
+            *(None, loader, "raise", storage_options, label),
             epochs=epochs,
-            drop_last=drop_last,
         )
         source = source_of(X, None, spec.read, labelled=False)
         with client_or_process(self.client) as client:
@@ -425,10 +440,11 @@ class Trainer:
         *,
         metrics: Any = None,
         sample_weight: Any = None,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         transform: Transform | None = None,
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
+        label: Any = None,
         on_bad_batch: OnBad = "raise",
         storage_options: Mapping[str, Any] | None = None,
     ) -> Evaluation:
@@ -451,10 +467,11 @@ class Trainer:
                 these.
             sample_weight: Weight of each row in loss and accuracy, >= 0, for data in
                 memory; not with metrics, of which those of the trainer are left out.
-            batch_size: Rows per forward pass.
+            batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             transform: See :meth:`fit`.
             loader: For files, see :meth:`fit`.
             collate_fn: For datasets, see :meth:`fit`.
+            label: Column, or key, of `X` that has the labels, see :meth:`fit`.
             on_bad_batch: Treatment of parts that cannot be read, see :meth:`fit`.
             storage_options: fsspec options for paths and URLs, see :meth:`fit`.
 
@@ -468,8 +485,9 @@ class Trainer:
             ModelError: If the model, its outputs or the loss cannot be used.
             OptionError: If another argument cannot be used.
         """
-        read = self._read(
-            batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
+        X, read = self._read(
+            *(X, batch_size, transform, loader, collate_fn, on_bad_batch),
+            *(storage_options, label),
         )
         if metrics is None and sample_weight is None:
             metrics = self.metrics or None
@@ -504,10 +522,11 @@ class Trainer:
         *,
         key: Any = None,
         regularization: bool = False,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         transform: Transform | None = None,
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
+        label: Any = None,
         on_bad_batch: OnBad = "raise",
         storage_options: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -524,10 +543,11 @@ class Trainer:
                 :meth:`predict`; no keys for other data.
             regularization: Add the penalty that weight decay, and the regularisers of
                 a Keras model, stand for: the same number for each example.
-            batch_size: Rows per forward pass.
+            batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             transform: See :meth:`fit`.
             loader: For files, see :meth:`fit`.
             collate_fn: For datasets, see :meth:`fit`.
+            label: Column, or key, of `X` that has the labels, see :meth:`fit`.
             on_bad_batch: Treatment of parts that cannot be read. With ``"skip"`` their
                 scores are NaN if the number of rows is known, else left out.
             storage_options: fsspec options for paths and URLs, see :meth:`fit`.
@@ -542,8 +562,9 @@ class Trainer:
             OptionError: If an option does not apply to the data, or if the optimizer's
                 weight decay, such as AdamW's, is not a term of the loss.
         """
-        read = self._read(
-            batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
+        X, read = self._read(
+            *(X, batch_size, transform, loader, collate_fn, on_bad_batch),
+            *(storage_options, label),
         )
         model = self._trained_model()
         penalty = penalty_of(model, self.optimizer_) if regularization else 0.0
@@ -567,10 +588,11 @@ class Trainer:
         top: int = 50,
         wrong_only: bool = False,
         key: Any = None,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         transform: Transform | None = None,
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
+        label: Any = None,
         on_bad_batch: OnBad = "raise",
         storage_options: Mapping[str, Any] | None = None,
     ) -> WorstExamples:
@@ -584,10 +606,11 @@ class Trainer:
                 one class index per row.
             key: See :meth:`score_examples`. With ``on_bad_batch="skip"``, keys are not
                 detected: pass True for pairs (key, example).
-            batch_size: Rows per forward pass.
+            batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             transform: See :meth:`fit`.
             loader: For files, see :meth:`fit`.
             collate_fn: For datasets, see :meth:`fit`.
+            label: Column, or key, of `X` that has the labels, see :meth:`fit`.
             on_bad_batch: Treatment of parts that cannot be read, see :meth:`fit`.
             storage_options: fsspec options for paths and URLs, see :meth:`fit`.
 
@@ -598,8 +621,9 @@ class Trainer:
         Raises:
             OptionError: If an option does not apply to the data.
         """
-        read = self._read(
-            batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
+        X, read = self._read(
+            *(X, batch_size, transform, loader, collate_fn, on_bad_batch),
+            *(storage_options, label),
         )
         return worst_examples(
             self._trained_model(),
@@ -618,7 +642,7 @@ class Trainer:
         self,
         X: Any,
         *,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         output: str | int | os.PathLike[str] = "same",
         overwrite: bool = False,
         postprocess: Postprocess | None = None,
@@ -626,6 +650,7 @@ class Trainer:
         transform: Transform | None = None,
         loader: Loader | Callable[..., Any] | None = None,
         collate_fn: Callable[..., Any] | None = None,
+        label: Any = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Apply `model_(x)` to every row, on the cluster or in this process.
@@ -634,7 +659,7 @@ class Trainer:
             X: Inputs, of any type that :meth:`fit` takes; labels are ignored. Items of
                 a bag, or of a list of Delayed lists, may be pairs (key, x) and differ
                 in shape.
-            batch_size: Rows per forward pass.
+            batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             output: ``"same"``: return outputs of the same type as `X`. A word such as
                 ``"logits"``, or a whole number: only this output of the model, by name
                 or position. Or a folder, as an fsspec URL or a path with a slash, to
@@ -650,23 +675,25 @@ class Trainer:
             transform: See :meth:`fit`; its y is None.
             loader: For files, see :meth:`fit`.
             collate_fn: For datasets, see :meth:`fit`.
+            label: Column, or key, of `X` to leave out, such as that of the labels.
             storage_options: fsspec options, such as credentials, for `X` and `output`.
 
         Returns:
             The outputs in order: for Dask's collections a lazy collection of the same
-            type, with the same partitions and keys or index; a tensor for tensors; a
-            numpy array for other data. If the model returns tuples or dicts, so does
-            `predict`; but for a `dask.dataframe`, a dict of outputs with one number per
-            row becomes one dataframe with these columns, and a single output with as
-            many columns as `classes_` gets these names. With a folder,
-            :class:`Predictions`.
+            type, with the same partitions and keys or index; a dataframe or series with
+            the same index for pandas; a tensor for tensors; a numpy array for other
+            data. If the model returns tuples or dicts, so does `predict`; but for
+            dataframes, a dict of outputs with one number per row becomes one dataframe
+            with these columns, and a single output with as many columns as `classes_`
+            gets these names. With a folder, :class:`Predictions`.
 
         Raises:
             OptionError: If the outputs would be lazy and there is no cluster to compute
                 them; or if the folder has predictions, without `overwrite`.
         """
-        read = self._read(
-            batch_size, transform, loader, collate_fn, "raise", storage_options
+        X, read = self._read(
+            *(X, batch_size, transform, loader, collate_fn, "raise"),
+            *(storage_options, label),
         )
         return predict_with(
             self._trained_model(),
@@ -830,9 +857,36 @@ class Trainer:
         return objective
 
     def _read(
-        self, batch_size: int, transform: Transform | None, *how: Any
-    ) -> ReadOptions:
-        return ReadOptions(batch_size, compose(transform, self.transform), *how)
+        self, X: Any, size: int | None, transform: Transform | None, *how: Any
+    ) -> tuple[Any, ReadOptions]:
+        transform = compose(transform, self.transform)
+        return ReadOptions.scoring(X, size, transform, *how)
+
+    def _fit_spec(
+        self,
+        X: Any,
+        batch_size: int | None,
+        collate_fn: Callable[..., Any] | None,
+        shuffle: bool | None,
+        drop_last: bool | None,
+        transform: Transform | None,
+        loader: Any,
+        *how: Any,
+        **others: Any,
+    ) -> tuple[Any, FitSpec]:
+        """Return the data, the dataset of a `DataLoader`, and the options of a fit."""
+        given = {
+            "batch_size": batch_size,
+            "collate_fn": collate_fn,
+            "shuffle": shuffle,
+            "drop_last": drop_last,
+        }
+        usual = {"batch_size": 32, "shuffle": True, "drop_last": False}
+        X, own = batch_options(X, given, usual)
+        transform = compose(transform, self.transform)
+        size, collate_fn = own.pop("batch_size"), own.pop("collate_fn")
+        read = ReadOptions(size, transform, loader, collate_fn, *how)
+        return X, self._spec(read=read, **own, **others)
 
     def _spec(self, **fit: Any) -> FitSpec:
         """Check the options of this trainer, and those of one fit."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 from dask._task_spec import GraphNode, Task, TaskRef
-from dask.delayed import Delayed
+from dask.delayed import Delayed, delayed
 from dask.optimization import cull
 from torch import Tensor
 from typing_extensions import override
@@ -29,6 +29,7 @@ from daskdl.data.tables import (
     columns_of,
     is_dask_array,
     is_frame,
+    split_label,
 )
 from daskdl.errors import DataError
 
@@ -401,6 +402,53 @@ def pairs(parts: Any) -> Collections:
     return Collections(tasks, [(key,) for key in keys], _Pairs(is_bag(parts)))
 
 
+def paired(X: Any, y: Any) -> Any:
+    """Make one collection of pairs of two bags, or two lists of Delayed and futures.
+
+    Raises:
+        DataError: If they are not of one kind, or not partitioned alike.
+    """
+    if is_bag(X) and is_bag(y):
+        parts = X.npartitions, y.npartitions
+    elif is_lazy_list(X) and is_lazy_list(y):
+        parts = len(X), len(y)
+    else:
+        kind = "bag" if is_bag(X) else "list of Delayed objects and futures"
+        raise DataError(
+            f"y must be a {kind}, partitioned as X is, got a {type(y).__name__}; or "
+            "let X have pairs (x, y), and leave y out"
+        )
+    if parts[0] != parts[1]:
+        raise DataError(
+            f"X and y must have the same partitions, got {parts[0]} and {parts[1]}; "
+            "take them from one collection, or repartition them"
+        )
+    if is_bag(X):
+        return X.map_partitions(_zipped, y)
+    return [delayed(_both, pure=False)(*one) for one in zip(X, y, strict=True)]
+
+
+def _both(x: Any, y: Any) -> tuple[Any, Any]:
+    return x, y
+
+
+def _zipped(xs: Any, ys: Any) -> list[tuple[Any, Any]]:
+    xs, ys = list(xs), list(ys)
+    if len(xs) != len(ys):
+        raise DataError(
+            "X and y must have the same number of examples in each partition, got "
+            f"{len(xs)} and {len(ys)}"
+        )
+    return list(zip(xs, ys, strict=True))
+
+
+def with_label(X: Any, label: Any) -> Any:
+    """Turn a bag of dicts, or Delayed tables and dicts, into pairs (x, y)."""
+    if is_bag(X):
+        return X.map(split_label, label)
+    return [delayed(split_label, pure=False)(part, label) for part in X]
+
+
 def pair(value: Any) -> tuple[Tree, Tree]:
     """Split a tuple of two into x and y; anything else is x alone.
 
@@ -425,6 +473,14 @@ def stacked(examples: Sequence[Any], name: str) -> Rows:
     """
     if not examples:
         return np.zeros(0), None
+    xs, ys = unzipped(examples, name)
+    return _stacked(xs, "X", name), None if ys is None else _stacked(ys, "y", name)
+
+
+def unzipped(
+    examples: Sequence[Any], name: str
+) -> tuple[Sequence[Tree], Sequence[Tree] | None]:
+    """Return the x and the y of examples, at least one; y may be None for all."""
     xs, ys = zip(*map(pair, examples), strict=True)
     unlabelled = sum(y is None for y in ys)
     if 0 < unlabelled < len(ys):
@@ -432,22 +488,39 @@ def stacked(examples: Sequence[Any], name: str) -> Rows:
             f"the examples of {name} must all be pairs (x, y), or all x alone, got "
             f"{unlabelled} of {len(ys)} without y"
         )
-    return _stacked(xs, "X", name), None if unlabelled else _stacked(ys, "y", name)
+    return list(xs), None if unlabelled else list(ys)
 
 
 def _stacked(examples: Sequence[Tree], argument: str, part: str) -> Tree:
-    def stack(*leaves: Any) -> np.ndarray:
+    try:
+        return _arrays(stack(examples), argument, part)
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(
+            f"the examples of {part} must all have one shape for {argument}: {error}"
+        ) from error
+
+
+def stack(examples: Sequence[Tree]) -> Tree:
+    """Stack the arrays, tensors, numbers and texts of examples.
+
+    Raises:
+        ValueError: If their shapes or structures differ.
+
+    Example:
+        >>> stack([{"a": 1}, {"a": 2}])
+        {'a': array([1, 2])}
+    """
+    if isinstance(examples[0], int | float | str | list | np.generic):
+        return np.asarray(examples)  # faster
+
+    def stacked(*leaves: Any) -> np.ndarray:
         return np.stack(
             [as_numpy(x) if isinstance(x, Tensor) else np.asarray(x) for x in leaves]
         )
 
-    try:
-        together = batching.mapped(stack, *examples)
-    except ValueError as error:
-        raise DataError(
-            f"the examples of {part} must all have one shape for {argument}: {error}"
-        ) from error
-    return _arrays(together, argument, part)
+    return batching.mapped(stacked, *examples)
 
 
 def _arrays(tree: Tree, argument: str, part: str) -> Tree:

@@ -8,15 +8,16 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
+from dask.delayed import Delayed
 from distributed import Client
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from daskdl.config import check_choice, check_count
 from daskdl.data import batching
@@ -26,8 +27,13 @@ from daskdl.data.dask_collections import (
     columns,
     is_bag,
     is_dask_frame,
+    is_future,
     is_lazy_list,
+    paired,
     pairs,
+    stack,
+    unzipped,
+    with_label,
 )
 from daskdl.data.distribute import map_parts
 from daskdl.data.files import files
@@ -40,8 +46,11 @@ from daskdl.data.tables import (
     check_arrays,
     check_columns,
     columns_of,
+    few,
     is_dask_array,
     is_frame,
+    number_labels,
+    split_label,
 )
 from daskdl.data.torch_datasets import (
     Collation,
@@ -49,6 +58,7 @@ from daskdl.data.torch_datasets import (
     MapStyle,
     is_iterable_style,
     is_map_style,
+    loader_options,
 )
 from daskdl.errors import DataError, ModelError, OptionError
 
@@ -69,6 +79,8 @@ class ReadOptions:
         collate_fn: Makes a batch from a list of a dataset's items, or None.
         on_bad_batch: Treatment of parts that cannot be read.
         storage_options: fsspec options for paths and URLs, such as credentials.
+        label: Column of a table, or key of dicts, that has the labels; None: there is
+            none, or the labels are apart.
 
     Raises:
         OptionError: Names the option, its value and the allowed values.
@@ -85,6 +97,7 @@ class ReadOptions:
     collate_fn: Callable[..., Any] | None = None
     on_bad_batch: OnBad = "raise"
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    label: Any = None
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size)
@@ -98,6 +111,40 @@ class ReadOptions:
         if not isinstance(self.storage_options, Mapping | None):
             kind = type(self.storage_options).__name__  # it may hold credentials
             raise OptionError(f"storage_options must be a dict or None, got a {kind}")
+        if isinstance(self.label, list | np.ndarray) or is_frame(self.label):
+            raise OptionError(
+                "label must be the name of one column, got a "
+                f"{type(self.label).__name__}; give several labels, or their values, "
+                "as y"
+            )
+
+    @classmethod
+    def scoring(
+        cls,
+        X: Any,
+        batch_size: int | None,
+        transform: Transform | None,
+        loader: Any,
+        collate_fn: Callable[..., Any] | None,
+        *others: Any,
+    ) -> tuple[Any, Self]:
+        """Return the data, the dataset of a `DataLoader`, and the options to score it.
+
+        Args:
+            X: Inputs, or inputs and labels together.
+            batch_size: None: that of a `DataLoader`, or 64.
+            transform: See the class.
+            loader: See the class.
+            collate_fn: None: that of a `DataLoader`, if any.
+            others: The other attributes.
+
+        Raises:
+            OptionError: If a `DataLoader` has other options, or leaves rows out.
+        """
+        given = {"batch_size": batch_size, "collate_fn": collate_fn}
+        X, own = batch_options(X, given, {"batch_size": 64})
+        how = own["batch_size"], transform, loader, own["collate_fn"]
+        return X, cls(*how, *others)
 
     @property
     def skips(self) -> bool:
@@ -131,6 +178,51 @@ class KeepWeights:
         return x, Weighted(labels, y.weight)
 
 
+def batch_options(
+    X: Any, given: Mapping[str, Any], usual: Mapping[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Take batches as the user's arguments say, else as a `DataLoader` does.
+
+    Args:
+        X: Inputs, or inputs and labels together.
+        given: Arguments by name; None: not given.
+        usual: Defaults by name.
+
+    Returns:
+        The data, the dataset of a loader; and a value for each argument.
+
+    Raises:
+        OptionError: If an argument contradicts the loader.
+
+    Example:
+        >>> loader = DataLoader([1.0, 2.0], batch_size=2)
+        >>> batch_options(loader, {"batch_size": 4}, {})
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: batch_size=4 contradicts the DataLoader, which has \
+batch_size=2: leave it out, or give X.dataset
+    """
+    said: dict[str, Any] = {}
+    if isinstance(X, DataLoader):
+        said = loader_options(X)._asdict()
+        X = said["dataset"]
+        if said["drop_last"] and "drop_last" not in given:
+            raise OptionError(
+                "a DataLoader with drop_last=True leaves rows out, and each row is "
+                "scored: make it without, or give X.dataset"
+            )
+    chosen = {}
+    for name, value in given.items():
+        own = said.get(name)
+        if value is not None and own is not None and value != own:
+            raise OptionError(
+                f"{name}={value!r} contradicts the DataLoader, which has {name}={own!r}"
+                ": leave it out, or give X.dataset"
+            )
+        own = own if value is None else value
+        chosen[name] = usual.get(name) if own is None else own
+    return X, chosen
+
+
 @dataclass(frozen=True)
 class Compose:
     """Two transforms in sequence; picklable."""
@@ -157,6 +249,7 @@ def source_of(
     shuffle_seed: int | None = None,
     labelled: bool = True,
     accumulate: int = 1,
+    classes: Sequence[str] | None = None,
 ) -> Source:
     """Make a source from the user's data.
 
@@ -168,34 +261,37 @@ def source_of(
             parts; None keeps the order.
         labelled: Whether labels are required.
         accumulate: Batches per step; parts of data in memory are whole steps.
+        classes: Names of the classes of labels that are text; None: those found.
 
     Raises:
         DataError: If the data cannot be used, or their type is not supported.
         OptionError: If an option does not apply to the type.
     """
-    if isinstance(X, DataLoader):
-        raise DataError(
-            "X must not be a DataLoader, whose batches are of one process; give its "
-            "dataset, X.dataset, and its batch_size, shuffle and collate_fn"
-        )
+    X, y, read = unified(X, y, read)
+    y, names = number_labels(y, "y", classes)
+    if isinstance(X, list) and read.collate_fn is not None and not is_lazy_list(X):
+        X, y = Items(X, y), None
     paths, dataset = are_paths(X), is_map_style(X) or is_iterable_style(X)
     lazy = is_bag(X) or is_lazy_list(X)
-    if y is not None and (paths or dataset or lazy or isinstance(X, Source)):
+    if y is not None and (paths or dataset or isinstance(X, Source)):
         shown = f"a {type(X).__name__}, which brings its labels"
         if paths:
             shown = f"paths or URLs of files, which bring their labels; {TEXT}"
         raise DataError(f"y must not be given with {shown}")
     if not dataset and read.collate_fn is not None:
-        raise OptionError("collate_fn is for a torch Dataset, got other data")
+        raise OptionError("collate_fn is for lists and torch Datasets, got other data")
     if not paths and read.loader is not None:
         raise OptionError("loader is for paths and URLs, got other data")
     if isinstance(X, Source):
         return X
+    source: Source
     if dataset:
-        collation = Collation(read.collate_fn, read.batch_size, labelled)
+        collation = Collation(read.collate_fn, read.batch_size, labelled, read.label)
         if is_iterable_style(X):
             return IterableStyle(X, collation)
-        return MapStyle(X, collation, shuffle_seed)
+        source = MapStyle(X, collation, shuffle_seed, classes)
+        source.classes = names or source.classes
+        return source
     if paths:
         return files(X, read.loader, storage_options=read.storage_options)
     if lazy:
@@ -203,7 +299,112 @@ def source_of(
     leaves = batching.named_both((X, y)).values()
     if any(is_dask_array(leaf) or is_dask_frame(leaf) for leaf in leaves):
         return columns(X, y)
-    return _in_memory(X, y, read.batch_size * accumulate, shuffle_seed)
+    source = _in_memory(X, y, read.batch_size * accumulate, shuffle_seed)
+    source.classes = names or source.classes
+    return source
+
+
+def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
+    """Bring the forms in which people have data to those that sources are made of.
+
+    A `DataLoader` becomes its dataset; a Delayed object a list of one; two bags, or
+    lists of Delayed, one of pairs; labels that are a column of X become y; and lists of
+    examples arrays, unless there is a collate function. Other data are returned
+    unchanged, and so are results of this function.
+
+    Raises:
+        DataError: If the labels are not as the user says, or examples differ in shape.
+        OptionError: If an option does not apply to the data.
+    """
+    if isinstance(X, DataLoader):  # of validation, or of a pass over all rows
+        own: dict[str, Any] = {"batch_size": None, "collate_fn": None}
+        X, own = batch_options(X, own, {"collate_fn": read.collate_fn})
+        read = replace(read, **own)
+    if isinstance(X, Delayed) or is_future(X):
+        X, y = [X], y if y is None else [y]
+    if isinstance(X, Mapping) and any(is_map_style(one) for one in X.values()):
+        raise DataError(
+            f"X is a {type(X).__name__} with the datasets {few(list(X))}; give one of "
+            f"them, X[{next(iter(X))!r}], and others as validation"
+        )
+    lazy = is_bag(X) or is_lazy_list(X)
+    if lazy and y is not None:
+        X, y = paired(X, y), None
+    if read.label is not None:
+        X, y, read = _label_apart(X, y, read)
+    y = _stacked(y, "y")
+    if lazy or are_paths(X):
+        return X, y, read
+    if not isinstance(X, list):
+        return _stacked(X, "X"), y, read
+    if y is not None and batching.is_leaf(y) and len(X) != len(y):
+        raise DataError(
+            f"X and y must have the same length, got {len(X)} and {len(y)}; a list has "
+            "an item for each example, and several inputs are a tuple, tuple(X)"
+        )
+    if read.collate_fn is None and y is None and X:
+        X, y = unzipped(X, "X")
+        y = _stacked(y, "y")
+    return X if read.collate_fn else _stacked(X, "X"), y, read
+
+
+def _label_apart(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
+    """Split X into inputs and labels; items of datasets are split when collated."""
+    label = read.label
+    if y is not None:
+        raise OptionError(f"label={label!r} and y both give labels; leave one out")
+    if are_paths(X) or isinstance(X, Source):
+        raise OptionError(
+            f"label={label!r} is for tables, dicts and datasets; for files give "
+            f"loader=daskdl.data.Csv(label={label!r}), or Parquet, Npz, ..."
+        )
+    if is_map_style(X) or is_iterable_style(X):
+        return X, y, read
+    if is_bag(X) or is_lazy_list(X):
+        X = with_label(X, label)
+    elif not isinstance(X, list):
+        X, y = split_label(X, label)
+    elif read.collate_fn is not None:
+        return X, y, read
+    else:
+        X = [split_label(item, label) for item in X]
+    return X, y, replace(read, label=None)
+
+
+def _stacked(tree: Tree, name: str) -> Tree:
+    """Make arrays of the lists of examples in a tree."""
+
+    def array(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, list) or is_lazy_list(leaf):
+            return leaf
+        if not leaf:
+            raise DataError(f"{name} must not be empty, got an empty list")
+        try:
+            return stack(leaf)
+        except ValueError as error:
+            raise DataError(
+                f"the items of {name} must all have one shape: {error}; pad them to "
+                "one, or give a collate_fn; several inputs are a tuple, tuple(X)"
+            ) from error
+
+    if batching.is_leaf(tree) and not isinstance(tree, list):
+        return tree
+    return batching.filled(tree, [array(*one) for one in batching.named(tree, name)])
+
+
+class Items(Dataset[Any]):
+    """A list of examples for a collate function, with or without labels apart."""
+
+    def __init__(self, X: Sequence[Any], y: Any) -> None:
+        self._x, self._y = X, y
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> Any:
+        if self._y is None:
+            return self._x[index]
+        return self._x[index], batching.rows(self._y, index)
 
 
 def _in_memory(X: Tree, y: Tree, step_rows: int, shuffle_seed: int | None) -> Source:

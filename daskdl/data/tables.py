@@ -6,7 +6,7 @@ other code has imported them.
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -25,7 +25,6 @@ TEXT = "text must be numbers first, as a tokenizer makes them"
 
 _ROW_EACH = "give an array with one row for each example"
 _CONVERTED = "convert it with numpy.asarray({X})"
-_INPUTS = "; several inputs are a tuple, tuple({X})"
 
 
 def _is(*kinds: Any) -> Callable[[Any], bool]:
@@ -40,7 +39,7 @@ def _has(name: str) -> Callable[[Any], bool]:
 _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda x: type(x).__module__ in ("dask.delayed", "distributed.client"),
-        "put it into a list, [{X}]",
+        "Delayed objects and futures are of whole rows (x, y): give them as X",
     ),
     (_is(type), _ROW_EACH),
     (_has("to_dask_array"), "convert it with {X}.to_dask_array(lengths=True)"),
@@ -56,6 +55,7 @@ _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         _is(Dataset, DataLoader),
         "a dataset has inputs and labels together: give it as X, without y",
     ),
+    (_is(list), _CONVERTED),
     (_has("__array__"), _CONVERTED),
     (_is(memoryview, range), _CONVERTED),
     (
@@ -69,34 +69,8 @@ _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 def _remedy_for(value: Any, argument: str) -> str:
     """How to turn an object into an array."""
-    if isinstance(value, list):
-        remedy = _remedy_for_list(value, argument)
-    else:
-        remedy = next((then for holds, then in _REMEDIES if holds(value)), _ROW_EACH)
+    remedy = next((then for holds, then in _REMEDIES if holds(value)), _ROW_EACH)
     return remedy.replace("{X}", _variable(argument))
-
-
-def _remedy_for_list(value: list[Any], argument: str) -> str:
-    first = value[0] if value else None
-    if isinstance(first, tuple):
-        return (
-            "examples by themselves are a torch Dataset or a bag, "
-            "dask.bag.from_sequence({X})"
-        )
-    if isinstance(first, Tensor) or getattr(first, "ndim", 0) > 0:
-        if len({getattr(item, "shape", None) for item in value}) > 1:
-            return (
-                "its arrays have different shapes: pad them to one, then make one "
-                f"array with numpy.stack{_INPUTS}"
-            )
-        if isinstance(first, Tensor):
-            return f"make one tensor of it, torch.stack({{X}}){_INPUTS}"
-        return f"make one array of it, numpy.stack({{X}}){_INPUTS}"
-    try:
-        made = np.asarray(value)
-    except ValueError:
-        return "its items have different lengths: pad them to one length"
-    return _remedy_for_text(argument) if made.dtype.kind in "US" else _CONVERTED
 
 
 def _remedy_for_dtype(array: Any, argument: str) -> str:
@@ -109,6 +83,11 @@ def _remedy_for_dtype(array: Any, argument: str) -> str:
         remedy = "convert it, for example with {X}.to(torch.float32)"
     elif array.dtype.kind in "UST" or isinstance(first, str | bytes):
         remedy = _remedy_for_text(argument)
+        if is_dask_array(array) and argument.startswith("y"):
+            remedy = (
+                "number the classes, {X}.map_blocks(lambda block: "
+                "numpy.searchsorted(names, block), dtype='int64') with sorted names"
+            )
     elif isinstance(first, np.ndarray | Tensor | list | tuple):
         remedy = "pad its arrays to one shape, then numpy.stack({X})"
     return remedy.replace("{X}", _variable(argument))
@@ -527,8 +506,8 @@ def _refusal(dtype: Any, words: str, code: str, label: bool) -> str | None:
     if dtype.type is str:
         held, categories = "strings", f"{code}.astype('category')"
         remedy = f"encode them as numbers, for example with {categories}.cat.codes"
-        if label:
-            remedy = f"make them categories, for example with {categories}"
+        if label:  # of a dask.dataframe: others are numbered
+            remedy = f"make them categories, with {categories}.cat.as_known()"
     elif types.is_datetime64_any_dtype(dtype) or str(dtype).startswith("period"):
         held = "dates"
         remedy = (
@@ -539,6 +518,98 @@ def _refusal(dtype: Any, words: str, code: str, label: bool) -> str | None:
         held = "durations"
         remedy = f"turn them into numbers with {code}.dt.total_seconds()"
     return f"{words} holds {held} ({dtype}); {remedy}"
+
+
+def split_label(value: Any, label: Any) -> tuple[Any, Any]:
+    """Separate the inputs of a table or a dict from its labels.
+
+    Args:
+        value: A pandas or ``dask.dataframe``, a pyarrow table, or a mapping.
+        label: The column, or the key, of the labels.
+
+    Example:
+        >>> split_label({"age": [31], "price": [7.5]}, "price")
+        ({'age': [31]}, [7.5])
+    """
+    arrow = type(value).__module__.startswith("pyarrow")
+    if isinstance(value, Mapping):
+        names = list(value)
+    elif arrow:
+        names = value.schema.names
+    elif getattr(value, "ndim", 0) == 2 and hasattr(value, "columns"):
+        names = list(value.columns)
+    else:
+        raise DataError(
+            f"label={label!r} names a column of a table or a key of dicts, got a "
+            f"{_type_name(value)}; give the labels as y"
+        )
+    others = [name for name in names if name != label]
+    if not others or len(others) == len(names):
+        where = "a column of X beside others" if label in names else "a column of X"
+        raise DataError(f"label={label!r} must be {where}, which has {few(names)}")
+    if isinstance(value, Mapping):
+        return {name: value[name] for name in others}, value[label]
+    if arrow:
+        return value.select(others), value.column(label)
+    return value[others], value[label]
+
+
+def number_labels(
+    y: Any, argument: str, classes: Sequence[str] | None = None
+) -> tuple[Any, Sequence[str] | None]:
+    """Replace labels that are text by the numbers of their classes.
+
+    Args:
+        y: Labels of any kind; only arrays and columns of text are changed.
+        argument: Their name in the user's call.
+        classes: Names of the classes 0, 1, ...; None: the labels found, sorted.
+
+    Returns:
+        Class numbers, int64, and the names; or `y` and None.
+
+    Raises:
+        DataError: If a label is missing, or not among `classes`.
+
+    Example:
+        >>> number_labels(np.array(["dog", "cat", "dog"]), "y")
+        (array([1, 0, 1]), ('cat', 'dog'))
+    """
+    texts = _texts(y, argument)
+    if texts is None:
+        return y, None
+    names, places = np.unique(texts, return_inverse=True)
+    found = tuple(map(str, names))
+    if classes is None:
+        return places, found
+    number = {name: i for i, name in enumerate(classes)}
+    unknown = [name for name in found if name not in number]
+    if unknown:
+        raise DataError(
+            f"{argument} has labels that are none of the classes, {few(classes)}: "
+            f"{few(unknown)}; leave such rows out, or train a new Trainer on them"
+        )
+    return np.array([number[name] for name in found])[places], tuple(classes)
+
+
+def _texts(y: Any, argument: str) -> np.ndarray | None:
+    """Labels as an array of str; None if they are not text."""
+    if is_frame(y):
+        y = _as_pandas(y)
+        if y.ndim > 1 or not (y.dtype == object or y.dtype.type is str):
+            return None
+        if y.isna().any():
+            raise DataError(
+                f"{argument} has {int(y.isna().sum())} missing labels; drop the rows"
+            )
+        y = y.to_numpy(dtype=object)
+    if not isinstance(y, np.ndarray):
+        return None
+    if y.dtype.kind == "S":
+        return np.char.decode(y, "utf-8")
+    objects = y.dtype.kind == "O" and y.size > 0
+    if y.dtype.kind in "UT" or (objects and all(isinstance(n, str) for n in y.flat)):
+        return np.array(y.tolist(), str)
+    return None
 
 
 def columns_of(

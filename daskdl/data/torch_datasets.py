@@ -1,4 +1,4 @@
-"""Datasets of torch, and streams, as sources.
+"""Datasets of torch and of Hugging Face, and streams, as sources.
 
 A part of a map-style dataset is a range of items; of an iterable one, the items that
 one worker of a ``DataLoader`` would see. Random transforms of items use the process's
@@ -9,32 +9,49 @@ import contextlib
 import copy
 import functools
 import itertools
+import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from dask.utils import SerializableLock
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 from torch.utils.data._utils import worker
-from torch.utils.data._utils.collate import collate, default_collate_fn_map
+from torch.utils.data._utils.collate import (
+    collate,
+    default_collate,
+    default_collate_fn_map,
+)
 from typing_extensions import override
 
 from daskdl.config import check_whole
 from daskdl.data import batching
 from daskdl.data.batching import Rows, Tree
 from daskdl.data.source import SHOWN_ROWS, Source
-from daskdl.data.tables import as_numpy, check_array
+from daskdl.data.tables import as_numpy, check_array, number_labels, split_label
 from daskdl.errors import DataError, OptionError
 
-PAIR = (
-    "for several inputs ((x1, x2), y), or use a collate_fn that returns (x, y); a "
-    "model that returns its own loss needs none: Trainer(loss=None)"
+PAIR = "for several inputs ((x1, x2), y), or use a collate_fn that returns (x, y)"
+LABEL = (
+    "say which key has the labels, label=...; a model that returns its own loss needs "
+    "none: Trainer(loss=None)"
 )
 
 
@@ -51,6 +68,7 @@ class Collation:
         batch_size: Number of items that the user's function gets.
         labelled: Whether items must be pairs (x, y). If not, any other item is x
             alone.
+        label: Key of the labels, if collated items are dicts; None: they are pairs.
 
     Example:
         >>> Collation().rows([([1.0, 2.0], 0), ([3.0, 4.0], 1)])
@@ -60,6 +78,7 @@ class Collation:
     function: Callable[[list[Any]], Any] | None = None
     batch_size: int = 1
     labelled: bool = True
+    label: Any = None
 
     def rows(self, items: list[Any]) -> Rows:
         """Collate items, at least one."""
@@ -77,11 +96,14 @@ class Collation:
 
     def pair(self, batch: Any) -> Rows:
         """Split collated items into x and y, as trees of numpy arrays."""
+        if self.label is not None:
+            batch = split_label(batch, self.label)
         if isinstance(batch, tuple | list) and len(batch) == 2:
             return _tree(batch[0], "x"), _tree(batch[1], "y")
         if self.labelled:
+            remedy = LABEL if isinstance(batch, Mapping) else PAIR
             raise DataError(
-                f"a dataset must give pairs (x, y), got {_outline(batch)}; {PAIR}"
+                f"a dataset must give pairs (x, y), got {_outline(batch)}; {remedy}"
             )
         if isinstance(batch, tuple | list) and len(batch) == 1:
             batch = batch[0]  # of a TensorDataset with one tensor
@@ -113,6 +135,12 @@ def _tree(value: Any, name: str) -> Tree:
     if isinstance(value, Tensor | np.ndarray):
         check_array(value, name)
         return as_numpy(value)
+    if isinstance(value, tuple | list) and value and isinstance(value[0], str):
+        remedy = "number the classes" if name.startswith("y") else "make numbers of it"
+        raise DataError(
+            f"{name} of a dataset's items is text, such as {str(value[0])!r}; {remedy} "
+            "in the dataset"
+        )
     if not isinstance(value, Mapping | tuple | list) or not value:
         raise DataError(
             f"{name} of a dataset's items must be made of tensors, arrays and numbers "
@@ -394,6 +422,8 @@ class MapStyle(Source):
             items of one call.
         shuffle_seed: Seed of the order in which items are dealt to parts, once for all
             epochs; None keeps the order.
+        classes: Names of the classes, if a column of text has the labels; None: the
+            labels found, sorted.
 
     Raises:
         DataError: If the dataset is empty or has no length, or its first items cannot
@@ -408,7 +438,14 @@ class MapStyle(Source):
         dataset: Any,
         collation: Collation = Collation(),
         shuffle_seed: int | None = None,
+        classes: Sequence[str] | None = None,
     ) -> None:
+        # Columns are read together; with a function of the user, items are his.
+        self._arrow = is_arrow(dataset) and collation.function is None
+        self._arrow &= not (self._arrow and dataset.format["type"] == "custom")
+        if self._arrow:
+            self.classes = _class_names(dataset, collation.label, classes)
+            dataset = dataset.with_format("numpy", dataset.format["columns"])
         self._dataset = dataset
         self._collation = collation
         self._seed = shuffle_seed
@@ -462,6 +499,10 @@ class MapStyle(Source):
             tensors = _tensors_of(self._dataset, indices)
             if tensors is not None:
                 return self._collation.pair(tensors)
+        if self._arrow:
+            with self._lock:
+                columns = self._dataset[list(indices)]
+            return self._of_columns(columns)
         with self._lock:
             if getattr(self._dataset, "__getitems__", None):  # as a `DataLoader` does
                 items = list(self._dataset.__getitems__(list(indices)))
@@ -469,11 +510,50 @@ class MapStyle(Source):
                 items = [self._dataset[index] for index in indices]
         return self._collation.rows(items)
 
+    def _of_columns(self, columns: dict[str, np.ndarray]) -> Rows:
+        label = self._collation.label
+        if label in columns and columns[label].dtype.kind in "OUT":
+            columns[label], _ = number_labels(columns[label], label, self.classes)
+        for name, column in columns.items():
+            kind = column.dtype.kind if isinstance(column, np.ndarray) else "V"
+            if kind == "O" and isinstance(column[0], np.ndarray):
+                raise DataError(
+                    f"rows of the column {name!r} of X differ in length: pad them, or "
+                    "give a collate_fn that does, as DataCollatorWithPadding"
+                )
+            if kind not in "biuf":
+                held = f"such as {str(column[0])!r}" if kind != "V" else "a structure"
+                raise DataError(
+                    f"column {name!r} of X holds no numbers, but {held}: make numbers "
+                    f"of it, or leave it out, X.remove_columns({name!r})"
+                )
+        return self._collation.pair(columns)
+
+
+def is_arrow(value: Any) -> bool:
+    """Whether a value is a ``datasets.Dataset`` of Hugging Face."""
+    module = sys.modules.get("datasets.arrow_dataset")
+    return module is not None and isinstance(value, module.Dataset)
+
+
+def _class_names(
+    dataset: Any, label: Any, classes: Sequence[str] | None
+) -> Sequence[str] | None:
+    """Names of the classes in a column; None if it has numbers without names."""
+    feature = dataset.features.get(label)
+    names: Sequence[str] | None = getattr(feature, "names", None)
+    if names is None and str(getattr(feature, "dtype", "")).endswith("string"):
+        if classes is not None:
+            return classes
+        found = dataset.unique(label)
+        if None in found:
+            raise DataError(f"column {label!r} of X has missing labels; drop the rows")
+        names = sorted(found)
+    return names
+
 
 def is_map_style(value: Any) -> bool:
     """Whether a value is a torch dataset with indices, or has ``__getitems__``.
-
-    A list of dicts is a dataset of such items.
 
     Example:
         >>> is_map_style([1, 2]), is_map_style(TensorDataset(Tensor([1.0])))
@@ -481,8 +561,6 @@ def is_map_style(value: Any) -> bool:
     """
     if isinstance(value, IterableDataset):
         return False
-    if isinstance(value, list):
-        return bool(value) and isinstance(value[0], Mapping)
     return isinstance(value, Dataset) or hasattr(value, "__getitems__")
 
 
@@ -496,3 +574,87 @@ def _tensors_of(dataset: Any, indices: Sequence[int]) -> tuple[Tensor, ...] | No
     if isinstance(indices, range):
         return tuple(tensor[indices.start : indices.stop] for tensor in dataset.tensors)
     return tuple(tensor[indices] for tensor in dataset.tensors)
+
+
+class LoaderOptions(NamedTuple):
+    """Data and batches of a `DataLoader`; None: nothing is said."""
+
+    dataset: Any
+    batch_size: int
+    collate_fn: Callable[..., Any] | None  # None: torch's default
+    shuffle: bool | None
+    drop_last: bool
+
+
+def loader_options(loader: "DataLoader[Any]") -> LoaderOptions:
+    """Take a `DataLoader` apart; its processes and pinned memory are left out.
+
+    Raises:
+        DataError: Names what cannot be distributed, and what to use instead.
+    """
+    batches = loader.batch_sampler
+    kind, sampler = type(batches).__name__, getattr(batches, "sampler", None)
+    for what, found, remedy in (
+        (
+            f"__iter__ of {type(loader).__name__}, a subclass,",
+            type(loader).__iter__ is not DataLoader.__iter__,
+            "give a torch Dataset, or a daskdl.data.Stream",
+        ),
+        (
+            "worker_init_fn",
+            loader.worker_init_fn is not None,
+            "let the dataset prepare what its items need",
+        ),
+        (
+            "batch_size=None",
+            batches is None,
+            "let each item be one example, and give a batch_size",
+        ),
+        (
+            f"batch_sampler, a {kind},",
+            type(batches) is not BatchSampler,
+            "give a batch_size, and shuffle=True or False",
+        ),
+        (
+            "generator",
+            (loader.generator or getattr(sampler, "generator", None)) is not None,
+            "leave it out: the order follows from Trainer(seed=...)",
+        ),
+    ):
+        if found:
+            raise DataError(f"{what} of a DataLoader cannot be distributed; {remedy}")
+    assert isinstance(batches, BatchSampler)
+    dataset, shuffle = _sampled(loader.dataset, batches.sampler)
+    own = loader.collate_fn
+    collate_fn = None if own is default_collate else own
+    return LoaderOptions(
+        dataset, batches.batch_size, collate_fn, shuffle, batches.drop_last
+    )
+
+
+def _sampled(dataset: Any, sampler: Any) -> tuple[Any, bool | None]:
+    """The items that a sampler takes, and whether in random order."""
+    if is_iterable_style(dataset):
+        return dataset, None
+    if not is_map_style(dataset):
+        dataset = Subset(dataset, range(len(dataset)))  # a list, or an own class
+    kind = type(sampler)
+    if kind is SequentialSampler:
+        return dataset, False
+    whole = kind is RandomSampler and not sampler.replacement
+    if whole and sampler.num_samples == len(dataset):
+        return dataset, True
+    chosen = sampler.indices if kind is SubsetRandomSampler else sampler
+    if isinstance(chosen, list | tuple | range | np.ndarray | Tensor):
+        items = [int(i) for i in chosen]
+        own = dataset.select(items) if is_arrow(dataset) else Subset(dataset, items)
+        return own, kind is SubsetRandomSampler
+    remedy = (
+        "give the items that it chooses, torch.utils.data.Subset(X.dataset, "
+        "list(X.sampler))"
+    )
+    if isinstance(sampler, DistributedSampler):
+        remedy = "leave it out: replicas share the items, and shuffle=True mixes them"
+    raise DataError(
+        f"sampler, a {kind.__name__}, of a DataLoader cannot be distributed; {remedy}"
+    )

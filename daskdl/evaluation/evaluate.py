@@ -73,10 +73,11 @@ def evaluate(
     metrics: Any = None,
     sample_weight: Any = None,
     client: Client | Literal[False] | None = None,
-    batch_size: int = 64,
+    batch_size: int | None = None,
     transform: Transform | None = None,
     loader: Loader | Callable[..., Any] | None = None,
     collate_fn: Callable[..., Any] | None = None,
+    label: Any = None,
     on_bad_batch: OnBad = "raise",
     storage_options: Mapping[str, Any] | None = None,
 ) -> Evaluation:
@@ -92,10 +93,11 @@ def evaluate(
         sample_weight: See :meth:`Trainer.evaluate`.
         client: A synchronous `distributed.Client`; None: the default client, else a
             temporary `LocalCluster`; False: this process.
-        batch_size: Rows per forward pass.
+        batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
         transform: Applied to each batch, see :class:`Trainer`.
         loader: For files, see :meth:`Trainer.fit`.
         collate_fn: For datasets, see :meth:`Trainer.fit`.
+        label: Column, or key, of `X` that has the labels, see :meth:`Trainer.fit`.
         on_bad_batch: Treatment of unreadable parts, see :meth:`Trainer.fit`.
         storage_options: fsspec options for paths and URLs, see :meth:`Trainer.fit`.
 
@@ -114,8 +116,9 @@ def evaluate(
         >>> evaluate(nn.Identity(), rows, labels, client=False)
         {'accuracy': 1.0}
     """
-    read = ReadOptions(
-        batch_size, transform, loader, collate_fn, on_bad_batch, storage_options
+    X, read = ReadOptions.scoring(
+        *(X, batch_size, transform, loader, collate_fn, on_bad_batch),
+        *(storage_options, label),
     )
     return evaluate_model(
         model,
@@ -149,7 +152,7 @@ def evaluate_model(
     checks.check_module(model)
     if objective is not None:
         checks.check_loss(objective)
-    source = weighted_source(X, y, read, labelled=labelled)
+    source = weighted_source(X, y, read, labelled=labelled, classes=classes)
     checks.check_same_classes(source, classes)
     with client_or_process(client) as found:
         if source.first is None:

@@ -30,7 +30,7 @@ from daskdl.data import source as sources
 from daskdl.data.batching import Batch, Rows, Transform, Tree
 from daskdl.data.checks import LabelCheck
 from daskdl.data.dask_collections import Collections
-from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
+from daskdl.data.inputs import ReadOptions, infer_metadata, source_of, unified
 from daskdl.data.source import SHOWN_ROWS, Source, rows_of_part
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
 from daskdl.errors import DataError, ModelError, OptionError
@@ -73,6 +73,7 @@ def score_examples(
         ... )
         array([1., 9.])
     """
+    X, y, read = unified(X, y, read)
     X, keys = keys_apart(X, key)
     if dask_collections.is_lazy(X):
         check_outlives(client)
@@ -117,6 +118,7 @@ def worst_examples(
 ) -> "WorstExamples":
     """Find the examples with the largest losses, see :meth:`daskdl.Trainer.errors`."""
     check_count("top", top)
+    X, y, read = unified(X, y, read)
     X, keys = keys_apart(X, key)
     keyed = key if isinstance(key, bool) else None
     with client_or_process(client) as found:
@@ -163,7 +165,8 @@ def _source(
     """Return a source with rows for a dry run; `Examples` for bags and lists."""
     checks.check_module(model)
     checks.check_loss(objective)
-    source = source_of(X, y, read, labelled=not isinstance(objective, OwnStep))
+    labelled = not isinstance(objective, OwnStep)
+    source = source_of(X, y, read, labelled=labelled, classes=classes)
     checks.check_same_classes(source, classes)
     if dask_collections.is_bag(X) or dask_collections.is_lazy_list(X):
         source = Examples(X, keyed)

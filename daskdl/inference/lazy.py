@@ -34,6 +34,7 @@ from daskdl.serialization import Packed
 
 # Maps blocks of rows to the outputs of all blocks, numpy arrays with a row for each.
 Ask = Callable[[Iterator[Rows]], Tree]
+Columns = tuple[Any, ...] | None  # names of a dataframe's columns
 S = TypeVar("S", bound=Source)
 
 
@@ -385,20 +386,12 @@ def collection_of_tables(
 ) -> Tree:
     """Return a tree of dataframes and series with the index and divisions of another.
 
-    A dict of outputs with one number per row is one dataframe with these columns. Other
-    outputs are a table each: a series if there is one number per row.
+    See `tables_of`.
     """
-    leaves = batching.leaves(empty)
-    for leaf in leaves:
-        if leaf.ndim > 2:
-            raise ModelError(
-                f"model gives the shape {leaf.shape[1:]} for each row, which does not "
-                "fit into a dask.dataframe; use X.to_dask_array(lengths=True), or give "
-                "a postprocess that returns fewer numbers"
-            )
-    partitions = frame.to_delayed()
+    check_tabular(empty, "dask.dataframe; use X.to_dask_array(lengths=True)")
+    leaves, partitions = batching.leaves(empty), frame.to_delayed()
 
-    def made(outputs: Sequence[int], columns: tuple[Any, ...] | None = None) -> Any:
+    def made(outputs: Sequence[int], columns: Columns) -> Any:
         import dask.dataframe
 
         table = functools.partial(_table, outputs, columns)
@@ -411,19 +404,49 @@ def collection_of_tables(
             verify_meta=False,
         )
 
-    if isinstance(empty, dict) and all(
-        isinstance(leaf, np.ndarray) and leaf.ndim == 1 for leaf in empty.values()
+    return tables_of(empty, names, made)
+
+
+def pandas_of(outputs: Tree, frame: Any, names: Sequence[Any] | None) -> Tree:
+    """Return outputs as dataframes and series with the index of another."""
+    leaves = batching.leaves(outputs)
+    return tables_of(outputs, names, lambda own, cols: _table(own, cols, leaves, frame))
+
+
+def check_tabular(outputs: Tree, kind: str) -> None:
+    """Refuse outputs with more than two axes; `kind` says what would hold them."""
+    for leaf in batching.leaves(outputs):
+        if leaf.ndim > 2:
+            raise ModelError(
+                f"model gives the shape {leaf.shape[1:]} for each row, which does not "
+                f"fit into a {kind}, or give a postprocess that returns fewer numbers"
+            )
+
+
+def tables_of(
+    outputs: Tree,
+    names: Sequence[Any] | None,
+    table: Callable[[Sequence[int], Columns], Any],
+) -> Tree:
+    """Return a tree of tables, which are made from the numbers of their outputs.
+
+    A dict of outputs with one number per row is one dataframe with these columns. Other
+    outputs are a table each: a series if there is one number per row.
+    """
+    count = len(batching.leaves(outputs))
+    if isinstance(outputs, dict) and all(
+        isinstance(leaf, np.ndarray) and leaf.ndim == 1 for leaf in outputs.values()
     ):
-        return made(range(len(leaves)), tuple(empty))
-    if isinstance(empty, np.ndarray):
-        fit = names is not None and empty.shape[1:] == (len(names),)
-        return made([0], tuple(names or ()) if fit else None)
-    return batching.filled(empty, [made([i]) for i in range(len(leaves))])
+        return table(range(count), tuple(outputs))
+    if isinstance(outputs, np.ndarray):
+        fit = names is not None and outputs.shape[1:] == (len(names),)
+        return table([0], tuple(names or ()) if fit else None)
+    return batching.filled(outputs, [table([i], None) for i in range(count)])
 
 
 def _table(
     outputs: Sequence[int],
-    columns: tuple[Any, ...] | None,
+    columns: Columns,
     leaves: Sequence[np.ndarray],
     like: Any,
 ) -> Any:

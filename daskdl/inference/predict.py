@@ -10,24 +10,33 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from dask.delayed import Delayed
 from distributed import Client
 from torch import Tensor, nn
 
 from daskdl.config import is_whole
 from daskdl.data import batching, checks
 from daskdl.data.batching import Rows, Transform, Tree
-from daskdl.data.dask_collections import Collections, is_bag, is_lazy, is_lazy_list
+from daskdl.data.dask_collections import (
+    Collections,
+    is_bag,
+    is_future,
+    is_lazy,
+    is_lazy_list,
+)
 from daskdl.data.distribute import map_parts, workers_of
-from daskdl.data.inputs import ReadOptions, source_of
+from daskdl.data.inputs import ReadOptions, source_of, unified
 from daskdl.data.source import Source, rows_of_part
 from daskdl.data.storage import is_url, store_of
-from daskdl.data.tables import InMemory, as_numpy
+from daskdl.data.tables import InMemory, as_numpy, is_frame
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import ModelError, OptionError
 from daskdl.inference.lazy import (
     Examples,
+    check_tabular,
     error_context,
     lazy_outputs,
+    pandas_of,
     with_first_rows,
 )
 from daskdl.inference.predictions import write_predictions
@@ -69,6 +78,8 @@ def predict(
         array([[1.],
                [2.]], dtype=float32)
     """
+    single = isinstance(X, Delayed) or is_future(X)
+    X, _, read = unified(X, None, read)
     _check_options(X, output, postprocess, keyed)
     checks.check_module(model)
     folder: Any = output if _is_folder(output) else None
@@ -98,12 +109,19 @@ def predict(
                 *(X, source, ask, empty, store, found), names=names, overwrite=overwrite
             )
         if isinstance(source, Collections) and is_lazy(X):
-            return lazy_outputs(X, source, predictor.outputs, empty, found, names=names)
+            ask = predictor.outputs
+            lazy = lazy_outputs(X, source, ask, empty, found, names=names)
+            return lazy[0] if single else lazy
+        pandas = is_frame(X) and hasattr(X, "iloc")
+        if pandas:
+            check_tabular(empty, "pandas.DataFrame; use X.to_numpy()")
         if found is not False and isinstance(source, InMemory):
             threads = sum(found.nthreads().values())
             source = source.in_parts(PARTS_PER_THREAD * threads)
         parts = dict(map_parts(source, predictor, found, send=True))
     outputs = batching.joined([parts[part] for part in sorted(parts)])
+    if pandas:
+        return pandas_of(outputs, X, names)
     if not all(isinstance(leaf, Tensor) for leaf in batching.leaves(X)):
         return outputs
     return batching.mapped(

@@ -39,8 +39,15 @@ from daskdl.data.checks import (
     trainable,
 )
 from daskdl.data.dask_collections import pair
-from daskdl.data.inputs import Approach, ReadOptions, split_rows, weighted_source
+from daskdl.data.inputs import (
+    Approach,
+    ReadOptions,
+    split_rows,
+    unified,
+    weighted_source,
+)
 from daskdl.data.source import Source
+from daskdl.data.tables import number_labels
 from daskdl.errors import OptionError, shown
 from daskdl.keras.module import as_module
 from daskdl.objective import Objective, OwnStep
@@ -334,8 +341,16 @@ class FitSpec:
             **{n: _named(value) for n, value in own.items() if n != "optimizer"},
         }
 
-    def sources(self, X: Any, y: Any, validation: Any) -> dict[str, Source]:
+    def sources(
+        self, X: Any, y: Any, validation: Any, classes: Sequence[str] | None = None
+    ) -> dict[str, Source]:
         """Make sources from the user's data, without any worker.
+
+        Args:
+            X: Inputs, or inputs and labels together.
+            y: Labels, or None.
+            validation: A pair (X, y), data that include labels, or None.
+            classes: Names of the classes that the model was trained with, or None.
 
         Returns:
             Sources by phase: ``"train"`` and, with validation data, ``"validation"``.
@@ -346,26 +361,37 @@ class FitSpec:
             validates=validation is not None,
             scheduling=self.scheduling,
         )
+        read = self.read
         weighted = isinstance(self.objective, WeightedLoss)
         if weighted and isinstance(validation, tuple) and len(validation) == 3:
             validation = validation[0], Weighted(*validation[1:])
         if is_number(validation):
+            given = y if isinstance(y, Weighted) else Weighted(y, None)
+            X, y, read = unified(X, given.labels, read)
+            classes = number_labels(y, "y", classes)[1] or classes
+            if given.weight is not None:
+                y = given._replace(labels=y)
             (X, y), validation = split_rows(X, y, validation, self.seed)
         labelled = not isinstance(self.objective, OwnStep)
         seed = self.seed if self.shuffle else None
         train = weighted_source(
             X,
             y,
-            self.read,
+            read,
             shuffle_seed=seed,
             labelled=labelled,
             accumulate=self.stepping.accumulate,
+            classes=classes,
         )
+        check_same_classes(train, classes)
         sources = {"train": train}
         if validation is not None:
             with of_validation():
-                own = weighted_source(*pair(validation), self.read, labelled=labelled)
-                check_same_classes(own, train.classes)
+                classes = train.classes
+                x, y = pair(validation)
+                read = read if y is None else replace(read, label=None)
+                own = weighted_source(x, y, read, labelled=labelled, classes=classes)
+                check_same_classes(own, classes)
                 sources["validation"] = own
         return sources
 

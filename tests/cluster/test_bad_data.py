@@ -8,7 +8,6 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
-from dask import delayed
 from distributed import Client
 from torch import nn
 
@@ -62,7 +61,6 @@ DATA = {
         lambda: Given(Items(), Y),
         "y must not be given with a Items, which brings its labels",
     ),
-    "Delayed": (lambda: Given(delayed(load)("x")), r"put it into a list, \[X\]"),
     "too large": (
         lambda: Given(X, changed(Y, 3, 4)),
         r"y\[3\] is 4, .* must be in \[0, 3\)",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import dask.bag as db
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -68,7 +69,7 @@ def computed(client, outputs):
     """What `predict` returned as one array."""
     if isinstance(outputs, list):
         return np.concatenate(client.gather(client.compute(outputs)))
-    if isinstance(outputs, np.ndarray | torch.Tensor):
+    if isinstance(outputs, np.ndarray | torch.Tensor | pd.DataFrame):
         return np.asarray(outputs)
     whole = client.compute(outputs).result()
     return np.stack(whole) if isinstance(outputs, db.Bag) else np.asarray(whole)

@@ -257,7 +257,7 @@ def test_missing_values_become_nan_in_labels_and_are_refused_in_x(
 
 
 def test_strings_as_labels_are_told_how_to_become_classes():
-    message = "y holds strings (str); make them categories, for example with y.astype('"
+    message = "y holds strings (str); make them categories, with y.astype('category')"
 
     with pytest.raises(DataError, match=re.escape(message)):
         check_columns(pd.Series(["a"]), "y", label=True)

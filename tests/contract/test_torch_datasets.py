@@ -235,9 +235,9 @@ def test_dtypes_are_those_of_torch():
     ("items", "message"),
     [
         ([{"x": 1, "y": 2}], "must give pairs (x, y), got a dict with the keys "
-         "['x', 'y']; for several inputs ((x1, x2), y), or use a collate_fn"),
-        ([("cat", 1)], "x[0] of a dataset's items must be made of tensors, arrays and "
-         "numbers in tuples and dicts, got a str"),
+         "['x', 'y']; say which key has the labels, label=..."),
+        ([("cat", 1)], "x of a dataset's items is text, such as 'cat'; make numbers of "
+         "it in the dataset"),
         ([({"a": ()}, 1)], "x['a'] of a dataset's items must be made of"),
         ([(1, None)], "items of the dataset cannot be put together: TypeError"),
         ([(torch.ones(2), 0), (torch.ones(3), 0)], "of equal shapes in tuples and "

@@ -339,7 +339,7 @@ KINDS: dict[str, Callable[[Where], Given]] = {
     "torch": lambda where: Given(
         torch.from_numpy(X), torch.from_numpy(Y), made=torch.Tensor
     ),
-    "pandas": lambda where: Given(frame(), series()),
+    "pandas": lambda where: Given(frame(), series(), made=pd.DataFrame),
     "pyarrow": arrow,
     "dask.array": lambda where: Given(*blocks(), made=da.Array),
     "other chunks": lambda where: Given(*blocks(17, 40), made=da.Array),

@@ -1,0 +1,405 @@
+"""Data as people have them: each form gives the rows that one expects, or a remedy."""
+
+import functools
+
+import dask
+import dask.bag as db
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import daskdl
+from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
+from daskdl.data.normalize import Standardize
+
+ROWS = 8
+X = np.arange(2.0 * ROWS, dtype=np.float32).reshape(ROWS, 2)
+Y = np.arange(ROWS) % 2
+NAMES = np.array(["dog", "cat"])[Y]  # the first label is the second class
+NUMBERS = 1 - Y
+PAIRS = list(zip(X, Y, strict=True))
+TABLE = pd.DataFrame(X, columns=["a", "b"]).assign(price=Y)
+RECORDS = [{"a": a, "b": b, "price": y} for (a, b), y in PAIRS]
+DATASET = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+
+
+class Dicts(Dataset):
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return RECORDS[index]
+
+
+class Streamed(IterableDataset):
+    def __iter__(self):
+        return iter(PAIRS)
+
+
+class Own:
+    """No dataset of torch, but a `DataLoader` takes it."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return PAIRS[index]
+
+
+class OwnLoader(DataLoader):
+    def __iter__(self):
+        return iter([])
+
+
+def rows(X, y=None, classes=None, **options):
+    """Source and all rows, in order: x as one table, and y."""
+    source = source_of(X, y, ReadOptions(4, **options), classes=classes)
+    source = infer_metadata(source, False)
+    if source.sequential:
+        loaded = [piece for p in range(source.parts) for piece in source.stream(p, 3)]
+    else:
+        loaded = [source.load(part) for part in range(source.parts)]
+    xs, ys = zip(*loaded, strict=True)
+    tables = [
+        np.column_stack(list(x.values())) if isinstance(x, dict) else x for x in xs
+    ]
+    return source, np.concatenate(tables), np.concatenate(ys)
+
+
+def trainer(outputs=2, **options):
+    options = {"loss": nn.CrossEntropyLoss(), "client": False} | options
+    return daskdl.Trainer(
+        functools.partial(nn.Linear, 2, outputs),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+        **options,
+    )
+
+
+def loader(dataset=DATASET, batch_size=4, **options):
+    return DataLoader(dataset, batch_size, **options)
+
+
+def padded(items):
+    """Pads x to the longest of a batch."""
+    xs, ys = zip(*items, strict=True)
+    longest = max(map(len, xs))
+    x = np.stack([np.pad(x, (0, longest - len(x))) for x in xs])
+    return x, np.array(ys)
+
+
+def shifted(items):
+    xs, ys = zip(*items, strict=True)
+    return np.stack(xs) + 1, np.stack(ys)
+
+
+@dask.delayed
+def delayed(value):
+    return value
+
+
+def bag(values, npartitions=3):
+    return db.from_sequence(values, npartitions=npartitions)
+
+
+FORMS = {
+    "list of pairs": (PAIRS, None, {}),
+    "list of arrays": (list(X), list(Y), {}),
+    "list of tensors": (list(torch.from_numpy(X)), torch.from_numpy(Y), {}),
+    "nested lists": (X.tolist(), Y.tolist(), {}),
+    "list of dicts": (RECORDS, None, {"label": "price"}),
+    "dict of lists": ({"a": X[:, 0].tolist(), "b": X[:, 1].tolist()}, Y, {}),
+    "dict with labels": ({"a": X[:, 0], "b": X[:, 1], "price": Y}, None,
+                         {"label": "price"}),
+    "table": (TABLE, None, {"label": "price"}),
+    "arrow table": (pa.Table.from_pandas(TABLE), None, {"label": "price"}),
+    "dask table": (dd.from_pandas(TABLE, npartitions=2), None, {"label": "price"}),
+    "bag of dicts": (bag(RECORDS), None, {"label": "price"}),
+    "two bags": (bag(X), bag(Y), {}),
+    "one Delayed": (delayed((X, Y)), None, {}),
+    "two Delayed": (delayed(X), delayed(Y), {}),
+    "Delayed tables": ([delayed(TABLE[:3]), delayed(TABLE[3:])], None,
+                       {"label": "price"}),
+    "two lists of Delayed": ([delayed(X[:3]), delayed(X[3:])],
+                             [delayed(Y[:3]), delayed(Y[3:])], {}),
+    "dataset of dicts": (Dicts(), None, {"label": "price"}),
+    "loader": (loader(), None, {}),
+    "loader of a list": (loader(PAIRS), None, {}),
+    "loader of an own class": (loader(Own()), None, {}),
+    "loader of a stream": (loader(Streamed()), None, {}),
+    "loader of dicts": (loader(Dicts()), None, {"label": "price"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_gives_its_rows_in_order(name):
+    x, y, options = FORMS[name]
+
+    _, found, labels = rows(x, y, **options)
+
+    np.testing.assert_array_equal(found, X)
+    np.testing.assert_array_equal(labels, Y)
+
+
+def test_lists_go_through_a_collate_function():
+    ragged = [np.ones(1 + i % 3, np.float32) for i in range(ROWS)]
+
+    for x, y in ((ragged, Y), (list(zip(ragged, Y, strict=True)), None)):
+        source = source_of(x, y, ReadOptions(4, collate_fn=padded))
+        assert [source.load(p)[0].shape for p in range(2)] == [(4, 3), (4, 3)]
+        assert source.load(1)[1].tolist() == Y[4:].tolist()
+    _, _, labels = rows(ragged[:2], NAMES[:2].tolist(), collate_fn=padded)
+    assert labels.tolist() == NUMBERS[:2].tolist()
+
+
+@pytest.mark.parametrize(
+    "y",
+    [
+        NAMES, NAMES.astype(object), NAMES.astype("S"), NAMES.tolist(),
+        np.array(NAMES, np.dtypes.StringDType()), pd.Series(NAMES),
+        pd.Series(NAMES, dtype=object), pa.array(NAMES),
+    ],
+    ids=["str", "objects", "bytes", "list", "StringDType", "series", "object series",
+         "arrow"],
+)  # fmt: skip
+def test_labels_that_are_text_become_classes_in_sorted_order(y):
+    source, _, labels = rows(X, y)
+
+    assert source.classes == ("cat", "dog")
+    assert labels.tolist() == NUMBERS.tolist()
+
+
+def test_later_data_have_the_classes_of_the_first_fit():
+    own = trainer()
+    own.fit(X, NAMES, validation=(X[:1], ["dog"]))  # a part of the classes
+    assert own.classes_ == ("cat", "dog")
+    weights = torch.zeros(2, 2), torch.tensor([0.0, 9.0])  # each row is a dog
+    own.model_.load_state_dict(dict(zip(("weight", "bias"), weights, strict=True)))
+
+    assert own.evaluate(X[:2], ["dog", "dog"])["accuracy"] == 1
+    assert own.evaluate(TABLE.assign(price=NAMES), label="price")["accuracy"] == 0.5
+    assert len(own.score_examples(X[:1], ["dog"])) == 1
+    own.fit(X[:1], ["dog"])
+    assert own.classes_ == ("cat", "dog")
+    with pytest.raises(daskdl.DataError, match="none of the classes, 'cat', 'dog': "
+                       "'fox'"):  # fmt: skip
+        own.evaluate(X[:1], ["fox"])
+
+
+def test_a_loader_says_how_batches_are_made():
+    history = trainer().fit(loader(batch_size=3, drop_last=True, shuffle=True))
+    _, x, _ = rows(loader(PAIRS, collate_fn=shifted))
+
+    assert history.column("examples") == [6]
+    np.testing.assert_array_equal(x, X + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "items", "shuffle"),
+    [
+        ({}, range(ROWS), False),
+        ({"shuffle": True}, range(ROWS), True),
+        ({"sampler": [5, 2]}, [5, 2], False),
+        ({"sampler": SubsetRandomSampler([5, 2])}, [5, 2], True),
+        ({"num_workers": 2, "timeout": 9}, range(ROWS), False),
+    ],
+    ids=["sequential", "random", "list", "subset", "processes"],
+)
+def test_a_loader_says_which_items_in_which_order(options, items, shuffle):
+    from daskdl.data.torch_datasets import loader_options
+
+    made = loader_options(loader(**options))
+
+    assert [int(y) for _, y in made.dataset] == Y[list(items)].tolist()
+    assert made.shuffle is shuffle
+
+
+def test_a_loader_is_scored_in_the_order_of_its_dataset():
+    own = trainer()
+    own.fit(loader(shuffle=True), validation=loader(collate_fn=shifted))
+    mixed = loader(shuffle=True)
+
+    np.testing.assert_array_equal(own.predict(mixed), own.predict(X))
+    assert own.evaluate(mixed) == pytest.approx(own.evaluate(X, Y), rel=1e-6)
+    assert own.history_[-1]["val_loss"] == pytest.approx(
+        own.evaluate(X + 1, Y)["loss"], rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampler": DistributedSampler(DATASET, 2, 0)}, "sampler, a "
+         "DistributedSampler, of a DataLoader cannot be distributed; leave it out: "
+         "replicas share the items"),
+        ({"sampler": WeightedRandomSampler([1.0] * ROWS, 4)},
+         "WeightedRandomSampler, .*Subset.X.dataset, list.X.sampler"),
+        ({"sampler": RandomSampler(DATASET, replacement=True)}, "a RandomSampler, "),
+        ({"sampler": RandomSampler(DATASET, num_samples=3)}, "a RandomSampler, "),
+        ({"batch_sampler": [[0, 1]], "batch_size": 1}, "batch_sampler, a list, .* "
+         "give a batch_size, and shuffle=True or False"),
+        ({"batch_size": None}, "batch_size=None .* let each item be one example"),
+        ({"worker_init_fn": print}, "worker_init_fn of .* let the dataset prepare"),
+        ({"generator": torch.Generator()}, "generator of .* from Trainer.seed=...."),
+    ],
+    ids=["distributed", "weighted", "replacement", "some", "batches", "no batches",
+         "worker_init_fn", "generator"],
+)  # fmt: skip
+def test_what_cannot_be_distributed_is_refused_by_name(options, message):
+    with pytest.raises(daskdl.DataError, match=message):
+        trainer().fit(loader(**options))
+
+
+def test_a_subclass_with_its_own_iteration_is_refused():
+    with pytest.raises(daskdl.DataError, match="__iter__ of OwnLoader, a subclass, of"):
+        trainer().fit(OwnLoader(DATASET))
+    batches = BatchSampler(RandomSampler(DATASET), 3, drop_last=True)
+    assert trainer().fit(DataLoader(DATASET, batch_sampler=batches))[0]["examples"] == 6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"batch_size": 5}, {"shuffle": True}, {"drop_last": True}, {"collate_fn": padded}],
+    ids=str,
+)
+def test_an_argument_that_contradicts_the_loader_is_refused(options):
+    own = loader(collate_fn=shifted)
+    (name,) = options
+
+    with pytest.raises(daskdl.OptionError, match=f"^{name}=.* contradicts the Data"):
+        trainer().fit(own, **options)
+    trainer().fit(own, batch_size=4, shuffle=False, drop_last=False, collate_fn=shifted)
+    with pytest.raises(daskdl.OptionError, match="drop_last=True leaves rows out"):
+        trainer().fit(X, Y, validation=loader(drop_last=True))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "message"),
+    [
+        ([X, X[:, :1]], Y, {}, "must have the same length, got 2 and 8; a list has an "
+         "item for each example, and several inputs are a tuple, tuple.X."),
+        ([X, X[:, :1]], None, {}, "items of X must all have one shape: .* several "
+         "inputs are a tuple"),
+        ([[1.0], [2.0, 3.0]], [0, 1], {}, "items of X .* or give a collate_fn"),
+        ([(X[0], 0), X[1]], None, {}, "must all be pairs .* got 1 of 2 without y"),
+        ([], None, {}, "X must not be empty, got an empty list"),
+        (bag(X), Y, {}, "y must be a bag, partitioned as X is, got a ndarray"),
+        (bag(X), bag(Y, 2), {}, "same partitions, got .* repartition them"),
+        (bag(X, 2), bag(Y[:7], 2), {}, "same number of examples in each partition"),
+        (TABLE, None, {"label": "cost"}, "label='cost' must be a column of X, which "
+         "has 'a', 'b', 'price'"),
+        (TABLE[["a"]], None, {"label": "a"}, "must be a column of X beside others"),
+        (TABLE, Y, {"label": "price"}, "label='price' and y both give labels"),
+        (TABLE, None, {"label": ["price"]}, "one column, got a list; .* as y"),
+        (X, None, {"label": 0}, "label=0 names a column of a table or a key of dicts, "
+         "got a numpy.ndarray; give the labels as y"),
+        (DATASET, None, {"label": "y"}, "names a column .* or a key of dicts, got a"),
+        ("a.csv", None, {"label": "price"}, "loader=daskdl.data.Csv.label='price'"),
+        (Dicts(), None, {}, "got a dict with the keys .'a', 'b', 'price'.; say which "
+         "key has the labels, label=..."),
+        ({"train": DATASET, "test": DATASET}, None, {}, "X is a dict with the datasets "
+         "'train', 'test'; give one of them, X.'train'., and others as validation"),
+        (loader(list(zip(X, NAMES, strict=True))), None, {}, "y of a dataset's items "
+         "is text, such as 'dog'; number the classes in the dataset"),
+        (bag(list(zip(X, NAMES, strict=True))), None, {}, "number the classes, alike"),
+        (X, pd.Series([*NAMES[:7], None]), {}, "y has 1 missing labels; drop the rows"),
+        (dd.from_pandas(TABLE.assign(price=NAMES), npartitions=2), None,
+         {"label": "price"}, "y holds strings .*; make them categories, with "
+         "y.astype.'category'..cat.as_known"),
+        (dask.array.from_array(X), dask.array.from_array(NAMES), {},
+         "number the classes, y.map_blocks.*numpy.searchsorted"),
+        (X, delayed(Y), {}, "whole rows .x, y.: give them as X"),
+    ],
+    ids=[
+        "inputs of Keras", "inputs alone", "ragged", "mixed", "empty", "bag, array",
+        "partitions", "lengths", "no column", "only column", "label, y", "labels",
+        "label of an array", "label of a tuple", "label of files", "dicts", "splits",
+        "text in a dataset", "text in a bag", "missing", "text of Dask",
+        "text in blocks", "Delayed y",
+    ],
+)  # fmt: skip
+def test_other_forms_are_told_what_to_type(x, y, options, message):
+    with pytest.raises((daskdl.DataError, daskdl.OptionError), match=message):
+        rows(x, y, **options)
+
+
+INDEX = pd.Index([f"row {i}" for i in range(ROWS)], name="key")
+
+
+def test_predictions_keep_the_index_of_a_table():
+    own = trainer()
+    own.fit(TABLE, validation=TABLE, label="price")
+    table = TABLE.set_index(INDEX)
+
+    named = trainer()
+    named.fit(table.assign(price=NAMES), label="price")
+    scores = own.predict(table, label="price")
+    last = own.predict(table[["a", "b"]], postprocess=lambda outputs: outputs[:, 1])
+    both = own.predict(
+        table[["a", "b"]], postprocess=lambda out: {"p": out[:, 0], "q": out[:, 1]}
+    )
+
+    assert isinstance(scores, pd.DataFrame)
+    assert isinstance(last, pd.Series)
+    for made in (scores, last, both):
+        pd.testing.assert_index_equal(made.index, INDEX)
+    np.testing.assert_array_equal(scores, own.predict(X))
+    np.testing.assert_array_equal(scores[1], last)
+    assert list(both) == ["p", "q"]
+    assert list(named.predict(table[["a", "b"]])) == ["cat", "dog"]
+    with pytest.raises(daskdl.ModelError, match=r"use X.to_numpy\(\), or give a post"):
+        own.predict(table, label="price", postprocess=lambda out: out[:, None, None])
+
+
+@pytest.mark.parametrize("form", ["table", "list of pairs", "loader", "dict of lists"])
+def test_a_fraction_of_each_form_is_left_for_validation(form):
+    x, y, options = FORMS[form]
+
+    own = trainer()
+    if form == "dict of lists":
+        x, y = list(X), NAMES.tolist()
+    history = own.fit(x, y, validation=0.25, **options)
+
+    assert history.column("examples") == [6]
+    assert "val_loss" in history[0]
+    if form == "table":
+        weights = np.ones(ROWS)
+        weighted = trainer()
+        weighted.fit(x, y, sample_weight=weights, validation=0.25, **options)
+        assert weighted.history_.column("examples") == [6]
+        assert trainer().steps(x, batch_size=4, label="price") == 2
+
+
+def test_a_single_delayed_object_gives_one():
+    made = daskdl.predict(nn.Identity(), delayed(X), client=False)
+
+    np.testing.assert_array_equal(made.compute(scheduler="sync"), X)
+
+
+def test_other_passes_take_the_same_forms():
+    scale = Standardize().fit(loader(), client=False)
+
+    assert scale == Standardize().fit(list(X), client=False)
+    assert daskdl.data.validate(PAIRS, labels=2, client=False).ok
+    scores = trainer_of_bags().score_examples(bag(X), bag(Y))
+    assert len(scores.compute(scheduler="sync")) == ROWS
+
+
+def trainer_of_bags():
+    own = trainer()
+    own.fit(bag(X), bag(Y))
+    return own

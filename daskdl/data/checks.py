@@ -55,7 +55,7 @@ from daskdl.errors import (
     OptionError,
 )
 from daskdl.history import check_log_names
-from daskdl.losses import aligned
+from daskdl.losses import aligned, facts_of
 from daskdl.objective import (
     Logs,
     ModelLoss,
@@ -612,8 +612,21 @@ def dry_run(
         shapes = f"the output being {described(output)} and the labels {described(y)}"
         remedy = functools.partial(_label_remedy, loss, output, labels_of)
         _run_loss("loss", lambda: copied_loss(output, y), shapes, remedy)
+        _check_scores(unweighted(loss), output)
         labels = accepted if transform is None else None
         return DryRun(shown, batch, output, y, accepted.classes, labels)
+
+
+def _check_scores(loss: Any, output: Any) -> None:
+    """Refuse scores for probabilities, which a loss may take without an error."""
+    if not isinstance(output, Tensor) or facts_of(loss)[1] != "probabilities":
+        return
+    if bool((output < 0).any()):
+        raise ModelError(
+            f"loss {type(loss).__name__} expects probabilities, got outputs down to "
+            f"{output.min().item():.3g}: end the model in a softmax or a sigmoid, or "
+            "take a loss of logits, such as CrossEntropyLoss, or from_logits=True"
+        )
 
 
 def transformed_batch(rows: Rows, transform: Transform | None) -> Batch:

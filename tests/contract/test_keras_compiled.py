@@ -306,6 +306,15 @@ class TestNames:
         by_name = daskdl.evaluate(trainer.model_, X, KINDS, loss=loss, client=False)
         assert by_name == expected
 
+    def test_scores_are_not_taken_for_probabilities(self):
+        loss = "sparse_categorical_crossentropy"
+        trainer = daskdl.Trainer(nn.Linear(4, 3), loss, "sgd", client=False)
+
+        with pytest.raises(
+            ModelError, match=r"got outputs down to -.*, or from_logits"
+        ):
+            trainer.fit(X, KINDS)
+
     def test_an_unknown_name_is_refused(self):
         with pytest.raises(OptionError, match="did you mean 'cross_entropy'"):
             daskdl.Trainer(nn.Linear(4, 3), "crossentropi", torch.optim.SGD)

@@ -292,6 +292,7 @@ class TestBinaryLosses:
 
     def test_validation_with_soft_labels_has_none(self):
         y = torch.full((ROWS, 1), 0.3)
+        y[ROWS // 2 :] = 1
 
         history = trained(BINARY).fit(X, y, validation=(X, y))
 

@@ -612,11 +612,12 @@ def split_rows(
         )
         return rest, chosen
     for name, leaf in leaves.items():
-        in_memory = isinstance(leaf, np.ndarray | Tensor) or is_frame(leaf)
-        if not in_memory and not is_dask_array(leaf):
+        listed = isinstance(leaf, list) and not is_lazy_list(leaf)
+        arrays = isinstance(leaf, np.ndarray | Tensor) or is_dask_array(leaf)
+        if not (listed or arrays or is_frame(leaf)):
             raise DataError(
-                f"validation={fraction!r} splits arrays, tensors, tables, datasets "
-                "with a length, Dask arrays and dataframes, but not "
+                f"validation={fraction!r} splits arrays, tensors, lists, tables, "
+                "datasets with a length, Dask arrays and dataframes, but not "
                 f"{name}, a {type(leaf).__name__}; split it yourself, and give "
                 "validation=(X, y) or data that include labels"
             )
@@ -643,6 +644,8 @@ def split_rows(
 
 
 def _taken(leaf: Any, which: np.ndarray) -> Any:
+    if isinstance(leaf, list):
+        return [leaf[i] for i in which]
     if is_frame(leaf):
         return leaf.iloc[which] if hasattr(leaf, "iloc") else leaf.take(which)
     return leaf[which]

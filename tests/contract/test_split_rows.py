@@ -10,6 +10,7 @@ import pandas as pd
 import pyarrow
 import pytest
 import torch
+from dask import delayed
 from torch.utils.data import Dataset, TensorDataset
 
 from daskdl import DataError, OptionError
@@ -45,6 +46,7 @@ def computed(x, y):
 KINDS = {
     "numpy": (NUMBERS, NUMBERS**2, arrays),
     "tensors": (torch.arange(40), torch.arange(40) ** 2, arrays),
+    "lists": (NUMBERS.tolist(), (NUMBERS**2).tolist(), arrays),
     "trees": ({"a": (NUMBERS,)}, NUMBERS**2, arrays),
     "pandas": (FRAME["a"], FRAME["a"] ** 2, arrays),
     "arrow": (pyarrow.array(NUMBERS), pyarrow.array(NUMBERS**2), arrays),
@@ -130,6 +132,7 @@ LENGTHS = LENGTHS[LENGTHS > 3]
             DataError,
             "but not X, a Bag; split it yourself",
         ),
+        ([delayed(NUMBERS)], None, 0.1, DataError, "but not X, a list; split it"),
         (
             ShardedStream(9),
             None,

@@ -80,7 +80,7 @@ def test_validation_is_weighted_too(kind):
 
 
 def test_a_fraction_takes_its_weights_along():
-    weight = np.where(np.arange(len(X)) % 2, 1.0, 0.0)
+    weight = np.where(np.arange(len(X)) % 2, 1.0, 0.0).tolist()
     own = trainer(False)
 
     history = own.fit(X, Y, sample_weight=weight, validation=0.5)

@@ -14,6 +14,14 @@ from daskdl.data.normalize import (
     Normalization,
     Standardize,
 )
+from daskdl.data.public_datasets import (
+    Ratings,
+    cifar10,
+    fashion_mnist,
+    mnist,
+    movielens,
+    tiny_imagenet,
+)
 from daskdl.data.source import Facts, Source
 from daskdl.data.torch_datasets import Stream
 from daskdl.data.validate import Report, validate
@@ -27,14 +35,20 @@ __all__ = [
     "Npy",
     "Npz",
     "Parquet",
+    "Ratings",
     "Report",
     "Safetensors",
     "Source",
     "Standardize",
     "Stream",
+    "cifar10",
     "export",
+    "fashion_mnist",
     "files",
     "image_folder",
+    "mnist",
+    "movielens",
     "pack_files",
+    "tiny_imagenet",
     "validate",
 ]

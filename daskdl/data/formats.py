@@ -377,7 +377,7 @@ def _numbers(series: Any, where: str) -> np.ndarray:
     array: np.ndarray = series.to_numpy()
     if array.dtype.kind in "biuf":
         return array
-    pandas = _module("pandas")
+    pandas = optional_module("pandas")
     wrong = pandas.to_numeric(series, errors="coerce").isna() & series.notna()
     row = int(np.argmax(wrong)) if wrong.any() else 0
     got = f"{series.iloc[row]!r} in row {row}" if len(series) else str(series.dtype)
@@ -389,7 +389,7 @@ def _numbers(series: Any, where: str) -> np.ndarray:
 
 def _places(series: Any, classes: Sequence[str], where: str) -> np.ndarray:
     """Return the place of each name among the classes, int64; float64 with gaps."""
-    pandas = _module("pandas")
+    pandas = optional_module("pandas")
     texts = series.map(str, na_action="ignore")
     places: np.ndarray = pandas.Index(list(classes)).get_indexer(texts)
     missing = texts.isna().to_numpy()
@@ -412,7 +412,8 @@ def _quoted(names: Iterable[object]) -> str:
     return ", ".join(shown[:_SHOWN]) + more
 
 
-def _module(name: str) -> Any:
+def optional_module(name: str) -> Any:
+    """Import a package for tables; an OptionError says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -473,7 +474,7 @@ class Csv(_Table):
 
     @override
     def __call__(self, file: BinaryIO) -> Any:
-        pandas = _module("pandas")
+        pandas = optional_module("pandas")
         url, content = file.name, file.read()
         # pandas has two parsers; that in Python fills short lines with NaN.
         fast = self.delimiter == _WHITE_SPACE or len(self.delimiter.encode()) == 1
@@ -561,12 +562,12 @@ class Parquet(_Table):
 
     @override
     def __call__(self, file: BinaryIO) -> Any:
-        opened = _module("pyarrow.parquet").ParquetFile(file)
+        opened = optional_module("pyarrow.parquet").ParquetFile(file)
         return self._decoded(opened.schema_arrow, opened.read, file.name)
 
     @override
     def look(self, file: BinaryIO) -> Facts:
-        opened = _module("pyarrow.parquet").ParquetFile(file)
+        opened = optional_module("pyarrow.parquet").ParquetFile(file)
         schema = opened.schema_arrow
         empty = self._decoded(schema, schema.empty_table().select, file.name)
         return header_facts(opened.metadata.num_rows, empty, file.name)

@@ -14,6 +14,11 @@ import pytest
 import torch
 
 from daskdl.thresholds import Sent
+from tests.support.public_files import (
+    write_cifar10,
+    write_mnist,
+    write_tiny_imagenet,
+)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -103,6 +108,29 @@ def test_a_folder_of_images_is_packed_and_learned():
     assert summary.startswith("1640 images, 10 classes, ")
     assert number(accuracy) >= 0.95
     assert number(five) >= 0.99
+
+
+def test_public_datasets_are_learned_from_small_files_in_their_formats(tmp_path):
+    cifar, clothes, tiny = (tmp_path / name for name in ("cifar", "clothes", "tiny"))
+    write_cifar10(cifar, rows=100, binary=False)
+    write_mnist(clothes, train=500, test=100)
+    write_tiny_imagenet(tiny, train=50, test=10)
+
+    def learned(name, folder):
+        lines = run(EXAMPLES / name, str(folder), "--epochs", "3", "--no-verify")
+        losses = [float(x.split()[3]) for x in lines if x.startswith("epoch ")]
+        assert len(losses) == 3
+        assert losses[2] < losses[0]
+        return [line for line in lines if not line.startswith("epoch ")]
+
+    heading, accuracy = learned("cifar10.py", cifar)
+    assert heading == "500 images to train on, 100 to test with"
+    assert 0 <= number(accuracy) <= 1
+    lines = learned("fashion_mnist.py", clothes)
+    assert [line.split()[0] for line in lines[:3]] == [
+        *("T-shirt/top", "Trouser", "Pullover")
+    ]
+    assert learned("tiny_imagenet.py", tiny) == ["200 images of 4 classes in 1 shards"]
 
 
 def test_a_keras_model_is_trained_and_saved():

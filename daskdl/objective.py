@@ -426,9 +426,6 @@ def _signature(module: nn.Module) -> inspect.Signature | None:
 
 
 def _inspected(module: nn.Module) -> inspect.Signature | None:
-    compiled = getattr(module, "_orig_mod", None)  # torch.compile's
-    if isinstance(compiled, nn.Module):
-        return _signature(compiled)
     forward: Any = module.forward
     schema = getattr(forward, "schema", None)  # of a ScriptModule
     if schema is not None:

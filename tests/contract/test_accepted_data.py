@@ -384,6 +384,15 @@ def test_a_fraction_of_each_form_is_left_for_validation(form):
         assert trainer().steps(x, batch_size=4, label="price") == 2
 
 
+def test_classes_are_numbered_before_the_rows_are_split():
+    names = [f"class {i}" for i in range(ROWS)]  # each is in one of the parts alone
+
+    own = trainer(outputs=ROWS)
+    own.fit(X, names, validation=0.5)
+
+    assert list(own.classes_) == names
+
+
 def test_a_single_delayed_object_gives_one():
     made = daskdl.predict(nn.Identity(), delayed(X), client=False)
 

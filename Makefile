@@ -5,13 +5,14 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slurm sim chaos kills lint bench bench-all bench-compare study clean
+.PHONY: help demo test test-all test-slurm test-triton sim chaos kills lint bench bench-all bench-compare study clean
 
 help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
 	@echo "make test   run the suite that every change has to pass: under ten minutes"
 	@echo "make test-all   the same, then one by one all that takes longer: an hour"
 	@echo "make test-slurm  fits on jobs of SLURM and SGE on this machine: 10 minutes; needs root"
+	@echo "make test-triton  the kernels for CUDA, interpreted: a minute"
 	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make kills  kill processes while checkpoints are written: fifty times"
@@ -43,6 +44,12 @@ test-all: test
 test-slurm: .venv/installed
 	$(BIN)/pip install --quiet -c constraints.txt dask-jobqueue
 	$(BIN)/python -m pytest -m jobqueue tests/jobqueue
+
+# The kernels of CUDA in Triton's interpreter. Triton stays out of .venv, as processes
+# that have it complain when they end.
+test-triton: .venv/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target .triton triton
+	PYTHONPATH=.triton $(BIN)/python -m pytest tests/maths/test_kernels.py -k triton
 
 SEEDS := 1000
 

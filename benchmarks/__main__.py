@@ -33,6 +33,7 @@ QUESTIONS = {
     "predict": "predict.QUESTION",
     "predict-in-memory": "predict.IN_MEMORY",
     "predictor": "predictor.QUESTION",
+    "recommender": "recommender.QUESTION",
 }
 TOOLS = ("convergence", "path", "compare", "report")  # each has a `main` of its own
 

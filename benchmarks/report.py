@@ -54,6 +54,7 @@ SECTIONS = {
     "Prediction": "predict",
     "Prediction from memory": "predict-in-memory",
     "A predictor": "predictor",
+    "Rows that are touched rarely": "recommender",
 }
 
 HEAD = """# Benchmarks

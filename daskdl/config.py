@@ -111,7 +111,15 @@ def check_type(name: str, value: object, wanted: type) -> None:
     """Refuse a value of another type."""
     if not isinstance(value, wanted):
         hint = f"{wanted.__module__}.{wanted.__qualname__}"
-        raise OptionError(f"{name} must be a {hint}, got {value!r}")
+        remedy = instead_of_class(value)
+        raise OptionError(f"{name} must be a {hint}, got {value!r}{remedy}")
+
+
+def instead_of_class(value: object) -> str:
+    """Return what to type instead of a class, for the end of a message."""
+    if not isinstance(value, type):
+        return ""
+    return f"; create one, {value.__name__}()"
 
 
 def check_whole(name: str, value: Any, least: int, *others: str | None) -> None:

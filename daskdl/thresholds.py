@@ -706,8 +706,8 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
 def refusal(value: object) -> str:
     """Return the error message for an invalid threshold option."""
     return (
-        "threshold must be a daskdl.ThresholdAlgorithm, or a mapping from patterns of "
-        f"parameter names to such, got {value!r}"
+        "threshold must be a daskdl.ThresholdAlgorithm, such as FixedThreshold(1e-3), "
+        f"or a mapping from patterns of parameter names to such, got {value!r}"
     )
 
 

@@ -25,6 +25,7 @@ import numpy
 import torch
 from distributed import Client, LocalCluster, Worker, default_client
 from distributed.core import Status
+from distributed.deploy import Cluster
 from distributed.diagnostics.plugin import WorkerPlugin
 
 from daskdl.config import VERSION, Bound, Timeouts
@@ -145,6 +146,7 @@ def client_or_process(
         if not isinstance(found, Client):
             raise OptionError(
                 f"client must be a distributed.Client, None or False, got {found!r}"
+                f"{_client_instead_of(found)}"
             )
         if found.asynchronous or found.status != "running":
             raise OptionError(
@@ -153,6 +155,12 @@ def client_or_process(
                 "Client(...) without asynchronous=True"
             )
     yield found
+
+
+def _client_instead_of(found: Any) -> str:
+    if isinstance(found, str):
+        return f"; write Client({found!r})"
+    return "; write Client(cluster)" if isinstance(found, Cluster) else ""
 
 
 @contextlib.contextmanager

@@ -83,7 +83,15 @@ class Scheduling:
             made = self.make(optimizer)
         except USER_ERRORS as error:
             kind = type(optimizer).__name__
-            raise OptionError(f"scheduler failed on a {kind}: {error}") from error
+            name = getattr(self.make, "__name__", "")
+            remedy = (
+                f"; write lambda optimizer: {name}(optimizer, ...)"
+                if isinstance(self.make, type)
+                else ""
+            )
+            raise OptionError(
+                f"scheduler failed on a {kind}: {error}{remedy}"
+            ) from error
         if not isinstance(made, LRScheduler):
             raise OptionError(
                 "scheduler must return a torch.optim.lr_scheduler.LRScheduler, got "

@@ -6,6 +6,7 @@ A :class:`FitSpec` holds the options of one fit, checked before the fit starts. 
 residuals; it decides which of them still apply when the user changes options.
 """
 
+import inspect
 import logging
 import math
 import random
@@ -24,6 +25,7 @@ from daskdl.config import (
     check_choice,
     check_flag,
     check_whole,
+    instead_of_class,
     is_number,
     is_whole,
 )
@@ -48,7 +50,7 @@ from daskdl.data.inputs import (
 )
 from daskdl.data.source import Source
 from daskdl.data.tables import number_labels
-from daskdl.errors import OptionError, shown
+from daskdl.errors import ModelError, OptionError, shown
 from daskdl.keras.module import as_module
 from daskdl.objective import Objective, OwnStep
 from daskdl.saving.checkpoints import CheckpointPlan
@@ -233,9 +235,23 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
         with preserved_random_state():
             torch.manual_seed(seed)
             random.seed(seed)  # Keras draws the seeds of initialisers from it
-            return as_module(function())
+            return as_module(_called(function))
 
     return made(seeded)
+
+
+def _called(function: Callable[[], Any]) -> Any:
+    """Call the user's function; a class that needs arguments is a ModelError."""
+    if isinstance(function, type):
+        try:
+            inspect.signature(function).bind()
+        except TypeError as error:
+            name = function.__name__
+            raise ModelError(
+                f"model is the class {name}, which needs arguments: {error}; give a "
+                f"function, lambda: {name}(...)"
+            ) from error
+    return function()
 
 
 SEED_BELOW = 2**63  # seed + replica number must fit torch's 64 bits
@@ -277,6 +293,7 @@ class FitSpec:
         if not isinstance(self.master, TrainingMaster):
             raise OptionError(
                 f"master must be a daskdl.TrainingMaster, got {self.master!r}"
+                f"{instead_of_class(self.master)}"
             )
         _check_device(self.device)
         if not is_whole(self.seed) or not 0 <= self.seed < SEED_BELOW:
@@ -291,6 +308,7 @@ class FitSpec:
             if not isinstance(callback, Callback):
                 raise OptionError(
                     f"callbacks must be daskdl.Callback, got {callback!r}"
+                    f"{instead_of_class(callback)}"
                 )
         if not isinstance(self.progress, bool | None):
             raise OptionError(
@@ -414,7 +432,10 @@ def _check_device(device: Any) -> None:
     except RuntimeError:
         named = False
     if not named:
-        raise OptionError(f"device must be 'auto' or a torch device, got {device!r}")
+        raise OptionError(
+            "device must be 'auto' or a torch device, such as 'cpu' or 'cuda:0', got "
+            f"{device!r}"
+        )
 
 
 class EndOfEpoch(NamedTuple):

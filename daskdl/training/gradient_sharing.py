@@ -68,7 +68,7 @@ from daskdl.training.base import (
     check_places,
     restoring,
 )
-from daskdl.training.optimizer_step import is_adaptive
+from daskdl.training.optimizer_step import has_sparse_gradients, is_adaptive
 from daskdl.training.telemetry import SAMPLE, mean, norm_of, spread_of
 
 # Steps between two exchanges with "auto": powers of two, so that the steps of the
@@ -188,6 +188,9 @@ class GradientSharingExchange(Exchange):
         self._adapts = (
             adaptive and options.adapt_rate and options.update_scale == "mean"
         )
+        # Replicas hardly ever touch the same rows of an embedding at the same time:
+        # their steps add up.
+        self._adds_up = self._adapts and has_sparse_gradients(context.module)
         self._now = time.perf_counter
         self._made = made  # steps before `_step` counts: in earlier fits, or alone
         self._step = 0  # steps of this fit, aligned on all replicas at each sync
@@ -222,9 +225,10 @@ class GradientSharingExchange(Exchange):
 
     def _scale_for(self, replicas: int) -> None:
         self._replicas = replicas
-        self.update_scale = self._options.scale(replicas)
+        self.update_scale = 1.0 if self._adds_up else self._options.scale(replicas)
         self.learning_rate_scale = self._vector.set_scale_(self.update_scale)
-        self.rate_factor = math.sqrt(replicas) if self._adapts else 1.0
+        rises = self._adapts and not self._adds_up
+        self.rate_factor = math.sqrt(replicas) if rises else 1.0
 
     def _resume(self, resumed: Resumed) -> None:
         common, state = resumed.common, self.state()
@@ -686,7 +690,10 @@ class GradientSharing(TrainingMaster):
             of a trainer; later fits and joining replicas do not start again from 0.
         adapt_rate: With Adam and its kind, multiply the learning rate by the root of
             the number of replicas, as for one batch of all replicas (the square-root
-            scaling rule). Only with ``update_scale="mean"``.
+            scaling rule). Or, if more than half of the parameters are those of
+            embeddings with ``sparse=True``, add up the updates of all replicas at the
+            learning rate as it is: they hardly ever touch the same rows. Only with
+            ``update_scale="mean"``.
         compare_models: At an epoch's end, compare shared with shared plus all
             residuals, on a few training batches of each replica, and continue from the
             better one; as often as 1 % of the time allows, and after the first epoch

@@ -460,6 +460,12 @@ class Stepper:
             penalty = None if self._penalty is None else self._penalty()
             if penalty is not None:
                 loss = loss + penalty * (size / total)
+        if not loss.requires_grad:
+            raise ModelError(
+                "the loss has no gradient: compute it from the model's output by "
+                "operations that torch can differentiate, without argmax, round, "
+                "detach, item or numpy"
+            )
         scaled_loss = loss if self._scaler is None else self._scaler.scale(loss)
         scaled_loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
@@ -588,3 +594,20 @@ def is_adaptive(optimizer: Optimizer) -> bool:
         (True, False)
     """
     return any(key in group for group in optimizer.param_groups for key in ADAPTIVE)
+
+
+def has_sparse_gradients(module: nn.Module) -> bool:
+    """Whether more than half of the parameters get sparse gradients.
+
+    Example:
+        >>> rows = nn.Embedding(100, 4, sparse=True)
+        >>> has_sparse_gradients(rows), has_sparse_gradients(nn.Embedding(100, 4))
+        (True, False)
+    """
+    sparse = {
+        part.weight
+        for part in module.modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+    }
+    size = sum(weight.numel() for weight in sparse if weight.requires_grad)
+    return 2 * size > sum(parameter.numel() for parameter in trainable(module))

@@ -56,7 +56,14 @@ OUTSIDE = {
     "residuals": {"typing_extensions"},
     "thresholds": {"torch", "typing_extensions"},
     "callbacks": {"dask", "pandas", "torch", "typing_extensions"},
-    "compression": {"llvmlite", "numba", "numpy", "torch", "typing_extensions"},
+    "compression": {
+        "llvmlite",
+        "numba",
+        "numpy",
+        "torch",
+        "triton",
+        "typing_extensions",
+    },
     "channel": {
         "bokeh",
         "dask",

@@ -266,8 +266,8 @@ SHARING = [
         (
             "threshold",
             value,
-            "must be a daskdl.ThresholdAlgorithm, or a mapping from patterns of "
-            "parameter names to such",
+            "must be a daskdl.ThresholdAlgorithm, such as FixedThreshold(1e-3), or a "
+            "mapping from patterns of parameter names to such",
         )
         for value in (
             *(1e-3, None, AdaptiveThreshold, {}, {"*": 1e-3}, {1: FixedThreshold()}),

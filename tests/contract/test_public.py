@@ -191,7 +191,7 @@ import ast, importlib, os, pathlib, sys, threading
 
 root = pathlib.Path(sys.argv[1])
 optional = "pandas.", "keras.", "dask_jobqueue.", "bokeh.", "prometheus_client."
-optional += "sklearn.", "distributed.dashboard."  # the latter needs bokeh
+optional += "sklearn.", "triton.", "distributed.dashboard."  # the latter needs bokeh
 # Imported before anything is watched: dependencies may do what they like.
 for path in root.rglob("*.py"):
     for node in ast.walk(ast.parse(path.read_text())):

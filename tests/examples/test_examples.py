@@ -10,8 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 import torch
+from nbclient import NotebookClient
 
 from daskdl.thresholds import Sent
 from tests.support.public_files import (
@@ -286,6 +288,34 @@ def test_the_code_on_a_page_runs(page, tmp_path):
     script.write_text("\n".join(python_blocks(page)))
 
     assert run(script) == []
+
+
+def test_the_notebook_is_the_tutorial_and_runs():
+    page = ROOT / "docs" / "tutorial.md"
+    path = page.with_suffix(".ipynb")
+    spec = importlib.util.spec_from_file_location(
+        "notebook", page.parent / "notebook.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    read = nbformat.reads(path.read_text(), 4)
+
+    ran = NotebookClient(read, timeout=LIMIT_S, resources={"metadata": {"path": ROOT}})
+    ran.execute()
+
+    assert path.read_text() == module.notebook(page.read_text()), "run docs/notebook.py"
+    said = [
+        output.text
+        for cell in read.cells
+        for output in cell.get("outputs", [])
+        if output.get("name") == "stdout"
+    ]
+    assert len(said) == 6
+    assert float(said[0].split()[1]) > 0.9  # the plain loop
+    assert min(map(float, re.findall(r"0\.\d+(?=\]\n)", said[1]))) > 0.9
+    assert "[2, 2, 2, 2, 2]" in said[2]
+    assert float(said[3]) > 0.9
+    assert said[4] == "[0, 1, 2, 3, 4, 5]\n"
 
 
 def test_the_commands_on_their_page_run(tmp_path):

@@ -1,0 +1,272 @@
+"""Plausible mistakes: each message says what was wrong and what to type instead."""
+
+import dask.array as da
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from distributed import Client
+from distributed.deploy import Cluster
+from torch import nn, optim
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import daskdl
+from daskdl import GradientSharing, ParameterAveraging, Trainer
+
+X = np.random.default_rng(0).normal(size=(40, 4)).astype("float32")
+Y = (X[:, 0] > 0).astype("int64")
+DATASET = TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+
+
+def sgd(params):
+    return optim.SGD(params, lr=0.1)
+
+
+def trainer(model=None, loss=None, optimizer=sgd, **options):
+    options = {"client": False, "progress": False} | options
+    if "step" not in options:
+        loss = nn.CrossEntropyLoss() if loss is None else loss
+    return Trainer(model or nn.Linear(4, 2), loss, optimizer, **options)
+
+
+def fit(*data, model=None, loss=None, optimizer=sgd, options=None, **arguments):
+    data = data or (X, Y)
+    trainer(model, loss, optimizer, **(options or {})).fit(*data, **arguments)
+
+
+def sharing(**options):
+    fit(options={"master": GradientSharing(**options)})
+
+
+class NoCluster(Cluster):
+    """Looks like one."""
+
+    def __init__(self):
+        pass
+
+    def __repr__(self):
+        return "NoCluster()"
+
+    def __del__(self):
+        pass
+
+
+class Frozen(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        self.requires_grad_(False)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, left, right):
+        return self.layer(left + right)
+
+
+def others(params):
+    return optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+
+
+def table(**columns):
+    return pd.DataFrame(X, columns=list("abcd")).assign(**columns)
+
+
+MISTAKES = {
+    # ---- the trainer
+    "an optimizer that exists": (
+        lambda: fit(optimizer=optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)),
+        "optimizer=torch.optim.SGD, lr=",
+    ),
+    "an optimizer's misspelt name": (lambda: fit(optimizer="adamm"), "adam"),
+    "an optimizer of other parameters": (lambda: fit(optimizer=others), "params"),
+    "two optimizers": (
+        lambda: fit(optimizer=lambda p: [optim.SGD(p, 0.1), optim.Adam(p)]),
+        "step",
+    ),
+    "no optimizer": (lambda: fit(optimizer=None), "lambda params"),
+    "a list of modules": (
+        lambda: fit(model=[nn.Linear(4, 2)]),
+        "a torch.nn.Module or a function",
+    ),
+    "a model's class that needs arguments": (
+        lambda: fit(model=nn.Linear),
+        "lambda: Linear(...)",
+    ),
+    "a loss class": (lambda: fit(loss=nn.CrossEntropyLoss), "CrossEntropyLoss()"),
+    "a loss by a misspelt name": (
+        lambda: fit(loss="mse_los"),
+        "did you mean 'mean_squared_error'?",
+    ),
+    "a loss for each row": (
+        lambda: fit(loss=nn.CrossEntropyLoss(reduction="none")),
+        'use reduction="mean"',
+    ),
+    "a loss without gradient": (
+        lambda: fit(loss=lambda out, y: (out.argmax(1) == y).float().mean()),
+        "without argmax",
+    ),
+    "neither loss nor step": (
+        lambda: Trainer(nn.Linear(4, 2), optimizer=sgd, client=False).fit(X, Y),
+        "loss",
+    ),
+    "loss and step": (
+        lambda: trainer(loss=nn.MSELoss(), step=lambda model, batch: 0.0),
+        "loss must be left out if a step is given",
+    ),
+    "an address for a client": (
+        lambda: fit(options={"client": "tcp://10.0.0.1:8786"}),
+        "Client('tcp://10.0.0.1:8786')",
+    ),
+    "a cluster for a client": (
+        lambda: fit(options={"client": NoCluster()}),
+        "Client(cluster)",
+    ),
+    "a client's class": (
+        lambda: fit(options={"client": Client}),
+        "a distributed.Client",
+    ),
+    "a master's class": (lambda: trainer(master=GradientSharing), "GradientSharing()"),
+    "a master's name": (lambda: trainer(master="sharing"), "daskdl.TrainingMaster"),
+    "a device's number": (lambda: trainer(device=0), "'cuda:0'"),
+    "autocast switched on": (lambda: trainer(autocast=True), "torch.bfloat16"),
+    "a dtype's name": (lambda: trainer(autocast="bf16"), "torch.bfloat16"),
+    "one callback": (
+        lambda: trainer(callbacks=daskdl.EarlyStopping()),
+        "a list of daskdl.Callback",
+    ),
+    "a callback's class": (
+        lambda: trainer(callbacks=[daskdl.EarlyStopping]),
+        "EarlyStopping()",
+    ),
+    "a scheduler that exists": (
+        lambda: trainer(scheduler=StepLR(sgd(nn.Linear(4, 2).parameters()), 1)),
+        "lambda optimizer: StepLR(optimizer, step_size=10)",
+    ),
+    "a scheduler's class that needs arguments": (
+        lambda: fit(options={"scheduler": StepLR}),
+        "lambda optimizer: StepLR(optimizer, ...)",
+    ),
+    # ---- models
+    "another number of inputs": (lambda: fit(model=nn.Linear(5, 2)), "(2, 4)"),
+    "too few classes": (lambda: fit(X, Y + 1), "2"),
+    "nothing to train": (lambda: fit(model=Frozen()), "requires_grad"),
+    "a model that is not a model": (lambda: fit(model=3), "torch.nn.Module"),
+    "an array for two arguments": (lambda: fit(model=Two()), "right"),
+    # ---- data
+    "no data": (lambda: trainer().fit(None), "X"),
+    "no labels": (lambda: fit(X), "y"),
+    "lengths that differ": (lambda: fit(X, Y[:-1]), "39"),
+    "labels in a column": (lambda: fit(X, Y[:, None]), "use y.ravel()"),
+    "floating labels for classes": (lambda: fit(X, Y.astype("float32")), "int64"),
+    "objects": (lambda: fit(X.astype(object), Y), "astype"),
+    "a path to nothing": (lambda: fit("/nowhere/*.npz"), "/nowhere"),
+    "a generator": (lambda: fit(x for x in X), "IterableDataset"),
+    "blocks of columns": (
+        lambda: fit(da.from_array(X, chunks=(10, 2)), da.from_array(Y, chunks=10)),
+        "rechunk",
+    ),
+    "a column of text": (lambda: fit(table(city="Paris"), Y), "city"),
+    "missing values": (
+        lambda: fit(table(age=np.nan).astype({"age": "Float64"}), Y),
+        "age",
+    ),
+    "validation without labels": (lambda: fit(validation=X), "pairs (x, y)"),
+    "a label that is no column": (lambda: fit(table(), label="price"), "price"),
+    "a key that forward does not take": (
+        lambda: fit({"left": X, "rigth": X}, Y, model=Two()),
+        "name the keys of X like these arguments",
+    ),
+    "a list of inputs": (lambda: fit([X, X], Y), "tuple(X)"),
+    "a distributed sampler": (
+        lambda: fit(
+            DataLoader(
+                DATASET, sampler=DistributedSampler(DATASET, num_replicas=2, rank=0)
+            )
+        ),
+        "replicas share the items",
+    ),
+    "a weighted sampler": (
+        lambda: fit(DataLoader(DATASET, sampler=WeightedRandomSampler([1.0] * 40, 40))),
+        "Subset(X.dataset, list(X.sampler))",
+    ),
+    "rows of different lengths": (
+        lambda: fit([X[0], X[1, :2]], [0, 1]),
+        "give a collate_fn",
+    ),
+    "label and y": (lambda: fit(table(price=1), Y, label="price"), "leave one out"),
+    "weights for some rows": (lambda: fit(sample_weight=[1.0]), "each of 40 rows"),
+    # ---- a fit
+    "epochs as text": (lambda: fit(epochs="3"), "a whole number >= 1"),
+    "no epochs": (lambda: fit(epochs=0), "a whole number >= 1"),
+    "half a batch": (lambda: fit(batch_size=0.5), "a whole number >= 1"),
+    "a share that is none": (lambda: fit(validation=1.5), "(0, 1)"),
+    "a resume without checkpoints": (
+        lambda: fit(resume=True),
+        "a Checkpoint among the callbacks",
+    ),
+    "a resume from nothing": (lambda: fit(resume="/nowhere"), "/nowhere"),
+    "a monitor that is no column": (
+        lambda: fit(options={"callbacks": [daskdl.EarlyStopping(monitor="val_acc")]}),
+        "mode must be 'min' or 'max'",
+    ),
+    "a monitor without validation": (
+        lambda: fit(options={"callbacks": [daskdl.EarlyStopping(monitor="val_loss")]}),
+        "validation=",
+    ),
+    # ---- masters
+    "a number for a threshold": (
+        lambda: sharing(threshold=1e-3),
+        "FixedThreshold(1e-3)",
+    ),
+    "an interval's name": (lambda: sharing(exchange_every="often"), "'auto'"),
+    "less than no staleness": (lambda: sharing(max_staleness=-1), ">= 0"),
+    "no replica": (lambda: sharing(replicas_per_worker=0), ">= 1"),
+    "more replicas than there are": (
+        lambda: sharing(min_replicas=3),
+        "replicas_per_worker",
+    ),
+    "a route's name": (lambda: sharing(routing="ring"), "'mesh'"),
+    "no frequency": (lambda: ParameterAveraging(frequency=0), ">= 1"),
+    # ---- results
+    "a prediction before a fit": (lambda: trainer().predict(X), "fit"),
+    "an evaluation before a fit": (lambda: trainer().evaluate(X, Y), "fit"),
+    "a metric of numbers for classes": (
+        lambda: fitted().evaluate(X, Y, metrics="mse"),
+        "for classes use 'accuracy' or 'f1'",
+    ),
+    "an output that is none": (
+        lambda: fitted().predict(X, output="logits"),
+        "a folder is a URL or a path with a slash",
+    ),
+    "a misspelt metric": (
+        lambda: fitted().evaluate(X, Y, metrics="acuracy"),
+        "accuracy",
+    ),
+    "a save before a fit": (lambda: trainer().save("/tmp/nowhere"), "fit"),
+    "a load from nothing": (lambda: Trainer.load("/nowhere"), "/nowhere"),
+}
+
+
+def fitted():
+    made = trainer()
+    made.fit(X, Y)
+    return made
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_message_says_what_to_type_instead(name):
+    mistake, words = MISTAKES[name]
+
+    with pytest.raises(daskdl.DaskDLError) as caught:
+        mistake()
+
+    assert words in str(caught.value)

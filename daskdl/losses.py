@@ -4,6 +4,7 @@ Metrics, accuracies and probabilities of classes depend on it.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -129,7 +130,10 @@ def class_probabilities(output: Any, loss: Any) -> Tensor:
         tensor([[0.7500, 0.2500]])
     """
     output, (labels, _) = scored(output), facts_of(loss)
-    scale, binary = scale_of(loss, output), labels == "binary"
+    if isinstance(loss, ModelLoss) and isinstance(output, Mapping):
+        output = output.get("logits", output)
+    scale = scale_of(loss, output)
+    binary = labels == "binary" or isinstance(loss, nn.SoftMarginLoss)
     last = hasattr(loss, "aligned") and output.ndim > 2  # the axis of classes
     scores = output.movedim(-1, 1) if last else output
     chances = probabilities(scores, scale, over_classes=not binary).to(output.dtype)

@@ -10,13 +10,13 @@ import hashlib
 import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from dask.utils import SerializableLock
 from typing_extensions import override
 
-from daskdl.config import check_choice
+from daskdl.config import check_choice, check_flag
 from daskdl.data.batching import Rows
 from daskdl.data.formats import optional_module, reading
 from daskdl.data.images import (
@@ -220,7 +220,8 @@ def cifar10(
     Raises:
         DataError: If a file is missing, damaged, or not as published.
     """
-    names = _CIFAR10_FILES[bool(train)]
+    check_flag("train", train)
+    names = _CIFAR10_FILES[train]
     choices = [f"{name}.bin" for name in names], names
     inner = "cifar-10-batches-bin", "cifar-10-batches-py"
     store, files = _found(folder, inner, choices, _CIFAR10_HOME, storage_options)
@@ -235,14 +236,49 @@ def _cifar10_rows(name: str, content: bytes) -> Sequence[np.ndarray]:
         pixels, labels = rows[:, 1:], rows[:, 0]
     else:
         entry = Plain(io.BytesIO(content), encoding="bytes").load()
-        pixels, labels = entry[b"data"], np.asarray(entry[b"labels"])
-        if pixels.dtype != np.uint8 or labels.dtype.kind != "i":
-            raise ValueError(f"it has {pixels.dtype} pixels and {labels.dtype} labels")
+        pixels, labels = entry[b"data"].array, np.asarray(entry[b"labels"])
+        if labels.dtype.kind != "i":
+            raise ValueError(f"it has {labels.dtype} labels")
     return pixels.reshape(-1, 3, 32, 32), labels
 
 
+ARRAYS = {
+    ("numpy", "ndarray"),
+    ("numpy.core.multiarray", "_reconstruct"),
+    ("numpy._core.multiarray", "_reconstruct"),
+}
+
+
+class Dtype:
+    """Stands for a numpy dtype in a pickle; only its name is read."""
+
+    def __init__(self, kind: Any = None, *_: Any) -> None:
+        self.kind = kind
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore byte order and flags."""
+
+
+class Pixels:
+    """Stands for a numpy array in a pickle, whose state numpy would trust."""
+
+    array: np.ndarray
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        """Take bytes, and nothing else, as the values."""
+        _, shape, dtype, fortran, raw = state
+        kind = getattr(dtype, "kind", None)
+        if kind not in ("u1", b"u1") or not isinstance(raw, bytes):
+            raise pickle.UnpicklingError("it has an array of other values than bytes")
+        order: Literal["F", "C"] = "F" if fortran else "C"
+        self.array = np.frombuffer(raw, np.uint8).reshape(shape, order=order)
+
+
 class Plain(pickle.Unpickler):
-    """Reads dicts, lists, numbers, text, bytes and numpy arrays; imports nothing.
+    """Reads dicts, lists, numbers, text, bytes and arrays of bytes; imports nothing.
 
     Example:
         >>> Plain(io.BytesIO(pickle.dumps({"a": [1, b"x"]}))).load()
@@ -254,11 +290,10 @@ class Plain(pickle.Unpickler):
 
     @override
     def find_class(self, module: str, name: str) -> Any:
-        if module in {"numpy.core.multiarray", "numpy._core.multiarray"}:
-            if name == "_reconstruct":
-                return np.zeros(0).__reduce__()[0]
-        elif (module, name) in {("numpy", "ndarray"), ("numpy", "dtype")}:
-            return getattr(np, name)
+        if (module, name) in ARRAYS:
+            return Pixels
+        if (module, name) == ("numpy", "dtype"):
+            return Dtype
         raise pickle.UnpicklingError(
             f"{module}.{name} is no array, and is not imported"
         )
@@ -371,6 +406,7 @@ def _idx_files(
     home: str,
     options: Mapping[str, Any] | None,
 ) -> tuple[Store, Sequence[str]]:
+    check_flag("train", train)
     plain = [name.format("train" if train else "t10k") for name in _IDX]
     packed = [f"{name}.gz" for name in plain]
     return _found(folder, (f"{inner}/raw",), (packed, plain), home, options)

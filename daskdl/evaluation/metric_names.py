@@ -276,7 +276,7 @@ def _value(values: Mapping[str, Any], name: str) -> Any:
     if name == "cohen_kappa":
         total = int(support.sum())
         by_chance = float((predicted / total) @ (support / total))
-        return (hits.sum() / total - by_chance) / (1 - by_chance or np.nan)
+        return float((hits.sum() / total - by_chance) / (1 - by_chance or np.nan))
     rate, _, average = name.partition("_")
     if average == "macro":
         return streaming.mean_of(rates[rate], support + predicted > 0)

@@ -76,6 +76,8 @@ class CategoricalCrossentropy(nn.NLLLoss):
         else:
             shares = scores / scores.sum(1, keepdim=True)
             logs = shares.clamp(SMALLEST, 1 - SMALLEST).log()
+        if y.shape != scores.shape and self.label_smoothing:
+            y = functional.one_hot(y, scores.shape[1]).movedim(-1, 1).to(scores.dtype)
         if y.shape != scores.shape:
             return super().forward(logs, y)
         if self.label_smoothing:
@@ -166,6 +168,14 @@ class OutputLosses(nn.Module):
     ) -> None:
         super().__init__()
         self.losses, self.names, self.weights = losses, names, weights
+        for number, (name, loss) in enumerate(zip(names, losses, strict=True)):
+            if getattr(loss, "reduction", "mean") != "mean":
+                raise OptionError(
+                    f"loss[{name!r}] must be a mean over the rows, to be added to "
+                    f"others, got {loss!r}; give it reduction='mean'"
+                )
+            if isinstance(loss, nn.Module):  # its weights move to the device with it
+                self.add_module(str(number), loss)
 
     def loss_of(self, name: str | int) -> nn.Module | None:
         """Return the loss of an output, by name or number."""

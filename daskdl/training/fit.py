@@ -113,6 +113,11 @@ def steps_of_replica(
             "total_steps yourself, or step the schedule by epoch"
         )
     if is_number(validation):
+        if not 0 < validation < 1:
+            raise OptionError(
+                "validation must be a fraction of the rows in (0, 1), got "
+                f"{validation!r}"
+            )
         rows -= round(rows * validation)
     whole, rest = divmod(rows, spec.read.batch_size)
     batches = whole if spec.drop_last else whole + bool(rest)

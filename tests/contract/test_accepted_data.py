@@ -274,7 +274,7 @@ def test_a_subclass_with_its_own_iteration_is_refused():
 @pytest.mark.parametrize(
     "options",
     [{"batch_size": 5}, {"shuffle": True}, {"drop_last": True}, {"collate_fn": padded}],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 def test_an_argument_that_contradicts_the_loader_is_refused(options):
     own = loader(collate_fn=shifted)

@@ -11,7 +11,12 @@ from torch import nn
 import daskdl
 from daskdl.errors import ModelError, OptionError
 from daskdl.keras import from_config, from_saved
-from daskdl.keras.compiled import loss_of, optimizer_of
+from daskdl.keras.compiled import (
+    CategoricalCrossentropy,
+    loss_of,
+    optimizer_of,
+    resolved_loss,
+)
 from daskdl.keras.module import library
 from tests.support.metric_parts import random
 
@@ -308,7 +313,9 @@ class TestNames:
 
     def test_scores_are_not_taken_for_probabilities(self):
         loss = "sparse_categorical_crossentropy"
-        trainer = daskdl.Trainer(nn.Linear(4, 3), loss, "sgd", client=False)
+        model = nn.Linear(4, 3)
+        nn.init.constant_(model.bias, -9.0)
+        trainer = daskdl.Trainer(model, loss, "sgd", client=False)
 
         with pytest.raises(
             ModelError, match=r"got outputs down to -.*, or from_logits"
@@ -318,6 +325,24 @@ class TestNames:
     def test_an_unknown_name_is_refused(self):
         with pytest.raises(OptionError, match="did you mean 'cross_entropy'"):
             daskdl.Trainer(nn.Linear(4, 3), "crossentropi", torch.optim.SGD)
+
+    def test_a_sum_over_the_rows_is_no_part_of_several_losses(self):
+        loss = {"kind": nn.CrossEntropyLoss(reduction="sum"), "size": "mse"}
+
+        with pytest.raises(OptionError, match=r"loss\['kind'\] must be a mean"):
+            daskdl.Trainer(nn.Linear(4, 3), loss, "sgd", client=False)
+
+    def test_weights_of_each_loss_move_to_the_device_with_it(self):
+        loss = {"kind": nn.CrossEntropyLoss(weight=torch.ones(3)), "size": "mse"}
+
+        assert len(list(resolved_loss(loss).buffers())) == 1
+
+    def test_class_indices_are_smoothed_as_one_hot_labels_are(self):
+        loss = CategoricalCrossentropy(label_smoothing=0.5)
+        shares, y = torch.tensor([[0.7, 0.2, 0.1]]), torch.tensor([0])
+
+        assert loss(shares, y) == loss(shares, nn.functional.one_hot(y, 3))
+        assert loss(shares, y) > -torch.log(torch.tensor(0.7))
 
     def test_several_outputs_have_the_sum_of_their_losses(self):
         loss = {"kind": nn.CrossEntropyLoss(), "size": "mse"}

@@ -148,6 +148,33 @@ def test_nothing_in_a_pickle_is_executed(protocol, tmp_path):
     assert not (tmp_path / "owned").exists()
 
 
+class Pointers:
+    """Pickled as an array of objects, whose pointers are bytes of the file."""
+
+    def __reduce__(self):
+        kind = np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0)
+        state = (1, (1,), Made(*kind), False, bytes(range(8)))
+        return np.zeros(0).__reduce__()[0], (np.ndarray, (0,), b"b"), state
+
+
+class Made:
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def __reduce__(self):
+        return self.parts
+
+
+@pytest.mark.parametrize("data", [Pointers(), Made(np.ndarray, ((2**40,),))])
+def test_an_array_takes_nothing_but_bytes_from_a_pickle(data, tmp_path):
+    write_cifar10(tmp_path, binary=False)
+    path = tmp_path / "data_batch_3"
+    path.write_bytes(pickle.dumps({b"data": data, b"labels": [0]}, 4))
+
+    with pytest.raises(daskdl.DataError, match=r"cannot read .*data_batch_3: "):
+        cifar10(tmp_path, verify=False)
+
+
 CIFAR, MNIST = write_cifar10, write_mnist
 SHORT, LABELS = images(0, 3, (3071,)), np.array([3, 10, 5])
 

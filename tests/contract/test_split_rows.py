@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from daskdl import DataError, OptionError
 from daskdl.data.inputs import split_rows
-from tests.support.problems import ShardedStream, rows, shown, trainer
+from tests.support.problems import ShardedStream, rows, trainer
 
 NUMBERS = np.arange(40)
 FRAME = pd.DataFrame({"a": NUMBERS, "b": -NUMBERS}, index=NUMBERS + 100)
@@ -148,7 +148,6 @@ LENGTHS = LENGTHS[LENGTHS > 3]
             "but not X, a str; split it yourself, and give",
         ),
     ],
-    ids=shown,
 )
 def test_rows_that_cannot_be_split_are_refused(X, y, fraction, error, message):
     with pytest.raises(error, match=re.escape(message)):

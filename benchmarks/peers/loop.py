@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -158,22 +159,38 @@ def carried(interface: str) -> tuple[int, int]:
 
 
 class Gauge:
-    """Counts the steps of one process, and decides when it has trained enough."""
+    """Counts the steps of one process, and decides when it has trained enough.
+
+    Processes that step together stop, and their clock too, while rank 0 scores its
+    model. Where each goes on by itself, rank 0 keeps copies of its model and scores
+    them after training, which then takes all of its time.
+
+    Args:
+        block: Steps between two meetings of all processes; None: they never meet.
+        copied: Copies the model; returns a function that scores the copy.
+    """
 
     def __init__(
         self,
         own: Arguments,
         meeting: Meeting,
         block: int | None,
-        score: Callable[[], float],
+        copied: Callable[[], Callable[[], float]],
         least: Least = Least(),  # noqa: B008 - a value
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._own, self._meeting, self._block, self._score = own, meeting, block, score
+        self._own, self._meeting, self._block, self._copied = (
+            own,
+            meeting,
+            block,
+            copied,
+        )
+        self._copies: list[tuple[float, Callable[[], float]]] = []
         self._least = least
         self._clock, self._paused = clock, 0.0
         self._phase = "warm-up" if own.target is None else "timed"
         self._made, self._next, self._blocks = 0, 0, 0
+        self._scored_at = 0.0
         self.report = Report()
 
     def begin(self) -> None:
@@ -222,27 +239,33 @@ class Gauge:
             steps = self._made >= self._least.warm_up
             enough = steps and self._seconds() >= self._own.warm_up
             return "timed" if enough else "warm-up"
-        if self._own.target is not None and self._scores(self._own.target):
+        if self._own.target is not None and self._scores():
             return "over"
         least = 1 if self._own.target is not None else self._least.counted
         enough = self._seconds() >= self._own.seconds and self.report.steps >= least
         return "over" if enough else "timed"
 
-    def _scores(self, target: float) -> bool:
-        """Score the model if it is time to; whether the target is reached."""
+    def _scores(self) -> bool:
+        """Score or copy the model if it is time to; whether the target is reached."""
         if self._own.rank > 0:
             return False
-        curve, now = self.report.curve, self._seconds()
-        last = curve[-1][0] if curve else 0.0
+        now, last = self._seconds(), self._scored_at
         if now < last + SCORE_S + SCORE_SHARE * last:
             return False
+        self._scored_at = now
+        if self._block is None:
+            self._copies.append((now, self._copied()))
+            return False
         stopped = self._clock()
-        score = self._score()
-        if self._block is not None:
-            self._paused += self._clock() - stopped
-        curve.append((now, score))
-        self.report.reached_s = reached(curve[-IN_MEAN:], self._own.task, target)
+        self._note_score(now, self._copied()())
+        self._paused += self._clock() - stopped
         return self.report.reached_s is not None
+
+    def _note_score(self, seconds: float, score: float) -> None:
+        report, target = self.report, self._own.target
+        report.curve.append((seconds, score))
+        if report.reached_s is None and target is not None:
+            report.reached_s = reached(report.curve[-IN_MEAN:], self._own.task, target)
 
     def _until_next(self) -> int:
         """Blocks until the next decision."""
@@ -262,6 +285,8 @@ class Gauge:
             sent, received = carried(self._own.interface)
             self.report.sent = sent - self._carried[0]
             self.report.received = received - self._carried[1]
+            for at, score in self._copies:
+                self._note_score(at, score())
             self._meeting.put(f"report {self._own.rank}", asdict(self.report))
         self._phase = phase
 
@@ -315,13 +340,12 @@ def train(
     rng = np.random.default_rng((own.seed, own.rank))
     mine = slice(own.rank, None, own.world)
     some = batches(x[mine], y[mine], own.task.batch_size, rng)
-    gauge = Gauge(
-        own,
-        meeting,
-        block,
-        lambda: own.task.test(scored or model, x_test, y_test),
-        least,
-    )
+
+    def copied() -> Callable[[], float]:
+        copy = deepcopy(scored or model)
+        return lambda: own.task.test(copy, x_test, y_test)
+
+    gauge = Gauge(own, meeting, block, copied, least)
     step = plain_step(own.task.loss, model, optimizer)
     gauge.begin()
     while gauge.goes_on(own.task.batch_size):

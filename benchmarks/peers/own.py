@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,12 +67,12 @@ class Counts(daskdl.Callback):
         if self._gauge is None:
             own = replace(self._own, rank=epoch.replica)
             *_, x, y = map(torch.from_numpy, own.task.split())
-            self._gauge = Gauge(
-                own,
-                Meeting(own, host=False),
-                None,
-                lambda: agreed.score(own.task, x, y),
-            )
+
+            def copied() -> Callable[[], float]:
+                copy = agreed.copied()
+                return lambda: own.task.test(copy, x, y)
+
+            self._gauge = Gauge(own, Meeting(own, host=False), None, copied)
             self._gauge.begin()
 
     def on_step_end(self, step: daskdl.Step) -> None:

@@ -3,7 +3,7 @@
 Question: How many passes over memory does an exchange add to a step?
 Counted:  ``find``, with levels, and ``commit_`` of the kernels on normally distributed
           residuals; ``apply_`` of 25,000 entries. Packing and sending are not included.
-Baseline: ``np.add(r, u, out=r)`` over as many float32: the update of a residual alone.
+Baseline: ``r.add_(u)`` of as many float32: the update of a residual alone.
 Run:      python -m benchmarks encode --size 25_000_000
 """
 
@@ -20,7 +20,7 @@ from benchmarks.report import bars
 from benchmarks.results import Question, in_turns, medians
 from daskdl.compression.flat import empty
 from daskdl.compression.kernels import VectorGroup
-from daskdl.compression.kernels_numba import NumbaGroup
+from daskdl.compression.replica_vector import kernels_for
 
 GRID = 2.0**-24
 DENSITIES = (1e-4, 1e-3, 7e-3, 2.5e-2, 5e-2)
@@ -29,8 +29,12 @@ ROUNDS = 11
 
 
 def timed(work: Callable[[], Any]) -> dict[str, float]:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     began = time.perf_counter()
     work()
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
     return {"ms": 1e3 * (time.perf_counter() - began)}
 
 
@@ -38,12 +42,11 @@ class Vector:
     """A replica's vectors, with a share of the residual above the threshold."""
 
     def __init__(
-        self, size: int, density: float, kind: type[VectorGroup] = NumbaGroup
+        self, size: int, density: float, device: torch.device, kind: type[VectorGroup]
     ) -> None:
-        cpu = torch.device("cpu")
-        local = empty(size, torch.float32, cpu)
-        local.normal_(0, 1e-2, generator=torch.Generator().manual_seed(0))
-        self.shared = empty(size, torch.int32, cpu).fill_(1)
+        local = empty(size, torch.float32, device)
+        local.normal_(0, 1e-2, generator=torch.Generator(device).manual_seed(0))
+        self.shared = empty(size, torch.int32, device).fill_(1)
         self.group = kind(local, local, self.shared, 0)
         sample = local[:1_000_000].abs()
         threshold = sample.kthvalue(int(sample.numel() * (1 - density))).values.item()
@@ -65,26 +68,27 @@ class Vector:
         return found
 
 
-def cases(size: int) -> dict[tuple[str, float], Callable[[], dict[str, float]]]:
+def cases(
+    size: int, device: torch.device
+) -> dict[tuple[str, float], Callable[[], dict[str, float]]]:
     """By name and density."""
-    residual, update = (np.ones(size, np.float32) for _ in range(2))
+    residual, update = (empty(size, torch.float32, device).fill_(1) for _ in range(2))
+    kind = kernels_for(device)
     found: dict[tuple[str, float], Callable[[], dict[str, float]]] = {
-        ("np.add(r, u, out=r) (baseline)", 1.0): lambda: timed(
-            lambda: np.add(residual, update, out=residual)
-        )
+        ("r.add_(u) (baseline)", 1.0): lambda: timed(lambda: residual.add_(update))
     }
     for density in DENSITIES:
-        own = Vector(size, density)
+        own = Vector(size, density, device, kind)
         found["find", density] = lambda own=own: timed(own.find)
         found["find + commit_", density] = own.exchange
         found["find + commit_, clipped at 5", density] = lambda own=own: own.exchange(
             multiple=5.0
         )
-    reference = Vector(size, 1e-3, VectorGroup)
+    reference = Vector(size, 1e-3, device, VectorGroup)
     found["find + commit_, torch operations", 1e-3] = reference.exchange
-    own = Vector(size, 1e-3)
+    own = Vector(size, 1e-3, device, kind)
     chosen = np.random.default_rng(0).choice(size, ENTRIES, replace=False)
-    entries = torch.from_numpy(np.sort(chosen).astype(np.int32) + 1)
+    entries = torch.from_numpy(np.sort(chosen).astype(np.int32) + 1).to(device)
     found[f"apply_ of {ENTRIES:,} entries", ENTRIES / size] = lambda: timed(
         lambda: own.group.apply_(entries, 1, GRID)
     )
@@ -93,7 +97,7 @@ def cases(size: int) -> dict[tuple[str, float], Callable[[], dict[str, float]]]:
 
 def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     torch.set_num_threads(1)
-    taken = in_turns(cases(asked.size), ROUNDS + 1)
+    taken = in_turns(cases(asked.size, torch.device(asked.device)), ROUNDS + 1)
     ms = {case: medians(rounds[1:])["ms"] for case, rounds in taken.items()}
     baseline, *_ = ms.values()
     for (name, density), own in ms.items():
@@ -105,6 +109,9 @@ QUESTION = Question(
     __doc__,
     rows,
     "case density:.1e ms:.2f ratio:.2f",
-    {"--size": {"type": int, "default": 25_000_000, "help": "parameters"}},
+    {
+        "--size": {"type": int, "default": 25_000_000, "help": "parameters"},
+        "--device": {"default": "cpu", "help": "of the vectors, such as cuda"},
+    },
     lambda result: bars(result, "ratio", "case", "density"),
 )

@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-import subprocess
 import sys
 import tempfile
 
@@ -22,6 +21,7 @@ from daskdl.data.export import ExportOptions, export, temporary_batches, token_o
 from daskdl.data.storage import Store
 from daskdl.errors import DataError, OptionError
 from tests.support.numbered import Numbered, Streamed, ids_of, numbered
+from tests.support.processes import in_a_fork
 
 EXPORT = sys.modules["daskdl.data.export"]  # the package has the function
 
@@ -479,25 +479,17 @@ def test_options_outside_what_is_allowed_are_refused(url, options, message):
         exported(url, **options)
 
 
-def test_the_same_data_are_known_in_another_session():
+def tokens():
     values = [
-        "({'a': torch.ones(3)}, [np.ones(2)])",
-        "da.from_array(np.arange(5), chunks=2)",
-        "[delayed(max)(1, 2), delayed(min)(1, 2)]",
+        ({"a": torch.ones(3)}, [np.ones(2)]),
+        da.from_array(np.arange(5), chunks=2),
+        [delayed(max)(1, 2), delayed(min)(1, 2)],
     ]
-    script = (
-        "import dask.array as da, numpy as np, torch; from dask import delayed\n"
-        "from daskdl.data.export import token_of\n"
-        f"for value in {values!r}: print(token_of(eval(value)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, check=True
-    )
+    return [token_of(value) for value in values]
 
-    known = {"np": np, "torch": torch, "da": da, "delayed": delayed}
-    assert done.stdout.decode().split() == [
-        token_of(eval(value, known)) for value in values
-    ]
+
+def test_the_same_data_are_known_in_another_session():
+    assert in_a_fork(tokens) == tokens()
 
 
 OPTIONS = ExportOptions(4)

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import pytest
 
 from daskdl.errors import ModelError, OptionError
 from daskdl.keras.module import library, modern, vetted
+from tests.support.processes import in_a_fork
 
 
 def layer(kind="Dense", module="keras.layers", **settings):
@@ -213,28 +213,18 @@ def test_the_given_description_is_not_changed(rewrite):
     assert config == before
 
 
-LOADED = """
-import os, sys
-import daskdl, daskdl.keras
-from daskdl.keras.module import library
-print('keras' in sys.modules)
-print(library().backend.backend(), 'KERAS_BACKEND' in os.environ)
-"""
+def loaded(home):
+    """Whether Keras was there before its first use, and what that has set."""
+    os.environ.pop("KERAS_BACKEND", None)
+    os.environ["KERAS_HOME"] = home
+    before = "keras" in sys.modules
+    return before, library().backend.backend(), "KERAS_BACKEND" in os.environ
 
 
 def test_the_backend_is_torch_from_the_first_use_on(tmp_path):
     (tmp_path / "keras.json").write_text('{"backend": "tensorflow"}')
-    inherited = {k: v for k, v in os.environ.items() if k != "KERAS_BACKEND"}
 
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**inherited, "KERAS_HOME": str(tmp_path)},
-    )
-
-    assert done.stdout.split() == ["False", "torch", "False"], done.stderr
+    assert in_a_fork(loaded, str(tmp_path)) == (False, "torch", False)
 
 
 OTHER = "Keras models are trained on Keras' backend 'torch', and "

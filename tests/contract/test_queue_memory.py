@@ -2,11 +2,7 @@
 
 import gc
 import itertools
-import json
-import subprocess
-import sys
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +14,9 @@ from daskdl.channel.protocol import Message, compact, owned
 from daskdl.channel.transport import Outbox, RetransmitBuffer
 from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
+from tests.support.processes import in_a_fork
 
 BOUND = 2**20
-ROOT = Path(__file__).parents[2]
 SIZE = 2**24  # parameters
 THRESHOLD = 2.0**-10
 BATCH = 64  # messages in one request
@@ -144,16 +140,14 @@ def sizes(name):
         tracemalloc.stop()
 
 
+def all_sizes():
+    return {name: sizes(name) for name in QUEUES}
+
+
 @pytest.fixture(scope="module")
 def measured():
     """The sizes of all queues, in a process where no other thread allocates."""
-    code = f"import json, {__name__} as t; "
-    code += "print(json.dumps({n: t.sizes(n) for n in t.QUEUES}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return in_a_fork(all_sizes)
 
 
 @pytest.mark.parametrize("name", QUEUES)

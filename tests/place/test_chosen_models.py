@@ -124,7 +124,7 @@ class RandomStates(Callback):
     seen: ClassVar = collections.defaultdict(list)
 
     def on_step_end(self, step):
-        self.seen[step.epoch].append(bytes(torch.get_rng_state()))
+        self.seen[step.epoch].append(torch.get_rng_state().numpy().tobytes())
 
 
 def test_a_comparison_without_delivery_changes_nothing(one_thread):

@@ -19,9 +19,6 @@ from daskdl.saving.checkpoints import Series
 
 _numbers = itertools.count()
 
-# What is forked from is imported nowhere else.
-collect_ignore = ["support/forked.py"]
-
 # Workers are forks of a process that has imported what all need: a cluster is there in
 # a second, and not in ten. Dask's own tools for tests put back the configuration that
 # they find when they are imported, so it is set before.
@@ -64,6 +61,23 @@ def pytest_pyfunc_call(pyfuncitem):
     }
     asyncio.run(test(**given))
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import all tests without looking for garbage between them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Leave out doctests: only daskdl has some."""
+    collectors = yield
+    return [one for one in collectors if type(one) is pytest.Module]
 
 
 def pytest_collection_modifyitems(items):

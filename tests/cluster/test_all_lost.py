@@ -161,8 +161,14 @@ def check_kept(own, error):
 
 @pytest.mark.parametrize(
     "master",
-    [kept(rejoin_timeout=0.2), ParameterAveraging(rejoin_timeout=0.2)],
-    ids=repr,
+    [
+        pytest.param(kept(rejoin_timeout=0.2), id="sharing"),
+        pytest.param(
+            ParameterAveraging(rejoin_timeout=0.2),
+            id="averaging",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_when_all_retire_the_last_agreed_model_and_the_checkpoint_are_left(
     two, master, tmp_path

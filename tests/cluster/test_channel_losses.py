@@ -10,7 +10,6 @@ from daskdl import codec
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import BarrierKind
 from tests.support.channels import (
-    EITHER,
     RUN,
     a_run,
     begin,
@@ -26,7 +25,6 @@ from tests.support.channels import (
 from tests.support.run_states import GRID, SIZE
 
 
-@EITHER
 @everywhere(3)
 async def test_a_lost_worker_ends_no_wait_and_its_lease_is_repeated(
     c, s, *workers, routing
@@ -58,7 +56,6 @@ async def test_a_lost_worker_ends_no_wait_and_its_lease_is_repeated(
         assert run.record.leases["train"].repeated == 1
 
 
-@EITHER
 @everywhere(2)
 async def test_a_run_without_replicas_is_stopped(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
@@ -84,7 +81,6 @@ async def test_the_client_reads_of_a_worker_that_goes_after_its_replica(c, s, a,
         assert await run.events() == [{"kind": "removed", "replica": 1}]
 
 
-@EITHER
 @everywhere(2)
 async def test_a_closing_worker_lets_its_replica_hand_over(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:

@@ -8,7 +8,6 @@ import pytest
 from daskdl.channel.base import Stopped
 from daskdl.channel.protocol import BarrierKind
 from tests.support.channels import (
-    EITHER,
     RUN,
     a_run,
     applied_by,
@@ -26,7 +25,6 @@ from tests.support.channels import (
 from tests.support.run_states import SIZE
 
 
-@EITHER
 @everywhere(2)
 async def test_a_joining_replica_has_each_update_once(c, s, a, b, routing):
     async with a_run(c, s, a, b, routing=routing) as run:
@@ -75,7 +73,6 @@ async def test_a_snapshot_waits_for_the_updates_that_it_must_contain(c, s, a, b)
         assert (await joining).snapshot["total_N"].tolist() == [1] + [0] * (SIZE - 1)
 
 
-@EITHER
 @everywhere(3)
 async def test_a_joining_replica_asks_another_donor_if_the_first_has_gone(
     c, s, *workers, routing
@@ -100,7 +97,6 @@ async def test_a_joining_replica_asks_another_donor_if_the_first_has_gone(
         await waiting
 
 
-@EITHER
 @everywhere(3)
 async def test_a_joining_replica_does_not_wait_for_one_that_has_gone(
     c, s, *workers, routing
@@ -122,7 +118,6 @@ async def test_a_joining_replica_does_not_wait_for_one_that_has_gone(
         assert 2 not in channel.peers()
 
 
-@EITHER
 @everywhere(2)
 async def test_a_joining_replica_does_not_wait_for_one_that_has_no_work_left(
     c, s, a, b, routing
@@ -146,7 +141,6 @@ async def test_a_joining_replica_does_not_wait_for_one_that_has_no_work_left(
         assert await in_thread(channel.wait_for_peers, 5, 0, 0) == 0
 
 
-@EITHER
 @everywhere(2)
 async def test_barriers_wait_for_a_joining_replica_once_it_is_active(
     c, s, a, b, routing
@@ -172,7 +166,6 @@ async def test_barriers_wait_for_a_joining_replica_once_it_is_active(
             assert met.payloads == {0: 0, 1: 1, 2: 2}
 
 
-@EITHER
 @everywhere(2)
 async def test_a_joining_replica_counts_on_no_step_before_its_updates(
     c, s, a, b, routing, monkeypatch

@@ -59,8 +59,12 @@ def check_same(resumed, uninterrupted):
 
 @pytest.mark.parametrize(
     "master",
-    [kept(max_staleness=0), ParameterAveraging(frequency=3)],
-    ids=["sharing", "averaging"],
+    [
+        pytest.param(kept(max_staleness=0), id="sharing"),
+        pytest.param(
+            ParameterAveraging(frequency=3), id="averaging", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_fit_resumed_on_a_new_cluster_is_the_same(client, another, tmp_path, master):
     without = with_checkpoints(client, tmp_path, master=master)

@@ -164,7 +164,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "own_nets.py").write_text(NETS)
     np.savez(tmp_path / "rows.npz", x=X, y=Y)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("own_nets", None)
 
 
 @contextlib.contextmanager
@@ -185,16 +187,16 @@ def started(*arguments):
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_workers_need_not_have_the_file_of_the_factory(client, folder):
-    with started(
+    done = call(
         *("train", "own_nets:net", "--data", folder / "rows.npz", "--epochs", 2),
         *("--scheduler", client.scheduler.address, "--save", "model"),
-    ) as process:
-        said, errors = process.communicate(timeout=100)
+    )
 
-    assert (process.returncode, errors) == (0, "")
-    assert re.findall(r"epoch ./2.*(. replicas)", said) == ["2 replicas"] * 2
-    assert said.endswith("saved in model\n")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert re.findall(r"epoch ./2.*(. replicas)", done.stdout) == ["2 replicas"] * 2
+    assert done.stdout.endswith("saved in model\n")
 
 
 @pytest.mark.slow

@@ -1,24 +1,25 @@
 """The page of daskdl on Dask's dashboard, and its numbers for Prometheus."""
 
 import asyncio
-import os
+import contextlib
+import logging
 import re
-import subprocess
 import sys
-import textwrap
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from itertools import combinations
-from pathlib import Path
 
 import pytest
+from distributed.utils_test import poll_for
 from torch import nn
 
 from daskdl import Callback
 from tests.support.browser import needs_chromium, opened
 from tests.support.clusters import cluster_of
 from tests.support.problems import mlp, rows, trainer
+from tests.support.processes import in_a_fork
 
 X, Y = rows()
 WITHIN_S = 90.0
@@ -51,17 +52,24 @@ def get(client, path):
         return answer.read().decode()
 
 
-def newest(client):
-    """The models of the last run, on a page that is opened now."""
+@contextlib.contextmanager
+def page(client):
+    """The page, opened now, as bokeh's own client has it."""
     from bokeh.client import pull_session
 
     session = pull_session(url=address_of(client, "daskdl"))
     try:
-        (root,) = session.document.roots
-        return root.children[0]
+        yield session
     finally:
         session.close()
         session._loop_until_closed()  # else its socket stays open
+
+
+def newest(client):
+    """The models of the last run, on a page that is opened now."""
+    with page(client) as session:
+        (root,) = session.document.roots
+        return root.children[0]
 
 
 def text_of(section):
@@ -162,8 +170,30 @@ class TestPage:
         assert light < 3 * 64 < 3 * 192 < dark  # of the text
         assert canvases >= 9  # one for each figure
 
+    def test_a_page_that_is_open_follows_a_run(self, watched):
+        held = Held(epoch=1)
+        options = {"epochs": 3, "callbacks": [held], "model": Appears()}
+        with page(watched) as session, ThreadPoolExecutor(1) as threads:
+
+            def shows(*texts):
+                session.force_roundtrip()  # and what was sent before is there
+                (root,) = session.document.roots
+                return all(text in text_of(root) for text in texts)
+
+            assert not shows("Appears")
+            fitting = threads.submit(fit, watched, **options)
+            try:
+                poll_for(lambda: shows("Appears", "training for"), WITHIN_S)
+            finally:
+                held.released.set()
+                fitting.result(WITHIN_S)
+            poll_for(lambda: shows("Appears", "over after", "epoch 3 of 3"), WITHIN_S)
+
+    @pytest.mark.slow
     @needs_chromium
-    def test_a_run_appears_on_a_page_that_is_open_and_goes_on(self, watched, tmp_path):
+    def test_a_run_appears_in_a_browser_that_is_open_and_goes_on(
+        self, watched, tmp_path
+    ):
         held = Held(epoch=1)
         options = {"epochs": 3, "callbacks": [held], "model": Appears()}
 
@@ -223,39 +253,23 @@ def test_metrics_have_the_numbers_of_a_fit(watched):
     assert ("replicas_failed", 0.0) in own
 
 
-WITHOUT = """
-    import logging
-    import sys
-
+def without_bokeh():
+    """Epochs of two fits, what was logged, and what was imported nevertheless."""
     sys.modules.update(dict.fromkeys(["bokeh", "prometheus_client"]))
-    from tests.cluster.test_dashboard import fit
-    from tests.support.clusters import cluster_of
+    said, logger = [], logging.getLogger("daskdl")
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    with cluster_of(1, processes=False) as client:
+        epochs = [len(fit(client, epochs=1).history_) for _ in range(2)]
+    names = "bokeh.", "prometheus_client."
+    return epochs, said, [name for name in sys.modules if name.startswith(names)]
 
-    if __name__ == "__main__":
-        logging.basicConfig(level=logging.INFO)
-        with cluster_of(1, processes=False) as client:
-            for _ in range(2):
-                print(len(fit(client, epochs=1).history_))
-        print(sum(m.startswith(("bokeh.", "prometheus_client.")) for m in sys.modules))
-"""
 
+def test_without_bokeh_a_line_of_the_log_says_so_once_and_the_fit_works():
+    epochs, said, imported = in_a_fork(without_bokeh)
 
-def test_without_bokeh_a_line_of_the_log_says_so_once_and_the_fit_works(tmp_path):
-    script = tmp_path / "without.py"
-    script.write_text(textwrap.dedent(WITHOUT))
-    paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
-
-    ran = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        check=False,
-    )
-
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split() == ["1", "1", "0"]
-    said = [line for line in ran.stderr.splitlines() if "bokeh is not inst" in line]
-    assert len(said) == 1, ran.stderr
-    assert "pip install daskdl[dashboard]" in said[0]
+    assert (epochs, imported) == ([1, 1], [])
+    (line,) = [line for line in said if "bokeh is not inst" in line]
+    assert "pip install daskdl[dashboard]" in line

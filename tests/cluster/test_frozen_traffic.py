@@ -1,5 +1,6 @@
 """What frozen parameters that the model changes itself cost on the network."""
 
+import functools
 import logging
 
 import torch
@@ -14,7 +15,7 @@ X, Y = rows(64)
 class Counted(nn.Module):
     """Counts its steps in a frozen vector."""
 
-    def __init__(self, size, changes=True):
+    def __init__(self, size, changes):
         super().__init__()
         self.inner, self.changes = nn.Linear(20, 4), changes
         self.count = nn.Parameter(torch.zeros(size), requires_grad=False)
@@ -25,35 +26,26 @@ class Counted(nn.Module):
         return self.inner(x)
 
 
-def fitted(client, size, changes=True, master=None):
-    own = trainer(
-        client,
-        model=lambda: Counted(size, changes),
-        master=GradientSharing() if master is None else master,
-    )
+def fitted(client, size, changes):
+    model = functools.partial(Counted, size, changes)
+    own = trainer(client, model=model, master=GradientSharing())
     own.fit(X, Y, epochs=2, batch_size=16)
     return own
 
 
-def said_of_it(caplog):
-    return [r.getMessage() for r in caplog.records if "frozen" in r.getMessage()]
+def test_averaged_arrays_count_as_sent_and_received_and_cause_one_warning(
+    threads, caplog, monkeypatch
+):
+    monkeypatch.setattr("daskdl.training.dask_backend.MUCH_FROZEN", 2**20)
+    caplog.set_level(logging.WARNING, logger="daskdl.training")
 
-
-def test_averaged_arrays_count_as_sent_and_received(threads):
     changing, still = (fitted(threads, 200_000, changes) for changes in (True, False))
 
     for row in changing.history_:
         assert row["received_bytes"] == row["sent_bytes"]  # of two replicas
         assert 1_600_000 <= row["sent_bytes"] < 1_700_000
     assert all(row["sent_bytes"] < 100_000 for row in still.history_)
-
-
-def test_large_frozen_parameters_cause_one_warning(threads, caplog):
-    caplog.set_level(logging.WARNING, logger="daskdl.training")
-
-    fitted(threads, 9_000_000)
-
-    (said,) = said_of_it(caplog)
-    assert "36.0 MB on each of 2 replicas" in said
-    assert "72.0 MB" in said
+    (said,) = [r.getMessage() for r in caplog.records if "frozen" in r.getMessage()]
+    assert "0.8 MB on each of 2 replicas" in said
+    assert "1.6 MB" in said
     assert "ParameterAveraging" in said

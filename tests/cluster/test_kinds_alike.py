@@ -78,17 +78,14 @@ def computed(client, outputs):
 # One of each way to the workers; the others come with all tests.
 FEW = {
     "numpy",
-    "pandas",
     "lazy array",
     "persisted array",
     "dask.dataframe",
     "dask.bag",
     "delayed",
     "futures",
-    "dict of arrays",
     "Dataset",
     ".npz",
-    ".parquet",
     "export",
     "shards",
     "images",

@@ -62,7 +62,13 @@ def simulated(setup):
     return parameters.exact["weight"].numpy()
 
 
-@pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
+@pytest.mark.parametrize(
+    "master",
+    [
+        pytest.param(MASTERS["sharing"], id="sharing"),
+        pytest.param(MASTERS["averaging"], id="averaging", marks=pytest.mark.slow),
+    ],
+)
 def test_a_frozen_worker_changes_nothing_in_lockstep(client, master):
     setup = Setup(workers=2, master=master, epochs=3, lengths=(24, 40, 32), seed=5)
     pid = client.run(os.getpid)[max(client.nthreads())]

@@ -325,5 +325,5 @@ class Many(ChannelMachine):
 SETTINGS = settings(stateful_step_count=50, derandomize=True)
 
 TestFew, TestMany = Few.TestCase, Many.TestCase
-TestFew.settings = settings(SETTINGS, max_examples=150)
-TestMany.settings = settings(SETTINGS, max_examples=15)
+TestFew.settings = settings(SETTINGS, max_examples=60)
+TestMany.settings = settings(SETTINGS, max_examples=8)

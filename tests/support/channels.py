@@ -51,7 +51,11 @@ def workers(count, **options):
 
 
 def everywhere(count):
-    """The same test on Dask and on a simulated cluster, which must not differ."""
+    """The same test on Dask and on a simulated cluster, which must not differ.
+
+    One with a `routing` is called with each; of a mesh, all but the connections is as
+    on the simulated cluster, so that on Dask it is slow.
+    """
 
     def decorate(test):
         places = {"dask": workers(count)(test), "sim": simulated(count)(test)}
@@ -64,7 +68,13 @@ def everywhere(count):
         chosen = inspect.Parameter("on", inspect.Parameter.KEYWORD_ONLY)
         kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         one.__signature__ = inspect.Signature([chosen, *kept])
-        return pytest.mark.parametrize("on", places)(one)
+        if "routing" not in one.__signature__.parameters:
+            return pytest.mark.parametrize("on", places)(one)
+        cases = [
+            *(("dask", "plain"), pytest.param("dask", "mesh", marks=pytest.mark.slow)),
+            *(("sim", "plain"), ("sim", "mesh")),
+        ]
+        return pytest.mark.parametrize(("on", "routing"), cases)(one)
 
     return decorate
 
@@ -435,6 +445,8 @@ def every_channel(replicas=2, kinds=KINDS):
         own, _, *others = inspect.signature(test).parameters.values()
         chosen = inspect.Parameter("kind", own.kind)
         one.__signature__ = inspect.Signature([own, chosen, *others])
-        return pytest.mark.parametrize("kind", kinds)(one)
+        marks = {"mesh": pytest.mark.slow}  # see `everywhere`
+        cases = [pytest.param(kind, marks=marks.get(kind, ())) for kind in kinds]
+        return pytest.mark.parametrize("kind", cases)(one)
 
     return decorate

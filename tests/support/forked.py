@@ -13,6 +13,7 @@ os.environ |= dict.fromkeys(
 
 import torch
 import torch._dynamo  # noqa: F401  # an optimizer imports it
+import torchmetrics.classification  # noqa: F401
 
 import daskdl  # noqa: F401
 from daskdl.compression.kernels_numba import NumbaGroup

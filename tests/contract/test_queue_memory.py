@@ -16,7 +16,7 @@ from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 from tests.support.processes import in_a_fork
 
-BOUND = 2**20
+BOUND = 2**19
 SIZE = 2**24  # parameters
 THRESHOLD = 2.0**-10
 BATCH = 64  # messages in one request

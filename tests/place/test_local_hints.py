@@ -51,6 +51,6 @@ def mean_of(replicas, **options):
 def test_replicas_with_adam_make_longer_steps(kind, master, longer):
     own = trainer(False, master=master, optimizer=lambda p: kind(p, lr=2e-3))
 
-    factors = own.fit(X, Y, batch_size=2).column("rate_factor")
+    factors = own.fit(X, Y, batch_size=8).column("rate_factor")
 
     assert set(factors) == {2.0 if longer else 1.0}

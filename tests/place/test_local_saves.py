@@ -15,7 +15,7 @@ from daskdl import (
 from tests.support.problems import normalised, rows
 from tests.support.recording import vector
 
-X, Y = rows()
+X, Y = rows(240)
 
 
 def in_step(**options):
@@ -68,7 +68,7 @@ CASES = {
             threshold={"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold(1e-3)}
         )
     },
-    "warm-up": {"master": in_step(warmup_steps=40)},
+    "warm-up": {"master": in_step(warmup_steps=20)},
     "epoch by epoch": {"scheduler": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.7)},
     "step by step": {
         "scheduler": lambda o: lr_scheduler.CosineAnnealingLR(o, 50),

@@ -97,11 +97,11 @@ def test_nothing_is_lost_and_all_agree(tmp_path, options):
         False, master=Recorded(str(tmp_path), shared_out(**options), atol=ATOL)
     )
 
-    own.fit(X, Y, epochs=3, batch_size=8)
+    own.fit(X, Y, epochs=2, batch_size=8)
 
-    ends = records(tmp_path, epoch=2)
+    ends = records(tmp_path, epoch=1)
     expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
-    for epoch in range(3):
+    for epoch in range(2):
         check_barrier(records(tmp_path, epoch))
     np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
 
@@ -135,7 +135,7 @@ class Slowed(Callback):
 
 @pytest.mark.parametrize("every", [1, 4, "auto"])
 def test_in_lockstep_it_does_not_matter_who_is_slower(every, one_thread):
-    x, y = rows(count=161)  # one replica makes a step more in each epoch
+    x, y = rows(count=81)  # one replica makes a step more in each epoch
     runs = []
     for slow in (0, 1):
         master = shared_out(2, max_staleness=0, exchange_every=every)

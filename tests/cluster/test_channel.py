@@ -3,12 +3,12 @@ import threading
 
 import numpy as np
 import pytest
-from distributed import Client
+from distributed import Client, Event
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
 from daskdl.channel.inbox import SharedFrame
-from daskdl.channel.protocol import NAME
+from daskdl.channel.protocol import NAME, WaitCause
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
 from daskdl.channel.worker import ChannelWorkerPlugin
 from tests.support.channels import (
@@ -122,3 +122,27 @@ async def test_a_run_is_closed_when_its_client_disconnects(c, s, a, b):
         await asyncio.wait_for(asyncio.gather(*ending), PATIENCE_S)
         assert list(its.plugin.runs) == [RUN]
         assert mine.record.stopped is None
+
+
+# ---- waiting: for the others, for room, for an answer, until told to stop
+
+
+STAMP = codec.Stamp(RUN, 0, 1, 0)
+
+
+@workers(2, clean_kwargs={"threads": False})  # Dask keeps the thread of callbacks
+async def test_a_wait_for_data_ends_when_they_arrive(c, s, a, b):
+    gate = Event("daskdl-test-gate")
+    future = c.submit(gate_passed, gate.name)
+    async with a_run(c, s, a, b) as run:
+        channel = run.channels[0]
+        assert not await in_thread(channel.wait, WaitCause.DATA, future, 0.1)
+        waiting = begin(channel.wait, WaitCause.DATA, future, 2 * PATIENCE_S)
+        await gate.set()
+
+        assert await waiting
+        assert channel.stats().waits_s["data"] > 0.1
+
+
+def gate_passed(name):
+    return Event(name).wait(PATIENCE_S)

@@ -5,15 +5,12 @@ import threading
 
 import pytest
 
-from daskdl import Callback
+from daskdl import Callback, ReplicaError
 from tests.support.problems import rows, trainer
+from tests.support.promises import FailAt
 from tests.support.recording import Notes
 
 X, Y = rows()
-
-
-class Enough(Exception):
-    """Raised by a callback on the client."""
 
 
 def test_on_step_end_runs_on_the_workers_after_each_step(client, tmp_path):
@@ -50,15 +47,35 @@ def test_on_epoch_end_runs_on_the_client_and_is_not_pickled(client):
     assert keep.rows == list(history)
 
 
-def test_an_error_in_on_epoch_end_stops_the_fit_and_reaches_the_caller(client):
-    class Stop(Callback):
-        def on_epoch_end(self, row):
-            if row["epoch"] == 1:
-                raise Enough("after two")
+# ---- exceptions of the user's code on workers
 
-    own = trainer(client, callbacks=[Stop()])
-    with pytest.raises(Enough, match="after two"):
-        own.fit(X, Y, epochs=10_000)
 
-    assert len(own.history_) == 2
-    assert own.evaluate(X, Y)["loss"] < 1.3
+class NotUnpickled(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class NotPickled(Exception):
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+@pytest.mark.parametrize(
+    ("make", "summary"),
+    [
+        (lambda: NotUnpickled(1, 2), "NotUnpickled: 1 and 2"),
+        (lambda: NotPickled("tight"), "NotPickled: tight"),
+    ],
+)
+def test_the_client_gets_address_and_traceback(client, make, summary):
+    own = trainer(client, callbacks=[FailAt(make)])
+
+    with pytest.raises(ReplicaError) as caught:
+        own.fit(X, Y, epochs=100)
+
+    message = str(caught.value)
+    worker = sorted(client.nthreads())[1]
+    assert message.startswith(f"replica 1 on {worker}: {summary}")
+    assert "Traceback of the worker:" in message
+    assert "raise self.make()" in message  # the very line

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch.nn import functional
 
-from daskdl import Callback, EarlyStopping, OptionError
+from daskdl import Callback, EarlyStopping
 from tests.support.problems import kept, rows, trainer
 from tests.support.recording import Recorded, records, vector
 from tests.support.watched import KillAt, note, notes
@@ -141,10 +141,3 @@ def test_the_others_stop_together_when_a_worker_is_killed_meanwhile(three, tmp_p
         assert begun[replica] == list(range(len(history)))
     assert begun[1][-1] < len(history) - 1
     assert_best(own, tmp_path)
-
-
-def test_a_missing_score_is_refused_before_a_worker_is_used(untouched):
-    own = trainer(untouched, callbacks=[EarlyStopping(patience=1)])
-
-    with pytest.raises(OptionError, match="monitor='val_loss' needs validation data"):
-        own.fit(X, Y)

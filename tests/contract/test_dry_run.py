@@ -1,9 +1,16 @@
 """What is refused before a worker is touched: model, loss, optimizer, labels, rows."""
 
+import csv
 import functools
+import lzma
+import pickle
 import random
 import re
+import struct
+import tarfile
 import threading
+import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -12,19 +19,30 @@ from torch import nn
 from torch.nn import functional
 
 from daskdl.data.checks import (
+    UNREADABLE,
     LabelCheck,
+    blames_data,
     check_loss,
     check_training,
     dry_run,
     ignored_label,
     is_classification,
+    is_left_out,
     of_validation,
     preserved_random_state,
 )
 from daskdl.data.tables import InMemory
-from daskdl.errors import DataError, ModelError, OptionError
+from daskdl.errors import (
+    ChannelError,
+    DataError,
+    LostPieceError,
+    ModelError,
+    OptionError,
+    WaitTimeoutError,
+)
 from daskdl.objective import OwnStep
 from daskdl.serialization import copied
+from daskdl.training.fit_spec import starting_model
 from tests.support.sources import Parts
 
 X = np.arange(12.0).reshape(6, 2)
@@ -385,3 +403,75 @@ def test_random_states_are_restored_after_an_error():
         fail()
 
     assert draw() == seen[0]
+
+
+# ---- which parts are left out, and which end a run
+
+
+BAD = (
+    *(DataError, ValueError, RuntimeError, KeyError, OSError, EOFError, SyntaxError),
+    *(csv.Error, lzma.LZMAError, pickle.UnpicklingError, struct.error, zlib.error),
+    *(tarfile.ReadError, zipfile.BadZipFile),
+)
+NOT_BAD = (OptionError, ModelError, ChannelError, WaitTimeoutError, LostPieceError)
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_readers_raise_is_about_the_data(kind):
+    assert issubclass(kind, UNREADABLE)
+    assert not issubclass(NameError, UNREADABLE)
+    assert blames_data(kind("torn"))
+
+
+@pytest.mark.parametrize("kind", NOT_BAD)
+def test_what_is_about_something_else_is_never_left_out(kind):
+    error = kind("slow")
+
+    assert not is_left_out(error, "box 3", True)
+    assert error.__notes__ == ["in box 3"]
+
+
+def test_a_bad_part_is_left_out_if_it_may_be_else_its_error_names_it(caplog):
+    assert is_left_out(EOFError("torn"), "box 3", True)
+    assert caplog.messages == ["box 3 is left out: torn"]
+
+    error = EOFError("torn")
+    assert not is_left_out(error, "box 3", False)
+    assert error.__notes__ == ["in box 3"]
+
+
+# ---- the model that a fit begins with
+
+
+def drawn():
+    """A module whose numbers are from the generators of torch and of Python."""
+    module = nn.Linear(2, 1)
+    nn.init.constant_(module.bias, random.random())
+    return module
+
+
+def test_a_module_is_copied():
+    given = drawn()
+
+    start = starting_model(given, seed=0)
+
+    assert start is not given
+    assert torch.equal(start.weight, given.weight)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_function_is_called_under_the_seed_and_generators_are_restored(name):
+    before = torch.get_rng_state(), random.getstate()
+
+    models = [starting_model(drawn, seed) for seed in (3, 3, 4)]
+
+    one, same, other = (model.get_parameter(name) for model in models)
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_anything_else_is_refused():
+    with pytest.raises(ModelError, match="or a function that returns one, got 3"):
+        starting_model(3, seed=0)

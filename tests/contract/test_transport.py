@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from daskdl.channel.transport import (
     Outbox,
     RetransmitBuffer,
     SendLoop,
+    is_listening,
 )
 from daskdl.channel.worker import ReplicaEndpoint
 from daskdl.config import Bound
@@ -318,3 +320,29 @@ def test_a_buffer_that_evicts_nothing_accepts_one_update_of_any_size():
     assert buffer.has_room()
     buffer.keep(update(0, 1))
     assert not buffer.has_room()
+
+
+# ---- whether a process listens at an address is asked of its operating system, at once
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "tls"])
+def test_a_closed_port_does_not_listen(scheme):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
+        before = asyncio.run(is_listening(address, 5))
+
+    assert before
+    assert not asyncio.run(is_listening(address, 5))
+
+
+def test_a_host_without_an_answer_in_time_does_not_listen(monkeypatch):
+    async def silence(host, port):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio, "open_connection", silence)
+
+    assert not asyncio.run(is_listening("tcp://127.0.0.1:1", 0.01))
+
+
+def test_an_address_that_cannot_be_checked_may_listen():
+    assert asyncio.run(is_listening("inproc://127.0.0.1/1/1", 5))

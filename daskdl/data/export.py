@@ -624,8 +624,8 @@ def temporary_batches(
             store = Store(str(folder))
         else:
             storage = dask.config.get("daskdl.export.storage_options", None)
-            below = store_of(url).url.rstrip("/")
-            store = store_of(f"{below}/{_PREFIX}{uuid.uuid4().hex}", storage)
+            own = store_of(url).url_of(f"{_PREFIX}{uuid.uuid4().hex}")
+            store = store_of(own, storage)
         ending.callback(store.delete_all)
         # The record goes first: a task that still writes then deletes its file.
         ending.callback(Progress(store).end)

@@ -545,6 +545,17 @@ class TestTemporary:
 
         assert files() == []
 
+    def test_they_may_be_in_the_root_of_a_file_system(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+
+        with (
+            dask.config.set({"daskdl.export.url": "memory://"}),
+            temporary_batches(Numbered([9]), OPTIONS, client=False) as batches,
+        ):
+            assert batches.url.startswith("memory://daskdl-export-")
+
+        assert list(tmp_path.iterdir()) == []
+
     def test_workers_that_do_not_see_the_folder_are_named(self, tmp_path, monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 

@@ -546,13 +546,12 @@ def _first_batch(X: tuple[Any, ...], size: int, transform: Any) -> Any:
     """Load the first rows of the data, as a replica gets them for a step."""
     from daskdl.data import batching
     from daskdl.data.inputs import source_of
-    from daskdl.data.source import rows_of_part
 
     source = source_of(*X)
     chunks = (
         batching.whole(rows)
         for part in range(source.parts)
-        for rows in rows_of_part(source, part, size)
+        for rows in source.stream(part, size)
     )
     for batch in batching.batches(chunks, size):
         return batch if transform is None else transform(batch)

@@ -35,19 +35,12 @@ _ARRAY = "array"  # a leaf of an outline
 
 @dataclass(frozen=True)
 class Schema:
-    """Structure, shapes and dtypes of the rows of an export.
+    """Structure, shapes and dtypes of the rows of an export."""
 
-    Attributes:
-        x: Outline of x, as JSON: ``"array"``, ``["tuple", [outline, ...]]`` or
-            ``["dict", [[key, outline], ...]]``.
-        y: Outline of y; None without labels.
-        dtype: Of a record, which is one row: a field for each array, named as in the
-            user's code.
-    """
-
+    # Outlines as JSON: "array", ["tuple", [outline, ...]], ["dict", [[key, outline]]].
     x: Any
-    y: Any
-    dtype: np.dtype
+    y: Any  # None without labels
+    dtype: np.dtype  # of a row: a field for each array, named as in the user's code
 
     @classmethod
     def of(cls, rows: Rows) -> "Schema":
@@ -57,7 +50,9 @@ class Schema:
             (name, array.dtype.newbyteorder("="), array.shape[1:])
             for name, array in named_arrays(rows).items()
         ]
-        return cls(*batching.of_both(outline_of, rows), np.dtype(fields))
+        x, y = rows
+        own = None if y is None else outline_of(y)
+        return cls(outline_of(x), own, np.dtype(fields))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Schema":

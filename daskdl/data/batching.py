@@ -1,31 +1,29 @@
 """Trees of arrays, and batches cut from the rows of parts.
 
 A tree is an array, or a tuple (also a named one), a dict or another mapping of trees.
-Batches have their own memory: a part may be in a worker's store, and a model may work
-in place.
+Rows are a tree of two, (x, y), with None for y where there are no labels; None stays
+None in every function that returns a tree. Batches have their own memory: a part may be
+in a worker's store, and a model may work in place.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+T = TypeVar("T")  # a tree, and one of the same structure
 Tree = Any
-Rows = tuple[Tree, Tree]  # x and y; y is None where there are no labels
+Rows = tuple[Tree, Tree]  # x and y, trees of arrays with rows along the first axis
+Batch = tuple[Tree, Tree]  # x and y, trees of tensors
+Transform = Callable[[Batch], Batch]
 Kinds = tuple[tuple[str, tuple[int, ...], str], ...]  # see `kinds`
 
 
 def is_leaf(tree: Tree) -> bool:
-    """Whether a tree is an array, and has no children.
-
-    Example:
-        >>> is_leaf(np.zeros(3)), is_leaf({"a": np.zeros(3)})
-        (True, False)
-    """
+    """Whether a tree is an array, and has no children."""
     # The first is nearly always true, and cheaper.
     return isinstance(tree, Tensor | np.ndarray) or not isinstance(
         tree, Mapping | tuple
@@ -54,27 +52,17 @@ def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def named_both(both: Rows, names: tuple[str, str] = ("X", "y")) -> dict[str, Any]:
-    """Return the arrays of x and, if present, y by name, in order.
-
-    Example:
-        >>> named_both(({"a": 1}, 2)), named_both((1, None))
-        ({"X['a']": 1, 'y': 2}, {'X': 1})
-    """
+    """Return the arrays of x and, if present, y by name, in order."""
     (x, y), (x_name, y_name) = both, names
     return dict([*named(x, x_name), *(named(y, y_name) if y is not None else [])])
 
 
 def leaves(tree: Tree) -> list[Any]:
-    """Return all arrays, in order.
-
-    Example:
-        >>> leaves(({"a": 1}, 2))
-        [1, 2]
-    """
+    """Return all arrays, in order."""
     return [leaf for _, leaf in named(tree, "")]
 
 
-def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
+def mapped(function: Callable[..., Any], tree: T, *others: Tree) -> T:
     """Apply a function to each array and the arrays in the same places of other trees.
 
     Mappings become dicts.
@@ -83,48 +71,33 @@ def mapped(function: Callable[..., Any], tree: Tree, *others: Tree) -> Tree:
         >>> mapped(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
         {'a': 11, 'b': (22,)}
     """
+    if tree is None:
+        return tree
     if all(map(is_leaf, (tree, *others))):
-        return function(tree, *others)  # nearly always, and several times a step
+        made: T = function(tree, *others)  # nearly always, and several times a step
+        return made
     parts = [dict(_children(tree)), *(dict(_children(other)) for other in others)]
     if any(part.keys() != parts[0].keys() for part in parts):
         shown = ", ".join(outline(other) for other in (tree, *others))
         raise ValueError(f"trees must have the same structure, got {shown}")
-    if None in parts[0]:
-        return function(tree, *others)
-    inner = {key: mapped(function, *(p[key] for p in parts)) for key in parts[0]}
-    if isinstance(tree, Mapping):
-        return inner
-    if hasattr(tree, "_fields"):
-        return type(tree)(*inner.values())
-    return tuple(inner.values())
+    inner: Any = {key: mapped(function, *(p[key] for p in parts)) for key in parts[0]}
+    if isinstance(tree, tuple):
+        kind: Any = type(tree)
+        values = inner.values()
+        inner = kind(*values) if hasattr(tree, "_fields") else tuple(values)
+    same: T = inner
+    return same
 
 
-def filled(tree: Tree, values: Iterable[Any]) -> Tree:
+def filled(tree: T, values: Iterable[Any]) -> T:
     """Return the same structure with other values, in order.
 
     Example:
-        >>> filled({"a": 0, "b": (0, 0)}, [1, 2, 3])
-        {'a': 1, 'b': (2, 3)}
+        >>> filled(({"a": 0, "b": (0, 0)}, None), [1, 2, 3])
+        ({'a': 1, 'b': (2, 3)}, None)
     """
     following = iter(values)
     return mapped(lambda _: next(following), tree)
-
-
-def filled_both(both: Rows, values: Iterable[Any]) -> Rows:
-    """Fill x and, if present, y."""
-    following = iter(values)
-    return of_both(lambda tree: filled(tree, following), both)
-
-
-def of_both(function: Callable[[Tree], Tree], rows: Rows) -> Rows:
-    """Apply a function to x and, if present, to y.
-
-    Example:
-        >>> of_both(len, ([1, 2], None))
-        (2, None)
-    """
-    x, y = rows
-    return function(x), None if y is None else function(y)
 
 
 def outline(tree: Tree) -> str:
@@ -143,34 +116,16 @@ def outline(tree: Tree) -> str:
 
 
 def length(tree: Tree) -> int:
-    """Return the number of rows: the length of the first array.
-
-    Example:
-        >>> length({"a": np.zeros((3, 2))})
-        3
-    """
+    """Return the number of rows: the length of the first array."""
     return len(tree if is_leaf(tree) else leaves(tree)[0])
 
 
 def nbytes(both: Rows) -> int:
-    """Return the size of all arrays of x and y in bytes.
-
-    Example:
-        >>> nbytes(({"a": np.zeros(3)}, None))
-        24
-    """
     return sum(int(leaf.nbytes) for leaf in named_both(both).values())
 
 
-def rows(tree: Tree, which: Any) -> Tree:
-    """Select rows of each array by a slice or indices.
-
-    Example:
-        >>> rows((np.arange(4),), slice(1, 3))
-        (array([1, 2]),)
-    """
-    if is_leaf(tree):
-        return tree[which]  # nearly always, and several times a step
+def rows(tree: T, which: Any) -> T:
+    """Select rows of each array by a slice or indices."""
     return mapped(lambda leaf: leaf[which], tree)
 
 
@@ -185,27 +140,11 @@ def kinds(both: Rows) -> Kinds:
     return tuple((name, x.shape[1:], x.dtype.kind) for name, x in leaves.items())
 
 
-def joined(trees: Sequence[Tree]) -> Tree:
-    """Concatenate trees of numpy arrays along the first axis.
-
-    Example:
-        >>> joined([{"a": np.array([1])}, {"a": np.array([2, 3])}])
-        {'a': array([1, 2, 3])}
-    """
+def joined(trees: Sequence[T]) -> T:
+    """Concatenate trees of numpy arrays along the first axis."""
     if len(trees) == 1:
         return trees[0]
     return mapped(lambda *parts: np.concatenate(parts), *trees)
-
-
-def joined_rows(rows: Sequence[Rows]) -> Rows:
-    """Concatenate x and, if present, y.
-
-    Example:
-        >>> joined_rows([(np.array([1]), None), (np.array([2]), None)])
-        (array([1, 2]), None)
-    """
-    y = None if rows[0][1] is None else joined([y for _, y in rows])
-    return joined([x for x, _ in rows]), y
 
 
 def _children(tree: Tree) -> Iterator[tuple[Any, Any]]:
@@ -216,10 +155,6 @@ def _children(tree: Tree) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(tree)
     else:
         yield None, tree
-
-
-Batch = tuple[Tree, Tree]  # x and y, trees of tensors; y None without labels
-Transform = Callable[[Batch], Batch]
 
 
 class Chunk(NamedTuple):
@@ -242,8 +177,7 @@ class Chunk(NamedTuple):
             which = slice(which.start + start, which.start + stop)
         else:
             which = which[start:stop]
-        x, y = self.rows
-        return rows(x, which), None if y is None else rows(y, which)
+        return rows(self.rows, which)
 
 
 def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
@@ -271,7 +205,7 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
     for chunk in chunks:
         start, end = 0, chunk.length
         if waiting and end and _shapes(waiting[-1]) != _shapes(chunk.rows):
-            yield _joined(waiting)
+            yield mapped(_tensor, *waiting)
             waiting, missing = [], batch_size
         while start < end:
             stop = min(start + missing, end)
@@ -279,26 +213,16 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
             missing -= stop - start
             start = stop
             if missing == 0:
-                yield _joined(waiting)
+                yield mapped(_tensor, *waiting)
                 waiting, missing = [], batch_size
         del chunk  # frees a finished part before the next is loaded
     if waiting:
-        yield _joined(waiting)
+        yield mapped(_tensor, *waiting)
 
 
 def whole(rows: Rows) -> Chunk:
     """Return all rows of a part, in order."""
-    return Chunk(rows, slice(0, length(rows[0])))
-
-
-def rows_in(batch: Batch) -> int:
-    """Return the number of rows of a batch.
-
-    Example:
-        >>> rows_in(({"a": torch.zeros(3, 2)}, None))
-        3
-    """
-    return length(batch[0])
+    return Chunk(rows, slice(0, length(rows)))
 
 
 def to_device(
@@ -310,39 +234,28 @@ def to_device(
     int64, as torch's losses want their class indices. Integer inputs, indices into
     an embedding, stay as they are, and so does bool.
 
-    Args:
-        x: Inputs of a batch, a tree of tensors.
-        y: Labels of the same batch, or None.
-        device: The model's device.
-        dtype: The model's floating dtype, see :func:`floating_dtype`.
-
     Example:
         >>> x, y = torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.int8)
         >>> [t.dtype for t in to_device(x, y, "cpu", torch.float32)]
         [torch.float32, torch.int64]
     """
-    inputs = inputs_to_device(x, device, dtype)
-    labels = functools.partial(_moved, device, dtype, torch.int64)
-    return inputs, None if y is None else mapped(labels, y)
+
+    def moved(leaf: Tensor) -> Tensor:
+        kept = leaf.dtype == torch.bool
+        own = dtype if leaf.is_floating_point() else torch.int64
+        return leaf.to(device, leaf.dtype if kept else own, non_blocking=True)
+
+    return inputs_to_device(x, device, dtype), mapped(moved, y)
 
 
 def inputs_to_device(x: Tree, device: torch.device | str, dtype: torch.dtype) -> Tree:
     """Return ``x`` on ``device``, floating tensors in ``dtype``; see `to_device`."""
-    return mapped(functools.partial(_moved, device, dtype, None), x)
 
+    def moved(leaf: Tensor) -> Tensor:
+        own = dtype if leaf.is_floating_point() else leaf.dtype
+        return leaf.to(device, own, non_blocking=True)
 
-def _moved(
-    device: torch.device | str,
-    floating: torch.dtype,
-    integer: torch.dtype | None,
-    leaf: Tensor,
-) -> Tensor:
-    """`integer` is None where integers keep their dtype; bool always does."""
-    if leaf.is_floating_point():
-        dtype = floating
-    else:
-        dtype = leaf.dtype if leaf.dtype == torch.bool else integer or leaf.dtype
-    return leaf.to(device, dtype, non_blocking=True)
+    return mapped(moved, x)
 
 
 def floating_dtype(module: nn.Module) -> torch.dtype:
@@ -367,17 +280,11 @@ def auto_device() -> torch.device:
 
 def tensors(rows: Rows) -> Batch:
     """Return rows as tensors in their own memory."""
-    return _joined([whole(rows).between(0, length(rows[0]))])
+    return mapped(lambda leaf: torch.from_numpy(np.array(leaf, order="C")), rows)
 
 
 def _shapes(rows: Rows) -> list[tuple[int, ...]]:
     return [leaf.shape[1:] for leaf in named_both(rows).values()]
-
-
-def _joined(parts: Sequence[Rows]) -> Batch:
-    x = mapped(_tensor, *(part[0] for part in parts))
-    y = None if parts[0][1] is None else mapped(_tensor, *(p[1] for p in parts))
-    return x, y
 
 
 def _tensor(*parts: np.ndarray) -> Tensor:

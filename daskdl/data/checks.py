@@ -6,7 +6,6 @@ that mean that a part cannot be read. No Dask; the user's objects are not change
 
 import contextlib
 import copy
-import csv
 import difflib
 import functools
 import inspect
@@ -15,12 +14,9 @@ import lzma
 import math
 import pickle
 import random
-import struct
 import tarfile
 import threading
 import warnings
-import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,6 +41,7 @@ from daskdl.data.batching import (
     inputs_to_device,
     to_device,
 )
+from daskdl.data.formats import DAMAGED
 from daskdl.data.source import Source, shown_rows
 from daskdl.data.tables import InMemory, as_numpy, few
 from daskdl.errors import (
@@ -92,32 +89,13 @@ USER_ERRORS = (
 
 @dataclass(frozen=True)
 class LabelCheck:
-    """Refuses labels that a loss cannot use.
+    """Refuses labels that a loss cannot use."""
 
-    Attributes:
-        classes: Integer labels must be in [0, classes); None: only NaN is refused.
-        ignore_index: A label outside that range that the loss ignores.
-    """
-
-    classes: int | None = None
-    ignore_index: int | None = None
+    classes: int | None = None  # integer labels must be in [0, classes); None: any
+    ignore_index: int | None = None  # a label outside that range that the loss ignores
 
     def check(self, y: Tree, of: str = "") -> None:
-        """Check labels.
-
-        Args:
-            y: Tree of arrays, or None.
-            of: Name of the part, for the message; "": all data.
-
-        Raises:
-            DataError: With the first wrong label, and its index.
-
-        Example:
-            >>> LabelCheck().check({"a": np.array([0.5, np.nan])}, "part 3")
-            Traceback (most recent call last):
-            daskdl.errors.DataError: y['a'] of part 3[1] is nan; remove such \
-examples, or fill them in
-        """
+        """Raise a DataError with the first wrong label, its index and the part."""
         if isinstance(y, Weighted):
             y = y.labels
         for name, leaf in () if y is None else batching.named(y, "y"):
@@ -170,17 +148,8 @@ with pandas' cat.set_categories for one
 
 
 def ignored_label(loss: Any) -> int | None:
-    """The label that a loss ignores; None if the loss does not take class indices.
-
-    A model's own loss ignores what torch does.
-
-    Example:
-        >>> ignored_label(nn.CrossEntropyLoss(ignore_index=7))
-        7
-        >>> ignored_label(nn.MSELoss()) is None
-        True
-    """
-    if isinstance(loss, ModelLoss):
+    """The label that a loss ignores; None if the loss does not take class indices."""
+    if isinstance(loss, ModelLoss):  # ignores what torch does
         return -100
     loss = unweighted(loss)
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
@@ -194,12 +163,7 @@ def ignored_label(loss: Any) -> int | None:
 
 
 def is_classification(output: Any, y: Tree) -> bool:
-    """Whether y holds class indices, and dimension 1 of the output a score per class.
-
-    Args:
-        output: Of a model.
-        y: The labels, as `to_device` makes them.
-    """
+    """Whether y holds class indices, and dimension 1 of the output their scores."""
     if isinstance(y, Weighted):
         y = y.labels
     return (
@@ -240,14 +204,8 @@ class WeightedLoss(nn.Module):
 
     A mean becomes the weighted mean, the sum of weight * loss over the sum of the
     weights; a sum the weighted sum. A batch without any weight has the loss 0. Labels
-    without weights have the loss itself.
-
-    Args:
-        loss: Has a ``reduction``, such as torch's losses, or is a function that takes
-            one.
-
-    Raises:
-        OptionError: If it has none.
+    without weights have the loss itself. The loss has a ``reduction``, such as torch's
+    losses, or is a function that takes one.
 
     Example:
         >>> loss = WeightedLoss(nn.MSELoss())
@@ -336,13 +294,7 @@ def check_module(model: Any) -> None:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse a loss that cannot be called; it is not run.
-
-    Example:
-        >>> check_loss(nn.MSELoss)
-        Traceback (most recent call last):
-        daskdl.errors.ModelError: loss is the class MSELoss; create one, MSELoss()
-    """
+    """Refuse a loss that cannot be called; it is not run."""
     if isinstance(loss, type):
         name = loss.__name__
         raise ModelError(f"loss is the class {name}; create one, {name}()")
@@ -363,18 +315,9 @@ SEVERAL = (
 def optimizer_function(optimizer: Any, lr: Any = None) -> Callable[..., Optimizer]:
     """Return the function that makes an optimizer, for a trainer's arguments.
 
-    Args:
-        optimizer: A function, or a class of optimizers or its name in `torch.optim`, in
-            any case.
-        lr: Learning rate of a class; None: its default.
-
     Example:
         >>> optimizer_function("adamw", 1e-3)
         functools.partial(<class 'torch.optim.adamw.AdamW'>, lr=0.001)
-        >>> optimizer_function("adamx")
-        Traceback (most recent call last):
-        daskdl.errors.OptionError: optimizer must be the name of a class of \
-torch.optim, such as 'adamw', got 'adamx'; did you mean 'adamax'?
     """
     if isinstance(optimizer, str):
         optimizer = _optimizer_class(optimizer)
@@ -434,12 +377,6 @@ def optimizer_of(function: Callable[..., Optimizer], module: nn.Module) -> Optim
 
     The function gets the list of its trainable parameters; or the module itself, if its
     first argument is called ``module`` or ``model``.
-
-    Example:
-        >>> module = nn.Linear(2, 1)
-        >>> made = optimizer_of(lambda module: torch.optim.SGD([module.bias]), module)
-        >>> [tuple(p.shape) for p in made.param_groups[0]["params"]]
-        [(1,)]
     """
     return function(module if _takes_module(function) else trainable(module))
 
@@ -455,19 +392,8 @@ def _takes_module(function: Callable[..., Any]) -> bool:
 def check_training(model: Any, loss: Any, optimizer: Callable[..., Optimizer]) -> None:
     """Refuse a model, loss or optimizer that cannot be trained with, whatever the data.
 
-    Args:
-        model: A copy; the optimizer is made from its parameters.
-        loss: A function, or the user's own step; not run.
-        optimizer: Makes an optimizer, see `optimizer_of`; run once.
-
-    Raises:
-        ModelError: With the argument, the value given and the value expected.
-
-    Example:
-        >>> check_training(nn.ReLU(), nn.MSELoss(), torch.optim.SGD)
-        Traceback (most recent call last):
-        daskdl.errors.ModelError: model has no trainable parameters: ReLU has none \
-with requires_grad=True
+    The optimizer is made once, from the parameters of the model, which is a copy; the
+    loss is not run.
     """
     check_module(model)
     parameters = trainable(model)
@@ -524,12 +450,7 @@ def optimizer_failed(
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that an optimizer is made from, as a list to iterate repeatedly.
-
-    Example:
-        >>> [tuple(p.shape) for p in trainable(nn.Linear(2, 1))]
-        [(1, 2), (1,)]
-    """
+    """The parameters that an optimizer is made from."""
     return [p for p in module.parameters() if p.requires_grad]
 
 
@@ -554,17 +475,13 @@ def dry_run(
     transform: Transform | None = None,
     loss: Objective | None = None,
 ) -> DryRun:
-    """Run transform, model and loss on two rows.
-
-    The random states of Python, numpy and torch's CPU are preserved.
+    """Run transform, model and loss on two rows, with the random states preserved.
 
     Args:
         module: A copy on the CPU; set to evaluation mode.
-        rows: Arrays x and y, repeated if there are fewer than two; None: the data
-            have no rows. y is None without labels.
-        transform: Applied to the batch, or None.
-        loss: ``loss(output, labels)``, a mean over the examples, or the user's own
-            step, which runs the model; None: only the model is run.
+        rows: Repeated if there are fewer than two; None: the data have no rows.
+        transform: Applied to the batch.
+        loss: None: only the model is run.
 
     Raises:
         ModelError: If transform, model, loss or step fails, or the loss is not one
@@ -774,9 +691,7 @@ def _input_remedy(module: nn.Module, x: Tree, error: BaseException) -> str:
 class ShapeCheck:
     """Refuses rows whose shapes make the model fail; each new shape is tried once.
 
-    Args:
-        first: Kinds of the rows of the dry run, or None.
-        transform: Applied to each batch, or None.
+    `first` are the kinds of the rows of the dry run.
     """
 
     def __init__(self, first: Kinds | None, transform: Transform | None) -> None:
@@ -787,16 +702,9 @@ class ShapeCheck:
     def check(
         self, module: nn.Module, device: torch.device, rows: Rows, name: str
     ) -> None:
-        """Check the rows of a part.
-
-        Args:
-            module: On its device; its buffers and mode are restored.
-            device: That device.
-            rows: Rows of one shape.
-            name: Name of the part, for the message.
-        """
+        """Check the rows of a part; buffers and mode of the module are restored."""
         kinds = batching.kinds(rows)
-        if kinds in self._fit or not batching.length(rows[0]):
+        if kinds in self._fit or not batching.length(rows):
             return
         try:
             with preserved_random_state(), _unchanged(module):
@@ -862,28 +770,17 @@ def of_validation() -> Iterator[None]:
 # ---- parts that cannot be read
 
 # Exceptions raised by reading. Other exceptions say nothing about the data.
-UNREADABLE = (
+UNREADABLE: tuple[type[Exception], ...] = (
     *USER_ERRORS,
-    OSError,
-    EOFError,
-    SyntaxError,  # Pillow's, of a damaged PNG
-    csv.Error,
+    *DAMAGED,
     lzma.LZMAError,
     pickle.UnpicklingError,
-    struct.error,
     tarfile.TarError,
-    zipfile.BadZipFile,
-    zlib.error,
 )
 
 
 def blames_data(error: BaseException) -> bool:
-    """Whether an error is caused by bad data, not by another mistake.
-
-    Example:
-        >>> blames_data(ValueError("torn")), blames_data(OptionError("no Pillow"))
-        (True, False)
-    """
+    """Whether an error is caused by bad data, not by another mistake."""
     if isinstance(error, DaskDLError):
         return isinstance(error, DataError) and not isinstance(error, LostPieceError)
     return True
@@ -892,10 +789,7 @@ def blames_data(error: BaseException) -> bool:
 def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
     """Return whether to leave a part out, and log it; else name the part in the error.
 
-    Args:
-        error: One of `UNREADABLE`; gets a note unless the part is left out.
-        name: Name of the part.
-        skips: Whether parts that cannot be read are left out.
+    `skips` says whether parts that cannot be read are left out.
     """
     if not skips or not blames_data(error):
         if not getattr(error, "__notes__", None):  # a piece of this part may be named
@@ -908,12 +802,7 @@ def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
 def load_each(
     separate: Sequence[tuple[str, Callable[[], Rows]]], skips: bool
 ) -> Iterator[tuple[str, Rows]]:
-    """Load the pieces of a part one by one; yield names and rows.
-
-    Args:
-        separate: See `Source.separate`.
-        skips: Whether pieces that cannot be read are left out.
-    """
+    """Load the pieces of a part, as of `Source.separate`; yield names and rows."""
     for name, load in separate:
         try:
             rows = load()
@@ -934,7 +823,7 @@ def join_readable(
         check: Raises one of `UNREADABLE` if rows cannot be used.
 
     Returns:
-        The rows, or None, and the number of their files. Files left out are logged.
+        The rows, or None, and the number of their files.
     """
     good: list[tuple[str, Rows]] = []
     for url, rows in files:
@@ -953,4 +842,4 @@ def join_readable(
         if batching.kinds(rows) != most:
             logger.warning("%s is left out: its rows have other shapes", url)
     alike = [rows for _, rows in good if batching.kinds(rows) == most]
-    return batching.joined_rows(alike), len(alike)
+    return batching.joined(alike), len(alike)

@@ -13,24 +13,13 @@ from typing import Any, Self
 import numpy as np
 from dask._task_spec import GraphNode, Task, TaskRef
 from dask.delayed import Delayed, delayed
-from dask.optimization import cull
 from torch import Tensor
 from typing_extensions import override
 
-from daskdl.data import batching
+from daskdl.data import batching, tables
 from daskdl.data.batching import Rows, Tree
-from daskdl.data.source import Facts, Member, PartGraph, Source
-from daskdl.data.tables import (
-    as_numpy,
-    check_array,
-    check_columns,
-    check_structure,
-    check_values,
-    columns_of,
-    is_dask_array,
-    is_frame,
-    split_label,
-)
+from daskdl.data.source import Facts, Member, PartGraph, Source, culled
+from daskdl.data.tables import as_numpy, is_dask_array, is_frame
 from daskdl.errors import DataError
 
 Finish = Callable[..., Rows]  # takes the values of a part, and its number `part`
@@ -78,30 +67,18 @@ def is_lazy(value: Any) -> bool:
 class Tasks:
     """The graph of a collection, and the results on a cluster that it depends on.
 
-    Args:
-        graph: Tasks by key; futures among them are results.
-        done: Futures by key.
-
     Attributes:
         done: All futures by key, which keep the results alive.
     """
-
-    done: Mapping[Any, Any]
 
     def __init__(self, graph: Mapping[Any, Any], done: Mapping[Any, Any]) -> None:
         self.done = {**done, **_futures(graph)}
         self._graph = {**graph, **dict.fromkeys(self.done)}
 
-    def part(
-        self, keys: Sequence[Any], finish: Callable[[list[Any]], Rows], name: str = ""
-    ) -> PartGraph:
-        """Return the tasks that compute the values of some keys."""
-        return self.graph_of(Member(name, tuple(keys), finish))
-
     def graph_of(self, member: Member) -> PartGraph:
         """Return the tasks of one part, and the results that they depend on."""
         keys = member.keys
-        own, _ = cull(self._graph, [key for key in keys if key in self._graph])
+        own = culled(self._graph, keys)
         done = {key: TaskRef(key) for key in own if key in self.done}
         # Tasks name results by their keys alone.
         graph = {
@@ -132,9 +109,7 @@ class Tasks:
 def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
     """Return the optimized tasks of a collection, and the key of each partition.
 
-    Args:
-        collection: A ``dask.array`` with one block per row of blocks, a
-            ``dask.dataframe``, a ``dask.bag``, or a list of Delayed and futures.
+    A ``dask.array`` has one block per row of blocks.
     """
     if isinstance(collection, list):
         layers: dict[Any, Mapping[Any, Any]] = {}  # that Delayed objects may share
@@ -180,15 +155,7 @@ def _inside(task: Any) -> Iterator[Any]:
 
 
 class Collections(Source):
-    """Parts that are computed by tasks.
-
-    Args:
-        tasks: Tasks of all parts.
-        keys: For each part, the keys of its values.
-        finish: Makes rows from these values.
-        lengths: Rows of each part; None: unknown.
-        first: Rows like all others; None: unknown.
-    """
+    """Parts computed by tasks: `finish` makes rows from the values of a part's keys."""
 
     apart = True
     given = True
@@ -239,10 +206,9 @@ class Collections(Source):
 def _as_array(
     value: Any, name: str, classes: Sequence[str] | None = None, label: bool = False
 ) -> np.ndarray:
-    """Convert an array, tensor or table to numpy; arguments as of `columns_of`."""
     if is_frame(value):
-        return columns_of(value, name, classes, label)
-    check_values(value, name)
+        return tables.columns_of(value, name, classes, label)
+    tables.check_values(value, name)
     return as_numpy(value)
 
 
@@ -261,29 +227,20 @@ def _same_length(rows: Rows, part: int) -> Rows:
 
 
 @dataclass(frozen=True)
-class _Column:
-    """Origin of an array of a part; a leaf of a tree."""
-
-    number: int  # among the values of the part
-    name: str
-    classes: Sequence[str] | None  # names of labels
-    label: bool
-
-
-@dataclass(frozen=True)
 class _Columns:
     """Makes rows from values, each of which is one array or table."""
 
-    columns: Rows  # trees of `_Column`
+    names: Rows  # trees of the names of arrays
+    classes: Mapping[str, Sequence[str] | None]  # names of labels, for each array
     lengths: Sequence[int] | None  # according to the chunks
 
     def __call__(self, values: list[Any], part: int) -> Rows:
-        def array(own: _Column) -> np.ndarray:
-            name = f"{own.name} of part {part}"
-            return _as_array(values[own.number], name, own.classes, own.label)
-
-        rows = batching.of_both(lambda tree: batching.mapped(array, tree), self.columns)
-        found = batching.length(_same_length(rows, part)[0])
+        arrays = [
+            _as_array(value, f"{name} of part {part}", classes, name.startswith("y"))
+            for value, (name, classes) in zip(values, self.classes.items(), strict=True)
+        ]
+        rows: Rows = batching.filled(self.names, arrays)
+        found = batching.length(_same_length(rows, part))
         if self.lengths is not None and found != self.lengths[part]:
             raise DataError(
                 f"part {part} has {found} rows, but the chunks promise "
@@ -293,30 +250,23 @@ class _Columns:
 
 
 def columns(x: Tree, y: Tree) -> Collections:
-    """Make a source of trees of ``dask.array`` and ``dask.dataframe``; y may be None.
-
-    Raises:
-        DataError: If an argument, which is named, cannot be used or does not fit the
-            other one.
-    """
-    check_structure(x, y)
+    """Make a source of trees of ``dask.array`` and ``dask.dataframe``."""
+    tables.check_structure(x, y)
     named = batching.named_both((x, y))
-    labels = set() if y is None else {name for name, _ in batching.named(y, "y")}
     classes: dict[str, tuple[str, ...] | None] = {}
     zeros: list[np.ndarray | None] = []  # one row each, of the right shape and dtype
     for name, value in named.items():
-        classes[name], row = _checked(value, name, name in labels)
+        classes[name], row = _checked(value, name)
         zeros.append(row)
     aligned, lengths = _aligned(named)
     tasks, keys = zip(*map(tasks_of, aligned), strict=True)
-    places = [_Column(i, n, classes[n], n in labels) for i, n in enumerate(named)]
     first = None
     if all(row is not None for row in zeros):
-        first = batching.filled_both((x, y), zeros)
+        first = batching.filled((x, y), zeros)
     source = Collections(
         functools.reduce(Tasks.__or__, tasks),
         list(zip(*keys, strict=True)),
-        _Columns(batching.filled_both((x, y), places), lengths),
+        _Columns(batching.filled((x, y), named), classes, lengths),
         lengths,
         first,
     )
@@ -324,13 +274,11 @@ def columns(x: Tree, y: Tree) -> Collections:
     return source
 
 
-def _checked(
-    value: Any, name: str, label: bool
-) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
+def _checked(value: Any, name: str) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
     """Names of labels, or None; and a row of zeros, or None if its shape is unknown."""
     if is_dask_frame(value):
-        classes = check_columns(value._meta, name, label)
-        meta = columns_of(value._meta, name, classes)
+        classes = tables.check_columns(value._meta, name, name.startswith("y"))
+        meta = tables.columns_of(value._meta, name, classes)
         return classes, np.zeros((1, *meta.shape[1:]), meta.dtype)
     if not is_dask_array(value):
         raise DataError(
@@ -338,27 +286,20 @@ def _checked(
             f"dask.array.from_array({name}, chunks=...) with the chunks of the others, "
             "or compute() the others"
         )
-    check_array(value, name)
+    tables.check_array(value, name)
     if any(math.isnan(size) for size in value.shape[1:]):
         return None, None
     return None, np.zeros((1, *map(int, value.shape[1:])), value.dtype)
 
 
-def _aligned(
-    named: Mapping[str, Any],
-) -> tuple[Sequence[Any], tuple[int, ...] | None]:
+def _aligned(named: Mapping[str, Any]) -> tuple[Sequence[Any], tuple[int, ...] | None]:
     """Collections with equal partitions, and the lengths of these, or None."""
     chunks = {
         name: tuple(map(int, value.chunks[0]))
         for name, value in named.items()
         if is_dask_array(value) and not any(map(math.isnan, value.chunks[0]))
     }
-    totals = {name: sum(rows) for name, rows in chunks.items()}
-    if len(set(totals.values())) > 1:
-        shown = " and ".join(map(str, totals.values()))
-        raise DataError(
-            f"{' and '.join(totals)} must have the same length, got {shown}"
-        )
+    tables.check_lengths({name: sum(rows) for name, rows in chunks.items()})
     lengths = next(iter(chunks.values()), None)
     if len(chunks) == len(named):
         return [value.rechunk({0: lengths}) for value in named.values()], lengths
@@ -403,11 +344,7 @@ def pairs(parts: Any) -> Collections:
 
 
 def paired(X: Any, y: Any) -> Any:
-    """Make one collection of pairs of two bags, or two lists of Delayed and futures.
-
-    Raises:
-        DataError: If they are not of one kind, or not partitioned alike.
-    """
+    """Make one collection of pairs of two bags, or lists of Delayed and futures."""
     if is_bag(X) and is_bag(y):
         parts = X.npartitions, y.npartitions
     elif is_lazy_list(X) and is_lazy_list(y):
@@ -445,8 +382,8 @@ def _zipped(xs: Any, ys: Any) -> list[tuple[Any, Any]]:
 def with_label(X: Any, label: Any) -> Any:
     """Turn a bag of dicts, or Delayed tables and dicts, into pairs (x, y)."""
     if is_bag(X):
-        return X.map(split_label, label)
-    return [delayed(split_label, pure=False)(part, label) for part in X]
+        return X.map(tables.split_label, label)
+    return [delayed(tables.split_label, pure=False)(part, label) for part in X]
 
 
 def pair(value: Any) -> tuple[Tree, Tree]:
@@ -462,15 +399,7 @@ def pair(value: Any) -> tuple[Tree, Tree]:
 
 
 def stacked(examples: Sequence[Any], name: str) -> Rows:
-    """Stack the arrays of single examples.
-
-    Args:
-        examples: Pairs (x, y), or x alone, of numbers, arrays and tensors.
-        name: Of the part, for messages.
-
-    Raises:
-        DataError: If their shapes or structures differ.
-    """
+    """Stack the arrays of single examples, pairs (x, y) or x alone, of a named part."""
     if not examples:
         return np.zeros(0), None
     xs, ys = unzipped(examples, name)

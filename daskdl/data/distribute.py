@@ -13,24 +13,10 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import (
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
-from distributed import (
-    Client,
-    Future,
-    Worker,
-    as_completed,
-    get_client,
-    get_worker,
-)
+from distributed import Client, Future, Worker, as_completed, get_client, get_worker
 from distributed.client import FutureCancelledError
 from distributed.utils_comm import gather_from_workers
 from typing_extensions import override
@@ -103,19 +89,12 @@ class Fetcher:
     """Fetches results of Dask tasks to one worker; made in a task, used by any thread.
 
     Dask moves the results, so its memory limits and spilling apply to them. The task
-    must have seceded, or its worker needs a second thread.
-
-    Args:
-        timeout_s: Bound for each result to arrive.
-
-    Attributes:
-        names: Names of the parts that were sent as tasks, by key.
+    must have seceded, or its worker needs a second thread. Each result has `timeout_s`
+    to arrive.
     """
 
-    names: dict[str, str]
-
     def __init__(self, timeout_s: float) -> None:
-        self.names = {}
+        self.names: dict[str, str] = {}  # of the parts that were sent as tasks, by key
         self._timeout_s = timeout_s
         self._worker: Worker = get_worker()
         self._client: Client = get_client()
@@ -127,9 +106,7 @@ class Fetcher:
     def rows(self, key: str, unwanted: Callable[[], bool]) -> Rows:
         """Fetch a part that was sent as rows, or compute one that was sent as tasks.
 
-        Args:
-            key: Dask key of the content.
-            unwanted: Whether the part is no longer wanted, which ends the wait.
+        The wait ends if the part is `unwanted` by now.
         """
         content = self.fetch(key, unwanted)
         if not isinstance(content, Packed):
@@ -199,10 +176,7 @@ class Fetcher:
             return held
         address = self._worker.address
         moved = self._client.submit(
-            _itself,
-            Future(key, self._client),
-            key=new_key("moved"),
-            workers=[address],
+            _itself, Future(key, self._client), key=new_key("moved"), workers=[address]
         )
         ended = threading.Event()
         moved.add_done_callback(lambda _: ended.set())
@@ -260,10 +234,8 @@ def scatter(
     """Put each value on all of these workers; return the futures by key.
 
     Without the bound, Dask would wait for a worker that hangs as long as its connection
-    is open. `what` names the values in the message.
-
-    Raises:
-        OSError: If a worker has left, or does not take the values in time.
+    is open. `what` names the values in the message. An OSError means that a worker has
+    left, or does not take the values in time.
     """
 
     async def send() -> Any:
@@ -305,33 +277,23 @@ SENT_BYTES = 4 * 2**20
 class DataPlacement:
     """Places the parts of a source on workers, and holds them there until released.
 
-    Each part of a source that is sent `apart` goes to one worker; any other source goes
-    to every worker as a whole, with the replica. A context manager.
-
-    Args:
-        source: Kept, so that lost parts can be sent again.
-        client: A synchronous client.
-        workers: Addresses to spread the parts over evenly; a part goes to a worker that
-            holds a result it depends on, if there is one.
-        bound: Time for a worker to receive one message of parts.
+    Each part of a source that is sent `apart` goes to one worker, one that holds a
+    result it depends on if there is one; any other source goes to every worker as a
+    whole, with the replica. A context manager.
 
     Attributes:
-        source: Source of the parts.
+        source: Source of the parts, kept so that lost parts can be sent again.
         packed: The whole source, for every worker; None if parts are sent apart.
     """
-
-    source: Source
-    packed: Packed[Source] | None
-    _futures: dict[int, Future]  # by part
 
     def __init__(
         self, source: Source, client: Client, workers: Sequence[str], bound: Bound
     ) -> None:
         self.source = source
         self.packed = None if source.apart else Packed(source, "X")
+        self._futures: dict[int, Future] = {}  # by part
         self._client = client
         self._bound = bound
-        self._futures = {}
         if source.apart:
             with contextlib.ExitStack() as unless_complete:
                 unless_complete.callback(self.release)  # also after Ctrl-C
@@ -352,11 +314,7 @@ class DataPlacement:
         return [(part, str(self._futures[part].key)) for part in sorted(lost)]
 
     def restore(self, part: int, key: str, workers: Sequence[str]) -> str:
-        """Send a lost part again, unless its key is no longer current.
-
-        Returns:
-            The part's new key.
-        """
+        """Send a lost part again, unless its key is outdated; return the new key."""
         former = self._futures.get(part)
         if former is None:
             raise OptionError("the data have been released")
@@ -398,17 +356,9 @@ def _sent(
 ) -> Iterator[dict[int, Future]]:
     """Put each part on one worker, and yield the futures.
 
-    Args:
-        source: Source of the parts, sent apart.
-        parts: Their numbers.
-        client: A synchronous client.
-        workers: Addresses, at least one. A worker that has left or hangs is removed
-            from the list, and the others take its parts.
-        holders: Workers that hold a result the part depends on, by part.
-        bound: Time for a worker to receive one message of parts.
-
-    Raises:
-        OSError: If no worker takes a part.
+    Workers that have left or hang are removed from the list `workers`, and the others
+    take their parts; an OSError if none is left. `holders` are the workers that hold a
+    result that the part depends on, by part.
     """
     left = list(parts)
     while left:
@@ -456,13 +406,12 @@ def _portions(source: Source, parts: Sequence[int]) -> Iterator[dict[int, Any]]:
 
 
 def content_of(source: Source, part: int) -> Any:
-    """Return what is sent for a part that is sent apart: rows, or packed tasks."""
+    """Return what is sent for a part: rows, or packed tasks."""
     content = source.packed(part)
     return Packed(content, "X") if isinstance(content, PartGraph) else content
 
 
 def bytes_of(content: Any) -> int:
-    """Size of the content of a part, as in `content_of`."""
     if isinstance(content, Packed):
         return int(content.payload.nbytes)
     return batching.nbytes(content)
@@ -499,7 +448,7 @@ def map_parts(
     parts: Iterable[int] | None = None,
     send: bool = False,
 ) -> Generator[tuple[int, T]]:
-    """Call a function once for each part, and yield the results as they arrive.
+    """Call a function once for each part; yield parts and results as they arrive.
 
     Args:
         source: Source of the parts.
@@ -510,9 +459,6 @@ def map_parts(
         parts: Numbers; None: all.
         send: Whether data in this process's memory are sent to the workers; otherwise
             this process calls the function.
-
-    Yields:
-        Pairs (part, result), in any order.
     """
     numbers = iter(range(source.parts) if parts is None else parts)
     stays = client is False or (source.here and not send)
@@ -529,13 +475,9 @@ def map_parts(
 
 
 class _SentPart(Source):
-    """A source of a single part, whose content has arrived.
+    """A source of a single part, whose content has arrived: rows, or packed tasks.
 
-    Args:
-        name: Name of the part.
-        content: Rows, or packed tasks.
-        keys: Keys of the results that the tasks depend on.
-        values: These results.
+    `values` are the results that the tasks depend on, by `keys`.
     """
 
     parts = 1
@@ -563,13 +505,7 @@ class _SentPart(Source):
 
 
 class _Pass:
-    """One task for each part of a source, on a cluster that may lose workers.
-
-    Args:
-        source: Source of the parts.
-        function: Called for each part.
-        client: A synchronous client.
-    """
+    """One task for each part of a source, on a cluster that may lose workers."""
 
     def __init__(
         self, source: Source, function: Callable[[Source, int], Any], client: Client

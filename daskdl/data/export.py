@@ -40,7 +40,7 @@ from daskdl.data.batching import Rows
 from daskdl.data.distribute import answers_of, map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.manifest import File, Manifest
-from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
+from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.storage import AnyPath, Store, store_of
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DataError, OptionError
@@ -107,15 +107,7 @@ class ExportOptions:
 
 
 def token_of(value: Any) -> str | None:
-    """Dask's token of a value if it is the same in every session, else None.
-
-    Example:
-        >>> import numpy as np
-        >>> token_of((np.arange(3), None)) == token_of((np.arange(3), None))
-        True
-        >>> token_of(object()) is None
-        True
-    """
+    """Dask's token of a value if it is the same in every session, else None."""
     try:
         token: str = tokenize(_plain(value), ensure_deterministic=True)
     except TokenizationError:
@@ -162,20 +154,10 @@ class ShufflePlan:
         file_rows: Rows of a batch file; the last may have fewer.
         bucket_rows: Most rows of a bucket of several files.
         seed: Seed of the shuffling; None: rows keep their order.
-
-    Attributes:
-        rows: Number of rows.
-        files: Number of batch files.
-        buckets: Number of buckets.
-        checksum: Identifies the plan.
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int],
-        file_rows: int,
-        bucket_rows: int,
-        seed: int | None,
+        self, lengths: Sequence[int], file_rows: int, bucket_rows: int, seed: int | None
     ) -> None:
         self._lengths = np.asarray(lengths, np.int64)
         self._file_rows, self._seed = file_rows, seed
@@ -190,23 +172,13 @@ class ShufflePlan:
         """The numbers of the batch files of a bucket.
 
         Buckets differ by one file at most; those with more come first.
-
-        Example:
-            >>> plan = ShufflePlan([10], file_rows=2, bucket_rows=4, seed=None)
-            >>> [list(plan.files_of(bucket)) for bucket in range(plan.buckets)]
-            [[0, 1], [2, 3], [4]]
         """
         few, more = divmod(self.files, self.buckets)
         first = bucket * few + min(bucket, more)
         return range(first, first + few + (bucket < more))
 
     def spans(self, bucket: int) -> list[Span]:
-        """The rows of a bucket, in the order of the pieces.
-
-        Example:
-            >>> ShufflePlan([3, 4], file_rows=2, bucket_rows=4, seed=None).spans(0)
-            [Span(piece=0, start=0, stop=3), Span(piece=1, start=0, stop=1)]
-        """
+        """The rows of a bucket, in the order of the pieces."""
         ends = np.cumsum(self._lengths[self._order])
         begins = ends - self._lengths[self._order]
         start, stop = (
@@ -324,10 +296,6 @@ def _piece(part: int, index: int) -> str:
     return f"{_FOLDER}/part-{part:06d}-{index:04d}.rows"
 
 
-def _as_rows(batch: Rows) -> Rows:
-    return batching.of_both(partial(batching.mapped, as_numpy), batch)
-
-
 def _write_part(
     source: Source, part: int, progress: Progress, seed: int | None
 ) -> dict[str, Any]:
@@ -340,7 +308,7 @@ def _write_part(
             schema = Schema.of(block).agreeing(schema, "a later block")
         except DataError as error:
             raise DataError(f"{source.name(part)}: {error}") from error
-        order = _permutation(batching.length(block[0]), seed, _PIECE, part, index)
+        order = _permutation(batching.length(block), seed, _PIECE, part, index)
         step = max(PIECE_BYTES // schema.dtype.itemsize, 1)
         for start in range(0, len(order), step):
             records = schema.records(block, order[start : start + step])
@@ -355,15 +323,16 @@ def _blocks(source: Source, part: int) -> Iterator[Rows]:
     """The rows that are shuffled together: a part, or some rows of a stream."""
     waiting: list[Rows] = []
     size = 0
-    for rows in map(_as_rows, rows_of_part(source, part, STREAMED_ROWS)):
+    for loaded in source.stream(part, STREAMED_ROWS):
+        rows = batching.mapped(as_numpy, loaded)
         if any(map(len, named_arrays(rows).values())):
             waiting.append(rows)
             size += batching.nbytes(rows)
         if size >= PIECE_BYTES:
-            yield batching.joined_rows(waiting)
+            yield batching.joined(waiting)
             waiting, size = [], 0
     if waiting:
-        yield batching.joined_rows(waiting)
+        yield batching.joined(waiting)
 
 
 class Buckets(Source):
@@ -424,7 +393,7 @@ def _write_bucket(
     schema: Schema | None = None
     files = []
     for number, indices in plan.cuts(bucket):
-        own = _transformed(_taken(rows, indices), options)
+        own = _transformed(batching.rows(rows, indices), options)
         schema = Schema.of(own).agreeing(schema, f"batch file {number}")
         # For an array that is not contiguous, safetensors would write the wrong bytes.
         arrays = {n: np.ascontiguousarray(a) for n, a in named_arrays(own).items()}
@@ -438,26 +407,23 @@ def _write_bucket(
     return record
 
 
-def _taken(rows: Rows, indices: np.ndarray) -> Rows:
-    return batching.of_both(lambda tree: batching.rows(tree, indices), rows)
-
-
 def _transformed(rows: Rows, options: ExportOptions) -> Rows:
     if options.transform is None:
         return rows
-    size, count = options.batch_size, batching.length(rows[0])
+    size, count = options.batch_size, batching.length(rows)
     done = []
     for start in range(0, count, size):
-        few = _taken(rows, np.arange(start, min(start + size, count)))
-        tensors = batching.of_both(partial(batching.mapped, torch.from_numpy), few)
-        batch = _as_rows(options.transform(tensors))
-        got, want = batching.length(batch[0]), batching.length(few[0])
+        few = batching.rows(rows, np.arange(start, min(start + size, count)))
+        tensors = batching.mapped(torch.from_numpy, few)
+        x, y = options.transform(tensors)
+        batch = batching.mapped(as_numpy, (x, y))
+        got, want = batching.length(batch), batching.length(few)
         if got != want:
             raise DataError(
                 f"transform must keep the rows of a batch, got {got} of {want}"
             )
         done.append(batch)
-    return batching.joined_rows(done)
+    return batching.joined(done)
 
 
 def _export(

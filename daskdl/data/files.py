@@ -28,39 +28,14 @@ import numpy as np
 from typing_extensions import override
 
 from daskdl.config import check_choice, check_count
-from daskdl.data import batching
+from daskdl.data import batching, formats, storage
 from daskdl.data.batch_files import BatchFiles, is_export
 from daskdl.data.batching import Rows
 from daskdl.data.distribute import map_parts
-from daskdl.data.formats import (
-    Csv,
-    Loader,
-    Npy,
-    Npz,
-    Parquet,
-    Reader,
-    Safetensors,
-    check_loader,
-    reading,
-    rows_of,
-)
+from daskdl.data.formats import Loader, Reader
 from daskdl.data.manifest import File, Kind, Manifest
 from daskdl.data.source import SHOWN_ROWS, Facts, Source, facts_of
-from daskdl.data.storage import (
-    AnyPath,
-    OpenBytes,
-    Store,
-    common_folder,
-    folder_of,
-    is_glob,
-    is_local,
-    is_path,
-    listed,
-    opened,
-    path_in,
-    resolved,
-    store_of,
-)
+from daskdl.data.storage import AnyPath, Store, is_local, is_path, store_of
 from daskdl.errors import DataError, OptionError, ShapeError
 
 logger = logging.getLogger(__name__)
@@ -82,36 +57,27 @@ _UNIX = 3
 
 @dataclass(frozen=True)
 class Group:
-    """Files that are read together: loose ones, or members of a shard.
+    """Files that are read together: loose ones, or members of a shard."""
 
-    Attributes:
-        names: URLs of loose files; paths of members in the shard.
-        options: Options of their file system, if they are loose.
-        archive: URL of the shard; "": loose files.
-        read: Reads the shard: the content of each member by name; None: loose files.
-    """
-
-    names: Sequence[str]
+    names: Sequence[str]  # URLs of loose files; paths of members in the shard
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    archive: str = ""
+    archive: str = ""  # URL of the shard; "": loose files
+    # Reads the shard: the content of each member by name; None: loose files.
     read: Callable[[], Mapping[str, bytes]] | None = field(default=None, repr=False)
 
     def url(self, number: int) -> str:
-        """Return the URL of a file, for fsspec; it is made where it is needed.
-
-        Example:
-            >>> Group(["a/1.png"], archive="s3://bucket/shard.zip").url(0)
-            'zip://a/1.png::s3://bucket/shard.zip'
-        """
+        """Return the URL of a file, for fsspec: ``zip://a/1.png::s3://x/shard.zip``."""
         name, archive = self.names[number], self.archive
         return f"{archive[-3:]}://{name}::{archive}" if archive else name
 
     def opener(self, header: bool = False) -> Callable[[int], BinaryIO]:
         """Return a function that opens a file by its number; a shard is read once."""
         if self.read is None:
-            return lambda number: opened(self.names[number], self.options, header)
+            return lambda number: storage.opened(
+                self.names[number], self.options, header
+            )
         contents = functools.cache(self.read)
-        return lambda number: OpenBytes(
+        return lambda number: storage.OpenBytes(
             contents()[self.names[number]], self.url(number)
         )
 
@@ -123,10 +89,8 @@ class Group:
     ) -> list[T]:
         """Call a function of the number and the open file of each file, in order.
 
-        Args:
-            function: Called by several threads at a time if files are not local.
-            most: Largest number of files; None: all.
-            header: Whether files are read by ranges; see `opened`.
+        Several threads call it at a time if files are not local. `most` is the largest
+        number of files; with `header`, files are read by ranges; see `opened`.
         """
         open_file = self.opener(header)
 
@@ -243,8 +207,8 @@ def pack_files(
     check_count("files_per_shard", files_per_shard)
     target = store_of(url, storage_options)
     store, names = _originals(paths, root, storage_options)
-    manifest_url = resolved(target.url_of(KIND.name))
-    if is_path(paths) and path_in(resolved(store.url), manifest_url) is not None:
+    root_url, own_url = map(storage.resolved, (store.url, target.url_of(KIND.name)))
+    if is_path(paths) and storage.path_in(root_url, own_url) is not None:
         raise OptionError(
             f"url must not be in the root of the files, {store.url}, got {target.url}; "
             "the shards would be packed the next time"
@@ -336,12 +300,12 @@ def _originals(
         if names and common is None:
             return folder, names
         urls = [folder.url_of(name) for name in names]
-        common = folder_of(folder.url) if common is None else common
-    urls = urls or listed(paths, None, options)
-    common = common_folder(urls) if common is None else common
+        common = storage.folder_of(folder.url) if common is None else common
+    urls = urls or storage.listed(paths, None, options)
+    common = storage.common_folder(urls) if common is None else common
     found: dict[str, None] = {}
     for url in urls:
-        name = path_in(common, url)
+        name = storage.path_in(common, url)
         if name is None:
             raise OptionError(f"{url} is not in the root {common}")
         if name in found:
@@ -351,11 +315,11 @@ def _originals(
 
 
 _READERS: Mapping[str, Reader] = {
-    ".npy": Npy(),
-    ".npz": Npz(),
-    ".csv": Csv(),
-    ".parquet": Parquet(),
-    ".safetensors": Safetensors(),
+    ".npy": formats.Npy(),
+    ".npz": formats.Npz(),
+    ".csv": formats.Csv(),
+    ".parquet": formats.Parquet(),
+    ".safetensors": formats.Safetensors(),
 }
 
 # For files with one example each: enough rows that a part is worth a request, and few
@@ -364,13 +328,7 @@ FILES_PER_PART = 64
 
 
 class GroupedFiles(Source):
-    """A source whose parts are groups of files; each file becomes rows.
-
-    Attributes:
-        groups: The files of each part.
-    """
-
-    groups: Sequence[Group]
+    """A source whose parts are groups of files; each file becomes rows."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
@@ -418,7 +376,7 @@ class GroupedFiles(Source):
                     f"{group.url(number)} has {own} and {group.url(0)} has "
                     f"{shapes[0]}"
                 )
-        return batching.joined_rows(loaded)
+        return batching.joined(loaded)
 
 
 class LoadedFiles(GroupedFiles):
@@ -443,9 +401,9 @@ class LoadedFiles(GroupedFiles):
 
     @override
     def rows(self, part: int, number: int, file: BinaryIO) -> Rows:
-        with reading(file.name):
+        with formats.reading(file.name):
             result = self._loader(file)
-        return rows_of(result, file.name, one_example=self._one_example)
+        return formats.rows_of(result, file.name, one_example=self._one_example)
 
     @override
     def look(self, part: int) -> Facts:
@@ -459,7 +417,7 @@ class LoadedFiles(GroupedFiles):
 
     def _facts(self, part: int, number: int, file: BinaryIO) -> Facts:
         if isinstance(self._loader, Reader):
-            with reading(file.name):
+            with formats.reading(file.name):
                 facts = self._loader.look(file)
             if facts is not None:
                 return facts
@@ -532,7 +490,7 @@ def files(
         (array([[1., 2.]]), None)
     """
     if loader is not None:
-        check_loader(loader)
+        formats.check_loader(loader)
     if files_per_part is not None:
         check_count("files_per_part", files_per_part)
         if not one_example:
@@ -541,12 +499,12 @@ def files(
                 f"one_example=True, got {files_per_part}"
             )
     groups: Sequence[Group] | None = None
-    if is_path(url) and pattern is None and not is_glob(url):
+    if is_path(url) and pattern is None and not storage.is_glob(url):
         if loader is None and not one_example and is_export(url, storage_options):
             return BatchFiles(url, storage_options)
         groups = shards_in(store_of(url, storage_options))
     if groups is None:
-        urls = listed(url, pattern, storage_options)
+        urls = storage.listed(url, pattern, storage_options)
         each = (files_per_part or FILES_PER_PART) if one_example else 1
         groups = loose_groups(urls, each, storage_options or {})
     if loader is None:

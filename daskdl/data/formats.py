@@ -31,14 +31,14 @@ from typing_extensions import override
 from daskdl.data import batching
 from daskdl.data.batching import Rows, Tree
 from daskdl.data.source import SHOWN_ROWS, Facts, facts_of
-from daskdl.data.tables import as_numpy, check_array
+from daskdl.data.tables import as_numpy, check_array, few
 from daskdl.errors import DataError, OptionError
 
 Loader = Callable[[BinaryIO], Any]
 
 # Errors that readers raise on a damaged file; Pillow even raises a SyntaxError. Other
 # errors are mistakes in a program, and are passed on.
-_DAMAGED: tuple[type[Exception], ...] = (
+DAMAGED: tuple[type[Exception], ...] = (
     OSError,
     ValueError,
     EOFError,
@@ -94,20 +94,12 @@ def check_loader(given: Any) -> None:
 
 @contextlib.contextmanager
 def reading(url: str, *also: type[Exception]) -> Iterator[None]:
-    """Name a file in errors of a damaged one, of these types too.
-
-    Example:
-        >>> with reading("memory://x/a.npy"):
-        ...     int("7b")
-        Traceback (most recent call last):
-        daskdl.errors.DataError: cannot read memory://x/a.npy: ValueError: invalid \
-literal for int() with base 10: '7b'
-    """
+    """Name a file in errors of a damaged one, of these types too."""
     try:
         yield
     except OptionError:  # a ValueError too, and its message is complete
         raise
-    except (*_DAMAGED, *also) as error:
+    except (*DAMAGED, *also) as error:
         shown = f"{type(error).__name__}: {error}"
         raise DataError(f"cannot read {url}: {shown}") from error
 
@@ -115,24 +107,17 @@ literal for int() with base 10: '7b'
 def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
     """Convert the result of a loader to trees of numpy arrays of the same length.
 
-    Args:
-        result: A tuple of two is (x, y); anything else is x alone. Both are arrays or
-            tensors with rows along the first axis, or trees of them; y may be None.
-        url: URL of the file, for messages.
-        one_example: Whether there is no axis of rows; y may then be a number.
-
-    Raises:
-        DataError: If the result is anything else, or if lengths differ.
+    A tuple of two is (x, y); anything else is x alone. One example has no axis of rows,
+    and y may then be a number.
 
     Example:
-        >>> rows_of((np.zeros((2, 3)), np.array([0, 1])), "a.npz")[1]
-        array([0, 1])
         >>> rows_of((np.zeros(3), 7), "a.png", one_example=True)
         (array([[0., 0., 0.]]), array([7]))
     """
-    rows = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    both = isinstance(result, tuple) and len(result) == 2
+    rows: Rows = (result[0], result[1]) if both else (result, None)
     if one_example:
-        rows = batching.of_both(lambda tree: batching.mapped(_as_row, tree), rows)
+        rows = batching.mapped(_as_row, rows)
     for name, tree in zip("xy", rows, strict=True):
         if not batching.leaves(tree):
             raise DataError(f"{name} of {url} must not be empty, got {tree!r}")
@@ -143,7 +128,7 @@ def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
     if len(set(lengths.values())) != 1:
         shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise DataError(f"all arrays of {url} must have as many rows, but {shown}")
-    return batching.of_both(lambda tree: batching.mapped(as_numpy, tree), rows)
+    return batching.mapped(as_numpy, rows)
 
 
 def _as_row(leaf: Any) -> Any:
@@ -161,19 +146,12 @@ def _length(leaf: Any, name: str) -> int:
 
 
 def header_facts(rows: int, empty: Any, url: str) -> Facts:
-    """Return the facts of a file from its header alone.
-
-    Example:
-        >>> header_facts(9, np.empty((0, 2)), "a.npy").first[0].shape
-        (2, 2)
-    """
+    """Return the facts of a file from its header alone: `empty` has no rows."""
 
     def zeros(leaf: np.ndarray) -> np.ndarray:
         return np.zeros((min(rows, SHOWN_ROWS), *leaf.shape[1:]), leaf.dtype)
 
-    both = rows_of(empty, url)
-    first = batching.of_both(lambda tree: batching.mapped(zeros, tree), both)
-    return Facts(rows, first)
+    return Facts(rows, batching.mapped(zeros, rows_of(empty, url)))
 
 
 @dataclass(frozen=True)
@@ -251,9 +229,7 @@ def _picked(x: Tree, y: Tree, arrays: Mapping[str, Any], url: str) -> tuple[Tree
                 f"{url} must have an array named {name!r}, but has {sorted(arrays)}; "
                 "name them with x=... and y=..., y=None without labels"
             )
-    return batching.of_both(
-        lambda names: batching.mapped(lambda name: arrays[name], names), (x, y)
-    )
+    return batching.mapped(lambda name: arrays[name], (x, y))
 
 
 _LENGTH_BYTES = 8  # the file begins with the length of its header
@@ -330,7 +306,7 @@ class _Table(Reader):
                 f"label {shown!r} of {url} must be meant once, and not in x"
             )
         if not wanted:
-            raise DataError(f"{url} has no columns for x, only {_quoted(names)}")
+            raise DataError(f"{url} has no columns for x, only {few(names, _SHOWN)}")
         return wanted, labels
 
     def _rows(self, features: Columns, labels: Columns, url: str) -> Any:
@@ -368,7 +344,9 @@ def _index(names: Sequence[str], column: Column, what: str, url: str) -> int:
     if isinstance(column, int) and -len(names) <= column < len(names):
         return column % len(names)
     problem = "the name of several columns" if column in names else "not a column"
-    raise DataError(f"{what} {column!r} is {problem} of {url}; it has {_quoted(names)}")
+    raise DataError(
+        f"{what} {column!r} is {problem} of {url}; it has {few(names, _SHOWN)}"
+    )
 
 
 def _numbers(series: Any, where: str) -> np.ndarray:
@@ -398,18 +376,11 @@ def _places(series: Any, classes: Sequence[str], where: str) -> np.ndarray:
         row = int(np.argmax(unknown))
         raise DataError(
             f"{where} has the label {texts.iloc[row]!r} in row {row}, which is not "
-            f"among the classes {_quoted(classes)}"
+            f"among the classes {few(classes, _SHOWN)}"
         )
     if missing.any():
         return np.where(missing, np.nan, places)
     return places.astype(np.int64)
-
-
-def _quoted(names: Iterable[object]) -> str:
-    """Names for a message; only the first ones if there are many."""
-    shown = [repr(name) for name in names]
-    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
 
 
 def optional_module(name: str) -> Any:

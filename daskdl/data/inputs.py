@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from daskdl.config import check_choice, check_count
-from daskdl.data import batching
+from daskdl.data import batching, tables
 from daskdl.data.batching import Batch, Transform, Tree, Weighted
 from daskdl.data.checks import UNREADABLE, is_left_out, join_readable, load_each
 from daskdl.data.dask_collections import (
@@ -40,18 +40,7 @@ from daskdl.data.files import files
 from daskdl.data.formats import Loader, check_loader
 from daskdl.data.source import Facts, Source, facts_of, is_known
 from daskdl.data.storage import are_paths
-from daskdl.data.tables import (
-    TEXT,
-    InMemory,
-    check_arrays,
-    check_columns,
-    columns_of,
-    few,
-    is_dask_array,
-    is_frame,
-    number_labels,
-    split_label,
-)
+from daskdl.data.tables import InMemory, is_dask_array, is_frame
 from daskdl.data.torch_datasets import (
     Collation,
     IterableStyle,
@@ -70,26 +59,7 @@ Approach = Literal["direct", "export"]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """The arguments that `fit`, `evaluate` and `predict` share, validated.
-
-    Attributes:
-        batch_size: Rows per batch.
-        transform: Applied to each batch, or None.
-        loader: Reads (x, y) from a file, or None.
-        collate_fn: Makes a batch from a list of a dataset's items, or None.
-        on_bad_batch: Treatment of parts that cannot be read.
-        storage_options: fsspec options for paths and URLs, such as credentials.
-        label: Column of a table, or key of dicts, that has the labels; None: there is
-            none, or the labels are apart.
-
-    Raises:
-        OptionError: Names the option, its value and the allowed values.
-
-    Example:
-        >>> ReadOptions(32, on_bad_batch="ignore")
-        Traceback (most recent call last):
-        daskdl.errors.OptionError: on_bad_batch must be 'raise' or 'skip', got 'ignore'
-    """
+    """The arguments that `fit`, `evaluate` and `predict` share, validated."""
 
     batch_size: int = 32
     transform: Transform | None = None
@@ -97,7 +67,7 @@ class ReadOptions:
     collate_fn: Callable[..., Any] | None = None
     on_bad_batch: OnBad = "raise"
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
-    label: Any = None
+    label: Any = None  # column or key of the labels; None: no labels, or they are y
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size)
@@ -130,16 +100,7 @@ class ReadOptions:
     ) -> tuple[Any, Self]:
         """Return the data, the dataset of a `DataLoader`, and the options to score it.
 
-        Args:
-            X: Inputs, or inputs and labels together.
-            batch_size: None: that of a `DataLoader`, or 64.
-            transform: See the class.
-            loader: See the class.
-            collate_fn: None: that of a `DataLoader`, if any.
-            others: The other attributes.
-
-        Raises:
-            OptionError: If a `DataLoader` has other options, or leaves rows out.
+        A `DataLoader` brings its batch size, else 64, and its collate function.
         """
         given = {"batch_size": batch_size, "collate_fn": collate_fn}
         X, own = batch_options(X, given, {"batch_size": 64})
@@ -190,9 +151,6 @@ def batch_options(
 
     Returns:
         The data, the dataset of a loader; and a value for each argument.
-
-    Raises:
-        OptionError: If an argument contradicts the loader.
 
     Example:
         >>> loader = DataLoader([1.0, 2.0], batch_size=2)
@@ -262,13 +220,9 @@ def source_of(
         labelled: Whether labels are required.
         accumulate: Batches per step; parts of data in memory are whole steps.
         classes: Names of the classes of labels that are text; None: those found.
-
-    Raises:
-        DataError: If the data cannot be used, or their type is not supported.
-        OptionError: If an option does not apply to the type.
     """
     X, y, read = unified(X, y, read)
-    y, names = number_labels(y, "y", classes)
+    y, names = tables.number_labels(y, "y", classes)
     if isinstance(X, list) and read.collate_fn is not None and not is_lazy_list(X):
         X, y = Items(X, y), None
     paths, dataset = are_paths(X), is_map_style(X) or is_iterable_style(X)
@@ -276,7 +230,7 @@ def source_of(
     if y is not None and (paths or dataset or isinstance(X, Source)):
         shown = f"a {type(X).__name__}, which brings its labels"
         if paths:
-            shown = f"paths or URLs of files, which bring their labels; {TEXT}"
+            shown = f"paths or URLs of files, which bring their labels; {tables.TEXT}"
         raise DataError(f"y must not be given with {shown}")
     if not dataset and read.collate_fn is not None:
         raise OptionError("collate_fn is for lists and torch Datasets, got other data")
@@ -311,10 +265,6 @@ def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
     lists of Delayed, one of pairs; labels that are a column of X become y; and lists of
     examples arrays, unless there is a collate function. Other data are returned
     unchanged, and so are results of this function.
-
-    Raises:
-        DataError: If the labels are not as the user says, or examples differ in shape.
-        OptionError: If an option does not apply to the data.
     """
     if isinstance(X, DataLoader):  # of validation, or of a pass over all rows
         own: dict[str, Any] = {"batch_size": None, "collate_fn": None}
@@ -324,8 +274,8 @@ def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
         X, y = [X], y if y is None else [y]
     if isinstance(X, Mapping) and any(is_map_style(one) for one in X.values()):
         raise DataError(
-            f"X is a {type(X).__name__} with the datasets {few(list(X))}; give one of "
-            f"them, X[{next(iter(X))!r}], and others as validation"
+            f"X is a {type(X).__name__} with the datasets {tables.few(list(X))}; give "
+            f"one of them, X[{next(iter(X))!r}], and others as validation"
         )
     lazy = is_bag(X) or is_lazy_list(X)
     if lazy and y is not None:
@@ -363,11 +313,11 @@ def _label_apart(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptio
     if is_bag(X) or is_lazy_list(X):
         X = with_label(X, label)
     elif not isinstance(X, list):
-        X, y = split_label(X, label)
+        X, y = tables.split_label(X, label)
     elif read.collate_fn is not None:
         return X, y, read
     else:
-        X = [split_label(item, label) for item in X]
+        X = [tables.split_label(item, label) for item in X]
     return X, y, replace(read, label=None)
 
 
@@ -408,28 +358,22 @@ class Items(Dataset[Any]):
 
 
 def _in_memory(X: Tree, y: Tree, step_rows: int, shuffle_seed: int | None) -> Source:
-    classes = check_columns(y, "y", label=True) if is_frame(y) else None
-
-    def array(name: str, leaf: Any) -> Any:
-        if not is_frame(leaf):
-            return leaf
-        label = name.startswith("y")
-        return columns_of(leaf, name, classes if label else None, label)
-
-    arrays = [array(*one) for one in batching.named_both((X, y)).items()]
-    x, y = batching.filled_both((X, y), arrays)
-    check_arrays(x, y)
+    classes = tables.check_columns(y, "y", label=True) if is_frame(y) else None
+    arrays = []
+    for name, leaf in batching.named_both((X, y)).items():
+        array, label = leaf, name.startswith("y")
+        if is_frame(leaf):
+            array = tables.columns_of(leaf, name, classes if label else None, label)
+        arrays.append(array)
+    x, y = batching.filled((X, y), arrays)
+    tables.check_arrays(x, y)
     source = InMemory(x, y, step_rows, shuffle_seed)
     source.classes = classes
     return source
 
 
 def weighted_source(X: Any, y: Any, read: ReadOptions, **options: Any) -> Source:
-    """Make a source like `source_of`; labels in memory may be `Weighted`.
-
-    Raises:
-        DataError: Also if the weights are not one number >= 0 for each row.
-    """
+    """Make a source like `source_of`; labels in memory may be `Weighted`."""
     if not isinstance(y, Weighted):
         return source_of(X, y, read, **options)
     weight = y.weight
@@ -469,13 +413,8 @@ def infer_metadata(
 ) -> Source:
     """Return the source with the lengths of its parts and its first rows.
 
-    Args:
-        source: If lengths or first rows are unknown, each part is loaded once.
-        client: Synchronous; its workers load the parts. False: this process does.
-        skips: Whether a part that cannot be read counts as empty.
-
-    Raises:
-        DataError: If there are no rows. Errors of loading are passed on.
+    If these are unknown, each part is loaded once. With `skips`, a part that cannot be
+    read counts as empty.
     """
     if is_known(source):
         return source
@@ -537,7 +476,7 @@ def merge_small_parts(source: Source) -> Source:
     lengths, first = source.lengths, source.first
     if not source.given or lengths is None or first is None:
         return source
-    row_bytes = max(batching.nbytes(first) // batching.length(first[0]), 1)
+    row_bytes = max(batching.nbytes(first) // batching.length(first), 1)
     most = min(sum(lengths) // LEAST_PARTS, MERGED_ROWS, MERGED_BYTES // row_bytes)
     groups: list[list[int]] = []
     rows, kinds = most, None
@@ -561,20 +500,9 @@ def split_rows(
 ) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     """Split rows at random; the same seed and number of rows give the same split.
 
-    Args:
-        X: Arrays, tensors, tables, Dask arrays and dataframes in tuples and dicts; or a
-            dataset with a length.
-        y: The same, or None.
-        fraction: Of the rows of the second part, in (0, 1).
-        seed: Of the split.
-
-    Returns:
-        Two pairs (x, y), of the same types; rows keep their order. Rows in memory are
-        copied.
-
-    Raises:
-        DataError: If the rows cannot be split, or a part would be empty.
-        OptionError: If the fraction is out of range.
+    X and y are arrays, tensors, tables, Dask arrays and dataframes in tuples and dicts,
+    or X is a dataset with a length. The result is two pairs (x, y) of the same types;
+    rows keep their order, and `fraction` of them are in the second.
 
     Example:
         >>> rest, chosen = split_rows(np.arange(4), None, 0.25, seed=0)
@@ -608,7 +536,7 @@ def split_rows(
         shares = [1 - fraction, fraction]
         split = [leaf.random_split(shares, seed) for leaf in leaves.values()]
         rest, chosen = (
-            batching.filled_both((X, y), one) for one in zip(*split, strict=True)
+            batching.filled((X, y), one) for one in zip(*split, strict=True)
         )
         return rest, chosen
     for name, leaf in leaves.items():
@@ -630,16 +558,12 @@ def split_rows(
             f"validation={fraction!r} needs the lengths of the chunks, which Dask does "
             "not know; call compute_chunk_sizes() first, or give validation=(X, y)"
         )
-    if len(set(lengths.values())) > 1:
-        shown = " and ".join(map(str, lengths.values()))
-        raise DataError(
-            f"{' and '.join(lengths)} must have the same length, got {shown}"
-        )
+    tables.check_lengths(lengths)
     split = [
         [_taken(leaf, which) for leaf in leaves.values()]
         for which in parts_of(next(iter(lengths.values())))
     ]
-    rest, chosen = (batching.filled_both((X, y), one) for one in split)
+    rest, chosen = (batching.filled((X, y), one) for one in split)
     return rest, chosen
 
 

@@ -22,7 +22,7 @@ from daskdl.data import batching
 from daskdl.data.batching import Tree
 from daskdl.data.distribute import map_parts
 from daskdl.data.inputs import ReadOptions, source_of
-from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
+from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DataError, OptionError
 
@@ -36,20 +36,15 @@ _SLICE_BYTES = 16 * 2**20
 class Statistics:
     """Statistics of an array in float64, one for each group of values.
 
-    Attributes:
-        count: Number of values in a group.
-        mean: Shape of a row, with 1 in the axes that belong to one group.
-        rest: Rounding error of the mean; like `mean`. Without it, the distance of two
-            means near 1e8 is wrong by 1e-8, and the deviation in its tenth digit.
-        squares: Sum of the squared distances from the mean; like `mean`.
-        low: Lowest value; like `mean`.
-        high: Highest value; like `mean`.
+    All arrays have the shape of a row, with 1 in the axes that belong to one group.
+    Without the rounding error of the mean, the distance of two means near 1e8 is wrong
+    by 1e-8, and the deviation in its tenth digit.
     """
 
-    count: int
+    count: int  # number of values in a group
     mean: np.ndarray
-    rest: np.ndarray
-    squares: np.ndarray
+    rest: np.ndarray  # rounding error of the mean
+    squares: np.ndarray  # sum of the squared distances from the mean
     low: np.ndarray
     high: np.ndarray
 
@@ -81,20 +76,10 @@ class Statistics:
 
 
 def statistics_of(values: np.ndarray, per: Per) -> Statistics:
-    """Compute the statistics of an array.
-
-    Args:
-        values: Rows first, at least one; numbers of any dtype, read only.
-        per: "feature": a group for each place in a row; "channel": one for each index
-            of the second axis; "all": a single group.
+    """Compute the statistics of at least one row; see `Normalizer` for `per`.
 
     Raises:
         DataError: If a value is NaN or infinite; the message begins with the index.
-
-    Example:
-        >>> found = statistics_of(np.array([[1, 5], [3, 5]]), "feature")
-        >>> found.mean, found.deviation
-        (array([2., 5.]), array([1., 0.]))
     """
     if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
         index = np.unravel_index(np.argmin(finite), finite.shape)
@@ -140,10 +125,8 @@ _EXACT_IN_FLOAT32 = (
 class Scaling:
     """Scales the values of one array: ``(values - shift) / scale + offset``.
 
-    Attributes:
-        shift: float64, in the shape of a row or with 1 in some of its axes.
-        scale: Like `shift`, nowhere 0.
-        offset: One number.
+    Shift and scale, nowhere 0, are float64 in the shape of a row, or with 1 in some of
+    its axes.
 
     Example:
         >>> scaling = Scaling(np.array([10.0]), np.array([5.0]), 0.0)
@@ -360,9 +343,7 @@ def _of_all(source: Source, per: Per, only: Keys | None, client: Any) -> Tree:
 def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | None:
     """Compute the statistics of a part in place; None if it has no rows."""
 
-    def of_leaf(leaf: np.ndarray, name: str | None) -> Statistics | None:
-        if name is None:
-            return None
+    def of_leaf(name: str, leaf: np.ndarray) -> Statistics:
         try:
             return statistics_of(leaf, per)
         except DataError as error:
@@ -373,9 +354,9 @@ def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | N
             ) from error
 
     total, start = None, 0
-    for x, _ in rows_of_part(source, part, STREAMED_ROWS):
+    for x, _ in source.stream(part, STREAMED_ROWS):
         if batching.length(x):
-            found = batching.mapped(of_leaf, x, _names(x, only))
+            found = batching.mapped(of_leaf, _names(x, only), x)
             total = found if total is None else _merged(total, found, source, part)
         start += batching.length(x)
     return total
@@ -397,9 +378,7 @@ def _names(x: Tree, only: Keys | None) -> Tree:
 
 
 def _merged(total: Tree, found: Tree, source: Source, part: int) -> Tree:
-    def merged(one: Statistics | None, two: Statistics | None) -> Any:
-        if one is None or two is None:
-            return None
+    def merged(one: Statistics, two: Statistics) -> Statistics:
         if one.mean.shape != two.mean.shape:
             raise DataError(
                 f"{source.name(part)} has rows of shape {two.mean.shape}, those before "
@@ -485,11 +464,7 @@ class Normalizer(ABC):
         read = ReadOptions(loader=loader, storage_options=storage_options)
         source = source_of(X, y, read, labelled=False)
         found = _of_all(source, self.per, self.only, client)
-        return Normalization(
-            batching.mapped(
-                lambda one: None if one is None else self.scaling(one), found
-            )
-        )
+        return Normalization(batching.mapped(self.scaling, found))
 
 
 @dataclass(frozen=True)

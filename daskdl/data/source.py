@@ -38,7 +38,7 @@ class Member(NamedTuple):
     def of(self, values: Mapping[Any, Any]) -> Rows:
         """Make the rows of the part; refuse a part whose length has changed."""
         made = self.finish([values[key] for key in self.keys])
-        if self.rows is not None and (found := batching.length(made[0])) != self.rows:
+        if self.rows is not None and (found := batching.length(made)) != self.rows:
             raise DataError(
                 f"{self.name} has {found} rows, and had {self.rows} when it was "
                 "computed before; it must be the same each time: persist() it, or "
@@ -49,26 +49,19 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class PartGraph:
-    """The tasks that compute one part, or several together; picklable.
+    """The tasks that compute one part, or several together; picklable."""
 
-    Attributes:
-        name: Name of the whole, for messages.
-        graph: Tasks by key, of these parts alone.
-        needs: Keys of results that the tasks depend on.
-        members: The parts; their rows are joined.
-    """
-
-    name: str
-    graph: Mapping[Any, Any]
-    needs: tuple[Any, ...]
-    members: tuple[Member, ...]
+    name: str  # of the whole, for messages
+    graph: Mapping[Any, Any]  # tasks by key, of these parts alone
+    needs: tuple[Any, ...]  # keys of results that the tasks depend on
+    members: tuple[Member, ...]  # the parts, whose rows are joined
 
     def rows(self, held: Mapping[Any, Any]) -> Rows:
         """Compute the part in this thread; `held` has the values of `needs` by key."""
         keys = {key for member in self.members for key in member.keys}
         graph = convert_legacy_graph(self.graph, {*self.graph, *self.needs})
         values = execute_graph(graph, {key: held[key] for key in self.needs}, keys)
-        return batching.joined_rows([member.of(values) for member in self.members])
+        return batching.joined([member.of(values) for member in self.members])
 
     def separate(self, held: Mapping[Any, Any]) -> Separate:
         """See `Source.separate`."""
@@ -76,10 +69,16 @@ class PartGraph:
             return []
         found = []
         for member in self.members:
-            graph, _ = cull(self.graph, [k for k in member.keys if k in self.graph])
+            graph = culled(self.graph, member.keys)
             own = PartGraph(member.name, graph, self.needs, (member,))
             found.append((member.name, functools.partial(own.rows, held)))
         return found
+
+
+def culled(graph: Mapping[Any, Any], keys: Sequence[Any]) -> dict[Any, Any]:
+    """Return the tasks that the keys depend on."""
+    tasks: dict[Any, Any] = cull(graph, [key for key in keys if key in graph])[0]
+    return tasks
 
 
 class Facts(NamedTuple):
@@ -139,12 +138,12 @@ class Source(ABC):
         """
 
     def stream(self, part: int, rows: int) -> Iterator[Rows]:
-        """Yield a part of a sequential source, about `rows` rows at a time."""
-        raise NotImplementedError(f"{type(self).__name__} is not sequential")
+        """Yield a part; a sequential one in pieces of about `rows` rows."""
+        yield self.load(part)
 
     def packed(self, part: int) -> Rows | PartGraph:
         """Return the content to send for a part, if parts are sent `apart`."""
-        raise NotImplementedError(f"{type(self).__name__} is sent as a whole")
+        return self.load(part)
 
     def needs(self, part: int) -> tuple[Any, ...]:
         """Return the Dask keys of the results that a part depends on."""
@@ -179,12 +178,7 @@ class Source(ABC):
 
 
 class Together(Source):
-    """Groups of parts of another source as its parts.
-
-    Args:
-        source: Source with known lengths and first rows.
-        groups: Numbers of parts whose rows have the same shapes.
-    """
+    """Groups of parts of another source, with known lengths, as its parts."""
 
     def __init__(self, source: Source, groups: Sequence[Sequence[int]]) -> None:
         lengths = source.lengths
@@ -197,7 +191,7 @@ class Together(Source):
 
     @override
     def load(self, part: int) -> Rows:
-        return batching.joined_rows([self._source.load(p) for p in self._groups[part]])
+        return batching.joined([self._source.load(p) for p in self._groups[part]])
 
     @override
     def packed(self, part: int) -> Rows | PartGraph:
@@ -230,14 +224,6 @@ class Together(Source):
         return f"{name} and {len(others)} more" if others else name
 
 
-def rows_of_part(source: Source, part: int, rows: int) -> Iterator[Rows]:
-    """Yield a part as a whole; a sequential part in pieces of about `rows` rows."""
-    if source.sequential:
-        yield from source.stream(part, rows)
-    else:
-        yield source.load(part)
-
-
 def is_known(source: Source) -> bool:
     """Whether the first rows are known, and the lengths unless sequential."""
     lengths = source.sequential or source.lengths is not None
@@ -251,20 +237,11 @@ def rows_in(source: Source) -> int | None:
 
 def facts_of(rows: Rows) -> Facts:
     """Return the facts of loaded rows, which hold copies."""
-
-    def few(tree: batching.Tree) -> batching.Tree:
-        return batching.mapped(lambda leaf: leaf[:SHOWN_ROWS].copy(), tree)
-
-    return Facts(batching.length(rows[0]), batching.of_both(few, rows))
+    few = batching.mapped(lambda leaf: leaf[:SHOWN_ROWS].copy(), rows)
+    return Facts(batching.length(rows), few)
 
 
 def shown_rows(rows: Rows) -> Rows:
-    """A copy of the first `SHOWN_ROWS` rows, repeated if there are fewer.
-
-    Example:
-        >>> import numpy as np
-        >>> shown_rows(({"a": np.array([7])}, None))
-        ({'a': array([7, 7])}, None)
-    """
-    which = [i % batching.length(rows[0]) for i in range(SHOWN_ROWS)]
-    return batching.of_both(lambda tree: batching.rows(tree, which), rows)
+    """A copy of the first `SHOWN_ROWS` rows, repeated if there are fewer."""
+    which = [i % batching.length(rows) for i in range(SHOWN_ROWS)]
+    return batching.rows(rows, which)

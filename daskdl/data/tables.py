@@ -46,10 +46,7 @@ _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_has("to_numpy"), "convert it with {X}.to_numpy()"),
     (_has("toarray"), "make it dense with {X}.toarray()"),
     (_is(int, float, complex, np.generic, type(None)), _ROW_EACH),
-    (
-        _is(str, PathLike),
-        f"paths and URLs of files are given as X, without y; {TEXT}",
-    ),
+    (_is(str, PathLike), f"paths and URLs of files are given as X, without y; {TEXT}"),
     (_is(bytes, bytearray), "read it with numpy.frombuffer({X}, dtype=...)"),
     (
         _is(Dataset, DataLoader),
@@ -113,33 +110,18 @@ _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
 def is_dask_array(value: Any) -> bool:
-    """Whether ``value`` is a ``dask.array``, without importing Dask.
-
-    Example:
-        >>> is_dask_array([1, 2])
-        False
-    """
+    """Whether a value is a ``dask.array``, without importing Dask."""
     module = sys.modules.get("dask.array")
     return module is not None and isinstance(value, module.Array)
 
 
 def check_array(value: Any, argument: str) -> float:
-    """Refuse anything but a non-empty array of examples; return their number.
-
-    Args:
-        value: Any object.
-        argument: Name of the object in the user's call, for the message.
+    """Refuse anything but a non-empty array of examples, named as in the user's call.
 
     Returns:
         Length of the first axis, > 0; NaN if Dask does not know it.
 
-    Raises:
-        DataError: If the type, the number of dimensions, the dtype or the chunks cannot
-            be used, or the array is empty.
-
     Example:
-        >>> check_array(np.zeros((3, 2)), "X")
-        3
         >>> check_array([1.0, 2.0], "X")
         Traceback (most recent call last):
         daskdl.errors.DataError: X must be a numpy array, a torch tensor or a \
@@ -156,52 +138,36 @@ dask.array, got a list; convert it with numpy.asarray(X)
 
 
 def check_structure(X: Tree, y: Tree) -> None:
-    """Refuse trees without arrays.
-
-    Example:
-        >>> check_structure({}, None)
-        Traceback (most recent call last):
-        daskdl.errors.DataError: X must not be empty, got no array at all
-    """
+    """Refuse trees without arrays."""
     for name, tree in (("X", X), ("y", y)):
         if not batching.leaves(tree):
             raise DataError(f"{name} must not be empty, got no array at all")
 
 
 def check_arrays(X: Tree, y: Tree) -> int:
-    """Refuse unusable arrays, or lengths that differ; return the number of examples.
-
-    Example:
-        >>> check_arrays(np.zeros((3, 2)), np.zeros(4))
-        Traceback (most recent call last):
-        daskdl.errors.DataError: X and y must have the same length, got 3 and 4
-    """
+    """Refuse unusable arrays, or lengths that differ; return the number of examples."""
     check_structure(X, y)
     named = batching.named_both((X, y))
     lengths = {name: int(check_array(leaf, name)) for name, leaf in named.items()}
+    check_lengths(lengths)
+    return next(iter(lengths.values()))
+
+
+def check_lengths(lengths: Mapping[str, int]) -> None:
+    """Refuse lengths that differ, of arguments by name."""
     if len(set(lengths.values())) > 1:
         shown = " and ".join(map(str, lengths.values()))
         raise DataError(
             f"{' and '.join(lengths)} must have the same length, got {shown}"
         )
-    return next(iter(lengths.values()))
 
 
 def as_numpy(value: np.ndarray | Tensor) -> np.ndarray:
     """Return the same numbers as a plain numpy array in native byte order.
 
     Numpy has neither bfloat16 nor float8: such tensors become float32, which represents
-    each of their values exactly.
-
-    Args:
-        value: An array or a tensor on any device; read only.
-
-    Returns:
-        A view of ``value`` where its memory can be used as it is, else a copy.
-
-    Example:
-        >>> as_numpy(torch.tensor([0.1], dtype=torch.bfloat16)).dtype
-        dtype('float32')
+    each of their values exactly. The result is a view where the memory can be used as
+    it is, else a copy.
     """
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dtype not in _NUMPY_FLOATS:
@@ -211,30 +177,8 @@ def as_numpy(value: np.ndarray | Tensor) -> np.ndarray:
     return plain.astype(plain.dtype.newbyteorder("="), copy=False)
 
 
-def first_rows(value: Any, count: int) -> np.ndarray:
-    """Return ``count`` rows of the right shape and dtype without computing anything.
-
-    Arrays in memory give their first rows, repeated if there are fewer. A
-    ``dask.array`` gives zeros: its first block may take hours to load.
-
-    Example:
-        >>> first_rows(np.array([7, 8, 9]), 2)
-        array([7, 8])
-        >>> first_rows(np.array([7]), 2)
-        array([7, 7])
-    """
-    if is_dask_array(value):
-        return np.zeros((count, *value.shape[1:]), value.dtype)
-    rows = as_numpy(value[:count])
-    return rows[np.arange(count) % len(rows)]
-
-
 def check_values(value: Any, argument: str) -> None:
-    """Refuse anything but an array of real numbers with a first axis; it may be empty.
-
-    Raises:
-        DataError: With the argument, and a remedy.
-    """
+    """Refuse anything but an array of real numbers with a first axis, maybe empty."""
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(
             f"{argument} is a masked array, whose mask would be ignored; "
@@ -316,32 +260,24 @@ class InMemory(Source):
     def __init__(
         self, x: Tree, y: Tree, batch_size: int, shuffle_seed: int | None = None
     ) -> None:
-        self._rows = batching.of_both(
-            lambda tree: batching.mapped(as_numpy, tree), (x, y)
-        )
-        rows = batching.length(self._rows[0])
+        self._rows = batching.mapped(as_numpy, (x, y))
+        rows = batching.length(x)
         self._batch_size = batch_size
         self._cut(PARTS)
-        few = slice(SHOWN_ROWS)
-        self.first = batching.of_both(lambda tree: batching.rows(tree, few), self._rows)
+        self.first = batching.rows(self._rows, slice(SHOWN_ROWS))
         self._order: np.ndarray | None = None
         if shuffle_seed is not None:
             self._order = np.random.default_rng(shuffle_seed).permutation(rows)
 
     def _cut(self, parts: int) -> None:
-        rows = batching.length(self._rows[0])
+        rows = batching.length(self._rows)
         most = max(parts, -(-batching.nbytes(self._rows) // PART_BYTES))
         self._bounds = cut(rows, self._batch_size, most)
         self.parts = len(self._bounds)
         self.lengths = [stop - start for start, stop in self._bounds]
 
     def in_parts(self, parts: int) -> "InMemory":
-        """Return the same rows in `parts` parts at most, or more if these are too big.
-
-        Example:
-            >>> InMemory(np.zeros((10, 1)), None, batch_size=2).in_parts(2).lengths
-            [4, 6]
-        """
+        """The same rows in at most `parts` parts, or more if these are too big."""
         other = copy.copy(self)
         other._cut(parts)
         return other
@@ -355,18 +291,11 @@ class InMemory(Source):
     def load(self, part: int) -> Rows:
         rows = slice(*self._bounds[part])
         if self._order is not None:
-            order = self._order[rows]
-            return batching.of_both(lambda tree: batching.rows(tree, order), self._rows)
-
-        def cut_out(tree: Tree) -> Tree:
-            # Contiguous: Dask would pickle other arrays.
-            return batching.mapped(lambda leaf: np.ascontiguousarray(leaf[rows]), tree)
-
-        return batching.of_both(cut_out, self._rows)
-
-    @override
-    def packed(self, part: int) -> Any:
-        return self.load(part)
+            return batching.rows(self._rows, self._order[rows])
+        # Contiguous: Dask would pickle other arrays.
+        return batching.mapped(
+            lambda leaf: np.ascontiguousarray(leaf[rows]), self._rows
+        )
 
 
 def cut(examples: int, batch_size: int, parts: int) -> list[tuple[int, int]]:
@@ -391,7 +320,7 @@ _UNKNOWN = "__UNKNOWN_CATEGORIES__"  # Dask's name for categories to be computed
 _ARROW = ("Table", "RecordBatch", "ChunkedArray", "Array")
 
 
-def few(names: Any) -> str:
+def few(names: Any, most: int = SHOWN_NAMES) -> str:
     """The first of some names, for messages.
 
     Example:
@@ -400,18 +329,13 @@ def few(names: Any) -> str:
     """
     if names is None:
         return "none"
-    shown = ", ".join(repr(name) for name in names[:SHOWN_NAMES])
-    more = len(names) - SHOWN_NAMES
+    shown = ", ".join(repr(name) for name in names[:most])
+    more = len(names) - most
     return f"{shown} and {more} more" if more > 0 else shown
 
 
 def is_frame(value: Any) -> bool:
-    """Whether a value is a pandas dataframe or series, or a pyarrow table or array.
-
-    Example:
-        >>> is_frame([1, 2])
-        False
-    """
+    """Whether a value is a pandas dataframe or series, or a pyarrow table or array."""
     pandas, arrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
     if pandas is not None and isinstance(value, pandas.DataFrame | pandas.Series):
         return True
@@ -432,18 +356,6 @@ def check_columns(
 
     Returns:
         The categories of such labels, which become 0, 1, ...; else None.
-
-    Raises:
-        DataError: Names each column that cannot be used, and the remedy.
-
-    Example:
-        >>> import pandas
-        >>> check_columns(pandas.DataFrame({"a": [1.5], "b": ["x"]}), "X")
-        Traceback (most recent call last):
-        daskdl.errors.DataError: column 'b' of X holds strings (str); encode them as \
-numbers, for example with X['b'].astype('category').cat.codes
-        >>> check_columns(pandas.Series(["b", "a"], dtype="category"), "y", label=True)
-        ('a', 'b')
     """
     frame = _as_pandas(frame)
     if frame.ndim == 2 and not len(frame.columns):
@@ -521,11 +433,7 @@ def _refusal(dtype: Any, words: str, code: str, label: bool) -> str | None:
 
 
 def split_label(value: Any, label: Any) -> tuple[Any, Any]:
-    """Separate the inputs of a table or a dict from its labels.
-
-    Args:
-        value: A pandas or ``dask.dataframe``, a pyarrow table, or a mapping.
-        label: The column, or the key, of the labels.
+    """Separate the inputs of a table or a dict from the column or key of its labels.
 
     Example:
         >>> split_label({"age": [31], "price": [7.5]}, "price")
@@ -566,9 +474,6 @@ def number_labels(
 
     Returns:
         Class numbers, int64, and the names; or `y` and None.
-
-    Raises:
-        DataError: If a label is missing, or not among `classes`.
 
     Example:
         >>> number_labels(np.array(["dog", "cat", "dog"]), "y")
@@ -613,10 +518,7 @@ def _texts(y: Any, argument: str) -> np.ndarray | None:
 
 
 def columns_of(
-    frame: Any,
-    argument: str,
-    classes: Sequence[str] | None = None,
-    label: bool = False,
+    frame: Any, argument: str, classes: Sequence[str] | None = None, label: bool = False
 ) -> np.ndarray:
     """Convert a frame to an array, with one axis if the frame is a single column.
 
@@ -631,16 +533,6 @@ def columns_of(
 
     Returns:
         Numbers of shape (rows, columns) or (rows,), read only.
-
-    Raises:
-        DataError: If a column, which is named, has missing values or cannot be used, or
-            if the categories are not `classes`.
-
-    Example:
-        >>> import pandas
-        >>> columns_of(pandas.DataFrame({"a": [1, 2], "b": [0.5, 1.5]}), "X")
-        array([[1. , 0.5],
-               [2. , 1.5]])
     """
     frame = _as_pandas(frame)
     found = check_columns(frame, argument, label=classes is not None)

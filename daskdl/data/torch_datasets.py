@@ -69,10 +69,6 @@ class Collation:
         labelled: Whether items must be pairs (x, y). If not, any other item is x
             alone.
         label: Key of the labels, if collated items are dicts; None: they are pairs.
-
-    Example:
-        >>> Collation().rows([([1.0, 2.0], 0), ([3.0, 4.0], 1)])
-        ((array([1., 3.]), array([2., 4.])), array([0, 1]))
     """
 
     function: Callable[[list[Any]], Any] | None = None
@@ -172,9 +168,7 @@ _END = object()
 class _ObservedInfo:
     """A worker's info that records whether the dataset asks which worker it is on.
 
-    Args:
-        info: Torch's own info; some versions of torch do not allow subclasses of it.
-        workers: The object whose `asked` is set.
+    Not a subclass of torch's own info, which some versions of torch do not allow.
     """
 
     def __init__(self, info: worker.WorkerInfo, workers: "LoaderWorkers") -> None:
@@ -193,21 +187,15 @@ class LoaderWorkers:
     Each pass iterates over a shallow copy of its own, since a dataset may set
     attributes while it iterates.
 
-    Args:
-        dataset: Not changed.
-
     Attributes:
         asked: Whether the dataset has asked, in this process, which worker it is on. If
             it never asks, each worker gets all items.
     """
 
-    asked: bool
-    _passes: Counter[int]  # started in this process, by part
-
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self._dataset = dataset
         self.asked = False
-        self._passes = Counter()
+        self._passes = Counter[int]()  # started in this process, by part
 
     def __call__(self, part: int, parts: int) -> Iterator[Any]:
         """Yield the items of a part; every pass has its own ``seed``."""
@@ -276,25 +264,18 @@ class Stream:
 class IterableStyle(Source):
     """Parts of a stream, read in order.
 
-    Args:
-        dataset: Its items are pairs (x, y), or x alone if `collation` allows that. A
-            torch dataset must read ``torch.utils.data.get_worker_info()``, as for a
-            ``DataLoader``: a part has the items of one worker.
-        collation: Makes rows from items.
+    A torch dataset must read ``torch.utils.data.get_worker_info()``, as for a
+    ``DataLoader``: a part has the items of one worker.
 
     Attributes:
         fixed: Whether the user has chosen the number of parts.
     """
 
-    fixed: bool
-
     sequential = True
     lengths = None
 
     def __init__(
-        self,
-        dataset: IterableDataset[Any] | Stream,
-        collation: Collation = Collation(),
+        self, dataset: IterableDataset[Any] | Stream, collation: Collation = Collation()
     ) -> None:
         self._function: Callable[[int, int], Iterable[Any]]
         self.parts, self.fixed = 1, False
@@ -380,11 +361,7 @@ class IterableStyle(Source):
 
 
 def split_stream(source: Source, parts: int) -> Source:
-    """Return a stream in `parts` parts, unless the user chose; others unchanged.
-
-    Warns:
-        UserWarning: If every part seems to have all items.
-    """
+    """Return a stream in `parts` parts, unless the user chose; others unchanged."""
     if not isinstance(source, IterableStyle):
         return source
     own = source if source.fixed else source.in_parts(parts)
@@ -393,12 +370,7 @@ def split_stream(source: Source, parts: int) -> Source:
 
 
 def is_iterable_style(value: Any) -> bool:
-    """Whether a value is a dataset that can only be read from its beginning.
-
-    Example:
-        >>> is_iterable_style([1, 2]), is_iterable_style(Stream(lambda k, n: [], 2))
-        (False, True)
-    """
+    """Whether a value is a dataset that can only be read from its beginning."""
     return isinstance(value, IterableDataset | Stream)
 
 
@@ -424,10 +396,6 @@ class MapStyle(Source):
             epochs; None keeps the order.
         classes: Names of the classes, if a column of text has the labels; None: the
             labels found, sorted.
-
-    Raises:
-        DataError: If the dataset is empty or has no length, or its first items cannot
-            be used. Errors of the dataset are passed on.
     """
 
     lengths: list[int]
@@ -479,7 +447,7 @@ class MapStyle(Source):
     def _part_size(self, first: Rows) -> int:
         if self._collation.function is not None:
             return self._collation.batch_size
-        row_bytes = max(batching.nbytes(first) // batching.length(first[0]), 1)
+        row_bytes = max(batching.nbytes(first) // batching.length(first), 1)
         most = min(MOST_ITEMS, max(1, MOST_BYTES // row_bytes))
         return min(max(-(-self._items // PARTS), LEAST_ITEMS), most)
 
@@ -553,12 +521,7 @@ def _class_names(
 
 
 def is_map_style(value: Any) -> bool:
-    """Whether a value is a torch dataset with indices, or has ``__getitems__``.
-
-    Example:
-        >>> is_map_style([1, 2]), is_map_style(TensorDataset(Tensor([1.0])))
-        (False, True)
-    """
+    """Whether a value is a torch dataset with indices, or has ``__getitems__``."""
     if isinstance(value, IterableDataset):
         return False
     return isinstance(value, Dataset) or hasattr(value, "__getitems__")
@@ -587,11 +550,7 @@ class LoaderOptions(NamedTuple):
 
 
 def loader_options(loader: "DataLoader[Any]") -> LoaderOptions:
-    """Take a `DataLoader` apart; its processes and pinned memory are left out.
-
-    Raises:
-        DataError: Names what cannot be distributed, and what to use instead.
-    """
+    """Take a `DataLoader` apart; its processes and pinned memory are left out."""
     batches = loader.batch_sampler
     kind, sampler = type(batches).__name__, getattr(batches, "sampler", None)
     for what, found, remedy in (

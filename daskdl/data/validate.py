@@ -22,7 +22,7 @@ from daskdl.data.checks import UNREADABLE, blames_data
 from daskdl.data.distribute import map_parts
 from daskdl.data.files import GroupedFiles
 from daskdl.data.inputs import ReadOptions, source_of
-from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
+from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, OptionError, ShapeError
 
@@ -132,17 +132,11 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Expectations:
-    """Expectations of arrays, by name: ``x``, ``x['image']``, ``y[0]``.
+    """Expectations of arrays, by name: ``x``, ``x['image']``, ``y[0]``."""
 
-    Attributes:
-        shapes: Of a row.
-        dtypes: In native byte order.
-        labels: Allowed values, sorted; the entry ``y`` applies to all arrays of y.
-    """
-
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
-    labels: Mapping[str, Labels] = field(default_factory=dict)
+    shapes: Mapping[str, Shape]  # of a row
+    dtypes: Mapping[str, np.dtype[Any]]  # in native byte order
+    labels: Mapping[str, Labels]  # allowed values, sorted; "y" applies to all of y
 
     @classmethod
     def of(cls, shapes: Any, dtypes: Any, labels: Any) -> "Expectations":
@@ -241,12 +235,7 @@ def _is_allowed(leaf: np.ndarray, allowed: Labels) -> np.ndarray:
 
 
 def _shown(labels: Labels) -> str:
-    """Labels for a message.
-
-    Example:
-        >>> _shown(range(3)), _shown(range(1)), _shown(np.array([0, 3]))
-        ('0 to 2', '0', '0, 3')
-    """
+    """Labels for a message: '0 to 2', '0', or '0, 3'."""
     first, last = labels[0], labels[-1]
     if isinstance(labels, range):
         return f"{first} to {last}" if first < last else f"{first}"
@@ -259,14 +248,7 @@ def _shown(labels: Labels) -> str:
 
 @dataclass
 class Findings:
-    """The faults of a part, or of one of its files.
-
-    Attributes:
-        rows: Number of rows that could be read.
-        files: Number of files.
-        counts: By kind; see `Report`.
-        offenders: The first ones, in order.
-    """
+    """The faults of a part, or of one of its files; see `Report`."""
 
     rows: int = 0
     files: int = 1
@@ -277,9 +259,7 @@ class Findings:
     def of_part(cls, source: Source, part: int, expected: Expectations) -> "Findings":
         """Load and examine a part; file by file if something is wrong."""
         found = cls()
-        found._read(
-            source.name(part), rows_of_part(source, part, STREAMED_ROWS), expected
-        )
+        found._read(source.name(part), source.stream(part, STREAMED_ROWS), expected)
         separate = source.separate(part)
         if found.counts and separate:
             found = cls()

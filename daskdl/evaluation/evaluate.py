@@ -33,7 +33,7 @@ from daskdl.data.checks import LabelCheck, ShapeCheck
 from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.formats import Loader
 from daskdl.data.inputs import OnBad, ReadOptions, infer_metadata, weighted_source
-from daskdl.data.source import Source, rows_of_part
+from daskdl.data.source import Source
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, OptionError
 from daskdl.evaluation.report import Evaluation
@@ -296,7 +296,7 @@ class PartScorer:
     ) -> Iterator[Chunk]:
         name = source.name(part)
         try:
-            for rows in rows_of_part(source, part, self.batch_size):
+            for rows in source.stream(part, self.batch_size):
                 check(rows, name)
                 yield batching.whole(rows)
         except checks.UNREADABLE as error:
@@ -412,7 +412,7 @@ def score_batches(
     with _evaluating(module), torch.no_grad():
         for x, y in batches:
             batch = batching.to_device(x, y, device, dtype)
-            rows, more = batching.rows_in(batch), 0.0
+            rows, more = batching.length(batch), 0.0
             if isinstance(loss, ModelLoss):
                 mean, output, y = model_loss(module, batch)
                 loss_sum = mean.item() * rows

@@ -31,7 +31,7 @@ from daskdl.data.batching import Batch, Rows, Transform, Tree
 from daskdl.data.checks import LabelCheck
 from daskdl.data.dask_collections import Collections
 from daskdl.data.inputs import ReadOptions, infer_metadata, source_of, unified
-from daskdl.data.source import SHOWN_ROWS, Source, rows_of_part
+from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation.evaluate import map_split, warn_of_unscored
@@ -236,7 +236,7 @@ class ExampleScorer:
         """Yield the rows of a part, with checked labels."""
         name = source.name(part)
         try:
-            yield from self._checked(rows_of_part(source, part, self.batch_size), name)
+            yield from self._checked(source.stream(part, self.batch_size), name)
         except checks.UNREADABLE as error:
             if not checks.is_left_out(error, name, self.skips):
                 raise
@@ -254,7 +254,7 @@ class ExampleScorer:
             made = batch
             if self.transform is not None:
                 made = self.transform(batch)
-                check_rows_kept(made, batching.rows_in(batch))
+                check_rows_kept(made, batching.length(batch))
             made = batching.to_device(*made, device, dtype)
             with torch.no_grad() if own else torch.inference_mode():
                 each, output = example_losses(
@@ -385,13 +385,10 @@ def example_losses(
 
     The outputs are None if the model was called for each row.
     """
-    cuts = [slice(i, i + 1) for i in range(batching.rows_in(batch))]
+    cuts = [slice(i, i + 1) for i in range(batching.length(batch))]
     output = None
     if isinstance(objective, OwnStep) or not by_rows:
-        ones = (
-            batching.of_both(functools.partial(batching.rows, which=cut), batch)
-            for cut in cuts
-        )
+        ones = (batching.rows(batch, cut) for cut in cuts)
         each = [batch_loss(objective, module, one) for one in ones]
     else:
         x, y = batch
@@ -833,7 +830,7 @@ def _worst_of_part(
             chosen &= predicted != labels
         candidates = np.flatnonzero(chosen)
         for i in candidates[_worst_first(losses[candidates])[:top]].tolist():
-            x, y = batching.of_both(functools.partial(_row, i), rows)
+            x, y = _row(i, rows)
             one = WorstExample(
                 float(losses[i]),
                 source.name(part),

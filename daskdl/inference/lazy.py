@@ -147,8 +147,8 @@ class ExampleReader:
                     f"{type(value).__name__}"
                 )
             rows = self.rows([value], part)
-            few = batching.of_both(lambda tree: batching.rows(tree, slice(2)), rows)
-            return (few if batching.length(rows[0]) else None), False
+            few = batching.rows(rows, slice(2))
+            return (few if batching.length(rows) else None), False
         examples = list(value)[:1]
         if not examples:
             return None, False

@@ -226,7 +226,7 @@ class ModelThread(Replica):
         model = self._model
         assert model is not None
         batch = batching.tensors((x, None))  # copied: a first layer may work in place
-        rows = batching.rows_in(batch)
+        rows = batching.length(batch)
         if self._transform is not None:
             batch = self._transform.shared()(batch)
         dtype = batching.floating_dtype(model)

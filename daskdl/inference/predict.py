@@ -26,7 +26,7 @@ from daskdl.data.dask_collections import (
 )
 from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, source_of, unified
-from daskdl.data.source import Source, rows_of_part
+from daskdl.data.source import Source
 from daskdl.data.storage import is_url, store_of
 from daskdl.data.tables import InMemory, as_numpy, is_frame
 from daskdl.data.torch_datasets import split_stream
@@ -183,7 +183,7 @@ def no_outputs(
                 raise ModelError(
                     f"postprocess failed on the outputs of two rows, {shown}: {error}"
                 ) from error
-    count = batching.rows_in(run.batch)
+    count = batching.length(run.batch)
 
     def refusal(got: Any) -> ModelError:
         blamed, remedy = "postprocess", ""
@@ -195,16 +195,16 @@ def no_outputs(
             f"tuples and dicts of such, got {got} for two rows{remedy}"
         )
 
-    def none(leaf: Any) -> Tensor:
+    leaves = batching.leaves(output)
+    if not isinstance(output, Mapping | tuple | Tensor) or not leaves:
+        raise refusal(type(output))
+    for leaf in leaves:
         if not isinstance(leaf, Tensor):
             raise refusal(type(leaf))
         if leaf.ndim == 0 or len(leaf) != count:
             raise refusal(tuple(leaf.shape))
-        return torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype)
-
-    if not isinstance(output, Mapping | tuple | Tensor) or not batching.leaves(output):
-        raise refusal(type(output))
-    return batching.mapped(none, output)
+    empty = [torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype) for leaf in leaves]
+    return batching.filled(output, empty)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class BatchPredictor:
     def __call__(self, source: Source, part: int) -> Tree:
         """Return the outputs of a part, numpy arrays."""
         with error_context(f"in {source.name(part)}"):
-            return self.outputs(rows_of_part(source, part, self.batch_size))
+            return self.outputs(source.stream(part, self.batch_size))
 
     def outputs(self, parts: Iterator[Rows]) -> Tree:
         """Return the outputs of blocks of rows, one after the other, numpy arrays."""
@@ -244,7 +244,7 @@ class BatchPredictor:
                 if self.postprocess is not None:
                     with error_context("in postprocess"):
                         output = self.postprocess(output)
-                made.append(self._checked(output, batching.rows_in(batch)))
+                made.append(self._checked(output, batching.length(batch)))
         if not made:
             return batching.mapped(as_numpy, self.none)
         return batching.joined(made)

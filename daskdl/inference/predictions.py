@@ -34,7 +34,7 @@ from daskdl.data.batching import Tree
 from daskdl.data.dask_collections import Collections, is_bag
 from daskdl.data.distribute import map_parts, new_key, release
 from daskdl.data.manifest import File, Kind, Manifest
-from daskdl.data.source import STREAMED_ROWS, Source, rows_of_part
+from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.storage import Store, store_of
 from daskdl.data.tables import is_dask_array
 from daskdl.errors import DataError, ModelError, OptionError
@@ -475,7 +475,7 @@ def _compute_and_write(
 ) -> File:
     """Write the outputs of a part of a source that is no collection."""
     with lazy.error_context(f"in {source.name(part)}"):
-        outputs = ask(rows_of_part(source, part, STREAMED_ROWS))
+        outputs = ask(source.stream(part, STREAMED_ROWS))
     return _write(store, form, part, batching.leaves(outputs))
 
 

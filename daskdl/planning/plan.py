@@ -18,13 +18,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from daskdl.config import check_type, check_whole, is_whole
-from daskdl.data.checks import (
-    LabelCheck,
-    check_training,
-    dry_run,
-    optimizer_function,
-)
-from daskdl.data.tables import check_arrays, first_rows, is_dask_array
+from daskdl.data.checks import LabelCheck, check_training, dry_run, optimizer_function
+from daskdl.data.tables import as_numpy, check_arrays, is_dask_array
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
 from daskdl.planning.cost_model import Measured, Network, Prediction, predict
@@ -227,13 +222,13 @@ def _spec(
     except DataError as error:
         raise DataError(f"batch: {error}") from error
     own = starting_model(model, seed=0)
+    rows = as_numpy(X), as_numpy(y)
     if loss is None:
-        floating = torch.from_numpy(first_rows(y, 1)).is_floating_point()
+        floating = rows[1].dtype.kind == "f"
         loss = functional.mse_loss if floating else functional.cross_entropy
     if optimizer is None:
         optimizer = functools.partial(torch.optim.SGD, lr=0.01)
     optimizer = optimizer_function(optimizer)
-    rows = first_rows(X, len(X)), first_rows(y, len(y))
     module = copied(own)
     check_training(module, loss, optimizer)
     run = dry_run(module, rows, None, loss)

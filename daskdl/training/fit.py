@@ -640,7 +640,7 @@ def _ready(
             train, size = ready["train"], spec.read.batch_size
             rows = train.first
             assert rows is not None, "empty data have been refused"
-            row_bytes = max(batching.nbytes(rows) // batching.length(rows[0]), 1)
+            row_bytes = max(batching.nbytes(rows) // batching.length(rows), 1)
             batches = max(FILE_BYTES // (row_bytes * size), 1)
             seed = spec.seed if spec.shuffle else None
             options = ExportOptions(size, batches, seed)

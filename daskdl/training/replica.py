@@ -751,8 +751,7 @@ class Replica:
 
 def cloned(batch: Batch) -> Batch:
     """Return a copy of a batch, since models may change their input in place."""
-    clone = functools.partial(batching.mapped, torch.clone)
-    return batching.of_both(clone, batch)
+    return batching.mapped(torch.clone, batch)
 
 
 def check_alike(gathered: BarrierResult, when: str) -> None:

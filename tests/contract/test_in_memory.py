@@ -20,7 +20,6 @@ from daskdl.data.tables import (
     check_array,
     check_arrays,
     cut,
-    first_rows,
     is_dask_array,
 )
 from daskdl.errors import DataError
@@ -145,24 +144,6 @@ class TestAsNumpy:
 
         assert as_numpy(tensor * 2).tolist() == [2.0, 4.0]
         assert torch.from_numpy(swapped).tolist() == [1, 258]
-
-
-class TestFirstRows:
-    def test_of_a_dask_array_are_zeros_and_nothing_is_computed(self):
-        def explode(block):
-            raise AssertionError("computed")
-
-        lazy = da.map_blocks(
-            explode, da.ones((4, 3), chunks=2, dtype="f4"), meta=np.zeros((0, 0), "f4")
-        )
-
-        rows = first_rows(lazy, 2)
-
-        assert rows.dtype == np.float32
-        assert rows.tolist() == [[0.0] * 3] * 2
-
-    def test_of_a_single_row_are_two(self):
-        assert first_rows(torch.tensor([[5, 6]]), 2).tolist() == [[5, 6], [5, 6]]
 
 
 def parts_of(source):

@@ -9,11 +9,7 @@ from daskdl.data.export import export
 from daskdl.data.files import files, pack_files
 from daskdl.data.formats import Csv, Npy, Npz, Parquet, Safetensors
 from daskdl.data.images import image_folder
-from daskdl.data.normalize import (
-    MinMax,
-    Normalization,
-    Standardize,
-)
+from daskdl.data.normalize import MinMax, Normalization, Standardize
 from daskdl.data.public_datasets import (
     Ratings,
     cifar10,

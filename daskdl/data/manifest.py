@@ -22,21 +22,13 @@ _DAMAGED = (ValueError, TypeError, LookupError, RecursionError)
 
 
 class Kind(NamedTuple):
-    """What a folder holds; each kind has its own manifest.
+    """What a folder holds; each kind has its own manifest."""
 
-    Attributes:
-        format: Name of the format, such as "daskdl batch files".
-        version: Version of the layout.
-        name: File name of the manifest.
-        hint: Remedy if the file is of another format, for the message.
-        remedy: Remedy for a damaged folder.
-    """
-
-    format: str
-    version: int
-    name: str
-    hint: str
-    remedy: str
+    format: str  # name of the format, such as "daskdl batch files"
+    version: int  # of the layout
+    name: str  # file name of the manifest
+    hint: str  # remedy if the file is of another format
+    remedy: str  # for a damaged folder
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,7 @@ from typing_extensions import override
 from daskdl.config import check_choice, check_flag
 from daskdl.data.batching import Rows
 from daskdl.data.formats import optional_module, reading
-from daskdl.data.images import (
-    EIGHT_BITS,
-    Decoding,
-    Folder,
-    ImageFolder,
-    image_folder,
-)
+from daskdl.data.images import EIGHT_BITS, Decoding, Folder, ImageFolder, image_folder
 from daskdl.data.source import Source
 from daskdl.data.storage import AnyPath, Store, joined, store_of
 from daskdl.errors import DataError
@@ -305,29 +299,26 @@ FASHION_MNIST_CLASSES = (
     *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt"),
     *("Sneaker", "Bag", "Ankle boot"),
 )
-_IDX = "{}-images-idx3-ubyte", "{}-labels-idx1-ubyte"
-_IDX_SIZES: Mapping[str, str | int] = {  # a header, and 784 bytes or one for each image
+# In bytes: a header, and 784 bytes or one for each image.
+_IDX_SIZES: Mapping[str, str | int] = {
     "train-images-idx3-ubyte": 16 + 60_000 * 784,
     "train-labels-idx1-ubyte": 8 + 60_000,
     "t10k-images-idx3-ubyte": 16 + 10_000 * 784,
     "t10k-labels-idx1-ubyte": 8 + 10_000,
 }
-# As on the home page of Fashion-MNIST, and in torchvision.
-_FASHION_MNIST_PUBLISHED: Mapping[str, str | int] = {
-    "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-    "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
-    "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
-    "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
-    **_IDX_SIZES,
-}
-# As in torchvision.
-_MNIST_PUBLISHED: Mapping[str, str | int] = {
-    "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-    "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-    "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-    "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-    **_IDX_SIZES,
-}
+# Of the same files with .gz, as in torchvision.
+_FASHION_MNIST_MD5 = (
+    "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "25c81989df183df01b3e8a0aad5dffbe",
+    "bef4ecab320f06d8554ea6380940ec79",
+    "bb300cfdad3c16e7a12a480ee83cd310",
+)
+_MNIST_MD5 = (
+    "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "d53e105ee54ea40749a09fcbcd1e9432",
+    "9fb629c4189551a2d022fa330f9573f3",
+    "ec29112dd5afa0611ce80d1b7f02629c",
+)
 
 
 def fashion_mnist(
@@ -361,7 +352,7 @@ def fashion_mnist(
     """
     home = "https://github.com/zalandoresearch/fashion-mnist"
     store, names = _idx_files(folder, train, "FashionMNIST", home, storage_options)
-    published = _FASHION_MNIST_PUBLISHED if verify else {}
+    published = _idx_published(_FASHION_MNIST_MD5) if verify else {}
     classes = FASHION_MNIST_CLASSES
     return ImageFiles(store, [names], _idx_rows, classes, scale, published)
 
@@ -394,7 +385,7 @@ def mnist(
     """
     home = "http://yann.lecun.com/exdb/mnist/"
     store, names = _idx_files(folder, train, "MNIST", home, storage_options)
-    published = _MNIST_PUBLISHED if verify else {}
+    published = _idx_published(_MNIST_MD5) if verify else {}
     classes = tuple("0123456789")
     return ImageFiles(store, [names], _idx_rows, classes, scale, published)
 
@@ -407,9 +398,14 @@ def _idx_files(
     options: Mapping[str, Any] | None,
 ) -> tuple[Store, Sequence[str]]:
     check_flag("train", train)
-    plain = [name.format("train" if train else "t10k") for name in _IDX]
+    plain = [n for n in _IDX_SIZES if n.startswith("train" if train else "t10k")]
     packed = [f"{name}.gz" for name in plain]
     return _found(folder, (f"{inner}/raw",), (packed, plain), home, options)
+
+
+def _idx_published(checksums: Sequence[str]) -> Mapping[str, str | int]:
+    packed = (f"{name}.gz" for name in _IDX_SIZES)
+    return {**_IDX_SIZES, **dict(zip(packed, checksums, strict=True))}
 
 
 def _idx_rows(name: str, content: bytes) -> Sequence[np.ndarray]:

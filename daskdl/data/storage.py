@@ -72,11 +72,7 @@ _REFUSED = frozenset(
         "azure.core.exceptions.ClientAuthenticationError",
     }
 )
-_LASTING = (
-    IsADirectoryError,
-    NotADirectoryError,
-    FileExistsError,
-)
+_LASTING = (IsADirectoryError, NotADirectoryError, FileExistsError)
 _LASTING_NUMBERS = {
     errno.EINVAL,  # s3fs: the request itself is wrong
     errno.ENAMETOOLONG,
@@ -98,18 +94,9 @@ _SERVER_ERRORS = 500
 def attempt(action: Callable[[], T], verb: str, url: str) -> T:
     """Call a function, and again after each of `WAITS_S` while connections drop.
 
-    Args:
-        action: The function; calling it twice is harmless.
-        verb: Its name in the message, such as ``"read"``.
-        url: The URL in the message.
-
     Raises:
         FileNotFoundError: Unchanged; the caller knows its meaning.
         DataError: If another error occurs, or the connection drops each time.
-
-    Example:
-        >>> attempt(lambda: 7, "read", "memory://x")
-        7
     """
     began = time.monotonic()
     for times, wait_s in enumerate((*WAITS_S, math.inf), 1):
@@ -212,22 +199,12 @@ def _parts(url: str) -> Sequence[str]:
 
 
 def is_url(value: Any) -> bool:
-    """Whether a value is a string with a protocol in front.
-
-    Example:
-        >>> is_url("s3://bucket/x"), is_url("/local/path"), is_url(7)
-        (True, False, False)
-    """
+    """Whether a value is a string with a protocol in front."""
     return isinstance(value, str) and ("://" in value or "::" in value)
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL or path is on the disks of this machine.
-
-    Example:
-        >>> is_local("file:///x"), is_local("/x"), is_local("memory://x")
-        (True, True, False)
-    """
+    """Whether a URL or path is on the disks of this machine."""
     return get_protocol(url) in LOCAL
 
 
@@ -237,12 +214,7 @@ def is_path(value: Any) -> TypeGuard[AnyPath]:
 
 
 def are_paths(value: Any) -> TypeGuard[AnyPath | list[AnyPath]]:
-    """Whether a value is a path or a URL, or a list of them.
-
-    Example:
-        >>> are_paths(["a.npy", "b.npy"]), are_paths([1.0]), are_paths([])
-        (True, False, False)
-    """
+    """Whether a value is a path or a URL, or a list of them."""
     several = isinstance(value, list) and bool(value)
     return is_path(value) or (several and all(is_path(one) for one in value))
 
@@ -326,11 +298,7 @@ def _plain(url: str) -> str:
 
 
 class OpenBytes(io.BytesIO):
-    """The content of a file, open for reading like the file itself.
-
-    Attributes:
-        name: The URL of the file.
-    """
+    """The content of a file, open like the file itself; `name` is its URL."""
 
     def __init__(self, content: bytes, name: str) -> None:
         super().__init__(content)
@@ -555,12 +523,7 @@ def _found(url: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def store_of(
     url_or_path: AnyPath, storage_options: Mapping[str, Any] | None = None
 ) -> Store:
-    """The store at a URL or a local path; a relative one is made absolute.
-
-    Example:
-        >>> store_of("memory://x").url
-        'memory://x'
-    """
+    """The store at a URL or a local path; a relative one is made absolute."""
     url = os.fspath(url_or_path)
     if not is_url(url):
         url = str(Path(url).expanduser().absolute())
@@ -581,10 +544,6 @@ def listed(
             below the folder, except files whose name begins with a dot or an
             underscore, and files in a folder whose name begins with a dot.
         options: Of the file system.
-
-    Raises:
-        DataError: If a path, a pattern or a local file of a list matches nothing.
-        OptionError: If `given` is none of these, or a list comes with a pattern.
     """
     if not is_path(given):
         entries = given if isinstance(given, list | tuple) else []

@@ -76,11 +76,8 @@ class Part:
     ) -> Copy:
         """Copy header and state, so that training can continue.
 
-        Args:
-            stamp: Stamp of the checkpoint.
-            header: Plain values that can be read without `state`.
-            state: Plain values and tensors; its names differ from those in `header`.
-            used: A written copy whose memory may be reused.
+        The header, plain values, can be read without the state, and has other names.
+        The memory of `used`, a written copy, may be reused.
         """
         values = JsonValues()
         content = {
@@ -151,12 +148,7 @@ class Series:
         return cls(folder_store(url, storage_options))
 
     def folder(self, number: int) -> Store:
-        """Return the folder of a checkpoint.
-
-        Example:
-            >>> Series.at("memory://x").folder(12).url
-            'memory://x/checkpoint-000012'
-        """
+        """Return the folder of a checkpoint."""
         url = self.store.url_of(f"checkpoint-{number:06d}")
         return replace(self.store, url=url)
 
@@ -228,23 +220,14 @@ def _check_header(store: Store, header: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """The plan by which one run writes checkpoints, identical for all replicas.
+    """The plan by which one run writes checkpoints, identical for all replicas."""
 
-    Attributes:
-        series: The folder of all checkpoints.
-        rule: The user's callback.
-        origin: Identity of the original fit; unchanged by resuming.
-        run: Identity of the run.
-        first: Number of the first checkpoint of the run.
-        before: Checkpoints of the fit before this run.
-    """
-
-    series: Series
-    rule: Checkpoint
-    origin: str
+    series: Series  # the folder of all checkpoints
+    rule: Checkpoint  # the user's callback
+    origin: str  # see `Stamp`
     run: str
-    first: int
-    before: int = 0
+    first: int  # number of the first checkpoint of the run
+    before: int = 0  # checkpoints of the fit before this run
 
     def stamp(self, taken: int) -> Stamp:
         """Return the stamp of the next checkpoint."""

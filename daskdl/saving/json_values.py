@@ -76,13 +76,10 @@ class JsonValues:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def encode(self, value: Any, name: str, depth: int = 0) -> Json:
-        """Encode a value.
+        """Encode a value, with `depth` values around it.
 
-        Args:
-            value: The value; its tensors are added to `tensors`, not copied, and its
-                numpy arrays as tensors.
-            name: Name of the value, for messages and the names of tensors.
-            depth: Number of values around it.
+        Tensors, and numpy arrays as tensors, are added to `tensors`, named after
+        `name`; tensors are not copied.
         """
 
         def inner(one: Any, step: Any) -> Json:
@@ -343,12 +340,7 @@ def imported(name: str) -> Any:
 
 
 def reference(value: type | FunctionType) -> str:
-    """Return the name by which `imported` finds a class or function.
-
-    Example:
-        >>> reference(nn.Linear)
-        'torch.nn.modules.linear:Linear'
-    """
+    """Return the name by which `imported` finds a class or function."""
     name = f"{value.__module__}:{value.__qualname__}"
     try:
         check_name(name)

@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from daskdl.callbacks import (
-    Checkpoint,
-    EarlyStopping,
-    Evaluate,
-    FailureInjection,
-    LayerMonitor,
-)
+from daskdl import callbacks, thresholds
 from daskdl.channel.protocol import Natural, check
 from daskdl.config import check_flag
 from daskdl.data.checks import (
@@ -57,24 +51,11 @@ from daskdl.saving.json_values import (
     UntrustedError,
     trusted_modules,
 )
-from daskdl.thresholds import (
-    AdaptiveThreshold,
-    FixedThreshold,
-    LayerThresholds,
-    LinkThreshold,
-    SampledThreshold,
-    Sent,
-    TargetSparsityThreshold,
-)
 from daskdl.timeline import SPANS, Timeline
 from daskdl.training.base import CompressionState, KeptResidual, described
 from daskdl.training.checkpointing import Fingerprint
 from daskdl.training.epoch_control import Scheduling, hyperparameters
-from daskdl.training.fit_spec import (
-    FitState,
-    TrainedOptimizer,
-    starting_model,
-)
+from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.parameter_averaging import ParameterAveraging
 
@@ -110,19 +91,19 @@ KNOWN: Mapping[str, type] = {
     for kind in (
         GradientSharing,
         ParameterAveraging,
-        AdaptiveThreshold,
-        FixedThreshold,
-        TargetSparsityThreshold,
-        LinkThreshold,
-        SampledThreshold,
-        LayerThresholds,
+        thresholds.AdaptiveThreshold,
+        thresholds.FixedThreshold,
+        thresholds.TargetSparsityThreshold,
+        thresholds.LinkThreshold,
+        thresholds.SampledThreshold,
+        thresholds.LayerThresholds,
         ResidualClipping,
         KeepResidual,
-        FailureInjection,
-        Checkpoint,
-        EarlyStopping,
-        Evaluate,
-        LayerMonitor,
+        callbacks.FailureInjection,
+        callbacks.Checkpoint,
+        callbacks.EarlyStopping,
+        callbacks.Evaluate,
+        callbacks.LayerMonitor,
         Compose,
         ParameterGroups,
     )
@@ -131,21 +112,13 @@ KNOWN: Mapping[str, type] = {
 
 @dataclass(frozen=True, eq=False)
 class TrainerState:
-    """A trainer without its client.
+    """A trainer without its client."""
 
-    Attributes:
-        arguments: Arguments of the trainer, by name.
-        model: The trained model.
-        fit_state: State from which the next fit continues.
-        history: History of the last fit.
-        classes: Names of the labels, or None.
-    """
-
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any]  # of the trainer, by name
     model: nn.Module
-    fit_state: FitState
-    history: History
-    classes: Sequence[str] | None
+    fit_state: FitState  # from which the next fit continues
+    history: History  # of the last fit
+    classes: Sequence[str] | None  # names of the labels
 
 
 def save(
@@ -395,21 +368,13 @@ def _decode_arguments(
 
 @dataclass(frozen=True)
 class ModelState:
-    """The state of a module that its code does not create.
+    """The state of a module that its code does not create."""
 
-    Attributes:
-        tensors: The state dict, with only the first of tied tensors.
-        hidden: Buffers that are not in the state dict.
-        ties: Other names of tied tensors, and the name of each in `tensors`.
-        frozen: Names of parameters that are not trained.
-        evaluating: Paths of modules that are not in training mode.
-    """
-
-    tensors: Mapping[str, Tensor]
-    hidden: Mapping[str, Tensor]
-    ties: Mapping[str, str]
-    frozen: Sequence[str]
-    evaluating: Sequence[str]
+    tensors: Mapping[str, Tensor]  # the state dict, with only the first of tied tensors
+    hidden: Mapping[str, Tensor]  # buffers that are not in the state dict
+    ties: Mapping[str, str]  # from other names of tied tensors to those in `tensors`
+    frozen: Sequence[str]  # names of parameters that are not trained
+    evaluating: Sequence[str]  # paths of modules that are not in training mode
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelState":
@@ -565,7 +530,9 @@ def _continued(
             raise SaveError(f"the scheduler refuses its state: {error}") from error
     compression = residual = None
     if fit["thresholds"] is not None:
-        sent = {pattern: Sent(*own) for pattern, own in fit["thresholds"].items()}
+        sent = {
+            pattern: thresholds.Sent(*own) for pattern, own in fit["thresholds"].items()
+        }
         if not all(0 < one.threshold < math.inf for one in sent.values()):
             raise SaveError(f"its thresholds are {sent!r:.200}")
         compression = CompressionState(sent, fit["steps"])

@@ -510,6 +510,8 @@ class Exchange(ABC):
         rate_factor: The same, but decoupled weight decay stays as it is.
         update_scale: Weight of this replica's updates in the group; used only in
             divergence messages.
+        adds_up: Whether this weight is 1 because replicas rarely move the same rows of
+            embeddings; used there, too.
         exchanged: Whether the last step ended with an exchange.
         averages_optimizer: Whether `sync` gives all replicas the same optimizer state,
             so that a checkpoint stores it once.
@@ -520,6 +522,7 @@ class Exchange(ABC):
     learning_rate_scale: float = 1.0
     rate_factor: float = 1.0
     update_scale: float = 1.0
+    adds_up: bool = False
     exchanged: bool = True
     averages_optimizer: bool = False
     chooses: bool = False

@@ -190,7 +190,7 @@ class GradientSharingExchange(Exchange):
         )
         # Replicas hardly ever touch the same rows of an embedding at the same time:
         # their steps add up.
-        self._adds_up = self._adapts and has_sparse_gradients(context.module)
+        self.adds_up = self._adapts and has_sparse_gradients(context.module)
         self._now = time.perf_counter
         self._made = made  # steps before `_step` counts: in earlier fits, or alone
         self._step = 0  # steps of this fit, aligned on all replicas at each sync
@@ -225,9 +225,9 @@ class GradientSharingExchange(Exchange):
 
     def _scale_for(self, replicas: int) -> None:
         self._replicas = replicas
-        self.update_scale = 1.0 if self._adds_up else self._options.scale(replicas)
+        self.update_scale = 1.0 if self.adds_up else self._options.scale(replicas)
         self.learning_rate_scale = self._vector.set_scale_(self.update_scale)
-        rises = self._adapts and not self._adds_up
+        rises = self._adapts and not self.adds_up
         self.rate_factor = math.sqrt(replicas) if rises else 1.0
 
     def _resume(self, resumed: Resumed) -> None:

@@ -207,6 +207,7 @@ class Symptoms:
         high_steps: Steps for which the loss was too high; 0 if the loss is not finite.
         learning_rate: Rate of the optimizer's first group; NaN if it has none.
         scale: Weight of each replica's updates.
+        adds_up: Whether it is 1 because of `GradientSharing.adapt_rate`.
         replicas: Number of replicas that train.
         staleness: Steps ahead of the slowest replica, mean over this epoch.
         residual: 99th percentile of |residual| / threshold; NaN if unknown.
@@ -226,6 +227,7 @@ class Symptoms:
     high_steps: int = 0
     learning_rate: float = math.nan
     scale: float = 1.0
+    adds_up: bool = False
     replicas: int = 1
     staleness: float = 0.0
     residual: float = math.nan
@@ -298,7 +300,12 @@ def _rate(s: Symptoms) -> str:
 def _of_rate(s: Symptoms) -> Iterator[str]:
     yield f"lower the learning rate{_rate(s)}"
     group = s.scale * s.replicas
-    if s.replicas > 1 and group > 1.01:  # not by rounding alone
+    if s.adds_up and s.replicas > 1:
+        yield (
+            f"the updates of {s.replicas} replicas add up, as most parameters are rows "
+            "of sparse embeddings, which they may have in common: use adapt_rate=False"
+        )
+    elif s.replicas > 1 and group > 1.01:  # not by rounding alone
         yield (
             f"with this update_scale {s.replicas} replicas move {group:g} times as far "
             "as one alone at this rate: lower it, or use 'mean'"

@@ -739,6 +739,7 @@ class Replica:
             high_steps=self.watch.recent if math.isfinite(loss) else 0,
             learning_rate=self.rate.value,
             scale=exchange.update_scale,
+            adds_up=exchange.adds_up,
             replicas=1 + len(self._channel.peers()),
             staleness=stats.lead_sum / max(stats.steps, 1),
             residual=exchange.step_stats().residual_p99,

@@ -43,12 +43,13 @@ LEARNING = "lower the learning rate"
 DATA = "look for NaN in X, and for a division by 0 or the logarithm of 0 in the loss"
 NOTHING = "nothing had been trained yet: look for NaN and infinity in X and y"
 GROUP = "with this update_scale"
+SPARSE = "use adapt_rate=False"
 SET = "set clip_grad_norm"
 CLIPPED = "gradients are clipped already"
 AHEAD = "ahead of the slowest"
 BEHIND = "thresholds or more"
 OFF = "if such a loss is expected, set max_loss_rise=None"
-ALL = [LEARNING, DATA, NOTHING, GROUP, SET, CLIPPED, AHEAD, BEHIND, OFF]
+ALL = [LEARNING, DATA, NOTHING, GROUP, SPARSE, SET, CLIPPED, AHEAD, BEHIND, OFF]
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,8 @@ ALL = [LEARNING, DATA, NOTHING, GROUP, SET, CLIPPED, AHEAD, BEHIND, OFF]
         (RISING, {}, [LEARNING, SET]),
         (RISING, {"replicas": 8}, [LEARNING, SET, GROUP]),
         (RISING, {"replicas": 8, "scale": 1 / 8}, [LEARNING, SET]),
+        (RISING, {"replicas": 8, "adds_up": True}, [LEARNING, SET, SPARSE]),
+        (RISING, {"adds_up": True}, [LEARNING, SET]),
         (RISING, {"replicas": 1, "scale": 8.0}, [LEARNING, SET]),
         (RISING, {"clip_grad_norm": 1.0, "gradient_norm": 12.5}, [LEARNING, CLIPPED]),
         (RISING, {"clip_grad_norm": 1.0, "gradient_norm": 0.5}, [LEARNING]),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import GradientSharing, Trainer
+from daskdl import DivergedError, GradientSharing, Trainer
 
 X = np.arange(8)[:, None]  # each example has a row of its own
 RATE = 0.1
@@ -42,3 +42,25 @@ def test_a_row_moves_by_whole_steps_of_optimizers_that_normalise(
 
     weights = trainer.model_.weight.detach().flatten().tolist()
     assert weights == pytest.approx([moved] * 8, rel=0.02)  # sent in eight bits
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [({}, "use adapt_rate=False"), ({"update_scale": "sum"}, "update_scale")],
+)
+def test_a_run_that_diverges_names_the_option_that_adds_updates_up(options, remedy):
+    trainer = Trainer(
+        lambda: Bag(True),
+        nn.MSELoss(),
+        lambda params: torch.optim.SparseAdam(params, lr=3e38),
+        master=GradientSharing(replicas_per_worker=2, max_staleness=0, **options),
+        client=False,
+    )
+
+    with pytest.raises(DivergedError) as caught:
+        trainer.fit(X, np.ones((8, 1), "float32"), batch_size=4)
+
+    named = [
+        n for n in ("use adapt_rate=False", "update_scale") if n in str(caught.value)
+    ]
+    assert named == [remedy]

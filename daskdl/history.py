@@ -257,24 +257,13 @@ def layout_of(kind: type[R]) -> np.dtype[Any]:
     """Return the wire layout of rows of a kind, and of the number of each.
 
     Little-endian, no padding. The scheduler never unpacks rows.
-
-    Example:
-        >>> layout_of(StepRow).itemsize, layout_of(LayerRow).itemsize
-        (152, 360)
     """
     fields = [(name, _FIELD[type]) for name, type in kind.__annotations__.items()]
     return np.dtype([("number", "<i8"), *fields])
 
 
 def pack_rows(numbered: Sequence[tuple[int, R]]) -> bytes:
-    """Pack rows of one kind and their numbers, see `layout_of`.
-
-    Example:
-        >>> row = StepRow(epoch=0, step=10, replica=1, loss=0.5, kind="GAPS")
-        >>> [(number, again)] = unpack_rows(pack_rows([(1, row)]), StepRow)
-        >>> number, again.kind
-        (1, 'GAPS')
-    """
+    """Pack rows of one kind and their numbers, see `layout_of`."""
     if not numbered:
         return b""
 
@@ -487,15 +476,7 @@ NOT_AGREED = (
 
 
 def check_log_names(names: Iterable[Any]) -> None:
-    """Refuse names of a step's logs that cannot be columns of a history.
-
-    Example:
-        >>> check_log_names(["kl"])
-        >>> check_log_names(["density"])
-        Traceback (most recent call last):
-        daskdl.errors.ModelError: step cannot log 'density', which is a column of the \
-history already; choose another name
-    """
+    """Refuse names of a step's logs that cannot be columns of a history."""
     for name in names:
         if not isinstance(name, str):
             raise ModelError(f"step must log by names that are text, got {name!r}")

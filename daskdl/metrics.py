@@ -53,22 +53,9 @@ class SampleBatch(NamedTuple):
     ignored: int | None  # label that the loss ignores
     labels: Labels | None = None  # that the loss takes; None: unknown
 
-    @classmethod
-    def of(
-        cls, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
-    ) -> "SampleBatch":
-        """Add what a loss says of outputs and labels."""
-        labels, _ = facts_of(loss)
-        return cls(
-            output, y, scale_of(loss, output), classes, ignored_label(loss), labels
-        )
-
 
 class MetricSet(ABC):
     """Metrics that share their input and their section of the report; stateless."""
-
-    most_bytes: int | None = None  # of states that hold rows, on the client
-    resets: bool = True  # metrics that have been reset may be used again
 
     @property
     def masks_nan(self) -> bool:
@@ -80,7 +67,8 @@ class MetricSet(ABC):
         self, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
     ) -> SampleBatch:
         """Return the sample for these metrics of such outputs and labels."""
-        return SampleBatch.of(loss, output, y, classes)
+        scale, (labels, _) = scale_of(loss, output), facts_of(loss)
+        return SampleBatch(output, y, scale, classes, ignored_label(loss), labels)
 
     def numbers(self, sample: SampleBatch) -> list[str]:
         """Return the names of values that are single numbers."""
@@ -187,12 +175,7 @@ def check_binary(sample: SampleBatch) -> None:
 
 
 def is_counted(y: Tensor, *ignored: float | None) -> Tensor:
-    """Return a mask of the labels that equal none of `ignored`, which may be NaN.
-
-    Example:
-        >>> is_counted(torch.tensor([0, -100]), -100, None)
-        tensor([ True, False])
-    """
+    """Return a mask of the labels that equal none of `ignored`, which may be NaN."""
     counted = torch.ones_like(y, dtype=torch.bool)
     for value in ignored:
         if value is not None:

@@ -47,12 +47,6 @@ def objective_of(loss: Any, step: Any) -> Any:
     """Return the objective for a trainer's `loss` and `step`.
 
     A loss is returned unchecked; without both, it is the model's own.
-
-    Example:
-        >>> objective_of(nn.MSELoss(), lambda model, batch: model(batch[0]).sum())
-        Traceback (most recent call last):
-        daskdl.errors.OptionError: loss must be left out if a step is given, which \
-computes it, got loss=MSELoss()
     """
     if loss is not None and step is not None:
         raise OptionError(
@@ -188,13 +182,7 @@ class OneOutput(nn.Module):
 
 
 def batch_loss(objective: Objective, module: nn.Module, batch: Batch) -> Tensor:
-    """Run a model on a batch and return the loss.
-
-    Example:
-        >>> x = torch.tensor([[3.0]])
-        >>> batch_loss(OwnStep(lambda model, batch: batch[0].sum()), nn.ReLU(), (x, x))
-        tensor(3.)
-    """
+    """Run a model on a batch and return the loss."""
     loss: Tensor = batch_loss_and_logs(objective, module, batch)[0]
     return loss
 
@@ -211,13 +199,6 @@ def model_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Any, Any]:
 
     Raises:
         ModelError: If the output has no loss.
-
-    Example:
-        >>> class Model(nn.Module):
-        ...     def forward(self, x, labels=None):
-        ...         return {"loss": (x - labels).abs().mean()}
-        >>> model_loss(Model(), (torch.ones(2), torch.zeros(2)))[0]
-        tensor(1.)
     """
     x, y = batch
     own = x.get("labels") if isinstance(x, Mapping) else None
@@ -400,12 +381,7 @@ def _way(module: nn.Module, x: Any) -> Way:
 
 
 def takes(module: nn.Module) -> str:
-    """Name the arguments of forward, for messages.
-
-    Example:
-        >>> takes(nn.DataParallel(nn.Bilinear(1, 1, 1)))
-        "forward of DataParallel takes 'input1', 'input2'"
-    """
+    """Name the arguments of forward, for messages."""
     signature = _signature(module)
     names = ["anything"]
     if signature is not None:

@@ -55,12 +55,7 @@ class Html(NamedTuple):
 
 
 def named(activity: str) -> str:
-    """Name an activity for readers.
-
-    Example:
-        >>> named("wait_gather")
-        'wait: gather'
-    """
+    """Name an activity for readers."""
     return activity.replace("wait_", "wait: ")
 
 
@@ -84,11 +79,6 @@ def table(rows: Iterable[Sequence[Any]], columns: Sequence[str] = ()) -> str:
     """Render a table; the first cell of a row is its name.
 
     A cell that is :class:`Html` stays as it is.
-
-    Example:
-        >>> table([("loss", 0.5), ("<b>", 2)])
-        '<table><tr><th>loss</th><td>0.5</td></tr><tr><th>&lt;b&gt;</th>\
-<td>2</td></tr></table>'
     """
 
     def row(cells: Sequence[Any], tag: str) -> str:
@@ -203,14 +193,7 @@ def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
 
 
 def histogram(low: float, high: float, counts: Sequence[int]) -> Html:
-    """Draw the counts of equal bins, with the bounds below; "-" without any.
-
-    Example:
-        >>> histogram(-1.0, 1.0, [1, 2]).html.partition("</svg>")[2]
-        '<small>-1 to 1</small>'
-        >>> histogram(float("nan"), float("nan"), [0, 0]).html
-        '-'
-    """
+    """Draw the counts of equal bins, with the bounds below; "-" without any."""
     most = max(counts)
     if not most:
         return Html("-")

@@ -368,15 +368,7 @@ class Packed(Generic[T]):
 
 
 class PackedModel(Packed[nn.Module]):
-    """A module as bytes.
-
-    Example:
-        >>> packed = PackedModel(nn.Linear(2, 1))
-        >>> packed.module()
-        Linear(in_features=2, out_features=1, bias=True)
-        >>> packed.module() is packed.module()
-        True
-    """
+    """A module as bytes."""
 
     def __init__(self, module: nn.Module, *, here: bool = False) -> None:
         super().__init__(module, "model", here=here)

@@ -143,7 +143,11 @@ def evaluate_model(
     """Evaluate a model with a loss or a step; see `Trainer.evaluate`."""
     labelled = not isinstance(objective, OwnStep)
     if sample_weight is not None:
-        _check_unmeasured(metrics)
+        if metrics is not None:
+            raise OptionError(
+                "sample_weight is for loss and accuracy, got metrics; evaluate without "
+                "metrics, or without weights"
+            )
         objective = objective and checks.WeightedLoss(objective)
         y, read = Weighted(y, sample_weight), read.weighted()
     sets: Sequence[MetricSet] = ()
@@ -202,14 +206,6 @@ def evaluate_model(
     )
 
 
-def _check_unmeasured(metrics: Any) -> None:
-    if metrics is not None:
-        raise OptionError(
-            "sample_weight is for loss and accuracy, got metrics; evaluate without "
-            "metrics, or without weights"
-        )
-
-
 def metrics_for(objective: Objective | None, metrics: Any) -> "Sequence[MetricSet]":
     """Return the sets of metrics for an objective; refuse metrics beside a step."""
     if type(objective) is OwnStep:
@@ -241,15 +237,36 @@ def warn_of_unscored(read: ReadOptions, parts: Sequence[int]) -> None:
 
 
 @dataclass(frozen=True)
-class PartScorer:
-    """Scores one part, on a worker or in this process; picklable."""
+class Scorer:
+    """A model and its objective, which score parts on a worker or here; picklable."""
 
     model: PackedModel
-    loss: Packed[Objective] | None  # None: the loss is 0
+    objective: Packed[Objective] | None  # None: the loss is 0
     batch_size: int
     transform: Transform | None
     labels: LabelCheck | None  # None: not checked
     skips: bool  # leave out parts that cannot be read
+
+    def unpacked(self) -> tuple[nn.Module, Any, torch.device]:
+        """Return the module of this thread, the objective, and their device."""
+        device = batching.auto_device()
+        module = self.model.module(lambda copy: copy.eval().to(device))
+        if self.objective is None:
+            return module, None, device
+        objective = self.objective.shared(lambda copy: on_device(copy, device))
+        return module, objective, device
+
+
+def without_gradients(objective: Objective | None) -> Any:
+    """Return a context; the step of a user may need gradients with respect to x."""
+    own = isinstance(objective, OwnStep)
+    return torch.no_grad() if own else torch.inference_mode()
+
+
+@dataclass(frozen=True)
+class PartScorer(Scorer):
+    """Scores a part by loss, accuracy and metrics."""
+
     first: Kinds  # of the rows of the dry run
     accuracy: bool  # whether to count right labels
     specs: "Packed[tuple[MetricSpec, ...]] | None"
@@ -258,38 +275,31 @@ class PartScorer:
         self, source: Source, part: int
     ) -> "tuple[Score, tuple[PartStates, ...]]":
         """Return loss and accuracy, and the states of each set of metrics."""
-        device = batching.auto_device()
-        module = self.model.module(lambda copy: copy.eval().to(device))
-        loss: Objective | None = None
-        if self.loss is not None:
-            loss = self.loss.shared(lambda copy: on_device(copy, device))
-        # A step may need gradients with respect to x.
-        own = isinstance(loss, OwnStep)
+        module, objective, device = self.unpacked()
         shapes = ShapeCheck(self.first, self.transform)
 
         def check(rows: Rows, name: str) -> None:
             if self.labels is not None:
                 self.labels.check(rows[1], name)
-            if not own:
+            if not isinstance(objective, OwnStep):
                 shapes.check(module, device, rows, name)
 
         made = batches(self._chunks(source, part, check), self.batch_size)
         if self.transform is not None:
             made = map(self.transform, made)
-        without_gradients = torch.no_grad() if own else torch.inference_mode()
-        with freed_memory_kept(), without_gradients:
+        with freed_memory_kept(), without_gradients(objective):
             if self.specs is None:
-                score = score_batches(
-                    module, loss, made, device, accuracy=self.accuracy
+                own = score_batches(
+                    module, objective, made, device, accuracy=self.accuracy
                 )
-                return score, ()
+                return own, ()
             from daskdl.evaluation.metric_state import MetricAccumulator
 
-            accumulator = MetricAccumulator(self.specs.shared(), source.name(part))
+            measuring = MetricAccumulator(self.specs.shared(), source.name(part))
             score = score_batches(
-                module, loss, made, device, accumulator.add_, accuracy=False
+                module, objective, made, device, measuring.add_, accuracy=False
             )
-            return score, accumulator.states()
+            return score, measuring.states()
 
     def _chunks(
         self, source: Source, part: int, check: Callable[[Rows, str], None]
@@ -313,12 +323,7 @@ Sums = Mapping[str, tuple[float, int]]  # sum over rows and number of rows, by n
 
 
 def added(one: Sums, other: Sums) -> Sums:
-    """Add two sets of sums.
-
-    Example:
-        >>> added({"kl": (3.0, 2)}, {"kl": (1.0, 2), "gap": (5.0, 1)})
-        {'kl': (4.0, 4), 'gap': (5.0, 1)}
-    """
+    """Add two sets of sums."""
     sums = dict(one)
     for name, (total, rows) in other.items():
         own_total, own_rows = sums.get(name, (0.0, 0))
@@ -401,11 +406,6 @@ def score_batches(
 
     Uses `no_grad` rather than inference mode: a live module cannot train with tensors
     that it has cached in inference mode.
-
-    Example:
-        >>> rows = [(torch.tensor([[0.0, 1.0]]), torch.tensor([1]))]
-        >>> score_batches(nn.Identity(), nn.NLLLoss(), rows, "cpu")
-        Score(loss_sum=-1.0, correct=1, labels=1, examples=1, more=0.0, logs={})
     """
     total, sums = Score(), LogSums()
     dtype = batching.floating_dtype(module)

@@ -301,14 +301,9 @@ class Gathered(Metric):
     @override
     def update(self, predictions: Tensor, labels: Tensor) -> None:
         self._bytes += predictions.nbytes + labels.nbytes
-        check_gathered(self._bytes, GATHERED_BYTES)
+        check_gathered(self._bytes)
         self.predictions.append(predictions)
         self.labels.append(labels)
-
-    @override
-    def reset(self) -> None:
-        super().reset()
-        self._bytes = 0
 
     @override
     def compute(self) -> tuple[Any, Any]:
@@ -317,13 +312,14 @@ class Gathered(Metric):
         return labels, predictions
 
 
-def check_gathered(size: int, most: int) -> None:
+def check_gathered(size: int) -> None:
     """Refuse more bytes of labels and predictions than functions may get."""
-    if size > most:
+    if size > GATHERED_BYTES:
         raise DataError(
             "metrics that are functions get all labels and predictions at once, and "
-            f"these take more than {most / 2**30:g} GiB: measure fewer rows, or give "
-            "metrics by name or of torchmetrics, which take no memory for each row"
+            f"these take more than {GATHERED_BYTES / 2**30:g} GiB: measure fewer rows, "
+            "or give metrics by name or of torchmetrics, which take no memory for each "
+            "row"
         )
 
 
@@ -336,11 +332,6 @@ class FunctionMetrics(_ByLabels):
 
     functions: Mapping[str, Callable[[Any, Any], Any]]
     scored: bool  # whether they get probabilities instead of classes
-
-    @property
-    def most_bytes(self) -> int:  # type: ignore[override]
-        """Bound of the gathered rows."""
-        return GATHERED_BYTES
 
     def _preset(self, sample: SampleBatch) -> MetricSet:
         output, y = sample.output, sample.y
@@ -429,16 +420,6 @@ class OutputMetrics(MetricSet):
     def masks_nan(self) -> bool:
         return self.metrics.masks_nan
 
-    @property
-    def most_bytes(self) -> int | None:  # type: ignore[override]
-        """Bound of gathered rows, if there are any."""
-        return self.metrics.most_bytes
-
-    @property
-    def resets(self) -> bool:  # type: ignore[override]
-        """Whether these metrics may be used again."""
-        return self.metrics.resets
-
     def _of(self, tree: Tree, what: str) -> Tree:
         if what == "labels" and not isinstance(tree, dict | tuple):
             return tree  # of all outputs
@@ -497,8 +478,6 @@ class UserMetrics(MetricSet):
     # of an update is outside [0, 1], so the result would depend on the batches.
     scored: bool
 
-    resets = False  # `reset` of a user's metric may forget a state
-
     @override
     def numbers(self, sample: SampleBatch) -> list[str]:
         return list(self.metrics)  # of two rows, some cannot be computed
@@ -538,15 +517,7 @@ def plain(value: Any) -> Any:
 
 
 def is_scored(metric: Metric) -> bool:
-    """Whether a metric, or a metric within it, is one of torchmetrics.classification.
-
-    Example:
-        >>> import torchmetrics
-        >>> is_scored(torchmetrics.AUROC(task="binary"))
-        True
-        >>> is_scored(torchmetrics.MeanSquaredError())
-        False
-    """
+    """Whether a metric, or one within it, is of torchmetrics.classification."""
     return any(
         base.__module__.startswith("torchmetrics.classification.")
         for module in metric.modules()
@@ -555,13 +526,7 @@ def is_scored(metric: Metric) -> bool:
 
 
 def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
-    """Return the sets of metrics for the argument ``metrics`` of `evaluate`.
-
-    Example:
-        >>> from torchmetrics import MeanAbsoluteError
-        >>> [type(one).__name__ for one in metric_sets(["binary", MeanAbsoluteError()])]
-        ['BinaryMetrics', 'UserMetrics']
-    """
+    """Return the sets of metrics for the argument ``metrics`` of `evaluate`."""
     sets: list[MetricSet] = []
     names: dict[tuple[Family, int], dict[str, str]] = {}
     user: dict[str, Any] = {}

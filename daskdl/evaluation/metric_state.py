@@ -33,7 +33,7 @@ from daskdl.data.batching import Tree
 from daskdl.data.checks import USER_ERRORS, described
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DaskDLError, DataError, ModelError
-from daskdl.evaluation.metric_names import check_gathered
+from daskdl.evaluation.metric_names import Gathered, check_gathered
 from daskdl.evaluation.report import Evaluation, Section
 from daskdl.losses import aligned
 from daskdl.metrics import MetricSet, SampleBatch
@@ -96,18 +96,17 @@ class StateMerger:
         {'MaxMetric': tensor(1.)}
     """
 
-    def __init__(
-        self, collection: MetricCollection, most_bytes: int | None = None
-    ) -> None:
+    def __init__(self, collection: MetricCollection) -> None:
         self._collection = collection
-        self._most_bytes, self._bytes = most_bytes, 0  # of rows in states
+        self._metrics = dict(_metrics(collection))
+        self._gathered_bytes = 0
         self._updates: Counter[str] = Counter()
         self._states: dict[str, dict[str, _MergedState]] = {
             place: {
                 name: _MergedState(reduction)
                 for name, reduction in metric._reductions.items()
             }
-            for place, metric in _metrics(collection)
+            for place, metric in self._metrics.items()
         }
 
     def add_(self, part: int, states: PartStates) -> None:
@@ -116,9 +115,9 @@ class StateMerger:
             self._updates[place] += updates
             for name, value in values.items():
                 self._states[place][name].add_(value, rows, part)
-                if self._most_bytes is not None:
-                    self._bytes += sum(array.nbytes for array in value)
-                    check_gathered(self._bytes, self._most_bytes)
+                if isinstance(self._metrics[place], Gathered):
+                    self._gathered_bytes += sum(array.nbytes for array in value)
+                    check_gathered(self._gathered_bytes)
 
     def merged(self) -> MetricCollection:
         """Return new metrics with the merged states."""
@@ -215,18 +214,10 @@ class MetricSpec(NamedTuple):
     metrics: MetricSet
     sample: SampleBatch
     collection: MetricCollection  # before any update; copied, never changed
-    used: list[MetricCollection]  # by earlier parts, and reset: a copy takes 1 ms
-
-    def live(self) -> MetricCollection:
-        """Return metrics without rows, for one thread; give them back to `used`."""
-        try:
-            return self.used.pop()
-        except IndexError:
-            return copy.deepcopy(self.collection)
 
     def merger(self) -> StateMerger:
         """Return a new merger of the states of parts."""
-        return StateMerger(self.collection, self.metrics.most_bytes)
+        return StateMerger(self.collection)
 
     def section(self, merger: StateMerger) -> Section:
         """Compute and report the metrics from the states of all parts."""
@@ -260,7 +251,7 @@ def metric_specs(
     with _warnings_logged(), torch.no_grad():
         samples = [one.sample(objective, output, y, classes) for one in sets]
         specs = [
-            MetricSpec(one, sample, one.collection(sample), [])
+            MetricSpec(one, sample, one.collection(sample))
             for one, sample in zip(sets, samples, strict=True)
         ]
         try:
@@ -283,7 +274,7 @@ class MetricAccumulator:
     def __init__(self, specs: Sequence[MetricSpec], name: str) -> None:
         self._specs = specs
         self._name = name
-        self._live = [spec.live() for spec in specs]
+        self._live = [copy.deepcopy(spec.collection) for spec in specs]
         self._waiting: list[tuple[Tree, Tree]] = []
         self._shapes: Any = None  # of the waiting rows
         self._waiting_rows = self._most = 0
@@ -305,12 +296,7 @@ class MetricAccumulator:
     def states(self) -> tuple[PartStates, ...]:
         """Return the states of each set; do not use the accumulator afterwards."""
         self._measure()
-        found = tuple(states_of(live, self._measured) for live in self._live)
-        for spec, live in zip(self._specs, self._live, strict=True):
-            if spec.metrics.resets:
-                live.reset()
-                spec.used.append(live)
-        return found
+        return tuple(states_of(live, self._measured) for live in self._live)
 
     def _measure(self) -> None:
         if not self._waiting:
@@ -343,8 +329,7 @@ def numbers_of(specs: Sequence[MetricSpec]) -> tuple[str, ...]:
 
 def sent_states(specs: tuple[MetricSpec, ...], states: tuple[PartStates, ...]) -> bytes:
     """Pack the states of one replica's share, with all that `measured` needs."""
-    fresh = tuple(spec._replace(used=[]) for spec in specs)
-    payload = Packed[Measured]((fresh, states), "metrics").payload.tobytes()
+    payload = Packed[Measured]((specs, states), "metrics").payload.tobytes()
     if len(payload) > MOST_SENT_BYTES:
         raise DataError(
             f"metrics of the validation data take {len(payload) / 2**20:.1f} MiB on a "

@@ -27,14 +27,18 @@ from typing_extensions import override
 from daskdl.config import check_count
 from daskdl.data import batching, checks, dask_collections
 from daskdl.data import source as sources
-from daskdl.data.batching import Batch, Rows, Transform, Tree
-from daskdl.data.checks import LabelCheck
+from daskdl.data.batching import Batch, Rows, Tree
 from daskdl.data.dask_collections import Collections
 from daskdl.data.inputs import ReadOptions, infer_metadata, source_of, unified
 from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
 from daskdl.errors import DataError, ModelError, OptionError
-from daskdl.evaluation.evaluate import map_split, warn_of_unscored
+from daskdl.evaluation.evaluate import (
+    Scorer,
+    map_split,
+    warn_of_unscored,
+    without_gradients,
+)
 from daskdl.evaluation.report import Table, Text, as_text, decimals
 from daskdl.inference.lazy import Examples, lazy_outputs, with_first_rows
 from daskdl.keras.module import CrossEntropyOfProbabilities
@@ -45,7 +49,6 @@ from daskdl.objective import (
     Penalised,
     batch_loss,
     call,
-    on_device,
     scored,
 )
 from daskdl.serialization import Packed, PackedModel, copied
@@ -64,15 +67,7 @@ def score_examples(
     penalty: float = 0.0,
     classes: Sequence[str] | None = None,
 ) -> Any:
-    """Compute the loss of each example, see :meth:`daskdl.Trainer.score_examples`.
-
-    Example:
-        >>> X, y = np.array([[1.0], [3.0]]), np.zeros((2, 1))
-        >>> score_examples(
-        ...     nn.Identity(), nn.MSELoss(), X, y, read=ReadOptions(2), client=False
-        ... )
-        array([1., 9.])
-    """
+    """Compute the loss of each example, see :meth:`daskdl.Trainer.score_examples`."""
     X, y, read = unified(X, y, read)
     X, keys = keys_apart(X, key)
     if dask_collections.is_lazy(X):
@@ -202,17 +197,11 @@ class Scored(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExampleScorer:
-    """Scores the rows of a part, on a worker or in this process; picklable."""
+class ExampleScorer(Scorer):
+    """Scores each row of a part."""
 
-    model: PackedModel
-    objective: Packed[Objective]
-    batch_size: int
-    transform: Transform | None
     by_rows: bool  # see `has_rows`
     penalty: float  # added to each loss
-    labels: LabelCheck | None  # None: not checked
-    skips: bool  # leave out parts that cannot be read
 
     def __call__(self, source: Source, part: int) -> np.ndarray:
         """Return the losses of a part, float64."""
@@ -243,12 +232,8 @@ class ExampleScorer:
 
     def scored(self, rows: Rows, *, predict: bool) -> Scored:
         """Score rows, in order; also predict classes, if asked to."""
-        device = batching.auto_device()
-        module = self.model.module(lambda copy: copy.eval().to(device))
-        objective = self.objective.shared(lambda copy: on_device(copy, device))
+        module, objective, device = self.unpacked()
         dtype = batching.floating_dtype(module)
-        # A step may need gradients with respect to x.
-        own = isinstance(objective, OwnStep)
         found: list[Scored] = []
         for batch in batching.batches([batching.whole(rows)], self.batch_size):
             made = batch
@@ -256,7 +241,7 @@ class ExampleScorer:
                 made = self.transform(batch)
                 check_rows_kept(made, batching.length(batch))
             made = batching.to_device(*made, device, dtype)
-            with torch.no_grad() if own else torch.inference_mode():
+            with without_gradients(objective):
                 each, output = example_losses(
                     module, objective, made, by_rows=self.by_rows
                 )
@@ -327,21 +312,15 @@ def _scorer(
         loss,
         read.batch_size,
         read.transform,
-        by_rows,
-        penalty,
         run.labels,
         read.skips,
+        by_rows,
+        penalty,
     )
 
 
 def has_rows(module: nn.Module, x: Tree) -> bool:
-    """Whether outputs have a row per input row, by a trial with two and three rows.
-
-    Example:
-        >>> x = torch.zeros(2, 5)
-        >>> has_rows(nn.Linear(5, 3), x), has_rows(nn.Flatten(0), x)
-        (True, False)
-    """
+    """Whether outputs have a row per input row, by a trial with two and three rows."""
 
     def fits(output: Any, rows: int) -> bool:
         if isinstance(output, tuple | dict):
@@ -444,16 +423,14 @@ def class_predictions(
     output, y = aligned(loss, output, y)
     if not checks.is_classification(output, y) or y.ndim != 1:
         return None
-    function = loss.func if isinstance(loss, functools.partial) else loss
-    scores = output.double()
-    chances: Tensor | None = None
-    if isinstance(loss, nn.CrossEntropyLoss) or function is functional.cross_entropy:
-        chances = scores.softmax(dim=1)
-    elif isinstance(loss, nn.NLLLoss) or function is functional.nll_loss:
-        chances = probabilities(scores, scale_of(loss, scores), over_classes=True)
     labels, predicted = (t.cpu().numpy() for t in (y, output.argmax(dim=1)))
-    if chances is None:
+    function = loss.func if isinstance(loss, functools.partial) else loss
+    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and function not in (
+        functional.cross_entropy,
+        functional.nll_loss,
+    ):
         return labels, predicted, None
+    chances = probabilities(output, scale_of(loss, output), over_classes=True)
     known = (y >= 0) & (y < chances.shape[1])
     picked = chances.gather(1, y.where(known, 0)[:, None])[:, 0]
     picked = picked.where(known, torch.nan)
@@ -602,14 +579,7 @@ class Keys:
 
 
 def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
-    """Separate data and keys; bags and lists of Delayed keep their pairs.
-
-    Example:
-        >>> keys_apart(np.zeros((2, 3)), "id")
-        Traceback (most recent call last):
-        daskdl.errors.OptionError: key='id' must name a column of a table, and X is a \
-ndarray; give one value for each row
-    """
+    """Separate data and keys; bags and lists of Delayed keep their pairs."""
     kind = type(key).__name__
     examples = dask_collections.is_bag(X) or dask_collections.is_lazy_list(X)
     if isinstance(key, bool) and not examples:

@@ -79,14 +79,7 @@ def decimals(value: float) -> str:
 
 
 def as_text(blocks: Iterable[Text | Table]) -> str:
-    """Render a report for a terminal.
-
-    Example:
-        >>> print(as_text([Text("Errors", "h4"), Table([("MSE", "0.5000")])]))
-        Errors
-        <BLANKLINE>
-        MSE  0.5000
-    """
+    """Render a report for a terminal."""
     return "\n\n".join(
         _one_line(block.text) if isinstance(block, Text) else _aligned(block)
         for block in blocks
@@ -110,12 +103,7 @@ def _one_line(text: str) -> str:
 
 
 def as_html(blocks: Iterable[Text | Table]) -> str:
-    """Render a report for a notebook, with names escaped.
-
-    Example:
-        >>> as_html([Text("<b>")])
-        '<div><p>&lt;b&gt;</p></div>'
-    """
+    """Render a report for a notebook, with names escaped."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         style = ' style="text-align: right"'

@@ -30,22 +30,12 @@ Numbers = NDArray[np.float64]
 
 
 def divided(part: Counts, whole: Counts) -> Numbers:
-    """Divide; 0/0 is 0.
-
-    Example:
-        >>> divided(np.array([1, 0]), np.array([2, 0]))
-        array([0.5, 0. ])
-    """
+    """Divide; 0/0 is 0."""
     return np.divide(part, whole, out=np.zeros(np.shape(part)), where=whole != 0)
 
 
 def rates(hits_K: Counts, predicted_K: Counts, support_K: Counts) -> dict[str, Numbers]:
-    """Compute precision, recall and F1 of each class.
-
-    Example:
-        >>> rates(np.array([1]), np.array([2]), np.array([1]))["f1"]
-        array([0.66666667])
-    """
+    """Compute precision, recall and F1 of each class."""
     return {
         "precision": divided(hits_K, predicted_K),
         "recall": divided(hits_K, support_K),
@@ -68,10 +58,6 @@ def matthews(confusion_KK: Counts) -> float:
     """Compute Matthews' correlation coefficient.
 
     Replaces torchmetrics, which returns 1 or -1 instead of 0 for constant labels.
-
-    Example:
-        >>> matthews(np.array([[2, 0], [0, 3]])), matthews(np.array([[2, 0], [0, 0]]))
-        (1.0, 0.0)
     """
     # Python integers: the products exceed 2**63 above three billion rows.
     support = [int(n) for n in confusion_KK.sum(axis=1)]
@@ -188,14 +174,7 @@ class BinnedCurves(Metric):
 
 
 def areas_and_curves(each: list[ThresholdCounts]) -> dict[str, Any]:
-    """Return areas and curves of all classes or labels by name, NaN where undefined.
-
-    Example:
-        >>> scores, hits = np.array([0.1, 0.5, 0.9]), np.array([False, True, True])
-        >>> areas = areas_and_curves([counts_at_thresholds(scores, hits)])
-        >>> areas["roc_auc_per_class"], areas["average_precision_per_class"]
-        (array([1.]), array([1.]))
-    """
+    """Return areas and curves of all classes or labels by name, NaN where undefined."""
     names = [f"{area}_per_class" for area in ("roc_auc", "average_precision")]
     names += ["roc_curves", "precision_recall_curves"]
     columns = zip(*(_area_and_curve(*counts) for counts in each), strict=True)

@@ -159,12 +159,7 @@ class ExampleReader:
 
 
 def _by_shape(examples: Sequence[Any]) -> list[list[int]]:
-    """Group the positions of examples by shape.
-
-    Example:
-        >>> _by_shape([np.zeros(2), np.zeros(3), np.ones(2)])
-        [[0, 2], [1]]
-    """
+    """Group the positions of examples by shape."""
     places: defaultdict[Any, list[int]] = defaultdict(list)
     for place, example in enumerate(examples):
         named = batching.named_both(dask_collections.pair(example))

@@ -71,12 +71,6 @@ def predict(
     """Apply a model to every row; see :func:`daskdl.predict`.
 
     A single table with as many columns as `names` gets them.
-
-    Example:
-        >>> X = np.array([[1.0], [2.0]])
-        >>> predict(nn.Identity(), X, ReadOptions(2), False)
-        array([[1.],
-               [2.]], dtype=float32)
     """
     single = isinstance(X, Delayed) or is_future(X)
     X, _, read = unified(X, None, read)

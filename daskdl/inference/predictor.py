@@ -74,12 +74,7 @@ class Call:
 
     @classmethod
     def of(cls, x: Any, most: int) -> "Call":
-        """Check and copy the rows of a call, at most `most`.
-
-        Example:
-            >>> print(Call.of(np.zeros((3, 2), np.float32), 32))
-            3 rows, X: shape (3, 2) and dtype float32
-        """
+        """Check and copy the rows of a call, at most `most`."""
         check_structure(x, None)
         rows = {}
         for name, leaf in batching.named(x, "X"):

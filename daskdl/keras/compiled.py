@@ -24,14 +24,36 @@ from daskdl.losses import Labels, Scale, aligned
 # ---- losses
 
 
-def _alike(output: Tensor, y: Tensor) -> Tensor:
-    """Add or remove the last axis of labels, of length 1, to suit the outputs."""
-    if output.ndim == y.ndim + 1 and output.shape[-1] == 1:
-        return y[..., None]
-    return y[..., 0] if y.ndim == output.ndim + 1 and y.shape[-1] == 1 else y
+class _OneOutput:
+    """A loss of one output, with labels in the shapes that Keras takes."""
+
+    reduction = "mean"  # "none" where each row is weighted
+
+    def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
+        """Return outputs and labels in the shapes of torch's own losses."""
+        tensors = isinstance(output, Tensor) and isinstance(y, Tensor)
+        return self._aligned(output, y) if tensors else (output, y)
+
+    def _aligned(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Give labels the shape and dtype of the outputs."""
+        if output.ndim == y.ndim + 1 and output.shape[-1] == 1:
+            y = y[..., None]
+        elif y.ndim == output.ndim + 1 and y.shape[-1] == 1:
+            y = y[..., 0]
+        return output, y.to(output.dtype)
 
 
-class CategoricalCrossentropy(nn.NLLLoss):
+class _Crossentropy(_OneOutput):
+    from_logits: bool
+    label_smoothing: float
+
+    @property
+    def scale(self) -> Scale:
+        """The scale of the scores."""
+        return "logits" if self.from_logits else "probabilities"
+
+
+class CategoricalCrossentropy(_Crossentropy, nn.NLLLoss):
     """Keras' cross-entropies of one class for each row, sparse or not.
 
     Scores have their classes along the last axis, (B, C) or (B, T, C). Labels are class
@@ -50,15 +72,9 @@ class CategoricalCrossentropy(nn.NLLLoss):
         self.from_logits = from_logits
         self.label_smoothing = label_smoothing
 
-    @property
-    def scale(self) -> Scale:
-        """The scale of the scores."""
-        return "logits" if self.from_logits else "probabilities"
-
-    def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
+    @override
+    def _aligned(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return (B, C) or (B, C, T), and class indices or one-hot rows alike."""
-        if not isinstance(output, Tensor) or not isinstance(y, Tensor):
-            return output, y
         if y.ndim == output.ndim and y.shape[-1] == 1 != output.shape[-1]:
             y = y[..., 0]
         if y.shape == output.shape and y.ndim > 1:
@@ -86,27 +102,15 @@ class CategoricalCrossentropy(nn.NLLLoss):
         return losses.mean() if self.reduction == "mean" else losses
 
 
-class BinaryCrossentropy(nn.Module):
+class BinaryCrossentropy(_Crossentropy, nn.Module):
     """Keras' cross-entropy of labels 0 and 1, one score for each."""
 
     labels: Labels = "binary"
-    reduction = "mean"  # "none" where each row is weighted
 
     def __init__(self, from_logits: bool = False, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.from_logits = from_logits
         self.label_smoothing = label_smoothing
-
-    @property
-    def scale(self) -> Scale:
-        """The scale of the scores."""
-        return "logits" if self.from_logits else "probabilities"
-
-    def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
-        """Return labels of the shape and dtype of the outputs."""
-        if not isinstance(output, Tensor) or not isinstance(y, Tensor):
-            return output, y
-        return output, _alike(output, y).to(output.dtype)
 
     @override
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -132,22 +136,15 @@ _OF_NUMBERS: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-class LossOfNumbers(nn.Module):
+class LossOfNumbers(_OneOutput, nn.Module):
     """One of Keras' losses of numbers, whose labels may lack the last axis."""
 
     labels: Labels = "numbers"
-    reduction = "mean"
 
     def __init__(self, name: str = "mean_squared_error", delta: float = 1.0) -> None:
         super().__init__()
         self.name = name
         self.delta = delta
-
-    def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
-        """Return labels of the shape and dtype of the outputs."""
-        if not isinstance(output, Tensor) or not isinstance(y, Tensor):
-            return output, y
-        return output, _alike(output, y).to(output.dtype)
 
     @override
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
@@ -268,23 +265,17 @@ def _check_others(
 
 
 _REDUCTIONS = ("sum_over_batch_size", "auto", "mean", "mean_with_sample_weight")
-_LOGITS = {"from_logits": "from_logits"}
-_SMOOTHED = {**_LOGITS, "label_smoothing": "label_smoothing"}
+_SMOOTHED = {"from_logits": "from_logits", "label_smoothing": "label_smoothing"}
 # By name: the loss, and its arguments by those of Keras.
 _LOSSES: Mapping[str, tuple[Callable[..., Any], Mapping[str, str]]] = {
     "sparse_categorical_crossentropy": (
         CategoricalCrossentropy,
-        {**_LOGITS, "ignore_class": "ignore_index"},
+        {"from_logits": "from_logits", "ignore_class": "ignore_index"},
     ),
     "categorical_crossentropy": (CategoricalCrossentropy, _SMOOTHED),
     "binary_crossentropy": (BinaryCrossentropy, _SMOOTHED),
-    "mean_squared_error": (functools.partial(LossOfNumbers, "mean_squared_error"), {}),
-    "mean_absolute_error": (
-        functools.partial(LossOfNumbers, "mean_absolute_error"),
-        {},
-    ),
+    **{name: (functools.partial(LossOfNumbers, name), {}) for name in _OF_NUMBERS},
     "huber": (functools.partial(LossOfNumbers, "huber"), {"delta": "delta"}),
-    "poisson": (functools.partial(LossOfNumbers, "poisson"), {}),
     "cross_entropy": (nn.CrossEntropyLoss, {}),
     "bce_with_logits": (nn.BCEWithLogitsLoss, {}),
     "nll": (nn.NLLLoss, {}),
@@ -369,32 +360,16 @@ def resolved_loss(loss: Any) -> Any:
 
 # ---- what a model is compiled with
 
-# By name: the optimizer, its settings that have a counterpart, and others of torch.
-_OPTIMIZERS: Mapping[str, tuple[Any, Mapping[str, str], Mapping[str, Any]]] = {
-    "SGD": (torch.optim.SGD, {"momentum": "momentum", "nesterov": "nesterov"}, {}),
-    "Adam": (torch.optim.Adam, {"epsilon": "eps", "amsgrad": "amsgrad"}, {}),
-    "AdamW": (torch.optim.AdamW, {"epsilon": "eps", "amsgrad": "amsgrad"}, {}),
-    "Adamax": (torch.optim.Adamax, {"epsilon": "eps"}, {}),
-    "Nadam": (torch.optim.NAdam, {"epsilon": "eps"}, {"momentum_decay": 1.0}),
-    "RMSprop": (
-        torch.optim.RMSprop,
-        {
-            "rho": "alpha",
-            "momentum": "momentum",
-            "epsilon": "eps",
-            "centered": "centered",
-        },
-        {},
-    ),
-    "Adagrad": (
-        torch.optim.Adagrad,
-        {
-            "initial_accumulator_value": "initial_accumulator_value",
-            "epsilon": "eps",
-        },
-        {},
-    ),
-    "Adadelta": (torch.optim.Adadelta, {"rho": "rho", "epsilon": "eps"}, {}),
+# By name: the optimizer, and its settings that torch has too.
+_OPTIMIZERS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+    "SGD": (torch.optim.SGD, ("momentum", "nesterov")),
+    "Adam": (torch.optim.Adam, ("epsilon", "amsgrad")),
+    "AdamW": (torch.optim.AdamW, ("epsilon", "amsgrad")),
+    "Adamax": (torch.optim.Adamax, ("epsilon",)),
+    "Nadam": (torch.optim.NAdam, ("epsilon",)),
+    "RMSprop": (torch.optim.RMSprop, ("rho", "momentum", "epsilon", "centered")),
+    "Adagrad": (torch.optim.Adagrad, ("initial_accumulator_value", "epsilon")),
+    "Adadelta": (torch.optim.Adadelta, ("rho", "epsilon")),
 }
 _GIVE = "give Trainer(optimizer=...)"
 _REMEDIES = {
@@ -420,17 +395,20 @@ def optimizer_of(given: Any) -> Callable[[Any], torch.optim.Optimizer]:
     what = "the compiled model's optimizer"
     if name not in _OPTIMIZERS:
         _refuse(what, name, f"is none of {', '.join(_OPTIMIZERS)}", _GIVE)
-    kind, renamed, own = _OPTIMIZERS[name]
+    kind, settings = _OPTIMIZERS[name]
+    renamed = {"epsilon": "eps", "rho": "alpha" if name == "RMSprop" else "rho"}
     options = {n: v for n, v in options.items() if v is not None}
     rate = options.pop("learning_rate", options.pop("lr", None))
     if not isinstance(rate, float | int):
         shown = _named(rate)[0]
         remedy = "give Trainer(optimizer=..., scheduler=...)"
         _refuse(what, name, f"has the learning rate {shown}", remedy)
-    made: dict[str, Any] = {"lr": float(f"{rate:.7g}"), **own}  # Keras has float32
+    made: dict[str, Any] = {"lr": float(f"{rate:.7g}")}  # Keras has float32
     if name in ("Adam", "AdamW", "Adamax", "Nadam"):
         made["betas"] = options.pop("beta_1"), options.pop("beta_2")
-    made |= {renamed[n]: options.pop(n) for n in renamed if n in options}
+    made |= {renamed.get(n, n): options.pop(n) for n in settings if n in options}
+    if name == "Nadam":
+        made["momentum_decay"] = 1.0  # as Keras has it
     if name in ("Adam", "AdamW"):
         decay = options.pop("weight_decay", 0.0)
         kind = torch.optim.AdamW if decay else kind
@@ -470,7 +448,19 @@ class Compiled:
     @property
     def loss(self) -> Any:
         """The loss; None: there is none."""
-        return compiled_loss(self._config, self._names)
+        names = self._names
+        given, weights = self._config.get("loss"), self._config.get("loss_weights")
+        if given is None:
+            return None
+        several = isinstance(given, list | tuple | Mapping) and (
+            "class_name" not in given
+        )
+        each = _for_outputs(given, names) if several else [given] * len(names)
+        if len(names) == 1 and not weights:
+            return loss_of(each[0])
+        losses = [None if one is None else loss_of(one) for one in each]
+        own = _for_outputs(weights, names) if weights else [1.0] * len(names)
+        return OutputLosses(losses, names, [1.0 if w is None else w for w in own])
 
     @property
     def optimizer(self) -> Callable[[Any], torch.optim.Optimizer] | None:
@@ -480,27 +470,18 @@ class Compiled:
 
     @property
     def metrics(self) -> Any:
-        """The metrics; None: there are none."""
-        metrics = compiled_metrics(self._config, self._names)
-        if self._named or not isinstance(metrics, dict):
-            return metrics
-        return {self._names.index(name): own for name, own in metrics.items()}
-
-
-def compiled_loss(config: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the loss of a compiled model with outputs of these names; None: none."""
-    given, weights = config.get("loss"), config.get("loss_weights")
-    if given is None:
-        return None
-    several = isinstance(given, list | tuple | Mapping) and "class_name" not in given
-    single = not several
-    if len(names) == 1 and not weights:
-        (one,) = _for_outputs(given, names) if not single else [given]
-        return loss_of(one)
-    each = [given] * len(names) if single else _for_outputs(given, names)
-    own = [1.0] * len(names) if not weights else _for_outputs(weights, names)
-    losses = [None if one is None else loss_of(one) for one in each]
-    return OutputLosses(losses, list(names), [1.0 if w is None else w for w in own])
+        """The metrics, by output if there are several; None: there are none."""
+        both = (self._config.get(name) for name in ("metrics", "weighted_metrics"))
+        given: Any = [metrics for metrics in both if metrics]
+        if len(self._names) == 1:
+            return _flat_metrics(given) or None
+        found: dict[str | int, list[str]] = {}
+        for metrics in given:
+            each = _for_outputs(metrics, self._names)
+            for number, (name, own) in enumerate(zip(self._names, each, strict=True)):
+                key = name if self._named else number
+                found.setdefault(key, []).extend(_flat_metrics(own))
+        return {key: own for key, own in found.items() if own} or None
 
 
 def _for_outputs(given: Any, names: Sequence[str]) -> list[Any]:
@@ -515,19 +496,6 @@ def _for_outputs(given: Any, names: Sequence[str]) -> list[Any]:
         f"the compiled model has the outputs {', '.join(names)}, and for them "
         f"{given!r:.200}; give Trainer(loss=..., metrics=...)"
     )
-
-
-def compiled_metrics(config: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the metrics of a compiled model, by name; None: it has none."""
-    both = (config.get(name) for name in ("metrics", "weighted_metrics"))
-    given: Any = [metrics for metrics in both if metrics]
-    if len(names) == 1:
-        return _flat_metrics(given) or None
-    found: dict[str, list[str]] = {}
-    for metrics in given:
-        for name, own in zip(names, _for_outputs(metrics, names), strict=True):
-            found.setdefault(name, []).extend(_flat_metrics(own))
-    return {name: own for name, own in found.items() if own} or None
 
 
 def _flat_metrics(given: Any) -> list[str]:

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def known_metric(name: str) -> str | None:
         >>> known_metric("F1Score"), known_metric("top-3 accuracy"), known_metric("f7")
         ('f1', 'top_3_accuracy', None)
     """
-    top = re.fullmatch(r"top(\d+)(accuracy)?", _key(name))
+    top = re.fullmatch(r"top([1-9]\d*)(accuracy)?", _key(name))
     return f"top_{int(top[1])}_accuracy" if top else _KEYS.get(_key(name))
 
 
@@ -274,9 +275,9 @@ def _value(values: Mapping[str, Any], name: str) -> Any:
     if name == "balanced_accuracy":
         return streaming.mean_of(rates["recall"], support > 0)
     if name == "cohen_kappa":
-        total = int(support.sum())
+        total = int(support.sum()) or math.nan
         by_chance = float((predicted / total) @ (support / total))
-        return float((hits.sum() / total - by_chance) / (1 - by_chance or np.nan))
+        return float((hits.sum() / total - by_chance) / (1 - by_chance or math.nan))
     rate, _, average = name.partition("_")
     if average == "macro":
         return streaming.mean_of(rates[rate], support + predicted > 0)

@@ -185,6 +185,7 @@ def evaluated(metrics):
     [
         ("accurcy", "by name are 'accuracy', .* 'accurcy': did you mean 'accuracy'"),
         ("neg_mean_squared_error", "did you mean 'mse'.* For others give a function f"),
+        ("top_0_accuracy", "got 'top_0_accuracy': did you mean 'top_5_accuracy'?"),
         (
             "perplexity",
             r"the presets 'classification', .* got 'perplexity': For others",

@@ -136,6 +136,14 @@ def test_names_of_classes_do_not_keep_the_scores_of_rows():
         assert bool(lists) is kept
 
 
+def test_without_labels_that_count_a_score_is_not_a_number():
+    ignored = torch.full((ROWS,), -100)
+
+    values = evaluate(SCORES, ignored, ["accuracy", "cohen_kappa"], CROSS)
+
+    assert np.isnan([values["accuracy"], values["cohen_kappa"]]).all()
+
+
 def test_all_kinds_of_metrics_are_measured_together():
     values = evaluate(
         PREDICTED[:, 0],

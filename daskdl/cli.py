@@ -92,24 +92,31 @@ IS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Combine decorators into one."""
+    return lambda function: functools.reduce(
+        lambda made, option: option(made), reversed(options), function
+    )
 
-    def decorated(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
-        return function
 
-    return decorated
+def _settings(option: str, name: str, help: str) -> Callable[[F], F]:
+    """Make an option that is repeated for each item of a dict."""
+    return click.option(
+        option,
+        name,
+        type=Setting(),
+        multiple=True,
+        callback=lambda context, parameter, items: dict(items),
+        help=help,
+    )
 
 
 _factory = _options(
     click.argument("factory", metavar="MODULE:FACTORY"),
-    click.option(
-        "--arg",
-        "arguments",
-        type=Setting(),
-        multiple=True,
-        help="Argument of the factory, as lr=0.1; repeatable.",
-    ),
+    _settings("--arg", "arguments", "Argument of the factory, as lr=0.1; repeatable."),
+)
+_storage = _settings(
+    "--storage-option",
+    "storage",
+    "fsspec option of all URLs, as anon=true; repeatable.",
 )
 _data = _options(
     click.option(
@@ -127,13 +134,7 @@ _data = _options(
         help="Makes (x, y) from a file: a function of the open file, or a reader such "
         "as daskdl.data.Csv(label=...). Default: chosen by the files' extension.",
     ),
-    click.option(
-        "--storage-option",
-        "storage",
-        type=Setting(),
-        multiple=True,
-        help="fsspec option of all URLs, as anon=true; repeatable.",
-    ),
+    _storage,
     click.option(
         "--batch-size",
         type=click.IntRange(min=1),
@@ -353,10 +354,10 @@ def cli(traceback: bool) -> None:
 )
 def train(
     factory: str,
-    arguments: Sequence[tuple[str, Any]],
+    arguments: Mapping[str, Any],
     data: Sequence[str],
     loader: str | None,
-    storage: Sequence[tuple[str, Any]],
+    storage: Mapping[str, Any],
     batch_size: int,
     validation: Sequence[str],
     epochs: int,
@@ -378,11 +379,11 @@ def train(
     \b
     daskdl train nets:digits --data 'digits/*.npz' --epochs 10 --local 4 --save model
     """  # noqa: D301 - click's mark for lines to keep
-    trainer, storage_options = _trainer(factory, dict(arguments)), dict(storage)
+    trainer = _trainer(factory, arguments)
     own = [*trainer.callbacks]
-    rule = _checkpointing(own, checkpoint, every, storage_options, resume=resume)
-    X = _read(data, loader, storage_options)
-    held_out = _read(validation, loader, storage_options) if validation else None
+    rule = _checkpointing(own, checkpoint, every, storage, resume=resume)
+    X = _read(data, loader, storage)
+    held_out = _read(validation, loader, storage) if validation else None
     if rule is None and save is None:
         click.echo("Neither --save nor --checkpoint: no model will be kept.", err=True)
     added: list[daskdl.Callback] = [] if rule is None or rule in own else [rule]
@@ -409,7 +410,7 @@ def train(
             raise
         trainer.callbacks = own  # the save needs no others
         if save is not None:
-            trainer.save(save, storage_options=storage_options or None)
+            trainer.save(save, storage_options=storage or None)
             click.echo(f"saved in {save}")
 
 
@@ -499,10 +500,10 @@ def _where_to_resume(rule: "daskdl.Checkpoint | None") -> str:
 )
 def plan(
     factory: str,
-    arguments: Sequence[tuple[str, Any]],
+    arguments: Mapping[str, Any],
     data: Sequence[str],
     loader: str | None,
-    storage: Sequence[tuple[str, Any]],
+    storage: Mapping[str, Any],
     batch_size: int,
     workers: int,
     bandwidth: float | None,
@@ -518,13 +519,13 @@ def plan(
 
     if latency is not None and bandwidth is None:
         raise FailedError("--latency needs --bandwidth")
-    trainer = _trainer(factory, dict(arguments))
+    trainer = _trainer(factory, arguments)
     if trainer.loss is None:
         raise FailedError("plan needs a trainer with loss=, this one has none")
     if not isinstance(trainer.master, daskdl.GradientSharing):
         kind = type(trainer.master).__name__
         raise FailedError(f"plan needs a master of GradientSharing, got a {kind}")
-    X = _read(data, loader, dict(storage))
+    X = _read(data, loader, storage)
     link = None
     if bandwidth is not None:
         latency_s = (0.5 if latency is None else latency) / 1e3
@@ -561,18 +562,12 @@ def _first_batch(X: tuple[Any, ...], size: int, transform: Any) -> Any:
 @cli.command(cls=Command)
 @click.argument("run", metavar="URL")
 @click.argument("file", type=click.Path(dir_okay=False, writable=True))
-@click.option(
-    "--storage-option",
-    "storage",
-    type=Setting(),
-    multiple=True,
-    help="fsspec option of the URL; repeatable.",
-)
-def report(run: str, file: str, storage: Sequence[tuple[str, Any]]) -> None:
+@_storage
+def report(run: str, file: str, storage: Mapping[str, Any]) -> None:
     """Write an HTML report of the last fit of a trainer that was saved to URL."""
     from daskdl.saving.trainer_state import load_history
 
-    load_history(run, dict(storage) or None).report(file)
+    load_history(run, storage or None).report(file)
 
 
 @cli.command(cls=Command)
@@ -752,22 +747,16 @@ def _runs(client: "Client") -> list[dict[str, Any]]:
 
     bound = Timeouts.from_config().bound("request")
 
-    async def ask() -> list[dict[str, Any]]:
-        # A lambda travels by value: the scheduler may lack daskdl.
-        there = await client.run_on_scheduler(
-            lambda dask_scheduler: DESCRIBE in dask_scheduler.handlers
-        )
-        if not there:
-            return []
-        answer = await getattr(client.scheduler, DESCRIBE)()
-        found: list[dict[str, Any]] = answer["runs"]
-        return found
-
-    async def bounded() -> list[dict[str, Any]]:
-        return await asyncio.wait_for(ask(), bound.seconds)
+    async def ask() -> Any:
+        async with asyncio.timeout(bound.seconds):
+            # A lambda travels by value: the scheduler may lack daskdl.
+            there = await client.run_on_scheduler(
+                lambda dask_scheduler: DESCRIBE in dask_scheduler.handlers
+            )
+            return (await getattr(client.scheduler, DESCRIBE)())["runs"] if there else []
 
     try:
-        found: list[dict[str, Any]] = client.sync(bounded)
+        found: list[dict[str, Any]] = client.sync(ask)
     except TimeoutError as error:
         what = f"the scheduler at {client.scheduler.address} did not answer"
         raise daskdl.WaitTimeoutError(f"{what} within {bound}") from error

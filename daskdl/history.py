@@ -691,13 +691,13 @@ class History(Sequence[Row]):
         Path(path).write_text(self._page(), encoding="utf-8")
 
     def _page(self) -> str:
-        run, timeline, last = self.run, self.timeline, self._rows[-1:]
+        run, timeline = self.run, self.timeline
         left = {
             replica: (own["left"], own["reason"])
             for replica, own in run.replicas.items()
             if own["left"] is not None
         }
-        seconds, spans = timeline.seconds(), ""
+        spans = ""
         if len(timeline):
             packed = np.frombuffer(timeline.packed(), SPANS)
             spans = report.timeline(packed, timeline.began, left)
@@ -714,15 +714,12 @@ class History(Sequence[Row]):
                 ("Summary", report.table(self._facts())),
                 ("Curves", f'<div class="charts">{self._charts()}</div>'),
                 ("Layers", self._layer_charts() if len(self.layers) else ""),
-                ("Where the time went", report.shares(seconds) if seconds else ""),
+                ("Where the time went", report.shares(timeline.seconds())),
                 ("Timeline", spans),
                 ("Replicas", self._replica_table()),
-                (f"Epochs{of}", self._table(shown) if last else ""),
-                ("Options", report.table(run.options.items()) if run.options else ""),
-                (
-                    "Versions",
-                    report.table(run.versions.items()) if run.versions else "",
-                ),
+                (f"Epochs{of}", self._table(shown) if self._rows else ""),
+                ("Options", report.table(run.options.items())),
+                ("Versions", report.table(run.versions.items())),
             ],
         )
 
@@ -822,4 +819,4 @@ class History(Sequence[Row]):
                 )
             )
         columns = ("replica", "worker", "joined, s", "left, s", "reason", "time")
-        return report.table(rows, columns) if rows else ""
+        return report.table(rows, columns)

@@ -76,7 +76,7 @@ def number(value: Any) -> str:
 
 
 def table(rows: Iterable[Sequence[Any]], columns: Sequence[str] = ()) -> str:
-    """Render a table; the first cell of a row is its name.
+    """Render a table, empty without rows; the first cell of a row is its name.
 
     A cell that is :class:`Html` stays as it is.
     """
@@ -90,7 +90,8 @@ def table(rows: Iterable[Sequence[Any]], columns: Sequence[str] = ()) -> str:
         return f"<tr><th>{first}</th>{rest}</tr>"
 
     head = f"<thead>{row(columns, 'th')}</thead>" if columns else ""
-    return f"<table>{head}{''.join(row(cells, 'td') for cells in rows)}</table>"
+    body = "".join(row(cells, "td") for cells in rows)
+    return f"<table>{head}{body}</table>" if body else ""
 
 
 @dataclass(frozen=True)
@@ -215,8 +216,10 @@ def _swatch(activity: str) -> str:
 
 
 def shares(seconds: Mapping[str, float]) -> str:
-    """Render seconds by activity as a table with the share of each in the total."""
+    """Render seconds by activity, if any, as a table with the share of each."""
     total = sum(seconds.values())
+    if not total:
+        return ""
     rows = "".join(
         f'<tr data-activity="{name}"><th>{_swatch(name)}{named(name)}</th>'
         f"<td>{spent:,.3f}</td><td>{100 * spent / total:.1f} %</td>"

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -27,7 +28,7 @@ from daskdl.data.checks import USER_ERRORS, described
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation import report, streaming
 from daskdl.evaluation.report import Section, Text
-from daskdl.losses import probabilities
+from daskdl.losses import Labels, probabilities
 from daskdl.metrics import (
     BinaryMetrics,
     CalibrationMetrics,
@@ -140,16 +141,17 @@ def _refuse_name(name: str) -> NoReturn:
     )
 
 
-def _is_one_hot(sample: SampleBatch) -> bool:
-    output, y = sample.output, sample.y
-    return (
-        sample.labels == "classes"
+def _indices(labels: Labels | None, output: Tree, y: Tree) -> Tree:
+    """Replace one-hot rows by class indices, if the loss takes classes."""
+    one_hot = (
+        labels == "classes"
         and isinstance(output, Tensor)
         and isinstance(y, Tensor)
         and output.shape == y.shape
         and output.ndim > 1
         and y.is_floating_point()
     )
+    return y.argmax(1) if one_hot else y
 
 
 def _suited(sample: SampleBatch, *, areas: bool = False, top: int = 0) -> MetricSet:
@@ -175,18 +177,24 @@ def _shapes(sample: SampleBatch) -> str:
 class _ByLabels(MetricSet):
     """Metrics whose preset depends on outputs and labels."""
 
+    @abstractmethod
+    def _preset(self, sample: SampleBatch) -> MetricSet: ...
+
     @override
     def sample(
         self, loss: Any, output: Tree, y: Tree, classes: Sequence[str] | None
     ) -> SampleBatch:
         sample = super().sample(loss, output, y, classes)
-        return sample._replace(y=y.argmax(1)) if _is_one_hot(sample) else sample
+        return sample._replace(y=_indices(sample.labels, output, y))
 
-    @staticmethod
-    def _indices(sample: SampleBatch, output: Tree, y: Tree) -> Tree:
-        """Replace one-hot rows by class indices, if the sample has indices."""
-        single = sample.labels == "classes" and is_per_class(sample.output, sample.y)
-        return y.argmax(1) if single and output.shape == y.shape else y
+    @override
+    def collection(self, sample: SampleBatch) -> MetricCollection:
+        return self._preset(sample).collection(sample)
+
+    @override
+    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
+        y = _indices(sample.labels, output, y)
+        return self._preset(sample).prepared(sample, output, y)
 
 
 @dataclass(frozen=True)
@@ -196,6 +204,7 @@ class NamedMetrics(_ByLabels):
     names: Mapping[str, str]  # usual names, by given name
     family: Family  # "score": that of scikit-learn, accuracy of classes, else R2
 
+    @override
     def _preset(self, sample: SampleBatch) -> MetricSet:
         output, y = sample.output, sample.y
         if self.family == "calibration":
@@ -238,15 +247,6 @@ class NamedMetrics(_ByLabels):
     @property
     def _shown(self) -> str:
         return "metrics " + ", ".join(map(repr, self.names))
-
-    @override
-    def collection(self, sample: SampleBatch) -> MetricCollection:
-        return self._preset(sample).collection(sample)
-
-    @override
-    def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
-        y = self._indices(sample, output, y)
-        return self._preset(sample).prepared(sample, output, y)
 
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
@@ -334,6 +334,7 @@ class FunctionMetrics(_ByLabels):
     functions: Mapping[str, Callable[[Any, Any], Any]]
     scored: bool  # whether they get probabilities instead of classes
 
+    @override
     def _preset(self, sample: SampleBatch) -> MetricSet:
         output, y = sample.output, sample.y
         tensors = isinstance(output, Tensor) and isinstance(y, Tensor)
@@ -350,14 +351,13 @@ class FunctionMetrics(_ByLabels):
 
     @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
-        self._preset(sample).collection(sample)  # raises for unsuitable outputs
+        super().collection(sample)  # raises for unsuitable outputs
         return collection_of(rows=Gathered())
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
-        y = self._indices(sample, output, y)
         preset = self._preset(sample)
-        predictions, labels = preset.prepared(sample, output, y)
+        predictions, labels = super().prepared(sample, output, y)
         if not self.scored and isinstance(preset, ClassificationMetrics):
             predictions = predictions.argmax(1)
         elif not self.scored and not isinstance(preset, RegressionMetrics):

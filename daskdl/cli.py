@@ -753,7 +753,9 @@ def _runs(client: "Client") -> list[dict[str, Any]]:
             there = await client.run_on_scheduler(
                 lambda dask_scheduler: DESCRIBE in dask_scheduler.handlers
             )
-            return (await getattr(client.scheduler, DESCRIBE)())["runs"] if there else []
+            if not there:
+                return []
+            return (await getattr(client.scheduler, DESCRIBE)())["runs"]
 
     try:
         found: list[dict[str, Any]] = client.sync(ask)

@@ -126,14 +126,9 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
-    """Draw lines; empty without a finite point.
+    """Draw lines, the first few with their names; empty without a finite point.
 
     The y axis is logarithmic if all values are positive and span a factor of 100.
-
-    Args:
-        title: Title of the chart.
-        x_name: Name of the x axis.
-        lines: Beyond the first few, they have no name of their own.
     """
     drawn = [(line.name, line.points) for line in lines]
     points = [point for _, own in drawn for point in own]
@@ -286,12 +281,7 @@ def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) 
 
 
 def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Render a page.
-
-    Args:
-        title: Plain text.
-        sections: Headings, and HTML; those without HTML are left out.
-    """
+    """Render a page of headings and HTML; sections without HTML are left out."""
     body = "".join(
         f"<section><h2>{html.escape(heading)}</h2>{content}</section>"
         for heading, content in sections

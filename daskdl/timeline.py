@@ -59,11 +59,7 @@ LEAST_S = 1e-3  # shorter activities are merged from the beginning
 def merged(spans: Spans, width_s: float) -> Spans:
     """Merge spans of one replica that begin within the same multiple of a width.
 
-    A span at least as long as the width stays as it is.
-
-    Args:
-        spans: Ordered by replica and start.
-        width_s: Seconds.
+    They are ordered by replica and start. One as long as the width stays as it is.
     """
     if not len(spans):
         return spans
@@ -82,13 +78,7 @@ def merged(spans: Spans, width_s: float) -> Spans:
 def bounded(spans: Spans, most: int, width_s: float) -> tuple[Spans, float]:
     """Merge spans until there are at most `most`, or one for each replica.
 
-    Args:
-        spans: In any order.
-        most: Bound of their number.
-        width_s: The width to begin with, see `merged`.
-
-    Returns:
-        The spans, ordered by replica and start, and the width they were merged by.
+    Returns the spans, ordered by replica and start, and the width they were merged by.
     """
     spans = spans[np.lexsort((spans["start"], spans["replica"]))]
     most = max(most, len(np.unique(spans["replica"])))

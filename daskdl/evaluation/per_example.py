@@ -40,7 +40,12 @@ from daskdl.evaluation.evaluate import (
     without_gradients,
 )
 from daskdl.evaluation.report import Table, Text, as_text, decimals
-from daskdl.inference.lazy import Examples, lazy_outputs, with_first_rows
+from daskdl.inference.lazy import (
+    Examples,
+    collection_of_examples,
+    lazy_outputs,
+    with_first_rows,
+)
 from daskdl.keras.module import CrossEntropyOfProbabilities
 from daskdl.losses import aligned, probabilities, scale_of
 from daskdl.objective import (
@@ -121,7 +126,8 @@ def worst_examples(
         if isinstance(source, Examples):  # the first example shows if there are keys
             keyed, source = source.reader.keyed, source.stacked()
         if keyed:
-            keys = Keys(_as_bag(X).map(operator.itemgetter(0)))
+            bag = X if dask_collections.is_bag(X) else collection_of_examples(X, True)
+            keys = Keys(bag.map(operator.itemgetter(0)))
         if keys is not None:
             keys.check(source)
         scorer = _scorer(
@@ -643,14 +649,6 @@ def _cut_alike(X: Any, key: Any) -> Any:
             f"{key.numblocks[0]} for {first.numblocks[0]}"
         )
     return key
-
-
-def _as_bag(collection: Any) -> Any:
-    if dask_collections.is_bag(collection):
-        return collection
-    from dask.bag import from_delayed
-
-    return from_delayed(collection)
 
 
 def _partitions(collection: Any) -> list[Any]:

@@ -11,7 +11,7 @@ import functools
 import math
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -120,7 +120,7 @@ class ExampleReader:
         if self.keyed:
             keys, examples = split_keys(examples, name)
         outputs: list[Tree] = [None] * len(examples)
-        for places in _by_shape(examples):  # a batch has examples of one shape
+        for places in grouped(map(_shapes, examples)):
             cuts = range(0, len(places), STREAMED_ROWS)
             some = ([examples[i] for i in places[c : c + STREAMED_ROWS]] for c in cuts)
             rows = ask(dask_collections.stacked(together, name) for together in some)
@@ -158,13 +158,16 @@ class ExampleReader:
         return dask_collections.stacked(examples, f"part {part}"), keyed
 
 
-def _by_shape(examples: Sequence[Any]) -> list[list[int]]:
-    """Group the positions of examples by shape."""
+def _shapes(example: Any) -> tuple[Any, ...]:
+    named = batching.named_both(dask_collections.pair(example))
+    return tuple((name, *np.shape(leaf)) for name, leaf in named.items())
+
+
+def grouped(kinds: Iterable[Any]) -> list[list[int]]:
+    """Return the positions of each kind, of which a batch, or an array, has one."""
     places: defaultdict[Any, list[int]] = defaultdict(list)
-    for place, example in enumerate(examples):
-        named = batching.named_both(dask_collections.pair(example))
-        shapes = tuple((name, *np.shape(leaf)) for name, leaf in named.items())
-        places[shapes].append(place)
+    for place, kind in enumerate(kinds):
+        places[kind].append(place)
     return list(places.values())
 
 
@@ -338,7 +341,7 @@ def lazy_outputs(
     return collection_of_tables(parts, empty, first, names)
 
 
-def collection_of_examples(parts: list[Delayed], *, bag: bool) -> Any:
+def collection_of_examples(parts: list[Delayed], bag: bool) -> Any:
     """Return a bag of the values of all parts, or a list of the parts."""
     if not bag:
         return parts

@@ -15,7 +15,6 @@ import os
 import uuid
 import zlib
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
@@ -137,11 +136,11 @@ class ExampleFormat(Format):
             keys, outputs = lazy.split_keys(value, "the outputs")
             plain = json.dumps([_plain(key) for key in keys])
             arrays[_KEYS] = np.frombuffer(plain.encode(), np.uint8)
-        places: defaultdict[Any, list[int]] = defaultdict(list)
-        for place, output in enumerate(outputs):
-            kinds = [(leaf.dtype.name, leaf.shape) for leaf in batching.leaves(output)]
-            places[tuple(kinds)].append(place)
-        for group, chosen in enumerate(places.values()):
+        kinds = (
+            tuple((leaf.dtype.name, leaf.shape) for leaf in batching.leaves(output))
+            for output in outputs
+        )
+        for group, chosen in enumerate(lazy.grouped(kinds)):
             alike = [outputs[place] for place in chosen]
             stacked = batching.mapped(lambda *leaves: np.stack(leaves), *alike)
             arrays[f"{group}/{_ROWS}"] = np.array(chosen)

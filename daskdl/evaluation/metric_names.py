@@ -128,7 +128,7 @@ def known_metric(name: str) -> str | None:
     return f"top_{int(top[1])}_accuracy" if top else _KEYS.get(_key(name))
 
 
-def _refuse_name(name: str) -> NoReturn:
+def _refuse(name: str) -> NoReturn:
     key = _key(name).removeprefix("neg")
     close = difflib.get_close_matches(key, _KEYS, 1, cutoff=0.6)
     known = ", ".join(map(repr, _NAMES))
@@ -531,22 +531,15 @@ def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
     sets: list[MetricSet] = []
     names: dict[tuple[Family, int], dict[str, str]] = {}
     user: dict[str, Any] = {}
-    for one in _flat(metrics):
+    for given, one in _named(metrics):
         if isinstance(one, MetricSet):
             sets.append(one)
-        elif isinstance(one, str) and one in _PRESETS:
-            sets.append(_PRESETS[one]())
         elif isinstance(one, str):
-            name = known_metric(one) or _refuse_name(one)
-            top = int(name.split("_")[1]) if name.startswith("top_") else 0
-            names.setdefault((_NAMES.get(name, "classes"), top), {})[one] = name
+            top = int(one.split("_")[1]) if one.startswith("top_") else 0
+            names.setdefault((_NAMES.get(one, "classes"), top), {})[given] = one
         else:
-            for own, metric in _named(one):
-                if isinstance(metric, MetricSet):
-                    sets.append(metric)
-                else:
-                    _check_own(own, metric, user)
-                    user[own] = metric
+            _check_own(given, one, user)
+            user[given] = one
     sets += [NamedMetrics(own, family) for (family, _), own in names.items()]
     groups: dict[Any, dict[str, Any]] = {}
     for name, metric in user.items():
@@ -579,42 +572,46 @@ def _check_own(name: str, metric: Any, others: Mapping[str, Any]) -> None:
         )
 
 
-def _flat(metrics: Any) -> Iterator[Any]:
-    if isinstance(metrics, Sequence) and not isinstance(metrics, str):
-        for one in metrics:
-            yield from _flat(one)
-    else:
-        yield metrics
-
-
 def _named(metrics: Any) -> Iterator[tuple[str, Any]]:
-    """Yield torchmetrics, functions and sets by name."""
-    if isinstance(metrics, Metric):
+    """Yield sets, usual names, torchmetrics and functions, by their given names."""
+    if isinstance(metrics, MetricSet):
+        yield "", metrics
+    elif isinstance(metrics, str):
+        preset = _PRESETS.get(metrics)
+        yield metrics, preset() if preset else known_metric(metrics) or _refuse(metrics)
+    elif isinstance(metrics, Metric):
         yield type(metrics).__name__, metrics
     elif isinstance(metrics, MetricCollection):
         yield from ((str(n), one) for n, one in metrics.items(keep_base=False))
     elif isinstance(metrics, Mapping):
         for name, metric in metrics.items():
-            several = isinstance(metric, str | Sequence | MetricSet | Mapping)
-            if isinstance(metric, MetricCollection):
-                yield from ((f"{name}_{inner}", one) for inner, one in _named(metric))
-            elif isinstance(name, str | int) and several:
-                sets = metric_sets(metric)
-                yield from ((str(name), OutputMetrics(name, one)) for one in sets)
-            elif isinstance(name, str) and _is_one(metric):
-                if not isinstance(metric, Metric):
-                    _named_function(metric)  # raises for a scorer
-                yield name, metric
-            else:
-                raise OptionError(
-                    f"metrics[{name!r}] must be a function f(y_true, y_pred), a Metric "
-                    "or MetricCollection of torchmetrics, by a name, or a list of "
-                    f"metrics of the output of that name, got {_shown(metric)}"
-                )
+            yield from _item(name, metric)
+    elif isinstance(metrics, Sequence):
+        for one in metrics:
+            yield from _named(one)
     elif _is_one(metrics):
         yield _named_function(metrics), metrics
     else:
         raise OptionError(f"metrics must be {_ALLOWED}, got {_shown(metrics)}")
+
+
+def _item(name: Any, metric: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the metrics of an item of a mapping."""
+    several = isinstance(metric, str | Sequence | MetricSet | Mapping)
+    if isinstance(metric, MetricCollection):
+        yield from ((f"{name}_{inner}", one) for inner, one in _named(metric))
+    elif isinstance(name, str | int) and several:
+        yield from (("", OutputMetrics(name, one)) for one in metric_sets(metric))
+    elif isinstance(name, str) and _is_one(metric):
+        if not isinstance(metric, Metric):
+            _named_function(metric)  # raises for a scorer
+        yield name, metric
+    else:
+        raise OptionError(
+            f"metrics[{name!r}] must be a function f(y_true, y_pred), a Metric or "
+            "MetricCollection of torchmetrics, by a name, or a list of metrics of the "
+            f"output of that name, got {_shown(metric)}"
+        )
 
 
 def _is_one(metric: Any) -> bool:

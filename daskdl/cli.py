@@ -12,6 +12,7 @@ import importlib
 import inspect
 import json
 import math
+import operator
 import os
 import re
 import signal
@@ -181,12 +182,10 @@ def _imported(reference: str) -> Any:
         raise FailedError(f"importing {module_name!r} {_raised(error)}") from error
 
     module = guarded(lambda: importlib.import_module(module_name), failed)
-    found = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise FailedError(f"module {module_name!r} has no {name!r}")
-        found = getattr(found, part)
-    return found
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError as error:
+        raise FailedError(f"module {module_name!r} has no {name!r}") from error
 
 
 @contextlib.contextmanager

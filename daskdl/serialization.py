@@ -154,17 +154,7 @@ class _Maker:
 
 
 def made(function: Callable[[], nn.Module]) -> nn.Module:
-    """Make a module with a function that is called again for copies of the module.
-
-    Example:
-        >>> class Locked(nn.Linear):
-        ...     def __init__(self):
-        ...         super().__init__(2, 1)
-        ...         self.lock = threading.Lock()
-        >>> module = made(Locked)
-        >>> torch.equal(copied(module).weight, module.weight)
-        True
-    """
+    """Make a module with a function that is called again for copies of the module."""
     module = function()
     if isinstance(module, nn.Module):
         _note_maker(module, function)

@@ -83,18 +83,7 @@ def states_of(collection: MetricCollection, rows: int) -> PartStates:
 
 
 class StateMerger:
-    """Merges the states of parts, in any order.
-
-    Example:
-        >>> from torchmetrics import MaxMetric
-        >>> merger = StateMerger(MetricCollection(MaxMetric(), compute_groups=False))
-        >>> for part, rows in enumerate(([1.0], [-2.0, -1.0])):
-        ...     live = MetricCollection(MaxMetric(), compute_groups=False)
-        ...     update_(live, torch.tensor(rows))
-        ...     merger.add_(part, states_of(live, len(rows)))
-        >>> merger.merged().compute()
-        {'MaxMetric': tensor(1.)}
-    """
+    """Merges the states of parts, in any order."""
 
     def __init__(self, collection: MetricCollection) -> None:
         self._collection = collection

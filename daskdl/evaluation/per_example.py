@@ -471,13 +471,6 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
     """Return the penalty of weight decay and regularizers, a term of every loss.
 
     Weight decay adds ``0.5 * weight_decay * sum of squares`` for each parameter group.
-
-    Example:
-        >>> layer = nn.Linear(2, 1, bias=False)
-        >>> with torch.no_grad():
-        ...     _ = layer.weight.copy_(torch.tensor([[3.0, 4.0]]))
-        >>> penalty_of(layer, optim.SGD(layer.parameters(), weight_decay=0.5))
-        6.25
     """
     own = {id(parameter) for parameter in model.parameters()}
     total = 0.0

@@ -384,12 +384,6 @@ def optimizer_of(given: Any) -> Callable[[Any], torch.optim.Optimizer]:
 
     Raises:
         OptionError: If torch has no such optimizer, or a setting has no counterpart.
-
-    Example:
-        >>> config = {"learning_rate": 0.1, "momentum": 0.9}
-        >>> made = optimizer_of({"class_name": "SGD", "config": config})
-        >>> made.func.__name__, made.keywords
-        ('SGD', {'lr': 0.1, 'momentum': 0.9})
     """
     name, options = _named(given)
     what = "the compiled model's optimizer"

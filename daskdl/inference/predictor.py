@@ -606,9 +606,9 @@ class Predictor:
                         if timeout_s is None:
                             raise
                         busy = error
-                        await asyncio.wrap_future(self._queue.room(call.rows))
+                        await self._outcome(self._queue.room(call.rows))
                 busy = None
-                return await asyncio.wrap_future(call.answer)
+                return await self._outcome(call.answer)
         except TimeoutError:
             if not bound.expired():  # no replica is left
                 raise
@@ -701,7 +701,8 @@ class Predictor:
 
         def withdraw(answer: Future[Any]) -> None:
             if answer.cancelled():
-                self._soon(self._dispatcher.withdraw, call)
+                with contextlib.suppress(RunError):  # its client is closed
+                    self._soon(self._dispatcher.withdraw, call)
 
         call.answer.add_done_callback(withdraw)
         self._soon(self._dispatcher.add, call)
@@ -732,9 +733,23 @@ class Predictor:
                 return False
             with contextlib.suppress(TimeoutError):
                 future.exception(min(rest_s, LOOK_S))
-            if not self._loop.is_running() and not future.done():
-                raise RunError("the predictor's client is closed")
+            self._check_running(future)
         return True
+
+    async def _outcome(self, future: Future[T]) -> T:
+        """Wait in any event loop, which may be another than that of the replicas."""
+        waiting = asyncio.wrap_future(future)
+        try:
+            while not waiting.done():
+                await asyncio.wait([waiting], timeout=LOOK_S)
+                self._check_running(future)
+            return waiting.result()
+        finally:
+            waiting.cancel()  # if the wait failed; no effect if done
+
+    def _check_running(self, future: Future[Any]) -> None:
+        if not self._loop.is_running() and not future.done():
+            raise RunError("the predictor's client is closed")
 
 
 def _late(timeout_s: float | None) -> WaitTimeoutError:

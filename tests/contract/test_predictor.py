@@ -13,6 +13,7 @@ import dask.array as da
 import numpy as np
 import pytest
 import torch
+from distributed import Client, LocalCluster
 from distributed.utils_test import poll_for
 from torch import nn
 
@@ -219,6 +220,30 @@ def test_a_late_answer_is_an_error(gate, caplog, ask):
         predictor(X[:1])
 
     assert not caplog.records  # such as that the event loop is closed
+
+
+@ASKING
+def test_a_call_ends_when_its_client_is_closed(ask):
+    with (
+        LocalCluster(
+            n_workers=1,
+            processes=False,
+            protocol="tcp://",
+            dashboard_address=None,
+        ) as cluster,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        # A client by address has an event loop of its own, which ends with it.
+        client = Client(cluster.scheduler_address, set_as_default=False)
+        predictor = Predictor(nn.Identity(), wait_ms=1e6, client=client)
+        late = threads.submit(ask, predictor, None)
+        poll_for(lambda: len(predictor._queue), WITHIN_S)
+
+        client.close()
+
+        with pytest.raises(RunError, match="client is closed"):
+            late.result(WITHIN_S)
+        predictor.close()
 
 
 def cancel_the_future(predictor, waiting):

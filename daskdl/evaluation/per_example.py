@@ -82,9 +82,8 @@ def score_examples(
                 "on_bad_batch must be 'raise' for Dask's collections, whose scores are "
                 "computed later"
             )
-    keyed = key if isinstance(key, bool) else None
     with client_or_process(client) as found:
-        source = _source(model, objective, X, y, read, found, keyed, classes)
+        source = _source(model, objective, X, y, read, found, key, classes)
         if keys is not None:
             keys.check(source)
         here = found is False and not dask_collections.is_lazy(X)
@@ -120,11 +119,11 @@ def worst_examples(
     check_count("top", top)
     X, y, read = unified(X, y, read)
     X, keys = keys_apart(X, key)
-    keyed = key if isinstance(key, bool) else None
     with client_or_process(client) as found:
-        source = _source(model, objective, X, y, read, found, keyed, classes)
+        source = _source(model, objective, X, y, read, found, key, classes)
+        keyed = key is True
         if isinstance(source, Examples):  # the first example shows if there are keys
-            keyed, source = source.reader.keyed, source.stacked()
+            keyed, source = bool(source.reader.keyed), source.stacked()
         if keyed:
             bag = X if dask_collections.is_bag(X) else collection_of_examples(X, True)
             keys = Keys(bag.map(operator.itemgetter(0)))
@@ -160,7 +159,7 @@ def _source(
     y: Any,
     read: ReadOptions,
     client: Client | Literal[False],
-    keyed: bool | None,
+    key: Any,
     classes: Sequence[str] | None,
 ) -> Source:
     """Return a source with rows for a dry run; `Examples` for bags and lists."""
@@ -170,7 +169,7 @@ def _source(
     source = source_of(X, y, read, labelled=labelled, classes=classes)
     checks.check_same_classes(source, classes)
     if dask_collections.is_bag(X) or dask_collections.is_lazy_list(X):
-        source = Examples(X, keyed)
+        source = Examples(X, key if isinstance(key, bool) else None)
         if read.skips:
             source = source.stacked()
     if read.skips:

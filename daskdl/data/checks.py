@@ -52,7 +52,7 @@ from daskdl.errors import (
     OptionError,
 )
 from daskdl.history import check_log_names
-from daskdl.losses import aligned, facts_of
+from daskdl.losses import aligned, facts_of, scale_of
 from daskdl.objective import (
     Logs,
     ModelLoss,
@@ -535,14 +535,27 @@ def dry_run(
 
 
 def _check_scores(loss: Any, output: Any) -> None:
-    """Refuse scores for probabilities, which a loss may take without an error."""
-    if not isinstance(output, Tensor) or facts_of(loss)[1] != "probabilities":
+    """Refuse scores of another scale, which a loss may take without an error."""
+    scale, name = facts_of(loss)[1], getattr(loss, "__name__", type(loss).__name__)
+    if not isinstance(output, Tensor) or not output.numel():
         return
-    if bool((output < 0).any()):
+    if scale == "probabilities" and bool((output < 0).any()):
         raise ModelError(
-            f"loss {type(loss).__name__} expects probabilities, got outputs down to "
+            f"loss {name} expects probabilities, got outputs down to "
             f"{output.min().item():.3g}: end the model in a softmax or a sigmoid, or "
             "take a loss of logits, such as CrossEntropyLoss, or from_logits=True"
+        )
+    if scale == "log_probabilities" and bool((output > 0).any()):
+        raise ModelError(
+            f"loss {name} expects log probabilities, got outputs up to "
+            f"{output.max().item():.3g}: end the model in nn.LogSoftmax(dim=1), or take "
+            "nn.CrossEntropyLoss()"
+        )
+    if scale == "logits" and scale_of(None, output) == "probabilities":
+        warnings.warn(
+            f"loss {name} expects logits, but the model's outputs add up to 1 in each "
+            "row: it learns slowly with two softmaxes; leave out that of the model",
+            stacklevel=2,
         )
 
 

@@ -106,6 +106,10 @@ MISTAKES = {
         lambda: fit(loss="mse_los"),
         "did you mean 'mean_squared_error'?",
     ),
+    "a loss of log probabilities for logits": (
+        lambda: fit(loss=nn.NLLLoss()),
+        "nn.LogSoftmax(dim=1), or take nn.CrossEntropyLoss()",
+    ),
     "a loss for each row": (
         lambda: fit(loss=nn.CrossEntropyLoss(reduction="none")),
         'use reduction="mean"',
@@ -270,3 +274,10 @@ def test_a_message_says_what_to_type_instead(name):
         mistake()
 
     assert words in str(caught.value)
+
+
+def test_a_softmax_before_a_loss_of_logits_is_noticed():
+    model = nn.Sequential(nn.Linear(4, 2), nn.Softmax(dim=1))
+
+    with pytest.warns(UserWarning, match="CrossEntropyLoss expects logits, .* add up"):
+        fit(model=model)

@@ -21,13 +21,7 @@ from typing import Any, Literal, NamedTuple, TextIO
 from dask.utils import parse_timedelta
 from typing_extensions import override
 
-from daskdl.config import (
-    check_choice,
-    check_flag,
-    check_whole,
-    is_number,
-    is_whole,
-)
+from daskdl.config import check_choice, check_flag, check_whole, is_number, is_whole
 from daskdl.errors import OptionError
 from daskdl.history import COLUMNS, History
 

@@ -626,10 +626,9 @@ SLOW = 2.0  # times the median; replicas wait for one that is slower than the ot
 def _looked_at(
     client: "Client", names: Collection[str]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Look at workers; each sends to the next, all at the same time.
+    """Return facts about workers, and why some do not reach the next one, by name.
 
-    Returns:
-        Facts about each worker; and why some do not reach another, both by name.
+    Each sends to the next, all at the same time.
     """
     from daskdl.config import Timeouts
     from daskdl.data.distribute import answers_of

@@ -213,13 +213,6 @@ class Thinned(Generic[T]):
 
     Attributes:
         numbered: The rows with their numbers.
-
-    Example:
-        >>> thinned = Thinned(most=3)
-        >>> for number in range(1, 10):
-        ...     thinned.add(number, StepRow(0, number, replica=0, loss=0.5))
-        >>> [number for number, _ in thinned.numbered]
-        [4, 8]
     """
 
     numbered: list[tuple[int, T]]
@@ -277,13 +270,9 @@ def pack_rows(numbered: Sequence[tuple[int, R]]) -> bytes:
 def unpack_rows(
     packed: bytes, kind: type[R], layout: np.dtype[Any] | None = None
 ) -> list[tuple[int, R]]:
-    """Unpack rows from :func:`pack_rows`.
+    """Unpack rows from :func:`pack_rows`, perhaps of another release.
 
-    Args:
-        packed: A whole number of rows.
-        kind: Kind of the rows.
-        layout: Layout of the rows, perhaps of another release: missing columns get
-            their defaults, and unknown columns are ignored. None: that of `kind`.
+    In its layout, missing columns get their defaults, and unknown ones are ignored.
     """
     own = layout_of(kind)
     layout = own if layout is None else layout

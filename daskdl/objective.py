@@ -26,13 +26,9 @@ Logs = Mapping[str, Any]  # what a step logs: numbers and tensors of one element
 
 @dataclass(frozen=True)
 class OwnStep:
-    """A user's step, for models whose forward pass is not ``model(x)``.
+    """A user's step, for models whose forward pass is not ``model(x)``."""
 
-    Attributes:
-        function: Maps the model and a batch (x, y) to the batch's mean loss, a scalar,
-            with or without logs, see `loss_and_logs`.
-    """
-
+    # Maps the model and a batch (x, y) to what `loss_and_logs` takes.
     function: Callable[[nn.Module, Batch], Any]
 
 
@@ -73,10 +69,6 @@ def loss_and_logs(returned: Any) -> tuple[Any, Logs]:
 
     Raises:
         ModelError: If a dict has no "loss", or a log is not one number.
-
-    Example:
-        >>> loss_and_logs({"loss": 3.0, "kl": 1.0})
-        (3.0, {'kl': 1.0})
     """
     if isinstance(returned, Tensor):  # nearly always, and in every step
         return returned, {}
@@ -141,10 +133,6 @@ def picked(output: Any, which: str | int | None) -> Any:
 
     Raises:
         OptionError: If there is no such output.
-
-    Example:
-        >>> picked({"logits": 1}, "logits"), picked((1, 2), -1)
-        (1, 2)
     """
     if which is None:
         return output
@@ -261,14 +249,7 @@ def on_device(objective: Objective, device: torch.device) -> Objective:
 
 
 def is_sum(objective: Objective) -> bool:
-    """Whether an objective sums over the rows of a batch; otherwise it is a mean.
-
-    Example:
-        >>> is_sum(nn.MSELoss(reduction="sum")), is_sum(nn.MSELoss())
-        (True, False)
-        >>> is_sum(functools.partial(nn.functional.mse_loss, reduction="sum"))
-        True
-    """
+    """Whether an objective sums over the rows of a batch; otherwise it is a mean."""
     if isinstance(objective, functools.partial) and "reduction" in objective.keywords:
         return bool(objective.keywords["reduction"] == "sum")
     return getattr(objective, "reduction", "mean") == "sum"
@@ -290,13 +271,8 @@ def call(module: nn.Module, x: Any, **more: Any) -> Any:
     A dict is passed by keyword if forward takes its keys and names at least one of
     them, or takes nothing else; a tuple by position if forward takes several arguments,
     and so many. Anything else is one argument. A named tuple may be passed in each of
-    these ways. This is decided once for each model and structure.
-
-    Args:
-        module: For a wrapper whose forward takes anything, such as that of
-            `torch.compile`, the wrapped module decides.
-        x: A tree of tensors.
-        more: Further arguments.
+    these ways. This is decided once for each model and structure. For a wrapper whose
+    forward takes anything, such as that of `torch.compile`, the wrapped module decides.
 
     Raises:
         ModelError: If forward takes some keys of a dict and not the others, or several

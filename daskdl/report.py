@@ -239,12 +239,9 @@ def bar(seconds: Mapping[str, float]) -> Html:
 
 
 def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) -> str:
-    """Render spans of replicas, which a script draws.
+    """Render spans, ordered by replica and start, which a script draws.
 
-    Args:
-        spans: Ordered by replica and start.
-        began: Unix time of the beginning of the fit.
-        left: Time in seconds of the fit, and reason, of each replica that left.
+    The fit `began` at a Unix time; `left` has second and reason of who left it.
     """
     used = [name for name in ACTIVITIES if spans[name].any()]
     rows: dict[int, list[Any]] = {}

@@ -252,11 +252,6 @@ class Packed(Generic[T]):
         argument: Name of the value in the user's call, for messages.
         here: The pack stays in this process, so modules that cannot be pickled are
             allowed if they were made by a function or can be copied.
-
-    Example:
-        >>> packed = Packed(lambda x: x + 1, "loss")
-        >>> packed.unpack()(1)
-        2
     """
 
     argument: str

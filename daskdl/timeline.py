@@ -94,19 +94,6 @@ class SpanLog:
     An activity that is shorter than the current width shares a span with its
     neighbours; a longer one has a span of its own. The width grows with the recorded
     time, so that a replica reports few spans however long it trains.
-
-    Args:
-        replica: Number of the replica.
-        now: Returns seconds of a monotonic clock.
-        wall: Returns the Unix time, read once.
-
-    Example:
-        >>> times = iter([0.0, 2.0, 3.0, 3.0])
-        >>> log = SpanLog(replica=1, now=lambda: next(times), wall=lambda: 100.0)
-        >>> log.enter("compute"), log.enter("data")
-        (2.0, 3.0)
-        >>> [span["compute"].item() for span in np.frombuffer(log.take(), SPANS)]
-        [0.0, 1.0]
     """
 
     def __init__(

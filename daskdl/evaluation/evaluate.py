@@ -359,12 +359,7 @@ class LogSums:
 
 
 class Score(NamedTuple):
-    """Loss, accuracy and logs on some rows, as sums that can be added.
-
-    Example:
-        >>> (Score(3.0, 1, 2, 2) + Score(1.0, 1, 1, 1)).metrics()
-        {'loss': 1.3333333333333333, 'accuracy': 0.6666666666666666}
-    """
+    """Loss, accuracy and logs on some rows, as sums that can be added."""
 
     loss_sum: float = 0.0
     correct: float = 0  # correctly predicted labels, or their weight
@@ -449,11 +444,6 @@ def right_labels(loss: Any, output: Tree, y: Tree) -> tuple[Tensor, Tensor] | No
     Labels are class indices or one-hot rows, beside one score for each class; or 0 and
     1 beside one score each, if the loss is one of these, and other labels, which are
     soft, do not count. A score of NaN is never right.
-
-    Example:
-        >>> scores, labels = torch.tensor([-1.0, 2.0]), torch.tensor([1.0, 1.0])
-        >>> right_labels(nn.BCEWithLogitsLoss(), scores, labels)
-        (tensor([False,  True]), tensor([True, True]))
     """
     loss = checks.unweighted(loss)
     output, y = aligned(loss, output, y.labels if isinstance(y, Weighted) else y)

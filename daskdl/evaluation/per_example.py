@@ -48,14 +48,7 @@ from daskdl.inference.lazy import (
 )
 from daskdl.keras.module import CrossEntropyOfProbabilities
 from daskdl.losses import aligned, probabilities, scale_of
-from daskdl.objective import (
-    Objective,
-    OwnStep,
-    Penalised,
-    batch_loss,
-    call,
-    scored,
-)
+from daskdl.objective import Objective, OwnStep, Penalised, batch_loss, call, scored
 from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.util import check_outlives, client_or_process
 

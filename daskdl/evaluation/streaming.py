@@ -87,11 +87,6 @@ def counts_at_thresholds(
     """Count at each distinct score.
 
     Points inside a straight segment of the ROC curve are left out; areas do not change.
-
-    Example:
-        >>> scores, hits = np.array([0.1, 0.9, 0.9]), np.array([False, True, False])
-        >>> counts_at_thresholds(scores, hits)
-        ThresholdCounts(others=array([0, 1, 2]), hits=array([0, 1, 1]))
     """
     if not len(scores_N):
         return ThresholdCounts(np.zeros(1, np.int64), np.zeros(1, np.int64))

@@ -313,10 +313,6 @@ def loss_of(given: Any) -> nn.Module:
 
     Raises:
         OptionError: If there is no such loss, or it has settings without a counterpart.
-
-    Example:
-        >>> loss_of("mse"), loss_of("CrossEntropyLoss")
-        (LossOfNumbers(), CrossEntropyLoss())
     """
     name, options = _named(given)
     key = _key(name)
@@ -344,11 +340,6 @@ def resolved_loss(loss: Any) -> Any:
 
     Keras' own losses get labels first, unlike those of torch. A dict has the losses of
     several outputs by name; all have the weight 1. Anything else is returned unchanged.
-
-    Example:
-        >>> loss = resolved_loss({"kind": "cross_entropy", "size": nn.MSELoss()})
-        >>> loss.loss_of("kind")
-        CrossEntropyLoss()
     """
     if isinstance(loss, Mapping) and loss and "class_name" not in loss:
         losses = [resolved_loss(one) for one in loss.values()]

@@ -18,7 +18,7 @@ from daskdl.channel.protocol import Natural, Positive, check
 from daskdl.data.manifest import Kind
 from daskdl.data.storage import Store
 from daskdl.errors import DataError, SaveError
-from daskdl.saving.folder import Folder, encode_tensors, folder_store
+from daskdl.saving.folder import Folder, encode_tensors, folder_store, save_errors
 from daskdl.saving.json_values import JsonValues
 
 logger = logging.getLogger(__name__)
@@ -154,11 +154,9 @@ class Series:
 
     def numbers(self) -> list[int]:
         """Return the numbers of all checkpoints, complete or not, ascending."""
-        try:
+        with save_errors("list", self.store):
             found = map(_NAME.fullmatch, self.store.folders())
             return sorted(int(match[1]) for match in found if match)
-        except DataError as error:
-            raise SaveError(f"cannot list {self.store.url}: {error}") from error
 
     def newest(self) -> CompleteCheckpoint | None:
         """Return the newest complete checkpoint, or None.
@@ -176,11 +174,9 @@ class Series:
     def delete(self, number: int) -> None:
         """Delete a checkpoint."""
         store = self.folder(number)
-        try:
+        with save_errors("delete", store):
             store.delete([f"{COMMON}.json"])  # first: makes it incomplete
             store.delete_all()
-        except DataError as error:
-            raise SaveError(f"cannot delete {store.url}: {error}") from error
 
 
 # `ResumePlan` checks the other fields. Members become file names.

@@ -122,7 +122,7 @@ class Folder:
 
     def write(self, content: Any, files: Mapping[str, Tensor]) -> None:
         """Save, and replace an earlier save atomically."""
-        with self._errors("write"):
+        with save_errors("write", self.store):
             listed = []
             for role, encoded in files.items():
                 own = encoded.numpy().data
@@ -136,7 +136,7 @@ class Folder:
 
     def read(self) -> tuple[Any, dict[str, dict[str, Tensor]]]:
         """Return the JSON, and the tensors by role and name."""
-        with self._errors("read"):
+        with save_errors("read", self.store):
             manifest = Manifest.read(self.store, self.kind)
             for _ in range(READS - 1):
                 try:
@@ -149,7 +149,7 @@ class Folder:
 
     def content(self) -> Any:
         """Return the JSON without reading tensors; errors as `read`."""
-        with self._errors("read"):
+        with save_errors("read", self.store):
             return Manifest.read(self.store, self.kind).content
 
     def _files(self) -> list[str]:
@@ -172,13 +172,14 @@ class Folder:
                 raise SaveError(f"{file.name} cannot be read: {error}") from error
         return tensors
 
-    @contextmanager
-    def _errors(self, verb: str) -> Iterator[None]:
-        """Name the URL in errors."""
-        try:
-            yield
-        except (SaveError, DataError) as error:
-            raise SaveError(f"cannot {verb} {self.store.url}: {error}") from error
+
+@contextmanager
+def save_errors(verb: str, store: Store) -> Iterator[None]:
+    """Turn errors into a SaveError that names the URL."""
+    try:
+        yield
+    except (SaveError, DataError) as error:
+        raise SaveError(f"cannot {verb} {store.url}: {error}") from error
 
 
 def folder_store(url: Any, storage_options: Mapping[str, Any] | None = None) -> Store:

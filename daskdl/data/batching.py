@@ -126,6 +126,10 @@ def nbytes(both: Rows) -> int:
 
 def rows(tree: T, which: Any) -> T:
     """Select rows of each array by a slice or indices."""
+    leaf: Any = tree
+    if tree is not None and is_leaf(leaf):
+        chosen: T = leaf[which]  # nearly always, and several times a step
+        return chosen
     return mapped(lambda leaf: leaf[which], tree)
 
 
@@ -177,7 +181,8 @@ class Chunk(NamedTuple):
             which = slice(which.start + start, which.start + stop)
         else:
             which = which[start:stop]
-        return rows(self.rows, which)
+        x, y = self.rows  # each alone takes half the time, as in `_joined`
+        return rows(x, which), rows(y, which)
 
 
 def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
@@ -205,7 +210,7 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
     for chunk in chunks:
         start, end = 0, chunk.length
         if waiting and end and _shapes(waiting[-1]) != _shapes(chunk.rows):
-            yield mapped(_tensor, *waiting)
+            yield _joined(waiting)
             waiting, missing = [], batch_size
         while start < end:
             stop = min(start + missing, end)
@@ -213,11 +218,11 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
             missing -= stop - start
             start = stop
             if missing == 0:
-                yield mapped(_tensor, *waiting)
+                yield _joined(waiting)
                 waiting, missing = [], batch_size
         del chunk  # frees a finished part before the next is loaded
     if waiting:
-        yield mapped(_tensor, *waiting)
+        yield _joined(waiting)
 
 
 def whole(rows: Rows) -> Chunk:
@@ -285,6 +290,11 @@ def tensors(rows: Rows) -> Batch:
 
 def _shapes(rows: Rows) -> list[tuple[int, ...]]:
     return [leaf.shape[1:] for leaf in named_both(rows).values()]
+
+
+def _joined(parts: Sequence[Rows]) -> Batch:
+    xs, ys = zip(*parts, strict=True)
+    return mapped(_tensor, *xs), mapped(_tensor, *ys)
 
 
 def _tensor(*parts: np.ndarray) -> Tensor:

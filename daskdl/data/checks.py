@@ -628,14 +628,8 @@ def _run_loss(
 
 def _accepted_labels(loss: Any, output: Any, labels: Tree) -> LabelCheck:
     ignored = ignored_label(loss)
-    if (
-        ignored is None
-        or not isinstance(output, Tensor)
-        or not isinstance(labels, Tensor)
-        or labels.is_floating_point()
-        or output.ndim != labels.ndim + 1  # the loss itself refuses these shapes
-    ):
-        return LabelCheck()
+    if ignored is None or not is_classification(output, labels):
+        return LabelCheck()  # the loss itself refuses other shapes
     return LabelCheck(output.shape[1], ignored)
 
 

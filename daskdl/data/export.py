@@ -16,7 +16,6 @@ import tempfile
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -41,7 +40,7 @@ from daskdl.data.distribute import answers_of, map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.manifest import File, Manifest
 from daskdl.data.source import STREAMED_ROWS, Source
-from daskdl.data.storage import AnyPath, Store, store_of
+from daskdl.data.storage import AnyPath, Store, at_once, store_of
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DataError, OptionError
 
@@ -53,27 +52,16 @@ PIECE_BYTES = 64 * 2**20
 BUCKET_BYTES = 64 * 2**20
 
 _FOLDER = ORIGIN.partition("/")[0]
-_READ_AT_A_TIME = 8  # each is a request that mostly waits
 _PREFIX = "daskdl-export-"
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Sizes, order and contents of batch files.
-
-    Attributes:
-        batch_size: Rows of a batch, >= 1.
-        batches_per_file: >= 1.
-        seed: Seed of the shuffling, >= 0; None: rows keep their order.
-        transform: Applied to each batch on the worker before it is written, or None.
-            Takes and returns (x, y), trees of CPU tensors, with y None without labels,
-            and keeps the number of rows.
-        classes: Names of the labels 0, 1, ...; None: the names in the data, if any.
-    """
+    """Sizes, order and contents of batch files; see `export`."""
 
     batch_size: int
     batches_per_file: int = 1
-    seed: int | None = 0
+    seed: int | None = 0  # None: rows keep their order
     transform: Callable[[Rows], Rows] | None = None
     classes: Sequence[str] | None = None
 
@@ -249,8 +237,7 @@ class Progress:
         """The records of this kind, by number."""
         names = self.store.names(f"{_FOLDER}/{kind}-*.json")
         numbers = (int(name.rpartition("-")[2].removesuffix(".json")) for name in names)
-        with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-            return dict(zip(numbers, pool.map(self._read, names), strict=True))
+        return dict(zip(numbers, at_once(self._read, names), strict=True))
 
     def add(self, kind: str, number: int, record: Mapping[str, Any]) -> None:
         """Record something as done; all its files must have been written."""
@@ -349,8 +336,7 @@ class Buckets(Source):
 
     @override
     def load(self, part: int) -> Rows:
-        with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-            found = list(pool.map(self._read, self.plan.spans(part)))
+        found = at_once(self._read, self.plan.spans(part))
         return self.schema.rows(np.concatenate(found))
 
     def _read(self, span: Span) -> np.ndarray:

@@ -18,7 +18,6 @@ import tarfile
 import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -49,7 +48,6 @@ KIND = Kind(
     "daskdl.data.pack_files writes shards",
     "delete the folder, and pack the files again",
 )
-_READ_AT_A_TIME = 8  # each is a request that mostly waits
 _DIGITS = 16  # of each digest in a shard's name: of its files' names, and its bytes
 _READABLE = 0o644 << 16
 _UNIX = 3
@@ -101,8 +99,7 @@ class Group:
         numbers = range(len(self.names))[:most]
         if self.read is not None or len(numbers) == 1 or is_local(self.names[0]):
             return [call(number) for number in numbers]
-        with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-            return list(pool.map(call, numbers))
+        return storage.at_once(call, numbers)
 
 
 def loose_groups(
@@ -278,9 +275,8 @@ def _pack(source: Source, part: int, target: Store, there: Mapping[str, str]) ->
         if file.name == there[stem]:
             return file
         logger.info("%s is damaged, and packed anew", target.url_of(there[stem]))
-    with ThreadPoolExecutor(_READ_AT_A_TIME) as pool:
-        contents = pool.map(source.store.read, names)
-        content = _packed(source.format, zip(names, contents, strict=True))
+    contents = storage.at_once(source.store.read, names)
+    content = _packed(source.format, zip(names, contents, strict=True))
     file = described(content)
     target.write(file.name, content)
     return file

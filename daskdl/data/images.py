@@ -70,12 +70,7 @@ class Decoding:
 
     An image is rotated according to its EXIF orientation, converted, then resized
     bilinearly; the aspect ratio is not kept. Grey images of 16 bits keep the upper
-    eight.
-
-    Attributes:
-        size: (height, width) in pixels, or a number for both; None: the image's own.
-        channels: 1 (grey), 3 (red, green, blue) or 4 (and alpha).
-        scale: Factor for values of 0 to 255, which makes them float32; None: uint8.
+    eight. For the attributes see `image_folder`.
     """
 
     size: int | Sequence[int] | None = None

@@ -33,19 +33,12 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class File:
-    """A file beside the manifest.
+    """A file beside the manifest."""
 
-    Attributes:
-        name: Name in the folder, not a path.
-        nbytes: Size of the file.
-        sha256: Checksum of its bytes, in hexadecimal.
-        details: Further JSON about it: ``rows``, ``role``, ...
-    """
-
-    name: str
+    name: str  # in the folder, not a path
     nbytes: int
-    sha256: str
-    details: Mapping[str, Any] = field(default_factory=dict)
+    sha256: str  # checksum of its bytes, in hexadecimal
+    details: Mapping[str, Any] = field(default_factory=dict)  # JSON: rows, role, ...
 
     @classmethod
     def of(cls, name: str, content: bytes | memoryview, **details: Any) -> "File":
@@ -88,15 +81,10 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a folder.
+    """The contents of a folder."""
 
-    Attributes:
-        files: In order; no name twice.
-        content: Everything else, as JSON.
-    """
-
-    files: tuple[File, ...]
-    content: Any
+    files: tuple[File, ...]  # in order; no name twice
+    content: Any  # everything else, as JSON
 
     @classmethod
     def read(cls, store: Store, kind: Kind) -> "Manifest":

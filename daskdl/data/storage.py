@@ -124,7 +124,7 @@ def attempt(action: Callable[[], T], verb: str, url: str) -> T:
 
 
 def _status(error: Exception) -> Any:
-    """The HTTP status of an error of aiohttp or gcsfs, or None."""
+    """The HTTP status of an error of aiohttp, whose `code` warns, or gcsfs; or None."""
     name = "status" if hasattr(error, "status") else "code"
     return getattr(error, name, None)
 
@@ -394,15 +394,21 @@ def _system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return system, str(path).rstrip("/")
 
 
+_AT_A_TIME = 8  # each is a request that mostly waits
+
+
+def at_once(function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
+    """Call a function as `map` does, in several threads, and return the results."""
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        return list(pool.map(function, *arguments))
+
+
 def _on_file(action: Callable[[], T], verb: str, url: str) -> T:
     try:
         return attempt(action, verb, url)
     except FileNotFoundError as error:
         reason = "file" if verb == "read" else f"folder or bucket: {error}"
         raise DataError(f"cannot {verb} {url}: there is no such {reason}") from error
-
-
-_DELETED_AT_A_TIME = 8  # each is a request that mostly waits
 
 
 @dataclass(frozen=True)
@@ -467,8 +473,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError):
                 attempt(lambda: system.rm_file(path), "delete", url)
 
-        with ThreadPoolExecutor(_DELETED_AT_A_TIME) as pool:
-            list(pool.map(delete, map(self.url_of, names)))
+        at_once(delete, map(self.url_of, names))
 
     def delete_all(self) -> None:
         """Delete every file below the folder, and the folder itself on a local disk."""

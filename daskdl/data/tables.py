@@ -64,12 +64,6 @@ _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
 )
 
 
-def _remedy_for(value: Any, argument: str) -> str:
-    """How to turn an object into an array."""
-    remedy = next((then for holds, then in _REMEDIES if holds(value)), _ROW_EACH)
-    return remedy.replace("{X}", _variable(argument))
-
-
 def _remedy_for_dtype(array: Any, argument: str) -> str:
     """How to turn the values of an array into real numbers."""
     remedy = "convert it, for example with {X}.astype(numpy.float32)"
@@ -187,9 +181,10 @@ def check_values(value: Any, argument: str) -> None:
     if not (isinstance(value, np.ndarray | Tensor) or is_dask_array(value)):
         name = "None" if value is None else _type_name(value)
         article = "" if value is None else "an " if name[0] in "aeio" else "a "
+        remedy = next((then for holds, then in _REMEDIES if holds(value)), _ROW_EACH)
         raise DataError(
             f"{argument} must be a numpy array, a torch tensor or a dask.array, got "
-            f"{article}{name}; {_remedy_for(value, argument)}"
+            f"{article}{name}; {remedy.replace('{X}', _variable(argument))}"
         )
     if value.ndim == 0:
         raise DataError(

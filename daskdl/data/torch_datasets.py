@@ -62,19 +62,12 @@ class Collation:
     The user's function gets `batch_size` items at a time, or the rest in its last call,
     and returns one row for each item. It may pad to the longest item: rows of two calls
     go into one batch only if all their axes but the first are equal.
-
-    Attributes:
-        function: The user's ``collate_fn``; None: torch's default.
-        batch_size: Number of items that the user's function gets.
-        labelled: Whether items must be pairs (x, y). If not, any other item is x
-            alone.
-        label: Key of the labels, if collated items are dicts; None: they are pairs.
     """
 
-    function: Callable[[list[Any]], Any] | None = None
+    function: Callable[[list[Any]], Any] | None = None  # None: torch's default
     batch_size: int = 1
-    labelled: bool = True
-    label: Any = None
+    labelled: bool = True  # whether items must be pairs; if not, others are x alone
+    label: Any = None  # key of the labels, if collated items are dicts
 
     def rows(self, items: list[Any]) -> Rows:
         """Collate items, at least one."""

@@ -212,19 +212,12 @@ class _Traffic(NamedTuple):
 def predict(
     measured: Measured, master: GradientSharing, link: Network | None, workers: int
 ) -> Prediction:
-    """Predict the speed of a number of workers.
+    """Predict the speed of a number of workers, >= 1; `link` is as in `daskdl.plan`.
 
     Each replica applies one update of each other replica per exchange. Decoding and
     sending count as time of the step, although the event loop does them: both need
     Python's lock, and busy workers have no core to spare. Starts and ends of runs and
     epochs, loading data and workers of unequal speed are ignored.
-
-    Args:
-        measured: Costs of a step and an exchange.
-        master: How updates are shared.
-        link: Network of machines with one worker each; None: all workers and the
-            scheduler are processes of the machine that was measured.
-        workers: Number of workers, >= 1.
 
     Source:
         Deeplearning4j's ``efficiency = step / (step + encode + decode * all workers +

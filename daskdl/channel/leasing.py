@@ -168,7 +168,8 @@ class RunSpec:
         seed: Seed of the order of the training parts; None keeps their order.
         epochs_before: Epochs of earlier fits, so that each epoch has its own order.
         synchronous: Static partition instead of dynamic leases.
-        relay_bytes: Bound of the relay's queue for each replica, bytes.
+        relay_bytes: Bound of the relay's queue for each replica, bytes; it accepts the
+            updates of a leaving replica in any case.
         min_replicas: With fewer active replicas, no replica gets a lease.
         timeouts: Bounds on waiting, seconds, by name.
         relayed: Whether the scheduler relays updates; see `Routing`.

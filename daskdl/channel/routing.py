@@ -188,6 +188,7 @@ class ToScheduler(Destination):
                 replica=self._connection.spec.replica,
                 messages=[message.to_wire() for message in messages],
                 progress=progress,
+                leaves=routing.leaving,
                 **more,
                 **routing.take_live(),
             )
@@ -302,6 +303,7 @@ class Routing(ABC):
         others: Updates of others, if the scheduler does not relay them.
         meter: Counts outgoing bytes and frames.
         to_scheduler: Sends heartbeats, whatever the routing.
+        leaving: Whether the last update was published, which a relay has to accept.
         live: The newest report for the dashboard, until it is sent.
     """
 
@@ -312,6 +314,7 @@ class Routing(ABC):
     others: RetransmitBuffer
     meter: LinkMeter
     to_scheduler: ToScheduler
+    leaving: bool
     live: deque[LiveReport]
 
     def __init__(self, connection: Connection, inbox: Inbox) -> None:
@@ -323,6 +326,7 @@ class Routing(ABC):
         self.own = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
         self.others = RetransmitBuffer(spec.inbox_bytes)
         self.meter = LinkMeter(connection.clock)
+        self.leaving = False
         self.live = deque(maxlen=1)
         self.to_scheduler = ToScheduler(
             self,
@@ -422,6 +426,7 @@ class Routing(ABC):
                 replica leaves, and others may hold updates back until it has.
         """
         with self._lock:
+            self.leaving |= force
             if not (force or self.has_room(message.nbytes + MESSAGE_BYTES)):
                 return False
             message = message._replace(generation=self.generation)

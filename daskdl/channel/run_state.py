@@ -426,9 +426,20 @@ class RunState:
     # ---- updates and progress
 
     def publish(
-        self, origin: int, messages: Iterable[Message], progress: PeerProgress
+        self,
+        origin: int,
+        messages: Iterable[Message],
+        progress: PeerProgress,
+        *,
+        leaves: bool = False,
     ) -> int:
         """Queue a replica's updates for all others, in order, while there is room.
+
+        Args:
+            origin: The replica.
+            messages: Its next updates.
+            progress: Its progress with these.
+            leaves: Accept all, even beyond the bounds: its worker closes soon.
 
         Returns:
             Number of accepted updates; the replica has to retransmit the rest.
@@ -439,7 +450,9 @@ class RunState:
         for message in messages:
             if self.holding:
                 self._held.append(message)
-            elif all(box.has_room(message.nbytes + MESSAGE_BYTES) for box in others):
+            elif leaves or all(
+                box.has_room(message.nbytes + MESSAGE_BYTES) for box in others
+            ):
                 self._send(message, but=origin)
             else:
                 return accepted

@@ -426,11 +426,13 @@ class LiveRun:
         progress: PeerProgress,
         acknowledgement: Acknowledgement | None = None,
         live: LiveReport | None = None,
+        leaves: bool = False,
     ) -> Fields:
         """Accept a replica's updates for all others, or only a heartbeat.
 
         In a mesh there is an acknowledgement, updates only from a replica that leaves,
-        and the answer contains the progress of all replicas that train.
+        and the answer contains the progress of all replicas that train. With `leaves`,
+        the last updates of the replica are accepted even if a queue is full.
         """
         state = self.state
         member = state.members.taking_part(replica)
@@ -444,7 +446,7 @@ class LiveRun:
             self.record.report(replica, LiveReport(*live), self.now())
         reached, accepted = PeerProgress(*progress), 0
         if updates or acknowledgement is None:
-            accepted = state.publish(replica, updates, reached)
+            accepted = state.publish(replica, updates, reached, leaves=leaves)
         if acknowledgement is None:
             return {"accepted": accepted}
         received = dict(acknowledgement["received"])

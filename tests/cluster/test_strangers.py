@@ -204,6 +204,7 @@ class Attack:
             "kind": "meet",
             "failure": failure_of(RuntimeError("boom"), step=0),
             "retires": False,
+            "leaves": False,
             "live": [*LiveReport(at_s=1.0)],
             "rows": [],
         }

@@ -71,9 +71,11 @@ class Inspector:
         cluster.oracle.checks["looks at all queues"] += 1
         replicas = len(cluster.workers) * setup.replicas
         most = FRAME_BYTES + MESSAGE_BYTES
-        # Memberships, progress and the last updates of leaving replicas are queued in
-        # any case, some of each for each replica.
-        control = 64 * replicas * MESSAGE_BYTES + replicas * most
+        # Memberships and progress are queued in any case, some for each replica, and
+        # all that the replicas of a closing worker have not sent.
+        closing = sum(worker.closing for worker in cluster.workers.values())
+        leaving = closing * setup.replicas * (setup.outbox_bytes + 2 * most)
+        control = 64 * replicas * MESSAGE_BYTES + leaving
         for live in cluster.scheduler.plugin.runs.values():
             for replica, box in live.state.outboxes.items():
                 self._bound(f"relay to {replica}", box, setup.relay_bytes + control)

@@ -182,9 +182,9 @@ class Oracle:
         """The scheduler passes updates on."""
         offer = state.publish
 
-        def publishing(origin, messages, progress):
+        def publishing(origin, messages, progress, **options):
             messages = list(messages)
-            accepted = offer(origin, messages, progress)
+            accepted = offer(origin, messages, progress, **options)
             for message in messages[:accepted]:
                 self.sent_to(origin, message.sequence, state.outboxes)
             return accepted

@@ -77,6 +77,26 @@ async def test_a_full_outbox_refuses_updates_and_accepted_ones_arrive(
         assert sender.stats().withheld == 3
 
 
+@simulated(3)
+async def test_a_full_relay_accepts_the_last_updates_of_a_leaving_replica(
+    c, s, *workers, monkeypatch
+):
+    async with a_run(c, s, *workers, relay_bytes=1) as run:
+        released = held_up(workers[1].handlers, "daskdl_deliver", monkeypatch)
+        leaver = run.channels[2]
+        assert [publish(leaver, 2, step=step) for step in range(2)] == [True] * 2
+        await async_poll_for(lambda: len(run.record.outboxes[1]) == 1, PATIENCE_S)
+        assert not run.link(2).routing.sent()
+
+        await in_thread(publish, leaver, 1, step=2, force=True)
+
+        assert run.link(2).routing.sent()
+        await in_thread(run.channels.pop(2).leave)
+        released.set()
+        await in_thread(run.channels[1].wait_for_updates, {2: 3})
+        assert totals(run.channels[1].drain(), 3) == [1, 2, 0]
+
+
 @simulated(2)
 async def test_a_relay_keeps_only_the_latest_updates_for_retransmission(c, s, a, b):
     async with a_run(c, s, a, b, outbox_bytes=1000) as run:
@@ -100,10 +120,10 @@ async def test_heartbeats_are_frequent_enough_for_the_timeout(c, s, a, b, routin
         heard = "acknowledge" if routing == "mesh" else "publish"
         hear = getattr(run.record, heard)
 
-        def noting(origin, *others):
+        def noting(origin, *others, **options):
             if origin == 0:
                 arrived.set()
-            return hear(origin, *others)
+            return hear(origin, *others, **options)
 
         setattr(run.record, heard, noting)
         await asyncio.wait_for(arrived.wait(), PATIENCE_S)

@@ -548,8 +548,8 @@ def _check_scores(loss: Any, output: Any) -> None:
     if scale == "log_probabilities" and bool((output > 0).any()):
         raise ModelError(
             f"loss {name} expects log probabilities, got outputs up to "
-            f"{output.max().item():.3g}: end the model in nn.LogSoftmax(dim=1), or take "
-            "nn.CrossEntropyLoss()"
+            f"{output.max().item():.3g}: end the model in nn.LogSoftmax(dim=1), or "
+            "take nn.CrossEntropyLoss()"
         )
     if scale == "logits" and scale_of(None, output) == "probabilities":
         warnings.warn(

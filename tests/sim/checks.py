@@ -117,10 +117,13 @@ def check_end(scenario, cluster, epochs):
         check(named or kind != "WaitTimeoutError", f"what timed out? {text}")
         return
     check(client.model is not None, "the fit has no model")
-    check(
-        len(client.reports) == epochs,
-        f"{len(client.reports)} epochs were reported",
-    )
+    stopped = [
+        any(report["stop"] for _, report in event["payloads"])
+        for event in client.reports
+    ]
+    ended = len(stopped) == epochs or stopped[-1:] == [True]
+    check(ended, f"{len(stopped)} epochs were reported")
+    check(not any(stopped[:-1]), "replicas trained on after the fit was stopped")
     world.note("client", f"has a model of {client.model.parameters.digest}")
 
 

@@ -102,6 +102,7 @@ class Setup:
         lengths: Rows of the parts.
         checkpoint_every: When checkpoints are written, see `Checkpoint`; None: never.
         step_s: Duration of a step of each replica, by number; others take the mean.
+        stops: After which steps a callback stops the fit, counted over all replicas.
         start_s: Longest time until a task starts.
         build_s: Longest time that a replica takes to build its model.
     """
@@ -129,20 +130,30 @@ class Setup:
     batch_bytes: int = transport.BATCH_BYTES
     mean_step_s: float = 0.05
     step_s: dict = field(default_factory=dict)
+    stops: tuple = ()
     start_s: float = 0.0
     build_s: float = 0.0
     timeouts: Timeouts = TIMEOUTS
 
 
 class Pace(Callback):
-    """Makes a step take virtual time."""
+    """Makes a step take virtual time, and stops the fit after some steps.
 
-    def __init__(self, world, setup):
-        self._world, self._setup = world, setup
+    Args:
+        on_stop: Called with the replica that stops the fit.
+    """
+
+    def __init__(self, world, setup, on_stop):
+        self._world, self._setup, self._on_stop = world, setup, on_stop
+        self._steps = 0  # of all replicas
 
     def on_step_end(self, step):
         mean_s = self._setup.step_s.get(step.replica, self._setup.mean_step_s)
         self._world.current.sleep(mean_s * self._world.random.uniform(0.5, 1.5))
+        self._steps += 1
+        if self._steps in self._setup.stops:
+            step.stop()
+            self._on_stop(step.replica)
 
 
 class Client(Server):
@@ -189,7 +200,7 @@ class Client(Server):
             max_loss_rise=None,
             telemetry_every=None,
             rows=self._source.first,
-            callbacks=[Pace(cluster.world, setup)],
+            callbacks=[Pace(cluster.world, setup, self._stopped)],
             checkpoints=self.checkpoints,
             resume=resume,
         )
@@ -202,6 +213,11 @@ class Client(Server):
         world = self.network.world
         world.current.sleep(world.random.uniform(0.0, self.setup.build_s))
         return sgd(parameters)
+
+    def _stopped(self, replica):
+        """A replica stops the fit."""
+        self.network.world.note(f"replica-{replica}", "stops the fit")
+        self._cluster.on_moment("stop", self._replicas.get(replica))
 
     # ---- its event loop
 

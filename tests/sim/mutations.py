@@ -135,6 +135,21 @@ MUTATIONS = {
         "self._interval_over = self._interval_over or (",
         "self._interval_over = False\n        return (",
     ),
+    "an epoch that was ended goes on": Mutation(
+        "daskdl.channel.leasing",
+        "and not self._interval_over and not self._ended",
+        "and not self._interval_over",
+    ),
+    "an epoch that was ended waits for rows that nobody holds": Mutation(
+        "daskdl.channel.leasing",
+        "        self.unfinished = sum(map(self.rows_held, self._held))",
+        "        pass",
+    ),
+    "an epoch that was ended waits for the leases of a lost replica": Mutation(
+        "daskdl.channel.leasing",
+        "            self.unfinished -= sum(lease.rows for lease in held.values())\n",
+        "",
+    ),
     "barriers wait for a lost replica": Mutation(
         "daskdl.channel.run_state",
         "        self._send_topology()\n        self._complete_barriers()\n",

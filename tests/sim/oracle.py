@@ -193,9 +193,9 @@ class Oracle:
 
     def watch_leases(self, state):
         leases = state.leases["train"]
-        self._leased = {"granted": Counter(), "finished": Counter(), "again": 0}
-        self._grants = {}
+        self._begin_epoch()
         take, finish, begin, post = leases.take, leases.finish, leases.open, state.post
+        end = leases.end_epoch
         lengths = enumerate(state.spec.sizes["train"].rows)
         self._rows = {(part, row) for part, rows in lengths for row in range(rows)}
         resumed = state.spec.intervals.resumed
@@ -207,7 +207,9 @@ class Oracle:
             lease = take(replica, is_near)
             if lease is not None:
                 again = lease.number in self._grants
+                self.check(not self._ended, "a lease in an epoch that was ended")
                 self._grants[lease.number] = lease
+                self._held[lease.number] = replica
                 self._leased["again"] += again
                 if not again:
                     self._leased["granted"].update(rows_of(lease))
@@ -218,13 +220,17 @@ class Oracle:
             own = finish(replica, number)
             if own:
                 self._leased["finished"].update(rows_of(self._grants[number]))
+                del self._held[number]
             return own
 
         def beginning(epoch, replicas):
             if epoch > leases.epoch:
-                self._grants.clear()
-                self._leased = {"granted": Counter(), "finished": Counter(), "again": 0}
+                self._begin_epoch()
             begin(epoch, replicas)
+
+        def ending():
+            self._ended = True
+            end()
 
         def posting(kind, **fields):
             if kind == "report":  # an epoch ends
@@ -232,16 +238,28 @@ class Oracle:
             post(kind, **fields)
 
         leases.take, leases.finish, leases.open = taking, finishing, beginning
+        leases.end_epoch = ending
         state.post = posting
+
+    def _begin_epoch(self):
+        self._leased = {"granted": Counter(), "finished": Counter(), "again": 0}
+        self._grants = {}
+        self._held = {}  # replicas, by lease that is not finished
+        self._ended = False  # a replica has ended it early
 
     def _check_epoch(self, leases):
         every, self._due = self._due, self._rows
-        self.checks["epochs with each row once"] += 1
+        name = "epochs ended early" if self._ended else "epochs with each row once"
+        self.checks[name] += 1
+        busy = [r for r in self._held.values() if self._members().is_here(r)]
+        self.check(not busy, f"an epoch is over, and replicas {busy} hold leases")
         for what in ("granted", "finished"):
             counted = self._leased[what]
             twice = sorted(row for row, count in counted.items() if count > 1)
             self.check(not twice, f"rows {what} twice in an epoch: {twice[:5]}")
-            missing = sorted(every - counted.keys())
+            strange = sorted(counted.keys() - every)
+            self.check(not strange, f"rows {what} that are not due: {strange[:5]}")
+            missing = [] if self._ended else sorted(every - counted.keys())
             self.check(not missing, f"rows not {what} in an epoch: {missing[:5]}")
         again = self._leased["again"]
         self.check(

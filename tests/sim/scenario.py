@@ -2,7 +2,8 @@
 
 The faults of a scenario are drawn in advance, and their victims when they happen. At
 least one worker, the last resort, is spared, except where everybody may go. One seed in
-five aims at an order of events that chance alone hardly ever makes, see `AIMS`.
+five aims at an order of events that chance alone hardly ever makes, see `AIMS`. In some
+a callback stops the fit, see `stopped`.
 """
 
 import functools
@@ -77,6 +78,8 @@ MOMENTS = {
     # Only where a seed aims at them.
     "agree": 0,  # a replica arrives at a barrier after which updates are held back
     "hold": 0,  # such a barrier is complete
+    # Only where a callback stops the fit.
+    "stop": 0,  # it has done so, in a step of a replica
 }
 # After which moments kinds find most, if they strike the replica of that moment.
 OFTEN = {
@@ -154,7 +157,9 @@ class Scenario:
         spared = setup.master.min_replicas
         own = cls(seed, setup, latency_s, sorted(faults), spared)
         chance = random.Random(f"aimed {seed}")  # of its own: it changes no other seed
-        return aimed(own, chance) if chance.random() < AIMED else own
+        own = aimed(own, chance) if chance.random() < AIMED else own
+        chance = random.Random(f"stopped {seed}")
+        return stopped(own, chance) if chance.random() < STOPPED else own
 
     @property
     def may_fail(self):
@@ -436,6 +441,32 @@ def expected_s(setup):
     """About how long the fit takes undisturbed."""
     steps = sum(setup.lengths) / setup.batch_size / (setup.workers * setup.replicas)
     return setup.epochs * (steps * setup.mean_step_s + 0.5) + 0.5
+
+
+STOPPED = 0.15  # share of the seeds in which a callback stops the fit
+AFTER_STOP = "kill", "freeze", "retire", "join", "restart_here", "break_connections"
+
+
+def stopped(drawn, chance):
+    """A scenario in which a replica stops the fit, or two do, and more goes wrong."""
+    setup = drawn.setup
+    steps = sum(setup.lengths) // setup.batch_size * setup.epochs
+    first = chance.randint(1, steps)
+    stops = first, first + chance.randint(1, setup.workers)
+    faults = [
+        Fault(
+            "stop",
+            1,
+            chance.uniform(0.0, 5 * drawn.latency_s),
+            kind,
+            chance.randrange(2**32),
+            lasts(chance, kind),
+            chance.random() < 0.5,
+        )
+        for kind in chance.choices(AFTER_STOP, k=chance.choice([0, 1, 1, 2]))
+    ]
+    setup = replace(setup, stops=stops[: chance.choice([1, 1, 2])])
+    return replace(drawn, setup=setup, faults=sorted([*drawn.faults, *faults]))
 
 
 class Fate:

@@ -48,6 +48,14 @@ def test_the_seeds_have_every_aim():
     assert aims == {"", *scenario.AIMS}
 
 
+def test_some_seeds_stop_the_fit_early():
+    drawn = [Scenario.of(seed) for seed in range(200)]
+
+    stopped = [one for one in drawn if one.setup.stops]
+    after = {f.kind for one in stopped for f in one.faults if f.moment == "stop"}
+    assert after == {*scenario.AFTER_STOP}
+
+
 def test_a_violation_names_its_seed_the_last_events_and_the_command(monkeypatch):
     def broken(own, cluster, epochs):
         raise Violation("this must not be")

@@ -354,7 +354,8 @@ def test_what_is_no_save_cannot_be_reported(nets):
     assert re.fullmatch(r"Error: .*missing.*\n", done.stderr)
 
 
-def test_workers_are_planned(nets):
+def test_workers_are_planned(nets, monkeypatch):
+    monkeypatch.setattr("daskdl.planning.measure.TIMED_S", 0.0)
     network = ("--workers", 2, "--bandwidth", 1, "--batch-size", 100)
 
     done = call("plan", "nets:linear", "--data", "[01].npz", *network)

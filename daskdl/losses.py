@@ -42,7 +42,7 @@ _LOSSES: dict[Any, tuple[Labels | None, Scale | None]] = {
     functional.smooth_l1_loss: ("numbers", None),
     functional.huber_loss: ("numbers", None),
 }
-_ROUNDING = 2e-2  # error of a sum of probabilities in bfloat16, which has 8 bits
+ROUNDING = 2e-2  # error of a sum of probabilities in bfloat16, which has 8 bits
 
 
 def facts_of(loss: Any) -> tuple[Labels | None, Scale | None]:
@@ -98,7 +98,7 @@ def scale_of(loss: Any, output: Any) -> Scale:
 
 
 def _is_one(sums: Tensor) -> bool:
-    return torch.allclose(sums, torch.ones_like(sums), atol=_ROUNDING, rtol=0)
+    return torch.allclose(sums, torch.ones_like(sums), atol=ROUNDING, rtol=0)
 
 
 def probabilities(scores: Tensor, scale: Scale, *, over_classes: bool) -> Tensor:

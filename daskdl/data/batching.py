@@ -71,7 +71,7 @@ def mapped(function: Callable[..., Any], tree: T, *others: Tree) -> T:
         >>> mapped(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
         {'a': 11, 'b': (22,)}
     """
-    if tree is None:
+    if tree is None and all(other is None for other in others):
         return tree
     if all(map(is_leaf, (tree, *others))):
         made: T = function(tree, *others)  # nearly always, and several times a step

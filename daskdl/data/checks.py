@@ -52,7 +52,7 @@ from daskdl.errors import (
     OptionError,
 )
 from daskdl.history import check_log_names
-from daskdl.losses import aligned, facts_of, scale_of
+from daskdl.losses import ROUNDING, aligned, facts_of, scale_of
 from daskdl.objective import (
     Logs,
     ModelLoss,
@@ -536,16 +536,20 @@ def dry_run(
 
 def _check_scores(loss: Any, output: Any) -> None:
     """Refuse scores of another scale, which a loss may take without an error."""
-    scale, name = facts_of(loss)[1], getattr(loss, "__name__", type(loss).__name__)
-    if not isinstance(output, Tensor) or not output.numel():
+    kind = loss.func if isinstance(loss, functools.partial) else loss
+    name = getattr(kind, "__name__", type(kind).__name__)
+    # A subclass may convert its scores first.
+    known = hasattr(loss, "scale") or str(kind.__module__).startswith("torch.")
+    if not known or not isinstance(output, Tensor) or not output.numel():
         return
+    scale = facts_of(loss)[1]
     if scale == "probabilities" and bool((output < 0).any()):
         raise ModelError(
             f"loss {name} expects probabilities, got outputs down to "
             f"{output.min().item():.3g}: end the model in a softmax or a sigmoid, or "
             "take a loss of logits, such as CrossEntropyLoss, or from_logits=True"
         )
-    if scale == "log_probabilities" and bool((output > 0).any()):
+    if scale == "log_probabilities" and bool((output > ROUNDING).any()):
         raise ModelError(
             f"loss {name} expects log probabilities, got outputs up to "
             f"{output.max().item():.3g}: end the model in nn.LogSoftmax(dim=1), or "
@@ -554,7 +558,7 @@ def _check_scores(loss: Any, output: Any) -> None:
     if scale == "logits" and scale_of(None, output) == "probabilities":
         warnings.warn(
             f"loss {name} expects logits, but the model's outputs add up to 1 in each "
-            "row: it learns slowly with two softmaxes; leave out that of the model",
+            "row: end it before its softmax",
             stacklevel=2,
         )
 

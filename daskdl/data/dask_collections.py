@@ -435,7 +435,7 @@ def stack(examples: Sequence[Tree]) -> Tree:
     """Stack the arrays, tensors, numbers and texts of examples.
 
     Raises:
-        ValueError: If their shapes or structures differ.
+        ValueError: If their shapes or structures differ, or a value is None.
 
     Example:
         >>> stack([{"a": 1}, {"a": 2}])
@@ -443,6 +443,8 @@ def stack(examples: Sequence[Tree]) -> Tree:
     """
     if isinstance(examples[0], int | float | str | list | np.generic):
         return np.asarray(examples)  # faster
+    if any(leaf is None for one in examples for leaf in batching.leaves(one)):
+        raise ValueError("a value is None")
 
     def stacked(*leaves: Any) -> np.ndarray:
         return np.stack(

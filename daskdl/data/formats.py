@@ -376,7 +376,7 @@ def _places(series: Any, classes: Sequence[str], where: str) -> np.ndarray:
         row = int(np.argmax(unknown))
         raise DataError(
             f"{where} has the label {texts.iloc[row]!r} in row {row}, which is not "
-            f"among the classes {few(classes, _SHOWN)}"
+            f"among the classes {few([*classes], _SHOWN)}"
         )
     if missing.any():
         return np.where(missing, np.nan, places)

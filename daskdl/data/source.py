@@ -139,6 +139,8 @@ class Source(ABC):
 
     def stream(self, part: int, rows: int) -> Iterator[Rows]:
         """Yield a part; a sequential one in pieces of about `rows` rows."""
+        if self.sequential:
+            raise NotImplementedError(f"{type(self).__name__} needs stream")
         yield self.load(part)
 
     def packed(self, part: int) -> Rows | PartGraph:

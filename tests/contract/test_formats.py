@@ -491,6 +491,11 @@ class TestParquet:
                 {"a": [1], "y": ["c"]},
                 "'y' .* the label 'c' in row 0, which is not among the classes 'd'",
             ),
+            (
+                Parquet(label="y", classes={"d": 0}),
+                {"a": [1], "y": ["c"]},
+                "'c' in row 0, which is not among the classes 'd'",
+            ),
         ],
     )
     def test_what_is_wrong_is_named(self, loaded, loader, columns, message):

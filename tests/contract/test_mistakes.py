@@ -72,6 +72,16 @@ class Two(nn.Module):
         return self.layer(left + right)
 
 
+class OfLogits(nn.NLLLoss):
+    def forward(self, output, y):
+        return super().forward(output.log_softmax(1), y)
+
+
+def own_step(model, batch):
+    x, _ = batch
+    return model(x).square().mean()
+
+
 def others(params):
     return optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
 
@@ -96,6 +106,10 @@ MISTAKES = {
     "a loss of log probabilities for logits": (
         lambda: fit(loss=nn.NLLLoss()),
         "nn.LogSoftmax(dim=1), or take nn.CrossEntropyLoss()",
+    ),
+    "labels of which the first is missing": (
+        lambda: fit(X, [None, *Y[1:].tolist()], options={"step": own_step}),
+        "y must all have one shape: a value is None",
     ),
     "a loss for each row": (
         lambda: fit(loss=nn.CrossEntropyLoss(reduction="none")),
@@ -247,3 +261,7 @@ def test_a_softmax_before_a_loss_of_logits_is_noticed():
 
     with pytest.warns(UserWarning, match="CrossEntropyLoss expects logits, .* add up"):
         fit(model=model)
+
+
+def test_a_subclass_of_a_loss_may_convert_its_scores():
+    fit(loss=OfLogits())

@@ -32,7 +32,7 @@ from daskdl.saving.checkpoints import Series, complete_at
 from daskdl.training.checkpointing import restored_state, resume_plan
 from tests.support.saves import layers, signed
 
-FLIPS, CUTS, CHANGES, FITS = 25, 8, 120, 12  # of each file; of the JSON; of fits
+FLIPS, CUTS, CHANGES, FITS = 25, 8, 120, 20  # of each file; of the JSON; of fits
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()
 MINE = b"the user's own"

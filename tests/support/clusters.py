@@ -134,11 +134,12 @@ def still_left_behind(client, within_s=60.0):
     """The same, when Dask has had time to forget: releasing a future is a message.
 
     A worker that was fetching a key from one that has died keeps it, as cancelled,
-    while it tries to connect: 30 s (``distributed.comm.timeouts.connect``).
+    while it tries to connect: 30 s (``distributed.comm.timeouts.connect``). Futures of
+    a lazy collection may wait for Python to look for garbage.
     """
     deadline = time.monotonic() + within_s
     while (left := left_behind(client)) and time.monotonic() < deadline:
-        pass  # each look asks the scheduler and every worker
+        gc.collect()  # each look asks the scheduler and every worker
     return left
 
 

@@ -65,13 +65,13 @@ def leaves(tree: Tree) -> list[Any]:
 def mapped(function: Callable[..., Any], tree: T, *others: Tree) -> T:
     """Apply a function to each array and the arrays in the same places of other trees.
 
-    Mappings become dicts.
+    Mappings become dicts. None stays None, whatever the other trees have there.
 
     Example:
         >>> mapped(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
         {'a': 11, 'b': (22,)}
     """
-    if tree is None and all(other is None for other in others):
+    if tree is None:
         return tree
     if all(map(is_leaf, (tree, *others))):
         made: T = function(tree, *others)  # nearly always, and several times a step

@@ -77,6 +77,13 @@ class OfLogits(nn.NLLLoss):
         return super().forward(output.log_softmax(1), y)
 
 
+def positive():
+    """A model whose outputs are no log probabilities."""
+    model = nn.Linear(4, 2)
+    nn.init.constant_(model.bias, 9.0)
+    return model
+
+
 def own_step(model, batch):
     x, _ = batch
     return model(x).square().mean()
@@ -104,7 +111,7 @@ MISTAKES = {
         "did you mean 'mean_squared_error'?",
     ),
     "a loss of log probabilities for logits": (
-        lambda: fit(loss=nn.NLLLoss()),
+        lambda: fit(model=positive(), loss=nn.NLLLoss()),
         "nn.LogSoftmax(dim=1), or take nn.CrossEntropyLoss()",
     ),
     "labels of which the first is missing": (
@@ -264,4 +271,4 @@ def test_a_softmax_before_a_loss_of_logits_is_noticed():
 
 
 def test_a_subclass_of_a_loss_may_convert_its_scores():
-    fit(loss=OfLogits())
+    fit(model=positive(), loss=OfLogits())

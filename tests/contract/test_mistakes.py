@@ -90,7 +90,7 @@ def own_step(model, batch):
 
 
 def others(params):
-    return optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+    return optim.SGD([*params, *nn.Linear(4, 2).parameters()], lr=0.1)
 
 
 def table(**columns):
@@ -165,7 +165,10 @@ MISTAKES = {
     "another number of inputs": (lambda: fit(model=nn.Linear(5, 2)), "(2, 4)"),
     "too few classes": (lambda: fit(X, Y + 1), "2"),
     "nothing to train": (lambda: fit(model=Frozen()), "requires_grad"),
-    "a model that is not a model": (lambda: fit(model=3), "torch.nn.Module"),
+    "a model that is not a model": (
+        lambda: fit(model=nn.Linear(4, 2).parameters()),
+        "torch.nn.Module",
+    ),
     "an array for two arguments": (lambda: fit(model=Two()), "right"),
     # ---- data
     "no data": (lambda: trainer().fit(None), "X"),

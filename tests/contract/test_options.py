@@ -66,7 +66,8 @@ TRAINER = [
     (
         "optimizer",
         sgd(),
-        "optimizer must be made by each replica, got a SGD; give the ",
+        "optimizer must be made by each replica, got a SGD; give the class and the "
+        "rate, optimizer=torch.optim.SGD, lr=...",
     ),
     (
         "optimizer",
@@ -128,7 +129,7 @@ def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
 
 
 FIT = [
-    *[("epochs", value, f"epochs must be {WHOLE}") for value in (0, 1.5, True)],
+    *[("epochs", value, f"epochs must be {WHOLE}") for value in (0, 1.5, True, "3")],
     *[(name, 1, f"{name} must be True or False") for name in ("shuffle", "drop_last")],
     *[("prefetch", v, "prefetch must be a whole number >= 0") for v in (-1, 0.5, True)],
     *[("approach", v, "approach must be 'direct' or 'export'") for v in ("copy", True)],
@@ -169,7 +170,13 @@ def logging(**logs):
 # What the client sees when it tries them.
 TRIED = [
     *[
-        ({"optimizer": halves(kind)}, ModelError, "got several (SGD, Adam); make")
+        (
+            {"optimizer": halves(kind)},
+            ModelError,
+            "got several (SGD, Adam); make one of parameter groups, as in "
+            "torch.optim.SGD([{'params': a, 'lr': 0.1}, {'params': b, 'lr': 0.01}]); "
+            "to train several models, such as generator and",
+        )
         for kind in (list, tuple, lambda two: dict(zip("ab", two, strict=True)))
     ],
     *[
@@ -192,7 +199,11 @@ TRIED = [
             ModelError,
             "; to train several models, such as generator and",
         )
-        for kind in ((nn.Linear(2, 2), nn.Linear(2, 1)), {"g": nn.Linear(2, 1)})
+        for kind in (
+            (nn.Linear(2, 2), nn.Linear(2, 1)),
+            [nn.Linear(2, 1)],
+            {"g": nn.Linear(2, 1)},
+        )
     ],
     (
         {"autocast": torch.float16, "model": lambda: nn.Linear(2, 1).half()},

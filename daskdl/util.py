@@ -28,7 +28,7 @@ from distributed.core import Status
 from distributed.deploy import Cluster
 from distributed.diagnostics.plugin import WorkerPlugin
 
-from daskdl.config import VERSION, Bound, Timeouts
+from daskdl.config import VERSION, Timeouts
 from daskdl.errors import OptionError, RunError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,23 @@ def check_installed(client: Client) -> None:
     A process without daskdl could not unpickle its objects. The import takes seconds
     and runs in a thread of each process, so that the event loop stays responsive.
     """
-    answers = versions_of(client)
+    with installed_meanwhile(client):
+        pass
+
+
+@contextlib.contextmanager
+def installed_meanwhile(client: Client) -> Iterator[None]:
+    """Check the processes of the cluster while the block runs on the client.
+
+    An error of the block ends the check.
+    """
+    loop = client.loop.asyncio_loop
+    answering = asyncio.run_coroutine_threadsafe(_answers(client), loop)
+    try:
+        yield
+        answers = answering.result()
+    finally:
+        answering.cancel()
     places: dict[str, list[str]] = {}  # processes by problem
     for where, answer in answers.items():
         if isinstance(answer, OSError):
@@ -217,25 +233,29 @@ def check_installed(client: Client) -> None:
 
 def versions_of(client: Client) -> dict[str, Any]:
     """Return the versions on the scheduler and each worker, or errors, by process."""
-    bound = Timeouts.from_config().bound("join", "request")
-    answers: dict[str, Any] = client.sync(_answers, client, bound)
+    answers: dict[str, Any] = client.sync(_answers, client)
     return answers
 
 
-async def _answers(client: Client, bound: Bound) -> dict[str, Any]:
+async def _answers(client: Client) -> dict[str, Any]:
+    bound = Timeouts.from_config().bound("join", "request")
     scheduler = f"the scheduler, {client.scheduler.address}"
     asked = {asyncio.ensure_future(client.nthreads()): scheduler}
-    done, waiting = await asyncio.wait(asked, timeout=bound.seconds)
-    if done:
-        (workers,) = (task.result() for task in done)
-        asking = {scheduler: client.run_on_scheduler(_version_finder())}
-        for address in sorted(workers):
-            own = client.run(_version_finder(), workers=[address], on_error="return")
-            asking[f"worker {address}"] = own
-        asked = {asyncio.ensure_future(one): where for where, one in asking.items()}
-        _, waiting = await asyncio.wait(asked, timeout=bound.seconds)
-    for task in waiting:
-        task.cancel()
+    try:
+        done, waiting = await asyncio.wait(asked, timeout=bound.seconds)
+        if done:
+            (workers,) = (task.result() for task in done)
+            asking = {scheduler: client.run_on_scheduler(_version_finder())}
+            for address in sorted(workers):
+                own = client.run(
+                    _version_finder(), workers=[address], on_error="return"
+                )
+                asking[f"worker {address}"] = own
+            asked = {asyncio.ensure_future(one): where for where, one in asking.items()}
+            _, waiting = await asyncio.wait(asked, timeout=bound.seconds)
+    finally:
+        for task in asked:
+            task.cancel()
     if waiting:
         # A process that still imports must not get tasks that need the same import.
         silent = _listed(sorted(asked[task] for task in waiting))

@@ -88,7 +88,7 @@ from daskdl.training.fit_spec import (
 from daskdl.training.replica import FitResult, check_device
 from daskdl.training.telemetry import RowLog, add_telemetry, reports_of
 from daskdl.training.tree_reduce import load_optimizer_
-from daskdl.util import check_installed, guarded, versions
+from daskdl.util import guarded, installed_meanwhile, versions
 
 if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib
     from daskdl.evaluation.metric_state import MetricSpec
@@ -179,9 +179,8 @@ class FitRun:
         else:
             PackedModel(model)  # raises here if the model cannot be pickled
         known = all(is_known(source) for source in sources.values())
-        accepted = self._dry_run(sources) if known else None
-        if client is not False:
-            check_installed(client)
+        with nullcontext() if client is False else installed_meanwhile(client):
+            accepted = self._dry_run(sources) if known else None
         with _ready(sources, spec, client) as ready, contextlib.ExitStack() as stack:
             run, evaluation = accepted or self._dry_run(ready)
             train, size = ready["train"], spec.read.batch_size

@@ -1,5 +1,6 @@
 """Checks that scheduler and workers have the client's daskdl and torch."""
 
+import contextlib
 import importlib
 import os
 import re
@@ -11,6 +12,7 @@ import dask
 import pytest
 import torch
 from distributed import Client
+from distributed.utils_test import poll_for
 from torch import nn
 
 import daskdl
@@ -126,23 +128,66 @@ def test_workers_with_wrong_packages_are_named_before_a_pass(client, changed, do
         do(client)
 
 
-@pytest.mark.parametrize("do", [fit, predict])
-def test_a_worker_that_hangs_is_named(client, do):
+@contextlib.contextmanager
+def one_hangs(client):
+    """Yield the address of the worker."""
     pids = client.run(os.getpid)
     worker = sorted(pids)[1]
     os.kill(pids[worker], signal.SIGSTOP)
     bounds = {"daskdl.timeouts.join": "1s", "daskdl.timeouts.request": "1s"}
-
     try:
-        with dask.config.set(bounds), pytest.raises(daskdl.WaitTimeoutError) as caught:
-            do(client)
+        with dask.config.set(bounds):
+            yield worker
     finally:
         os.kill(pids[worker], signal.SIGCONT)
+
+
+@pytest.mark.parametrize("do", [fit, predict])
+def test_a_worker_that_hangs_is_named(client, do):
+    with one_hangs(client) as worker, pytest.raises(daskdl.WaitTimeoutError) as caught:
+        do(client)
 
     assert str(caught.value) == (
         "no answer within 2 s (daskdl.timeouts.join + request) to which daskdl and "
         f"torch it has, from worker {worker}: it hangs, or takes longer to import them"
     )
+
+
+def test_a_model_of_another_shape_is_refused_while_a_worker_hangs(client):
+    with one_hangs(client), pytest.raises(daskdl.ModelError, match="19"):
+        trainer(client, model=nn.Linear(19, 4)).fit(X, Y)
+
+
+CHECKS = []  # in the client's process, not on workers
+
+
+class Checked(nn.Linear):
+    def forward(self, x):
+        for check in CHECKS:
+            check()
+        return super().forward(x)
+
+
+def test_workers_import_daskdl_while_the_client_tries_the_model(client, monkeypatch):
+    name = "daskdl.training.parameter_averaging"
+
+    def take_out():
+        sys.taken_out = sys.modules.pop(name, None)
+
+    def put_back():
+        if (module := sys.__dict__.pop("taken_out")) is not None:
+            sys.modules[name] = module
+
+    def imported():
+        return all(client.run(lambda: name in sys.modules).values())
+
+    monkeypatch.setitem(globals(), "CHECKS", [lambda: poll_for(imported, 30)])
+    client.run(take_out)
+
+    try:
+        trainer(client, model=Checked(20, 4)).fit(X, Y)
+    finally:
+        client.run(put_back)
 
 
 @pytest.fixture

@@ -405,6 +405,9 @@ class RemoteReplica(Replica):
         return unwrap(answer["result"])
 
 
+CLIENT_CLOSED = "the client is closed, and no worker can be reached"
+
+
 @dataclass(frozen=True)
 class ClusterHost(Host):
     """The workers of a cluster; their replicas close after `silence_s` without ping."""
@@ -416,7 +419,7 @@ class ClusterHost(Host):
     @override
     async def places(self) -> list[str]:
         if self.client.status in ("closing", "closed"):
-            raise ChannelError("the client is closed, and no worker can be reached")
+            raise ChannelError(CLIENT_CLOSED)
         return sorted(await self.client.scheduler.ncores())
 
     @override
@@ -485,6 +488,7 @@ class ReplicaPool:
     async def close(self, wait: bool) -> None:
         """Leave no replica anywhere; see `Replica.close`."""
         if self._watching is not None:
+            self._watching.remove_done_callback(self._watched)
             self._watching.cancel()
         if self.starting:  # a half-open replica could not be closed
             await asyncio.wait(self.starting, timeout=self._timeouts.stop)
@@ -607,7 +611,10 @@ class ReplicaPool:
             await asyncio.sleep(LOOK_S)
 
     def _watched(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
+        # A client that closes its event loop cancels all tasks.
+        closed = ChannelError(CLIENT_CLOSED) if task.cancelled() else None
+        error = closed or task.exception()
+        if error is not None:
             self.ended(error)
 
     async def look(self) -> None:

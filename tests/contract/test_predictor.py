@@ -16,6 +16,7 @@ import torch
 from distributed import Client, LocalCluster
 from distributed.utils_test import poll_for
 from torch import nn
+from tornado.ioloop import IOLoop
 
 from daskdl import BusyError, Predictor, Trainer
 from daskdl.errors import DataError, ModelError, OptionError, RunError, WaitTimeoutError
@@ -25,11 +26,13 @@ X = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 WITHIN_S = 20.0
 GATE = threading.Event()  # `Gated` models wait for it
+ASKED = threading.Event()  # they have got rows
 
 
 @pytest.fixture
 def gate():
     GATE.clear()
+    ASKED.clear()
     yield GATE
     GATE.set()
     for thread in threading.enumerate():
@@ -39,6 +42,7 @@ def gate():
 
 class Gated(nn.Module):
     def forward(self, x):
+        ASKED.set()
         assert GATE.wait(WITHIN_S)
         return x * 2
 
@@ -222,28 +226,62 @@ def test_a_late_answer_is_an_error(gate, caplog, ask):
     assert not caplog.records  # such as that the event loop is closed
 
 
-@ASKING
-def test_a_call_ends_when_its_client_is_closed(ask):
-    with (
-        LocalCluster(
-            n_workers=1,
-            processes=False,
-            protocol="tcp://",
-            dashboard_address=None,
-        ) as cluster,
-        ThreadPoolExecutor(1) as threads,
-    ):
-        # A client by address has an event loop of its own, which ends with it.
-        client = Client(cluster.scheduler_address, set_as_default=False)
-        predictor = Predictor(nn.Identity(), wait_ms=1e6, client=client)
-        late = threads.submit(ask, predictor, None)
-        poll_for(lambda: len(predictor._queue), WITHIN_S)
+def from_a_future(predictor, timeout_s):
+    return predictor.submit(X[:4]).result(timeout_s or WITHIN_S)
+
+
+@pytest.fixture
+def address(gate):
+    """The scheduler of a worker in this process; the gate is open before they end."""
+    options = {"processes": False, "protocol": "tcp://", "dashboard_address": None}
+    with LocalCluster(n_workers=1, **options) as cluster:
+        yield cluster.scheduler_address
+        gate.set()
+
+
+@pytest.mark.parametrize("ask", [from_a_thread, from_an_event_loop, from_a_future])
+def test_calls_end_when_their_client_is_closed(address, ask):
+    # A client by address has an event loop of its own, which ends with it.
+    client = Client(address, set_as_default=False)
+    predictor = Predictor(Gated(), client=client)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, predictor, None)
+        assert ASKED.wait(WITHIN_S)
+        waiting = predictor.submit(X[:4])
 
         client.close()
 
+        for call in (asked, waiting):
+            with pytest.raises(RunError, match="client is closed"):
+                call.result(WITHIN_S)
+    predictor.close()
+
+
+@ASKING
+def test_a_call_ends_when_the_event_loop_of_its_client_stops(address, ask):
+    loop = asyncio.new_event_loop()
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(loop.run_forever)
+        own = asyncio.run_coroutine_threadsafe(running_loop(), loop).result(WITHIN_S)
+        client = Client(address, loop=own, set_as_default=False)
+        predictor = Predictor(Gated(), client=client)
+        asked = threads.submit(ask, predictor, None)
+        assert ASKED.wait(WITHIN_S)
+
+        loop.call_soon_threadsafe(loop.stop)
+
         with pytest.raises(RunError, match="client is closed"):
-            late.result(WITHIN_S)
+            asked.result(WITHIN_S)
+        GATE.set()
+        threads.submit(loop.run_forever)
         predictor.close()
+        client.close()
+        loop.call_soon_threadsafe(loop.stop)
+    loop.close()
+
+
+async def running_loop():
+    return IOLoop.current()
 
 
 def cancel_the_future(predictor, waiting):

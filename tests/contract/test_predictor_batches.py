@@ -19,6 +19,7 @@ from daskdl.errors import (
     ModelError,
     OptionError,
     ReplicaError,
+    RunError,
     WaitTimeoutError,
 )
 from daskdl.inference import predictor
@@ -391,6 +392,15 @@ class TestReplicas:
 
             with pytest.raises(ChannelError, match="closed"):
                 await values(waiting)
+
+    async def test_calls_that_come_too_late_say_that_it_was_closed(self):
+        async with serving("a") as desk:
+            desk.dispatcher.close()
+            await desk.pool.close(wait=True)
+            await turns()
+
+            with pytest.raises(RunError, match="the predictor was closed"):
+                await values(desk.call(1))
 
 
 class TestSwap:

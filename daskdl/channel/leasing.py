@@ -168,8 +168,8 @@ class RunSpec:
         seed: Seed of the order of the training parts; None keeps their order.
         epochs_before: Epochs of earlier fits, so that each epoch has its own order.
         synchronous: Static partition instead of dynamic leases.
-        relay_bytes: Bound of the relay's queue for each replica, bytes; it accepts the
-            updates of a leaving replica in any case.
+        relay_bytes: Bound of the relay's queue for each replica, bytes; from a replica
+            that leaves, a full queue accepts updates up to a second bound.
         min_replicas: With fewer active replicas, no replica gets a lease.
         timeouts: Bounds on waiting, seconds, by name.
         relayed: Whether the scheduler relays updates; see `Routing`.

@@ -5,6 +5,7 @@ events in `RunState.events`. No I/O, no clock, no thread.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -225,6 +226,10 @@ class OpenBarrier:
         return self.gone is not None
 
 
+# Second bound of a queue: updates of one origin in it, before the last one accepted. A
+# leaving replica can have filled the queue (8 MiB), and sends its outbox (1 MiB) and an
+# update of any size. That it leaves is only its own word.
+LEAVING_BYTES = 16 * 2**20
 MOST_NAMED = 8  # gone replicas in a message, which fits a screen
 
 
@@ -284,6 +289,7 @@ class RunState:
         self.holding = False
         self._opened_at = self._enough_at = now
         self._held: list[Message] = []  # updates held back, one per leaving replica
+        self._held_bytes: Counter[int] = Counter()  # by origin, below `LEAVING_BYTES`
         self._idle: dict[int, Any] = {}  # payloads of replicas that wait for a lease
         self._interval_began_at: float | None = None
         # Examples of finished leases and mean loss in this epoch, by replica.
@@ -439,7 +445,8 @@ class RunState:
             origin: The replica.
             messages: Its next updates.
             progress: Its progress with these.
-            leaves: Accept all, even beyond the bounds: its worker closes soon.
+            leaves: Its worker closes soon: accept them in a full queue as well, until
+                `LEAVING_BYTES` of this replica are in it.
 
         Returns:
             Number of accepted updates; the replica has to retransmit the rest.
@@ -448,10 +455,14 @@ class RunState:
         member = self.members.replicas[origin]
         accepted = 0
         for message in messages:
-            if self.holding:
+            nbytes = message.nbytes + MESSAGE_BYTES
+            if self.holding and self._held_bytes[origin] < LEAVING_BYTES:
                 self._held.append(message)
-            elif leaves or all(
-                box.has_room(message.nbytes + MESSAGE_BYTES) for box in others
+                self._held_bytes[origin] += nbytes
+            elif not self.holding and all(
+                box.has_room(nbytes)
+                or (leaves and box.bytes_of(origin) < LEAVING_BYTES)
+                for box in others
             ):
                 self._send(message, but=origin)
             else:
@@ -575,6 +586,7 @@ class RunState:
             for message in self._held:
                 self._send(message, but=message.origin)
             self._held.clear()
+            self._held_bytes.clear()
         if kind == BarrierKind.ROUND:
             payloads.update({**self._idle, **payloads})
         elif kind == BarrierKind.AGREE:

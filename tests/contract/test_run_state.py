@@ -3,6 +3,8 @@
 import dataclasses
 import re
 
+import pytest
+
 from daskdl.channel.leasing import (
     NOBODY,
     Done,
@@ -13,7 +15,7 @@ from daskdl.channel.leasing import (
     SyncPoint,
 )
 from daskdl.channel.protocol import BarrierKind, Message, PeerProgress
-from daskdl.channel.run_state import RunState
+from daskdl.channel.run_state import LEAVING_BYTES, RunState
 from tests.support.run_states import EACH, TIMEOUTS, joined, plan_of, queued, update
 
 # ---- updates and progress
@@ -40,6 +42,25 @@ def test_updates_before_the_one_without_room_are_accepted():
     assert accepted == 2
     assert [message.sequence for message in queued(state, 1)] == [1, 2]
     assert queued(state, 1, "progress") == []  # it would overtake the third
+
+
+MUCH = 2**22  # bytes of an update
+LEAVING = LEAVING_BYTES // MUCH  # updates below the bound, each a little larger
+
+
+@pytest.mark.parametrize("holding", [False, True], ids=["queued", "held back"])
+def test_a_replica_that_says_it_leaves_cannot_fill_the_relay(holding):
+    state = joined(relay_bytes=EACH)
+    if holding:
+        arrive(state, "end", 0, 1, 2, kind="agree")
+    many = [update(2, 1 + i, nbytes=MUCH) for i in range(LEAVING + 2)]
+    state.publish(1, [update(1, 1)], PeerProgress(1))  # fills a queue
+
+    accepted = state.publish(2, many, PeerProgress(1), leaves=True)
+    again = state.publish(2, many[accepted:], PeerProgress(1), leaves=True)
+
+    assert (accepted, again) == (LEAVING, 0)
+    assert state.publish(0, [update(0, 1)], PeerProgress(1), leaves=True) == 1
 
 
 def test_progress_is_announced_once_to_all_others():

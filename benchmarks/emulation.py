@@ -4,11 +4,14 @@ Question: What share of its speed does a replica keep in a run of 2 to 32 replic
           steps of 1 to 150 ms?
 Counted:  Each member of a run sleeps in place of a step, publishes an update, takes in
           updates that have arrived, and waits where it is more than `max_staleness`
-          steps ahead when an interval of `exchange_every` steps begins. The updates are
-          those of a real run of the MLP with 5.8 million parameters, two replicas and
-          the default threshold: sizes, encoding, decoding and relaying are real. Left
-          out is what takes a core of its own on a real cluster: forward and backward
-          pass, the search for entries, and applying the entries of others. Efficiency:
+          steps ahead when an interval begins. "default" chooses the steps between
+          exchanges as `GradientSharing()` does after its first 2048 steps, from the
+          duration of an exchange: what it takes here, and what is left out. The updates
+          are those of a real run of the MLP with 5.8 million parameters, two replicas,
+          the default threshold and 16 steps between exchanges: sizes, encoding,
+          decoding and relaying are real. Left out is what takes a core of its own on a
+          real cluster: forward and backward pass, the search for entries, committing
+          them, and applying the entries of others. Efficiency:
           steps per second, relative to the same loop without a channel, in the same run
           and with as many processes. CPU of the scheduler's process (this one) and of
           all workers, in cores. Bytes of frames that a worker receives; staleness in
@@ -32,28 +35,36 @@ from benchmarks.clusters import MOST_WORKERS, local_client, run_members, spread
 from benchmarks.report import lines
 from benchmarks.results import Question
 from benchmarks.work import WORKS, batches
-from daskdl import AdaptiveThreshold, ResidualClipping, codec
+from daskdl import KeepResidual, SampledThreshold, codec
 from daskdl.channel.protocol import NAME, ChannelSpec
 from daskdl.channel.remote import RemoteChannel
 from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
-from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.gradient_sharing import (
+    LONGEST,
+    UNSENT_BYTES,
+    GradientSharing,
+    Interval,
+)
 from daskdl.training.optimizer_step import scaled
 
-MAX_STALENESS = 8  # the default of `GradientSharing`
 # Of Deeplearning4j, for steps of at least so many milliseconds.
 GUIDANCE = {100.0: "good", 10.0: "sub-linear", 0.0: "no gain"}
-STEPS = 80
-LEFT_OUT = 20  # of these steps, while the threshold adapts
+EVERY = 16  # steps between the exchanges of the real run
+EXCHANGES = 20
+LEFT_OUT = 4  # of these exchanges, before buffers are warm
+MADE = 2048  # steps, after which exchanging may take no more than 3 %
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Updates of two replicas, one per step."""
+    """Updates of two replicas, one per exchange."""
 
     size: int  # parameters of the model
     updates: Sequence[tuple[Any, ...]]  # threshold, entries, kind and levels
     nbytes: float  # of an encoded update, median
+    search_s: float  # to find entries and to commit them, median
+    apply_s: float  # to apply an update of the other replica, median
 
     def update(self, replica: int, number: int) -> tuple[Any, ...]:
         """Each replica begins at another place."""
@@ -68,47 +79,60 @@ def record() -> Recording:
     replicas = []
     for _ in range(2):
         torch.manual_seed(0)
-        module = task.model()
-        rule, residual = AdaptiveThreshold(initial=None), ResidualClipping()
-        compressor = Compressor(FlatParameters(module), rule, residual)
+        module, rule = task.model(), SampledThreshold()
+        compressor = Compressor(FlatParameters(module), rule, KeepResidual())
         optimizer = task.optimizer("SGD")(module.parameters())
         scale = compressor.vector.set_scale_(0.5)
         replicas.append((module, compressor, optimizer, scale))
-    frames = []
-    for _ in range(STEPS):
-        sent = []
-        for module, compressor, optimizer, scale in replicas:
+    frames, times = [], []
+    for step in range(1, EVERY * EXCHANGES + 1):
+        for module, _, optimizer, scale in replicas:
             inputs, labels = next(some)
             optimizer.zero_grad()
             task.loss(module(inputs), labels).backward()
             with scaled(optimizer, scale):
                 optimizer.step()
+        if step % EVERY:
+            continue
+        for k, (_, compressor, *_) in enumerate(replicas):
+            other = replicas[1 - k][1].vector
             compressor.vector.sync_from_parameters_()
+            clock = [time.monotonic()]
             (update,) = compressor.propose()
-            sent.append(update.encode(stamp))
+            clock.append(time.monotonic())
+            frame = update.encode(stamp)
+            clock.append(time.monotonic())
             compressor.commit_(update)
-        for frame, (_, compressor, *_) in zip(sent, reversed(replicas), strict=True):
-            compressor.vector.apply_(codec.decode(frame.data))
-        frames += sent
+            clock.append(time.monotonic())
+            received = codec.decode(frame.data)
+            clock.append(time.monotonic())
+            other.apply_(received)
+            clock.append(time.monotonic())
+            frames.append(frame)
+            times.append(np.diff(clock))
     kept = frames[2 * LEFT_OUT :]
     updates = [codec.decode(frame.data) for frame in kept]
     assert all(isinstance(update, codec.SparseUpdate) for update in updates)
+    find_s, _, commit_s, _, apply_s = np.median(times[2 * LEFT_OUT :], axis=0)
     return Recording(
         sum(p.numel() for p in module.parameters()),
         [(u.threshold, u.entries_K, u.kind, u.levels_K) for u in updates],
         float(np.median([frame.nbytes for frame in kept])),
+        float(find_s + commit_s),
+        float(apply_s),
     )
 
 
 @dataclass(frozen=True)
 class Case:
     step_ms: float  # of a sleep in place of a step
-    exchange_every: int
+    exchange_every: int | None  # None: as chosen by default
     seconds: float  # of all steps, without waits
 
     @property
     def steps(self) -> int:
-        return max(2 * self.exchange_every, round(1000 * self.seconds / self.step_ms))
+        least = 2 * (self.exchange_every or LONGEST)
+        return max(least, round(1000 * self.seconds / self.step_ms))
 
 
 def without_channel(case: Case) -> float:
@@ -124,10 +148,10 @@ def member(own: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
     """Take as many steps, with exchanges."""
     secede()
     channel = RemoteChannel(get_worker().extensions[NAME], own)
-    pace = GradientSharing(
-        max_staleness=MAX_STALENESS, exchange_every=case.exchange_every
-    )
-    leads = []
+    pace = GradientSharing(exchange_every=case.exchange_every or "auto")
+    interval = Interval(pace, adaptive=False)
+    interval.note(0.0, 1.0)  # the first one does not count
+    leads, spent_s = [], 0.0
 
     def encode(stamp: codec.Stamp) -> np.ndarray:
         update = updates.update(own.replica, stamp.sequence)
@@ -139,15 +163,23 @@ def member(own: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
         began = time.monotonic()
         for step in range(1, case.steps + 1):
             time.sleep(case.step_ms / 1000)
-            exchanges = step % case.exchange_every == 0
-            if exchanges:
+            interval.choose_(MADE + step)
+            exchanges = step % interval.every == 0
+            started = time.monotonic()
+            if exchanges and channel.has_room(unsent=UNSENT_BYTES):
                 channel.publish(encode, step)
-            if pace.announces(step):
+                left_out_s = updates.search_s + spent_s
+                whole_s = time.monotonic() - started + left_out_s
+                interval.note(whole_s, case.step_ms / 1000)
+                spent_s = 0.0
+            if exchanges or pace.announces(step):
                 channel.progress(step)
-            channel.drain()
+            taken = channel.drain()
+            applied = len(taken.updates) + (taken.folded_N is not None)
+            spent_s += applied * updates.apply_s
             leads.append(pace.least_lead(step, channel.wait_for_peers(step, 0, None)))
             if exchanges:
-                channel.wait_for_peers(step, 0, MAX_STALENESS)
+                channel.wait_for_peers(step, 0, interval.staleness_bound(MADE + step))
         seconds = time.monotonic() - began
         traffic = channel.stats()
         channel.progress(case.steps, 0)  # so that nobody waits for this one
@@ -156,6 +188,7 @@ def member(own: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
         channel.leave()
     return {
         "seconds": seconds,
+        "every": interval.every,
         "waited_s": traffic.waits_s.get("staleness", 0.0),
         "leads": leads,
         "received_bytes": traffic.received_bytes,
@@ -182,10 +215,11 @@ def measured(
     received = sum(own["received_bytes"] for own in found)
     waited_s, all_s = (sum(own[k] for own in found) for k in ("waited_s", "seconds"))
     return {
+        "case": f"every {case.exchange_every}" if case.exchange_every else "default",
         "replicas": replicas,
         "workers": workers,
         "step_ms": case.step_ms,
-        "exchange_every": case.exchange_every,
+        "exchange_every": statistics.median_low(own["every"] for own in found),
         "routing": routing,
         "kilobytes": updates.nbytes / 1e3,
         "efficiency": alone_s / seconds,
@@ -206,7 +240,7 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             warm = Case(10.0, 1, 0.5)  # the first frames load the kernels
             measured(client, replicas, asked.routing, warm, updates)
             for step_ms in asked.step_ms:
-                for every in asked.exchange_every:
+                for every in (None, *asked.exchange_every):
                     case = Case(step_ms, every, asked.seconds)
                     yield measured(client, replicas, asked.routing, case, updates)
 
@@ -215,7 +249,7 @@ QUESTION = Question(
     "emulation",
     __doc__,
     rows,
-    "replicas:d step_ms:g exchange_every:d routing kilobytes:.1f efficiency:.3f "
+    "case replicas:d step_ms:g exchange_every:d routing kilobytes:.1f efficiency:.3f "
     "waiting:.3f staleness:.2f staleness_max:d megabits_per_s:.1f scheduler_cpu:.0% "
     "workers_cpu:.0% guidance",
     {
@@ -225,5 +259,5 @@ QUESTION = Question(
         "--routing": {"choices": ["plain", "mesh"], "default": "plain"},
         "--seconds": {"type": float, "default": 8.0, "help": "of each case"},
     },
-    lambda result: lines(result, "replicas", "efficiency", "step_ms", "exchange_every"),
+    lambda result: lines(result, "replicas", "efficiency", "step_ms", "case"),
 )

@@ -36,6 +36,7 @@ class Contestant:
     options: str = ""  # of the script
     alone: bool = False  # one process, whatever the number of hosts
     kept: bool = True  # freed memory is kept for the next step, as daskdl keeps it
+    serves: bool = False  # a worker on each host, and rank 0 is their client beside one
 
 
 PLAIN = ("ddp", "--way=plain")
@@ -54,11 +55,16 @@ CONTESTANTS = {
     "hivemind-16": Contestant("hivemind, every 16", "hive"),
     "hivemind-256": Contestant("hivemind, every 256", "hive", "--every=256"),
     "ray-train": Contestant("Ray Train", "ray_train"),
-    "daskdl": Contestant("daskdl", "own"),
-    "daskdl-1": Contestant("daskdl, exchange_every=1", "own", "--every=1"),
-    "daskdl-16": Contestant("daskdl, exchange_every=16", "own", "--every=16"),
+    "daskdl": Contestant("daskdl", "own", serves=True),
+    "daskdl-1": Contestant("daskdl, exchange_every=1", "own", "--every=1", serves=True),
+    "daskdl-16": Contestant(
+        "daskdl, exchange_every=16", "own", "--every=16", serves=True
+    ),
     "daskdl-averaging": Contestant(
-        "daskdl, averaging every 16", "own", "--way=averaging --every=16"
+        "daskdl, averaging every 16",
+        "own",
+        "--way=averaging --every=16",
+        serves=True,
     ),
 }
 BASE = "independent"
@@ -110,18 +116,23 @@ def compete(
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "GLOO_SOCKET_IFNAME": place.interface,
     }
+    # A checkout's own modules get bytecode files, as those of installed packages have.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     if contestant.kept:  # read by glibc
         environment |= {one.variable: str(one.kept_bytes) for one in SETTINGS}
+    roles = [(rank, contestant.options) for rank in range(world)]
+    if contestant.serves:
+        roles.append((0, f"{contestant.options} --serve"))
     with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, f"{rank}.log") for rank in range(world)]
+        logs = [Path(folder, f"{number}.log") for number in range(len(roles))]
         with contextlib.ExitStack() as ends:
             processes = []
-            for rank, log in enumerate(logs):
+            for (rank, more), log in zip(roles, logs, strict=True):
                 command = [course.python, "-m", f"benchmarks.peers.{contestant.script}"]
                 command += [f"--rank={rank}", f"--own={place.addresses[rank]}"]
                 command += [f"--{name}={value}" for name, value in options.items()]
                 process = subprocess.Popen(
-                    place.on(rank, *command, *contestant.options.split()),
+                    place.on(rank, *command, *more.split()),
                     stdout=subprocess.PIPE,
                     stderr=ends.enter_context(log.open("wb")),
                     env=environment,

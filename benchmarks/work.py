@@ -2,7 +2,8 @@
 
 The data come with scikit-learn and Python: images of digits, enlarged to MNIST's shape
 and each drawn at several places; a table of diabetes patients; the text of Python's
-standard library. Where only speed counts, rows are made up.
+standard library. Where only speed counts, rows are made up. Scikit-learn is imported by
+those who make its rows: that takes seconds, and workers read theirs from files.
 """
 
 import functools
@@ -16,8 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from sklearn.datasets import load_diabetes, load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 
 BATCH = 64
@@ -130,6 +129,9 @@ def small_cnn() -> nn.Module:
 
 
 def digits() -> Split:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     x, y = load_digits(return_X_y=True)
     parts = train_test_split(
         (x / 16).astype(np.float32), y, test_size=0.5, stratify=y, random_state=0
@@ -142,6 +144,9 @@ def regressor() -> nn.Module:
 
 
 def diabetes() -> Split:
+    from sklearn.datasets import load_diabetes
+    from sklearn.model_selection import train_test_split
+
     x, y = load_diabetes(return_X_y=True, scaled=False)
     x, x_test, y, y_test = train_test_split(
         x.astype(np.float32), y.astype(np.float32)[:, None], random_state=0
@@ -213,6 +218,9 @@ COPIES = 40  # of each image to learn from, at different places
 
 def images(shape: tuple[int, ...]) -> Split:
     """Digits of 28 by 28 pixels: 53,880 to learn from, 450 others to be tested on."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
     x, y = load_digits(return_X_y=True)
     parts = train_test_split(x / 16, y, test_size=0.25, stratify=y, random_state=0)
     x, x_test, y, y_test = parts

@@ -1,17 +1,15 @@
 """daskdl: `fit` on a Dask worker of one thread per host.
 
 Scheduler and client run on the host of rank 0, beside its worker. The data are files
-that all workers reach. Dask's housekeeping is reduced as docs/tuning.md recommends for
-workers without a core to spare.
+that all workers reach. A worker has imported what it needs when it connects, and has no
+nanny. Dask's housekeeping is reduced as docs/tuning.md recommends for workers without a
+core to spare.
 """
 
 import contextlib
 import logging
-import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,14 @@ import dask
 import numpy as np
 import torch
 from distributed import Client, LocalCluster
+from distributed.cli import dask_worker
 
 import daskdl
 from benchmarks.peers import agreed
 from benchmarks.peers.loop import Arguments, Gauge, Meeting, parser, print_summary, read
 
 PARTS = 16  # files of the rows to learn from
+TESTS = "tests.npz"
 START_S = 120
 HOUSEKEEPING = {
     "distributed.worker.profile.enabled": False,
@@ -59,14 +59,16 @@ class Ends(daskdl.Callback):
 class Counts(daskdl.Callback):
     """On the workers: counts the steps of a replica, as every other contestant does."""
 
-    def __init__(self, own: Arguments) -> None:
+    def __init__(self, own: Arguments, folder: str) -> None:
         self._own = own
+        self._tests = Path(folder, TESTS)
         self._gauge: Gauge | None = None
 
     def on_epoch_begin(self, epoch: daskdl.EpochBegin) -> None:
         if self._gauge is None:
             own = replace(self._own, rank=epoch.replica)
-            *_, x, y = map(torch.from_numpy, own.task.split())
+            tests = np.load(self._tests)
+            x, y = (torch.from_numpy(tests[name]) for name in "xy")
 
             def copied() -> Callable[[], float]:
                 copy = agreed.copied()
@@ -80,32 +82,19 @@ class Counts(daskdl.Callback):
         self._gauge.goes_on(step.examples)
 
 
-@contextlib.contextmanager
-def worker(own: Arguments) -> Iterator[subprocess.Popen[bytes]]:
-    """A worker on this host, as `dask worker` starts it."""
-    housekeeping = {
-        f"DASK_{key}".upper().replace(".", "__"): str(value)
-        for key, value in HOUSEKEEPING.items()
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "distributed.cli.dask_worker"]
-        command += [f"tcp://{own.address}:{own.port + 1}", "--nthreads=1"]
+def serve(own: Arguments) -> None:
+    """Be a worker on this host, as `dask worker` is one."""
+    with tempfile.TemporaryDirectory() as folder, dask.config.set(HOUSEKEEPING):
+        command = [f"tcp://{own.address}:{own.port + 1}", "--nthreads=1", "--no-nanny"]
         command += [f"--host={own.own}", f"--local-directory={folder}"]
         command += ["--no-dashboard", f"--death-timeout={START_S}"]
-        environment = {**os.environ, **housekeeping}
-        with (
-            Path(folder, "log").open("wb") as log,
-            subprocess.Popen(command, stderr=log, env=environment) as process,
-        ):
-            try:
-                yield process
-            finally:
-                process.terminate()
+        dask_worker.main(command)
 
 
 def write_files(own: Arguments, folder: Path) -> str:
-    """Write the rows to learn from, in parts; returns a pattern."""
-    x, y, *_ = own.task.split()
+    """Write the rows for training, in parts, and for tests; returns a pattern."""
+    x, y, x_test, y_test = own.task.split()
+    np.savez(folder / TESTS, x=x_test, y=y_test)
     for part in range(PARTS):
         np.save(folder / f"{part}.x.npy", x[part::PARTS])
         np.save(folder / f"{part}.y.npy", y[part::PARTS])
@@ -133,10 +122,10 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--way", choices=WAYS, default="sharing")
     made.add_argument("--every", type=int, default=0, help="steps between exchanges")
+    made.add_argument("--serve", action="store_true", help="rank 0 is a worker, too")
     own, more = read(made)
-    if own.rank > 0:
-        with worker(own) as process:
-            process.wait()
+    if own.rank > 0 or more.serve:
+        serve(own)
         return
     meeting = Meeting(own)
     with (
@@ -149,10 +138,10 @@ def main() -> None:
             dashboard_address=":0",
             silence_logs=logging.ERROR,
         ) as cluster,
-        worker(own),
         Client(cluster) as client,
         tempfile.TemporaryDirectory() as folder,
     ):
+        pattern = write_files(own, Path(folder))
         client.wait_for_workers(own.world, timeout=START_S)
         trainer = daskdl.Trainer(
             own.task.model,
@@ -160,13 +149,13 @@ def main() -> None:
             own.new_optimizer(),
             master=WAYS[more.way](more.every),
             client=client,
-            callbacks=[Counts(own), Ends(own, meeting)],
+            callbacks=[Counts(own, folder), Ends(own, meeting)],
             seed=own.seed,
             progress=False,
         )
         with contextlib.suppress(EnoughError):
             trainer.fit(
-                write_files(own, Path(folder)),
+                pattern,
                 epochs=10**6,
                 batch_size=own.task.batch_size,
                 loader=load_mapped,

@@ -459,9 +459,15 @@ class Store:
     def folders(self) -> list[str]:
         """Names of the direct subfolders, sorted."""
         system, root = _system(self.url, self.options)
+
+        def listed() -> list[Mapping[str, Any]]:
+            system.invalidate_cache()
+            found: list[Mapping[str, Any]] = system.ls(root, detail=True)
+            return found
+
         entries: list[Mapping[str, Any]] = []
         with contextlib.suppress(FileNotFoundError):
-            entries = attempt(lambda: system.ls(root, detail=True), "list", self.url)
+            entries = attempt(listed, "list", self.url)
         paths = [e["name"].rstrip("/") for e in entries if e["type"] == "directory"]
         return sorted(path.rpartition("/")[2] for path in paths)
 

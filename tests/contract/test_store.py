@@ -119,18 +119,27 @@ def test_files_that_came_since_are_listed(store):
     assert store.exists("b")
 
 
-def test_what_another_process_wrote_is_seen(s3_endpoint, bucket):
+@pytest.mark.parametrize(
+    ("ask", "before", "after"),
+    [
+        (Store.names, ["sub/a"], ["more/c", "sub/a", "sub/b"]),
+        (Store.folders, ["sub"], ["more", "sub"]),
+        (lambda store: store.exists("sub/b"), False, True),
+    ],
+    ids=["names", "folders", "exists"],
+)
+def test_what_another_process_wrote_is_seen(s3_endpoint, bucket, ask, before, after):
     store = Store(f"{bucket}/x", s3.options(s3_endpoint))
     store.write("sub/a", b"1")
     other = S3FileSystem(**store.options, skip_instance_cache=True)
-    before = store.names(), store.exists("sub/b")
-    S3FileSystem(**store.options).ls(store.url_of("sub"))  # which keeps the listing
+    found = ask(store)
+    for folder in (store.url, store.url_of("sub")):
+        S3FileSystem(**store.options).ls(folder)  # which keeps the listing
 
-    other.pipe_file(store.url_of("sub/b"), b"2")
+    for name in ("sub/b", "more/c"):
+        other.pipe_file(store.url_of(name), b"2")
 
-    assert before == (["sub/a"], False)
-    assert store.exists("sub/b")
-    assert store.names() == ["sub/a", "sub/b"]
+    assert (found, ask(store)) == (before, after)
 
 
 def test_there_are_no_files_in_a_file(store):

@@ -242,7 +242,10 @@ class WeightedLoss(nn.Module):
         return "sum" if is_sum(self.loss) else "mean"
 
     def sums(self, output: Any, y: Weighted) -> tuple[Tensor, Tensor]:
-        """Return the sum of weight * loss over the rows, and that of the weights."""
+        """Return the sum of weight * loss over the rows, and that of the weights.
+
+        Where labels are class indices, each of them counts.
+        """
         if hasattr(self.loss, "reduction"):
             unreduced = copy.copy(self.loss)  # replicas of a process share it
             unreduced.reduction = "none"
@@ -259,9 +262,10 @@ class WeightedLoss(nn.Module):
         if self.reduction == "sum":
             return total, y.weight.sum()
         labels = label_weights(self.loss, output, y.labels)
+        if labels is not None:
+            return total, (weight * labels).sum()
         each = losses.numel() / max(rows, 1)  # losses of a row
-        weights = weight if labels is None else weight * labels
-        return total / each, weights.sum() / each
+        return total / each, y.weight.sum()
 
     def forward(self, output: Any, y: Any) -> Tensor:
         """Return the weighted mean or sum."""

@@ -366,7 +366,8 @@ class Score(NamedTuple):
     labels: float = 0  # counted labels; 0 without an accuracy
     examples: int = 0  # rows
     # The weight of the rows in the mean loss minus their number: negative if the loss
-    # ignores labels, or class weights are below 1.
+    # ignores labels, or class weights are below 1; positive if rows have several
+    # labels.
     more: float = 0.0
     logs: Mapping[str, tuple[float, int]] = {}
 
@@ -479,8 +480,8 @@ def _loss_sum(
     """Return the sum of a batch's losses, and its weight minus its number of rows.
 
     The mean loss of class indices divides by the class weights of the labels that are
-    not ignored. Weighting batches by rows instead would make the total depend on the
-    batch size, and NaN if a batch has ignored labels only.
+    not ignored, of which a row may have several. Weighting batches by rows instead
+    would make the total depend on the batch size, and NaN if all are ignored.
     """
     if loss is None:
         return 0.0, 0.0
@@ -492,7 +493,7 @@ def _loss_sum(
     weight: float = rows
     labels = None if is_sum(loss) else checks.label_weights(loss, output, y)
     if labels is not None:
-        weight = labels.sum().item() * rows / max(labels.numel(), 1)
+        weight = labels.sum().item()
     if not weight:  # the loss is 0/0
         return 0.0, -rows
     value = loss(output, y).item()

@@ -9,6 +9,7 @@ import torch
 from sklearn import metrics as sklearn_metrics
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from torchmetrics.classification import MulticlassAccuracy
 
 import daskdl
@@ -161,6 +162,48 @@ class TestLossAndAccuracy:
         right = (x.argmax(1) == y)[y != -100].double().mean().item()
         assert values["accuracy"] == pytest.approx(right)
         assert np.isnan(evaluate(nn.Identity(), x[:4], y[:4], loss=loss)["loss"])
+
+    @pytest.mark.parametrize("batch_size", [1, 3, 7])
+    @pytest.mark.parametrize("padded", ["collated", "trimmed", "weighted"])
+    def test_sequences_of_several_lengths_are_weighted_by_labels(
+        self, padded, batch_size
+    ):
+        generator = torch.Generator().manual_seed(0)
+        items = [
+            (
+                torch.randn(steps, 3, generator=generator),
+                torch.randint(0, 3, (steps,), generator=generator),
+            )
+            for steps in range(2, 21)
+        ]
+
+        def collated(items):
+            x, y = zip(*items, strict=True)
+            x = pad_sequence(x, batch_first=True).mT  # (B, 3, T)
+            return x, pad_sequence(y, batch_first=True, padding_value=-100)
+
+        def trimmed(batch):
+            x, y = batch
+            longest = (y != -100).sum(dim=1).max()
+            return x[..., :longest], y[:, :longest]
+
+        x, y = collated(items)
+        weight = np.arange(1.0, 20) if padded == "weighted" else np.ones(19)
+        data, options = (x, y), {"transform": trimmed}
+        if padded == "collated":
+            data, options = (items,), {"collate_fn": collated}
+        if padded == "weighted":
+            options["sample_weight"] = weight
+        loss = nn.CrossEntropyLoss()
+
+        values = evaluate(
+            nn.Identity(), *data, loss=loss, batch_size=batch_size, **options
+        )
+
+        losses = functional.cross_entropy(x, y, reduction="none").double()
+        weights = torch.from_numpy(weight)[:, None] * (y != -100)
+        expected = ((losses * weights).sum() / weights.sum()).item()
+        assert values["loss"] == pytest.approx(expected, rel=1e-6)
 
     @pytest.mark.parametrize("metrics", [None, "classification"])
     def test_a_label_that_the_loss_ignores_is_neither_right_nor_wrong(

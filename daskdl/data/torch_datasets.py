@@ -523,7 +523,7 @@ def is_map_style(value: Any) -> bool:
 def _tensors_of(dataset: Any, indices: Sequence[int]) -> tuple[Tensor, ...] | None:
     """The items as slices of a `TensorDataset`; None for other datasets."""
     while type(dataset) is Subset:
-        indices = [dataset.indices[index] for index in indices]
+        indices = [int(dataset.indices[index]) for index in indices]
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset:
         return None

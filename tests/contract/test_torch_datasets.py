@@ -82,8 +82,13 @@ def everything(source):
         tensors(150),
         Subset(Squares(300), range(150)),
         Subset(Subset(tensors(400), range(300)), range(150)),
+        Subset(tensors(300), torch.arange(150)),
+        Subset(Subset(tensors(400), np.arange(300)), np.arange(150)),
     ],
-    ids=["items", "several", "tensors", "subset", "subset-of-tensors"],
+    ids=[
+        *("items", "several", "tensors", "subset", "subset-of-tensors"),
+        *("tensor of indices", "numpy indices"),
+    ],
 )
 def test_items_keep_their_order_or_are_dealt_by_a_seed(dataset):
     in_order, dealt = source_of(dataset), source_of(dataset, shuffle_seed=3)

@@ -548,8 +548,9 @@ class Trainer:
             loader: For files, see :meth:`fit`.
             collate_fn: For datasets, see :meth:`fit`.
             label: Column, or key, of `X` that has the labels, see :meth:`fit`.
-            on_bad_batch: Treatment of parts that cannot be read. With ``"skip"`` their
-                scores are NaN if the number of rows is known, else left out.
+            on_bad_batch: Treatment of parts that cannot be read. With ``"skip"`` the
+                scores of a part, or of the bad files of a part of several, are NaN if
+                the number of their rows is known, else left out.
             storage_options: fsspec options for paths and URLs, see :meth:`fit`.
 
         Returns:

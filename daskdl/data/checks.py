@@ -828,17 +828,14 @@ def load_each(
         yield name, rows
 
 
-def join_readable(
+def usable(
     files: Iterable[tuple[str, Rows]], check: Callable[[Rows, str], None] | None = None
-) -> tuple[Rows | None, int]:
-    """Join the rows that pass a check and have the most frequent shapes.
+) -> list[tuple[str, Rows]]:
+    """Return the files whose rows pass a check and have the most frequent shapes.
 
     Args:
         files: Names and rows of readable files.
         check: Raises one of `UNREADABLE` if rows cannot be used.
-
-    Returns:
-        The rows, or None, and the number of their files.
     """
     good: list[tuple[str, Rows]] = []
     for url, rows in files:
@@ -851,10 +848,17 @@ def join_readable(
             continue
         good.append((url, rows))
     if not good:
-        return None, 0
+        return []
     ((most, _),) = Counter(batching.kinds(rows) for _, rows in good).most_common(1)
     for url, rows in good:
         if batching.kinds(rows) != most:
             logger.warning("%s is left out: its rows have other shapes", url)
-    alike = [rows for _, rows in good if batching.kinds(rows) == most]
-    return batching.joined(alike), len(alike)
+    return [(url, rows) for url, rows in good if batching.kinds(rows) == most]
+
+
+def join_readable(
+    files: Iterable[tuple[str, Rows]], check: Callable[[Rows, str], None] | None = None
+) -> tuple[Rows | None, int]:
+    """Join the rows of usable files; return them, or None, and the number of files."""
+    alike = [rows for _, rows in usable(files, check)]
+    return batching.joined(alike) if alike else None, len(alike)

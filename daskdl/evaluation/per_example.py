@@ -132,9 +132,9 @@ def worst_examples(
             rows[part] = count
             worst = _worst([*worst, *more], top)
         total = sum(rows.values())
-        if keys is not None:
-            keys.check_count(total)
         lengths = source.lengths or [rows[part] for part in sorted(rows)]
+        if keys is not None:
+            keys.check_count(sum(lengths))
         starts = [0, *itertools.accumulate(lengths)]
         places = [(p, one.row, starts[p] + one.row) for p, one in worst]
         own = [None] * len(worst) if keys is None else keys.of(places, found)
@@ -202,31 +202,57 @@ class ExampleScorer(Scorer):
     penalty: float  # added to each loss
 
     def __call__(self, source: Source, part: int) -> np.ndarray:
-        """Return the losses of a part, float64."""
+        """Return the losses of a part, float64; NaN where a file cannot be read."""
         return self._losses(self.rows(source, part))
 
     def checked_losses(self, some: Iterable[Rows]) -> np.ndarray:
         """Return the losses of rows whose labels are not checked yet."""
         return self._losses(self._checked(some))
 
-    def _losses(self, some: Iterable[Rows]) -> np.ndarray:
-        losses = (self.scored(rows, predict=False).losses for rows in some)
-        return np.concatenate([np.zeros(0), *losses])
+    def _losses(self, placed: Iterable[tuple[int, Rows]]) -> np.ndarray:
+        found, count = [np.zeros(0)], 0
+        for start, rows in placed:
+            losses = self.scored(rows, predict=False).losses
+            found += [np.full(start - count, np.nan), losses]
+            count = start + len(losses)
+        return np.concatenate(found)
 
-    def _checked(self, some: Iterable[Rows], name: str = "") -> Iterator[Rows]:
+    def _checked(
+        self, some: Iterable[Rows], name: str = ""
+    ) -> Iterator[tuple[int, Rows]]:
+        start = 0
         for rows in some:
-            if self.labels is not None:
-                self.labels.check(rows[1], name)
-            yield rows
+            self._check(rows, name)
+            yield start, rows
+            start += batching.length(rows)
 
-    def rows(self, source: Source, part: int) -> Iterator[Rows]:
-        """Yield the rows of a part, with checked labels."""
+    def _check(self, rows: Rows, name: str) -> None:
+        if self.labels is not None:
+            self.labels.check(rows[1], name)
+
+    def rows(self, source: Source, part: int) -> Iterator[tuple[int, Rows]]:
+        """Yield rows of a part, with checked labels, and where in it they begin."""
         name = source.name(part)
         try:
             yield from self._checked(source.stream(part, self.batch_size), name)
         except checks.UNREADABLE as error:
             if not checks.is_left_out(error, name, self.skips):
                 raise
+            yield from self._readable(source, part)
+
+    def _readable(self, source: Source, part: int) -> Iterator[tuple[int, Rows]]:
+        """Yield the rows of readable files; others count if each has one example."""
+        files = source.separate(part)
+        good = dict(checks.usable(checks.load_each(files, skips=True), self._check))
+        one_each = source.lengths is not None and source.lengths[part] == len(files)
+        one_each &= all(batching.length(rows) == 1 for rows in good.values())
+        start = 0
+        for name, _ in files:
+            if name in good:
+                yield start, good[name]
+                start += batching.length(good[name])
+            elif one_each:
+                start += 1
 
     def scored(self, rows: Rows, *, predict: bool) -> Scored:
         """Score rows, in order; also predict classes, if asked to."""
@@ -774,9 +800,9 @@ Found = tuple[int, WorstExample]  # the part, and an example of it
 def _worst_of_part(
     scorer: ExampleScorer, top: int, wrong_only: bool, source: Source, part: int
 ) -> tuple[int, list[Found]]:
-    """Return the number of rows of a part, and its worst examples."""
+    """Return the number of rows of a part that were scored, and the worst of them."""
     count, found = 0, list[Found]()
-    for rows in scorer.rows(source, part):
+    for start, rows in scorer.rows(source, part):
         losses, ignored, labels, predicted, chances = scorer.scored(rows, predict=True)
         chosen = np.ones(len(losses), bool) if ignored is None else ~ignored
         if wrong_only and labels is not None:
@@ -787,7 +813,7 @@ def _worst_of_part(
             one = WorstExample(
                 float(losses[i]),
                 source.name(part),
-                count + i,
+                start + i,
                 label=None if labels is None else int(labels[i]),
                 predicted=None if predicted is None else int(predicted[i]),
                 probability=None if chances is None else float(chances[i]),

@@ -26,6 +26,8 @@ from daskdl import (
     WorstExample,
     WorstExamples,
 )
+from daskdl.data.images import image_folder
+from tests.support.pictures import folder
 from tests.support.scored import (
     CHUNKS,
     CLOSE,
@@ -310,6 +312,30 @@ class TestSkipping:
         np.testing.assert_allclose(scores, expected, **CLOSE)
         assert worst.rows == 60
         assert max(one.number for one in worst) == 59
+
+    @pytest.mark.parametrize("torn", [[5], [7], [4, 5, 6, 7]], ids=str)
+    def test_of_several_files_in_a_part_only_the_torn_ones_have_no_score(
+        self, tmp_path, torn
+    ):
+        store = folder(tmp_path, [f"{label}/{i}.png" for label in "abc" for i in "123"])
+        source = image_folder(tmp_path, files_per_part=4)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
+        own = Trainer(model, nn.CrossEntropyLoss(), optim.SGD, client=False)
+        own.model_ = own.model
+        expected = own.score_examples(source)
+        for row in torn:
+            store.write(source.paths[row], b"torn")
+        expected[torn] = np.nan
+
+        scores = own.score_examples(source, on_bad_batch="skip")
+        worst = own.errors(source, key=source.paths, top=9, on_bad_batch="skip")
+
+        np.testing.assert_allclose(scores, expected, **CLOSE)
+        numbers = [one.number for one in worst]
+        assert numbers == np.argsort(-expected, kind="stable")[: 9 - len(torn)].tolist()
+        assert [one.key for one in worst] == [source.paths[i] for i in numbers]
+        assert [one.row for one in worst] == [i % 4 for i in numbers]
+        assert worst.rows == 9 - len(torn)
 
     def test_lazy_data_cannot_be_skipped(self, own):
         with pytest.raises(OptionError, match="for Dask's collections"):

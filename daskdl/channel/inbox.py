@@ -366,6 +366,11 @@ class PreSnapshotBuffer:
         self._nbytes += message.nbytes + MESSAGE_BYTES
         return True
 
+    def drop(self, cut: Mapping[int, int]) -> None:
+        """Drop the updates of each origin up to a sequence number."""
+        self.messages = [m for m in self.messages if m.sequence > cut.get(m.origin, 0)]
+        self._nbytes = sum(m.nbytes + MESSAGE_BYTES for m in self.messages)
+
 
 class Inbox:
     """Received updates of one replica, and progress of its peers.

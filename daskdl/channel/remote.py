@@ -264,9 +264,12 @@ class RemoteChannel(Channel):
         return self._ask(WaitCause.JOIN, protocol.JOIN, bound, version=VERSION)
 
     def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Request a snapshot from the named donor; on failure, from the next one."""
-        bound = self._timeouts.bound("join")
-        deadline = self._now() + bound.seconds
+        """Request a snapshot from the named donor; on failure, from the next one.
+
+        A donor makes none while it validates, or in the middle of a step.
+        """
+        request = self._timeouts.bound("request")
+        deadline = self._now() + self._patience.seconds
         while answer["donor"] is not None:
             donor, worker, cut = answer["donor"], answer["worker"], answer["cut"]
             given = self._ask_worker(
@@ -276,11 +279,12 @@ class RemoteChannel(Channel):
                 return dict(unwrap_arrays(given["snapshot"]))
             if self._now() > deadline:
                 raise WaitTimeoutError(
-                    f"replica {self._replica} waited {bound} for a snapshot, last of "
-                    f"replica {donor} on {worker}: {given['reason']}; last seen: "
-                    f"{self._last_seen()}"
+                    f"replica {self._replica} waited {self._patience} for a snapshot, "
+                    f"{request} for each answer, last of replica {donor} on {worker}: "
+                    f"{given['reason']}; last seen: {self._last_seen()}"
                 )
             answer = self._ask_to_join()
+            self._end.drop_early(dict(answer["cut"]))
         raise Stopped("nobody is left to begin from")
 
     @override

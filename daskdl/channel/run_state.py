@@ -802,7 +802,8 @@ class RunState:
         member = self.members.replicas[replica]
         member.why, member.failed = shown(f"failed: {summary}", 500), True
         if replica in self.members.joining:  # the others can continue
-            self.post("not joined", replica=replica, summary=shown(summary, 500))
+            own = {"type": failure["type"], "summary": shown(summary, 500)}
+            self.post("not joined", replica=replica, **own)
             return
         self.post("failed", replica=replica, worker=member.worker, **failure)
         self.stop(f"replica {replica} failed: {summary}")

@@ -306,6 +306,10 @@ class ReplicaEndpoint:
 
         self._now(enter())
 
+    def drop_early(self, cut: Mapping[int, int]) -> None:
+        """Drop buffered updates that the next snapshot has to contain."""
+        self.connection.loop.call_soon_threadsafe(self._before_snapshot.drop, cut)
+
     def begin(self, received: Mapping[int, Received], grid: float) -> None:
         """Start from a snapshot; deliver buffered updates that it does not contain."""
 

@@ -196,6 +196,7 @@ def _merge(
 
 RELAY_BYTES = 8 * 2**20  # bound of the relay's queue for each replica
 MUCH_FROZEN = 64 * 2**20  # frozen bytes received per replica and epoch: warn above
+PASSING = "ChannelError", "WaitTimeoutError"  # after these, joining may succeed later
 
 
 def assign_workers(
@@ -474,8 +475,9 @@ class DaskBackend(Backend):
             case {"kind": "joined", "replica": replica, "worker": worker}:
                 logger.info("replica %s trains on %s", replica, worker)
             case {"kind": "not joined", "replica": replica, "summary": summary}:
-                worker = self.workers[replica]
-                logger.warning("a joining replica on %s failed: %s", worker, summary)
+                self._cancel(replica)
+                passes = posted["type"] in PASSING
+                self._retry_later(self.workers[replica], summary, passes=passes)
             case {"kind": "worker", "worker": worker}:
                 found = posted.get("found")  # its versions; None if it took part before
                 wrong = "" if found is None else mismatch(found)
@@ -519,10 +521,12 @@ class DaskBackend(Backend):
                 self._unassign(joining)
                 self._retry_later(worker, error)
 
-    def _retry_later(self, worker: str, error: OSError) -> None:
-        """Retry a worker later if it is still connected."""
+    def _retry_later(
+        self, worker: str, error: OSError | str, *, passes: bool = True
+    ) -> None:
+        """Log an error; retry the worker if the error may pass and it is connected."""
         logger.warning("no replica on %s: %s", worker, error)
-        if worker in self._client.nthreads():
+        if passes and worker in self._client.nthreads():
             # Not at once: no event is handled while waiting for the worker.
             bound_s = self._spec.timeouts.request
             self._retry_at[worker] = time.monotonic() + bound_s

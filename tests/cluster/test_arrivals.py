@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 
+import dask.config
 import pytest
 from distributed import Client
 
@@ -140,6 +141,31 @@ def test_a_new_worker_imports_daskdl_in_a_thread(grown):
 async def refuse(**fields):
     """What keeps a newcomer from joining."""
     raise ValueError("no newcomer today")
+
+
+def test_a_worker_whose_replica_could_not_join_gets_another_one(growing, logged):
+    handlers = growing.cluster.scheduler.handlers
+
+    def grow():
+        join = handlers["daskdl_join"]
+
+        async def refuse_once(**fields):
+            handlers["daskdl_join"] = join
+            return {"status": "refused", "reason": "no newcomer yet"}
+
+        handlers["daskdl_join"] = refuse_once
+        growing.cluster.scale(2)
+
+    def over(row):
+        return row["replicas"] == 2 or row["epoch"] > 4000
+
+    script = Script((1, grow), (over, enough))
+    with dask.config.set({"daskdl.timeouts.request": "5s"}):
+        script.run(trainer(growing), X, Y)
+
+    assert script.rows[-1]["replicas"] == 2
+    (message,) = logged("no newcomer yet")
+    assert any(f"no replica on {worker}" in message for worker in growing.nthreads())
 
 
 def test_the_client_reports_why_a_worker_does_not_join(growing, logged):

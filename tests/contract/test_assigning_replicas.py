@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -8,9 +9,12 @@ import pytest
 import torch
 
 from daskdl.errors import OptionError, WaitTimeoutError
+from daskdl.serialization import Packed
 from daskdl.training.backend import most_replicas, replicas_here
-from daskdl.training.dask_backend import assign_workers
+from daskdl.training.dask_backend import DaskBackend, assign_workers
 from daskdl.training.gradient_sharing import GradientSharing
+from tests.support.channels import bounds
+from tests.support.problems import mlp, replica_spec
 
 
 class Cluster:
@@ -108,3 +112,97 @@ def test_min_replicas_above_the_replicas_of_this_process_are_refused():
         here(2, least=3)
     with pytest.raises(OptionError, match=r"min_replicas must be at most 1, .* got 2"):
         here(2, least=2, examples=10)
+
+
+class Task:
+    """A future of a replica's task."""
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self.status = "pending"
+
+    def done(self) -> bool:
+        return self.status != "pending"
+
+    def cancel(self) -> None:
+        self.status = "cancelled"
+
+
+class Training(Cluster):
+    """The same with a scheduler, which posts events and knows no replica before.
+
+    Args:
+        events: What it posts, one at each request.
+        until: Ends all tasks once it is true, at a request for events.
+    """
+
+    address = "tcp://scheduler"
+    status = "running"
+
+    def __init__(
+        self, *events: dict[str, Any], until: Callable[["Training"], bool]
+    ) -> None:
+        super().__init__(a=0, b=0, c=0)
+        self.scheduler = self
+        self.tasks: list[Task] = []
+        self._events = list(events)
+        self._until = until
+        self._ends_at = time.monotonic() + 20.0
+
+    async def scatter(self, data: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return data
+
+    def submit(self, *_: Any, workers: list[str], **options: Any) -> Task:
+        self.tasks.append(Task(*workers))
+        return self.tasks[-1]
+
+    async def daskdl_assign(self, run: int, worker: str, replicas: int) -> Any:
+        return {"status": "ok", "replicas": [1 + len(self.tasks)]}
+
+    async def daskdl_watch(self, run: int, timeout_s: float, rows: Any) -> Any:
+        assert time.monotonic() < self._ends_at, [task.worker for task in self.tasks]
+        posted = [self._events.pop(0)] if self._events else []
+        if not posted and self._until(self):
+            for task in self.tasks:
+                task.status = "finished"
+        return {"status": "ok", "events": posted}
+
+
+def not_joined(kind):
+    """Events by which workers b and c join, and the replica on b fails to."""
+    failed = {"replica": 1, "type": kind, "summary": "it waited for a snapshot"}
+    return [
+        {"kind": "worker", "worker": "b"},
+        {"kind": "worker", "worker": "c"},
+        {"kind": "not joined", **failed},
+    ]
+
+
+def train(cluster, most):
+    """Follow a run with a replica on worker a to its end."""
+    master = GradientSharing(replicas_per_worker=1)
+    spec = replica_spec(mlp(), master=master, timeouts=bounds(request=0.5))
+    packed = Packed(spec, "trainer")
+    list(DaskBackend(cluster, spec, packed, {0: "a"}, {}, most).poll_events())
+
+
+@pytest.mark.parametrize("kind", ["WaitTimeoutError", "ChannelError"])
+def test_a_worker_whose_replica_could_not_join_gets_another_one(kind, caplog):
+    events = not_joined(kind)
+    cluster = Training(*events, until=lambda cluster: len(cluster.tasks) == 3)
+
+    train(cluster, most=2)  # so the one that failed must leave its place
+
+    assert [task.worker for task in cluster.tasks] == ["b", "c", "b"]
+    assert "no replica on b: it waited for a snapshot" in caplog.messages
+
+
+def test_a_worker_on_which_the_users_code_fails_gets_no_other_replica(caplog):
+    later = time.monotonic() + 1.5  # others would have got another one
+    events = not_joined("ReplicaError")
+    cluster = Training(*events, until=lambda cluster: time.monotonic() > later)
+
+    train(cluster, most=3)
+
+    assert [task.worker for task in cluster.tasks] == ["b", "c"]
+    assert "no replica on b: it waited for a snapshot" in caplog.messages

@@ -392,7 +392,14 @@ def test_a_failure_of_a_joining_replica_does_not_end_the_run():
     state.fail(replica, {"type": "ReplicaError", "summary": "boom"})
     state.lose(replica, "it was cut off", 101.0)
 
-    assert [event["kind"] for event in state.take_events()] == ["not joined", "lost"]
+    failed, lost = state.take_events()
+    assert failed == {
+        "kind": "not joined",
+        "replica": replica,
+        "type": "ReplicaError",
+        "summary": "boom",
+    }
+    assert lost["kind"] == "lost"
     assert state.stopped is None
 
 

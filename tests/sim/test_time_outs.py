@@ -150,7 +150,7 @@ async def test_a_wait_for_others_names_them_and_their_last_progress(
 
 @simulated(2)
 async def test_a_missing_snapshot_names_the_donor_and_the_cause(c, s, a, b):
-    timeouts = bounds(join=2.0, request=0.5)  # the founders have to join too
+    timeouts = bounds(data=1.0, silence=1.0, request=0.5)
     async with a_run(c, s, a, b, timeouts=timeouts) as run:
         _, newcomer = await run.newcomer(b)
 
@@ -158,8 +158,9 @@ async def test_a_missing_snapshot_names_the_donor_and_the_cause(c, s, a, b):
             await in_thread(newcomer.join)
 
         assert re.fullmatch(
-            r"replica 2 waited 2 s \(daskdl\.timeouts\.join\) for a snapshot, last "
-            rf"of replica \d on (?:{a.address}|{b.address}): it (?:did not answer|was "
+            r"replica 2 waited 2 s \(daskdl\.timeouts\.data \+ silence\) for a "
+            r"snapshot, 0\.5 s \(daskdl\.timeouts\.request\) for each answer, last of "
+            rf"replica \d on (?:{a.address}|{b.address}): it (?:did not answer|was "
             r"not ready in time); last seen: the scheduler \d+\.\d s ago.*",
             str(caught.value),
         )

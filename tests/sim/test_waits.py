@@ -17,13 +17,16 @@ from tests.support.channels import (
     PATIENCE_S,
     RUN,
     a_run,
+    applied_by,
     begin,
     bounds,
     frame_of,
     held_up,
     in_thread,
     publish,
+    recorded,
     totals,
+    wait_until,
 )
 
 STAMP = codec.Stamp(RUN, 0, 1, 0)
@@ -144,3 +147,49 @@ async def test_a_bug_in_a_task_of_the_channel_ends_a_wait_with_its_cause(
     async with a_run(c, s, a, b) as run:
         with pytest.raises(ChannelError, match=r"channel failed: KeyError\('bug'\)"):
             await in_thread(run.channels[0].barrier, "never", None)
+
+
+@EITHER
+@simulated(2)
+async def test_a_joining_replica_waits_for_a_donor_that_is_busy(
+    c, s, a, b, routing, monkeypatch
+):
+    timeouts = bounds(join=2.0, request=0.5)
+    async with a_run(c, s, a, b, timeouts=timeouts, routing=routing) as run:
+        donor, other = run.channels[0], run.channels[1]
+        donor.serve_snapshot(None)
+        requests = recorded(a.handlers, "daskdl_snapshot", monkeypatch)
+        _, newcomer = await run.newcomer(b)
+        joining = begin(newcomer.join)
+        await wait_until(lambda: len(requests) > 12 or joining.done())  # for 6 s
+
+        donor.serve_snapshot(applied_by(donor))
+        serving = begin(donor.wait_for_updates, {1: 1})
+        assert (await joining).snapshot["step"] == 3
+
+        assert publish(other)
+        await serving
+
+
+@simulated(2)
+async def test_a_joining_replica_does_not_hold_up_the_others_while_it_waits(c, s, a, b):
+    options = {"outbox_bytes": 1, "inbox_bytes": 1, "relay_bytes": 1}
+    timeouts = bounds(request=0.5)
+    async with a_run(c, s, a, b, timeouts=timeouts, **options) as run:
+        donor, other = run.channels[0], run.channels[1]
+        _, newcomer = await run.newcomer(b)
+        joining = begin(newcomer.join)
+        await wait_until(lambda: run.link(0).snapshot_requests)
+
+        for _ in range(5):  # each fills a buffer or a queue
+            await in_thread(other.has_room, wait=True)
+            assert publish(other)
+        await in_thread(donor.wait_for_updates, {1: 5})
+
+        donor.serve_snapshot(applied_by(donor))
+        serving = begin(donor.wait_for_updates, {1: 6})
+        assert (await joining).snapshot["total_N"].tolist()[0] == 5
+        assert publish(other)
+        await serving
+        await in_thread(newcomer.wait_for_updates, {1: 6})
+        assert totals(newcomer.drain(), 1) == [1]

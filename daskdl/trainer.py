@@ -777,7 +777,8 @@ class Trainer:
         """Save everything needed to predict, evaluate and continue fitting.
 
         Tensors become safetensors files, everything else JSON; nothing is pickled. An
-        earlier save is replaced atomically, once all files are written.
+        earlier save is replaced once all files are written: atomically, unless the file
+        system cannot rename a file onto an existing one, as WebHDFS cannot.
 
         Args:
             url: A folder: a path, or an fsspec URL such as ``s3://bucket/run-17``.

@@ -164,7 +164,8 @@ def put(system: Any, path: str, content: bytes | memoryview) -> None:
     On a local disk, a temporary file beside the target is renamed (fsspec's
     transactions move a file from another disk, which is not atomic). An object store
     gets one put. On other file systems, a temporary file is moved by their own
-    operation.
+    operation; where that does not replace a file, the old file is deleted first, and
+    the replacement is not atomic.
     """
     kinds = {system.protocol} if isinstance(system.protocol, str) else system.protocol
     if _PUT_WHOLE.intersection(kinds):
@@ -174,8 +175,12 @@ def put(system: Any, path: str, content: bytes | memoryview) -> None:
     temporary = f"{folder}/.{uuid.uuid4().hex}{TEMPORARY}"
     system.makedirs(folder, exist_ok=True)
     if not LOCAL.intersection(kinds):
-        system.pipe_file(temporary, bytes(content))
-        system.mv(temporary, path)
+        try:
+            system.pipe_file(temporary, bytes(content))
+            _replace(system, temporary, path)
+        finally:
+            with contextlib.suppress(Exception):  # after a move there is none
+                system.rm_file(temporary)
         return
     try:
         with open(temporary, "wb") as file:
@@ -185,6 +190,25 @@ def put(system: Any, path: str, content: bytes | memoryview) -> None:
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def _replace(system: Any, temporary: str, path: str) -> None:
+    """Move a file, also where a rename onto an existing file fails or does nothing."""
+    try:
+        _move(system, temporary, path)
+    except (ConnectionError, TimeoutError, PermissionError):
+        raise  # the file at the path is not the reason
+    except (OSError, RuntimeError):  # the latter of WebHDFS
+        if _info(system, temporary) is None or _info(system, path) is None:
+            raise
+        system.rm_file(path)
+        _move(system, temporary, path)
+
+
+def _move(system: Any, temporary: str, path: str) -> None:
+    system.mv(temporary, path)
+    if _info(system, temporary) is not None:  # WebHDFS returns false, fsspec nothing
+        raise OSError(f"{temporary} could not be renamed")
 
 
 _MAGIC = re.compile(r"[*?\[]")
@@ -514,21 +538,19 @@ class Store:
 
 
 def _found(url: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Look for a file; None if there is none. fsspec's `exists` would hide errors."""
+    """Look for a file at a URL, with retries; see `_info`."""
     system, path = _system(url, options)
+    return attempt(lambda: _info(system, path), "read", url)
 
-    def looked() -> Mapping[str, Any] | None:
-        system.invalidate_cache()
-        try:
-            found: Mapping[str, Any] = system.info(path)
-        except NotADirectoryError:  # the folder is a file
-            return None
-        return found if found["type"] == "file" else None
 
+def _info(system: Any, path: str) -> Mapping[str, Any] | None:
+    """Look for a file; None if there is none. fsspec's `exists` would hide errors."""
+    system.invalidate_cache()
     try:
-        return attempt(looked, "read", url)
-    except FileNotFoundError:
+        found: Mapping[str, Any] = system.info(path)
+    except (FileNotFoundError, NotADirectoryError):  # the folder may be a file
         return None
+    return found if found["type"] == "file" else None
 
 
 def store_of(

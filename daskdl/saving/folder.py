@@ -1,7 +1,8 @@
 """Atomic saves: safetensors files in a folder, and a manifest.
 
 Files are named after their checksums and the manifest is written last, so the folder
-holds the old save or the new one, whenever the writer dies.
+holds the old save or the new one, whenever the writer dies. On file systems that cannot
+replace a file atomically it may hold none that can be read; see `storage.put`.
 """
 
 import json
@@ -121,7 +122,7 @@ class Folder:
     roles: tuple[str, ...]
 
     def write(self, content: Any, files: Mapping[str, Tensor]) -> None:
-        """Save, and replace an earlier save atomically."""
+        """Save, and replace an earlier save."""
         with save_errors("write", self.store):
             listed = []
             for role, encoded in files.items():

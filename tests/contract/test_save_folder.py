@@ -18,6 +18,7 @@ from daskdl.saving.folder import (
     encode_tensors,
     folder_store,
 )
+from tests.support.renames import Refusing, Silent
 
 KIND = Kind("a kind", 1, "index.json", "look elsewhere", "save again")
 
@@ -26,9 +27,10 @@ class Died(BaseException):
     """As if the process had been killed here."""
 
 
-@pytest.fixture(params=["local", "memory"])
+@pytest.fixture(params=["local", "memory", Refusing.protocol, Silent.protocol])
 def folder(request, tmp_path):
-    url = str(tmp_path / "save") if request.param == "local" else f"memory:/{tmp_path}"
+    kind = request.param
+    url = str(tmp_path / "save") if kind == "local" else f"{kind}:/{tmp_path}"
     yield Folder(folder_store(url), KIND, ("model", "extra"))
     Store(url).delete_all()
 

@@ -22,15 +22,19 @@ from s3fs import S3FileSystem
 from daskdl.data import storage
 from daskdl.data.storage import TEMPORARY, Store, attempt, put, store_of
 from daskdl.errors import DataError, OptionError
-from tests.support import s3
+from tests.support import renames, s3
+
+RENAMES = (renames.Refusing.protocol, renames.Silent.protocol)
 
 
-@pytest.fixture(params=["local", "file", "memory", "s3"])
+@pytest.fixture(params=["local", "file", "memory", "s3", *RENAMES])
 def store(request, tmp_path):
     if request.param == "s3":
         endpoint = request.getfixturevalue("s3_endpoint")
         bucket = request.getfixturevalue("bucket")
         return Store(f"{bucket}/folder", s3.options(endpoint))
+    if request.param in RENAMES:
+        return Store(f"{request.param}://{uuid.uuid4().hex}")
     folder = f"{tmp_path}/a [folder]"
     return Store(
         {
@@ -447,6 +451,45 @@ def test_elsewhere_a_temporary_file_is_moved(tmp_path):
     assert (tmp_path / "new" / "a").read_bytes() == b"1"
     assert os.listdir(tmp_path / "new") == ["a"]
     assert names[0].endswith(TEMPORARY)
+
+
+@pytest.mark.parametrize("kind", [renames.Refusing, renames.Silent])
+def test_nothing_temporary_is_left_where_a_rename_does_not_replace(kind):
+    folder = uuid.uuid4().hex
+    store = Store(f"{kind.protocol}://{folder}")
+
+    store.write("a", b"old")
+    store.write("a", b"new")
+
+    assert kind().find(folder) == [f"/{folder}/a"]
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError("no"), ConnectionResetError(), TimeoutError()], ids=repr
+)
+def test_a_file_stays_if_it_is_not_the_reason_why_a_rename_fails(
+    error, waits, monkeypatch
+):
+    folder = uuid.uuid4().hex
+    store = Store(f"refusing://{folder}")
+    store.write("a", b"old")
+    monkeypatch.setattr(renames.Refusing, "mv", Mock(side_effect=error))
+
+    with pytest.raises(DataError, match=f"cannot write refusing://{folder}/a"):
+        store.write("a", b"new")
+
+    assert store.read("a") == b"old"
+    assert renames.Refusing().find(folder) == [f"/{folder}/a"]
+
+
+def test_a_rename_that_never_happens_is_an_error(waits, monkeypatch):
+    folder = uuid.uuid4().hex
+    monkeypatch.setattr(renames.Silent, "mv", Mock())
+
+    with pytest.raises(DataError, match="could not be renamed"):
+        Store(f"silent://{folder}").write("a", b"1")
+
+    assert renames.Silent().find(folder) == []
 
 
 def test_an_object_store_gets_one_put_and_no_folder():

@@ -862,3 +862,28 @@ def join_readable(
     """Join the rows of usable files; return them, or None, and the number of files."""
     alike = [rows for _, rows in usable(files, check)]
     return batching.joined(alike) if alike else None, len(alike)
+
+
+def stream_readable(
+    source: Source,
+    part: int,
+    rows: int,
+    check: Callable[[Rows, str], None],
+    skips: bool,
+) -> Iterator[Rows]:
+    """Stream a part as `Source.stream` does, and check its rows.
+
+    With `skips`, only the readable pieces of a bad part are yielded, see
+    `join_readable`, and of a stream that fails the rows before.
+    """
+    name = source.name(part)
+    try:
+        for some in source.stream(part, rows):
+            check(some, name)
+            yield some
+    except UNREADABLE as error:
+        if not is_left_out(error, name, skips):
+            raise
+        left, _ = join_readable(load_each(source.separate(part), skips=True), check)
+        if left is not None:
+            yield left

@@ -15,7 +15,7 @@ import socket
 import tempfile
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -36,10 +36,11 @@ from daskdl.config import Timeouts, check_whole
 from daskdl.data import batching
 from daskdl.data.batch_files import KIND, ORIGIN, BatchFiles, Schema, named_arrays
 from daskdl.data.batching import Rows
+from daskdl.data.checks import LabelCheck, stream_readable
 from daskdl.data.distribute import answers_of, map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.manifest import File, Manifest
-from daskdl.data.source import STREAMED_ROWS, Source
+from daskdl.data.source import STREAMED_ROWS, Source, rows_in
 from daskdl.data.storage import AnyPath, Store, at_once, store_of
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DataError, OptionError
@@ -64,6 +65,8 @@ class ExportOptions:
     seed: int | None = 0  # None: rows keep their order
     transform: Callable[[Rows], Rows] | None = None
     classes: Sequence[str] | None = None
+    labels: LabelCheck | None = None  # None: not checked
+    skips: bool = False  # leave out what cannot be read
 
     def __post_init__(self) -> None:
         check_whole("batches_per_file", self.batches_per_file, 1)
@@ -284,18 +287,24 @@ def _piece(part: int, index: int) -> str:
 
 
 def _write_part(
-    source: Source, part: int, progress: Progress, seed: int | None
+    source: Source, part: int, progress: Progress, options: ExportOptions
 ) -> dict[str, Any]:
     """Write a part into pieces: a task. Returns their ``rows``, and the ``schema``."""
+
+    def check(rows: Rows, name: str) -> None:
+        if options.labels is not None:
+            options.labels.check(rows[1], name)
+
     progress.check()
     rows: list[int] = []
     schema: Schema | None = None
-    for index, block in enumerate(_blocks(source, part)):
+    loaded = stream_readable(source, part, STREAMED_ROWS, check, options.skips)
+    for index, block in enumerate(_blocks(loaded)):
         try:
             schema = Schema.of(block).agreeing(schema, "a later block")
         except DataError as error:
             raise DataError(f"{source.name(part)}: {error}") from error
-        order = _permutation(batching.length(block), seed, _PIECE, part, index)
+        order = _permutation(batching.length(block), options.seed, _PIECE, part, index)
         step = max(PIECE_BYTES // schema.dtype.itemsize, 1)
         for start in range(0, len(order), step):
             records = schema.records(block, order[start : start + step])
@@ -306,12 +315,12 @@ def _write_part(
     return record
 
 
-def _blocks(source: Source, part: int) -> Iterator[Rows]:
+def _blocks(loaded: Iterable[Rows]) -> Iterator[Rows]:
     """The rows that are shuffled together: a part, or some rows of a stream."""
     waiting: list[Rows] = []
     size = 0
-    for loaded in source.stream(part, STREAMED_ROWS):
-        rows = batching.mapped(as_numpy, loaded)
+    for some in loaded:
+        rows = batching.mapped(as_numpy, some)
         if any(map(len, named_arrays(rows).values())):
             waiting.append(rows)
             size += batching.nbytes(rows)
@@ -418,15 +427,18 @@ def _export(
     options: ExportOptions,
     client: Any,
     made_from: Mapping[str, Any],
-) -> None:
-    """Write batch files of a source, or continue an interrupted export."""
+) -> int:
+    """Write batch files of a source, or continue an interrupted export.
+
+    Returns the number of rows left out, 0 for a source of unknown lengths.
+    """
     progress = Progress(store)
     if progress.made_from() is None:
         store.write(ORIGIN, json.dumps(made_from).encode())
     if source.here:
         client = False
 
-    write_part = partial(_write_part, progress=progress, seed=options.seed)
+    write_part = partial(_write_part, progress=progress, options=options)
     schema: Schema | None = None
     lengths: dict[tuple[int, int], int] = {}
     done = progress.done("part")
@@ -439,7 +451,8 @@ def _export(
             found = Schema.from_json(record["schema"])
             schema = found.agreeing(schema, source.name(part))
     if schema is None:
-        raise DataError("there is nothing to export: X has no rows")
+        which = " that can be read" if options.skips else ""
+        raise DataError(f"there is nothing to export: X has no rows{which}")
 
     pieces = sorted(lengths)
     plan = ShufflePlan(
@@ -470,6 +483,8 @@ def _export(
     Manifest(tuple(files), content).write(store, KIND)
     progress.end()
     logger.info("exported %d rows in %d files to %s", plan.rows, plan.files, store.url)
+    rows = rows_in(source)
+    return max(rows - plan.rows, 0) if options.skips and rows is not None else 0
 
 
 def export(
@@ -581,8 +596,10 @@ def temporary_batches(
         ending.callback(store.delete_all)
         # The record goes first: a task that still writes then deletes its file.
         ending.callback(Progress(store).end)
-        _export(source, store, options, client, {})
-        yield BatchFiles(store.url, store.options)
+        left_out = _export(source, store, options, client, {})
+        batches = BatchFiles(store.url, store.options)
+        batches.left_out = source.left_out + left_out
+        yield batches
 
 
 def _check_seen(folder: Path, client: Any) -> None:

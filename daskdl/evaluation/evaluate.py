@@ -21,7 +21,6 @@ from typing_extensions import override
 from daskdl.data import batching, checks
 from daskdl.data.batching import (
     Batch,
-    Chunk,
     Kinds,
     Rows,
     Transform,
@@ -284,7 +283,10 @@ class PartScorer(Scorer):
             if not isinstance(objective, OwnStep):
                 shapes.check(module, device, rows, name)
 
-        made = batches(self._chunks(source, part, check), self.batch_size)
+        readable = checks.stream_readable(
+            source, part, self.batch_size, check, self.skips
+        )
+        made = batches(map(batching.whole, readable), self.batch_size)
         if self.transform is not None:
             made = map(self.transform, made)
         with freed_memory_kept(), without_gradients(objective):
@@ -300,23 +302,6 @@ class PartScorer(Scorer):
                 module, objective, made, device, measuring.add_, accuracy=False
             )
             return score, measuring.states()
-
-    def _chunks(
-        self, source: Source, part: int, check: Callable[[Rows, str], None]
-    ) -> Iterator[Chunk]:
-        name = source.name(part)
-        try:
-            for rows in source.stream(part, self.batch_size):
-                check(rows, name)
-                yield batching.whole(rows)
-        except checks.UNREADABLE as error:
-            if not checks.is_left_out(error, name, self.skips):
-                raise
-            left, _ = checks.join_readable(
-                checks.load_each(source.separate(part), skips=True), check
-            )
-            if left is not None:
-                yield batching.whole(left)
 
 
 Sums = Mapping[str, tuple[float, int]]  # sum over rows and number of rows, by name

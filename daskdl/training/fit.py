@@ -34,6 +34,7 @@ from daskdl.data import batching
 from daskdl.data.batching import Weighted
 from daskdl.data.checks import (
     DryRun,
+    LabelCheck,
     check_training,
     dry_run,
     of_validation,
@@ -181,8 +182,11 @@ class FitRun:
         known = all(is_known(source) for source in sources.values())
         with nullcontext() if client is False else installed_meanwhile(client):
             accepted = self._dry_run(sources) if known else None
-        with _ready(sources, spec, client) as ready, contextlib.ExitStack() as stack:
-            run, evaluation = accepted or self._dry_run(ready)
+        counted = _counted(sources, spec, client)
+        run, evaluation = accepted or self._dry_run(counted)
+        with contextlib.ExitStack() as stack:
+            exported = _exported(counted, spec, client, run.labels)
+            ready = stack.enter_context(exported)
             train, size = ready["train"], spec.read.batch_size
             self.classes, self._rows = train.classes, rows_in(train)
             if spec.drop_last and self._rows is not None and self._rows < size:
@@ -625,15 +629,26 @@ class FitRun:
         return FitState(trained, compression, epochs, self._class_count, residual)
 
 
-@contextlib.contextmanager
-def _ready(
+def _counted(
     sources: Sources, spec: FitSpec, client: Client | Literal[False]
-) -> Iterator[Sources]:
-    """Yield sources with known lengths and first rows, exported if requested."""
-    ready = dict(sources)
+) -> Sources:
+    """Return sources with known lengths and first rows."""
+    counted = dict(sources)
     for phase, source in sources.items():
         with of_validation() if phase == "validation" else nullcontext():
-            ready[phase] = infer_metadata(source, client, skips=spec.read.skips)
+            counted[phase] = infer_metadata(source, client, skips=spec.read.skips)
+    return counted
+
+
+@contextlib.contextmanager
+def _exported(
+    sources: Sources,
+    spec: FitSpec,
+    client: Client | Literal[False],
+    labels: LabelCheck | None,
+) -> Iterator[Sources]:
+    """Yield sources with small parts merged, after an export if requested."""
+    ready = dict(sources)
     with contextlib.ExitStack() as stack:
         if spec.approach == "export":
             train, size = ready["train"], spec.read.batch_size
@@ -642,7 +657,9 @@ def _ready(
             row_bytes = max(batching.nbytes(rows) // batching.length(rows), 1)
             batches = max(FILE_BYTES // (row_bytes * size), 1)
             seed = spec.seed if spec.shuffle else None
-            options = ExportOptions(size, batches, seed)
+            options = ExportOptions(
+                size, batches, seed, labels=labels, skips=spec.read.skips
+            )
             exported = temporary_batches(train, options, client)
             ready["train"] = stack.enter_context(exported)
         yield {phase: merge_small_parts(source) for phase, source in ready.items()}

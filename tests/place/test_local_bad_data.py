@@ -55,6 +55,9 @@ def images(tmp_path):
     return tmp_path
 
 
+in_place_or_exported = pytest.mark.parametrize("approach", ["direct", "export"])
+
+
 def folder(url):
     return daskdl.data.image_folder(str(url), size=(4, 6), files_per_part=10)
 
@@ -75,6 +78,13 @@ class TestNothingIsLeft:
         with pytest.raises(daskdl.DataError, match=message):
             fit(good if validates else bad, Flat, **options)
 
+    def test_of_images_to_export(self, images):
+        for path in images.glob("*/*.png"):
+            path.write_bytes(b"torn")
+
+        with pytest.raises(daskdl.DataError, match="no rows that can be read"):
+            fit(folder(images), Flat, approach="export")
+
     def test_of_npz(self, npz):
         for path in npz.iterdir():
             path.write_bytes(b"torn")
@@ -83,10 +93,11 @@ class TestNothingIsLeft:
             fit(str(npz))
 
 
-def test_only_the_bad_image_is_left_out(images):
+@in_place_or_exported
+def test_only_the_bad_image_is_left_out(images, approach):
     (images / "a" / "06.png").write_bytes(b"torn")
 
-    check_left_out(fit(folder(images), Flat), 39, 1)
+    check_left_out(fit(folder(images), Flat, approach=approach), 39, 1)
 
 
 def one_row(file):
@@ -97,7 +108,8 @@ def one_row(file):
 
 @pytest.mark.parametrize("bad", ["torn", "wide", "label"])
 @pytest.mark.parametrize("place", [0, 20])
-def test_only_the_bad_file_of_one_example_is_left_out(tmp_path, bad, place):
+@in_place_or_exported
+def test_only_the_bad_file_of_one_example_is_left_out(tmp_path, bad, place, approach):
     x, y = rows(40)
     for i in range(40):
         np.save(tmp_path / f"{i:02}.npy", np.append(x[i], y[i]))
@@ -111,24 +123,35 @@ def test_only_the_bad_file_of_one_example_is_left_out(tmp_path, bad, place):
     source = daskdl.data.files(tmp_path, one_row, one_example=True, files_per_part=10)
 
     if bad != "label" or place:  # else the dry run finds it
-        check_left_out(fit(source), 39, 1)
+        check_left_out(fit(source, approach=approach), 39, 1)
     with pytest.raises(daskdl.DataError, match=rf"{place:02}\.npy|y\[0\] is 9"):
-        fit(source, on_bad_batch="raise")
+        fit(source, on_bad_batch="raise", approach=approach)
 
 
-def test_an_unreadable_file_of_unknown_length_counts_as_one(npz):
+@in_place_or_exported
+def test_an_unreadable_file_of_unknown_length_counts_as_one(npz, approach):
     (npz / "2.npz").write_bytes(b"torn")
 
-    check_left_out(fit(str(npz)), 64, 1)
+    check_left_out(fit(str(npz), approach=approach), 64, 1)
 
 
-def test_an_unreadable_delayed_part_counts_as_one():
+@in_place_or_exported
+def test_an_unreadable_delayed_part_counts_as_one(approach):
     def made(number):
         if number == 1:
             raise ValueError("no part 1")
         return rows(16, seed=number)
 
-    check_left_out(fit([dask.delayed(made)(i) for i in range(3)]), 32, 1)
+    parts = [dask.delayed(made)(i) for i in range(3)]
+    check_left_out(fit(parts, approach=approach), 32, 1)
+
+
+@in_place_or_exported
+def test_a_file_with_a_label_without_an_output_is_left_out(npz, approach):
+    x, y = rows(EACH)
+    np.savez(npz / "4.npz", x=x, y=y + 9)
+
+    check_left_out(fit(str(npz), approach=approach), 64, EACH)
 
 
 def test_a_file_of_another_width_is_named_or_left_out(npz):
@@ -138,6 +161,8 @@ def test_a_file_of_another_width_is_named_or_left_out(npz):
     with pytest.raises(daskdl.DataError, match=r"3\.npz.*\(21,\).*\(20,\)"):
         fit(str(npz), on_bad_batch="raise")
     check_left_out(fit(str(npz)), 64, EACH)
+    with pytest.raises(daskdl.DataError, match="all rows must be alike"):
+        fit(str(npz), approach="export")
 
 
 class Mean(nn.Module):

@@ -659,7 +659,8 @@ class Trainer:
         Args:
             X: Inputs, of any type that :meth:`fit` takes; labels are ignored. Items of
                 a bag, or of a list of Delayed lists, may be pairs (key, x) and differ
-                in shape.
+                in shape. One worker reads a stream, and several the parts of a
+                `daskdl.data.Stream` with `parts`.
             batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             output: ``"same"``: return outputs of the same type as `X`. A word such as
                 ``"logits"``, or a whole number: only this output of the model, by name

@@ -229,7 +229,7 @@ class Stream:
     Attributes:
         function: ``function(part, parts)`` returns a new iterable of the items (x, y)
             of part 0, 1, ... at each call; pickled to the workers.
-        parts: Number of parts; None: one for each replica.
+        parts: Number of parts; None: one for each replica, and one for `predict`.
 
     Raises:
         OptionError: If an argument cannot be used.

@@ -83,7 +83,7 @@ def predict(
     with client_or_process(client) as found:
         if found is not False:
             check_installed(found)
-            workers = len(workers_of(found))
+            workers_of(found)  # at least one
         source = source_of(X, None, read, labelled=False)
         if is_bag(X) or is_lazy_list(X):
             source = Examples(X, keyed)
@@ -96,7 +96,7 @@ def predict(
         )
         empty = batching.mapped(as_numpy, none)
         if found is not False and not is_lazy(X):
-            source = split_stream(source, workers)
+            source = split_stream(source, 1)  # or outputs would lose the order
         if folder is not None:
             store, ask = store_of(folder, read.storage_options), predictor.outputs
             return write_predictions(

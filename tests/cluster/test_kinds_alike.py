@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from daskdl import GradientSharing, data
+from daskdl import GradientSharing, data, predict
 from daskdl.data.storage import Store
 from tests.support.clusters import forget_batches
 from tests.support.kinds import KINDS, ROWS, Given, Joining, Where, X, Y, save_npz
@@ -187,7 +187,9 @@ class Noting:
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_of_streams_each_row_is_used_once(client, tmp_path, kind):
+def test_of_streams_each_row_is_used_once_and_outputs_have_its_order(
+    client, tmp_path, kind
+):
     noting = Noting(tmp_path)
     # Comparing models would score some rows once more.
     master = GradientSharing(compare_models=False)
@@ -199,6 +201,7 @@ def test_of_streams_each_row_is_used_once(client, tmp_path, kind):
     scored = noting.rows()
     own.model_ = nn.Identity()
     outputs = own.predict(STREAMS[kind](), batch_size=8)
+    alone = predict(nn.Identity(), STREAMS[kind](), client=False)
 
     assert trained == sorted([*range(ROWS), *range(ROWS)])
     assert history.column("examples") == [ROWS, ROWS]
@@ -206,3 +209,4 @@ def test_of_streams_each_row_is_used_once(client, tmp_path, kind):
     assert scored == list(range(ROWS))
     assert score == {"loss": pytest.approx(np.arange(ROWS).mean())}
     assert sorted(outputs[:, 0]) == list(range(ROWS))
+    np.testing.assert_array_equal(outputs, alone)

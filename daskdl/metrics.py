@@ -586,14 +586,9 @@ class RegressionMetrics(MetricSet):
                 f"(B, T, n), got outputs {tuple(output.shape)} for labels "
                 f'{tuple(y.shape)}: for class indices use "classification"'
             )
-        predictions, labels = _columns(output), _columns(y)
-        check_names(self.columns, labels.shape[1], "columns")
-        counted = is_counted(labels, self.ignore, float("nan"))
-        near = [  # the means of the sample, 0 where undefined
-            torch.where(counted, each, torch.nan).nanmean(dim=0).nan_to_num(0, 0, 0)
-            for each in (predictions, labels)
-        ]
-        return collection_of(errors=streaming.ErrorSums(*near))
+        columns = _columns(y).shape[1]
+        check_names(self.columns, columns, "columns")
+        return collection_of(errors=streaming.ErrorMoments(columns))
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:

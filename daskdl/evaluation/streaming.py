@@ -202,34 +202,32 @@ def _thinned(curve_2T: Numbers) -> Numbers:
     return curve_2T[:, np.minimum(np.searchsorted(along, wanted), count - 1)]
 
 
-class ErrorSums(Metric):
-    """Sums over the rows of each column, relative to values near the means.
+class ErrorMoments(Metric):
+    """Errors, means, squares and products of predictions and labels, by column.
 
     Replaces torchmetrics, which cannot mask columns, and loses digits of labels that
     are tiny or far from 0.
     """
 
     full_state_update = False
-    count: Tensor  # (K,), int64
-    sums: Tensor  # (7, K), float64
+    moments: Tensor  # (8, K), float64, see `_merged`
 
-    def __init__(self, predicted: Tensor, labels: Tensor) -> None:
+    def __init__(self, columns: int) -> None:
         super().__init__()
-        self.predicted, self.labels = predicted, labels
-        none = torch.zeros(len(labels), dtype=torch.int64)
-        self.add_state("count", none, dist_reduce_fx="sum")
-        self.add_state("sums", none.double().repeat(7, 1), dist_reduce_fx="sum")
+        none = torch.zeros(8, columns, dtype=torch.float64)
+        self.add_state("moments", none, dist_reduce_fx=_merged)
 
     @override
     def update(self, predictions_NK: Tensor, labels_NK: Tensor) -> None:
         """Add rows, float64; NaN labels do not count."""
         counted = ~torch.isnan(labels_NK)
-        p = torch.where(counted, predictions_NK - self.predicted, 0)
-        y = torch.where(counted, labels_NK - self.labels, 0)
-        error = torch.where(counted, predictions_NK - labels_NK, 0)
-        terms = (error**2, error.abs(), y, y * y, p, p * p, p * y)
-        self.count += counted.sum(dim=0)
-        self.sums += torch.stack([term.sum(dim=0) for term in terms])
+        p, y = (torch.where(counted, each, 0) for each in (predictions_NK, labels_NK))
+        mean_p, mean_y = _mean(p, counted), _mean(y, counted)
+        error, from_p, from_y = p - y, (p - mean_p) * counted, (y - mean_y) * counted
+        terms = (error**2, error.abs(), from_p**2, from_y**2, from_p * from_y)
+        sums = [term.sum(dim=0) for term in (counted.double(), *terms)]
+        own = torch.stack([sums[0], mean_p, mean_y, *sums[1:]])
+        self.moments = _merged(torch.stack([self.moments, own]))
 
     @override
     def compute(self) -> tuple[Counts, dict[str, Numbers]]:
@@ -237,28 +235,41 @@ class ErrorSums(Metric):
 
         R2 of constant labels is 1 without an error, else 0, as in scikit-learn.
         """
-        values = self.count.numpy()
-        squared, absolute, y, yy, p, pp, py = self.sums.numpy()
-        count = np.where(values, values, np.nan)
-        spread_y, spread_p = _spread(yy, y, count), _spread(pp, p, count)
+        counted, _, _, squared, absolute, pp, yy, py = self.moments.numpy()
+        count = np.where(counted, counted, np.nan)
         with np.errstate(divide="ignore", invalid="ignore"):
-            r2 = 1 - squared / spread_y
-            pearson = (py - p * y / count) / np.sqrt(spread_y * spread_p)
-        r2 = np.where(spread_y == 0, np.where(squared == 0, 1.0, 0.0), r2)
-        varies = (spread_y > 0) & (spread_p > 0)
-        return values, {
+            r2 = 1 - squared / yy
+            pearson = py / np.sqrt(pp * yy)
+        r2 = np.where(yy == 0, np.where(squared == 0, 1.0, 0.0), r2)
+        return counted.astype(np.int64), {
             "mse": squared / count,
             "mae": absolute / count,
             "rmse": np.sqrt(squared / count),
-            "r2": np.where(values < 2, np.nan, r2),
-            "pearson": np.where(varies, pearson.clip(-1, 1), np.nan),
+            "r2": np.where(counted < 2, np.nan, r2),
+            "pearson": np.where((pp > 0) & (yy > 0), pearson.clip(-1, 1), np.nan),
         }
 
 
-def _spread(squares: Numbers, total: Numbers, count: Numbers) -> Numbers:
-    """Return the sum of squares around the mean, 0 if it may be rounding."""
-    spread: Numbers = squares - total**2 / count
-    return np.where(spread <= 1e-13 * squares, 0.0, spread)
+def _merged(moments_P8K: Tensor) -> Tensor:
+    """Merge the moments of P sets of rows.
+
+    They are the number of rows, the means of predictions and labels, the sums of
+    squared and absolute errors, and the sums of squares and products around the means.
+    """
+    count, p, y = moments_P8K[:, :3].unbind(dim=1)
+    mean_p, mean_y = _mean(p, count), _mean(y, count)
+    p, y = p - mean_p, y - mean_y
+    merged = moments_P8K.sum(dim=0)
+    merged[1], merged[2] = mean_p, mean_y
+    merged[5:] += torch.stack([p * p, y * y, p * y], dim=1).mul(count[:, None]).sum(0)
+    return merged
+
+
+def _mean(values_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    """Average over N, 0 without weights; exact if the values that count are equal."""
+    first = values_NK.gather(0, (weights_NK > 0).int().argmax(dim=0, keepdim=True))[0]
+    total = ((values_NK - first) * weights_NK).sum(dim=0)
+    return first + total / weights_NK.sum(dim=0).clamp_min(1)
 
 
 class ReliabilityBins(Metric):

@@ -2,6 +2,7 @@
 
 import functools
 
+import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -359,6 +360,31 @@ def test_labels_that_are_nan_can_be_masked(kind, loss):
     name = "count" if kind is RegressionMetrics else "support"
     counted = ~np.isnan(labels) if name == "count" else labels == 1
     assert whole[name].tolist() == parts[name].tolist() == counted.sum(0).tolist()
+
+
+class Double(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.one
+
+
+@pytest.mark.parametrize("chunks", [None, 64], ids=["numpy", "dask.array"])
+def test_numbers_far_from_0_keep_their_digits(chunks):
+    rng = np.random.default_rng(0)
+    y = 1e8 + rng.normal(size=(200, 1))
+    x = y + 0.1 * rng.normal(size=(200, 1))
+    data = x, y
+    if chunks:
+        data = [da.from_array(each, (chunks, 1)) for each in data]
+
+    values = evaluate(Double(), *data, metrics="regression")
+
+    assert values["r2"] == pytest.approx(sklearn_metrics.r2_score(y, x), rel=1e-6)
+    pearson = np.corrcoef(x[:, 0], y[:, 0])[0, 1]
+    assert values["pearson"] == pytest.approx(pearson, rel=1e-6)
 
 
 # ---- parts

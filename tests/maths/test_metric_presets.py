@@ -433,7 +433,7 @@ class TestCalibration:
         assert values["bin_count"].tolist() == [1, 2]
 
 
-# The first rows do not count, so that sums are not relative to the constant.
+# The first rows do not count.
 CONSTANT = torch.tensor([NAN, NAN] + [0.1] * 48, dtype=torch.float64)
 # Outputs, labels and values.
 UNDEFINED = {

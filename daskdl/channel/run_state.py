@@ -5,7 +5,6 @@ events in `RunState.events`. No I/O, no clock, no thread.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,9 +225,11 @@ class OpenBarrier:
         return self.gone is not None
 
 
-# Second bound of a queue: updates of one origin in it, before the last one accepted. A
-# leaving replica can have filled the queue (8 MiB), and sends its outbox (1 MiB) and an
-# update of any size. That it leaves is only its own word.
+# What one replica may publish without room, or while updates are held back: this many
+# updates of any size, and more until they have this many bytes. One that leaves sends
+# its outbox, which is 1 MiB or one update of any size, and a last update of any size,
+# each twice if an answer is lost. That it leaves is only its own word.
+LEAVING_UPDATES = 4
 LEAVING_BYTES = 16 * 2**20
 MOST_NAMED = 8  # gone replicas in a message, which fits a screen
 
@@ -288,8 +289,10 @@ class RunState:
         self.report = ()
         self.holding = False
         self._opened_at = self._enough_at = now
-        self._held: list[Message] = []  # updates held back, one per leaving replica
-        self._held_bytes: Counter[int] = Counter()  # by origin, below `LEAVING_BYTES`
+        self._held: list[Message] = []  # updates held back, of leaving replicas
+        # By origin, number and bytes of updates accepted without room, since held ones
+        # were passed on: all had received the earlier ones by then.
+        self._without_room: dict[int, tuple[int, int]] = {}
         self._idle: dict[int, Any] = {}  # payloads of replicas that wait for a lease
         self._interval_began_at: float | None = None
         # Examples of finished leases and mean loss in this epoch, by replica.
@@ -445,8 +448,8 @@ class RunState:
             origin: The replica.
             messages: Its next updates.
             progress: Its progress with these.
-            leaves: Its worker closes soon: accept them in a full queue as well, until
-                `LEAVING_BYTES` of this replica are in it.
+            leaves: Its worker closes soon: accept its last updates without room as
+                well, up to `LEAVING_BYTES`.
 
         Returns:
             Number of accepted updates; the replica has to retransmit the rest.
@@ -456,17 +459,16 @@ class RunState:
         accepted = 0
         for message in messages:
             nbytes = message.nbytes + MESSAGE_BYTES
-            if self.holding and self._held_bytes[origin] < LEAVING_BYTES:
+            if self.holding or not all(box.has_room(nbytes) for box in others):
+                count, total = self._without_room.get(origin, (0, 0))
+                full = count >= LEAVING_UPDATES and total >= LEAVING_BYTES
+                if full or not (self.holding or leaves):
+                    return accepted
+                self._without_room[origin] = count + 1, total + nbytes
+            if self.holding:
                 self._held.append(message)
-                self._held_bytes[origin] += nbytes
-            elif not self.holding and all(
-                box.has_room(nbytes)
-                or (leaves and box.bytes_of(origin) < LEAVING_BYTES)
-                for box in others
-            ):
-                self._send(message, but=origin)
             else:
-                return accepted
+                self._send(message, but=origin)
             member.advance(message.step, message.sequence, -1)
             accepted += 1
         before = member.progress
@@ -586,7 +588,7 @@ class RunState:
             for message in self._held:
                 self._send(message, but=message.origin)
             self._held.clear()
-            self._held_bytes.clear()
+            self._without_room.clear()
         if kind == BarrierKind.ROUND:
             payloads.update({**self._idle, **payloads})
         elif kind == BarrierKind.AGREE:

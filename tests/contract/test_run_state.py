@@ -15,7 +15,7 @@ from daskdl.channel.leasing import (
     SyncPoint,
 )
 from daskdl.channel.protocol import BarrierKind, Message, PeerProgress
-from daskdl.channel.run_state import LEAVING_BYTES, RunState
+from daskdl.channel.run_state import LEAVING_BYTES, LEAVING_UPDATES, RunState
 from tests.support.run_states import EACH, TIMEOUTS, joined, plan_of, queued, update
 
 # ---- updates and progress
@@ -61,6 +61,28 @@ def test_a_replica_that_says_it_leaves_cannot_fill_the_relay(holding):
 
     assert (accepted, again) == (LEAVING, 0)
     assert state.publish(0, [update(0, 1)], PeerProgress(1), leaves=True) == 1
+
+
+HUGE = LEAVING_BYTES + 1  # bytes of an update
+
+
+@pytest.mark.parametrize("holding", [False, True], ids=["queued", "held back"])
+def test_the_last_updates_of_a_replica_that_leaves_are_accepted_whatever_their_size(
+    holding,
+):
+    state = joined(relay_bytes=EACH)
+    state.publish(
+        2, [update(2, 1, nbytes=HUGE)], PeerProgress(1)
+    )  # as a queue is empty
+    if holding:
+        arrive(state, "end", 0, 1, 2, kind="agree")
+    last = [update(2, 2, nbytes=HUGE), update(2, 3, nbytes=4 * HUGE)]
+    many = [update(2, 4 + i, nbytes=HUGE) for i in range(LEAVING_UPDATES)]
+
+    assert state.publish(2, last, PeerProgress(1), leaves=True) == 2
+
+    more = state.publish(2, many, PeerProgress(1), leaves=True)
+    assert more == LEAVING_UPDATES - 2  # it is only its word
 
 
 def test_progress_is_announced_once_to_all_others():

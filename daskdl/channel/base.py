@@ -262,11 +262,11 @@ class Channel(ABC):
         return DrainResult(updates, folded_N, received)
 
     def sync(self, step: int, grid: float) -> None:
-        """Adopt the step and grid that all replicas agreed on at a barrier.
+        """Adopt the step and grid that all replicas begin with or agreed on.
 
         Args:
             step: Completed steps, now the same for all replicas.
-            grid: New grid of the run, parameter units.
+            grid: Grid of the run from now on, parameter units.
         """
         inbox = self._inbox
         with inbox.changed:

@@ -467,6 +467,7 @@ class FitRun:
         sent = replace(
             sent,
             model=model,
+            grid=grid_for(FlatParameters(copied(model))),
             optimizer_state=None,
             residual=None,
             resume=None,

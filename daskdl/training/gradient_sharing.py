@@ -221,6 +221,9 @@ class GradientSharingExchange(Exchange):
             place, initial = members.index(context.replica), len(members)
             share_N = context.residual.share_N(place, initial)
             self._vector.add_residual_(share_N, context.residual.grid)
+        if context.alone or context.resumed is not None:
+            # The module is not that of which the client computed the grid.
+            self._channel.sync(self._step, self._vector.grid)
         self._interval.choose_(self._made + self._step)
 
     def _scale_for(self, replicas: int) -> None:
@@ -241,7 +244,6 @@ class GradientSharingExchange(Exchange):
         self._replicas = 0  # the restored state has its own scale
         self._made, self._step = common["made"], common["step"]
         self._clipped_before = self._compressor.clipped
-        self._channel.sync(self._step, self._vector.grid)
 
     # ---- a step
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -27,7 +28,7 @@ from daskdl import (
 )
 from daskdl.channel.transport import SchedulerOverDask
 from tests.support.clusters import EnoughError, cluster_of
-from tests.support.problems import kept, normalised, rows, trainer
+from tests.support.problems import kept, mlp, normalised, rows, sgd, trainer
 
 X, Y = rows()
 
@@ -305,6 +306,35 @@ def test_after_the_loss_of_all_workers_the_fit_goes_on_with_others(
     (said,) = [r.message for r in caplog.records if "to go on" in r.message]
     assert ("new state of the optimizer" in said) != checkpointed
     assert (str(tmp_path) in said) == checkpointed
+
+
+def from_one():
+    """Some parameters are larger than 1 after a step, which changes the grid."""
+    made = mlp()
+    torch.nn.init.ones_(made[-1].bias)
+    return made
+
+
+built = itertools.count()
+
+
+def late(parameters):
+    """An optimizer, which every second replica gets late."""
+    if next(built) % 2:
+        time.sleep(0.5)
+    return sgd(parameters)
+
+
+def test_replicas_that_begin_again_know_the_grid_of_the_agreed_model(two):
+    own = trainer(two, master=kept(warmup_steps=10**6), model=from_one, optimizer=late)
+    own.callbacks = [Slow(), after_epoch(6, lambda: replaced(two))]
+
+    with dask.config.set({"daskdl.timeouts.data": "5s", "daskdl.timeouts.silence": 5}):
+        history = own.fit(X, Y, epochs=10, batch_size=16)
+
+    assert max(p.abs().max() for p in own.model_.parameters()) > 1
+    assert len(history.run.replicas) >= 4
+    assert not any(history.column("refused_messages"))
 
 
 @pytest.mark.slow

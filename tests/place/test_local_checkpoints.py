@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 
+import dask
 import pytest
 import torch
 from torch import nn
@@ -366,6 +367,26 @@ def test_fewer_and_more_replicas_resume_from_the_same_model(before, after, url):
     assert history[2]["replicas"] == after.replicas_per_worker
     assert history.column("examples") == [len(X)] * 3
     assert history[2]["loss"] < history[0]["loss"]
+
+
+def from_one():
+    """Some parameters are larger than 1 after a step, which changes the grid."""
+    made = net()
+    nn.init.ones_(made[-1].bias)
+    return made
+
+
+def test_what_one_has_trained_is_resumed_by_two_in_its_grid(url):
+    one = one_of(url, master=sharing(1), model=from_one)
+    fits(one, 1)
+    assert max(p.abs().max() for p in one.model_.parameters()) > 1
+    two = one_of(url, master=sharing(2, warmup_steps=10**6), model=from_one)
+
+    with dask.config.set({"daskdl.timeouts.data": 5, "daskdl.timeouts.silence": 5}):
+        history = fits(two, resume=True)
+
+    assert history.column("replicas") == [1, 2, 2]
+    assert history.column("refused_messages") == [0, 0, 0]
 
 
 def test_the_resumed_checkpoints_have_residuals(url):

@@ -507,6 +507,7 @@ class GradientSharingExchange(Exchange):
         if not kept.delivered_loss < shared:
             return kept
         # A replica that leaves sends its residual, unless it knows that all deliver it.
+        channel.check()  # before it arrives, they do not
         try:
             met = channel.barrier(f"{key}, known", {}, BarrierKind.AGREE)
         except Stopped:

@@ -433,7 +433,9 @@ class Meeting(Room):
         blob: What replica 1 publishes.
         its: Values of replica 1 in a barrier, by the end of the barrier's key.
         absent: Ends of keys of barriers that replica 1 does not reach.
-        stops: End of the key of the barrier at which this replica has to leave.
+        stops: End of the key of the barrier at which this replica has to leave, after
+            it has arrived.
+        told: The same, of one after which it has to leave, before the next one.
         met: Keys of all barriers.
         blobs: Names of all own blobs.
     """
@@ -442,11 +444,17 @@ class Meeting(Room):
 
     def __init__(self):
         super().__init__()
-        self.present, self.its, self.absent, self.stops = 2, {}, (), "never"
+        self.present, self.its, self.absent = 2, {}, ()
+        self.stops = self.told = "never"
         self.blob = {"residual": residual_of(EIGHTH)}
         self.met, self.blobs = [], []
 
+    def check(self):
+        if any(key.endswith(self.told) for key in self.met):
+            raise Stopped
+
     def barrier(self, key, payload, kind=None, client_payload=b""):
+        self.check()
         self.met.append(key)
         if key.endswith(self.stops):
             raise Stopped
@@ -629,12 +637,18 @@ class TestChoice:
 
     @pytest.mark.parametrize(
         ("stops", "left"),
-        [(FIRST, EIGHTH), (SENT, EIGHTH), (KNOWN, 0)],
+        [
+            ({"stops": FIRST}, EIGHTH),
+            ({"stops": SENT}, EIGHTH),
+            ({"told": SENT}, EIGHTH),
+            ({"stops": KNOWN}, 0),
+        ],
+        ids=str,
     )
     def test_who_leaves_sends_its_residual_unless_the_others_deliver_it(
         self, case, stops, left
     ):
-        case.channel.stops = stops
+        vars(case.channel).update(stops)
         with pytest.raises(Stopped):
             self.choose(case)
 

@@ -25,7 +25,7 @@ from daskdl.channel.protocol import (
 )
 from daskdl.channel.transport import CLOCK, Clock
 from daskdl.codec import Update
-from daskdl.compression.replica_vector import count_of, fold_
+from daskdl.compression.replica_vector import count_of, fold_, to_grid
 from daskdl.errors import CodecError
 
 logger = logging.getLogger(__name__)
@@ -564,9 +564,8 @@ class SharedFrame:
             raise CodecError(f"sent as {message[1:3]}, stamped {update.stamp[1:3]}")
         if isinstance(update, codec.SparseUpdate):
             count_of(update.threshold, grid)
-        elif update.grid != grid:
-            raise CodecError(f"grid must be {grid}, got {update.grid}")
-        return update
+            return update
+        return to_grid(update, grid)
 
 
 def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) -> None:

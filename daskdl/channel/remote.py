@@ -272,9 +272,15 @@ class RemoteChannel(Channel):
         deadline = self._now() + self._patience.seconds
         while answer["donor"] is not None:
             donor, worker, cut = answer["donor"], answer["worker"], answer["cut"]
-            given = self._ask_worker(
-                WaitCause.SNAPSHOT, worker, protocol.SNAPSHOT, replica=donor, cut=cut
-            )
+            own = {"replica": donor, "cut": cut}
+            given: Mapping[str, Any] = {
+                "status": Answer.UNKNOWN,
+                "reason": "others meet",
+            }
+            if worker is not None:
+                given = self._ask_worker(
+                    WaitCause.SNAPSHOT, worker, protocol.SNAPSHOT, **own
+                )
             if given["status"] == Answer.OK:
                 return dict(unwrap_arrays(given["snapshot"]))
             if self._now() > deadline:

@@ -343,8 +343,9 @@ class LiveRun:
     async def handle_join(self, replica: Natural, version: str) -> Fields:
         """Let a replica join; answer once all initial replicas have joined.
 
-        The answer to a joining replica names the donor of its snapshot and the updates
-        that the snapshot must contain; all later updates are sent to the replica.
+        The answer to a joining replica names the donor of its snapshot, its worker and
+        the updates that the snapshot must contain; all later updates are sent to the
+        replica. No worker: no snapshot can be made now, so it has to ask again.
         """
         state, members = self.state, self.state.members
         if version != VERSION:
@@ -367,15 +368,23 @@ class LiveRun:
             return {**own, "gone": sorted(members.gone)}
         generation, member = members.generation, members.replicas[replica]
         member.heartbeat_at = math.inf  # no heartbeat while it waits here
-        await self.until(lambda: member.gone or state.can_cut(generation))
+
+        def ready() -> bool:
+            # Those that met before it joined may change the grid until they report.
+            return member.gone or (state.can_cut(generation) and not state.holding)
+
+        with contextlib.suppress(TimeoutError):  # it asks again
+            await self.until(ready, state.timeouts.request)
         members.taking_part(replica).heartbeat_at = self.now()
-        cut, donor = state.cut(replica), members.donor()
+        donor, cut, worker = members.donor(), {}, None
+        if donor is not None and ready():
+            cut, worker = state.cut(replica), members.replicas[donor].worker
         return {
             "members": [],
             "gone": sorted(members.gone),
             "topology": state.topology(),
             "donor": donor,
-            "worker": None if donor is None else members.replicas[donor].worker,
+            "worker": worker,
             "cut": list(cut.items()),
         }
 

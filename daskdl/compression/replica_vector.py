@@ -71,6 +71,45 @@ def count_of(threshold: float, grid: float) -> int:
     return int(count)
 
 
+def coarsened(counts: Any, shift: int) -> Any:
+    """Return counts of the grid in steps that are `2**shift` as large, halves up.
+
+    Integer arithmetic, equal on all replicas.
+
+    Args:
+        counts: Int32, an array or a tensor.
+        shift: 1 to 31.
+
+    Example:
+        >>> coarsened(np.array([-3, -2, 2, 5], np.int32), shift=2).tolist()
+        [-1, 0, 1, 1]
+    """
+    return (counts >> shift) + (counts >> (shift - 1) & 1)
+
+
+def to_grid(update: DenseUpdate, grid: float) -> DenseUpdate:
+    """Return a received dense update in steps of the grid.
+
+    A replica may have left while the others changed the grid: its last update is in
+    steps of the former one, a power of two finer, and is rounded as they rounded
+    shared.
+
+    Example:
+        >>> from daskdl.codec import Stamp
+        >>> stamp = Stamp(run=1, origin=2, sequence=3, step=4)
+        >>> update = DenseUpdate(stamp, 2, 0.25, np.array([-3, 5], np.int32))
+        >>> to_grid(update, grid=1.0).counts_N
+        array([-1,  1], dtype=int32)
+    """
+    if update.grid == grid:
+        return update
+    mantissa, exponent = math.frexp(grid / update.grid)
+    if mantissa != 0.5 or not 1 < exponent <= 32:
+        raise CodecError(f"grid must be {grid} or a finer one, got {update.grid}")
+    counts_N = coarsened(update.counts_N, exponent - 1)
+    return update._replace(grid=grid, counts_N=counts_N)
+
+
 def fold_(total_N: Counts, update: Update, grid: float) -> None:
     """Add a decoded update to a dense sum of counts.
 
@@ -333,12 +372,9 @@ class ReplicaVector:
             shift = 1
             while (largest + (1 << shift >> 1)) >> shift >= REGRID_BELOW:
                 shift += 1
-            half = 1 << shift >> 1
             for group in groups:
                 for where in group.chunks():
-                    # Integer arithmetic, halves rounded up: equal on all replicas.
-                    counts_N = (group.shared_N[where].long() + half) >> shift
-                    group.shared_N[where] = counts_N.int()
+                    group.shared_N[where] = coarsened(group.shared_N[where], shift)
             self.grid *= 2**shift
             self._show_all_()
         return self.grid

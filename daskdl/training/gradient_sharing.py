@@ -409,13 +409,16 @@ class GradientSharingExchange(Exchange):
         self._apply(self._channel.drain())
         # A replica that joins later gets a later snapshot, unless a snapshot was made
         # during this barrier.
-        self._sole = met.counted.get("present") == 1 and not self._served
+        present = met.counted.get("present")
+        self._sole = present == 1 and not self._served
         if self._sole:
             self._vector.flush_residual_()
         payloads = [met.payloads[replica] for replica in sorted(met.payloads)]
         self._step = max(own["step"] for own in payloads)
         self._all_compare = all(own["compares"] for own in payloads)
-        self._channel.sync(self._step, self._vector.regrid_())
+        if present == len(met.payloads.keys() - met.gone.keys()):
+            self._vector.regrid_()  # else somebody joins, with a snapshot of this grid
+        self._channel.sync(self._step, self._vector.grid)
         parts = [(own, own["examples"]) for own in payloads]
         self._untrained.load_(average_untrained(parts))
 

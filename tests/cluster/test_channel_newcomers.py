@@ -73,6 +73,29 @@ async def test_a_snapshot_waits_for_the_updates_that_it_must_contain(c, s, a, b)
         assert (await joining).snapshot["total_N"].tolist() == [1] + [0] * (SIZE - 1)
 
 
+@everywhere(2)
+async def test_no_snapshot_is_made_while_updates_are_held_back(c, s, a, b, routing):
+    """Replicas that have met without the joining one may change the grid."""
+    async with a_run(c, s, a, b, routing=routing) as run:
+        donor, other = run.channels[0], run.channels[1]
+        make, held = applied_by(donor), []
+        donor.serve_snapshot(lambda: held.append(run.record.holding) or make())
+        await meet(run, "end", BarrierKind.AGREE)
+        replica, channel = await run.newcomer(b)
+        joining = begin(channel.join)
+        await wait_until(lambda: run.record.members.replicas[replica].joined)
+
+        for key in ("first", "second", "report"):
+            kind = BarrierKind.REPORT if key == "report" else BarrierKind.AGREE
+            both = (in_thread(one.barrier, key, 0, kind) for one in (donor, other))
+            await asyncio.gather(*both)
+        await wait_until(lambda: held or run.link(0).snapshot_requests)
+        donor.check()
+        await joining
+
+        assert held == [False]
+
+
 @everywhere(3)
 async def test_a_joining_replica_asks_another_donor_if_the_first_has_gone(
     c, s, *workers, routing

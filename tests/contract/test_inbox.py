@@ -248,6 +248,41 @@ def test_a_fold_counts_in_steps_of_the_agreed_grid():
     assert folded(own.drain(), 2) == [2, 0]
 
 
+@pytest.mark.parametrize(
+    ("finer", "expected"), [(1, [-3, 3, 5]), (2, [-1, 2, 3]), (4, [-1, 1, 1])]
+)
+@pytest.mark.parametrize("inbox_bytes", [0, 2**20], ids=["folded", "not folded"])
+def test_the_last_update_in_a_finer_grid_is_rounded_as_shared_was(
+    finer, expected, inbox_bytes
+):
+    """Its replica left as the others changed the grid. Halves are rounded up."""
+    own, other = channels(2, size=3, inbox_bytes=inbox_bytes)
+    for channel in (own, other):
+        channel.sync(0, finer * GRID)
+    counts_N = np.array([-3, 3, 5], np.int32)
+
+    other.publish(lambda stamp: codec.encode_dense(stamp, GRID, counts_N), 0)
+
+    drained = own.drain()
+    if inbox_bytes:
+        (update,) = drained.updates
+        assert (update.grid, update.counts_N.tolist()) == (finer * GRID, expected)
+    else:
+        assert drained.folded_N.tolist() == expected
+
+
+@pytest.mark.parametrize("factor", [2.0, 1 / 3, 2.0**-32, 2.0**-100])
+def test_dense_updates_in_other_grids_are_refused(factor):
+    own, other = channels(2, size=3)
+    grid = float(np.float32(factor * GRID))
+    counts_N = np.ones(3, np.int32)
+
+    other.publish(lambda stamp: codec.encode_dense(stamp, grid, counts_N), 0)
+
+    assert not own.drain().updates
+    assert own.stats().refused == 1
+
+
 class TestInStep:
     def test_folded_updates_of_a_later_step_stay(self):
         own, *others = channels(in_step=True, inbox_bytes=EACH)

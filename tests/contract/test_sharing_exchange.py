@@ -47,6 +47,7 @@ class Room(Channel):
         self.slowest = 10**9  # step that the slowest other replica announced
         self.now = 0.0
         self.drained_s = 1000
+        self.grid = None  # that it has been given
 
     def peers(self):
         return self.others
@@ -87,7 +88,10 @@ class Room(Channel):
             self.bounds.append(max_staleness)
         return max(0, step - self.slowest)
 
-    run = activate = join = serve_snapshot = sync = lease = wait = barrier = None
+    def sync(self, step, grid):
+        self.grid = grid
+
+    run = activate = join = serve_snapshot = lease = wait = barrier = None
     agree = fail = leave = set_idle = publish_blob = drop_blobs = fetch_blob = None
     stats = check = None
 
@@ -478,9 +482,6 @@ class Meeting(Room):
     def agree(self, key, published, gone, load):
         pass
 
-    def sync(self, step, grid):
-        pass
-
 
 EIGHTH, GRID = 127 * 2.0**-10, 2.0**-24  # 127: exact in eight bits
 FIRST, SENT, KNOWN = "choose 0", ", sent", ", known"  # ends of keys
@@ -489,6 +490,21 @@ FIRST, SENT, KNOWN = "choose 0", ", sent", ", known"  # ends of keys
 def residual_of(value, run=1, grid=GRID, size=12):
     counts_N = np.full(size, round(value / grid), np.int32)
     return codec.encode_dense(codec.Stamp(run, 1, 1, 1), grid, codec.quantize(counts_N))
+
+
+@pytest.mark.parametrize(
+    ("present", "factor"), [(2, 16), (3, 1)], ids=["nobody joins", "a replica joins"]
+)
+def test_the_grid_changes_unless_a_replica_joins(present, factor):
+    """One that joins has a snapshot in the former grid."""
+    grown = Case().exchange.snapshot()
+    grown["counts_N"] = np.full(12, 2**28 + 1, np.int32)
+    case = Case(snapshot=grown, channel=Meeting())
+    case.channel.present = present
+
+    case.exchange.sync(0, 1, ended=True)
+
+    assert case.channel.grid == case.exchange.agreed().grid == factor * GRID
 
 
 class TestChoice:

@@ -3,13 +3,16 @@
 ``make sim SEEDS=1000`` runs more of them.
 """
 
+import contextlib
 import logging
 
 import pytest
 import torch
 
-from tests.sim import mutations, scenario, seeds
-from tests.sim.scenario import Scenario
+from daskdl.compression import replica_vector
+from tests.sim import mutations, oracle, scenario, seeds
+from tests.sim.fit import Cluster, Setup
+from tests.sim.scenario import Fate, Fault, Scenario
 from tests.sim.world import Violation
 
 
@@ -30,6 +33,38 @@ def test_what_must_hold_holds_whatever_fails(seed):
 
     assert not isinstance(outcome, str), seeds.report(seed, outcome)
     assert outcome.checks["looks at all queues"] > 0
+
+
+CHANGING = 15, 24, 56, 68, 69, 84, 103, 113  # join or leave as others change the grid
+
+
+@pytest.mark.parametrize("seed", CHANGING)
+def test_what_must_hold_holds_while_the_grid_changes(seed, monkeypatch):
+    """It doubles whenever replicas meet, unless somebody joins then."""
+    monkeypatch.setattr(replica_vector, "REGRID_ABOVE", 2**12)
+    monkeypatch.setattr(replica_vector, "REGRID_BELOW", 2**40)
+    monkeypatch.setattr(oracle, "ROUNDING", 2.0**-10)  # which loses some exactness
+
+    outcome = seeds.run_seed(seed)
+
+    assert not isinstance(outcome, str), seeds.report(seed, outcome)
+
+
+@pytest.mark.parametrize("inbox_bytes", [1, 2**20], ids=["folded", "not folded"])
+def test_a_replica_joins_one_that_has_left_the_first_grid_alone(inbox_bytes):
+    """And leaves before they have met."""
+    setup = Setup(workers=1, epochs=1, lengths=(1200,), inbox_bytes=inbox_bytes)
+    faults = [
+        Fault("start", 0, 8.0, "join", 0, 0.0, aimed=False),
+        Fault("activate", 1, 1.0, "retire", 0, 0.0, aimed=True),
+    ]
+    with contextlib.closing(Cluster(0, setup)) as cluster:
+        fate, client = Fate(Scenario(0, setup, 2e-3, faults), cluster), cluster.client
+        cluster.fit(scenario.LIMIT_S)
+
+    assert client.error is None
+    assert fate.happened == ["join", "retire"]
+    assert client.model.parameters.grid > client.spec.grid
 
 
 def test_a_seed_stands_for_one_scenario():

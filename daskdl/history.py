@@ -427,7 +427,7 @@ COLUMNS: Mapping[str, str] = {
     "threshold": "mean of the replicas' (and patterns') last thresholds, "
     "parameter units",
     "learning_rate": "rate of the first parameter group at the end of the epoch",
-    "rate_factor": "factor on it with Adam and its kind, mean over steps",
+    "rate_factor": "factor on it with adaptive optimizers, mean over steps",
     "sent_bytes": "bytes of updates, of residuals sent to compare models, and of "
     "averaged buffers, by all replicas",
     "received_bytes": "bytes of the same received, by all replicas",
@@ -446,7 +446,7 @@ COLUMNS: Mapping[str, str] = {
     'on_bad_batch="skip"',
     "refused_messages": "messages that could not be read and were dropped",
     "repaired_updates": "updates that did not arrive and were requested again",
-    "withheld": "exchanges skipped because the outbox was full",
+    "withheld": "exchanges skipped because earlier updates were still unsent",
     "folds": "how often a full inbox was folded into one vector",
 }
 

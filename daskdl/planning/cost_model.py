@@ -88,7 +88,7 @@ class Costs:
         item_s: Each further update in a request, at either end, on the event loop.
         update_bytes: Bytes of an update.
         density: Entries sent / parameters.
-        adaptive: Whether the optimizer is Adam or of its kind.
+        adaptive: Whether the optimizer is adaptive, as Adam is.
     """
 
     rows: int

@@ -79,7 +79,7 @@ LONGEST_OF_ADAM_IN_STEP = 2
 SHARE = 0.03  # of a replica's time, that exchanging may take
 # At first, while the model moves fast, an interval of more than 1 / RAMP of the steps
 # made so far is chosen only where exchanging would otherwise take more than
-# FIRST_SHARE of the time, and is at most LONGEST_AT_FIRST. With Adam and its kind,
+# FIRST_SHARE of the time, and is at most LONGEST_AT_FIRST. With adaptive optimizers,
 # exchanging may take FIRST_SHARE later too.
 RAMP = 32
 FIRST_SHARE = 0.1
@@ -136,7 +136,7 @@ class Interval:
     def staleness_bound(self, made: int) -> int | None:
         """Return the largest lead at the start of an interval; None: any.
 
-        Adam's kind learns less from old updates, so the interval of this replica
+        An adaptive optimizer learns less from old updates, so the interval of this replica
         decides for it, not the longest that another one may have.
         """
         return self._options.staleness_bound(made, self.every if self._adaptive else 0)
@@ -660,8 +660,8 @@ class GradientSharingExchange(Exchange):
         )
 
 
-# Workers from which "auto" is a mesh: relaying for 8 takes 41% of a scheduler's core,
-# for 4 it takes 23% (benchmarks/channel.py). A relay, unlike a mesh, needs no repair.
+# Workers from which "auto" is a mesh: relaying for 8 takes 24 % of a scheduler's core,
+# for 4 it takes 14 % (benchmarks/channel.py). A relay, unlike a mesh, needs no repair.
 MESH_FROM = 9
 
 
@@ -683,18 +683,19 @@ class GradientSharing(TrainingMaster):
             on each replica's learning rate.
         max_staleness: Steps a replica may be ahead of the slowest when it starts
             an exchange interval. 0 runs replicas in lockstep, reproducible bit for
-            bit; None is unbounded; ``"auto"`` is 8, or two of the longest intervals;
-            with Adam and its kind, two of the present ones.
+            bit; None is unbounded; ``"auto"`` is two exchange intervals, at least 8: of
+            the longest length allowed so far, or, with adaptive optimizers, of the
+            present length.
         exchange_every: Steps between exchanges. ``"auto"`` chooses a power of two up to
             64 and up to `max_staleness`, so that exchanging takes about 3 % of a
-            replica's time; 10 % with Adam and its kind. More than a 32nd of the steps
+            replica's time; 10 % with adaptive optimizers. More than a 32nd of the steps
             made so far are chosen only if it would take more than 10 %, and up to 16.
-            In lockstep the number of steps alone decides, up to 16; with Adam and its
-            kind, up to 2. With ``apply="strict"`` it is 1.
+            In lockstep the number of steps alone decides, up to 16; with adaptive
+            optimizers, up to 2. With ``apply="strict"`` it is 1.
         warmup_steps: The progress of this many first steps is sent in full, in eight
             bits per parameter and without a threshold. Steps are counted over all fits
             of a trainer; later fits and joining replicas do not start again from 0.
-        adapt_rate: With Adam and its kind, multiply the learning rate by the root of
+        adapt_rate: With adaptive optimizers, multiply the learning rate by the root of
             the number of replicas, as for one batch of all replicas (the square-root
             scaling rule). Or, if more than half of the parameters are those of
             embeddings with ``sparse=True``, add up the updates of all replicas at the
@@ -821,7 +822,7 @@ class GradientSharing(TrainingMaster):
         Args:
             cost: Duration of an exchange, in durations of a step.
             made: Steps made, over all fits.
-            adaptive: Whether the optimizer is Adam or of its kind. Then the model
+            adaptive: Whether the optimizer is adaptive, as Adam is. Then the model
                 learns markedly more from the same steps if replicas exchange often.
 
         Example:

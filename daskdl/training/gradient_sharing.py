@@ -136,8 +136,8 @@ class Interval:
     def staleness_bound(self, made: int) -> int | None:
         """Return the largest lead at the start of an interval; None: any.
 
-        An adaptive optimizer learns less from old updates, so the interval of this replica
-        decides for it, not the longest that another one may have.
+        An adaptive optimizer learns less from old updates. So the interval of this
+        replica decides for it, not the longest that another one may have.
         """
         return self._options.staleness_bound(made, self.every if self._adaptive else 0)
 

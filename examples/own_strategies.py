@@ -75,7 +75,9 @@ def main():
             loss=torch.nn.CrossEntropyLoss(),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
             master=daskdl.GradientSharing(
-                threshold=LargestShare(0.02), residual=ClipAfterWarmUp()
+                threshold=LargestShare(0.02),
+                residual=ClipAfterWarmUp(),
+                exchange_every=2,
             ),
             client=client,
             callbacks=[Budget(50_000)],

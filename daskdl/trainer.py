@@ -131,7 +131,8 @@ class Trainer:
         model: An `nn.Module`, which is copied, or a function that returns one; the
             function runs again for each copy of a module that cannot be pickled. For
             Keras models see `daskdl.keras`; if it is compiled, it has the defaults of
-            loss, optimizer and metrics.
+            loss, optimizer and metrics. Submodules in evaluation mode, such as a frozen
+            backbone, stay in it; a model that is all in evaluation mode is trained.
         loss: ``loss(model(x), y)``, a scalar tensor; or the name of one, such as
             ``"cross_entropy"``, ``"mse"`` or one of Keras, a loss of Keras, or a dict
             of these by output, whose sum it is. Of an output with ``logits``, as

@@ -35,7 +35,13 @@ from daskdl.objective import Objective
 from daskdl.planning.cost_model import MEASURED_EVERY, Costs
 from daskdl.serialization import Packed
 from daskdl.thresholds import Residual, Sent, ThresholdAlgorithm
-from daskdl.training.base import CompressionState, KeptResidual, ReplicaContext
+from daskdl.training.base import (
+    CompressionState,
+    KeptResidual,
+    ReplicaContext,
+    evaluating_in,
+    train_,
+)
 from daskdl.training.checkpointing import run_in_thread
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 from daskdl.training.gradient_sharing import GradientSharing
@@ -128,7 +134,8 @@ class StepBenchmark:
     def __init__(self, spec: BenchmarkSpec, device: torch.device) -> None:
         self.spec = spec
         self._device = device
-        self._module = spec.model.to(device).train()
+        evaluating = evaluating_in(spec.model)
+        self._module = train_(spec.model.to(device), evaluating)
         optimizer = optimizer_of(spec.optimizer, self._module)
         self._adaptive = is_adaptive(optimizer)
         self._stepper = Stepper(

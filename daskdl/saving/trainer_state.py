@@ -9,7 +9,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,12 @@ from daskdl.saving.json_values import (
     trusted_modules,
 )
 from daskdl.timeline import SPANS, Timeline
-from daskdl.training.base import CompressionState, KeptResidual, described
+from daskdl.training.base import (
+    CompressionState,
+    KeptResidual,
+    described,
+    evaluating_in,
+)
 from daskdl.training.checkpointing import Fingerprint
 from daskdl.training.epoch_control import Scheduling, hyperparameters
 from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
@@ -130,7 +135,9 @@ def save(
     """Save a fitted trainer; see `Trainer.save`."""
     check_flag("optimizer", optimizer)
     folder = Folder(folder_store(url, storage_options), KIND, ROLES)
-    model, trained, extra = ModelState.of(state.model), JsonValues(), JsonValues()
+    trained, extra = JsonValues(), JsonValues()
+    evaluating = evaluating_in(state.model, state.fit_state.evaluating)
+    model = replace(ModelState.of(state.model), evaluating=list(evaluating))
     content = {
         "arguments": _encode_arguments(state, extra.tensors),
         "model": extra.encode({**vars(model), "tensors": None}, "model"),
@@ -224,7 +231,12 @@ def _decode(
     state.load_into(model)
     optimizer = new_optimizer(arguments, model)
     trained = TrainedOptimizer.new(optimizer, scheduling_of(arguments), model)
-    fit_state = FitState(trained, None, content["epochs"], content["class_count"])
+    fit_state = FitState(
+        trained,
+        epochs=content["epochs"],
+        class_count=content["class_count"],
+        evaluating=evaluating_in(model),
+    )
     if content["fit"] is not None:
         fit = JsonValues(tensors.get("optimizer", {})).decode(content["fit"])
         fit_state = _continued(fit_state, trained, fit, model)
@@ -374,7 +386,7 @@ class ModelState:
     hidden: Mapping[str, Tensor]  # buffers that are not in the state dict
     ties: Mapping[str, str]  # from other names of tied tensors to those in `tensors`
     frozen: Sequence[str]  # names of parameters that are not trained
-    evaluating: Sequence[str]  # paths of modules that are not in training mode
+    evaluating: Sequence[str]  # paths of modules that stay in evaluation mode
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelState":
@@ -543,7 +555,7 @@ def _continued(
             raise SaveError(f"its residual is {described(counts)}, in steps of {grid}")
         residual = KeptResidual.beside(model, counts.numpy(), grid)
     trained = trained._replace(made=list(fit["hyperparameters"]))
-    return FitState(trained, compression, state.epochs, state.class_count, residual)
+    return replace(state, optimizer=trained, compression=compression, residual=residual)
 
 
 # ---- history

@@ -118,6 +118,39 @@ def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             own[name].copy_(tensor)
 
 
+def evaluating_in(
+    module: nn.Module, otherwise: Collection[str] = ()
+) -> Collection[str]:
+    """Return the paths of the submodules that training leaves in evaluation mode.
+
+    These are the submodules in evaluation mode, such as a frozen backbone. If all of
+    the module is in evaluation mode, this says nothing: the result is `otherwise`.
+
+    Example:
+        >>> model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 1))
+        >>> evaluating_in(model), evaluating_in(model.eval())
+        (['0'], ())
+    """
+    parts = dict(module.named_modules())
+    paths = [path for path, part in parts.items() if not part.training]
+    return otherwise if len(paths) == len(parts) else paths
+
+
+def train_(module: nn.Module, evaluating: Collection[str]) -> nn.Module:
+    """Set training mode, except for the submodules at the paths in `evaluating`.
+
+    Example:
+        >>> model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+        >>> [part.training for part in train_(model, ["0"])]
+        [False, True]
+    """
+    module.train()  # which a class may override, to freeze its batch norm for example
+    parts = dict(module.named_modules())
+    for path in evaluating:
+        parts[path].training = False
+    return module
+
+
 def class_name(value: object) -> str:
     """Name the class of a value with its module: libraries repeat each other's names.
 

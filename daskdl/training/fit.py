@@ -318,6 +318,7 @@ class FitRun:
             compression=state.compression,
             residual=state.residual,
             epochs_before=state.epochs,
+            evaluating=state.evaluating,
             rows=run.rows,
             evaluation=evaluation,
             layers=only(LayerMonitor, spec.callbacks),
@@ -627,7 +628,14 @@ class FitRun:
             if counts_N is not None:
                 residual = KeptResidual.beside(model, counts_N, grid)
         compression = result.compression or before.compression
-        return FitState(trained, compression, epochs, self._class_count, residual)
+        return replace(
+            before,
+            optimizer=trained,
+            compression=compression,
+            epochs=epochs,
+            class_count=self._class_count,
+            residual=residual,
+        )
 
 
 def _counted(

@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -59,6 +59,7 @@ from daskdl.training.base import (
     CompressionState,
     KeptResidual,
     TrainingMaster,
+    evaluating_in,
 )
 from daskdl.training.checkpointing import ResumePlan, parameters_of
 from daskdl.training.epoch_control import (
@@ -169,6 +170,8 @@ class FitState:
         epochs: Number of epochs of all fits.
         class_count: Number of classes in the last fit; None without class labels.
         residual: Unsent residuals of the last fit; None: there are none.
+        evaluating: Paths of the submodules that stayed in evaluation mode in the last
+            fit; `model_` is all in evaluation mode.
     """
 
     optimizer: TrainedOptimizer | None = None
@@ -176,6 +179,7 @@ class FitState:
     epochs: int = 0
     class_count: int | None = None
     residual: KeptResidual | None = None
+    evaluating: Collection[str] = ()
 
     def continued(
         self, model: nn.Module, optimizer: Optimizer, scheduling: Scheduling
@@ -192,7 +196,12 @@ class FitState:
                 "dropped"
             )
             residual = None
-        return replace(self, optimizer=trained, residual=residual)
+        evaluating = evaluating_in(model, self.evaluating)
+        if evaluating:
+            logger.info("submodules that stay in evaluation mode: %s", evaluating)
+        return replace(
+            self, optimizer=trained, residual=residual, evaluating=evaluating
+        )
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -465,6 +474,7 @@ class ReplicaSpec(FitSpec):
         compression: State of thresholds that an earlier fit left, or None.
         residual: Unsent residuals of an earlier fit, or None.
         epochs_before: Epochs of earlier fits of the same trainer.
+        evaluating: Paths of the submodules that stay in evaluation mode.
         rows: Two rows of X and y for the warm-up.
         evaluation: Epochs in which the agreed model is scored, and the rule for early
             stopping.
@@ -489,6 +499,7 @@ class ReplicaSpec(FitSpec):
     compression: CompressionState | None = None
     residual: KeptResidual | None = None
     epochs_before: int = 0
+    evaluating: Collection[str] = ()
     rows: Rows
     evaluation: EvaluationPlan
     layers: LayerMonitor | None = None

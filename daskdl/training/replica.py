@@ -57,6 +57,7 @@ from daskdl.training.base import (
     load_tensors_,
     others_in,
     restoring,
+    train_,
 )
 from daskdl.training.checkpointing import (
     CheckpointState,
@@ -262,7 +263,7 @@ class Replica:
 
     def _build(self, joined: JoinResult, inherited: RestoredState | None) -> None:
         spec, channel, number = self._spec, self._channel, self._number
-        self.module = spec.model.to(self._device).train()
+        self.module = train_(spec.model.to(self._device), spec.evaluating)
         untrained = Untrained(self.module)  # before loading, as on the client
         if inherited is not None:
             inherited.check(self.module)
@@ -781,7 +782,7 @@ def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
 
     Exceptions of the user's code propagate unchanged: the real step would raise them.
     """
-    module = copied(spec.model).to(device)
+    module = train_(copied(spec.model).to(device), spec.evaluating)
     with preserved_random_state():
         batch = transformed_batch(spec.rows, spec.read.transform)
         optimizer = spec.optimizer_for(module)

@@ -5,12 +5,14 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-slurm test-triton sim chaos kills lint bench bench-all bench-compare study clean
+.PHONY: help demo test test-all test-part test-slurm test-triton sim chaos kills lint bench bench-all bench-compare study clean
+.PHONY: 1 2 3 4 5 6
 
 help:
 	@echo "make demo   train a small network on handwritten digits, on two workers"
 	@echo "make test   run the suite that every change has to pass: under ten minutes"
 	@echo "make test-all   the same, then one by one all that takes longer: an hour"
+	@echo "make test-part 1   one of six parts of what test-all adds: under 15 minutes"
 	@echo "make test-slurm  fits on jobs of SLURM and SGE on this machine: 10 minutes; needs root"
 	@echo "make test-triton  the kernels for CUDA, interpreted: a minute"
 	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
@@ -38,8 +40,16 @@ test: .venv/installed
 	$(BIN)/python -m pytest -n 2
 
 # What kills, freezes, measures or trains long has the machine to itself.
+APART := slow or network or learning or examples or chaos
 test-all: test
-	$(BIN)/python -m pytest -m "slow or network or learning or examples or chaos"
+	$(BIN)/python -m pytest -m "$(APART)"
+
+# One of six parts of that: `make test-part 3`; see tests/parts.py.
+test-part: N = $(word 2,$(MAKECMDGOALS))
+test-part: .venv/installed
+	$(BIN)/python -m pytest -m "$(APART)" --part $(N)
+
+1 2 3 4 5 6: ; @:
 
 test-slurm: .venv/installed
 	$(BIN)/pip install --quiet -c constraints.txt dask-jobqueue

@@ -16,6 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from daskdl.data.storage import store_of
 from daskdl.saving.checkpoints import Series
+from tests.parts import PARTS, part_of
 
 _numbers = itertools.count()
 
@@ -80,7 +81,14 @@ def pytest_collect_file():
     return [one for one in collectors if type(one) is pytest.Module]
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    """Add ``--part``; ``make test-part`` gives it together with the markers."""
+    parser.addoption(
+        "--part", type=int, choices=PARTS, help="run one part; see tests/parts.py"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
     """Mark each test that lies in a folder of its own kind; clusters come first.
 
     Where the tests are divided between processes, the one that has these is the last
@@ -90,6 +98,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         for folder in APART.intersection(item.path.parts):
             item.add_marker(folder)
+    if (part := config.getoption("part")) is not None:
+        elsewhere = [item for item in items if part_of(item.nodeid) != part]
+        config.hook.pytest_deselected(items=elsewhere)
+        items[:] = [item for item in items if part_of(item.nodeid) == part]
 
 
 def pytest_collection_finish():

@@ -180,7 +180,7 @@ class BatchFiles(Source):
         self.first = self._schema.rows(np.zeros(SHOWN_ROWS, self._schema.dtype))
 
     @override
-    def load(self, part: int) -> Rows:
+    def _load(self, part: int) -> Rows:
         content = self.files[part].read(self._store, KIND.remedy)
         return self._schema.rows(safetensors.numpy.load(content))
 

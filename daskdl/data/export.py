@@ -344,7 +344,7 @@ class Buckets(Source):
         self.parts = plan.buckets
 
     @override
-    def load(self, part: int) -> Rows:
+    def _load(self, part: int) -> Rows:
         found = at_once(self._read, self.plan.spans(part))
         return self.schema.rows(np.concatenate(found))
 

@@ -250,7 +250,7 @@ class _Originals(Source):
         self.parts = len(groups)
 
     @override
-    def load(self, part: int) -> Rows:
+    def _load(self, part: int) -> Rows:
         raise NotImplementedError("original files are packed, not loaded")
 
     def digest(self, names: Sequence[Any]) -> str:
@@ -335,7 +335,7 @@ class GroupedFiles(Source):
         """Make rows from one open file of a part."""
 
     @override
-    def load(self, part: int) -> Rows:
+    def _load(self, part: int) -> Rows:
         return self._joined(part)
 
     @override

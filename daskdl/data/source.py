@@ -33,18 +33,13 @@ class Member(NamedTuple):
     name: str
     keys: tuple[Any, ...]
     finish: Callable[[list[Any]], Rows]  # makes rows from the values of the keys
-    rows: int | None = None  # when the part was computed before
+    rows: int | None = None  # counted when the part was computed before
 
     def of(self, values: Mapping[Any, Any]) -> Rows:
         """Make the rows of the part; refuse a part whose length has changed."""
-        made = self.finish([values[key] for key in self.keys])
-        if self.rows is not None and (found := batching.length(made)) != self.rows:
-            raise DataError(
-                f"{self.name} has {found} rows, and had {self.rows} when it was "
-                "computed before; it must be the same each time: persist() it, or "
-                "export it"
-            )
-        return made
+        rows = self.finish([values[key] for key in self.keys])
+        check_counted(self.name, rows, self.rows)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,6 @@ class Source(ABC):
     given: bool = False
     apart: bool = False
 
-    @abstractmethod
     def load(self, part: int) -> Rows:
         """Load a part; threads may load several at a time.
 
@@ -133,9 +127,17 @@ class Source(ABC):
             labels.
 
         Raises:
-            DataError: If the part, which is named, cannot be used. Errors of the user's
-                own loading are passed on.
+            DataError: If the part, which is named, cannot be used, or if its length
+                differs from `lengths`. Errors of the user's own loading are passed on.
         """
+        rows = self._load(part)
+        counted = None if self.lengths is None else self.lengths[part]
+        check_counted(self.name(part), rows, counted)
+        return rows
+
+    @abstractmethod
+    def _load(self, part: int) -> Rows:
+        """Load a part; `load` checks its length."""
 
     def stream(self, part: int, rows: int) -> Iterator[Rows]:
         """Yield a part; a sequential one in pieces of about `rows` rows."""
@@ -192,7 +194,7 @@ class Together(Source):
         self.left_out, self.apart = source.left_out, source.apart
 
     @override
-    def load(self, part: int) -> Rows:
+    def _load(self, part: int) -> Rows:
         return batching.joined([self._source.load(p) for p in self._groups[part]])
 
     @override
@@ -224,6 +226,16 @@ class Together(Source):
         first, *others = self._groups[part]
         name = self._source.name(first)
         return f"{name} and {len(others)} more" if others else name
+
+
+def check_counted(name: str, rows: Rows, counted: int | None) -> None:
+    """Refuse rows of a part that are more or fewer than were counted, if any were."""
+    if counted is not None and (found := batching.length(rows)) != counted:
+        raise DataError(
+            f"{name} has {found} rows, but {counted} were counted before; a part must "
+            "have the same rows each time: do not change the data meanwhile, and "
+            "persist() or export what is computed anew"
+        )
 
 
 def is_known(source: Source) -> bool:

@@ -109,11 +109,11 @@ class Waiting(Parts):
         self.may_end = threading.Event()
         self.loaded = []
 
-    def load(self, part):
+    def _load(self, part):
         self.loaded.append(part)
         self.begun.set()
         assert self.may_end.wait(PATIENCE_S)
-        return super().load(part)
+        return super()._load(part)
 
 
 def join_loaders():
@@ -279,9 +279,9 @@ def test_what_is_in_this_process_is_cut_in_the_thread_that_asks(
             raise AssertionError("it needs no other thread")
 
     class Noting(InMemory):
-        def load(self, part):
+        def _load(self, part):
             loaded.append(threading.current_thread())
-            return super().load(part)
+            return super()._load(part)
 
     loaded = []
     monkeypatch.setattr(module, "Loader", Nobody)
@@ -315,9 +315,9 @@ class TestAhead:
 
     def test_as_many_parts_are_loaded_together_as_there_are_threads(self, local_store):
         class Meeting(Parts):
-            def load(self, part):
+            def _load(self, part):
                 meeting.wait(PATIENCE_S)
-                return super().load(part)
+                return super()._load(part)
 
         meeting = threading.Barrier(2)
         store = local_store(Meeting((X, Y), (X + 1, Y)), threads=2)

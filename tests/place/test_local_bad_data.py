@@ -3,10 +3,14 @@
 import threading
 
 import dask
+import dask.bag
+import dask.dataframe as dd
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 import daskdl
 from tests.support import pictures
@@ -203,3 +207,107 @@ def test_files_left_out_do_not_change_the_other_steps(npz):
 
     for name, value in models[0].items():
         assert torch.equal(value, models[1][name])
+
+
+class Changing:
+    """Two parts of 40 rows; from the second time on, part 1 has `later` rows."""
+
+    def __init__(self, later):
+        self.later = later
+        self.loaded = 0
+
+    def __call__(self, part):
+        self.loaded += part
+        changed = part == 1 and self.loaded > 1
+        return rows(self.later if changed else 40, seed=part)
+
+
+class WrongCount(Dataset):
+    """128 items, of which more or fewer come than are requested together."""
+
+    def __init__(self, later):
+        self.more = later - 40
+
+    def __len__(self):
+        return 128
+
+    def __getitem__(self, i):
+        return np.full(20, i, np.float32), i % 4
+
+    def __getitems__(self, indices):
+        items = [self[i] for i in indices]
+        return items if len(items) < 4 else [*items, *items][: len(items) + self.more]
+
+
+def of_files(later, place):
+    for part in range(2):
+        (place / f"{part}.txt").write_text(str(part))
+    changing = Changing(later)
+    return daskdl.data.files(place, lambda file: changing(int(file.read())))
+
+
+def of_delayed(later, place):
+    make = dask.delayed(Changing(later), pure=False)
+    return [make(part) for part in range(2)]
+
+
+def of_a_bag(later, place):
+    changing = Changing(later)
+    examples = dask.delayed(lambda part: list(zip(*changing(part), strict=True)))
+    return dask.bag.from_delayed([examples(part) for part in range(2)])
+
+
+def of_items(later, place):
+    return WrongCount(later)
+
+
+def trained_on(X):
+    fit(X, on_bad_batch="raise")
+
+
+def trained_on_an_export(X):
+    fit(X, on_bad_batch="raise", approach="export")
+
+
+def validated_with(X):
+    trainer(False).fit(*rows(80), validation=X)
+
+
+def evaluated(X):
+    daskdl.evaluate(mlp(), X, loss=nn.CrossEntropyLoss(), client=False)
+
+
+@pytest.mark.parametrize("later", [36, 43], ids=["fewer", "more"])
+@pytest.mark.parametrize(
+    "use", [trained_on, trained_on_an_export, validated_with, evaluated]
+)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (of_files, r"1\.txt"),
+        (of_delayed, "part 1"),
+        (of_a_bag, "part 1"),
+        (of_items, r"items \d+ to \d+"),
+    ],
+)
+def test_a_part_that_is_shorter_or_longer_than_counted_is_named(
+    make, name, use, later, tmp_path
+):
+    with pytest.raises(daskdl.DataError, match=rf"{name}.* \d+ .*were counted"):
+        use(make(later, tmp_path))
+
+
+@pytest.mark.parametrize("later", [36, 43], ids=["fewer", "more"])
+@pytest.mark.parametrize("approach", ["direct", "export"])
+def test_so_is_a_partition_of_a_dataframe(later, approach):
+    changing = Changing(later)
+
+    def frame(part):
+        x, y = changing(part)
+        return pd.DataFrame(x).add_prefix("x").assign(y=y)
+
+    meta = pd.DataFrame(rows(1)[0]).add_prefix("x").assign(y=0)[:0]
+    X = dd.from_delayed([dask.delayed(frame)(part) for part in range(2)], meta=meta)
+
+    with pytest.raises(daskdl.DataError, match=r"part 1.* \d+ .*were counted"):
+        fit(X, label="y", on_bad_batch="raise", approach=approach)

@@ -634,6 +634,88 @@ def _run_loss(
     return list(logs)
 
 
+def check_held_tensors(module: nn.Module, batch: Batch, objective: Objective) -> None:
+    """Refuse a loss or a step that has trainable tensors of its own.
+
+    The optimizer gets the parameters of the model alone. Tensors that do not take part
+    in the gradient, such as those of a teacher under `no_grad`, are accepted, as well
+    as tensors that the step makes anew in each call.
+
+    Args:
+        module: A copy on the CPU, in evaluation mode.
+        batch: Rows for which `dry_run` has succeeded.
+        objective: Copied, not run itself.
+
+    Raises:
+        ModelError: The message names the tensors.
+    """
+    argument = "step" if isinstance(objective, OwnStep) else "loss"
+    copied = Packed(objective, argument).unpack()
+    of_model = set(map(id, module.parameters()))
+
+    def held() -> dict[int, Tensor]:
+        x, y = batching.mapped(torch.clone, batch)
+        if isinstance(copied, OwnStep):
+            value = loss_and_logs(copied.function(module, (x, y)))[0]
+        else:
+            value = copied(scored(_forward(module, x)), y)
+        leaves = _graph_leaves(value)
+        return {id(leaf): leaf for leaf in leaves if id(leaf) not in of_model}
+
+    with preserved_random_state():
+        tensors = held()
+        lasting = tensors.keys() & held().keys() if tensors else set()
+    if not lasting:
+        return
+    function = copied.function if isinstance(copied, OwnStep) else unweighted(copied)
+    names = _names_of_tensors(function)
+    shown = [
+        f"{names.get(key, 'a tensor')} of shape {tuple(tensors[key].shape)}"
+        for key in tensors
+        if key in lasting
+    ]
+    listed = ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" * (len(shown) > 3))
+    raise ModelError(
+        f"{argument} has trainable tensors that are not parameters of the model, so "
+        f"the optimizer would not train them: {listed}; make the module that holds "
+        "them a submodule of the model, and compute the loss in a step: "
+        "step=lambda model, batch: model.criterion(model(batch[0]), batch[1]); or "
+        "freeze them with requires_grad_(False)"
+    )
+
+
+def _graph_leaves(value: Tensor) -> list[Tensor]:
+    """Return the tensors that `backward` would compute the gradients of."""
+    if value.grad_fn is None:
+        return [value] if value.requires_grad else []
+    nodes: dict[Any, None] = {value.grad_fn: None}  # in the order of their discovery
+    waiting: list[Any] = [value.grad_fn]
+    while waiting:
+        inputs = [node for node, _ in waiting.pop().next_functions if node is not None]
+        waiting.extend(node for node in inputs if node not in nodes)
+        nodes |= dict.fromkeys(inputs)
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def _names_of_tensors(function: Any) -> dict[int, str]:
+    """Return the names, by id, of tensors in a module, or in what a function uses."""
+    holders = {"": function}
+    if isinstance(function, functools.partial):
+        function = function.func
+        holders |= {"": function, **holders[""].keywords}
+    if inspect.isfunction(function):
+        used = inspect.getclosurevars(function)
+        holders |= {**used.globals, **used.nonlocals}
+    names = {}
+    for path, value in holders.items():
+        if isinstance(value, Tensor):
+            names[id(value)] = repr(path)
+        elif isinstance(value, nn.Module):
+            for name, parameter in value.named_parameters(path):
+                names[id(parameter)] = repr(name)
+    return names
+
+
 def _accepted_labels(loss: Any, output: Any, labels: Tree) -> LabelCheck:
     ignored = ignored_label(loss)
     if ignored is None or not is_classification(output, labels):

@@ -35,6 +35,7 @@ from daskdl.data.batching import Weighted
 from daskdl.data.checks import (
     DryRun,
     LabelCheck,
+    check_held_tensors,
     check_training,
     dry_run,
     of_validation,
@@ -254,6 +255,7 @@ class FitRun:
         module = copied(model)
         check_training(module, objective, spec.optimizer)
         run = dry_run(module, train.first, transform, objective)
+        check_held_tensors(module, run.batch, objective)
         if run.labels is not None:
             run.labels.check_source(train)
         spec.stepping.check_model(model)

@@ -1,5 +1,8 @@
 """Plausible mistakes: each message says what was wrong and what to type instead."""
 
+import functools
+import re
+
 import dask.array as da
 import numpy as np
 import pandas as pd
@@ -275,3 +278,127 @@ def test_a_softmax_before_a_loss_of_logits_is_noticed():
 
 def test_a_subclass_of_a_loss_may_convert_its_scores():
     fit(model=positive(), loss=OfLogits())
+
+
+class Uncertain(nn.Module):
+    """A loss whose weight is learnt."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(1))
+
+    def forward(self, output, y):
+        loss = nn.functional.cross_entropy(output, y)
+        return (loss * torch.exp(-self.log_variance) + self.log_variance).sum()
+
+
+UNCERTAIN = Uncertain()
+WEIGHT = torch.ones(1, requires_grad=True)
+
+
+def closure():
+    criterion = Uncertain()
+    return lambda output, y: criterion(output, y)
+
+
+def of_global(output, y):
+    return UNCERTAIN(output, y)
+
+
+def weighted(output, y):
+    return nn.functional.cross_entropy(output, y) * WEIGHT.sum()
+
+
+def given(output, y, criterion):
+    return criterion(output, y)
+
+
+HOLDING = {
+    "module": ({"loss": UNCERTAIN}, "loss", "'log_variance'"),
+    "closure": ({"loss": closure()}, "loss", "'criterion.log_variance'"),
+    "global": ({"loss": of_global}, "loss", "'UNCERTAIN.log_variance'"),
+    "tensor": ({"loss": weighted}, "loss", "'WEIGHT'"),
+    "partial": (
+        {"loss": functools.partial(given, criterion=UNCERTAIN)},
+        "loss",
+        "'criterion.log_variance'",
+    ),
+    "method": ({"loss": UNCERTAIN.forward}, "loss", "a tensor"),
+    "one of several": ({"loss": {"a": UNCERTAIN}}, "loss", "'0.log_variance'"),
+    "step": (
+        {"step": lambda model, batch: UNCERTAIN(model(batch[0]), batch[1])},
+        "step",
+        "'UNCERTAIN.log_variance'",
+    ),
+}
+
+
+class WithCriterion(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.criterion = Uncertain()
+
+
+class Named(nn.Linear):
+    def forward(self, x):
+        return {"a": super().forward(x)}
+
+
+class TestLossesWithTrainableTensors:
+    @pytest.mark.parametrize(
+        ("objective", "argument", "name"), HOLDING.values(), ids=HOLDING
+    )
+    def test_they_are_refused_by_name(self, objective, argument, name):
+        several = isinstance(objective.get("loss"), dict)
+        model, y = (Named(4, 2), {"a": Y}) if several else (nn.Linear(4, 2), Y)
+        own = Trainer(model, optimizer=sgd, client=False, **objective)
+
+        with pytest.raises(daskdl.ModelError) as caught:
+            own.fit(X, y)
+
+        message = str(caught.value)
+        assert message.startswith(f"{argument} has trainable tensors that are not")
+        assert f"would not train them: {name} of shape (1,); make the" in message
+
+    def test_the_remedy_of_the_message_trains_them(self):
+        with pytest.raises(daskdl.ModelError) as caught:
+            fit(loss=UNCERTAIN)
+        step = eval(re.search(r"step=(lambda .*); or", str(caught.value))[1])
+        own = Trainer(WithCriterion(4, 2), optimizer=sgd, step=step, client=False)
+
+        own.fit(X, Y, validation=(X, Y))
+
+        assert own.model_.criterion.log_variance.item() != 0
+        assert own.predict(X).shape == (40, 2)
+
+    @pytest.mark.parametrize("kind", ["loss", "step"])
+    def test_frozen_ones_are_accepted(self, kind):
+        loss = Uncertain().requires_grad_(False)
+        kinds = {"loss": loss, "step": lambda net, batch: loss(net(batch[0]), batch[1])}
+        own = Trainer(
+            nn.Linear(4, 2), optimizer=sgd, client=False, **{kind: kinds[kind]}
+        )
+
+        own.fit(X, Y)
+
+        assert own.history_[0]["examples"] == 40
+
+    def test_a_teacher_without_gradients_is_accepted(self):
+        teacher = nn.Linear(4, 2)
+
+        def step(model, batch):
+            with torch.no_grad():
+                aim = teacher(batch[0]).softmax(1)
+            return nn.functional.cross_entropy(model(batch[0]), aim)
+
+        Trainer(nn.Linear(4, 2), optimizer=sgd, step=step, client=False).fit(X, Y)
+
+    def test_a_tensor_that_the_loss_makes_in_each_call_is_accepted(self):
+        def penalised(output, y):
+            with torch.enable_grad():
+                scale = torch.ones(1, requires_grad=True)
+                loss = nn.functional.cross_entropy(output * scale, y)
+                (slope,) = torch.autograd.grad(loss, [scale], create_graph=True)
+            return loss + slope.square().sum()
+
+        Trainer(nn.Linear(4, 2), penalised, sgd, client=False).fit(X, Y)

@@ -336,7 +336,7 @@ class TestOwnStep:
 
         own.fit(X, Y, batch_size=40, validation=(X[:80], Y[:80]))
 
-        rehearsed, trained, scored = MODES[:2], MODES[2:14], MODES[14:]
-        assert rehearsed == [(False, False, 2)] * 2
+        rehearsed, trained, scored = MODES[:4], MODES[4:16], MODES[16:]
+        assert sorted(rehearsed) == [(False, False, 2)] * 2 + [(False, True, 2)] * 2
         assert trained == [(True, True, 40)] * 12
         assert scored == [(False, False, 40)] * 2

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 # Updates received from one origin: the last before the first gap, and all beyond it.
 Received = tuple[int, Sequence[int]]
 NOTHING: Received = (0, ())
+MOST = 1000  # updates of one origin that are requested at once
 
 
 def contains(received: Received, sequence: int) -> bool:
@@ -68,12 +69,13 @@ class ReceivedSet:
     Updates of one origin are numbered from 1. Normally they arrive in order; a retried
     or re-routed update may arrive twice, and a dropped one leaves a gap until it is
     repaired. Memory grows with the updates beyond a gap, not with the gap: sequence
-    numbers are not checked.
+    numbers are not checked. A skipped update leaves no gap, and is not received.
     """
 
     def __init__(self, received: Mapping[int, Received] | None = None) -> None:
         self._complete: dict[int, int] = {}  # by origin, last update without a gap
         self._beyond: dict[int, set[int]] = {}  # by origin, received after a gap
+        self._skipped: dict[int, set[int]] = {}  # by origin, also in the two above
         for origin, (complete, beyond) in (received or {}).items():
             self._complete[origin] = complete
             self._beyond[origin] = set()
@@ -84,6 +86,9 @@ class ReceivedSet:
         """Add an update; False if it is a duplicate."""
         complete = self._complete.setdefault(origin, 0)
         beyond = self._beyond.setdefault(origin, set())
+        if self._skipped and sequence in self._skipped.get(origin, ()):
+            self._skipped[origin].remove(sequence)
+            return True
         if sequence <= complete or sequence in beyond:
             return False
         beyond.add(sequence)
@@ -93,24 +98,34 @@ class ReceivedSet:
         self._complete[origin] = complete
         return True
 
+    def skip(self, origin: int, sequence: int) -> None:
+        """Leave no gap for an update that no replica can provide; it may still come."""
+        if self.accept(origin, sequence):
+            self._skipped.setdefault(origin, set()).add(sequence)
+
     def complete(self, origin: int) -> int:
         """Return the last update of an origin before the first gap."""
         return self._complete.get(origin, 0)
 
+    def all_complete(self) -> dict[int, int]:
+        """Return the last update before the first gap, by origin."""
+        return self._complete.copy()
+
     def reached(self, target: Mapping[int, int]) -> bool:
-        """Whether all updates up to a target have been received."""
+        """Whether there is no gap up to a target."""
         return all(self.complete(origin) >= last for origin, last in target.items())
 
     def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
-        """Return the sequence numbers missing up to a target, by origin."""
-        return missing(self.by_origin(), {o: (last, ()) for o, last in target.items()})
+        """Return the sequence numbers of the gaps up to a target, by origin."""
+        closed = {o: (c, [*self._beyond[o]]) for o, c in self._complete.items()}
+        return missing(closed, {o: (last, ()) for o, last in target.items()})
 
     def by_origin(self) -> dict[int, Received]:
         """Return the received updates of each origin, as plain values for the wire.
 
         Returns:
-            By origin: the last update before the first gap, and the updates received
-            beyond it, ascending.
+            By origin: the last update before the first one that was not received, and
+            the updates received beyond it, ascending.
 
         Example:
             >>> positions = ReceivedSet()
@@ -118,11 +133,23 @@ class ReceivedSet:
             [True, True, True]
             >>> positions.by_origin()
             {7: (2, (5,))}
+            >>> positions.skip(7, 3)
+            >>> positions.skip(7, 4)
+            >>> positions.complete(7), positions.by_origin()
+            (5, {7: (2, (5,))})
         """
         return {
-            origin: (complete, tuple(sorted(self._beyond[origin])))
+            origin: self._without_skipped(origin)
+            if self._skipped.get(origin)
+            else (complete, tuple(sorted(self._beyond[origin])))
             for origin, complete in self._complete.items()
         }
+
+    def _without_skipped(self, origin: int) -> Received:
+        complete, skipped = self._complete[origin], self._skipped[origin]
+        last = min(complete, min(skipped) - 1)
+        later = {*range(last + 1, complete + 1), *self._beyond[origin]} - skipped
+        return last, tuple(sorted(later))
 
 
 class DeliveryBarrier:
@@ -389,7 +416,7 @@ class Inbox:
         clock: Times the waits and announcements.
 
     Attributes:
-        in_order: As given; may be set to False.
+        in_order: As given; False from the first unreadable update on.
         stopped: Reason why the replica has to leave; None while the run continues.
         joining: Whether the replica waits for its snapshot or has not joined yet. Until
             then no update counts as received or missing.
@@ -397,8 +424,12 @@ class Inbox:
             at which it began; None: it computes.
         own: Progress of this replica.
         clock: Times the waits and announcements.
+        passed_on: Number of the last ``AGREE`` barrier before which a relay has passed
+            all updates on to this replica.
         changed: Notified after each change; reentrant.
         received: Received updates.
+        unreadable: Updates that arrived unreadable and are to be requested again: by
+            origin and sequence number, the step that each completes.
         barrier: Decides which updates may be delivered.
         pending: Updates that are not applied yet.
         peers: Progress of the other replicas.
@@ -412,8 +443,10 @@ class Inbox:
     waiting: tuple[str, float] | None
     own: PeerProgress
     clock: Clock
+    passed_on: int
     changed: threading.Condition
     received: ReceivedSet
+    unreadable: dict[int, dict[int, int]]
     barrier: DeliveryBarrier
     pending: PendingUpdates
     peers: Peers
@@ -436,8 +469,10 @@ class Inbox:
         self.waiting = None
         self.own = PeerProgress()
         self.clock = clock
+        self.passed_on = 0
         self.changed = clock.condition() if changed is None else changed
         self.received = ReceivedSet()
+        self.unreadable = {}
         self.barrier = DeliveryBarrier()
         self.pending = PendingUpdates(size, grid, limit_bytes, in_step=in_step)
         self.peers = Peers(clock)
@@ -457,10 +492,40 @@ class Inbox:
                 return False
             if not self.received.accept(origin, sequence):
                 return False
+            if self.unreadable:
+                self.unreadable.get(origin, {}).pop(sequence, None)
             self.pending.add(update)
             self.received_bytes += message.nbytes
             self.announce(origin, PeerProgress(message.step, sequence))
             return True
+
+    def lack(self, message: Message) -> None:
+        """Record that an update has arrived unreadable: it has to be requested again.
+
+        Progress of its origin, from this update on, counts once it has arrived or is
+        skipped. An update of a replica that is unknown here, or one that is far ahead,
+        is none of this run.
+        """
+        origin, sequence = message.origin, message.sequence
+        with self.changed:
+            gone, received = origin in self.peers.failed, self.received
+            ahead = sequence - received.complete(origin)
+            known = contains(received.by_origin().get(origin, NOTHING), sequence)
+            if not (gone or origin in self.peers.announced) or known or ahead > MOST:
+                return
+            self.in_order = False
+            self.unreadable.setdefault(origin, {})[sequence] = message.step
+            if gone:
+                self.skip_unreadable(origin)
+
+    def skip_unreadable(self, origin: int) -> list[int]:
+        """Wait no more for the unreadable updates of an origin; return them."""
+        with self.changed:
+            skipped = sorted(self.unreadable.pop(origin, {}).items())
+            for sequence, step in skipped:
+                self.received.skip(origin, sequence)
+                self.announce(origin, PeerProgress(step, sequence))
+            return [sequence for sequence, _ in skipped]
 
     def holds_back(self, message: Message) -> bool:
         """Whether a barrier holds an update back, so that it must be sent again."""
@@ -478,6 +543,11 @@ class Inbox:
         elif message.kind == MessageKind.FAILED:
             with self.changed:
                 self.peers.fail(message.origin)
+                self.skip_unreadable(message.origin)
+                self.changed.notify_all()
+        elif message.kind == MessageKind.PASSED_ON:
+            with self.changed:
+                self.passed_on = max(self.passed_on, message.sequence)
                 self.changed.notify_all()
         else:
             interval = message.payload if message.kind == MessageKind.PROGRESS else -1
@@ -493,12 +563,22 @@ class Inbox:
             self.changed.notify_all()
             return news
 
-    def begin(self, received: Mapping[int, Received], grid: float) -> None:
-        """Start from a snapshot: adopt its grid and its received updates."""
+    def begin(
+        self, received: Mapping[int, Received], grid: float, cut: Mapping[int, int]
+    ) -> None:
+        """Start from a snapshot: adopt its grid and its received updates.
+
+        Updates up to the `cut` are not sent to this replica any more: those that the
+        snapshot lacks have to be requested, as unreadable ones.
+        """
         with self.changed:
             self.pending.grid = grid
             self.pending.clear()
             self.received = ReceivedSet(received)
+            lacking = missing(received, {o: (last, ()) for o, last in cut.items()})
+            self.unreadable = {o: dict.fromkeys(own, 0) for o, own in lacking.items()}
+            for origin in self.peers.failed:
+                self.skip_unreadable(origin)
             for origin, announced in self.peers.announced.items():
                 self.announce(origin, announced)
 
@@ -569,9 +649,10 @@ class SharedFrame:
 
 
 def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) -> None:
-    """Count and log an update that could not be decoded."""
+    """Count and log an update that could not be decoded; see `Inbox.lack`."""
     with inbox.changed:
         inbox.refused += 1
+        inbox.lack(message)
     logger.warning(
         "replica %s refused update %s of replica %s: %s",
         spec.replica,

@@ -217,6 +217,7 @@ class LocalChannel(Channel):
             if item.kind == MessageKind.UPDATE:
                 if isinstance(item.payload, Exception):
                     refuse(item, item.payload, self._spec, self._inbox)
+                    self._inbox.skip_unreadable(item.origin)  # there is no other copy
                 else:
                     self._inbox.put(item, item.payload)
             elif item.kind != MessageKind.MEMBERS:

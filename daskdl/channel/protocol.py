@@ -378,6 +378,7 @@ class MessageKind(enum.StrEnum):
     JOINED = "joined"  # origin trains from now on, starting at `step`
     MEMBERS = "members"  # payload: `Members`
     FAILED = "failed"  # origin has failed or left, and sends no more messages
+    PASSED_ON = "passed on"  # all updates before an ``AGREE`` barrier; its number
     STOP = "stop"  # payload: the reason
 
 

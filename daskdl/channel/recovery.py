@@ -17,7 +17,7 @@ from collections.abc import (
 )
 
 from daskdl.channel import protocol
-from daskdl.channel.inbox import NOTHING, Received, contains, missing
+from daskdl.channel.inbox import MOST, NOTHING, Received, contains, missing
 from daskdl.channel.protocol import Message, MessageKind
 from daskdl.channel.routing import Routing
 from daskdl.errors import ChannelError
@@ -25,7 +25,6 @@ from daskdl.errors import ChannelError
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0  # an update that is later than this counts as dropped
-MOST = 1000  # updates of one origin requested at once
 LOOK_S = 0.25  # between two checks for missing updates
 
 Take = Callable[[Message], Awaitable[bool]]
@@ -53,6 +52,8 @@ class Repairs:
         """Request missing updates until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
+            for origin in [*self._inbox.unreadable]:
+                await self._replace(origin)
             for origin, sequences in self._due().items():
                 helper = self._helper(origin)
                 if helper is not None:
@@ -77,34 +78,75 @@ class Repairs:
                 due.setdefault(origin, []).append(sequence)
         return due
 
-    def _helper(self, origin: int) -> int | None:
-        """The origin first; after a request without updates, the others in turn."""
+    async def _replace(self, origin: int) -> None:
+        """Request unreadable updates again from all that may have a readable copy.
+
+        If none has one, they are skipped: replicas go on without these updates, and
+        agree on what to do about them when they meet.
+        """
+        all_answered = True
+        for helper in self._helpers(origin):
+            former: Sequence[int] = ()
+            while (lacking := self._unreadable(origin)) and lacking != former:
+                former = lacking
+                came = await self.ask(helper, origin, lacking)
+                all_answered = all_answered and came is not None
+        if all_answered and (skipped := self._inbox.skip_unreadable(origin)):
+            logger.warning(
+                "replica %s goes on without updates %s of replica %s: no readable copy "
+                "has been found",
+                self._connection.spec.replica,
+                skipped,
+                origin,
+            )
+
+    def _unreadable(self, origin: int) -> list[int]:
+        with self._inbox.changed:
+            return sorted(self._inbox.unreadable.get(origin, ()))[:MOST]
+
+    def _helpers(self, origin: int) -> list[int]:
+        """The origin first, which keeps its updates; in a mesh, then the others."""
         own = self._connection.spec.replica
         workers = self._routing.workers
         others = [r for r in sorted(workers) if r not in (own, origin)]
-        helpers = [origin, *others] if origin in workers else others
+        if self._routing.relayed:
+            others = []  # they keep only their own updates
+        return [origin, *others] if origin in workers else others
+
+    def _helper(self, origin: int) -> int | None:
+        """The origin first; after a request without updates, the others in turn."""
+        helpers = self._helpers(origin)
         return helpers[self._vain.get(origin, 0) % len(helpers)] if helpers else None
 
-    async def ask(self, helper: int, origin: int, sequences: Sequence[int]) -> int:
-        """Request updates of an origin from a replica and take those that it has."""
+    async def ask(
+        self, helper: int, origin: int, sequences: Sequence[int]
+    ) -> int | None:
+        """Request updates of an origin from a replica and take those that it has.
+
+        Returns:
+            The number of updates in the answer; None if there was no answer.
+        """
         worker = self._routing.workers.get(helper)
         if worker is None:
-            return 0
+            return None
         logger.info("asking replica %s for %s of %s", helper, sequences, origin)
         messages: list[Message] = []
-        # The answer may be missing, late or unreadable.
-        with contextlib.suppress(OSError, TypeError, ValueError, LookupError):
-            asking = self._connection.ask(
-                worker,
-                protocol.REPAIR,
-                replica=helper,
-                origin=origin,
-                sequences=list(sequences),
-            )
-            bound = self._connection.spec.timeouts.request
+        asking = self._connection.ask(
+            worker,
+            protocol.REPAIR,
+            replica=helper,
+            origin=origin,
+            sequences=list(sequences),
+        )
+        bound = self._connection.spec.timeouts.request
+        try:
             async with asyncio.timeout(bound):  # see SendLoop
-                found = (await asking)["messages"]
-            messages = [Message.from_wire(fields) for fields in found]
+                answer = await asking
+        except OSError:  # a TimeoutError is one
+            return None
+        # The answer may be unreadable.
+        with contextlib.suppress(TypeError, ValueError, LookupError):
+            messages = [Message.from_wire(fields) for fields in answer["messages"]]
         wanted = (MessageKind.UPDATE, origin)
         messages = [one for one in messages if (one.kind, one.origin) == wanted]
         for message in messages:

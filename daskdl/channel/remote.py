@@ -70,7 +70,7 @@ class RemoteChannel(Channel):
         self._now = end.connection.clock.now
         self._routing = end.routing
         self._make: Snapshot | None = None  # makes a snapshot; None: not now
-        self._passed_on: Last = {}  # at the last barrier
+        self._passed_on = 0  # number of the last barrier, see `RunState`
         self._repaired = self._blob_bytes = 0  # at the last `stats`
 
     @property
@@ -243,13 +243,11 @@ class RemoteChannel(Channel):
                 self._inbox.peers.fail(replica)
         if answer["members"]:
             members = self._meet(answer["members"])
-            self._end.begin({}, self._spec.grid)
+            self._end.begin({}, self._spec.grid, {})
             self._end.start()
             return JoinResult(members, None)
         self._end.start()
-        snapshot = self._snapshot(answer)
-        self._end.begin(self._received_with(snapshot), snapshot["grid"])
-        return JoinResult([self._replica], snapshot)
+        return JoinResult([self._replica], self._snapshot(answer))
 
     def _meet(self, reached: Sequence[Sequence[int]]) -> list[int]:
         """Record the progress of each member; return the members."""
@@ -282,7 +280,10 @@ class RemoteChannel(Channel):
                     WaitCause.SNAPSHOT, worker, protocol.SNAPSHOT, **own
                 )
             if given["status"] == Answer.OK:
-                return dict(unwrap_arrays(given["snapshot"]))
+                snapshot = dict(unwrap_arrays(given["snapshot"]))
+                received = self._received_with(snapshot)
+                self._end.begin(received, snapshot["grid"], dict(cut))
+                return snapshot
             if self._now() > deadline:
                 raise WaitTimeoutError(
                     f"replica {self._replica} waited {self._patience} for a snapshot, "
@@ -433,7 +434,7 @@ class RemoteChannel(Channel):
         if kind != BarrierKind.AGREE:
             self._inbox.barrier.release()
         payloads = {r: unwrap_arrays(payload) for r, payload in answer["payloads"]}
-        self._passed_on = dict(answer["passed_on"])
+        self._passed_on = answer["passed_on"]
         gone, counted = dict(answer["gone"]), answer["counted"]
         return BarrierResult(self._exchanged(payloads), gone, counted)
 
@@ -480,21 +481,21 @@ class RemoteChannel(Channel):
 
     @override
     def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
-        if self._routing.relayed:
-            # A replica that leaves may publish between its arrival and the end of the
-            # barrier: some would have that update, and some not yet.
-            super().agree(key, {**published, **self._passed_on}, gone, load)
-            return
         # Updates of survivors arrive, but some survivors may lack updates of failed
-        # replicas. Survivors compare their received updates in rounds until these are
-        # equal. After one round a survivor requests its missing updates, after the next
-        # it takes over a state if requests did not help.
-        self._wait_for_survivors(published, gone)
-        failed, deadline, requests = set(gone), math.inf, True
+        # replicas, or updates that arrived unreadable. Survivors compare their received
+        # updates in rounds until these are equal. After one round a survivor requests
+        # its missing updates, after the next it takes over a state if requests did not
+        # help.
+        if self._routing.relayed:
+            self._wait_for_relay()
+        else:
+            self._wait_for_survivors(published, gone)
+        deadline, requests = math.inf, True
         for turn in itertools.count():
-            have, now_failed = self._compare(f"{key}, round {turn}")
-            if now_failed != failed:  # another replica failed meanwhile: start over
-                failed, deadline, requests = now_failed, math.inf, True
+            former = gone
+            have, gone = self._compare(f"{key}, round {turn}")
+            if gone.keys() != former.keys():  # another failed meanwhile: start over
+                deadline, requests = math.inf, True
                 continue
             first, *others = have.values()
             if all(received == first for received in others):
@@ -509,8 +510,19 @@ class RemoteChannel(Channel):
             if requests:
                 self._request_missing(have)
             else:
-                self._take_state(have, load)
+                self._take_state(have, gone, load)
             requests = not requests
+
+    def _wait_for_relay(self) -> None:
+        """Wait until the relay has passed on all updates that it does not hold back."""
+        inbox, number = self._inbox, self._passed_on
+
+        def received() -> Mapping[int, Received]:
+            with inbox.changed:
+                return inbox.received.by_origin()
+
+        ready = lambda: inbox.passed_on >= number  # noqa: E731
+        self._wait_for_others(WaitCause.UPDATES, ready, received)
 
     def _wait_for_survivors(self, published: Last, gone: Last) -> None:
         def behind() -> Mapping[int, Sequence[int]]:
@@ -520,7 +532,7 @@ class RemoteChannel(Channel):
 
         self._wait_for_others(WaitCause.UPDATES, lambda: not behind(), behind)
 
-    def _compare(self, key: str) -> tuple[Have, set[int]]:
+    def _compare(self, key: str) -> tuple[Have, Last]:
         """Stop deliveries; return each survivor's updates, and the gone replicas."""
         own = {self._replica: (self.published, ())}
         received: Mapping[int, Received] = {**self._inbox.hold(), **own}
@@ -529,7 +541,7 @@ class RemoteChannel(Channel):
         ]
         met = self.barrier(key, {"received": payload}, BarrierKind.AGREE)
         survivors = sorted(met.payloads.keys() - met.gone.keys())
-        return {r: _received(met.payloads[r]) for r in survivors}, set(met.gone)
+        return {r: _received(met.payloads[r]) for r in survivors}, met.gone
 
     def _request_missing(self, have: Have) -> None:
         """Request this replica's missing updates from one helper after another."""
@@ -550,7 +562,7 @@ class RemoteChannel(Channel):
                     self.wait(WaitCause.REPAIR, self._connection.start(asking), None)
                     former = wanted
 
-    def _take_state(self, have: Have, load: Load) -> None:
+    def _take_state(self, have: Have, gone: Last, load: Load) -> None:
         """Take over the state of a donor, if this replica lacks its updates."""
         workers = self._routing.workers
         for donor in donors(have, self._replica):
@@ -565,7 +577,8 @@ class RemoteChannel(Channel):
             snapshot = unwrap_arrays(answer["snapshot"])
             if _received(snapshot) != have[donor]:  # made at another time
                 continue
-            self._inbox.begin(self._received_with(snapshot), snapshot["grid"])
+            received = self._received_with(snapshot)
+            self._inbox.begin(received, snapshot["grid"], gone)
             load(snapshot)
             logger.warning(
                 "replica %s has taken the state of replica %s, which had more of those "

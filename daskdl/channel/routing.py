@@ -494,12 +494,12 @@ class Routing(ABC):
             return {}
         self._unreported.clear()
         with self.inbox.changed:
-            received = {} if self.inbox.joining else self.inbox.received.by_origin()
+            received = {} if self.inbox.joining else self.inbox.received.all_complete()
         return {
             "acknowledgement": {
                 "generation": self.generation,
                 "adopted_at": self._adopted_at,
-                "received": [(origin, upto) for origin, (upto, _) in received.items()],
+                "received": list(received.items()),
             }
         }
 

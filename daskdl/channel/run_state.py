@@ -202,8 +202,8 @@ class OpenBarrier:
         kinds: Kinds with which the replicas arrived.
         gone: Last update of each replica that left or failed before the barrier was
             complete, the same for all readers. None: the barrier is not complete.
-        passed_on: With ``AGREE`` in a relay, last update of each replica that all
-            others receive before later ones are held back.
+        passed_on: With ``AGREE`` in a relay, number of the message that follows all
+            updates which are not held back.
         counted: Counters of the run, by name; see `BarrierResult`.
     """
 
@@ -211,7 +211,7 @@ class OpenBarrier:
     client_payloads: dict[int, bytes] = field(default_factory=dict)
     kinds: set[str] = field(default_factory=set)
     gone: Mapping[int, int] | None = None
-    passed_on: Mapping[int, int] = field(default_factory=dict)
+    passed_on: int = 0
     counted: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -288,6 +288,7 @@ class RunState:
         self.interval = 0
         self.report = ()
         self.holding = False
+        self._agreements = 0  # completed ``AGREE`` barriers
         self._opened_at = self._enough_at = now
         self._held: list[Message] = []  # updates held back, of leaving replicas
         # By origin, number and bytes of updates accepted without room, since held ones
@@ -594,7 +595,9 @@ class RunState:
         elif kind == BarrierKind.AGREE:
             barrier.counted = {"present": len(self.members.present)}
             if self.spec.relayed:
-                barrier.passed_on = self._passed_on()
+                self._agreements += 1
+                barrier.passed_on = number = self._agreements
+                self._send(Message(MessageKind.PASSED_ON.value, 0, number, 0, 0))
         elif kind == BarrierKind.SYNC:
             departed = self._trained_by_departed(payloads.keys() - gone.keys())
             barrier.counted = {"departed": departed}

@@ -548,7 +548,7 @@ class LiveRun:
         return {
             "payloads": [[r, own] for r, own in sorted(barrier.payloads.items())],
             "gone": list((barrier.gone or {}).items()),
-            "passed_on": list(barrier.passed_on.items()),
+            "passed_on": barrier.passed_on,
             "counted": dict(barrier.counted),
         }
 

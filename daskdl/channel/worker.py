@@ -35,7 +35,6 @@ from daskdl.channel.protocol import (
     Message,
     MessageKind,
     Natural,
-    PeerProgress,
     RunId,
     handlers_of,
     owned,
@@ -158,7 +157,7 @@ class ReplicaEndpoint:
             spec.size,
             spec.grid,
             spec.inbox_bytes,
-            in_order=routing.relayed and not spec.drops,
+            in_order=routing.relayed,
             in_step=spec.in_step,
             clock=transport.clock,
         )
@@ -211,8 +210,7 @@ class ReplicaEndpoint:
         own, origin, number = self._spec.replica, message.origin, message.sequence
         if not any(d.strikes(origin, number, own) for d in self._spec.drops):
             return False
-        # Announced, or in a relay the gap might never be noticed.
-        self.inbox.announce(origin, PeerProgress(message.step, number))
+        self.inbox.lack(message)
         return True
 
     def _owned(self, message: Message) -> Message:
@@ -310,7 +308,9 @@ class ReplicaEndpoint:
         """Drop buffered updates that the next snapshot has to contain."""
         self.connection.loop.call_soon_threadsafe(self._before_snapshot.drop, cut)
 
-    def begin(self, received: Mapping[int, Received], grid: float) -> None:
+    def begin(
+        self, received: Mapping[int, Received], grid: float, cut: Mapping[int, int]
+    ) -> None:
         """Start from a snapshot; deliver buffered updates that it does not contain."""
 
         async def deliver() -> None:
@@ -319,7 +319,7 @@ class ReplicaEndpoint:
             self.inbox.joining = False
             self._before_snapshot = PreSnapshotBuffer()
 
-        self.inbox.begin(received, grid)
+        self.inbox.begin(received, grid, cut)
         self._now(deliver())
 
     def complete(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:

@@ -14,6 +14,7 @@ from daskdl.training.replica import failure_of
 from tests.support.channels import (
     RUN,
     a_run,
+    flipped,
     frame_of,
     in_thread,
     item_of,
@@ -125,13 +126,6 @@ async def test_a_replica_that_was_removed_has_to_stop(c, s, a, b):
 
 
 STAMP = codec.Stamp(RUN, origin=0, sequence=1, step=0)
-
-
-def flipped(frame):
-    """The frame with one bit of its payload changed."""
-    damaged = frame.copy()
-    damaged[-1] ^= 4
-    return damaged
 
 
 DAMAGED = {

@@ -66,7 +66,7 @@ def test_a_second_copy_is_dropped():
 def test_a_snapshot_replaces_pending_updates():
     inbox = filled((1, 1), (1, 2), limit_bytes=0)
 
-    inbox.begin({1: (5, (7,))}, GRID / 2)
+    inbox.begin({1: (5, (7,))}, GRID / 2, {})
     put(inbox, 1, 6)
 
     assert inbox.received.by_origin() == {1: (7, ())}
@@ -95,7 +95,7 @@ class TestProgress:
         inbox.note(control(MessageKind.PROGRESS, 1, 9, payload=0, sequence=4))
         assert steps(inbox) == {}
 
-        inbox.begin({1: (4, ())}, GRID)
+        inbox.begin({1: (4, ())}, GRID, {})
 
         assert steps(inbox) == {1: 9}
 

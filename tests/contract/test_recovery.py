@@ -58,7 +58,9 @@ def with_repairs(test):
         async def body():
             inbox, peers = filled((1, 1), (1, 3), in_order=False), Peers()
             workers = {replica: f"on {replica}" for replica in range(3)}
-            routing = SimpleNamespace(connection=peers, inbox=inbox, workers=workers)
+            routing = SimpleNamespace(
+                connection=peers, inbox=inbox, workers=workers, relayed=False
+            )
 
             async def take(message):
                 peers.taken.append((message.origin, message.sequence))

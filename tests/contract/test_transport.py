@@ -244,7 +244,7 @@ def test_the_wait_for_an_event_loop_that_hangs_is_bounded(transport):
     endpoint = ReplicaEndpoint(transport, dataclasses.replace(SPEC, timeouts=timeouts))
 
     with pytest.raises(WaitTimeoutError, match=r"0\.05 s .* event loop of its own"):
-        endpoint.begin({}, GRID)
+        endpoint.begin({}, GRID, {})
 
 
 @pytest.mark.parametrize(

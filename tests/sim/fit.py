@@ -370,6 +370,7 @@ class Client(Server):
         channel.on_publish = functools.partial(
             self._cluster.on_moment, "publish", worker.address
         )
+        channel.damages = functools.partial(self._cluster.damages, worker.address)
         store = LocalStore({"train": self._source}, channel, spec.timeouts, 1)
         finished = False
         try:
@@ -404,6 +405,8 @@ class Cluster:
         live: The run on the scheduler, once it is open.
         on_moment: Called with the name of what has happened to a replica, and the
             address of its worker.
+        damages: Called with the address of a worker before an update of a replica
+            there is kept and sent; returns whether it is damaged there.
     """
 
     def __init__(self, seed, setup, trace=None, resume=None):
@@ -421,6 +424,7 @@ class Cluster:
             self.add_worker()
         self.oracle = Oracle(self)
         self.on_moment = lambda moment, worker=None: None
+        self.damages = lambda worker: False
         setup = dataclasses.replace(setup, master=watched(setup.master, self.oracle))
         self.client = Client(self, setup, resume)
 

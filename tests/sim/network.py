@@ -96,6 +96,7 @@ class Network:
         cuts: Pairs of addresses between which nothing passes, in this direction.
         slow: How many times as long messages from or to a server take, by address.
         latency_s: Mean time of a message.
+        damage: Called with the messages of each request; returns what arrives.
     """
 
     def __init__(self, world, shared=None):
@@ -105,6 +106,7 @@ class Network:
         self.cuts = set()
         self.slow = {}
         self.latency_s = LATENCY_S
+        self.damage = lambda messages: messages
         self._held = []  # source, target, action
         self._requests = {}
         self._numbers = itertools.count()
@@ -122,6 +124,8 @@ class Network:
     async def ask(self, source, address, operation, fields):
         number = next(self._numbers)
         own = carried(fields, unpack=address != SCHEDULER)
+        if own.get("messages"):
+            own["messages"] = self.damage(own["messages"])
         request = Request(number, source, address, operation, own)
         self._requests[number] = request
         self._connect(request, self.world.now + CONNECT_S)

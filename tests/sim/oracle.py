@@ -26,6 +26,13 @@ UNIT = 2.0**-4  # of the rows and of the first parameters
 ROUNDING = 1e-5  # of some hundred moves of float32 parameters of size about 10
 
 
+def flipped(frame):
+    """A frame with one bit changed."""
+    damaged = np.frombuffer(frame, np.uint8).copy()
+    damaged[-1] ^= 4
+    return damaged
+
+
 def value_of(update):
     """An update as a dense vector, parameter units, exact."""
     value_N = np.zeros(update.size)
@@ -51,11 +58,13 @@ class Oracle:
     Attributes:
         checks: How often each thing was checked, by name.
         waiting: What each replica waits for, if it waits.
+        damaged: Origin and sequence of each update of which a copy was damaged.
     """
 
     def __init__(self, cluster):
         self.checks = Counter()
         self.waiting = {}
+        self.damaged = set()
         self._world = cluster.world
         self._members = lambda: cluster.live.state.members
         self.start_N = np.arange(1, SIZE + 1) * UNIT
@@ -98,12 +107,15 @@ class Oracle:
             said = self._announced[origin]
             at = bisect.bisect_left(said, (progress.step, -1))
             due = said[at][1] if at < len(said) else 0
-            here = received.complete(origin)
             self.checks["progress with its updates"] += 1
+            if received.complete(origin) >= due and not self.damaged:  # nearly always
+                continue
+            mine = received.by_origin().get(origin, NOTHING)
+            lacking = [s for s in range(mine[0] + 1, due + 1) if not contains(mine, s)]
             self.check(
-                here >= due,
+                all((origin, sequence) in self.damaged for sequence in lacking),
                 f"replica {replica} counts on step {progress.step} of {origin}, of "
-                f"which it has update {here} of {due}",
+                f"which it lacks the updates {lacking}",
             )
 
     def took(self, replica, origin, sequence):
@@ -126,6 +138,7 @@ class Oracle:
                 self.checks["a joining replica gets all"] += 1
                 self.check(
                     replica in replicas
+                    or (origin, sequence) in self.damaged
                     or contains(received.get(origin, NOTHING), sequence),
                     f"replica {replica} starts without update {sequence} of {origin}, "
                     f"which is not sent to it, from {received}",
@@ -142,6 +155,14 @@ class Oracle:
         self.check(
             members.started and (members.gone or not members.training),
             f"replica {replica} does not join although others train",
+        )
+
+    def takes_state(self, replica, relayed):
+        """A replica takes over the state of another one, to have the same updates."""
+        self.checks["a state is taken over for lack of updates"] += 1
+        self.check(
+            self.damaged or not relayed,
+            f"replica {replica} takes over a state, although a relay has sent it all",
         )
 
     def sum_of(self, received):
@@ -284,6 +305,7 @@ class WatchedChannel(RemoteChannel):
         self.extra_N = 0.0  # in shared beside updates, see `WatchedSharing`
         self.gave_up = False  # it has found nobody to begin from
         self.on_publish = lambda: None
+        self.damages = lambda: False  # the next update, before it is kept
         inbox, put, begin = self._inbox, self._inbox.put, self._inbox.begin
 
         def putting(message, update):
@@ -292,9 +314,9 @@ class WatchedChannel(RemoteChannel):
                 oracle.took(spec.replica, message.origin, message.sequence)
             return taken
 
-        def beginning(received, grid):
+        def beginning(received, grid, cut):
             oracle.began(spec.replica, received)
-            begin(received, grid)
+            begin(received, grid, cut)
 
         inbox.put, inbox.begin = putting, beginning
 
@@ -324,6 +346,9 @@ class WatchedChannel(RemoteChannel):
     def _queue(self, item, frame, force):
         oracle, routing = self.oracle, self._routing
         oracle.published(self._replica, item.sequence, frame)
+        if self.damages():
+            oracle.damaged.add((self._replica, item.sequence))
+            frame = flipped(frame)
         accepted = super()._queue(item, frame, force)
         if not accepted:
             oracle.retracted(self._replica, item.sequence)
@@ -367,6 +392,7 @@ class WatchedChannel(RemoteChannel):
     @override
     def agree(self, key, published, gone, load):
         def loading(snapshot):
+            self.oracle.takes_state(self._replica, self._routing.relayed)
             load(snapshot)
             self.extra_N = np.array(snapshot["sim_extra_N"])
 

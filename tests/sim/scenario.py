@@ -19,7 +19,7 @@ from daskdl import (
     KeepResidual,
     ParameterAveraging,
 )
-from daskdl.channel.protocol import MESSAGE_BYTES
+from daskdl.channel.protocol import MESSAGE_BYTES, MessageKind
 from daskdl.training.checkpointing import ResumePlan
 from tests.sim.checks import (
     FRAME_BYTES,
@@ -30,6 +30,7 @@ from tests.sim.checks import (
 )
 from tests.sim.fit import TIMEOUTS, Cluster, Setup
 from tests.sim.network import KEPT_S, SCHEDULER
+from tests.sim.oracle import flipped
 from tests.sim.world import Process, Violation
 
 LIMIT_S = 900.0  # virtual; no fit here takes so long
@@ -118,6 +119,8 @@ FATAL = {
 }
 # Only where a seed aims at something.
 SPECIAL = {"sever", "join_beside_slow"}
+# Only where a seed damages updates: on their way, or before they are sent.
+DAMAGES = "damage_copies", "damage_own"
 
 
 @dataclass
@@ -159,7 +162,9 @@ class Scenario:
         chance = random.Random(f"aimed {seed}")  # of its own: it changes no other seed
         own = aimed(own, chance) if chance.random() < AIMED else own
         chance = random.Random(f"stopped {seed}")
-        return stopped(own, chance) if chance.random() < STOPPED else own
+        own = stopped(own, chance) if chance.random() < STOPPED else own
+        chance = random.Random(f"damaged {seed}")
+        return damaged(own, chance) if chance.random() < DAMAGED else own
 
     @property
     def may_fail(self):
@@ -469,6 +474,29 @@ def stopped(drawn, chance):
     return replace(drawn, setup=setup, faults=sorted([*drawn.faults, *faults]))
 
 
+DAMAGED = 0.15  # share of the seeds in which updates are damaged
+AFTER_DAMAGE = "retire", "kill", "join", "restart_here"
+
+
+def damaged(drawn, chance):
+    """A scenario in which updates are damaged, and replicas come and go just then."""
+    setup = drawn.setup
+    most = max(1, sum(setup.lengths) // setup.batch_size * setup.epochs)
+    faults = []
+    for _ in range(chance.choice([1, 1, 2, 3])):
+        (kind,) = chance.choices(DAMAGES, [2, 1])
+        number = chance.randint(1, most)
+        faults.append(strike(chance, kind, "publish", number))
+        if chance.random() < 0.4:
+            after, at_s = chance.choice(AFTER_DAMAGE), chance.uniform(0.0, 1.0)
+            own = chance.random() < 0.7
+            fault = Fault(
+                "publish", number, at_s, after, chance.randrange(2**32), 0.0, own
+            )
+            faults.append(fault)
+    return replace(drawn, faults=sorted([*drawn.faults, *faults]))
+
+
 class Fate:
     """Lets the faults of a scenario happen to a cluster."""
 
@@ -483,6 +511,10 @@ class Fate:
         self._on = {}  # by moment: what is done when it comes
         self._reach(START)
         cluster.on_moment = self._reach
+        cluster.damages = self._damages
+        cluster.network.damage = self._damage
+        self._own = set()  # workers whose next update is damaged there
+        self._copies = Counter()  # of updates of a worker, that are damaged next
 
     def _reach(self, moment, worker=None):
         """Something has happened, to a replica on a worker."""
@@ -662,6 +694,47 @@ class Fate:
             one = aim[0]
         lost = self._network.break_between(one.address, other.address)
         return f"{one.name} and {other.name}: {lost} requests"
+
+    def _damage_copies(self):
+        """Some of the next copies of an update arrive damaged."""
+        victim = self._sender()
+        if victim is not None:
+            self._copies[victim.address] = self._random.choice([1, 1, 2, 5])
+        return victim and victim.name
+
+    def _damage_own(self):
+        """The next update of a worker is damaged before it is kept and sent."""
+        victim = self._sender()
+        if victim is not None:
+            self._own.add(victim.address)
+        return victim and victim.name
+
+    def _sender(self):
+        there = self._workers()
+        aim = [worker for worker in there if worker.address == self._aim]
+        return self._random.choice(aim or there) if there else None
+
+    def _damages(self, address):
+        damages = address in self._own
+        self._own.discard(address)
+        return damages
+
+    def _damage(self, messages):
+        """The messages of a request as they arrive."""
+        return [self._arriving(message) for message in messages]
+
+    def _arriving(self, message):
+        kind, origin, sequence, *_ = message
+        if kind != MessageKind.UPDATE or not self._copies.total():
+            return message
+        for live in self._runs():
+            member = live.state.members.replicas.get(origin)
+            if member is not None and self._copies[member.worker]:
+                self._copies[member.worker] -= 1
+                self._cluster.oracle.damaged.add((origin, sequence))
+                self._world.note("fate", f"damages update {sequence} of {origin}")
+                return (*message[:5], flipped(message[5]).tobytes(), *message[6:])
+        return message
 
     def _slow_down(self):
         there = [SCHEDULER, *(w.address for w in self._workers())]

@@ -11,47 +11,23 @@ from tests.sim.cluster import simulated
 from tests.support.channels import (
     EITHER,
     a_run,
+    agree,
     all_wait_for,
     applied_by,
     begin,
     bounds,
-    frame_of,
     held_up,
     in_thread,
-    item_of,
     meet,
     publish,
     recorded,
+    sent_by,
     totals,
     wait_until,
 )
 
 MESH = {"routing": "mesh"}  # with a fan-out of 1 each update goes by two hops
 NO_BUFFERS = {**MESH, "inbox_bytes": 1}  # no update of others is kept
-
-
-def sent_by(run, replica, *entries):
-    """Updates of one entry each as the replica would send them, not sent."""
-    items = []
-    for entry in entries:
-        stamp = run.next_stamp(replica)
-        items.append(item_of(stamp, frame_of(stamp, entry)))
-        inbox = run.link(replica).inbox
-        inbox.own = inbox.own._replace(sequence=stamp.sequence)
-    return items
-
-
-async def agree(run, load=None):
-    """Let replicas 0 and 1 come to the same updates; return what each had to apply."""
-
-    def end(channel):
-        payload = {"sequence": channel.published}
-        met = channel.barrier("end", payload, BarrierKind.AGREE)
-        published = {r: own["sequence"] for r, own in met.payloads.items()}
-        channel.agree("end", published, met.gone, load)
-        return totals(channel.drain(), 9)
-
-    return await asyncio.gather(*(in_thread(end, run.channels[r]) for r in (0, 1)))
 
 
 @simulated(3)

@@ -87,6 +87,13 @@ def frame_of(stamp, *entries, count=1, size=SIZE):
     return codec.encode(stamp, size, count * GRID, entries_K)
 
 
+def flipped(frame):
+    """The frame with one bit of its payload changed."""
+    damaged = frame.copy()
+    damaged[-1] ^= 4
+    return damaged
+
+
 def item_of(stamp, frame):
     """The wire form of a message with a frame."""
     return Message.update(stamp, stamp.step, frame.nbytes, wrap(frame)).to_wire()
@@ -174,6 +181,30 @@ async def meet(run, key, kind=BarrierKind.MEET):
     return await asyncio.gather(
         *(in_thread(c.barrier, key, r, kind) for r, c in channels)
     )
+
+
+def sent_by(run, replica, *entries):
+    """Updates of one entry each as the replica would send them, not sent."""
+    items = []
+    for entry in entries:
+        stamp = run.next_stamp(replica)
+        items.append(item_of(stamp, frame_of(stamp, entry)))
+        inbox = run.link(replica).inbox
+        inbox.own = inbox.own._replace(sequence=stamp.sequence)
+    return items
+
+
+async def agree(run, load=None, replicas=(0, 1)):
+    """Let replicas come to the same updates; return what each had to apply."""
+
+    def end(channel):
+        payload = {"sequence": channel.published}
+        met = channel.barrier("end", payload, BarrierKind.AGREE)
+        published = {r: own["sequence"] for r, own in met.payloads.items()}
+        channel.agree("end", published, met.gone, load)
+        return totals(channel.drain(), 9)
+
+    return await asyncio.gather(*(in_thread(end, run.channels[r]) for r in replicas))
 
 
 def applied_by(channel):

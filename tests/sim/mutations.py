@@ -63,10 +63,33 @@ MUTATIONS = {
         "if now - since >= PATIENCE_S:",
         "if False:",
     ),
+    "replicas compare before a relay has passed all updates on": Mutation(
+        "daskdl.channel.remote",
+        "ready = lambda: inbox.passed_on >= number",
+        "ready = lambda: True or number",
+    ),
     "some have what a leaving replica published while they met": Mutation(
         "daskdl.channel.remote",
-        "{**published, **self._passed_on}",
-        "published",
+        "            if all(received == first for received in others):\n"
+        "                return\n",
+        "            if self._routing.relayed or all(own == first for own in others):\n"
+        "                return\n",
+    ),
+    "an unreadable update counts as delivered": Mutation(
+        "daskdl.channel.inbox",
+        "            self.unreadable.setdefault(origin, {})[sequence] = message.step\n",
+        "",
+    ),
+    "an update without a readable copy is waited for": Mutation(
+        "daskdl.channel.recovery",
+        "if all_answered and (skipped := self._inbox.skip_unreadable(origin)):",
+        "if not all_answered and (skipped := []):",
+    ),
+    "a newcomer waits for an update that its snapshot lacks": Mutation(
+        "daskdl.channel.inbox",
+        "            self.unreadable = {o: dict.fromkeys(own, 0) "
+        "for o, own in lacking.items()}\n",
+        "            self.unreadable = {} if lacking else {}\n",
     ),
     "updates are forgotten before all have them": Mutation(
         "daskdl.channel.routing",

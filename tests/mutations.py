@@ -20,6 +20,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 CATALOGUE = Path(__file__).with_suffix(".toml")
 TIMEOUT_S = 300  # of one test; a mutation that makes it hang is found
+OPTIONS = ("-q", "-m", "", "-p", "no:cacheprovider", "--timeout", str(TIMEOUT_S))
 PASSED, FAILED = 0, 1  # exit codes of pytest
 
 
@@ -70,10 +71,8 @@ def copy_of_tree(source: Path, target: Path) -> None:
 
 def run_tests(root: Path, tests: Sequence[str], *options: str) -> tuple[int, str]:
     """Run tests of a tree; return the exit code and what pytest has printed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "--no-header"]
-    command += ["-p", "no:cacheprovider", "--timeout", str(TIMEOUT_S), *options, *tests]
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", "pytest", *OPTIONS, *options, *tests],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         stdout=subprocess.PIPE,

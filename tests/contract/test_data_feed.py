@@ -187,6 +187,24 @@ def test_an_unreadable_part_is_loaded_once_counted_and_its_lease_returned():
     assert (store.loaded.count(1), store.begun.count(1)) == (1, 1)
 
 
+class Partial(Store):
+    """A store whose bad parts have one good file of four rows."""
+
+    def separate(self, phase, part, key, skips):
+        x = np.arange(4, dtype=np.float32) + 100 * part
+        return [("a good file", (x, x))]
+
+
+def test_rows_of_bad_files_are_counted_once_over_several_leases():
+    leases = [[(1, start, start + 3)] for start in (0, 3, 6)]
+    own = feed(Leasing(*leases), Partial(bad=[1]), skips=True)
+
+    rows = [row for batch in numbers(own.batches()) for row in batch]
+
+    assert rows == [100, 101, 102, 103]
+    assert own.totals.skipped == 9 - 4
+
+
 @pytest.mark.parametrize(
     ("prefetch", "kept"),
     [
@@ -249,6 +267,14 @@ def test_the_order_of_a_part_depends_on_seed_epoch_and_part_only():
     ]
     orders = {tuple(row % 100 for row in rows) for rows in [whole, *others]}
     assert len(orders) == 4
+
+
+def test_the_epochs_of_earlier_fits_count_for_the_order():
+    first = rows_of([(1, 0, 10)], shuffle=True)
+
+    second = rows_of([(1, 0, 10)], shuffle=True, epochs_before=1)
+
+    assert first != second == rows_of([(1, 0, 10)], shuffle=True, epoch=1)
 
 
 def test_a_part_of_unknown_length_is_streamed():

@@ -285,6 +285,7 @@ class TestCsv:
         [
             (Csv(label="kind"), [[1, 2.5], [3, 4.5], [5, 6.5]], [0, 1, 2]),
             (Csv(label=2), [[1, 2.5], [3, 4.5], [5, 6.5]], [0, 1, 2]),
+            (Csv(label=-1), [[1, 2.5], [3, 4.5], [5, 6.5]], [0, 1, 2]),
             (
                 Csv(["kind"], ["size", 0], label_dtype="float64"),
                 [[0], [1], [2]],
@@ -292,7 +293,7 @@ class TestCsv:
             ),
             (Csv(), [[1, 2.5, 0], [3, 4.5, 1], [5, 6.5, 2]], None),
         ],
-        ids=["name", "index", "several", "no label"],
+        ids=["name", "index", "from the end", "several", "no label"],
     )
     def test_columns_are_chosen_and_ordered(self, loaded, looked, loader, x, y):
         got_x, got_y = loaded(loader, TABLE)
@@ -367,6 +368,7 @@ class TestCsv:
             (Csv(["b"], "y"), b"a,y\n1,2\n", "feature 'b' is not a column"),
             (Csv(label="a"), b"a,a\n1,2\n", "label 'a' is the name of several columns"),
             (Csv(["a"], "a"), b"a,b\n1,2\n", "label 'a' .* meant once, and not"),
+            (Csv(label=["b", "b"]), b"a,b\n1,2\n", "label 'b' .* meant once"),
             (Csv(label="a"), b"a\n1\n", "/a has no columns for x, only 'a'"),
             (Csv(), b"", "/a must have rows, got an empty file"),
             (Csv(), b"a,b\n1,2\n\n3\n", "column 'b' .* numbers, got '' in row 1"),

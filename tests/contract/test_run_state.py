@@ -85,6 +85,20 @@ def test_the_last_updates_of_a_replica_that_leaves_are_accepted_whatever_their_s
     assert more == LEAVING_UPDATES - 2  # it is only its word
 
 
+def test_the_allowance_without_room_is_for_one_barrier():
+    state = joined(relay_bytes=EACH)
+    last = [update(2, 1 + i, nbytes=HUGE) for i in range(LEAVING_UPDATES)]
+    later = [update(2, 9 + i, nbytes=HUGE) for i in range(LEAVING_UPDATES + 1)]
+    arrive(state, "end", 0, 1, 2, kind="agree")
+    held = state.publish(2, last, PeerProgress(1))
+    arrive(state, "met", 0, 1, 2)  # the held updates are passed on
+
+    arrive(state, "end", 0, 1, 2, kind="agree")
+    accepted = state.publish(2, later, PeerProgress(1))
+
+    assert (held, accepted) == (LEAVING_UPDATES, LEAVING_UPDATES)
+
+
 def test_progress_is_announced_once_to_all_others():
     state = joined()
 
@@ -209,6 +223,19 @@ def test_the_finished_leases_of_a_gone_replica_are_counted():
     assert barrier.counted["departed"] == [Done(0.0, 0), Done(10.0, 5)]
 
 
+def test_what_a_replica_trained_in_an_earlier_epoch_is_not_counted_again():
+    state = joined(2)
+    lease = take(state, 1)
+    finished = [{"lease": lease.number, "examples": 5, "loss": 2.0}]
+    state.give_back(1, "train", 0, finished, now=0.0)
+    arrive(state, "end", 0, 1, kind="report")
+    state.remove(1)
+
+    barrier = arrive(state, "next", 0, kind="report")
+
+    assert barrier.counted["departed"] == []
+
+
 # ---- sync intervals
 
 
@@ -328,6 +355,20 @@ def test_updates_that_a_joining_replica_may_need_are_not_acknowledged():
     acknowledge(state, replica, 0, 3, received={0: 8})
 
     assert state.received_by_all(0) == 8
+
+
+def test_a_retried_activation_changes_nothing():
+    state = joined(2)
+    replica = newcomer(state)
+    state.activate(replica, 5)
+    state.publish(replica, [update(replica, 1, step=6)], PeerProgress(6))
+    state.take_events()
+
+    state.activate(replica, 5)
+
+    assert state.members.replicas[replica].progress.step == 6
+    assert state.take_events() == []
+    assert len(queued(state, 0, "joined")) == 1
 
 
 # ---- how a run ends

@@ -14,7 +14,7 @@ from daskdl.evaluation.evaluate import Score
 from daskdl.residuals import KeepResidual
 from daskdl.thresholds import Drained, FixedThreshold, Link, LinkAlgorithm
 from daskdl.training.base import CompressionState, ReplicaContext
-from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.gradient_sharing import GradientSharing, loss_of
 
 DENSE, SPARSE = codec.DenseUpdate, codec.SparseUpdate
 QUANTUM = FixedThreshold(2.0**-4)
@@ -243,6 +243,13 @@ class TestMeasuring:
         assert [one.density for one in rule.measured] == [4 / 12, 1.0]
         assert [one.drained.nbytes for one in rule.measured] == [100, 200]
 
+    def test_dense_exchanges_of_the_warm_up_teach_nothing(self):
+        rule = Wired()
+        case = Case(rule, warmup_steps=2)
+
+        assert kinds(case, 3) == [[DENSE], [DENSE], [SPARSE]]
+        assert [one.dense for one in rule.measured] == [False]
+
     def test_only_the_computation_is_timed(self):
         rule = Wired()
         case = Case(rule, exchange_every=2)
@@ -427,6 +434,13 @@ def test_the_bound_of_staleness_follows_the_interval():
     assert GradientSharing(exchange_every=16).staleness_bound(0) == 32
     assert GradientSharing(max_staleness=3).staleness_bound(10**6) == 3
     assert GradientSharing(max_staleness=None).staleness_bound(10**6) is None
+
+
+def test_the_mean_loss_of_scores_is_weighted_by_counted_labels():
+    scores = [Score(loss_sum=6.0, examples=4, more=-2), Score(6.0, examples=4)]
+    met = BarrierResult({r: {"own": s} for r, s in enumerate(scores)}, {})
+
+    assert loss_of(met, [0, 1], "own") == 12.0 / (2 + 4)
 
 
 class Meeting(Room):

@@ -38,6 +38,7 @@ class Mortal(LocalChannel):
         self._calls = calls
         self.differed = False
         self.meetings = {}  # of each the mean before, and how much each moves the next
+        self.votes = []  # of this replica
 
     def _age(self):
         self._calls -= 1
@@ -50,6 +51,7 @@ class Mortal(LocalChannel):
         self._age()
         if args[0] == MEETING:
             votes = Vote.by_replica(gathered.payloads)
+            self.votes.append(Vote(*args[1]["vote"]))
             self._compare(list(votes.values()))
             self._record_mean(votes, RoundDecision.of(votes, gathered.gone))
         return gathered
@@ -243,3 +245,12 @@ def check_sums(survivors, lost):
     assert survivors[0].ends[-1].sum().item() + left == pytest.approx(
         expected, rel=1e-9
     )
+
+
+def test_a_replica_rests_from_its_last_step_before_a_wait_to_the_next_one():
+    master = ParameterAveraging(frequency=2)
+
+    [life], _ = lives_of(master, replicas=1, deaths={}, rows=3, piece=3)
+
+    rests = [vote.rests for vote in life.channel.votes if not vote.ended]
+    assert rests == [False, True] * EPOCHS  # the third step has its mean at the wait

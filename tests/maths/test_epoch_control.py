@@ -208,6 +208,17 @@ class TestLearningRate:
 
         assert (third._count, third._count_before) == (2, 1)
 
+    def test_a_joining_replica_adds_the_epochs_of_this_fit_to_those_before(self):
+        donor = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
+        for _ in range(3):  # epochs of an earlier fit
+            end_epoch(donor)
+        joining = LearningRate(sgd(), Scheduling(KINDS["StepLR"]), donor.state())
+
+        joining.catch_up_(2)
+
+        assert joining.values()["count"] == 3 + 2
+        assert rate_of(joining) == 0.5 ** (3 + 2)
+
 
 class TestStopper:
     def own(self, clock=None, **rule):
@@ -255,6 +266,16 @@ class TestStopper:
 
         assert (one.over, other.over) == (True, True)
         assert other.decision.reason == "max_seconds"
+
+    def test_a_resumed_fit_counts_patience_up_to_the_epoch_that_was_decided(self):
+        one, other = self.own(patience=2), self.own(patience=3)
+        losses = {0: 1.0, 1: 2.0, 2: 3.0}
+        train(losses, one)
+        assert one.over
+
+        other.restore_(self.values(one), len(losses))  # the next epoch
+
+        assert not other.over  # two epochs without improvement, not three
 
 
 class TestStepper:

@@ -226,6 +226,26 @@ def test_each_replica_of_a_partition_trains_as_much_in_an_interval():
     assert crowd.rows == dict.fromkeys(range(3), 3 * STEP)
 
 
+def test_a_lease_of_a_partition_ends_where_an_interval_ends():
+    leases = leases_of(StaticPartition, [100], lease_rows=6, interval_rows=10)
+
+    sizes = [lease.rows for lease in drained(leases, 0)]
+
+    assert sizes == [6, 4]
+
+
+@pytest.mark.parametrize("turn", [(0,), (0, 1)], ids=["one asks", "both ask"])
+def test_dynamic_leases_are_cut_at_the_end_of_an_interval(turn):
+    leases = leases_of(
+        DynamicLeasing, [400], STEP, 8 * STEP, replicas=(0, 1), interval_rows=2 * STEP
+    )
+    turns = itertools.cycle(turn)
+
+    taken = list(iter(lambda: leases.take(next(turns)), None))
+
+    assert sum(lease.rows for lease in taken) == 2 * 2 * STEP
+
+
 def test_an_interval_that_is_over_stays_so_if_a_loss_frees_rows():
     leases = in_steps(StaticPartition, [300], range(3), 0, STEP)
     for replica in range(3):

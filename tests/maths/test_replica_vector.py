@@ -232,6 +232,14 @@ class TestResidual:
         assert flushed.tolist() == counts.tolist()
         assert vector.shared_counts().tolist() == [limit, -limit, 0, -limit]
 
+    def test_added_counts_are_residual_whatever_the_lead_of_local(self):
+        vector = whole(Vector([0.5, 0.0, 0.0]))
+        vector.set_scale_(1 / 4)  # as one of four replicas that send the mean
+
+        vector.add_residual_(np.array([3, 0, -5], np.int32), vector.grid)
+
+        assert vector.residual_counts().tolist() == [3, 0, -5]
+
 
 class TestSnapshot:
     def test_a_joining_replica_adopts_shared_and_local(self):
@@ -258,6 +266,17 @@ class TestDigest:
         one.apply_counts_(counts)
 
         assert one.digest() != before
+
+        assert one.digest() != before
+
+    def test_another_grid_changes_the_digest(self):
+        coarse, fine = (whole(Vector([0.5, 0.0])) for _ in range(2))
+        counts = fine.shared_counts()
+
+        coarse.replace_shared_(counts, 2 * fine.grid)
+
+        assert coarse.shared_counts().tolist() == counts.tolist()
+        assert coarse.digest() != fine.digest()
 
 
 class TestRegrid:
@@ -415,3 +434,14 @@ class TestSample:
 
         runs = [*range(RUN), *range(2 * RUN, 3 * RUN), *range(4 * RUN, 5 * RUN)]
         assert sample.tolist() == [*runs, 96.0, 97.0, 98.0, 99.0]
+
+    def test_runs_are_evenly_spaced_over_ranges_that_are_shorter_than_one(self):
+        places = [slice(start, start + RUN // 2) for start in range(0, 160, RUN)]
+        apart = self.view(160, ranges=[(0, where) for where in places])
+        positions = torch.cat([torch.arange(160)[where] for where in places])
+        together = self.view(apart.size)
+
+        sample = apart.sample(most=20)
+
+        assert sample.tolist() == positions[together.sample(most=20).long()].tolist()
+        assert len(sample) == 2 * RUN

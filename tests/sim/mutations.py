@@ -125,8 +125,9 @@ MUTATIONS = {
     # ---- replicas that are lost
     "survivors keep different updates of a lost replica": Mutation(
         "daskdl.channel.remote",
-        "        if self._routing.relayed:\n            # A replica that leaves",
-        "        if True:\n            # A replica that leaves",
+        "            if all(received == first for received in others):\n"
+        "                return\n",
+        "            return\n",
     ),
     "a lost replica comes back in the progress of others": Mutation(
         "daskdl.channel.inbox",

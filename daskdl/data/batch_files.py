@@ -4,6 +4,8 @@ Each file is a safetensors file of some batches. Its arrays are named as in the 
 code, ``x`` or ``x['image']``, and the manifest says how they form the trees x and y.
 """
 
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from typing_extensions import override
 
 from daskdl.data import batching
 from daskdl.data.batching import Rows
-from daskdl.data.manifest import File, Kind, Manifest
+from daskdl.data.manifest import File, Kind, Manifest, is_count, naming_damage
 from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.data.storage import AnyPath, store_of
 from daskdl.data.tables import check_arrays
@@ -31,6 +33,7 @@ KIND = Kind(
 ORIGIN = ".unfinished/origin.json"
 
 _ARRAY = "array"  # a leaf of an outline
+_DTYPES = {np.dtype(code).name for code in "?bBhHiIqQefd"}
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,30 @@ class Schema:
         return cls(outline_of(x), own, np.dtype(fields))
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> "Schema":
-        """Read what `to_json` returns."""
-        fields = [(name, dtype, tuple(shape)) for name, dtype, shape in content["rows"]]
-        return cls(content["x"], content["y"], np.dtype(fields))
+    def from_json(
+        cls, content: Mapping[str, Any], row_bytes: float = math.inf
+    ) -> "Schema":
+        """Read what `to_json` returns; a row may have at most so many bytes.
+
+        Raises:
+            ValueError: If the content describes no rows, or larger ones.
+        """
+        fields = []
+        for name, dtype, shape in content["rows"]:
+            if dtype not in _DTYPES or not all(map(is_count, shape)):
+                raise ValueError(f"{name!r:.80} is {dtype!r:.80} {shape!r:.80}")
+            row_bytes -= math.prod(shape) * np.dtype(dtype).itemsize
+            fields.append((name, dtype, tuple(shape)))
+        if row_bytes < 0:
+            raise ValueError("a row has more bytes than its file")
+        x, y = content["x"], content["y"]
+        numbers = itertools.count()
+        tree = restored(x, numbers), None if y is None else restored(y, numbers)
+        if [*named_arrays(tree)] != [name for name, *_ in fields] or not (
+            batching.leaves(tree[0]) and (y is None or batching.leaves(tree[1]))
+        ):
+            raise ValueError(f"{x!r:.80} and {y!r:.80} are not made of its arrays")
+        return cls(x, y, np.dtype(fields))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -72,6 +95,18 @@ class Schema:
         for name, array in named_arrays(rows).items():
             records[name] = array[order]
         return records
+
+    def check(self, arrays: Mapping[str, np.ndarray], rows: int) -> None:
+        """Raise a ValueError unless these are the arrays of so many rows."""
+        if arrays.keys() != {*(self.dtype.names or ())}:
+            raise ValueError(f"it has the arrays {[*arrays]!r:.200}")
+        for name in self.dtype.names or ():
+            array, row = arrays[name], self.dtype[name]
+            if (array.dtype, array.shape) != (row.base, (rows, *row.shape)):
+                raise ValueError(
+                    f"{name} is {array.dtype} {array.shape}, and is listed as "
+                    f"{row.base} {(rows, *row.shape)}"
+                )
 
     def rows(self, records: np.ndarray | Mapping[str, np.ndarray]) -> Rows:
         """The trees x and y of records, or of whole arrays by name."""
@@ -122,6 +157,8 @@ def restored(outline: Any, arrays: Iterator[Any]) -> Any:
     kind, children = outline
     if kind == "dict":
         return {key: restored(child, arrays) for key, child in children}
+    if kind != "tuple":
+        raise ValueError(f"{kind!r:.80} is no structure")
     return tuple(restored(child, arrays) for child in children)
 
 
@@ -142,10 +179,11 @@ class BatchFiles(Source):
 
     Raises:
         DataError: If there is no export, or it is not finished, or its manifest cannot
-            be used.
+            be used. Also when a part is loaded, if its file is not as listed.
     """
 
     url: str
+    lengths: Sequence[int]
     files: Sequence[File]
     rows: int
     batch_size: int
@@ -169,20 +207,39 @@ class BatchFiles(Source):
                 "daskdl.data.export"
             )
         manifest = Manifest.read(self._store, KIND)
-        content, self.files = manifest.content, manifest.files
-        self.batch_size, classes = content["batch_size"], content["classes"]
-        self.classes = None if classes is None else tuple(classes)
-        self.made_from = content["made_from"]
-        self.parts = len(self.files)
-        self.lengths = [file.details["rows"] for file in self.files]
+        self.files, self.parts = manifest.files, len(manifest.files)
+        with naming_damage(self._store.url_of(KIND.name), KIND.remedy):
+            self._take(manifest.content)
         self.rows = sum(self.lengths)
-        self._schema = Schema.from_json(content["schema"])
         self.first = self._schema.rows(np.zeros(SHOWN_ROWS, self._schema.dtype))
+
+    def _take(self, content: Mapping[str, Any]) -> None:
+        """Set what the manifest says, as far as the files can be as it says."""
+        self.batch_size, self.made_from = content["batch_size"], content["made_from"]
+        self.lengths = [file.details["rows"] for file in self.files]
+        if not all(is_count(n, least=1) for n in (self.batch_size, *self.lengths)):
+            raise ValueError("batch_size and rows must be whole numbers >= 1")
+        classes = content["classes"]
+        names = [] if classes is None else classes
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            raise ValueError(f"{classes!r:.80} are no names of classes")
+        self.classes = None if classes is None else tuple(names)
+        if not isinstance(self.made_from, dict):
+            raise TypeError("made_from must be a dict")
+        # Before memory is allocated for rows: one file has its size, and holds a row.
+        there = (f for f in self.files if self._store.size(f.name) == f.nbytes)
+        if (file := next(there, None)) is None:
+            raise ValueError("no file that it lists is there in full")
+        self._schema = Schema.from_json(content["schema"], file.nbytes)
 
     @override
     def _load(self, part: int) -> Rows:
-        content = self.files[part].read(self._store, KIND.remedy)
-        return self._schema.rows(safetensors.numpy.load(content))
+        file = self.files[part]
+        content = file.read(self._store, KIND.remedy)
+        with naming_damage(self.name(part), KIND.remedy):
+            arrays = safetensors.numpy.load(content)
+            self._schema.check(arrays, file.details["rows"])
+        return self._schema.rows(arrays)
 
     @override
     def name(self, part: int) -> str:

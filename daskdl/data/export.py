@@ -39,7 +39,7 @@ from daskdl.data.batching import Rows
 from daskdl.data.checks import LabelCheck, stream_readable
 from daskdl.data.distribute import answers_of, map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, source_of
-from daskdl.data.manifest import File, Manifest
+from daskdl.data.manifest import File, Manifest, is_count, naming_damage
 from daskdl.data.source import STREAMED_ROWS, Source, rows_in
 from daskdl.data.storage import AnyPath, Store, at_once, store_of
 from daskdl.data.tables import as_numpy
@@ -236,11 +236,19 @@ class Progress:
         """Fingerprint of the unfinished export; None: there is none."""
         return self._read(ORIGIN) if self.store.exists(ORIGIN) else None
 
-    def done(self, kind: str) -> dict[int, dict[str, Any]]:
-        """The records of this kind, by number."""
-        names = self.store.names(f"{_FOLDER}/{kind}-*.json")
-        numbers = (int(name.rpartition("-")[2].removesuffix(".json")) for name in names)
-        return dict(zip(numbers, at_once(self._read, names), strict=True))
+    def done(
+        self, kind: str, check: Callable[[int, Mapping[str, Any]], None]
+    ) -> dict[int, dict[str, Any]]:
+        """The records of this kind by number, after `check` of number and record."""
+
+        def checked(name: str) -> tuple[int, dict[str, Any]]:
+            record = self._read(name)
+            with naming_damage(self.store.url_of(name), KIND.remedy):
+                number = int(name.rpartition("-")[2].removesuffix(".json"))
+                check(number, record)
+                return number, record
+
+        return dict(at_once(checked, self.store.names(f"{_FOLDER}/{kind}-*.json")))
 
     def add(self, kind: str, number: int, record: Mapping[str, Any]) -> None:
         """Record something as done; all its files must have been written."""
@@ -272,13 +280,37 @@ class Progress:
         self.store.delete(self.store.names(f"{_FOLDER}/*"))
 
     def _read(self, name: str) -> dict[str, Any]:
-        try:
-            content: dict[str, Any] = json.loads(self.store.read(name))
-        except ValueError as error:
+        encoded = self.store.read(name)
+        with naming_damage(self.store.url_of(name), KIND.remedy):
+            return dict(json.loads(encoded))
+
+
+def _check_part(store: Store, part: int, record: Mapping[str, Any]) -> None:
+    """Refuse a record that `_write_part` cannot have made."""
+    if not all(is_count(rows, least=1) for rows in record["rows"]):
+        raise ValueError(f"its rows are {record['rows']!r:.80}")
+    if not record["rows"]:
+        if record["schema"] is not None:
+            raise ValueError("it has a schema, but no rows")
+        return
+    row_bytes = Schema.from_json(record["schema"]).dtype.itemsize
+    for index, rows in enumerate(record["rows"]):
+        name, wanted = _piece(part, index), rows * row_bytes
+        size = store.size(name)
+        if size is not None and size != wanted:
             raise DataError(
-                f"{self.store.url_of(name)} is damaged: {error}; {KIND.remedy}"
-            ) from error
-        return content
+                f"{store.url_of(name)} is damaged: it has {size} bytes instead of "
+                f"{wanted}; {KIND.remedy}"
+            )
+
+
+def _check_bucket(bucket: int, record: Mapping[str, Any]) -> None:
+    """Refuse a record that `_write_bucket` cannot have made."""
+    Schema.from_json(record["schema"])
+    for entry in record["files"]:
+        rows = File.from_json(entry).details["rows"]
+        if not is_count(rows, least=1) or not is_count(record["plan"]):
+            raise ValueError(f"its files are {record['files']!r:.80}")
 
 
 def _piece(part: int, index: int) -> str:
@@ -378,9 +410,11 @@ def _write_bucket(
     assert isinstance(buckets, Buckets)
     store, plan = buckets.store, buckets.plan
     before = done.get(bucket, {})
-    if before.get("plan") == plan.checksum and all(
-        File.from_json(file).is_intact(store) for file in before["files"]
-    ):
+    written = [File.from_json(entry) for entry in before.get("files", ())]
+    as_planned = before.get("plan") == plan.checksum and (
+        len(written) == len(plan.files_of(bucket))
+    )
+    if as_planned and all(file.is_intact(store) for file in written):
         return before
     progress = Progress(store)
     progress.check()
@@ -441,7 +475,7 @@ def _export(
     write_part = partial(_write_part, progress=progress, options=options)
     schema: Schema | None = None
     lengths: dict[tuple[int, int], int] = {}
-    done = progress.done("part")
+    done = progress.done("part", partial(_check_part, store))
     left = [part for part in range(source.parts) if part not in done]
     logger.info("export to %s: %d parts to read", store.url, len(left))
     written = map_parts(source, write_part, client, parts=left) if left else ()
@@ -462,7 +496,7 @@ def _export(
         options.seed,
     )
     buckets = Buckets(store, [_piece(*piece) for piece in pieces], schema, plan)
-    done = progress.done("bucket")
+    done = progress.done("bucket", _check_bucket)
     write_bucket = partial(_write_bucket, options=options, done=done)
     records = dict(map_parts(buckets, write_bucket, client))
     schema = None

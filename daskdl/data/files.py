@@ -32,7 +32,7 @@ from daskdl.data.batch_files import BatchFiles, is_export
 from daskdl.data.batching import Rows
 from daskdl.data.distribute import map_parts
 from daskdl.data.formats import Loader, Reader
-from daskdl.data.manifest import File, Kind, Manifest
+from daskdl.data.manifest import File, Kind, Manifest, naming_damage
 from daskdl.data.source import SHOWN_ROWS, Facts, Source, facts_of
 from daskdl.data.storage import AnyPath, Store, is_local, is_path, store_of
 from daskdl.errors import DataError, OptionError, ShapeError
@@ -114,23 +114,50 @@ def shards_in(store: Store) -> list[Group] | None:
     """The shards in a folder; None if it has no manifest of shards."""
     if not store.exists(KIND.name):
         return None
-    shards = []
-    for file in Manifest.read(store, KIND).files:
-        read = partial(_unpacked, store, replace(file, details={}))
-        names, archive = file.details["members"], store.url_of(file.name)
-        shards.append(Group(names, archive=archive, read=read))
+    manifest, shards = Manifest.read(store, KIND), []
+    with naming_damage(store.url_of(KIND.name), KIND.remedy):
+        if not manifest.files:
+            raise ValueError("it lists no shards")
+        for file in manifest.files:
+            names = file.details["members"]
+            texts = isinstance(names, list) and all(isinstance(n, str) for n in names)
+            if not texts or not 0 < len({*names}) == len(names):
+                raise ValueError(f"members of {file.name} are {names!r:.80}")
+            read = partial(_unpacked, store, replace(file, details={}), names)
+            shards.append(Group(names, archive=store.url_of(file.name), read=read))
     return shards
 
 
-def _unpacked(store: Store, file: File) -> dict[str, bytes]:
+def _unpacked(store: Store, file: File, names: Sequence[str]) -> dict[str, bytes]:
     """The members of a shard by their relative paths."""
-    content = io.BytesIO(file.read(store, KIND.remedy))
-    if file.name.endswith(".zip"):
-        with zipfile.ZipFile(content) as archive:
-            return {path: archive.read(path) for path in archive.namelist()}
-    with tarfile.open(fileobj=content, mode="r:") as tar:
-        members = ((entry.name, tar.extractfile(entry)) for entry in tar)
-        return {path: member.read() for path, member in members if member is not None}
+    content = file.read(store, KIND.remedy)
+    with naming_damage(store.url_of(file.name), KIND.remedy):
+        if file.name.endswith(".zip"):
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                entries = archive.infolist()
+                sizes = [(entry.filename, entry.file_size) for entry in entries]
+                _check_members(sizes, names, len(content))
+                if any(entry.compress_type for entry in entries):
+                    raise ValueError("its members are compressed")
+                return {name: archive.read(name) for name in names}
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            infos = tar.getmembers()
+            sizes = [(info.name, info.size) for info in infos]
+            _check_members(sizes, names, len(content))
+            files = ((info.name, tar.extractfile(info)) for info in infos)
+            return {name: member.read() for name, member in files if member is not None}
+
+
+def _check_members(
+    sizes: Sequence[tuple[str, int]], names: Sequence[str], most: int
+) -> None:
+    """Raise a ValueError unless an archive of `most` bytes stores these files."""
+    found = [name for name, _ in sizes]
+    if sorted(found) != sorted(names):
+        differing = sorted({*found} ^ {*names}) or found
+        raise ValueError(f"it has other members than listed: {differing!r:.200}")
+    if sum(size for _, size in sizes) > most:
+        raise ValueError("its members are larger than the archive")
 
 
 def _packed(format: str, files: Iterable[tuple[str, bytes]]) -> bytes:
@@ -220,7 +247,9 @@ def pack_files(
     plan = originals.digest(groups)
     if target.exists(KIND.name):
         manifest = Manifest.read(target, KIND)
-        if manifest.content["plan"] != plan:
+        with naming_damage(target.url_of(KIND.name), KIND.remedy):
+            former = manifest.content["plan"]
+        if former != plan:
             raise OptionError(
                 f"{target.url} has shards of other files, or in another order; delete "
                 "them, or choose another url"

@@ -5,20 +5,53 @@ with a checksum of each file and of itself, written last and atomically. A folde
 without a manifest is unfinished, and damage is found when a file is read.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+import struct
+import tarfile
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from daskdl.config import VERSION
 from daskdl.data.storage import Store
 from daskdl.errors import DataError
 
-# Errors of JSON that is not text, is nested too deeply, or has another content.
-_DAMAGED = (ValueError, TypeError, LookupError, RecursionError)
+# Errors of JSON that is not text, is nested too deeply, or has unexpected content; and
+# of archives and safetensors files.
+_DAMAGED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    RuntimeError,
+    EOFError,
+    struct.error,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+    SafetensorError,
+)
+
+
+@contextlib.contextmanager
+def naming_damage(url: str, remedy: str) -> Iterator[None]:
+    """Turn errors caused by the content of a file into a DataError with the remedy."""
+    try:
+        yield
+    except DataError:
+        raise
+    except _DAMAGED as error:
+        shown = f"{type(error).__name__}: {error!s:.200}"
+        raise DataError(f"{url} is damaged: {shown}; {remedy}") from error
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """Whether a value of JSON is a whole number of at least `least`."""
+    return type(value) is int and value >= least
 
 
 class Kind(NamedTuple):
@@ -51,7 +84,9 @@ class File:
         """Read what `to_json` returns; refuse a name that leads out of the folder."""
         details = dict(entry)
         name, nbytes, sha256 = map(details.pop, ("name", "nbytes", "sha256"))
-        if not isinstance(name, str) or {*name} & {*"/\\\0"} or name in ("", ".", ".."):
+        named = isinstance(name, str) and not {*name} & {*"/\\\0"}
+        known = is_count(nbytes) and isinstance(sha256, str)
+        if not named or name in ("", ".", "..") or not known:
             raise ValueError(f"{entry!r:.200} describes no file")
         return cls(name, nbytes, sha256, details)
 
@@ -90,19 +125,16 @@ class Manifest:
     def read(cls, store: Store, kind: Kind) -> "Manifest":
         """Read the manifest of a folder."""
         url, encoded = store.url_of(kind.name), store.read(kind.name)
-        try:
+        with naming_damage(url, kind.remedy):
             return cls._checked(encoded, kind, url)
-        except DataError:
-            raise
-        except _DAMAGED as error:
-            shown = f"{type(error).__name__}: {error!s:.200}"
-            raise DataError(f"{url} is damaged: {shown}; {kind.remedy}") from error
 
     @classmethod
     def _checked(cls, encoded: bytes, kind: Kind, url: str) -> "Manifest":
         whole = json.loads(encoded)
         if not isinstance(whole, dict) or whole.get("format") != kind.format:
             raise DataError(f"{url} is not of the format {kind.format!r}; {kind.hint}")
+        if not is_count(whole["version"], least=1):
+            raise ValueError(f"its version is {whole['version']!r:.200}")
         if whole["version"] > kind.version:
             raise DataError(
                 f"{url} is of version {whole['version']}, but this daskdl reads up to "

@@ -473,6 +473,11 @@ class Store:
         """Whether the file exists; False for a folder."""
         return _found(self.url_of(name), self.options) is not None
 
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if it does not exist."""
+        found = _found(self.url_of(name), self.options)
+        return None if found is None else found["size"]
+
     def names(self, pattern: str = "**") -> list[str]:
         """Names of the files that are in the folder now, sorted."""
         matches = re.compile(glob_translate(pattern)).fullmatch

@@ -1,9 +1,12 @@
 """Exports: nothing lost, nothing doubled, also after an interruption."""
 
 import asyncio
+import json
 import pickle
+import shutil
 import sys
 import tempfile
+import tracemalloc
 
 import dask
 import dask.array as da
@@ -20,6 +23,7 @@ from daskdl.data.batch_files import is_export
 from daskdl.data.export import ExportOptions, export, temporary_batches, token_of
 from daskdl.data.storage import Store
 from daskdl.errors import DataError, OptionError
+from tests.support.manifests import outcome, sealed, variants
 from tests.support.numbered import Numbered, Streamed, ids_of, numbered
 from tests.support.processes import in_a_fork
 
@@ -68,7 +72,7 @@ def written(monkeypatch):
     return names
 
 
-def interrupted(monkeypatch, url, at):
+def interrupted(monkeypatch, url, at, **options):
     """Begin an export, and interrupt it as this file is written."""
     write = Store.write
 
@@ -80,7 +84,7 @@ def interrupted(monkeypatch, url, at):
     with monkeypatch.context() as patch:
         patch.setattr(Store, "write", fails)
         with pytest.raises(KeyboardInterrupt):
-            exported(url)
+            exported(url, **options)
 
 
 @pytest.mark.parametrize("kind", [Numbered, Streamed])
@@ -179,6 +183,53 @@ class TestBatchFiles:
 
         with pytest.raises(DataError, match=f"{url}/{name} is damaged: .*export a"):
             made.load(1)
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"rows": 5}, r"x\['id'\] is int64 \(20,\), .*listed as int64 \(5,\)"),
+            ({"rows": 21}, r"listed as int64 \(21,\)"),
+            ({"rows": 0}, "whole numbers >= 1"),
+            ({"nbytes": 2**40}, "no file that it lists is there in full"),
+        ],
+        ids=lambda value: str(value)[:20],
+    )
+    def test_a_manifest_that_its_files_contradict_is_refused(
+        self, tmp_path, changed, message
+    ):
+        exported(str(tmp_path), Numbered([20]), batch_size=20)
+        manifest = tmp_path / MANIFEST
+        content = json.loads(manifest.read_bytes())
+        content["files"][0] |= changed
+        manifest.write_bytes(sealed(content))
+
+        with pytest.raises(DataError, match=rf"is damaged: .*{message}.*; export aga"):
+            BatchFiles(str(tmp_path)).load(0)
+
+    def test_no_memory_is_allocated_for_rows_larger_than_a_file(self, tmp_path):
+        exported(str(tmp_path), Numbered([20]))
+        manifest = tmp_path / MANIFEST
+        content = json.loads(manifest.read_bytes())
+        content["content"]["schema"]["rows"][0][2] = [2**28]
+        manifest.write_bytes(sealed(content))
+
+        tracemalloc.start()
+        with pytest.raises(DataError, match=r"a row has more bytes than its file"):
+            BatchFiles(str(tmp_path))
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+
+        assert most < 2**24
+
+    def test_any_change_of_the_manifest_is_refused_or_changes_no_row(self, tmp_path):
+        exported(str(tmp_path), Numbered([9]))
+        manifest = tmp_path / MANIFEST
+        content = json.loads(manifest.read_bytes())
+
+        for change, variant in variants(content, ("files", "content")):
+            manifest.write_bytes(sealed(variant))
+            rows = outcome(lambda: sorted(ids_of(BatchFiles(str(tmp_path)))))
+            assert rows == [*range(9)] or str(tmp_path) in rows, change
 
     def test_an_export_is_known_finished_or_not(self, url, tmp_path):
         exported(url)
@@ -358,7 +409,7 @@ class TestInterrupted:
     @pytest.mark.parametrize(
         ("name", "message"),
         [
-            ("part-000000-0000.rows", r"bytes 0 to \d+ are not all there"),
+            ("part-000000-0000.rows", r"it has 1 bytes instead of \d+"),
             ("part-000000.json", "JSON|Expecting"),
         ],
     )
@@ -368,6 +419,21 @@ class TestInterrupted:
 
         with pytest.raises(DataError, match=rf"{name} is damaged: .*{message}"):
             exported(url)
+
+    @pytest.mark.parametrize("name", ["part-000000.json", "bucket-000000.json"])
+    def test_any_change_of_a_record_is_refused_or_changes_no_row(
+        self, monkeypatch, tmp_path, name
+    ):
+        url, broken = str(tmp_path / "export"), tmp_path / "broken"
+        interrupted(monkeypatch, url, MANIFEST, source=Numbered([9]))
+        record = json.loads(Store(url).read(f".unfinished/{name}"))
+
+        for change, variant in variants(record):
+            shutil.rmtree(broken, ignore_errors=True)
+            shutil.copytree(url, broken)
+            (broken / ".unfinished" / name).write_text(json.dumps(variant))
+            rows = outcome(lambda: sorted(ids_of(exported(broken, Numbered([9])))))
+            assert rows == [*range(9)] or str(broken) in rows, change
 
     def test_a_piece_that_is_gone_is_named_with_the_remedy(self, monkeypatch, url):
         interrupted(monkeypatch, url, "batch-000000.safetensors")

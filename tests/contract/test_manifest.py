@@ -1,6 +1,5 @@
 """The manifest of batch files, shards, predictions and saves: read back, or refused."""
 
-import hashlib
 import json
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from daskdl.data.manifest import File, Kind, Manifest
 from daskdl.data.storage import store_of
 from daskdl.errors import DataError
+from tests.support.manifests import sealed
 
 KIND = Kind("daskdl notes", 2, "notes.json", "write notes first", "write them again")
 FILE = File.of("a.txt", b"hello", rows=5)
@@ -23,13 +23,6 @@ def store(tmp_path):
 def written(store):
     Manifest((FILE,), {"seed": 0}).write(store, KIND)
     return json.loads(store.read("notes.json"))
-
-
-def sealed(whole):
-    """JSON whose checksum is right, whatever is in it."""
-    whole = {key: value for key, value in whole.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**whole, "sha256": digest}).encode()
 
 
 def test_a_manifest_is_read_back(store):
@@ -49,6 +42,9 @@ def test_a_manifest_is_read_back(store):
         ({"format": None}, "not of the format"),
         ({"version": 3}, "of version 3, but this daskdl reads up to 2; install"),
         ({"version": None}, "damaged: .*; write them again"),
+        ({"version": 0}, "damaged: .*its version is 0; write them again"),
+        ({"files": [FILE.to_json() | {"nbytes": "5"}]}, "describes no file"),
+        ({"files": [FILE.to_json() | {"sha256": None}]}, "describes no file"),
         ({"files": ["a.txt"]}, "damaged: .*; write them again"),
         ({"files": [{"name": "a.txt"}]}, "damaged: .*; write them again"),
         ({"files": [FILE.to_json()] * 2}, "a file is listed twice"),

@@ -1,6 +1,7 @@
 """Packing of original files into shards, and reading of what is in them."""
 
 import io
+import json
 import pickle
 import re
 import tarfile
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 
 from daskdl.data import Npz, files
-from daskdl.data.files import pack_files, shards_in
+from daskdl.data.files import KIND, pack_files, shards_in
+from daskdl.data.manifest import File, Manifest
 from daskdl.data.storage import Store, store_of
 from daskdl.errors import DataError, OptionError
+from tests.support.manifests import outcome, sealed, variants
 
 FILES = {f"{'abc'[i % 3]}/{i}.txt": f"file {i}".encode() for i in range(11)}
 MANIFEST = "shards.json"
@@ -271,6 +274,12 @@ def npz(rows, start=0, width=2):
     return file.getvalue()
 
 
+def labels_of(source):
+    """All labels, sorted."""
+    loaded = [source.load(part)[1] for part in range(source.parts)]
+    return np.sort(np.concatenate(loaded)).tolist()
+
+
 class TestReading:
     """Five files of 0 to 4 rows, numbered through, two in a shard."""
 
@@ -331,6 +340,45 @@ class TestReading:
             DataError, match=r"cannot read zip://c\.npz::/.*shard-00001"
         ):
             source.load(1)
+
+    @pytest.mark.parametrize("members", [["3.npz"], ["2.npz", "3.npz", "9.npz"]])
+    def test_a_shard_whose_files_are_not_those_listed_is_named(self, url, members):
+        manifest = Path(url) / MANIFEST
+        content = json.loads(manifest.read_bytes())
+        content["files"][1]["members"] = members
+        manifest.write_bytes(sealed(content))
+
+        with pytest.raises(DataError, match=r"shard-00001.* is damaged: .*other mem"):
+            files(url).load(1)
+
+    def test_any_change_of_the_manifest_is_refused_or_changes_no_row(self, url):
+        manifest = Path(url) / MANIFEST
+        content = json.loads(manifest.read_bytes())
+
+        for change, variant in variants(content, ("files", "content")):
+            manifest.write_bytes(sealed(variant))
+            rows = outcome(lambda: labels_of(files(url, Npz())))
+            assert rows == [*range(10)] or url in rows, change
+
+    @KINDS
+    def test_members_larger_than_their_shard_are_not_unpacked(self, tmp_path, kind):
+        file = io.BytesIO()
+        if kind == "zip":
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+                archive.writestr("a", bytes(2**24))
+        else:
+            with tarfile.open(fileobj=file, mode="w:") as archive:
+                info = tarfile.TarInfo("a")
+                sparse = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(2**24)}
+                info.pax_headers = sparse
+                archive.addfile(info)
+        shard = File.of(f"shard.{kind}", file.getvalue(), members=["a"])
+        store = store_of(tmp_path)
+        store.write(shard.name, file.getvalue())
+        Manifest((shard,), {"plan": ""}).write(store, KIND)
+
+        with pytest.raises(DataError, match=rf"shard\.{kind} is damaged: .*larger"):
+            files(tmp_path, Npz()).load(0)
 
     @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
     def test_a_damaged_shard_is_named(self, url, damage):

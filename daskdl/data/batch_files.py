@@ -233,7 +233,7 @@ class BatchFiles(Source):
         self._schema = Schema.from_json(content["schema"], file.nbytes)
 
     @override
-    def _load(self, part: int) -> Rows:
+    def load(self, part: int) -> Rows:
         file = self.files[part]
         content = file.read(self._store, KIND.remedy)
         with naming_damage(self.name(part), KIND.remedy):

@@ -191,7 +191,7 @@ class Collections(Source):
         return self.packed(part).needs
 
     @override
-    def _load(self, part: int) -> Rows:
+    def load(self, part: int) -> Rows:
         graph = self.packed(part)
         return graph.rows({key: self._tasks.result(key) for key in graph.needs})
 

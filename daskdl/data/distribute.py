@@ -496,7 +496,7 @@ class _SentPart(Source):
         return self._name
 
     @override
-    def _load(self, part: int) -> Rows:
+    def load(self, part: int) -> Rows:
         if isinstance(self._content, Packed):
             graph: PartGraph = self._content.unpack()
             return graph.rows(self._held)

@@ -376,7 +376,7 @@ class Buckets(Source):
         self.parts = plan.buckets
 
     @override
-    def _load(self, part: int) -> Rows:
+    def load(self, part: int) -> Rows:
         found = at_once(self._read, self.plan.spans(part))
         return self.schema.rows(np.concatenate(found))
 

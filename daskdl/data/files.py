@@ -279,7 +279,7 @@ class _Originals(Source):
         self.parts = len(groups)
 
     @override
-    def _load(self, part: int) -> Rows:
+    def load(self, part: int) -> Rows:
         raise NotImplementedError("original files are packed, not loaded")
 
     def digest(self, names: Sequence[Any]) -> str:
@@ -364,7 +364,7 @@ class GroupedFiles(Source):
         """Make rows from one open file of a part."""
 
     @override
-    def _load(self, part: int) -> Rows:
+    def load(self, part: int) -> Rows:
         return self._joined(part)
 
     @override

@@ -76,7 +76,7 @@ class ImageFiles(Source):
         self.first = self._scaled(images[:1]), own[:1]
 
     @override
-    def _load(self, part: int) -> Rows:
+    def load(self, part: int) -> Rows:
         number, start, stop = self._ranges[part]
         with self._lock:
             if number not in self._held:

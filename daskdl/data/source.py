@@ -116,6 +116,7 @@ class Source(ABC):
     given: bool = False
     apart: bool = False
 
+    @abstractmethod
     def load(self, part: int) -> Rows:
         """Load a part; threads may load several at a time.
 
@@ -127,27 +128,26 @@ class Source(ABC):
             labels.
 
         Raises:
-            DataError: If the part, which is named, cannot be used, or if its length
-                differs from `lengths`. Errors of the user's own loading are passed on.
+            DataError: If the part, which is named, cannot be used. Errors of the user's
+                own loading are passed on.
         """
-        rows = self._load(part)
+
+    def load_counted(self, part: int) -> Rows:
+        """Load a part; a DataError if its length differs from `lengths`."""
+        rows = self.load(part)
         counted = None if self.lengths is None else self.lengths[part]
         check_counted(self.name(part), rows, counted)
         return rows
-
-    @abstractmethod
-    def _load(self, part: int) -> Rows:
-        """Load a part; `load` checks its length."""
 
     def stream(self, part: int, rows: int) -> Iterator[Rows]:
         """Yield a part; a sequential one in pieces of about `rows` rows."""
         if self.sequential:
             raise NotImplementedError(f"{type(self).__name__} needs stream")
-        yield self.load(part)
+        yield self.load_counted(part)
 
     def packed(self, part: int) -> Rows | PartGraph:
         """Return the content to send for a part, if parts are sent `apart`."""
-        return self.load(part)
+        return self.load_counted(part)
 
     def needs(self, part: int) -> tuple[Any, ...]:
         """Return the Dask keys of the results that a part depends on."""
@@ -170,7 +170,7 @@ class Source(ABC):
 
     def look(self, part: int) -> Facts:
         """Return length and first rows of a part; loads it if need be."""
-        return facts_of(self.load(part))
+        return facts_of(self.load_counted(part))
 
     def known(self, facts: Sequence[Facts]) -> Self:
         """Return the same source with the facts of each part, in order."""
@@ -194,15 +194,15 @@ class Together(Source):
         self.left_out, self.apart = source.left_out, source.apart
 
     @override
-    def _load(self, part: int) -> Rows:
-        return batching.joined([self._source.load(p) for p in self._groups[part]])
+    def load(self, part: int) -> Rows:
+        return batching.joined(list(map(self._source.load_counted, self._groups[part])))
 
     @override
     def packed(self, part: int) -> Rows | PartGraph:
         contents = [self._source.packed(own) for own in self._groups[part]]
         graphs = [one for one in contents if isinstance(one, PartGraph)]
         if len(graphs) < len(contents):
-            return self.load(part)
+            return self.load_counted(part)
         graph = {key: task for one in graphs for key, task in one.graph.items()}
         needs = tuple(dict.fromkeys(key for one in graphs for key in one.needs))
         members = tuple(member for one in graphs for member in one.members)
@@ -217,7 +217,7 @@ class Together(Source):
     def separate(self, part: int) -> Separate:
         found: list[tuple[str, Callable[[], Rows]]] = []
         for own in self._groups[part]:
-            load = functools.partial(self._source.load, own)
+            load = functools.partial(self._source.load_counted, own)
             found += self._source.separate(own) or [(self._source.name(own), load)]
         return found
 

@@ -283,7 +283,7 @@ class InMemory(Source):
         return self._rows
 
     @override
-    def _load(self, part: int) -> Rows:
+    def load(self, part: int) -> Rows:
         rows = slice(*self._bounds[part])
         if self._order is not None:
             return batching.rows(self._rows, self._order[rows])

@@ -337,7 +337,7 @@ class IterableStyle(Source):
         return other
 
     @override
-    def _load(self, part: int) -> Rows:
+    def load(self, part: int) -> Rows:
         raise NotImplementedError(f"{type(self).__name__} is sequential; use stream")
 
     @override
@@ -427,7 +427,7 @@ class MapStyle(Source):
         self.lengths = [self._size] * (self.parts - 1) + [last]
 
     @override
-    def _load(self, part: int) -> Rows:
+    def load(self, part: int) -> Rows:
         return self._rows(self._indices(part))
 
     @override

@@ -140,18 +140,18 @@ class Store(ABC):
                 self._channel.check()  # a closing worker causes arbitrary Dask errors
 
     def stream(self, phase: str, part: int, size: int, ahead: int) -> Iterator[Rows]:
-        """Yield the rows of a sequential part in chunks."""
+        """Yield a sequential part in chunks; `ahead` more are read meanwhile."""
         own = Loader(1, "daskdl-stream")  # one thread keeps the order
         source = self.source(phase)
         assert source is not None, "what is sequential is sent as a whole"
         bits = source.stream(part, size)
-        coming = [own.submit(lambda: next(bits, None)) for _ in range(ahead + 1)]
+        coming = deque(own.submit(lambda: next(bits, None)) for _ in range(ahead))
         try:
             while True:
-                bit = self._wait(phase, part, "", coming.pop(0))
+                coming.append(own.submit(lambda: next(bits, None)))
+                bit = self._wait(phase, part, "", coming.popleft())
                 if bit is None:
                     return
-                coming.append(own.submit(lambda: next(bits, None)))
                 yield bit
                 del bit  # frees the chunk before the wait for the next one
         finally:
@@ -257,14 +257,14 @@ class LocalStore(Store):
     @override
     def rows(self, phase: str, part: int, key: str) -> Rows:
         if self._sources[phase].here:
-            return self._sources[phase].load(part)
+            return self._sources[phase].load_counted(part)
         return super().rows(phase, part, key)
 
     @override
     def _job(
         self, phase: str, part: int, key: str, unwanted: threading.Event
     ) -> Callable[[], Rows]:
-        return lambda: self._sources[phase].load(part)
+        return lambda: self._sources[phase].load_counted(part)
 
 
 class WorkerStore(Store):
@@ -305,7 +305,7 @@ class WorkerStore(Store):
         self, phase: str, part: int, key: str, unwanted: threading.Event
     ) -> Callable[[], Rows]:
         if not key:
-            return lambda: self._sources[phase].shared().load(part)
+            return lambda: self._sources[phase].shared().load_counted(part)
         self._keys[phase, part] = key
         return lambda: self._fetcher.rows(key, unwanted.is_set)
 

@@ -31,7 +31,7 @@ class Boxes(Source):
         self.home = os.getpid()
         self.wrong = wrong
 
-    def _load(self, part):
+    def load(self, part):
         if os.getpid() == self.home:
             raise AssertionError("a part was loaded where the client is")
         return self.rows(part)
@@ -84,7 +84,7 @@ class Whole(Source):
     lengths = first = None
     parts = 12
 
-    def _load(self, part):
+    def load(self, part):
         return VALUES[2 * part : 2 * part + 2], None
 
 

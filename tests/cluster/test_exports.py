@@ -49,9 +49,9 @@ class Interrupts(Numbered):
         self.folder, self.gate, self.client = folder, gate, os.getpid()
 
     @override
-    def _load(self, part):
+    def load(self, part):
         (self.folder / f"{part}-{uuid.uuid4().hex}").touch()
-        rows = super()._load(part)
+        rows = super().load(part)
         if part == self.parts - 1 and first_time(self.gate.parent):
             os.kill(self.client, signal.SIGINT)
             self.gate.read_text()

@@ -436,7 +436,7 @@ class TestInferringMetadata:
             def look(self, part):
                 return Facts(5, (X6[:1], None))
 
-            def _load(self, part):
+            def load(self, part):
                 raise AssertionError
 
         streamed = Streamed((X6, None))

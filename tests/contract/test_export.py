@@ -262,7 +262,7 @@ class TestRows:
     )
     def test_any_structure_comes_back(self, url, rows):
         class One(Numbered):
-            def _load(self, part):
+            def load(self, part):
                 return rows
 
         made = exported(url, One([3]), shuffle=False)
@@ -292,7 +292,7 @@ class TestRows:
     )
     def test_rows_that_are_not_like_the_others_are_refused(self, url, rows, message):
         class Two(Numbered):
-            def _load(self, part):
+            def load(self, part):
                 return rows if part or not len(rows[0]) else (A, B)
 
         source = Two([3, 3])
@@ -603,7 +603,7 @@ class TestTemporary:
 
     def test_nothing_is_there_after_a_failure(self, files):
         class Failing(Numbered):
-            def _load(self, part):
+            def load(self, part):
                 raise KeyboardInterrupt
 
         with (

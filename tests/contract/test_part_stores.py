@@ -1,8 +1,10 @@
 """Where rows come from: from this process, and from Dask when a part does not come."""
 
 import dataclasses
+import itertools
 import threading
 import weakref
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from daskdl.data.tables import InMemory
 from daskdl.errors import LostPieceError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training import data_feed as module
-from daskdl.training.data_feed import LocalStore, WorkerStore
+from daskdl.training.data_feed import Loader, LocalStore, WorkerStore
 from tests.support.run_states import TIMEOUTS
 from tests.support.sources import Parts, Streamed
 
@@ -109,11 +111,11 @@ class Waiting(Parts):
         self.may_end = threading.Event()
         self.loaded = []
 
-    def _load(self, part):
+    def load(self, part):
         self.loaded.append(part)
         self.begun.set()
         assert self.may_end.wait(PATIENCE_S)
-        return super()._load(part)
+        return super().load(part)
 
 
 def join_loaders():
@@ -279,9 +281,9 @@ def test_what_is_in_this_process_is_cut_in_the_thread_that_asks(
             raise AssertionError("it needs no other thread")
 
     class Noting(InMemory):
-        def _load(self, part):
+        def load(self, part):
             loaded.append(threading.current_thread())
-            return super()._load(part)
+            return super().load(part)
 
     loaded = []
     monkeypatch.setattr(module, "Loader", Nobody)
@@ -315,9 +317,9 @@ class TestAhead:
 
     def test_as_many_parts_are_loaded_together_as_there_are_threads(self, local_store):
         class Meeting(Parts):
-            def _load(self, part):
+            def load(self, part):
                 meeting.wait(PATIENCE_S)
-                return super()._load(part)
+                return super().load(part)
 
         meeting = threading.Barrier(2)
         store = local_store(Meeting((X, Y), (X + 1, Y)), threads=2)
@@ -354,6 +356,31 @@ class TestStream:
             [5, 6, 7, 8, 9],
             [10, 11],
         ]
+
+    @pytest.mark.parametrize("ahead", [0, 1, 2])
+    def test_as_many_bits_as_asked_for_are_read_ahead(
+        self, local_store, monkeypatch, ahead
+    ):
+        asked = []
+
+        class Endless(Streamed):
+            def stream(self, part, rows):
+                for number in itertools.count():
+                    asked.append(number)
+                    yield X, Y
+
+        def at_once(loader, job):
+            future = Future()
+            future.set_result(job())
+            return future
+
+        monkeypatch.setattr(Loader, "submit", at_once)
+        bits = local_store(Endless((X, Y))).stream("train", 0, 12, ahead)
+        next(bits)
+        assert asked == [*range(1 + ahead)]
+
+        next(bits)
+        assert asked == [*range(2 + ahead)]
 
     def test_a_bit_is_gone_when_the_next_is_waited_for(self, local_store):
         seen = []

@@ -257,6 +257,22 @@ def of_a_bag(later, place):
     return dask.bag.from_delayed([examples(part) for part in range(2)])
 
 
+class Promising(daskdl.data.Source):
+    """A user's source, of which part 1 never has the rows that it promises."""
+
+    parts, lengths, first = 2, (40, 40), rows(2)
+
+    def __init__(self, later):
+        self.later = later
+
+    def load(self, part):
+        return rows(self.later if part else 40, seed=part)
+
+
+def of_a_source(later, place):
+    return Promising(later)
+
+
 def of_items(later, place):
     return WrongCount(later)
 
@@ -287,6 +303,7 @@ def evaluated(X):
         (of_files, r"1\.txt"),
         (of_delayed, "part 1"),
         (of_a_bag, "part 1"),
+        (of_a_source, "part 1"),
         (of_items, r"items \d+ to \d+"),
     ],
 )

@@ -86,7 +86,7 @@ class Parts(Source):
         self.first = self._rows[0]
 
     @override
-    def _load(self, part):
+    def load(self, part):
         return self._rows[part]
 
 

@@ -19,7 +19,7 @@ class Numbered(Source):
         self.loaded = []
 
     @override
-    def _load(self, part):
+    def load(self, part):
         self.loaded.append(part)
         return numbered(sum(self.lengths[:part]), self.lengths[part])
 
@@ -33,7 +33,7 @@ class Streamed(Numbered):
     sequential = True
 
     @override
-    def _load(self, part):
+    def load(self, part):
         raise AssertionError("what is sequential is not loaded")
 
     @override

@@ -16,7 +16,7 @@ class Parts(Source):
         self.pairs = pairs
         self.parts = len(pairs)
 
-    def _load(self, part):
+    def load(self, part):
         pair = self.pairs[part]
         if isinstance(pair, BaseException):
             raise pair
@@ -35,11 +35,11 @@ class Streamed(Parts):
         super().__init__(*pairs)
         self.step = step
 
-    def _load(self, part):
+    def load(self, part):
         raise AssertionError("a part that may not fit into memory was loaded")
 
     def stream(self, part, rows):
-        x, y = super()._load(part)
+        x, y = super().load(part)
         for start in range(0, batching.length(x), self.step):
             few = slice(start, start + self.step)
             yield batching.rows(x, few), None if y is None else batching.rows(y, few)

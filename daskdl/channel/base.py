@@ -23,6 +23,7 @@ from daskdl.channel.protocol import (
     Message,
     PeerProgress,
     WaitCause,
+    Work,
 )
 from daskdl.errors import WaitTimeoutError
 from daskdl.thresholds import Drained
@@ -44,7 +45,7 @@ class ActivateResult(NamedTuple):
 
     members: Sequence[int]  # training replicas, ascending, with itself
     epoch: int  # counted from 0
-    report: Mapping[int, Any]  # payloads of the end of the last epoch, if any
+    report: Mapping[str, Any]  # see `RunState.report`
     interval: int = 0  # sync interval, counted from 0 over all epochs
 
 
@@ -56,8 +57,9 @@ class BarrierResult(NamedTuple):
 
     payloads: Mapping[int, Any]  # by replica; also of those that failed after arrival
     gone: Last  # replicas that left or failed
-    # ``REPORT``: counters of the run in this epoch, "refused", "repeated", "departed".
-    # ``SYNC``: "departed", the work of replicas without a part in the checkpoint.
+    # ``REPORT``: counters of the run in this epoch, "refused" and "repeated"; and
+    # "departed", the work by phase of replicas without a payload.
+    # ``SYNC``: "departed", the training of replicas without a part in the checkpoint.
     # ``AGREE``: "present", the number of replicas, joining ones included.
     counted: Mapping[str, Any] = {}
 
@@ -380,7 +382,7 @@ class Channel(ABC):
         finished: Finished,
         *,
         wait: bool = False,
-        ends_epoch: bool = False,
+        work: Work | None = None,
     ) -> Lease | SyncPoint | None:
         """Return finished leases and take the next one; None if no rows are free.
 
@@ -392,7 +394,9 @@ class Channel(ABC):
             epoch: Counted from 0.
             finished: One ``{"lease": ..., "examples": ..., "loss": ...}`` per lease.
             wait: Block until there is a lease or sync point, or all rows are finished.
-            ends_epoch: Lease no more rows in this epoch, to any replica.
+            work: Work over all finished leases of the phase and epoch; it stands in
+                for the report of a replica that is lost. With a reason to stop the fit,
+                no more rows are leased in this epoch, to any replica.
         """
 
     @abstractmethod

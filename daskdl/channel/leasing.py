@@ -23,6 +23,7 @@ from daskdl.channel.protocol import (
     Natural,
     Positive,
     RunId,
+    TrainedWork,
     check,
     hints_of,
 )
@@ -69,13 +70,6 @@ class RemainingWork(NamedTuple):
     ranges: tuple[Range, ...]  # in training order
 
 
-class Done(NamedTuple):
-    """Work of one replica in an epoch, over its finished leases."""
-
-    loss_sum: float
-    examples: Natural
-
-
 Finished = Sequence[Mapping[str, Any]]  # each with the fields of a `FinishedLease`
 
 
@@ -84,7 +78,7 @@ class SyncPoint(NamedTuple):
 
     order: int  # checksum of the data and their order, see `RunSpec.order`
     remaining: Sequence[RemainingWork]
-    departed: Sequence[Done] = ()  # work of gone replicas in this epoch
+    departed: Sequence[TrainedWork] = ()  # of gone replicas in this epoch
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> Self:
@@ -94,17 +88,12 @@ class SyncPoint(NamedTuple):
             RemainingWork(replica, tuple(Range(*one) for one in ranges))
             for replica, ranges in remaining
         ]
-        return cls(order, work, done_of(departed))
+        return cls(order, work, departed)
 
     def to_wire(self) -> list[Any]:
         """The sync point as plain lists."""
         remaining = [[r, [list(one) for one in own]] for r, own in self.remaining]
-        return [self.order, remaining, [list(one) for one in self.departed]]
-
-
-def done_of(fields: Iterable[Any]) -> list[Done]:
-    """Read work from its wire form, in which tuples have no names."""
-    return [Done(*one) for one in fields]
+        return [self.order, remaining, list(self.departed)]
 
 
 class PartitionSizes(NamedTuple):

@@ -32,6 +32,7 @@ from daskdl.channel.protocol import (
     MessageKind,
     PeerProgress,
     WaitCause,
+    Work,
 )
 from daskdl.channel.run_state import RunState
 from daskdl.channel.transport import CLOCK, Clock, Outbox
@@ -291,14 +292,14 @@ class LocalChannel(Channel):
         finished: Finished,
         *,
         wait: bool = False,
-        ends_epoch: bool = False,
+        work: Work | None = None,
     ) -> Lease | SyncPoint | None:
         state, replica, now = self._state, self._replica, self._run.now()
         with self._changed:
             self.check()
             state.members.replicas[replica].heartbeat_at = now
             idle = self._idle_payload if wait else None
-            state.give_back(replica, phase, epoch, finished, now, idle, ends_epoch)
+            state.give_back(replica, phase, epoch, finished, now, work, idle)
             self._changed.notify_all()
             if wait:
                 ready = lambda: state.can_lease(replica, phase, epoch)  # noqa: E731

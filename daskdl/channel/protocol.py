@@ -316,6 +316,30 @@ class FinishedLease(TypedDict):
     loss: float  # mean of the epoch so far
 
 
+class TrainedWork(TypedDict):
+    """Sums over the leases of an epoch that a replica has finished."""
+
+    loss_sum: float
+    examples: Natural
+    seconds: float
+    skipped: Natural
+    reason: str  # why the first example was skipped
+    dropped: Natural
+    logs: Mapping[str, tuple[float, Natural]]  # sum and rows, by name
+    stop: str  # why a callback has stopped the fit; empty: none has
+
+
+class ValidatedWork(TypedDict):
+    """Scores of the validation leases of an epoch that a replica has finished."""
+
+    score: Sequence[Any]
+    unscored: str  # why the first example was left out
+    measured: bytes  # packed states of metrics; empty: there are none
+
+
+Work = TrainedWork | ValidatedWork
+
+
 class LiveReport(NamedTuple):
     """A replica's numbers while it trains, for the dashboard.
 
@@ -457,6 +481,7 @@ class BarrierKind(enum.StrEnum):
     REPORT = "report"  # an epoch is over; the client reads the payloads too
     SYNC = "sync"  # a sync interval is over, but not the epoch
     MEET = "meet"
+    RESUME = "resume"  # payloads have the work of an epoch that continues
     ROUND = "round"  # does not wait for replicas that wait for a lease, see `set_idle`
 
 

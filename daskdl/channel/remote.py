@@ -39,6 +39,7 @@ from daskdl.channel.protocol import (
     Message,
     PeerProgress,
     WaitCause,
+    Work,
     compact,
     join,
     unwrap,
@@ -302,8 +303,7 @@ class RemoteChannel(Channel):
         # This answer may overtake updates of the others on their way through a relay.
         self._inbox.in_order = False
         members = self._meet(answer["members"])
-        report = {r: unwrap_arrays(payload) for r, payload in answer["report"]}
-        return ActivateResult(members, answer["epoch"], report, interval)
+        return ActivateResult(members, answer["epoch"], answer["report"], interval)
 
     @override
     def fail(self, failure: Mapping[str, Any]) -> None:
@@ -369,7 +369,7 @@ class RemoteChannel(Channel):
         finished: Finished,
         *,
         wait: bool = False,
-        ends_epoch: bool = False,
+        work: Work | None = None,
     ) -> Lease | SyncPoint | None:
         answer = self._ask(
             WaitCause.LEASE,
@@ -379,7 +379,7 @@ class RemoteChannel(Channel):
             epoch=epoch,
             finished=[dict(one) for one in finished],
             wait=wait,
-            ends_epoch=ends_epoch,
+            work=work,
             idle_payload=wrap_arrays(self._idle_payload) if wait else None,
         )
         if wait:

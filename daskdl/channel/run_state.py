@@ -5,12 +5,11 @@ events in `RunState.events`. No I/O, no clock, no thread.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from daskdl.channel.leasing import (
-    Done,
     DynamicLeasing,
     Finished,
     Lease,
@@ -26,6 +25,7 @@ from daskdl.channel.protocol import (
     Message,
     MessageKind,
     PeerProgress,
+    Work,
 )
 from daskdl.channel.transport import Outbox
 from daskdl.config import Bound, Timeouts
@@ -249,7 +249,8 @@ class RunState:
         refused: Number of messages that could not be read.
         epoch: Current epoch, counted from 0.
         interval: Current sync interval, counted from 0 over all epochs.
-        report: Payloads of the last epoch's end, each ``[replica, payload]``.
+        report: The last epoch's end: "payloads", each ``[replica, payload]``, and the
+            work "departed"; empty before the first.
         holding: Whether updates are held back, see `_complete`.
     """
 
@@ -265,7 +266,7 @@ class RunState:
     refused: int
     epoch: int
     interval: int
-    report: Sequence[Any]
+    report: Mapping[str, Any]
     holding: bool
 
     def __init__(self, spec: RunSpec, now: float = 0.0) -> None:
@@ -286,7 +287,7 @@ class RunState:
         self.refused = 0
         self.epoch = spec.first_epoch
         self.interval = 0
-        self.report = ()
+        self.report = {}
         self.holding = False
         self._agreements = 0  # completed ``AGREE`` barriers
         self._opened_at = self._enough_at = now
@@ -296,8 +297,8 @@ class RunState:
         self._without_room: dict[int, tuple[int, int]] = {}
         self._idle: dict[int, Any] = {}  # payloads of replicas that wait for a lease
         self._interval_began_at: float | None = None
-        # Examples of finished leases and mean loss in this epoch, by replica.
-        self._trained: dict[int, tuple[int, float]] = {}
+        # Work over finished leases of this epoch, by replica and phase.
+        self._work: dict[int, dict[str, Work]] = {}
         resumed = spec.intervals.resumed
         self._departed_before = () if resumed is None else resumed.departed
         self._refused_before = 0  # before this epoch
@@ -556,6 +557,8 @@ class RunState:
         """
         barrier = self.barriers.setdefault(key, OpenBarrier())
         barrier.kinds.add(kind)
+        if kind == BarrierKind.RESUME:
+            self._work[replica] = {"train": payload["work"]}
         barrier.payloads.setdefault(replica, payload)
         barrier.client_payloads.setdefault(replica, client_payload)
         self._complete_barriers()
@@ -599,8 +602,9 @@ class RunState:
                 barrier.passed_on = number = self._agreements
                 self._send(Message(MessageKind.PASSED_ON.value, 0, number, 0, 0))
         elif kind == BarrierKind.SYNC:
-            departed = self._trained_by_departed(payloads.keys() - gone.keys())
-            barrier.counted = {"departed": departed}
+            departed = self._work_of_departed(payloads.keys() - gone.keys())
+            trained = [work["train"] for work in departed if "train" in work]
+            barrier.counted = {"departed": trained}
         elif kind == BarrierKind.REPORT:
             self._end_epoch(key, barrier)
         if kind in (BarrierKind.REPORT, BarrierKind.SYNC):
@@ -612,27 +616,30 @@ class RunState:
         barrier.counted = {
             "refused": self.refused - self._refused_before,
             "repeated": self.leases["train"].repeated,
-            "departed": self._trained_by_departed(barrier.payloads),
+            "departed": self._work_of_departed(barrier.payloads),
         }
-        self.report = [[r, payload] for r, payload in sorted(barrier.payloads.items())]
+        payloads = [[r, payload] for r, payload in sorted(barrier.payloads.items())]
+        self.report = {"payloads": payloads, "departed": barrier.counted["departed"]}
         self.post(
             "report",
             key=key,
             epoch=self.epoch,
-            payloads=self.report,
+            payloads=payloads,
             client_payloads=[own for _, own in sorted(barrier.client_payloads.items())],
             **barrier.counted,
         )
         self.epoch += 1
-        self._trained.clear()
+        self._work.clear()
         self._departed_before = ()
         self._refused_before = self.refused
 
-    def _trained_by_departed(self, reported: Collection[int]) -> list[Done]:
-        """Work of this epoch by replicas that do not report it themselves."""
-        counted = [own for r, own in sorted(self._trained.items()) if r not in reported]
-        here = [Done(loss * examples, examples) for examples, loss in counted]
-        return [*self._departed_before, *here]
+    def _work_of_departed(self, reported: Collection[int]) -> list[dict[str, Any]]:
+        """Work of this epoch, by phase, of replicas that do not report it."""
+        before = [{"train": work} for work in self._departed_before]
+        return [
+            *before,
+            *(w for r, w in sorted(self._work.items()) if r not in reported),
+        ]
 
     # ---- leases
 
@@ -643,20 +650,23 @@ class RunState:
         epoch: int,
         finished: Finished,
         now: float,
+        work: Work | None = None,
         idle_payload: Any = None,
-        ends_epoch: bool = False,
     ) -> None:
-        """Take back finished leases; end a sync interval whose time is over."""
+        """Take back finished leases with the work over all leases finished so far.
+
+        End a sync interval whose time is over, and the epoch if a callback has stopped
+        the fit.
+        """
         leases = self._leases(phase, epoch)
         for lease in finished:
-            own = leases.finish(replica, lease["lease"])
+            leases.finish(replica, lease["lease"])
             if phase == "train":
                 self.post("progress", epoch=epoch, **lease)
-                before, _ = self._trained.get(replica, (0, 0.0))
-                examples = before + (lease["examples"] if own else 0)
-                self._trained[replica] = examples, lease.get("loss", 0.0)
-        if ends_epoch:
-            leases.end_epoch()
+        if work is not None:
+            self._work.setdefault(replica, {})[phase] = work
+            if work.get("stop"):
+                leases.end_epoch()
         if self._interval_began_at is None:
             self._interval_began_at = now
         bound_s = self.spec.intervals.seconds

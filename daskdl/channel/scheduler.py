@@ -40,6 +40,8 @@ from daskdl.channel.protocol import (
     Natural,
     PeerProgress,
     RunId,
+    TrainedWork,
+    ValidatedWork,
     WorkerVersions,
     handlers_of,
 )
@@ -476,19 +478,18 @@ class LiveRun:
         epoch: Natural,
         finished: Sequence[FinishedLease],
         wait: bool,
+        work: TrainedWork | ValidatedWork | None = None,
         idle_payload: Any = None,
-        ends_epoch: bool = False,
     ) -> Fields:
         """Take back a replica's finished leases and lease the next rows to it.
 
         With `wait`, answer once there is a lease or sync point, or all rows are
         finished. With an idle payload, ``ROUND`` barriers do not wait for the replica.
-        With `ends_epoch`, no more rows are leased in this epoch.
         """
         state, members = self.state, self.state.members
         worker = members.taking_part(replica).worker
         now = self.now()
-        state.give_back(replica, phase, epoch, finished, now, idle_payload, ends_epoch)
+        state.give_back(replica, phase, epoch, finished, now, work, idle_payload)
         self.notify()  # rows may be free for others, or the interval may be over
         if wait:
             await self.until(lambda: state.can_lease(replica, phase, epoch))

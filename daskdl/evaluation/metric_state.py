@@ -67,7 +67,7 @@ def update_(collection: MetricCollection, *given: Any) -> None:
 
 
 def states_of(collection: MetricCollection, rows: int) -> PartStates:
-    """Return the states of live metrics after `rows` rows; do not update them again."""
+    """Return the states of live metrics after `rows` rows, valid until an update."""
     return {
         place: PartState(
             metric.update_count,
@@ -283,7 +283,7 @@ class MetricAccumulator:
             self._measure()
 
     def states(self) -> tuple[PartStates, ...]:
-        """Return the states of each set; do not use the accumulator afterwards."""
+        """Return the states of each set, valid until more rows are added."""
         self._measure()
         return tuple(states_of(live, self._measured) for live in self._live)
 

@@ -76,7 +76,7 @@ class EpochEnded:
     @functools.cached_property
     def reports(self) -> Reports:
         """Reports of all replicas."""
-        return reports_of(dict(self.report["payloads"]))
+        return reports_of(dict(self.report["payloads"]), self.report["departed"])
 
 
 @dataclass(frozen=True)

@@ -555,7 +555,7 @@ class DaskBackend(Backend):
             return
 
     def _warn_of_frozen(self, event: EpochEnded) -> None:
-        each = [report.exchange.frozen_bytes for report in event.reports]
+        each = [r.exchange.frozen_bytes for r in event.reports if r.present]
         if sum(each) <= MUCH_FROZEN or self._warned:
             return
         self._warned = True

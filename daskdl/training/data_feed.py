@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextvars import copy_context
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 from daskdl.channel.base import Channel
 from daskdl.channel.leasing import TO_ITS_END, Lease, Range, SyncPoint
-from daskdl.channel.protocol import WaitCause
+from daskdl.channel.protocol import FinishedLease, WaitCause, Work
 from daskdl.channel.remote import RemoteChannel
 from daskdl.config import Timeouts
 from daskdl.data import batching
@@ -36,6 +37,7 @@ from daskdl.data.checks import (
 from daskdl.data.distribute import ASK_S, Fetcher
 from daskdl.data.source import Source
 from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
+from daskdl.evaluation.evaluate import Sums, added
 from daskdl.serialization import Packed
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import BatchGroup
@@ -327,13 +329,25 @@ class WorkerStore(Store):
         return key and self._remote.missing(phase, part, key)
 
 
+class _ReadLease(NamedTuple):
+    """A lease whose rows have all been passed to batches."""
+
+    number: int
+    rows: int  # passed to batches
+    end: int  # rows passed to batches with and before it
+    skipped: int  # rows left out with and before it
+    reason: str  # see `EpochTotals`
+
+
 class Feed:
     """Batches of one phase of one epoch, until no replica has rows left.
 
     Batches are grouped by optimizer step. A lease is returned after all its rows have
-    been trained on; until then, another replica can take it over if this one fails. A
-    replica that finishes early waits for the others, and takes over the leases of
-    failed replicas.
+    been trained on; until then, another replica can take it over if this one fails.
+    With the lease goes what the replica alone knows of its rows, so nothing is lost if
+    it fails later: in training with each request, the totals; in validation with
+    `hand_over`, the scores. A replica that finishes early waits for the others, and
+    takes over the leases of failed replicas.
 
     Args:
         spec: Options for reading the data.
@@ -341,20 +355,21 @@ class Feed:
         epoch: The epoch of the fit, from 0.
         channel: Hands out the leases.
         store: Loads the parts.
-        totals: Gets the numbers of examples that are left out.
+        totals: Gets the numbers of examples that are left out. A group's sums are added
+            before the next group is requested. With a reason to stop the fit, the epoch
+            ends after the current group, for all replicas: what is leased is finished,
+            and no other rows are leased.
+        take_logs: Returns what steps have logged since its last call.
         fits: Takes the rows of a part and its name for messages; raises `DataError` if
             the model cannot run on them. None: no check.
 
     Attributes:
         rows: Rows of the last group, after `transform`.
-        ended: Set it to end the epoch after the current group, for all replicas: what
-            is leased is finished, and no other rows are leased.
         sync_point: Remaining work of the epoch, if `groups` stopped at the end of a
             sync interval; else None. After the sync, call `groups` again.
     """
 
     rows: int
-    ended: bool
     sync_point: SyncPoint | None
 
     def __init__(
@@ -365,6 +380,7 @@ class Feed:
         channel: Channel,
         store: Store,
         totals: EpochTotals,
+        take_logs: Callable[[], Sums] = dict,
         fits: Callable[[Rows, str], None] | None = None,
     ) -> None:
         self._spec = spec
@@ -373,28 +389,47 @@ class Feed:
         self._channel = channel
         self._store = store
         self.totals = totals
+        self._take_logs = take_logs
         self._fits = fits
-        trains = phase == "train"
-        self._drop_last = spec.drop_last and trains
+        self._trains = phase == "train"
+        self._drop_last = spec.drop_last and self._trains
         self._seed: tuple[int, ...] | None = None
-        if spec.shuffle and trains:
+        if spec.shuffle and self._trains:
             self._seed = (spec.seed, spec.epochs_before + epoch)
         self._given = self._done = 0  # rows passed to batches, and rows trained on
-        self._leases: deque[tuple[Lease, int, int]] = deque()  # its rows; `_given` then
+        self._leases: deque[_ReadLease] = deque()
+        self._finished: list[FinishedLease] = []  # not returned yet
+        self._work = replace(totals)  # over all finished leases
+        self._next: Lease | None = None  # after `hand_over`
         self._leasing: tuple[Lease, int] | None = None  # being cut; `_given` before
         self._held: tuple[int, Rows, np.ndarray | None] | None = None  # the last part
         self._bad: set[int] = set()
         self._partial: set[int] = set()  # parts of which some files are left out
         self.rows = 0
-        self.ended = False
         self.sync_point = None
 
     # ---- batches
 
     def batches(self) -> Iterator[Batch]:
-        """Yield batches; a batch counts as used when the next one is requested."""
-        for group in self.groups(lambda: None, size=1):
+        """Yield batches until no rows are free; then `hand_over` must follow.
+
+        A batch counts as used when the next one is requested.
+        """
+        lease, self._next = self._next or self._lease(wait=False), None
+        for group in self._groups(lease, size=1):
             yield from group
+
+    def hand_over(self, work: Work) -> bool:
+        """Return all leases with the work over them, and wait for the other replicas.
+
+        Args:
+            work: Over all batches of this feed so far.
+
+        Returns:
+            Whether there are more `batches`, which a failed replica had leased.
+        """
+        self._next = self._lease(wait=True, work=work)
+        return self._next is not None
 
     def groups(self, rest: Callable[[], None], size: int) -> Iterator[BatchGroup]:
         """Yield groups; a group counts as trained on when the next one is requested.
@@ -404,33 +439,66 @@ class Feed:
             size: Batches of a group. The last group before a wait may have fewer.
         """
         self.sync_point = None
-        transform = self._spec.read.transform
         lease = self._lease(wait=False)
         while True:
-            made = self._batches(lease)
-            while group := list(itertools.islice(made, size)):
-                read = self.rows = sum(batching.length(x) for x, _ in group)
-                if transform is not None:
-                    group = [transform(batch) for batch in group]
-                    self.rows = sum(batching.length(x) for x, _ in group)
-                yield group
-                self._done += read
-                if self.ended:
-                    self._give_up_rest(made)
-                    break
+            yield from self._groups(lease, size)
             rest()
             lease = self._lease(wait=True)
             if lease is None:
                 return
 
+    def _groups(self, lease: Lease | None, size: int) -> Iterator[BatchGroup]:
+        """Yield the groups of this lease and the next ones, until none is free."""
+        transform = self._spec.read.transform
+        made = self._batches(lease)
+        while group := list(itertools.islice(made, size)):
+            read = self.rows = sum(batching.length(x) for x, _ in group)
+            if transform is not None:
+                group = [transform(batch) for batch in group]
+                self.rows = sum(batching.length(x) for x, _ in group)
+            before = replace(self.totals)
+            yield group
+            self._done += read
+            self._finish(before, read)
+            if self.totals.stop:
+                self._give_up_rest(made)
+                return
+
+    def _finish(self, before: EpochTotals, read: int) -> None:
+        """Finish the leases that end in the last `read` rows that were trained on.
+
+        The sums of a group count in proportion for a lease that ends within it.
+
+        Args:
+            before: Totals before these rows.
+            read: Rows, before `transform`.
+        """
+        now = self.totals
+        loss = now.loss_sum / max(now.examples, 1)
+        while self._leases and self._leases[0].end <= self._done:
+            number, rows, end, skipped, reason = self._leases.popleft()
+            self._finished.append({"lease": number, "examples": rows, "loss": loss})
+            beyond = (self._done - end) / max(read, 1)
+            self._work = replace(
+                now,
+                loss_sum=now.loss_sum - beyond * (now.loss_sum - before.loss_sum),
+                examples=now.examples
+                - round(beyond * (now.examples - before.examples)),
+                skipped=skipped,
+                reason=reason,
+            )
+
     def _give_up_rest(self, made: Iterator[Batch]) -> None:
         """Finish all leases as they are; the next request ends the epoch."""
         if self._leasing is not None:
             lease, before = self._leasing
-            self._leases.append((lease, self._done - before, self._done))
+            self._note_read(lease, self._done - before)
         self._leases = deque(
-            (lease, max(min(rows, self._done - given + rows), 0), self._done)
-            for lease, rows, given in self._leases
+            lease._replace(
+                rows=max(min(lease.rows, self._done - lease.end + lease.rows), 0),
+                end=self._done,
+            )
+            for lease in self._leases
         )
         made.close()  # type: ignore[attr-defined]
         self._store.forget(self._phase, ())
@@ -444,15 +512,17 @@ class Feed:
             else:
                 yield batch
 
-    def _lease(self, *, wait: bool) -> Lease | None:
-        finished, totals = [], self.totals
-        while self._leases and self._leases[0][2] <= self._done:
-            lease, examples, _ = self._leases.popleft()
-            loss = totals.loss_sum / max(totals.examples, 1)
-            finished.append({"lease": lease.number, "examples": examples, "loss": loss})
-        ending = {"ends_epoch": True} if self.ended else {}
+    def _lease(self, *, wait: bool, work: Work | None = None) -> Lease | None:
+        self._finish(self.totals, 0)  # leases without rows, or of dropped rows
+        finished: list[FinishedLease] = []
+        if self._trains:
+            self.totals.logs = added(self.totals.logs, self._take_logs())
+            logs, stop = self.totals.logs, self.totals.stop
+            work = replace(self._work, logs=logs, stop=stop).to_wire()
+        if work is not None:
+            finished, self._finished = self._finished, []
         leased = self._channel.lease(
-            self._phase, self._epoch, finished, wait=wait, **ending
+            self._phase, self._epoch, finished, wait=wait, work=work
         )
         if isinstance(leased, SyncPoint):
             self.sync_point = leased
@@ -468,9 +538,13 @@ class Feed:
                 self._given += chunk.length
                 yield chunk
                 del chunk  # see `chunks`
-            self._leases.append((lease, self._given - before, self._given))
+            self._note_read(lease, self._given - before)
             self._leasing = None
             lease = self._lease(wait=False)
+
+    def _note_read(self, lease: Lease, rows: int) -> None:
+        left_out = self.totals.skipped, self.totals.reason
+        self._leases.append(_ReadLease(lease.number, rows, self._given, *left_out))
 
     # ---- parts
 

@@ -449,7 +449,8 @@ class EvaluationPlan:
         Replicas and the client reach the same decision from the same reports.
         """
         rule = self.stopping
-        stop = next((report.stop for report in reports if report.stop), "")
+        stops = (report.totals.stop for report in reports)
+        stop = next(filter(None, stops), "")
         if rule is None:
             return StoppingDecision(reason="stopped" if stop else None, details=stop)
         best, score = reports[0].best, None  # equal in all reports

@@ -88,7 +88,7 @@ from daskdl.training.fit_spec import (
     TrainedOptimizer,
 )
 from daskdl.training.replica import FitResult, check_device
-from daskdl.training.telemetry import RowLog, add_telemetry, reports_of
+from daskdl.training.telemetry import Reports, RowLog, add_telemetry
 from daskdl.training.tree_reduce import load_optimizer_
 from daskdl.util import guarded, installed_meanwhile, versions
 
@@ -161,7 +161,7 @@ class FitRun:
         self._assigned = False  # the initial replicas have been submitted
         self._agreed: AgreedState | None = None  # the newest that reached the client
         self._agreed_epoch: int | None = None  # epoch of a fetched result
-        self._reports: dict[int, Mapping[int, Any]] = {}  # by epoch, from `_agreed` on
+        self._reports: dict[int, Reports] = {}  # by epoch, from `_agreed` on
         self._deserted = False  # no replica of the current run is left
         self._losses: Counter[str] = Counter()  # of all replicas, by what follows
         self._failure: Exception | None = None
@@ -482,13 +482,13 @@ class FitRun:
         match event:
             case StepProgress():
                 reporter.show(event)
-            case EpochEnded(epoch, report):
+            case EpochEnded(epoch):
                 reporter.end_epoch(event)
                 self._backend.show(self.history[-1])
                 agreed = self._backend.agreed or self._agreed
                 oldest = -1 if agreed is None else agreed.epoch
                 kept = {e: own for e, own in self._reports.items() if e >= oldest}
-                self._reports = {**kept, epoch: dict(report["payloads"])}
+                self._reports = {**kept, epoch: event.reports}
             case ReplicaJoined(replica, worker):
                 self.history.run.join(replica, worker)
             case ReplicaGone(replica, reason):
@@ -748,8 +748,7 @@ class ProgressReporter:
         if resume is not None:
             self._decision = resume.decision
         elif followed is not None:
-            reports = reports_of(followed.payloads)
-            self._decision = self._evaluation.decide(followed.epoch, reports)
+            self._decision = self._evaluation.decide(followed.epoch, followed.reports)
         self._scores = self._evaluation.scores(self._history)
         self._bar.n = sum(self._history.column("examples"))
 

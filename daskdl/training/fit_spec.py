@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
 
@@ -69,6 +69,7 @@ from daskdl.training.epoch_control import (
     hyperparameters,
 )
 from daskdl.training.optimizer_step import Stepping
+from daskdl.training.telemetry import Reports
 
 logger = logging.getLogger(__name__)
 
@@ -451,7 +452,7 @@ class EndOfEpoch(NamedTuple):
     """What replicas need to go on after an epoch, beside the agreed model."""
 
     epoch: int  # counted from 0
-    payloads: Mapping[int, Any]  # the reports of all replicas, see `reports_of`
+    reports: Reports  # of all replicas
     rows: Sequence[dict[str, Any]]  # of the history up to this epoch
 
 

@@ -29,8 +29,8 @@ from daskdl.channel.base import (
     JoinResult,
     Stopped,
 )
-from daskdl.channel.leasing import SyncPoint, done_of
-from daskdl.channel.protocol import Arrays, BarrierKind, LiveReport
+from daskdl.channel.leasing import SyncPoint
+from daskdl.channel.protocol import Arrays, BarrierKind, LiveReport, ValidatedWork
 from daskdl.compression.flat import Untrained
 from daskdl.data import batching
 from daskdl.data.batching import floating_dtype
@@ -207,7 +207,7 @@ class Replica:
         self.totals = EpochTotals()
         self._before, self._traffic = EpochTotals(), ChannelStats()  # of ended epochs
         self._live_at = -math.inf if channel.has_dashboard else math.inf
-        self._choice, self._stop = Choice(), ""
+        self._choice = Choice()
         self._kept: Thinned[Batch] = Thinned(MOST_SCORED)  # of this sync interval
         self.first_epoch = spec.first_epoch
         self.met = spec.followed is not None
@@ -304,10 +304,9 @@ class Replica:
         self.stopper = EarlyStopper(spec.evaluation)
         followed = spec.followed
         if followed is not None and joined.snapshot is None:
-            reports = reports_of(followed.payloads)
-            elapsed_s = max(report.elapsed_s for report in reports)
+            elapsed_s = max(report.elapsed_s for report in followed.reports)
             self.stopper = EarlyStopper(spec.evaluation, elapsed_s)
-            self._decide(followed.epoch, reports, None)
+            self._decide(followed.epoch, followed.reports, None)
         self.checkpoints = None
         if spec.checkpoints is not None:
             rows = () if followed is None else followed.rows
@@ -344,9 +343,6 @@ class Replica:
                 self.watch.restore_(part["loss_watch"])
             with restoring(f"{at}: random"):
                 restore_generators(part["random"], self._device)
-        # No replica sends updates before all replicas have the same state and grid.
-        gathered = self._channel.barrier("resume", {"digest": self.agreed.digest})
-        check_alike(gathered, "after they have read a checkpoint")
         for part, at in zip(inherited.own, inherited.own_at, strict=True):
             self.seen += part["examples"]
             self.weight += part["weight"]
@@ -354,6 +350,10 @@ class Replica:
                 totals = EpochTotals(**part["totals"])
                 check_like(vars(EpochTotals()), vars(totals), "it")
                 self.totals.add(totals)
+        # No replica sends updates before all replicas have the same state and grid.
+        note = {"digest": self.agreed.digest, "work": self.totals.to_wire()}
+        gathered = self._channel.barrier("resume", note, BarrierKind.RESUME)
+        check_alike(gathered, "after they have read a checkpoint")
 
     def _catch_up(self, snapshot: Mapping[str, Any]) -> None:
         """Continue from another replica's snapshot, in the current epoch of the run."""
@@ -365,7 +365,8 @@ class Replica:
         self.rate.catch_up_(epoch)
         self.stopper.restore_(state["early_stopping"], epoch)
         if report:
-            self.stopper.end_epoch(epoch - 1, reports_of(report), None)
+            reports = reports_of(dict(report["payloads"]), report["departed"])
+            self.stopper.end_epoch(epoch - 1, reports, None)
         self.first_epoch = epoch
 
     def snapshot(self) -> dict[str, Any]:
@@ -419,7 +420,6 @@ class Replica:
                 if self._chooses:
                     self._keep(number, group[0])
                 self._step(epoch, group, feed.rows)
-                feed.ended = bool(self._stop)
             totals.seconds += self._spans.enter("other") - started
             if feed.sync_point is None:
                 return
@@ -453,7 +453,7 @@ class Replica:
             if step.stopped is not None:
                 reason = f": {step.stopped}" if step.stopped else ""
                 where = f"at step {self.steps} of replica {self._number}"
-                self._stop = f"a callback stopped the fit {where}{reason}"
+                totals.stop = f"a callback stopped the fit {where}{reason}"
         resumed = enter("exchange")
         if callbacks:
             started += resumed - paused
@@ -522,7 +522,10 @@ class Replica:
         own_step = isinstance(self._spec.objective, OwnStep)
         check = self._shapes.check
         fits = None if own_step else functools.partial(check, self.module, self._device)
-        return Feed(self._spec, phase, epoch, self._channel, self._store, totals, fits)
+        logs = self.stepper.logs.take
+        return Feed(
+            self._spec, phase, epoch, self._channel, self._store, totals, logs, fits
+        )
 
     # ---- sync points
 
@@ -565,7 +568,7 @@ class Replica:
         )
         check_alike(gathered, f"in the middle of epoch {epoch}")
         self.interval += 1
-        sync_point = sync_point._replace(departed=done_of(gathered.counted["departed"]))
+        sync_point = sync_point._replace(departed=gathered.counted["departed"])
         self._spans.enter("checkpoint")
         self.checkpoints.take(gathered, lambda: self._checkpoint(epoch, sync_point))
 
@@ -585,8 +588,8 @@ class Replica:
             telemetry_of(self._log, self._layers, self._spans),
         )
         check_alike(gathered, f"at the end of epoch {epoch}")
-        reports, departed = reports_of(gathered.payloads), gathered.counted["departed"]
-        check_trained(epoch, reports, departed)
+        reports = reports_of(gathered.payloads, gathered.counted["departed"])
+        check_trained(epoch, reports)
         self._before.add(self.totals)
         self.totals = EpochTotals()
         self.interval += 1
@@ -609,7 +612,7 @@ class Replica:
         self.stopper.end_epoch(epoch, reports, agreed)
 
     def _report(self, epoch: int) -> EpochReport:
-        score, unscored, measured = self._validate(epoch)
+        validated = self._validate(epoch)
         return EpochReport(
             digest=self.agreed.digest,
             seen=self.seen,
@@ -617,23 +620,23 @@ class Replica:
             exchange=self.exchange.stats(),
             choice=self._choice,
             traffic=self._channel.stats(),
-            score=score,
-            unscored=unscored,
+            score=validated and Score(*validated["score"]),
+            unscored=validated["unscored"] if validated else "",
+            measured=validated["measured"] if validated else b"",
             **self.rate.report(),
             **self.stopper.report(),
             checkpoint={} if self.checkpoints is None else self.checkpoints.counters(),
-            stop=self._stop,
-            measured=measured,
         )
 
-    def _validate(self, epoch: int) -> tuple[Score | None, str, bytes]:
-        """Return the score of this replica's share, and why rows were left out.
+    def _validate(self, epoch: int) -> ValidatedWork | None:
+        """Score this replica's share of the validation data; None: not in this epoch.
 
-        And the packed states of metrics on this share, empty without any.
+        The scores go with the leases, so they count even if the replica fails before it
+        reports.
         """
         plan = self._spec.evaluation
         if not plan.scored(epoch):
-            return None, "", b""
+            return None
         specs: tuple[MetricSpec, ...] = ()
         observe = None
         if plan.specs is not None:
@@ -645,22 +648,29 @@ class Replica:
         self._spans.enter("validation")
         totals = EpochTotals()
         feed = self._feed("validation", epoch, totals)
+        score, measured, more = Score(), b"", True
         self._channel.serve_snapshot(None)  # the module shows the agreed parameters
         with self.exchange.showing_agreed():
-            objective, batches = self._spec.objective, feed.batches()
-            score = score_batches(
-                self.module,
-                objective,
-                batches,
-                self._device,
-                observe,
-                accuracy=plan.accuracy,
-            )
+            while more:
+                score += score_batches(
+                    self.module,
+                    self._spec.objective,
+                    feed.batches(),
+                    self._device,
+                    observe,
+                    accuracy=plan.accuracy,
+                )
+                if specs and score.examples:
+                    measured = sent_states(specs, accumulator.states())
+                work: ValidatedWork = {
+                    "score": list(score),
+                    "unscored": totals.reason,
+                    "measured": measured,
+                }
+                more = feed.hand_over(work)
         self._channel.serve_snapshot(self.snapshot)
         self._spans.enter("other")
-        if not specs or not score.examples:
-            return score, totals.reason, b""
-        return score, totals.reason, sent_states(specs, accumulator.states())
+        return work
 
     def _checkpoint(
         self, epoch: int, sync_point: SyncPoint | None = None

@@ -8,8 +8,8 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from daskdl.callbacks import LayerMonitor
 from daskdl.channel.base import ChannelStats
+from daskdl.channel.protocol import TrainedWork
 from daskdl.compression.compressor import Sample
 from daskdl.compression.flat import working_dtype
 from daskdl.errors import DataError
@@ -283,6 +284,11 @@ class EpochTotals:
     reason: str = ""  # why the first example was skipped
     dropped: int = 0  # examples, with drop_last
     logs: Sums = field(default_factory=dict)  # what a step logs
+    stop: str = ""  # why a callback has stopped the fit; empty: none has
+
+    def to_wire(self) -> TrainedWork:
+        """Return the sums as plain values."""
+        return cast(TrainedWork, {**vars(self), "loss_sum": float(self.loss_sum)})
 
     def add(self, other: "EpochTotals") -> None:
         """Add the sums of another replica in place."""
@@ -293,6 +299,7 @@ class EpochTotals:
         self.reason = self.reason or other.reason
         self.dropped += other.dropped
         self.logs = added(self.logs, other.logs)
+        self.stop = self.stop or other.stop
 
 
 class BestScore(NamedTuple):
@@ -326,9 +333,10 @@ class EpochReport:
         best: Progress of early stopping before this epoch.
         elapsed_s: Seconds since the fit began.
         checkpoint: Counters of checkpoints, see `CheckpointWriter.counters`.
-        stop: Why a callback has stopped the fit; empty: none has.
         measured: Packed states of metrics on this replica's share, see `sent_states`;
             empty: there are none.
+        present: Whether the replica reported. Else it is gone, and the totals and
+            scores are those of the leases that it had finished.
     """
 
     digest: int = 0
@@ -345,8 +353,8 @@ class EpochReport:
     best: BestScore = field(default_factory=BestScore)
     elapsed_s: float = 0.0
     checkpoint: Mapping[str, int] = field(default_factory=dict)
-    stop: str = ""
     measured: bytes = b""
+    present: bool = True
 
     def to_wire(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -377,22 +385,32 @@ class EpochReport:
         )
 
 
-Reports = Sequence[EpochReport]  # one per replica, by replica number
+# One per replica, by replica number; then what gone replicas had finished.
+Reports = Sequence[EpochReport]
 
 
-def reports_of(payloads: Mapping[int, Any]) -> Reports:
-    """Read the reports of a barrier."""
-    return [EpochReport.from_wire(payloads[replica]) for replica in sorted(payloads)]
+def reports_of(
+    payloads: Mapping[int, Any], departed: Iterable[Mapping[str, Any]] = ()
+) -> Reports:
+    """Read the reports of a barrier, and the work by phase of gone replicas."""
+    present = [EpochReport.from_wire(payloads[replica]) for replica in sorted(payloads)]
+    return [*present, *map(_report_of_departed, departed)]
 
 
-def check_trained(
-    epoch: int, reports: Reports, departed: Sequence[tuple[float, int]] = ()
-) -> None:
+def _report_of_departed(work: Mapping[str, Any]) -> EpochReport:
+    report = EpochReport(totals=EpochTotals(**work.get("train", {})), present=False)
+    if "validation" not in work:
+        return report
+    scored = work["validation"]
+    return replace(report, **{**scored, "score": Score(*scored["score"])})
+
+
+def check_trained(epoch: int, reports: Reports) -> None:
     """Raise an error if all examples of an epoch were left out."""
     totals = [report.totals for report in reports]
     skipped = sum(own.skipped for own in totals)
     dropped = sum(own.dropped for own in totals)
-    if (skipped or dropped) and not _trained(reports, departed)[1]:
+    if (skipped or dropped) and not sum(own.examples for own in totals):
         why = []
         if dropped:
             why.append(
@@ -417,25 +435,10 @@ def check_trained(
 
 
 def training_loss(reports: Reports) -> float:
-    """Return the mean loss over the examples of all replicas that reported.
-
-    NaN if there are none: all replicas that trained in the epoch may have left.
-    """
-    total, examples = _trained(reports)
+    """Return the mean loss over the examples of an epoch; NaN if there are none."""
+    examples = sum(report.totals.examples for report in reports)
+    total = sum(report.totals.loss_sum for report in reports)
     return total / examples if examples else math.nan
-
-
-def _trained(
-    reports: Reports, departed: Sequence[tuple[float, int]] = ()
-) -> tuple[float, int]:
-    """Return the sum of losses and the number of examples.
-
-    Args:
-        reports: Reports of the present replicas.
-        departed: Both numbers of each replica that left, for its finished leases.
-    """
-    sums = [*((r.totals.loss_sum, r.totals.examples) for r in reports), *departed]
-    return sum(loss_sum for loss_sum, _ in sums), sum(count for _, count in sums)
 
 
 def validation(reports: Reports) -> dict[str, float]:
@@ -456,7 +459,7 @@ def columns_of(reports: Reports) -> dict[str, Any]:
     """Return the columns of an epoch that follow from the reports alone.
 
     So replicas and the client agree on them; see `daskdl.history.NOT_AGREED` for the
-    others. The logs are those of the replicas that reported.
+    others.
     """
     stats = [report.exchange for report in reports]
     thresholds = [s.threshold for s in stats if not math.isnan(s.threshold)]
@@ -481,7 +484,7 @@ def columns_of(reports: Reports) -> dict[str, Any]:
         **choice._asdict(),
         "staleness": sum(s.lead_sum for s in stats) / max(steps, 1),
         "clipped": sum(s.clipped for s in stats),
-        "replicas": len(reports),
+        "replicas": sum(report.present for report in reports),
         "repaired_updates": traffic.repaired,
         "withheld": traffic.withheld,
         "folds": traffic.folds,
@@ -516,17 +519,14 @@ class RowLog:
         """Add the row of an epoch, and return it."""
         now = self._now()
         seconds, self._before = now - self._before, now
-        departed = counted["departed"]
-        check_trained(epoch, reports, departed)
+        check_trained(epoch, reports)
         traffic = sum((report.traffic for report in reports), start=ChannelStats())
-        loss_sum, examples = _trained(reports, departed)
         exchanges = sum(report.exchange.exchanges for report in reports)
-        columns = columns_of(reports) | {
+        columns = columns_of(reports)
+        columns |= {
             "epoch": epoch,
-            "loss": loss_sum / examples if examples else math.nan,
-            "examples": examples,
             "seconds": seconds,
-            "examples_per_s": examples / seconds,
+            "examples_per_s": columns["examples"] / seconds,
             "dense_bytes": 4 * self._size * exchanges,
             "waits": traffic.waits_s,
             "repeated_pieces": counted["repeated"],

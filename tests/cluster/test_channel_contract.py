@@ -15,6 +15,7 @@ from daskdl.channel.protocol import BarrierKind
 from daskdl.errors import ChannelError
 from daskdl.thresholds import Drained
 from daskdl.training.replica import failure_of
+from daskdl.training.telemetry import EpochTotals
 from tests.support.channels import (
     GRID,
     SIZE,
@@ -394,7 +395,8 @@ class TestLeases:
             one, other = run.channels.values()
             await lease(one)
 
-            ending = begin(other.lease, "train", 0, [], wait=True, ends_epoch=True)
+            work = EpochTotals(stop="enough").to_wire()
+            ending = begin(other.lease, "train", 0, [], wait=True, work=work)
             await run.until(lambda: run.record.leases["train"].unfinished == 1)
 
             assert not ending.done()

@@ -198,7 +198,7 @@ class Attack:
             "finished": [{"lease": 0, "examples": 0, "loss": 0.0}],
             "wait": False,
             "idle_payload": None,
-            "ends_epoch": False,
+            "work": None,
             "payload": None,
             "client_payload": b"",
             "kind": "meet",

@@ -42,6 +42,7 @@ class Leasing:
 
     Attributes:
         returned: Numbers of the returned leases.
+        work: Work of each request.
         waits: Number of requests that waited.
     """
 
@@ -49,11 +50,12 @@ class Leasing:
         self._free, self._later = list(leases), list(later)
         self._ahead = ahead
         self._count = 0
-        self.returned = []
+        self.returned, self.work = [], []
         self.waits = 0
 
-    def lease(self, phase, epoch, finished, *, wait):
+    def lease(self, phase, epoch, finished, *, wait, work):
         self.returned += [one["lease"] for one in finished]
+        self.work.append(work)
         self.waits += wait
         if wait:
             self._free += self._later[:1]
@@ -110,11 +112,22 @@ class Store:
             yield numbers.astype(np.float32), numbers
 
 
-def feed(channel, store, batch_size=2, epoch=0, *, skips=False, transform=None, **spec):
+def feed(
+    channel,
+    store,
+    batch_size=2,
+    epoch=0,
+    *,
+    phase="train",
+    take_logs=dict,
+    skips=False,
+    transform=None,
+    **spec,
+):
     bad = "skip" if skips else "raise"
     read = ReadOptions(batch_size, transform=transform, on_bad_batch=bad)
     own = dataclasses.replace(SPEC, read=read, **spec)
-    return Feed(own, "train", epoch, channel, store, EpochTotals())
+    return Feed(own, phase, epoch, channel, store, EpochTotals(), take_logs)
 
 
 def numbers(batches):
@@ -124,7 +137,13 @@ def numbers(batches):
 def rows_of(*leases, store=None, **options):
     """Return the rows of some leases, in one list."""
     own = feed(Leasing(*leases), store or Store(), **options)
-    return [row for batch in numbers(own.batches()) for row in batch]
+    return [row for batch in numbers(batches_of(own)) for row in batch]
+
+
+def batches_of(own):
+    """Yield all batches of a feed."""
+    for group in own.groups(lambda: None, size=1):
+        yield from group
 
 
 def test_groups_and_batches_span_leases_and_the_last_ones_may_be_smaller():
@@ -176,12 +195,117 @@ def test_each_batch_is_transformed_and_its_rows_are_counted_before():
     assert channel.returned == [0, 1]
 
 
+def train(own, size=1, logs=None):
+    """Step on each group, with a loss of 1 for each row; yield after each step."""
+    for group in own.groups(lambda: None, size):
+        own.totals.loss_sum += own.rows
+        own.totals.examples += own.rows
+        if logs is not None:
+            logs.append(own.rows)
+        yield group
+
+
+def test_what_is_handed_over_is_the_work_on_finished_leases():
+    channel = Leasing([(0, 0, 3)], [(1, 0, 4)], [(2, 0, 1)])
+    own = feed(channel, Store())
+
+    for _ in train(own):
+        pass
+
+    work = [(one["examples"], one["loss_sum"]) for one in channel.work]
+    # The first lease ends within the second batch, with three batches trained on.
+    assert work == [(0, 0.0), (0, 0.0), (3, 3.0), (8, 8.0), (8, 8.0)]
+    assert channel.returned == [0, 1, 2]
+
+
+def test_rows_made_by_a_transform_count_in_proportion_to_the_rows_of_a_lease():
+    def doubled(batch):
+        return tuple(each.repeat(2) for each in batch)
+
+    channel = Leasing([(0, 0, 3)], [(1, 0, 4)], [(2, 0, 1)])
+
+    for _ in train(feed(channel, Store(), transform=doubled)):
+        pass
+
+    assert [one["examples"] for one in channel.work] == [0, 0, 6, 16, 16]
+
+
+def test_skipped_rows_are_handed_over_with_their_lease():
+    channel = Leasing([(0, 0, 3)], [(1, 0, 3), (2, 0, 4)], [(3, 0, 1)])
+    own = feed(channel, Store(bad=[1]), skips=True)
+
+    for _ in train(own):
+        pass
+
+    # The bad part is read before the batch in which the first lease ends.
+    work = [(one["examples"], one["skipped"]) for one in channel.work]
+    assert work == [(0, 0), (0, 0), (3, 0), (8, 3), (8, 3)]
+    assert channel.work[-1]["reason"] == own.totals.reason != ""
+
+
+def test_dropped_rows_are_handed_over_and_are_no_examples():
+    channel = Leasing([(0, 0, 3)], [(1, 0, 2)])
+
+    for _ in train(feed(channel, Store(), drop_last=True)):
+        pass
+
+    work = [(one["examples"], one["dropped"]) for one in channel.work]
+    assert work == [(0, 0), (0, 0), (3, 0), (4, 1)]
+
+
+def test_what_steps_log_is_handed_over_with_each_request():
+    logs = []
+
+    def take_logs():
+        taken, logs[:] = {"kl": (2.0 * sum(logs), sum(logs))}, []
+        return taken
+
+    channel = Leasing([(0, 0, 2)], [(1, 0, 2)])
+    own = feed(channel, Store(), take_logs=take_logs)
+
+    for _ in train(own, logs=logs):
+        pass
+
+    assert channel.work[-1]["logs"] == {"kl": (8.0, 4)}
+
+
+def test_a_stop_is_handed_over_with_what_was_trained_until_then():
+    channel = Leasing([(0, 0, 8)])
+    own = feed(channel, Store())
+
+    for _ in train(own):
+        own.totals.stop = "enough"
+
+    assert (channel.work[-1]["stop"], channel.work[-1]["examples"]) == ("enough", 2)
+    assert channel.returned == [0]
+    assert channel.waits == 1
+
+
+def test_validation_leases_are_returned_with_the_scores_alone():
+    channel = Leasing([(0, 0, 2)], [(1, 0, 3)], later=[[(2, 0, 2)]])
+    own = feed(channel, Store(), phase="validation")
+
+    first = numbers(own.batches())
+    assert channel.returned == []
+    more = own.hand_over("scores of 0 and 1")
+    assert (first, more) == ([[0, 1], [100, 101], [102]], True)
+    assert channel.returned == [0, 1]
+    assert numbers(own.batches()) == [[200, 201]]
+    assert not own.hand_over("scores of all")
+
+    assert [work for work in channel.work if work] == [
+        "scores of 0 and 1",
+        "scores of all",
+    ]
+    assert channel.returned == [0, 1, 2]
+
+
 def test_an_unreadable_part_is_loaded_once_counted_and_its_lease_returned():
     store = Store(bad=[1])
     channel = Leasing([(0, 0, 2)], [(1, 0, 3)], [(2, 0, 2), (1, 3, 5)])
     own = feed(channel, store, skips=True, prefetch=1)
 
-    assert numbers(own.batches()) == [[0, 1], [200, 201]]
+    assert numbers(batches_of(own)) == [[0, 1], [200, 201]]
     assert own.totals.skipped == 5
     assert channel.returned == [0, 1, 2]
     assert (store.loaded.count(1), store.begun.count(1)) == (1, 1)
@@ -248,7 +372,7 @@ def test_a_part_is_freed_before_the_next_one_is_loaded(shuffle):
     store = Store(rows=8)
     own = feed(Leasing([(p, 0, 8) for p in range(3)]), store, shuffle=shuffle)
 
-    for _ in own.batches():
+    for _ in batches_of(own):
         pass
 
     assert store.alive == [0, 0, 0]

@@ -5,12 +5,20 @@ import math
 
 import pytest
 
+from daskdl.callbacks import EarlyStopping
 from daskdl.channel.base import ChannelStats
 from daskdl.errors import DataError
 from daskdl.evaluation.evaluate import Score
 from daskdl.history import COLUMNS
 from daskdl.training.base import Choice, ExchangeStats
-from daskdl.training.telemetry import BestScore, EpochReport, EpochTotals, RowLog
+from daskdl.training.epoch_control import EvaluationPlan
+from daskdl.training.telemetry import (
+    BestScore,
+    EpochReport,
+    EpochTotals,
+    RowLog,
+    reports_of,
+)
 
 FIRST = ExchangeStats(
     exchanges=4, density_sum=0.5, threshold=0.25, clipped=1.5, lead_sum=6, steps=5
@@ -65,7 +73,13 @@ def row(*notes, size=10, seconds=2.0, columns=(), **counted):
     return log.end_epoch(3, notes, {**NOTHING, **counted})
 
 
-NOTHING = {"repeated": 0, "refused": 0, "departed": []}
+def departed(work):
+    """The report on a replica that has handed this work over."""
+    [report] = reports_of({}, [work])
+    return report
+
+
+NOTHING = {"repeated": 0, "refused": 0}
 TWO = [note(30.0, 10, skipped=5), note(10.0, 30, SECOND, MORE, skipped=3)]
 
 
@@ -151,15 +165,39 @@ def test_a_replica_that_validated_nothing_is_left_out():
 def test_what_departed_replicas_had_finished_was_trained_on():
     left = EpochReport(totals=EpochTotals(dropped=8))
 
-    assert row(left, departed=[(32.0, 32)])["examples"] == 32
+    work = {"train": EpochTotals(32.0, 32).to_wire()}
+    assert row(left, departed(work))["examples"] == 32
     with pytest.raises(DataError, match="drop_last=True left out 8 examples"):
         row(left)
 
 
 def test_what_departed_replicas_had_finished_counts():
-    made = row(note(30.0, 10), departed=[(20.0, 5), (10.0, 5)])
+    totals = [
+        EpochTotals(loss_sum, 5, skipped=2, logs={"kl": (loss_sum / 2, 5)})
+        for loss_sum in (20.0, 10.0)
+    ]
+    gone = [departed({"train": own.to_wire()}) for own in totals]
+    made = row(note(30.0, 10), *gone)
 
-    assert (made["examples"], made["loss"]) == (20, 3.0)
+    assert (made["examples"], made["loss"], made["replicas"]) == (20, 3.0, 1)
+    assert (made["skipped_examples"], made["kl"]) == (4, 1.5)
+
+
+def test_early_stopping_and_the_history_see_the_same_loss():
+    gone = departed({"train": EpochTotals(20.0, 5).to_wire()})
+    plan = EvaluationPlan(9, stopping=EarlyStopping("loss"))
+    reports = [note(30.0, 10), gone]
+
+    assert plan.decide(3, reports).score == row(*reports)["loss"] == 50 / 15
+
+
+def test_what_departed_replicas_had_scored_counts():
+    scored = {"score": [9.0, 1, 2, 2, 0.0, {}], "unscored": "", "measured": b""}
+    gone = departed({"validation": scored})
+
+    made = row(note(1.0, 1, score=[3.0, 1, 2, 2]), gone)
+
+    assert (made["val_loss"], made["val_accuracy"]) == (3.0, 0.5)
 
 
 def test_scores_that_were_not_computed_are_not_a_number():

@@ -7,7 +7,6 @@ import pytest
 
 from daskdl.channel.leasing import (
     NOBODY,
-    Done,
     Range,
     RemainingWork,
     RunSpec,
@@ -16,6 +15,7 @@ from daskdl.channel.leasing import (
 )
 from daskdl.channel.protocol import BarrierKind, Message, PeerProgress
 from daskdl.channel.run_state import LEAVING_BYTES, LEAVING_UPDATES, RunState
+from daskdl.training.telemetry import EpochTotals
 from tests.support.run_states import EACH, TIMEOUTS, joined, plan_of, queued, update
 
 # ---- updates and progress
@@ -197,7 +197,8 @@ def test_the_report_of_an_epoch_has_payloads_and_counters():
 
 
 def test_work_before_a_resumed_position_counts_in_the_first_epoch_alone():
-    resumed = SyncPoint(0, [RemainingWork(NOBODY, (Range(1, 0, 1),))], [Done(1.5, 3)])
+    before = trained(1.5, 3)
+    resumed = SyncPoint(0, [RemainingWork(NOBODY, (Range(1, 0, 1),))], [before])
     state = joined(1, intervals=SyncIntervals(resumed=resumed))
 
     departed = [
@@ -205,22 +206,80 @@ def test_work_before_a_resumed_position_counts_in_the_first_epoch_alone():
         for key, kind in (("pause", "sync"), ("end", "report"), ("next", "report"))
     ]
 
-    assert departed == [[Done(1.5, 3)], [Done(1.5, 3)], []]
+    assert departed == [[before], [{"train": before}], []]
 
 
-def test_the_finished_leases_of_a_gone_replica_are_counted():
+SCORED = {"score": [3.0, 1, 2, 2, 0.0, {}], "unscored": "", "measured": b"m"}
+
+
+def hand_over(state, replica, work, phase="train", epoch=0):
+    state.give_back(replica, phase, epoch, [], 0.0, work)
+
+
+def test_the_last_work_that_a_gone_replica_handed_over_is_counted_at_a_sync_point():
     state = joined()
-    lease = take(state, 1)
-    for replica in (0, 1):
-        finished = [{"lease": lease.number, "examples": 5, "loss": 2.0}]
-        state.give_back(replica, "train", 0, finished, now=0.0)
+    for replica, examples in ((0, 4), (1, 5), (1, 10), (2, 3)):
+        hand_over(state, replica, trained(2.0 * examples, examples))
     arrive(state, "pause", 1, kind="sync")
     state.remove(1)
     state.remove(0)
 
     barrier = arrive(state, "pause", 2, kind="sync")
 
-    assert barrier.counted["departed"] == [Done(0.0, 0), Done(10.0, 5)]
+    assert barrier.counted["departed"] == [trained(8.0, 4), trained(20.0, 10)]
+
+
+def test_a_report_has_the_work_in_all_phases_of_replicas_without_a_payload():
+    state = joined()
+    for replica in range(3):
+        hand_over(state, replica, trained(2.0, replica))
+        hand_over(state, replica, SCORED, "validation")
+    arrive(state, "end", 1, kind="report")
+    state.remove(1)
+    state.remove(2)
+
+    barrier = arrive(state, "end", 0, kind="report")
+
+    [departed] = barrier.counted["departed"]
+    assert departed == {"train": trained(2.0, 2), "validation": SCORED}
+    [event] = [one for one in state.take_events() if one["kind"] == "report"]
+    assert event["departed"] == [departed]
+    assert state.report == {
+        "payloads": [[0, "of 0"], [1, "of 1"]],
+        "departed": [departed],
+    }
+
+
+def test_what_a_replica_had_trained_before_a_resumed_position_is_not_lost_with_it():
+    state = joined(2)
+    for replica in range(2):
+        work = trained(1.0, replica)
+        state.arrive("resume", replica, {"work": work}, b"", "resume")
+    state.remove(1)
+
+    barrier = arrive(state, "end", 0, kind="report")
+
+    assert barrier.counted["departed"] == [{"train": trained(1.0, 1)}]
+
+
+def test_the_work_of_an_epoch_does_not_count_in_the_next_one():
+    state = joined(2)
+    hand_over(state, 1, trained(1.0, 3))
+    arrive(state, "end", 0, 1, kind="report")
+    state.remove(1)
+
+    assert arrive(state, "end", 0, kind="report").counted["departed"] == []
+
+
+def test_a_stop_ends_the_epoch_and_outlives_its_replica():
+    state = joined(2)
+    hand_over(state, 1, trained(1.0, 3, stop="enough"))
+    state.remove(1)
+
+    assert take(state, 0) is None
+    assert state.can_lease(0, "train", 0)
+    barrier = arrive(state, "end", 0, kind="report")
+    assert barrier.counted["departed"] == [{"train": trained(1.0, 3, stop="enough")}]
 
 
 def test_what_a_replica_trained_in_an_earlier_epoch_is_not_counted_again():
@@ -237,6 +296,11 @@ def test_what_a_replica_trained_in_an_earlier_epoch_is_not_counted_again():
 
 
 # ---- sync intervals
+
+
+def trained(loss_sum, examples, stop=""):
+    """Work over finished leases."""
+    return EpochTotals(loss_sum, examples, stop=stop).to_wire()
 
 
 def take(state, replica, epoch=0):
@@ -286,7 +350,7 @@ def test_the_end_of_an_epoch_is_the_end_of_a_sync_interval_too():
 
 def test_a_plan_and_its_sync_point_survive_the_wire():
     remaining = [RemainingWork(NOBODY, (Range(1, 0, 1), Range(3, 0, -1)))]
-    sync_point = SyncPoint(5, remaining, [Done(0.5, 3)])
+    sync_point = SyncPoint(5, remaining, [trained(0.5, 3)])
     plan = plan_of(intervals=SyncIntervals(2, 1, 0.5, sync_point))
 
     def sent(value):

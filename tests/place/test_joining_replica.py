@@ -49,11 +49,8 @@ class Late(LocalChannel):
     def __init__(self, run, spec, snapshot, loss):
         super().__init__(run, spec)
         self.given = snapshot
-        self.report = {
-            0: EpochReport(
-                totals=EpochTotals(loss, 1), best=RECORD, elapsed_s=1.0
-            ).to_wire()
-        }
+        own = EpochReport(totals=EpochTotals(loss, 1), best=RECORD, elapsed_s=1.0)
+        self.report = {"payloads": [[0, own.to_wire()]], "departed": []}
 
     def join(self):
         super().join()

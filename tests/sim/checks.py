@@ -6,6 +6,7 @@ Beside the oracle, which knows what replicas publish, receive and lease.
 from daskdl import errors
 from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.channel.scheduler import WATCHDOG_S
+from daskdl.training.telemetry import reports_of
 from tests.sim.world import Process, Violation
 
 LOOK_S = 0.25  # between two looks at queues and waits
@@ -120,7 +121,10 @@ def check_end(scenario, cluster, epochs):
         return
     check(client.model is not None, "the fit has no model")
     stopped = [
-        any(report["stop"] for _, report in event["payloads"])
+        any(
+            report.totals.stop
+            for report in reports_of(dict(event["payloads"]), event["departed"])
+        )
         for event in client.reports
     ]
     ended = len(stopped) == epochs or stopped[-1:] == [True]

@@ -89,6 +89,28 @@ class Parts(Source):
     def load(self, part):
         return self._rows[part]
 
+    def mean_output(self, weight_N):
+        """The mean output of `Weights` over all rows."""
+        return np.concatenate([x for x, _ in self._rows]).mean(0) @ weight_N
+
+
+class PacedParts(Parts):
+    """Parts that take virtual time to load.
+
+    Args:
+        on_load: Called whenever a replica begins to load one.
+    """
+
+    def __init__(self, parts, world, mean_s, on_load):
+        vars(self).update(vars(parts))
+        self._world, self._mean_s, self._on_load = world, mean_s, on_load
+
+    @override
+    def _load(self, part):
+        self._on_load()
+        self._world.current.sleep(self._mean_s * self._world.random.uniform(0.5, 1.5))
+        return super()._load(part)
+
 
 @dataclass
 class Setup:
@@ -100,6 +122,7 @@ class Setup:
         routing: ``"plain"`` or ``"mesh"``.
         master: Trains.
         lengths: Rows of the parts.
+        validation: Rows of the parts of the validation data; empty: there are none.
         checkpoint_every: When checkpoints are written, see `Checkpoint`; None: never.
         step_s: Duration of a step of each replica, by number; others take the mean.
         stops: After which steps a callback stops the fit, counted over all replicas.
@@ -121,6 +144,7 @@ class Setup:
     epochs: int = 2
     batch_size: int = 4
     lengths: tuple = (48, 48, 32)
+    validation: tuple = ()
     checkpoint_every: str | int | None = None
     seed: int = 0
     preempted: float = 0.0
@@ -174,7 +198,10 @@ class Client(Server):
         self.error = self.model = None
         self.over = False
         self._cluster = cluster
-        self._source = Parts(setup.lengths, setup.seed)
+        self._sources = {"train": Parts(setup.lengths, setup.seed)}
+        if setup.validation:
+            self._sources["validation"] = Parts(setup.validation, setup.seed + 1)
+        cluster.oracle.validation = self._sources.get("validation")
         self.checkpoints = None
         if setup.checkpoint_every is not None:
             url = f"memory://sim-{cluster.seed}"
@@ -193,13 +220,15 @@ class Client(Server):
             optimizer=self._build,
             master=setup.master,
             epochs=setup.epochs,
-            evaluation=EvaluationPlan(setup.epochs),
+            evaluation=EvaluationPlan(
+                setup.epochs, validates="validation" in self._sources
+            ),
             timeouts=setup.timeouts,
             read=ReadOptions(setup.batch_size),
             seed=setup.seed,
             max_loss_rise=None,
             telemetry_every=None,
-            rows=self._source.first,
+            rows=self._sources["train"].first,
             callbacks=[Pace(cluster.world, setup, self._stopped)],
             checkpoints=self.checkpoints,
             resume=resume,
@@ -239,7 +268,7 @@ class Client(Server):
         there = dict(enumerate(worker.address for worker in places))
         relayed = ROUTINGS[setup.routing].relayed
         run = run_spec_of(
-            self.spec, there, {"train": self._source}, None, relayed, setup.relay_bytes
+            self.spec, there, self._sources, None, relayed, setup.relay_bytes
         )
         await self._ask(protocol.OPEN, spec=vars(run), client=self.name)
         self._cluster.opened()
@@ -371,7 +400,16 @@ class Client(Server):
             self._cluster.on_moment, "publish", worker.address
         )
         channel.damages = functools.partial(self._cluster.damages, worker.address)
-        store = LocalStore({"train": self._source}, channel, spec.timeouts, 1)
+        sources = dict(self._sources)
+        if "validation" in sources:
+            world, mean_s = self.network.world, self.setup.mean_step_s
+            began = functools.partial(
+                self._cluster.on_moment, "validate", worker.address
+            )
+            sources["validation"] = PacedParts(
+                sources["validation"], world, mean_s, began
+            )
+        store = LocalStore(sources, channel, spec.timeouts, 1)
         finished = False
         try:
             result = Replica(replica, own, channel, torch.device("cpu"), store).run()

@@ -179,6 +179,27 @@ MUTATIONS = {
         "        self._send_topology()\n        self._complete_barriers()\n",
         "        self._send_topology()\n",
     ),
+    "scores of a lost replica are lost though its leases are finished": Mutation(
+        "daskdl.training.data_feed",
+        "        if work is not None:\n            finished",
+        "        if True:\n            finished",
+    ),
+    "what a lost replica has trained and scored does not count": Mutation(
+        "daskdl.channel.run_state",
+        '"departed": self._work_of_departed(barrier.payloads),',
+        '"departed": [],',
+    ),
+    "a stop is lost with its replica": Mutation(
+        "daskdl.channel.run_state",
+        "            leases.lose(replica)\n",
+        "            leases.lose(replica)\n"
+        '        self._work.get(replica, {}).get("train", {}).pop("stop", None)\n',
+    ),
+    "rows of an unfinished lease count as trained": Mutation(
+        "daskdl.training.data_feed",
+        "            work = replace(self._work, logs=logs, stop=stop).to_wire()",
+        "            work = replace(self.totals).to_wire()",
+    ),
     "a silent replica is never removed": Mutation(
         "daskdl.channel.run_state",
         "return [r for r in self.present if self.replicas[r].heartbeat_at < bound]",

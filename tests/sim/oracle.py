@@ -5,6 +5,7 @@ looked at; nothing here changes what it does.
 """
 
 import bisect
+import contextlib
 import itertools
 import zlib
 from collections import Counter, defaultdict
@@ -20,6 +21,7 @@ from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.channel.remote import RemoteChannel
 from daskdl.training.gradient_sharing import GradientSharingExchange
 from daskdl.training.parameter_averaging import AveragingExchange
+from daskdl.training.telemetry import reports_of, validation
 
 SIZE = 24  # parameters
 UNIT = 2.0**-4  # of the rows and of the first parameters
@@ -70,6 +72,8 @@ class Oracle:
         self.start_N = np.arange(1, SIZE + 1) * UNIT
         self._values = defaultdict(dict)  # by origin and sequence
         self._announced = defaultdict(list)  # steps and updates, by origin
+        self.validation = None  # source of the validation data
+        self._shown_N = None  # parameters that were validated last
         self._taken = defaultdict(Counter)  # updates that each replica took in
         self._sent_to = defaultdict(dict)  # replicas, by origin and sequence
         self._barriers = {}  # by key: received updates and digest of the first
@@ -256,6 +260,9 @@ class Oracle:
         def posting(kind, **fields):
             if kind == "report":  # an epoch ends
                 self._check_epoch(leases)
+                self._check_reports(
+                    reports_of(dict(fields["payloads"]), fields["departed"])
+                )
             post(kind, **fields)
 
         leases.take, leases.finish, leases.open = taking, finishing, beginning
@@ -286,6 +293,37 @@ class Oracle:
         self.check(
             again == leases.repeated,
             f"{again} leases were given out again, and {leases.repeated} are counted",
+        )
+
+    def showing(self, module):
+        """A replica shows its agreed parameters, to validate them."""
+        self._shown_N = module.weight.detach().numpy().astype(np.float64)
+
+    def _check_reports(self, reports):
+        """Each row counts once in the sums of all replicas, the gone ones included."""
+        stopped = any(report.totals.stop for report in reports)
+        self.check(
+            stopped == self._ended,
+            f"an epoch was {'' if self._ended else 'not '}ended early, and the reports "
+            f"say {[report.totals.stop for report in reports]}",
+        )
+        examples = sum(report.totals.examples for report in reports)
+        self.check(
+            self._ended or examples == len(self._rows),
+            f"{len(self._rows)} rows were trained on, and {examples} reported",
+        )
+        if self.validation is None:
+            return
+        self.checks["validations with each row once"] += 1
+        columns, rows = validation(reports), sum(self.validation.lengths)
+        scored = sum(report.score.examples for report in reports if report.score)
+        self.check(scored == rows, f"of {rows} validation rows {scored} were scored")
+        if self._shown_N is None:  # by a replica without an exchange
+            return
+        expected = self.validation.mean_output(self._shown_N)
+        self.check(
+            abs(columns["val_loss"] - expected) <= 1e-4 * (1 + np.abs(expected)),
+            f"val_loss is {columns['val_loss']}, and should be {expected}",
         )
 
 
@@ -461,6 +499,10 @@ class SharingOfOne(GradientSharingExchange):
         return choice
 
     @override
+    def showing_agreed(self):
+        return shown(super().showing_agreed(), self.context, self._oracle)
+
+    @override
     def snapshot(self):
         made = super().snapshot()
         channel = self._channel
@@ -484,6 +526,18 @@ class AveragingOfOne(AveragingExchange):
         if ended:
             replica, digest = self.context.replica, self.agreed().digest
             self._oracle.met(f"sync {interval}", replica, {}, digest)
+
+    @override
+    def showing_agreed(self):
+        return shown(super().showing_agreed(), self.context, self._oracle)
+
+
+@contextlib.contextmanager
+def shown(showing, context, oracle):
+    """Let the oracle see the parameters that a replica validates."""
+    with showing:
+        oracle.showing(context.module)
+        yield
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 The faults of a scenario are drawn in advance, and their victims when they happen. At
 least one worker, the last resort, is spared, except where everybody may go. One seed in
 five aims at an order of events that chance alone hardly ever makes, see `AIMS`. In some
-a callback stops the fit, see `stopped`.
+a callback stops the fit, see `stopped`, and in some there are validation data.
 """
 
 import functools
@@ -79,6 +79,8 @@ MOMENTS = {
     # Only where a seed aims at them.
     "agree": 0,  # a replica arrives at a barrier after which updates are held back
     "hold": 0,  # such a barrier is complete
+    # Only where there are validation data.
+    "validate": 0,  # a replica begins to load a part of them
     # Only where a callback stops the fit.
     "stop": 0,  # it has done so, in a step of a replica
 }
@@ -164,7 +166,9 @@ class Scenario:
         chance = random.Random(f"stopped {seed}")
         own = stopped(own, chance) if chance.random() < STOPPED else own
         chance = random.Random(f"damaged {seed}")
-        return damaged(own, chance) if chance.random() < DAMAGED else own
+        own = damaged(own, chance) if chance.random() < DAMAGED else own
+        chance = random.Random(f"validated {seed}")
+        return validated(own, chance) if chance.random() < VALIDATED else own
 
     @property
     def may_fail(self):
@@ -495,6 +499,30 @@ def damaged(drawn, chance):
             )
             faults.append(fault)
     return replace(drawn, faults=sorted([*drawn.faults, *faults]))
+
+
+VALIDATED = 0.3  # share of the seeds with validation data
+
+
+def validated(drawn, chance):
+    """A scenario with a validation after each epoch, in which more goes wrong."""
+    setup = drawn.setup
+    parts = chance.randint(1, 3 * setup.workers * setup.replicas)
+    lengths = tuple(chance.randint(1, 2 * setup.batch_size) for _ in range(parts))
+    faults = [
+        Fault(
+            "validate",
+            chance.randint(1, parts * setup.epochs),
+            chance.uniform(0.0, 2 * setup.mean_step_s),
+            kind,
+            chance.randrange(2**32),
+            lasts(chance, kind),
+            chance.random() < 0.7,
+        )
+        for kind in chance.choices(AFTER_STOP, k=chance.choice([0, 1, 1, 2]))
+    ]
+    setup = replace(setup, validation=lengths)
+    return replace(drawn, setup=setup, faults=sorted([*drawn.faults, *faults]))
 
 
 class Fate:

@@ -262,15 +262,6 @@ def test_what_a_replica_had_trained_before_a_resumed_position_is_not_lost_with_i
     assert barrier.counted["departed"] == [{"train": trained(1.0, 1)}]
 
 
-def test_the_work_of_an_epoch_does_not_count_in_the_next_one():
-    state = joined(2)
-    hand_over(state, 1, trained(1.0, 3))
-    arrive(state, "end", 0, 1, kind="report")
-    state.remove(1)
-
-    assert arrive(state, "end", 0, kind="report").counted["departed"] == []
-
-
 def test_a_stop_ends_the_epoch_and_outlives_its_replica():
     state = joined(2)
     hand_over(state, 1, trained(1.0, 3, stop="enough"))
@@ -284,9 +275,7 @@ def test_a_stop_ends_the_epoch_and_outlives_its_replica():
 
 def test_what_a_replica_trained_in_an_earlier_epoch_is_not_counted_again():
     state = joined(2)
-    lease = take(state, 1)
-    finished = [{"lease": lease.number, "examples": 5, "loss": 2.0}]
-    state.give_back(1, "train", 0, finished, now=0.0)
+    hand_over(state, 1, trained(1.0, 3))
     arrive(state, "end", 0, 1, kind="report")
     state.remove(1)
 

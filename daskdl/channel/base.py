@@ -111,7 +111,7 @@ class Stopped(BaseException):  # not an error: unwinds a wait
 
 Frame = NDArray[np.uint8]
 Encode = Callable[[codec.Stamp], Frame]
-Snapshot = Callable[[], dict[str, Any]]
+MakeSnapshot = Callable[[], dict[str, Any]]
 Load = Callable[[Mapping[str, Any]], object]
 
 
@@ -177,7 +177,7 @@ class Channel(ABC):
         """
 
     @abstractmethod
-    def serve_snapshot(self, make: Snapshot | None) -> None:
+    def serve_snapshot(self, make: MakeSnapshot | None) -> None:
         """Set the function that makes snapshots for joining replicas.
 
         Args:

@@ -20,7 +20,7 @@ from daskdl.channel.base import (
     ChannelStats,
     Frame,
     JoinResult,
-    Snapshot,
+    MakeSnapshot,
 )
 from daskdl.channel.inbox import Inbox, SharedFrame, refuse
 from daskdl.channel.leasing import Finished, Lease, RunSpec, SyncPoint
@@ -230,7 +230,7 @@ class LocalChannel(Channel):
         raise ChannelError("a run in one process has no joining replicas")
 
     @override
-    def serve_snapshot(self, make: Snapshot | None) -> None:
+    def serve_snapshot(self, make: MakeSnapshot | None) -> None:
         pass  # no replica joins later
 
     @override

@@ -24,7 +24,7 @@ from daskdl.channel.base import (
     JoinResult,
     Last,
     Load,
-    Snapshot,
+    MakeSnapshot,
     Stopped,
 )
 from daskdl.channel.inbox import Received, missing
@@ -47,7 +47,7 @@ from daskdl.channel.protocol import (
     wrap_arrays,
 )
 from daskdl.channel.recovery import Have, donors, helpers, settle
-from daskdl.channel.worker import ChannelWorkerPlugin, SnapshotRequest
+from daskdl.channel.worker import ChannelWorkerPlugin, Snapshot, SnapshotRequest
 from daskdl.config import VERSION, Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
 from daskdl.thresholds import Drained
@@ -55,6 +55,7 @@ from daskdl.thresholds import Drained
 logger = logging.getLogger(__name__)
 
 AGAIN_S = 0.1  # before a failed fetch is repeated
+JOIN_PACE_S = 1.0  # least time between two requests for a snapshot
 
 
 class RemoteChannel(Channel):
@@ -70,7 +71,7 @@ class RemoteChannel(Channel):
         self._connection = end.connection
         self._now = end.connection.clock.now
         self._routing = end.routing
-        self._make: Snapshot | None = None  # makes a snapshot; None: not now
+        self._make: MakeSnapshot | None = None  # makes a snapshot; None: not now
         self._passed_on = 0  # number of the last barrier, see `RunState`
         self._repaired = self._blob_bytes = 0  # at the last `stats`
 
@@ -103,16 +104,21 @@ class RemoteChannel(Channel):
                 return came
 
     @override
-    def serve_snapshot(self, make: Snapshot | None) -> None:
+    def serve_snapshot(self, make: MakeSnapshot | None) -> None:
         self._make = make
 
     def _serve(self) -> None:
         """Serve a snapshot to each joining replica whose cut is reached."""
-        for request in self._servable():
-            assert self._make is not None
-            snapshot = wrap_arrays(self._make())
+        requests = self._servable()
+        if not requests:
+            return
+        assert self._make is not None
+        fields = self._make()
+        arrays = {n: v for n, v in fields.items() if isinstance(v, np.ndarray)}
+        values = {n: v for n, v in fields.items() if n not in arrays}
+        for request in requests:
             if request.answer.set_running_or_notify_cancel():  # else it timed out
-                request.answer.set_result(snapshot)
+                request.answer.set_result(Snapshot(values, arrays))
 
     def _servable(self) -> list[SnapshotRequest]:
         if self._make is None or self._inbox.stopped is not None:
@@ -265,35 +271,50 @@ class RemoteChannel(Channel):
     def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Request a snapshot from the named donor; on failure, from the next one.
 
-        A donor makes none while it validates, or in the middle of a step.
+        A donor makes none while it validates, or in the middle of a step. From the
+        values of the snapshot on, updates are received, while its arrays arrive in
+        parts: buffers and queues for this replica would hold up the others.
         """
-        request = self._timeouts.bound("request")
+        request, seen = self._timeouts.bound("request"), dict[int, int]()
         deadline = self._now() + self._patience.seconds
-        while answer["donor"] is not None:
-            donor, worker, cut = answer["donor"], answer["worker"], answer["cut"]
-            own = {"replica": donor, "cut": cut}
-            given: Mapping[str, Any] = {
-                "status": Answer.UNKNOWN,
-                "reason": "others meet",
-            }
+        while (donor := answer["donor"]) is not None:
+            worker, asked_at = answer["worker"], self._now()
+            cut = {o: max(s, seen.get(o, 0)) for o, s in answer["cut"]}
+            reason = "others meet"
             if worker is not None:
-                given = self._ask_worker(
-                    WaitCause.SNAPSHOT, worker, protocol.SNAPSHOT, **own
-                )
-            if given["status"] == Answer.OK:
-                snapshot = dict(unwrap_arrays(given["snapshot"]))
-                received = self._received_with(snapshot)
-                self._end.begin(received, snapshot["grid"], dict(cut))
-                return snapshot
+                given = self._ask_for_snapshot(donor, worker, cut)
+                reason = given.get("reason", "it has gone")
+            if worker is not None and given["status"] == Answer.OK:
+                values = given["values"]
+                self._end.begin(self._received_with(values), values["grid"], cut)
+                arrays = self._fetch(WaitCause.SNAPSHOT, donor, given["name"])
+                if arrays is not None:
+                    return {**values, **arrays}
+                deadline = self._now() + self._patience.seconds
             if self._now() > deadline:
                 raise WaitTimeoutError(
                     f"replica {self._replica} waited {self._patience} for a snapshot, "
                     f"{request} for each answer, last of replica {donor} on {worker}: "
-                    f"{given['reason']}; last seen: {self._last_seen()}"
+                    f"{reason}; last seen: {self._last_seen()}"
                 )
+            pause_s = max(JOIN_PACE_S - (self._now() - asked_at), 0.0)
+            self._wait_until(WaitCause.SNAPSHOT, lambda: False, pause_s)
+            seen = self._end.wait_for_snapshot() or seen
             answer = self._ask_to_join()
             self._end.drop_early(dict(answer["cut"]))
         raise Stopped("nobody is left to begin from")
+
+    def _ask_for_snapshot(
+        self, donor: int, worker: str, cut: Mapping[int, int]
+    ) -> Mapping[str, Any]:
+        return self._ask_worker(
+            WaitCause.SNAPSHOT,
+            worker,
+            protocol.SNAPSHOT,
+            replica=donor,
+            cut=list(cut.items()),
+            reader=self._replica,
+        )
 
     @override
     def activate(self, step: int) -> ActivateResult:
@@ -433,6 +454,11 @@ class RemoteChannel(Channel):
         )
         if kind != BarrierKind.AGREE:
             self._inbox.barrier.release()
+            if self._end.blobs.has_snapshots:
+                with self._inbox.changed:  # those that train have fetched theirs
+                    peers = self._inbox.peers
+                    over = {*peers.progress, *peers.failed}
+                self._connection.start(self._end.blobs.drop_snapshots(over))
         payloads = {r: unwrap_arrays(payload) for r, payload in answer["payloads"]}
         self._passed_on = answer["passed_on"]
         gone, counted = dict(answer["gone"]), answer["counted"]
@@ -452,6 +478,9 @@ class RemoteChannel(Channel):
 
     @override
     def fetch_blob(self, replica: int, name: str) -> Arrays | None:
+        return self._fetch(WaitCause.FETCH, replica, name)
+
+    def _fetch(self, cause: WaitCause, replica: int, name: str) -> Arrays | None:
         forms, parts, count = (), list[Any](), 1
         deadline = self._now() + self._patience.seconds
         while len(parts) < count:
@@ -459,7 +488,7 @@ class RemoteChannel(Channel):
             if worker is None:
                 return None
             own = {"replica": replica, "name": name, "part": len(parts)}
-            answer = self._ask_worker(WaitCause.FETCH, worker, protocol.FETCH, **own)
+            answer = self._ask_worker(cause, worker, protocol.FETCH, **own)
             if answer["status"] == Answer.OK:
                 forms, count = forms or answer["forms"], answer["parts"]
                 parts.append(np.frombuffer(unwrap(answer["bytes"]), np.uint8))
@@ -472,7 +501,7 @@ class RemoteChannel(Channel):
                 )
             # Pause: the failure of a replica is reported a little later.
             gone = lambda: replica not in self._routing.workers  # noqa: E731
-            self._wait_until(WaitCause.FETCH, gone, AGAIN_S)
+            self._wait_until(cause, gone, AGAIN_S)
         arrays = join(forms, parts)
         self._stats.received_bytes += sum(a.nbytes for a in arrays.values())
         return arrays
@@ -568,18 +597,17 @@ class RemoteChannel(Channel):
         for donor in donors(have, self._replica):
             if donor not in workers:
                 continue
-            own = {"replica": donor, "cut": []}
-            answer = self._ask_worker(
-                WaitCause.SNAPSHOT, workers[donor], protocol.SNAPSHOT, **own
-            )
+            answer = self._ask_for_snapshot(donor, workers[donor], {})
             if answer["status"] != Answer.OK:
                 continue
-            snapshot = unwrap_arrays(answer["snapshot"])
-            if _received(snapshot) != have[donor]:  # made at another time
+            values = answer["values"]
+            if _received(values) != have[donor]:  # made at another time
                 continue
-            received = self._received_with(snapshot)
-            self._inbox.begin(received, snapshot["grid"], gone)
-            load(snapshot)
+            arrays = self._fetch(WaitCause.SNAPSHOT, donor, answer["name"])
+            if arrays is None:
+                continue
+            self._inbox.begin(self._received_with(values), values["grid"], gone)
+            load({**values, **arrays})
             logger.warning(
                 "replica %s has taken the state of replica %s, which had more of those "
                 "that are lost; its own residual stays",

@@ -8,8 +8,16 @@ import asyncio
 import atexit
 import concurrent.futures
 import gc
+import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple, TypeVar
 
 from distributed import Worker
@@ -61,8 +69,9 @@ INLINE_BYTES = 2**20  # larger frames are decoded in a thread
 class BlobServer:
     """Serves arrays of a replica in parts, on the event loop.
 
-    Other replicas fetch blobs by name. The client fetches the newest agreed state,
-    which is made when its first part is fetched and released after the last part.
+    Other replicas fetch blobs by name. A snapshot is a blob for one replica. The client
+    fetches the newest agreed state, which is made when its first part is fetched and
+    released after the last part.
     """
 
     sent_bytes: int
@@ -70,6 +79,8 @@ class BlobServer:
     def __init__(self) -> None:
         self.sent_bytes = 0
         self._blobs: dict[str, BlobParts] = {}
+        self._readers: dict[str, int] = {}  # replica that fetches it, by snapshot
+        self._numbers = itertools.count()  # of snapshots
         # Epoch at whose end the state was agreed on, and the function that makes it.
         self._state: tuple[int, Callable[[], Arrays]] | None = None
         self._cut: tuple[int, BlobParts] | None = None  # epoch, state being fetched
@@ -82,9 +93,28 @@ class BlobServer:
             self._changed.notify_all()
 
     async def drop(self, keep: str) -> None:
-        """Drop all blobs except one."""
+        """Drop all blobs except one, and snapshots."""
         async with self._changed:
-            self._blobs = {n: one for n, one in self._blobs.items() if n == keep}
+            kept = {keep, *self._readers}
+            self._blobs = {n: one for n, one in self._blobs.items() if n in kept}
+
+    async def publish_snapshot(self, reader: int, arrays: Arrays) -> str:
+        """Let a replica fetch the arrays of a snapshot; return the name of the blob."""
+        name = f"snapshot {next(self._numbers)}"
+        await self.publish(name, BlobParts(arrays))
+        self._readers[name] = reader
+        return name
+
+    @property
+    def has_snapshots(self) -> bool:
+        """Whether there are snapshots. Any thread."""
+        return bool(self._readers)
+
+    async def drop_snapshots(self, readers: Collection[int]) -> None:
+        """Drop the snapshots for these replicas."""
+        async with self._changed:
+            for name in [n for n, one in self._readers.items() if one in readers]:
+                del self._readers[name], self._blobs[name]
 
     async def keep_state(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
         """Let the client fetch the state at the end of an epoch; None: no state."""
@@ -123,11 +153,18 @@ class BlobServer:
         return {"epoch": epoch, **parcel.to_wire(part)}
 
 
+class Snapshot(NamedTuple):
+    """The state of a replica between two steps."""
+
+    values: dict[str, Any]  # plain ones, "received" and "grid" among them
+    arrays: Arrays
+
+
 class SnapshotRequest(NamedTuple):
     """A joining replica's request for this replica's state."""
 
     cut: dict[int, int]  # by origin, last update that the state must contain
-    answer: concurrent.futures.Future[dict[str, Any]]
+    answer: concurrent.futures.Future[Snapshot]
 
 
 class ReplicaEndpoint:
@@ -261,8 +298,8 @@ class ReplicaEndpoint:
             found.append(message)
         return found
 
-    async def snapshot(self, cut: dict[int, int]) -> dict[str, Any]:
-        """Return this replica's state for a joining replica, made between two steps."""
+    async def snapshot(self, cut: dict[int, int]) -> Snapshot:
+        """Return this replica's state for another replica, made between two steps."""
         request = SnapshotRequest(cut, concurrent.futures.Future())
         self.snapshot_requests.append(request)
         self.inbox.wake()
@@ -303,6 +340,19 @@ class ReplicaEndpoint:
             self.on_members(payload)
 
         self._now(enter())
+
+    def wait_for_snapshot(self) -> dict[int, int]:
+        """Keep updates aside, as before the first snapshot, until the next one.
+
+        Returns:
+            By origin, last update that the next snapshot must contain: others may have
+            forgotten what this replica has acknowledged.
+        """
+        with self.inbox.changed:
+            if self.inbox.joining:
+                return {}
+            self.inbox.joining = True
+            return self.inbox.received.all_complete()
 
     def drop_early(self, cut: Mapping[int, int]) -> None:
         """Drop buffered updates that the next snapshot has to contain."""
@@ -443,9 +493,17 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         run: RunId,
         replica: Natural,
         cut: Sequence[tuple[Natural, Natural]],
+        reader: Natural,
     ) -> Fields:
-        """Return the state of a replica here to a joining replica."""
-        return {"snapshot": await self._endpoint_of(run, replica).snapshot(dict(cut))}
+        """Return the state of a replica here to another replica, without its arrays.
+
+        Returns:
+            ``values``: the plain values; ``name``: the blob with the arrays.
+        """
+        endpoint = self._endpoint_of(run, replica)
+        values, arrays = await endpoint.snapshot(dict(cut))
+        name = await endpoint.blobs.publish_snapshot(reader, arrays)
+        return {"values": values, "name": name}
 
     async def handle_repair(
         self,

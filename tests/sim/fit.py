@@ -152,6 +152,7 @@ class Setup:
     inbox_bytes: int = 2**20
     relay_bytes: int = 2**20
     batch_bytes: int = transport.BATCH_BYTES
+    part_bytes: int = protocol.PART_BYTES
     mean_step_s: float = 0.05
     step_s: dict = field(default_factory=dict)
     stops: tuple = ()
@@ -455,6 +456,7 @@ class Cluster:
             self._undo.setattr(module, "run_in_thread", self._read_or_write)
         for module in (transport, scheduler, worker):
             self._undo.setattr(module, "BATCH_BYTES", setup.batch_bytes)
+        self._undo.setattr(protocol, "PART_BYTES", setup.part_bytes)
         self.network = Network(self.world)
         self.scheduler = SimScheduler(self.network)
         self.workers = {}

@@ -1,6 +1,8 @@
 """A simulated cluster: servers, the requests between them, and what goes wrong there.
 
 Each request and each answer takes a time of its own, so that they overtake each other.
+Where a server's bandwidth is limited, a message also takes its size over the bandwidth,
+and the link carries one message after another.
 Over a cut, messages wait until it heals, as TCP repeats them. If a connection breaks,
 requests or their answers are lost and the senders get an error.
 """
@@ -53,6 +55,19 @@ def carried(value, unpack):
     raise TypeError(f"{kind} cannot be sent")
 
 
+def size_of(value):
+    """Bytes of a message, roughly."""
+    if isinstance(value, Serialized):
+        return sum(len(frame) for frame in value.frames)
+    if isinstance(value, dict):
+        return sum(map(size_of, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(size_of, value))
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    return len(value) if isinstance(value, bytes | str) else 8
+
+
 def shown(fields):
     """The fields of a request, for the trace."""
     words = []
@@ -96,6 +111,7 @@ class Network:
         cuts: Pairs of addresses between which nothing passes, in this direction.
         slow: How many times as long messages from or to a server take, by address.
         latency_s: Mean time of a message.
+        bandwidth: Bytes per second to or from a server, by address; others: unlimited.
         damage: Called with the messages of each request; returns what arrives.
     """
 
@@ -106,8 +122,10 @@ class Network:
         self.cuts = set()
         self.slow = {}
         self.latency_s = LATENCY_S
+        self.bandwidth = {}
         self.damage = lambda messages: messages
-        self._held = []  # source, target, action
+        self._free_at = {}  # when a link is free again, by address
+        self._held = []  # source, target, action, size
         self._requests = {}
         self._numbers = itertools.count()
 
@@ -147,14 +165,27 @@ class Network:
             world.after(AGAIN_S, source.process, again)
         else:
             request.target = target
-            self._transmit(source, target, lambda: self._arrive(request))
+            arrive = functools.partial(self._arrive, request)
+            self._transmit(source, target, arrive, request.fields)
 
-    def _transmit(self, source, target, action):
+    def _transmit(self, source, target, action, content):
         if (source.address, target.address) in self.cuts:
-            self._held.append((source, target, action))
+            self._held.append((source, target, action, content))
         else:
             delay_s = self.latency(source, target)
+            delay_s += self._carry_s(source, target, content)
             self.world.after(delay_s, target.process, action)
+
+    def _carry_s(self, source, target, content):
+        """How long the links of two servers take for a message, seconds."""
+        ends = {source.address, target.address} & self.bandwidth.keys()
+        if not ends:
+            return 0.0
+        took_s = size_of(content) / min(self.bandwidth[end] for end in ends)
+        now = self.world.now
+        done_at = max([now, *(self._free_at.get(end, now) for end in ends)]) + took_s
+        self._free_at.update(dict.fromkeys(ends, done_at))
+        return done_at - now
 
     def _arrive(self, request):
         target = request.target
@@ -183,7 +214,7 @@ class Network:
             elif not request.answer.done():
                 request.answer.set_result(answer)
 
-        self._transmit(request.target, request.source, arrive)
+        self._transmit(request.target, request.source, arrive, answer)
 
     # ---- faults
 
@@ -191,8 +222,8 @@ class Network:
         """End all cuts; what was held arrives."""
         self.cuts.clear()
         held, self._held = self._held, []
-        for source, target, action in held:
-            self._transmit(source, target, action)
+        for source, target, action, content in held:
+            self._transmit(source, target, action, content)
 
     def break_between(self, one, other):
         """Break the connections of two servers; return how many requests were lost."""

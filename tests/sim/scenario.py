@@ -123,6 +123,8 @@ FATAL = {
 SPECIAL = {"sever", "join_beside_slow"}
 # Only where a seed damages updates: on their way, or before they are sent.
 DAMAGES = "damage_copies", "damage_own"
+# Only where a seed has narrow links.
+NARROW = "join_slowly"
 
 
 @dataclass
@@ -168,7 +170,9 @@ class Scenario:
         chance = random.Random(f"damaged {seed}")
         own = damaged(own, chance) if chance.random() < DAMAGED else own
         chance = random.Random(f"validated {seed}")
-        return validated(own, chance) if chance.random() < VALIDATED else own
+        own = validated(own, chance) if chance.random() < VALIDATED else own
+        chance = random.Random(f"narrow {seed}")
+        return narrow(own, chance) if chance.random() < NARROWED else own
 
     @property
     def may_fail(self):
@@ -525,6 +529,28 @@ def validated(drawn, chance):
     return replace(drawn, setup=setup, faults=sorted([*drawn.faults, *faults]))
 
 
+NARROWED = 0.1  # share of the seeds in which workers join over narrow links
+SNAPSHOT_BYTES = 2500  # about
+
+
+def narrow(drawn, chance):
+    """A scenario in which workers join, and their snapshots take long."""
+    setup = replace(drawn.setup, part_bytes=chance.choice([200, 500]))
+    faults = [
+        Fault(
+            START,
+            0,
+            chance.uniform(0.2, 0.5 * expected_s(setup)),
+            NARROW,
+            chance.randrange(2**32),
+            chance.choice([0.5, 1.5, 3.0]) * TIMEOUTS.request,
+            False,
+        )
+        for _ in range(chance.choice([1, 1, 2]))
+    ]
+    return replace(drawn, setup=setup, faults=sorted([*drawn.faults, *faults]))
+
+
 class Fate:
     """Lets the faults of a scenario happen to a cluster."""
 
@@ -617,10 +643,11 @@ class Fate:
 
     def _start(self, address=None):
         if address in self._network.servers or self._network.cuts:
-            return
+            return None
         worker = self._cluster.add_worker(address)
         self._cluster.arrive(worker)
         self._world.note("fate", f"starts {worker.name} at {worker.address}")
+        return worker
 
     def _join(self):
         if len(self._workers()) >= 32:
@@ -700,6 +727,14 @@ class Fate:
         self._after(chance.uniform(0.2, 0.6), victim.kill)
         one = [(victim.address, address) for address in others]
         return self._cut([*one, *((b, a) for a, b in one)])
+
+    def _join_slowly(self):
+        """A worker joins whose link takes so long for a snapshot."""
+        if len(self._workers()) >= 32 or self._network.cuts:
+            return None
+        worker = self._start()
+        self._network.bandwidth[worker.address] = SNAPSHOT_BYTES / self._lasts_s
+        return worker.name
 
     def _join_beside_slow(self):
         """A worker joins, and another one is slow meanwhile."""

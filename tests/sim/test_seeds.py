@@ -74,7 +74,7 @@ def test_a_seed_stands_for_one_scenario():
 def test_the_seeds_have_every_kind_of_fault():
     drawn = {fault.kind for seed in range(200) for fault in Scenario.of(seed).faults}
 
-    special = {*scenario.SPECIAL, *scenario.DAMAGES}
+    special = {*scenario.SPECIAL, *scenario.DAMAGES, scenario.NARROW}
     assert drawn == {*scenario.USUAL, *scenario.FATAL, *special}
 
 

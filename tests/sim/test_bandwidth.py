@@ -1,0 +1,184 @@
+"""Snapshots over narrow links, on which a message takes its size over the bandwidth."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from daskdl.channel import protocol
+from daskdl.channel.remote import JOIN_PACE_S
+from tests.sim.cluster import simulated
+from tests.support.channels import (
+    EITHER,
+    a_run,
+    applied_by,
+    begin,
+    bounds,
+    held_up,
+    in_thread,
+    meet,
+    publish,
+    recorded,
+    totals,
+    wait_until,
+)
+from tests.support.run_states import SIZE
+
+REQUEST_S = 1.0
+PART_BYTES = 1000
+PARTS = 4
+BOUNDS = bounds(request=REQUEST_S, data=10, silence=10)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(protocol, "PART_BYTES", PART_BYTES)
+
+
+def serve(channel):
+    """Let a replica serve snapshots of several parts; return how many it makes."""
+    make, served = applied_by(channel), []
+
+    def snapshot():
+        served.append(make())
+        ballast = np.zeros(PARTS * PART_BYTES - 4 * SIZE, np.uint8)
+        return {**served[-1], "ballast": ballast}
+
+    channel.serve_snapshot(snapshot)
+    return served
+
+
+@EITHER
+@simulated(2)
+async def test_a_snapshot_that_takes_longer_than_a_request_may_arrives(
+    c, s, a, b, routing, monkeypatch
+):
+    async with a_run(c, s, a, b, timeouts=BOUNDS, routing=routing) as run:
+        served, joining = serve(run.channels[0]), None
+        requests = recorded(a.handlers, "daskdl_fetch", monkeypatch)
+        _, newcomer = await run.newcomer(b)
+        s.network.bandwidth[b.address] = PART_BYTES / (0.6 * REQUEST_S)
+
+        joining = begin(newcomer.join)
+        await wait_until(lambda: run.link(0).snapshot_requests)
+        run.channels[0].check()
+        snapshot = (await joining).snapshot
+
+        assert len(snapshot["ballast"]) == PARTS * PART_BYTES - 4 * SIZE
+        assert len(served) == 1
+        assert [fields["part"] for fields in requests] == [*range(PARTS)]
+
+
+@EITHER
+@simulated(2)
+async def test_the_others_train_on_while_a_snapshot_is_on_its_way(
+    c, s, a, b, routing, monkeypatch
+):
+    small = {"outbox_bytes": 1, "inbox_bytes": 1, "relay_bytes": 1}
+    async with a_run(c, s, a, b, timeouts=BOUNDS, routing=routing, **small) as run:
+        donor, other = run.channels[0], run.channels[1]
+        serve(donor)
+        released = held_up(a.handlers, "daskdl_fetch", monkeypatch)
+        _, newcomer = await run.newcomer(b)
+        joining = begin(newcomer.join)
+        await wait_until(lambda: run.link(0).snapshot_requests)
+        donor.check()
+
+        for step in range(1, 8):  # each fills a buffer or a queue
+            await in_thread(other.has_room, wait=True)
+            assert publish(other, step, step=step)
+        await in_thread(donor.wait_for_updates, {1: 7})
+
+        released.set()
+        snapshot = (await joining).snapshot
+        await in_thread(newcomer.wait_for_updates, {1: 7})
+        known_N = snapshot["total_N"][:7] + np.array(totals(newcomer.drain(), 7))
+        assert known_N.tolist() == [1] * 7
+
+
+@EITHER
+@simulated(3)
+async def test_a_donor_that_is_lost_half_way_is_replaced_and_each_update_comes_once(
+    c, s, *workers, routing, monkeypatch
+):
+    async with a_run(c, s, *workers, timeouts=BOUNDS, routing=routing) as run:
+        first, second, other = run.channels[2], run.channels[0], run.channels[1]
+        first.progress(9)  # the donor, as it has most steps
+        await wait_until(lambda: run.record.members.donor() == 2)
+        second.progress(5)
+        await wait_until(lambda: run.record.members.replicas[0].progress.step == 5)
+        serve(first)
+        serve(second)
+        requests = recorded(workers[2].handlers, "daskdl_fetch", monkeypatch)
+        assert publish(other, 1)
+        await in_thread(first.wait_for_updates, {1: 1})
+        _, newcomer = await run.newcomer(workers[1])
+        joining = begin(newcomer.join)
+        await wait_until(lambda: run.link(2).snapshot_requests)
+        s.network.bandwidth[workers[1].address] = PART_BYTES / (0.6 * REQUEST_S)
+        first.check()
+        await wait_until(lambda: len(requests) > 2)
+        assert publish(other, 2)  # it is received, and acknowledged in a mesh
+        waiting = begin(second.wait_for_updates, {1: 4})
+        await wait_until(lambda: run.received(3, 1)[0] == 2)
+
+        run.lose(2)
+        assert publish(other, 3)
+        snapshot = (await joining).snapshot
+        assert publish(other, 4)
+        await waiting
+        await in_thread(newcomer.wait_for_updates, {1: 4})
+
+        known_N = snapshot["total_N"][:4] + np.array(totals(newcomer.drain(), 4))
+        assert known_N.tolist() == [1] * 4
+
+
+@simulated(2)
+async def test_a_snapshot_is_dropped_where_its_reader_trains(c, s, a, b):
+    async with a_run(c, s, a, b) as run:
+        donor, other = run.channels[0], run.channels[1]
+        donor.serve_snapshot(applied_by(donor))
+        _, newcomer = await run.newcomer(b)
+        joining = begin(newcomer.join)
+        await wait_until(lambda: run.link(0).snapshot_requests)
+        donor.check()
+        await joining
+        blobs = run.link(0).blobs
+        met = [begin(one.barrier, "before", 0) for one in (donor, other)]
+        await asyncio.gather(*met)
+        assert blobs.has_snapshots  # it may still be fetched
+
+        await in_thread(newcomer.activate, 3)
+        await wait_until(lambda: 2 in donor.peers())
+        await meet(run, "after")
+
+        await wait_until(lambda: not blobs.has_snapshots)
+
+
+@simulated(2)
+async def test_a_donor_that_refuses_at_once_is_asked_once_a_second(
+    c, s, a, b, monkeypatch
+):
+    async with a_run(c, s, a, b, timeouts=BOUNDS) as run:
+        asked_at, released = [], asyncio.Event()
+        answer = a.handlers["daskdl_snapshot"]
+
+        async def refusing(**fields):
+            asked_at.append(s.network.world.now)
+            if len(asked_at) < 5:
+                return {"status": "unknown", "reason": "it has gone"}
+            released.set()
+            return await answer(**fields)
+
+        monkeypatch.setitem(a.handlers, "daskdl_snapshot", refusing)
+        run.channels[0].serve_snapshot(applied_by(run.channels[0]))
+        _, newcomer = await run.newcomer(b)
+        joining = begin(newcomer.join)
+        await released.wait()
+        await wait_until(lambda: run.link(0).snapshot_requests)
+        run.channels[0].check()
+        await joining
+
+        pauses_s = np.diff(asked_at)
+        assert len(asked_at) == 5
+        assert pauses_s.min() > 0.9 * JOIN_PACE_S  # of virtual time

@@ -103,7 +103,7 @@ STEP_COLUMNS: Mapping[str, str] = {
     "epoch": "counted from 0",
     "step": "number of the step in this replica, counted from 1",
     "replica": "number of the replica",
-    "loss": "mean over the rows of this step",
+    "loss": "mean over the labels of this step; 0 if none counts",
     "learning_rate": "rate of the first parameter group in this step",
     "threshold": "threshold of the last exchange, mean over patterns, parameter units",
     "density": "parameters sent in this step / parameters; 1: sent whole; NaN: "
@@ -418,7 +418,7 @@ class LayerTable(_Table[LayerRow]):
 
 COLUMNS: Mapping[str, str] = {
     "epoch": "counted from 0",
-    "loss": "mean training loss, weighted by examples",
+    "loss": "mean training loss, weighted by the labels that count, or by examples",
     "examples": "examples trained on, by all replicas",
     "seconds": "from the end of the previous epoch to the end of this one",
     "examples_per_s": "examples / seconds",

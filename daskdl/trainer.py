@@ -163,7 +163,8 @@ class Trainer:
             `torch.amp.GradScaler` for each replica. Evaluation and prediction compute
             in the model's own dtype.
         accumulate: Batches of `batch_size` rows for each optimizer step; with a mean
-            loss the step equals that of one large batch.
+            loss the step equals that of one large batch, also if a loss of torch or
+            Keras ignores labels or has class weights.
         clip_grad_norm: Largest total norm of the gradients, > 0, applied after
             accumulation and before the optimizer step; None: no clipping.
         step: ``step(model, (x, y))`` returns the mean loss of a batch, a scalar tensor,
@@ -299,8 +300,8 @@ class Trainer:
                 are chosen at random from the trainer's seed, and not trained on.
             sample_weight: Weight of each row in the loss, >= 0, for data in memory: an
                 array, tensor or series. The loss of a step is the sum of weight * loss
-                over the sum of the weights; that of an epoch in the history is the mean
-                of its steps. `validation` may be (X, y, sample_weight) then; of a
+                over the sum of the weights, and so is that of an epoch in the history.
+                `validation` may be (X, y, sample_weight) then; of a
                 fraction of the rows, the weights count.
             shuffle: New random order in each epoch, from the seed. None: as in a
                 `DataLoader`, else True.

@@ -77,7 +77,8 @@ def columns_of(reports: Sequence[Report]) -> Columns:
     columns: Columns = dict(zip(names, values[1:].T, strict=True))
     change = dict(zip(names, np.diff(values, axis=0).T, strict=True))
     with np.errstate(divide="ignore", invalid="ignore"):
-        columns["loss"] = change["loss_sum"] / change["examples"]
+        weight = change["examples"] + change["excess"]
+        columns["loss"] = change["loss_sum"] / weight
         for rate, counter in RATES.items():
             columns[rate] = change[counter] / change["at_s"]
     return columns

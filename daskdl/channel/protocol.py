@@ -327,6 +327,7 @@ class TrainedWork(TypedDict):
     dropped: Natural
     logs: Mapping[str, tuple[float, Natural]]  # sum and rows, by name
     stop: str  # why a callback has stopped the fit; empty: none has
+    excess: float  # weight of the losses in their mean minus `examples`
 
 
 class ValidatedWork(TypedDict):
@@ -361,6 +362,7 @@ class LiveReport(NamedTuple):
     residual_norm: float = math.nan  # parameter units
     residual_p50: float = math.nan  # of abs(residual) / threshold
     residual_p99: float = math.nan
+    excess: float = 0.0  # weight of the losses in their mean minus `examples`
     waits_s: Mapping[str, float] = {}  # by WaitCause
 
 

@@ -175,13 +175,19 @@ def is_classification(output: Any, y: Tree) -> bool:
     )
 
 
-def label_weights(loss: Any, output: Any, y: Tree) -> Tensor | None:
-    """Return the weight of each class index in a mean loss; None: one for each row.
+def label_weights(loss: Any, y: Tree) -> Tensor | None:
+    """Return the weight of each label in a mean loss; None: all rows are equal.
 
-    It is 0 for ignored labels, and the weight of the class for others.
+    For class indices, it is 0 for ignored labels, and the weight of the class for
+    others.
     """
-    ignored, (output, y) = ignored_label(loss), aligned(loss, output, y)
-    if ignored is None or not is_classification(output, y):
+    ignored = None if isinstance(loss, ModelLoss) else ignored_label(loss)
+    if ignored is None or not isinstance(y, Tensor):
+        return None
+    if hasattr(loss, "aligned"):  # of Keras, which takes indices as floats too
+        if ignored < 0:  # and one-hot rows, where it ignores no class
+            return None
+    elif y.is_floating_point() or y.dtype == torch.bool:  # probabilities of classes
         return None
     counted: Tensor = y != ignored
     if isinstance(loss, functools.partial):
@@ -192,6 +198,29 @@ def label_weights(loss: Any, output: Any, y: Tree) -> Tensor | None:
         return counted
     weights: Tensor = weights_C.to(y.device).double()[y.where(counted, 0)] * counted
     return weights
+
+
+def batch_weight(loss: Any, y: Tree, rows: int) -> float:
+    """Return the weight of a batch in a mean over batches.
+
+    For a mean of class indices, it is the sum of the weights of the labels that count,
+    by which the mean divides. For other losses, it is the number of rows, since a mean
+    over the rows of all batches does not depend on the batch size then.
+
+    Example:
+        >>> y = torch.tensor([2, -100, -100])
+        >>> batch_weight(nn.CrossEntropyLoss(), y, 3), batch_weight(nn.MSELoss(), y, 3)
+        (1, 3)
+    """
+    weighted = isinstance(y, Weighted)
+    loss, labels = unweighted(loss), y.labels if weighted else y
+    weights = None if is_sum(loss) else label_weights(loss, labels)
+    if weighted:
+        weight: Tensor = y.weight
+        if weights is not None:
+            weight = weight.reshape(-1, *[1] * (weights.ndim - 1)) * weights
+        return float(weight.sum())
+    return rows if weights is None else weights.sum().item()
 
 
 def unweighted(loss: Any) -> Any:
@@ -261,9 +290,9 @@ class WeightedLoss(nn.Module):
         total = (losses * weight).sum()
         if self.reduction == "sum":
             return total, y.weight.sum()
-        labels = label_weights(self.loss, output, y.labels)
+        labels = label_weights(self.loss, y.labels)
         if labels is not None:
-            return total, (weight * labels).sum()
+            return total, (weight * labels.reshape(losses.shape)).sum()
         each = losses.numel() / max(rows, 1)  # losses of a row
         return total / each, y.weight.sum()
 

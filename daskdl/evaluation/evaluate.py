@@ -6,6 +6,8 @@ here, since replicas validate with them and do not load torchmetrics.
 """
 
 import contextlib
+import copy
+import functools
 import logging
 import math
 import operator
@@ -37,7 +39,7 @@ from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, OptionError
 from daskdl.evaluation.report import Evaluation
 from daskdl.history import check_log_names
-from daskdl.keras.compiled import resolved_loss
+from daskdl.keras.compiled import OutputLosses, resolved_loss
 from daskdl.losses import aligned, facts_of
 from daskdl.objective import (
     Logs,
@@ -459,30 +461,91 @@ def has_accuracy(loss: Any, output: Tree, y: Tree) -> bool:
     return bool(predicted[1].all())
 
 
+def mean_weights(loss: Objective, y: Tree, rows: int) -> list[float]:
+    """Return the weight of a batch for each term of a loss, see `batch_weight`.
+
+    A loss of several outputs has a term for each of them, others have one.
+    """
+    if isinstance(loss, OutputLosses):
+        return [
+            checks.batch_weight(own, labels, rows) for own, labels in loss.paired(y)
+        ]
+    return [checks.batch_weight(loss, y, rows)]
+
+
+def batch_mean(
+    loss: Loss, output: Any, y: Tree, weights: Sequence[float], totals: Sequence[float]
+) -> Tensor:
+    """Return the part of a batch in the mean loss over several batches.
+
+    Args:
+        loss: A mean or a sum over the labels of a batch.
+        output: Output of the model for the batch.
+        y: Labels of the batch.
+        weights: `mean_weights` of the batch. Where a weight is 0, the term is 0 and has
+            the gradient 0, though its mean over no label is NaN.
+        totals: Sum of `mean_weights` over all batches.
+    """
+    if not isinstance(loss, OutputLosses):
+        return _term(loss, output, y, weights[0], totals[0])
+    pairs = zip(loss.paired(output, "outputs"), loss.paired(y), strict=True)
+    terms = [(own, one, labels) for (own, one), (_, labels) in pairs]
+    return loss.combined(
+        [
+            _term(*term, weight, total)
+            for term, weight, total in zip(terms, weights, totals, strict=True)
+        ]
+    )
+
+
+def _term(loss: Any, output: Any, y: Tree, weight: float, total: float) -> Tensor:
+    if is_sum(loss):
+        total_loss: Tensor = loss(output, y)
+        return total_loss
+    if weight:
+        return shared(loss(output, y), weight, total)
+    if isinstance(loss, checks.WeightedLoss):
+        return loss.sums(output, y)[0] * 0
+    if isinstance(loss, nn.Module):
+        summed: Any = copy.copy(loss)  # replicas of a process share it
+        summed.reduction = "sum"
+    else:
+        summed = functools.partial(loss, reduction="sum")
+    # Not always 0: smoothed labels have a loss even if their class has the weight 0.
+    value: Tensor = summed(output, y)
+    return value / total if total else value * 0
+
+
+def shared(mean: Tensor, weight: float, total: float) -> Tensor:
+    """Return the part of a batch of some weight in the mean over all batches."""
+    # Not multiplied by weight / total: equal batches give exactly mean / k.
+    return mean if weight == total else mean / (total / weight)
+
+
 def _loss_sum(
     loss: Loss | None, output: Tree, y: Tree, rows: int
 ) -> tuple[float, float]:
-    """Return the sum of a batch's losses, and its weight minus its number of rows.
-
-    The mean loss of class indices divides by the class weights of the labels that are
-    not ignored, of which a row may have several. Weighting batches by rows instead
-    would make the total depend on the batch size, and NaN if all are ignored.
-    """
+    """Return the sum of a batch's losses, and its weight minus its number of rows."""
     if loss is None:
         return 0.0, 0.0
-    if isinstance(loss, checks.WeightedLoss):
-        if isinstance(y, Weighted):
-            total, weights = loss.sums(output, y)
-            return total.item(), weights.item() - rows
-        loss = loss.loss
-    weight: float = rows
-    labels = None if is_sum(loss) else checks.label_weights(loss, output, y)
-    if labels is not None:
-        weight = labels.sum().item()
-    if not weight:  # the loss is 0/0
-        return 0.0, -rows
-    value = loss(output, y).item()
-    return value * (1 if is_sum(loss) else weight), weight - rows
+    weights = mean_weights(loss, y, rows)
+    divisors = [own or 1 for own in weights]
+    value = batch_mean(loss, output, y, weights, divisors).item()
+    weight = loss_weight(weights, rows)
+    return value if is_sum(loss) else value * (weight or 1), weight - rows
+
+
+def loss_weight(weights: Sequence[float], rows: int) -> float:
+    """Return the weight of a mean loss in a mean over batches or steps.
+
+    Args:
+        weights: `mean_weights` of the batch, or their sum over those of a step. The sum
+            of several terms has no common weight, and counts by rows.
+        rows: Rows of the batch or step.
+    """
+    if len(weights) == 1:
+        return weights[0]
+    return rows if any(weights) else 0
 
 
 @contextlib.contextmanager

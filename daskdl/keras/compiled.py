@@ -210,14 +210,21 @@ class OutputLosses(nn.Module):
     @override
     def forward(self, input: Any, target: Any) -> Tensor:
         """Return the sum of the losses of all outputs that have one."""
-        both = self._each(input, "outputs"), self._each(target, "labels")
-        parts = zip(self.losses, self.weights, *both, strict=True)
-        terms = [
-            weight * loss(output, y)
-            for loss, weight, output, y in parts
-            if loss is not None
-        ]
-        total: Tensor = torch.stack(terms).sum()
+        both = self.paired(input, "outputs"), self.paired(target)
+        pairs = zip(*both, strict=True)
+        return self.combined([loss(output, y) for (loss, output), (_, y) in pairs])
+
+    def paired(self, tree: Any, what: str = "labels") -> list[tuple[nn.Module, Any]]:
+        """Return each loss with its labels, or its output."""
+        pairs = zip(self.losses, self._each(tree, what), strict=True)
+        return [(loss, leaf) for loss, leaf in pairs if loss is not None]
+
+    def combined(self, terms: Sequence[Tensor]) -> Tensor:
+        """Return the weighted sum of the results of the losses."""
+        pairs = zip(self.losses, self.weights, strict=True)
+        weights = [weight for loss, weight in pairs if loss is not None]
+        weighted = [w * term for w, term in zip(weights, terms, strict=True)]
+        total: Tensor = torch.stack(weighted).sum()
         return total
 
 

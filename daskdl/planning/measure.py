@@ -219,7 +219,7 @@ class StepBenchmark:
         x, y = self.spec.rows
         # The model would overfit a constant batch.
         drawn = self._random.integers(0, len(x), len(x))
-        loss = self._stepper.backward(
+        loss, _ = self._stepper.backward(
             [(torch.from_numpy(x[drawn]), torch.from_numpy(y[drawn]))]
         )
         if not math.isfinite(loss):

@@ -474,16 +474,21 @@ class Feed:
             read: Rows, before `transform`.
         """
         now = self.totals
-        loss = now.loss_sum / max(now.examples, 1)
         while self._leases and self._leases[0].end <= self._done:
             number, rows, end, skipped, reason = self._leases.popleft()
-            self._finished.append({"lease": number, "examples": rows, "loss": loss})
+            finished: FinishedLease = {
+                "lease": number,
+                "examples": rows,
+                "loss": now.loss,
+            }
+            self._finished.append(finished)
             beyond = (self._done - end) / max(read, 1)
             self._work = replace(
                 now,
                 loss_sum=now.loss_sum - beyond * (now.loss_sum - before.loss_sum),
                 examples=now.examples
                 - round(beyond * (now.examples - before.examples)),
+                excess=now.excess - beyond * (now.excess - before.excess),
                 skipped=skipped,
                 reason=reason,
             )

@@ -4,6 +4,7 @@ Also detects diverging losses, and explains divergence to the user.
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +16,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from daskdl.config import check_whole, is_number
-from daskdl.data.batching import Weighted, floating_dtype, length, to_device
+from daskdl.data.batching import (
+    floating_dtype,
+    inputs_to_device,
+    leaves,
+    length,
+    to_device,
+)
 from daskdl.data.checks import trainable
 from daskdl.errors import ModelError, OptionError, SaveError
-from daskdl.evaluation.evaluate import LogSums
+from daskdl.evaluation.evaluate import (
+    LogSums,
+    batch_mean,
+    loss_weight,
+    mean_weights,
+    shared,
+)
 from daskdl.objective import (
     Batch,
     Objective,
     OwnStep,
     Penalised,
-    batch_loss_and_logs,
-    is_sum,
+    call,
+    loss_and_logs,
     on_device,
+    scored,
 )
 from daskdl.training.base import check_like
 
@@ -216,6 +230,7 @@ class Symptoms:
         clip_grad_norm: Norm that gradients are clipped to; None: no clipping.
         event: Error of the exchange after the step; "": the loss is the problem, and
             the step was not made.
+        of_loss: Whether the loss is NaN for finite outputs of the model.
     """
 
     replica: int
@@ -234,6 +249,7 @@ class Symptoms:
     gradient_norm: float = math.nan
     clip_grad_norm: float | None = None
     event: str = ""
+    of_loss: bool = False
 
     @property
     def rising(self) -> bool:
@@ -274,7 +290,15 @@ def _course(s: Symptoms) -> str:
 
 
 def _hints(s: Symptoms) -> Iterator[str]:
-    if s.first is None:
+    if s.of_loss:
+        yield (
+            "the model's outputs are finite, so the loss itself is nan: perhaps no "
+            "label of this batch counts, and it divides 0 by 0; in a loss of your own, "
+            "divide by count.clamp(min=1); with a loss of torch, such a batch has the "
+            "weight 0: loss=torch.nn.CrossEntropyLoss(ignore_index=-1), or "
+            "loss=functools.partial(torch.nn.functional.cross_entropy, ignore_index=-1)"
+        )
+    elif s.first is None:
         yield (
             "nothing had been trained yet: look for NaN and infinity in X and y, and "
             "at the loss"
@@ -388,6 +412,13 @@ None, got torch.float64
             )
 
 
+class GroupLoss(NamedTuple):
+    """Loss of one optimizer step."""
+
+    loss: float  # 0 if no label counts
+    weight: float  # in the mean over steps, see `loss_weight`; 0 if no label counts
+
+
 class Stepper:
     """Makes the optimizer steps of a model.
 
@@ -407,6 +438,9 @@ class Stepper:
     ) -> None:
         self.logs = LogSums()
         self._module = module
+        # Labels are counted before they are moved.
+        counts = isinstance(objective, nn.Module) and device.type != "cpu"
+        self._counting = copy.deepcopy(objective) if counts else objective
         self._objective = on_device(objective, device)
         self._optimizer = optimizer
         self._stepping = stepping
@@ -426,30 +460,48 @@ class Stepper:
         scaling = stepping.autocast is torch.float16
         self._scaler = torch.amp.GradScaler(device.type) if scaling else None
 
-    def backward(self, group: BatchGroup) -> float:
+    def backward(self, group: BatchGroup) -> GroupLoss:
         """Compute the gradients of a group of batches; parameters are unchanged.
 
-        Each batch is weighted by its rows, or by their weights, so that a mean loss has
-        the gradients of one large batch.
+        Each batch is weighted by its labels that count, see `batch_mean`, so that a
+        mean loss has the gradients of one large batch.
         """
         self._optimizer.zero_grad(set_to_none=True)
-        sizes = [
-            y.weight.sum().item() if isinstance(y, Weighted) else length(x)
-            for x, y in group
+        rows = [length(x) for x, _ in group]
+        weights = [
+            mean_weights(self._counting, y, count)
+            for (_, y), count in zip(group, rows, strict=True)
         ]
-        total = sum(sizes) or 1  # without any weight, the losses are 0
-        each = zip(group, sizes, strict=True)
-        parts = [self._backward(batch, size, total) for batch, size in each]
+        totals = [sum(terms) for terms in zip(*weights, strict=True)]
+        parts = [
+            self._backward(batch, own, totals, count / sum(rows))
+            for batch, own, count in zip(group, weights, rows, strict=True)
+        ]
         # Read only at the end: reading waits for the accelerator.
-        return sum(float(part) for part in parts)
+        loss = sum(float(part) for part in parts)
+        return GroupLoss(loss, loss_weight(totals, sum(rows)))
 
-    def _backward(self, batch: Batch, size: float, total: float) -> Tensor:
-        rows = length(batch[0])
-        batch = to_device(*batch, self._device, self._dtype)
+    def _backward(
+        self,
+        batch: Batch,
+        weights: Sequence[float],
+        totals: Sequence[float],
+        share: float,
+    ) -> Tensor:
+        """Compute the gradients of a batch with a share of the rows of its group."""
+        rows, objective = length(batch[0]), self._objective
+        x, y = to_device(*batch, self._device, self._dtype)
         loss: Tensor
         with self._autocast:
             try:
-                loss, logs = batch_loss_and_logs(self._objective, self._module, batch)
+                if isinstance(objective, OwnStep):
+                    loss, logs = loss_and_logs(objective.function(self._module, (x, y)))
+                    if logs:
+                        self.logs.add(logs, rows)
+                    loss = shared(loss, weights[0], totals[0])
+                else:
+                    output = scored(call(self._module, x))
+                    loss = batch_mean(objective, output, y, weights, totals)
             except ValueError as error:
                 if rows == 1 and str(error).startswith(ONE_ROW):
                     raise ModelError(
@@ -459,14 +511,9 @@ class Stepper:
                         "batch_size > 1 that leaves none"
                     ) from error
                 raise
-            if logs:
-                self.logs.add(logs, rows)
-            if size and size != total and not is_sum(self._objective):
-                # Not multiplied by size / total: equal batches give exactly loss / k.
-                loss = loss / (total / size)
             penalty = None if self._penalty is None else self._penalty()
             if penalty is not None:
-                loss = loss + penalty * (size / total)
+                loss = loss + penalty * share
         if not loss.requires_grad:
             raise ModelError(
                 "the loss has no gradient: compute it from the model's output by "
@@ -476,6 +523,27 @@ class Stepper:
         scaled_loss = loss if self._scaler is None else self._scaler.scale(loss)
         scaled_loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def has_finite_outputs(self, group: BatchGroup) -> bool:
+        """Whether all outputs for a group are finite, after its loss is not.
+
+        Where the outputs are unknown, as with a step, the gradients have to be 0.
+        """
+        if isinstance(self._objective, OwnStep):
+            return self.gradient_norm() == 0
+        with torch.no_grad(), self._autocast:
+            outputs = [
+                scored(
+                    call(self._module, inputs_to_device(x, self._device, self._dtype))
+                )
+                for x, _ in group
+            ]
+        return all(
+            bool(leaf.isfinite().all())
+            for output in outputs
+            for leaf in leaves(output)
+            if isinstance(leaf, Tensor)
+        )
 
     def values(self) -> dict[str, Any]:
         """Return the state of the float16 loss scaler; empty without one."""

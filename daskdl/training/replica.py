@@ -431,9 +431,10 @@ class Replica:
         started = enter("exchange")
         exchange.before_step(self.interval)
         enter("compute")
-        loss = self.stepper.backward(group)
-        if not math.isfinite(loss) or self.watch.note(loss):
-            raise self._diverged(epoch, loss)
+        loss, weight = self.stepper.backward(group)
+        if weight and (not math.isfinite(loss) or self.watch.note(loss)):
+            of_loss = math.isnan(loss) and self.stepper.has_finite_outputs(group)
+            raise self._diverged(epoch, loss, of_loss=of_loss)
         callbacks, rate = self._spec.callbacks, math.nan
         if callbacks or self.steps + 1 >= self._log.next_step:
             scale = exchange.learning_rate_scale * exchange.rate_factor
@@ -463,8 +464,9 @@ class Replica:
             raise self._diverged(epoch, loss, str(error)) from None
         if sampled:
             self._layers.add(epoch, self.steps, exchange.residual_norms())
-        totals.loss_sum += loss * rows
+        totals.loss_sum += loss * weight
         totals.examples += rows
+        totals.excess += weight - rows
         now = enter("data")
         step_s = now - started
         if self.steps >= self._log.next_step and self._log.due(
@@ -488,6 +490,7 @@ class Replica:
             step=self.steps,
             loss_sum=float(before.loss_sum + totals.loss_sum),
             examples=int(before.examples + totals.examples),
+            excess=float(before.excess + totals.excess),
             sent_bytes=int(traffic.sent_bytes),
             received_bytes=int(traffic.received_bytes),
             learning_rate=float(self.rate.value),
@@ -737,8 +740,13 @@ class Replica:
 
     # ---- divergence
 
-    def _diverged(self, epoch: int, loss: float, event: str = "") -> DivergedError:
-        """Diagnose a step's loss, or the `event` reported by an exchange."""
+    def _diverged(
+        self, epoch: int, loss: float, event: str = "", *, of_loss: bool = False
+    ) -> DivergedError:
+        """Diagnose a step's loss, or the `event` reported by an exchange.
+
+        `of_loss` says whether the model's outputs are finite and the loss is NaN.
+        """
         exchange, stats = self.exchange, self.exchange.stats()
         symptoms = Symptoms(
             replica=self._number,
@@ -757,6 +765,7 @@ class Replica:
             gradient_norm=self.stepper.gradient_norm(),
             clip_grad_norm=self._spec.stepping.clip_grad_norm,
             event=event,
+            of_loss=of_loss,
         )
         return DivergedError(diagnosis(symptoms))
 

@@ -285,10 +285,18 @@ class EpochTotals:
     dropped: int = 0  # examples, with drop_last
     logs: Sums = field(default_factory=dict)  # what a step logs
     stop: str = ""  # why a callback has stopped the fit; empty: none has
+    excess: float = 0.0  # weight of the losses in their mean minus `examples`
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; NaN if no label counts."""
+        weight = self.examples + self.excess
+        return self.loss_sum / weight if weight else math.nan
 
     def to_wire(self) -> TrainedWork:
         """Return the sums as plain values."""
-        return cast(TrainedWork, {**vars(self), "loss_sum": float(self.loss_sum)})
+        sums = {"loss_sum": float(self.loss_sum), "excess": float(self.excess)}
+        return cast(TrainedWork, {**vars(self), **sums})
 
     def add(self, other: "EpochTotals") -> None:
         """Add the sums of another replica in place."""
@@ -300,6 +308,7 @@ class EpochTotals:
         self.dropped += other.dropped
         self.logs = added(self.logs, other.logs)
         self.stop = self.stop or other.stop
+        self.excess += other.excess
 
 
 class BestScore(NamedTuple):
@@ -435,10 +444,11 @@ def check_trained(epoch: int, reports: Reports) -> None:
 
 
 def training_loss(reports: Reports) -> float:
-    """Return the mean loss over the examples of an epoch; NaN if there are none."""
-    examples = sum(report.totals.examples for report in reports)
-    total = sum(report.totals.loss_sum for report in reports)
-    return total / examples if examples else math.nan
+    """Return the mean loss of an epoch; NaN if no label of its examples counts."""
+    totals = EpochTotals()
+    for report in reports:
+        totals.add(report.totals)
+    return totals.loss
 
 
 def validation(reports: Reports) -> dict[str, float]:

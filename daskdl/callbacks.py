@@ -50,7 +50,7 @@ class _StepFields(NamedTuple):
     replica: int
     epoch: int  # from 0
     number: int  # number of the step in this replica, from 1
-    loss: float  # mean over the rows of this step
+    loss: float  # mean over the labels of this step; 0 if none counts
     examples: int  # rows of this step, over all accumulated batches
     learning_rate: float  # rate of the first parameter group in this step, or NaN
 

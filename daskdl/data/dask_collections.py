@@ -3,16 +3,28 @@
 A part is a graph of tasks, which may depend on results held by the cluster.
 """
 
+import contextlib
+import copy
 import functools
+import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple, Self
 
+import dask
+import distributed
 import numpy as np
 from dask._task_spec import GraphNode, Task, TaskRef
+from dask.core import flatten
 from dask.delayed import Delayed, delayed
+from dask.highlevelgraph import HighLevelGraph
+from dask.tokenize import tokenize
+from distributed import Client
+from distributed.shuffle._core import P2PBarrierTask
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,6 +33,8 @@ from daskdl.data.batching import Rows, Tree
 from daskdl.data.source import Facts, Member, PartGraph, Source, culled
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
 from daskdl.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 Finish = Callable[..., Rows]  # takes the values of a part, and its number `part`
 
@@ -61,69 +75,258 @@ def is_lazy(value: Any) -> bool:
     return any(is_dask_array(x) or is_dask_frame(x) for x in batching.leaves(value))
 
 
-# ---- tasks
+# ---- one graph
 
 
-class Tasks:
-    """The graph of a collection, and the results on a cluster that it depends on.
+class Planned(NamedTuple):
+    """The optimized graph of all parts."""
 
-    Attributes:
-        done: All futures by key, which keep the results alive.
+    tasks: Mapping[Any, Any]  # and futures, by key
+    keys: Sequence[Any]  # of the parts
+    futures: Mapping[Any, Any]  # results on a cluster, which they keep alive, by key
+
+
+class Partitions:
+    """The partitions of several collections, computed from one graph.
+
+    The graph is optimized for all collections together: tasks that they share run once
+    for a part, so rows belong together even if a task is random. The parts are the
+    partitions that the user sees; Dask alone would fuse small partitions of Parquet
+    files, depending on the columns.
+
+    The graph is created when a part is needed, because Dask shuffles dataframes
+    differently on a cluster and in a process. A graph that cannot be cut into parts,
+    such as that of a peer-to-peer shuffle, is computed on the cluster, which holds the
+    results as long as this object exists.
+
+    Args:
+        collections: ``dask.array`` and ``dask.dataframe`` with equally many partitions;
+            or a single bag, or a single list of Delayed objects and futures.
     """
 
-    def __init__(self, graph: Mapping[Any, Any], done: Mapping[Any, Any]) -> None:
-        self.done = {**done, **_futures(graph)}
-        self._graph = {**graph, **dict.fromkeys(self.done)}
+    def __init__(self, *collections: Any) -> None:
+        self.collections = collections
+        self.parts = _number_of_partitions(collections[0])
+        self._lock = threading.Lock()
+        self._planned: Planned | None = None
+        self._tasks: Mapping[Any, Any] = {}  # with None for results on a cluster
 
-    def graph_of(self, member: Member) -> PartGraph:
-        """Return the tasks of one part, and the results that they depend on."""
-        keys = member.keys
-        own = culled(self._graph, keys)
-        done = {key: TaskRef(key) for key in own if key in self.done}
+    def place(self, client: Any) -> None:
+        """Create the graph, and compute it on the cluster if it cannot be cut.
+
+        Args:
+            client: False: parts are computed in this process.
+
+        Raises:
+            DataError: If only a cluster can compute the graph.
+        """
+        with self._lock:
+            planned = self._plan(client)
+            barrier = next(filter(_is_barrier, planned.tasks.values()), None)
+            if barrier is None:
+                return
+            if client is False:
+                raise DataError(
+                    f"the data depend on the peer-to-peer task {barrier.key!r}, which "
+                    "only a cluster can compute; pass its client, or persist() the data"
+                )
+            logger.info(
+                "the tasks of the data cannot be divided among %s parts: the cluster "
+                "computes all parts now and holds them",
+                self.parts,
+            )
+            self._set(_computed(_delayed(planned), client))
+
+    def delayed(self, client: Any) -> list[Any]:
+        """Return, for each part, the list of its partitions for a function of Dask's.
+
+        It is a Delayed list, or a list with a Delayed object.
+        """
+        with self._lock:
+            parts = _delayed(self._plan(client))
+        return parts if self._several else [[part] for part in parts]
+
+    def graph_of(
+        self, part: int, finish: Finish, name: str, rows: int | None
+    ) -> PartGraph:
+        """Return the tasks of a part, and the keys of the results that they need."""
+        with self._lock:
+            planned = self._plan(False)
+        key = planned.keys[part]
+        needed = culled(self._tasks, [key])
+        held = {key: TaskRef(key) for key in needed if key in planned.futures}
         # Tasks name results by their keys alone.
         graph = {
-            key: task.substitute(done) if isinstance(task, GraphNode) else task
-            for key, task in own.items()
-            if key not in done
+            key: task.substitute(held) if isinstance(task, GraphNode) else task
+            for key, task in needed.items()
+            if key not in held
         }
         asked = {
             k for task in graph.values() for k in getattr(task, "dependencies", ())
         }
         # `to_delayed` keeps only the keys of persisted results.
-        elsewhere = sorted((asked | set(keys)) - own.keys(), key=str)
-        return PartGraph(member.name, graph, (*done, *elsewhere), (member,))
+        elsewhere = sorted((asked | {key}) - needed.keys(), key=str)
+        finish = functools.partial(finish, part=part)
+        if self._several:
+            finish = functools.partial(_apply_to_list, finish)
+        member = Member(name, (key,), finish, rows)
+        return PartGraph(name, graph, (*held, *elsewhere), (member,))
 
     def result(self, key: Any) -> Any:
-        """Fetch a result to this process."""
-        if key not in self.done:
+        """Fetch a result on a cluster to this process."""
+        planned = self._planned
+        if planned is None or key not in planned.futures:
             raise DataError(
                 f"{key} is a result on a cluster and not in the graph; train there, "
                 "with client=, or use to_delayed(optimize_graph=False)"
             )
-        return self.done[key].result()
+        return planned.futures[key].result()
 
-    def __or__(self, other: "Tasks") -> "Tasks":
-        return Tasks({**self._graph, **other._graph}, {**self.done, **other.done})
+    @property
+    def _several(self) -> bool:
+        """Whether the value of a part is a list of partitions."""
+        return len(self.collections) > 1
+
+    def _plan(self, client: Any) -> Planned:
+        if self._planned is None:
+            with _methods_of(client):
+                self._set(_planned(self.collections))
+        assert self._planned is not None
+        return self._planned
+
+    def _set(self, planned: Planned) -> None:
+        self._planned = planned
+        self._tasks = {**planned.tasks, **dict.fromkeys(planned.futures)}
 
 
-def tasks_of(collection: Any) -> tuple[Tasks, list[Any]]:
-    """Return the optimized tasks of a collection, and the key of each partition.
-
-    A ``dask.array`` has one block per row of blocks.
-    """
+def _number_of_partitions(collection: Any) -> int:
     if isinstance(collection, list):
-        layers: dict[Any, Mapping[Any, Any]] = {}  # that Delayed objects may share
-        for part in collection:
-            if not is_future(part):
-                graph = part.__dask_graph__()
-                layers |= getattr(graph, "layers", None) or {id(graph): graph}
-        tasks = {key: task for layer in layers.values() for key, task in layer.items()}
-        done = {part.key: part for part in collection if is_future(part)}
-        return Tasks(tasks, done), [part.key for part in collection]
-    parts = list(np.ravel(collection.to_delayed()))
+        return len(collection)
+    if is_dask_array(collection):
+        return int(collection.numblocks[0])
+    return int(collection.npartitions)
+
+
+def _apply_to_list(finish: Callable[[Any], Rows], values: list[Any]) -> Rows:
+    (partitions,) = values
+    return finish(partitions)
+
+
+def _is_barrier(task: Any) -> bool:
+    return isinstance(task, P2PBarrierTask)
+
+
+@contextlib.contextmanager
+def _methods_of(client: Any) -> Iterator[None]:
+    """Let Dask choose how to shuffle: peer-to-peer on a cluster alone."""
+    if client is not False:
+        with client.as_current():
+            yield
+        return
+    setting = "dataframe.shuffle.method"
+    with dask.config.set({setting: dask.config.get(setting, None) or "disk"}):
+        yield
+
+
+def _delayed(planned: Planned) -> list[Delayed]:
+    layer = f"parts-{tokenize(planned.keys)}"
+    graph = HighLevelGraph.from_collections(layer, planned.tasks, dependencies=())
+    return [Delayed(key, graph, layer=layer) for key in planned.keys]
+
+
+def _computed(parts: Sequence[Delayed], client: Any) -> Planned:
+    """Compute parts on a cluster, and wait for them."""
+    futures = client.compute(parts)
+    with client.as_current():
+        distributed.wait(futures)
+    for future in futures:
+        if future.status != "finished":
+            future.result()  # raises
+    held = {future.key: future for future in futures}
+    return Planned(held, list(held), held)
+
+
+def _planned(collections: Sequence[Any]) -> Planned:
+    (first, *others) = collections
+    if isinstance(first, list):
+        return _planned_list(first)
+    if others:
+        return _planned_columns(collections)
+    if is_dask_frame(first):
+        return _planned_frame(first)
+    graph, keys = first.__dask_graph__(), list(flatten(first.__dask_keys__()))
+    tasks = dict(first.__dask_optimize__(graph, keys))
     # The optimized graph lacks the futures of persisted results.
-    done = _futures(collection.__dask_graph__())
-    return Tasks(dict(parts[0].__dask_graph__()), done), [part.key for part in parts]
+    return Planned(tasks, keys, _futures(graph))
+
+
+def _planned_list(parts: Sequence[Any]) -> Planned:
+    layers: dict[Any, Mapping[Any, Any]] = {}  # that Delayed objects may share
+    for part in parts:
+        if not is_future(part):
+            graph = part.__dask_graph__()
+            layers |= getattr(graph, "layers", None) or {id(graph): graph}
+    tasks = {key: task for layer in layers.values() for key, task in layer.items()}
+    tasks |= {part.key: part for part in parts if is_future(part)}
+    keys = [part.key for part in parts]
+    return Planned(culled(tasks, keys), keys, _futures(tasks))
+
+
+def _planned_frame(frame: Any) -> Planned:
+    """Optimize a dataframe as Dask does, without fusing its partitions."""
+    optimized = frame.expr.simplify().lower_completely().simplify().fuse()
+    tasks = dict(optimized.__dask_graph__())
+    keys = list(optimized.__dask_keys__())
+    return Planned(tasks, keys, _futures(frame.__dask_graph__()))
+
+
+def _planned_columns(collections: Sequence[Any]) -> Planned:
+    """Plan several arrays and dataframes; a part is the list of their partitions."""
+    frames = [one for one in collections if is_dask_frame(one)]
+    arrays = [one for one in collections if is_dask_array(one)]
+    tables = Planned({}, [], {})
+    if frames:
+        import dask.dataframe
+
+        # As one expression: Dask optimizes expressions one by one.
+        together = dask.dataframe.map_partitions(
+            _listed,
+            *frames,
+            meta=frames[0]._meta,
+            enforce_metadata=False,
+            align_dataframes=False,
+        )
+        tables = _planned_frame(together)
+    if not arrays:
+        return tables
+    graph = HighLevelGraph.merge(*(array.__dask_graph__() for array in arrays))
+    blocks = [list(flatten(array.__dask_keys__())) for array in arrays]
+    tasks = {
+        **tables.tasks,
+        **arrays[0].__dask_optimize__(graph, list(flatten(blocks))),
+    }
+    columns = [tables.keys, *blocks] if frames else blocks
+    name = f"part-{tokenize(columns)}"
+    places = sorted(
+        range(len(collections)), key=lambda i: is_dask_array(collections[i])
+    )
+    keys = []
+    for part, values in enumerate(zip(*columns, strict=True)):
+        keys.append((name, part))
+        references = [TaskRef(value) for value in values]
+        tables_, *blocks_ = references if frames else [[], *references]
+        tasks[keys[-1]] = Task(keys[-1], _in_order, places, tables_, *blocks_)
+    return Planned(tasks, keys, {**tables.futures, **_futures(graph)})
+
+
+def _listed(*values: Any) -> list[Any]:
+    return list(values)
+
+
+def _in_order(places: Sequence[int], tables: list[Any], *blocks: Any) -> list[Any]:
+    """Put tables and blocks in the order of the collections that they come from."""
+    values = zip(places, [*tables, *blocks], strict=True)
+    return [value for _, value in sorted(values, key=itemgetter(0))]
 
 
 def _futures(graph: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -155,35 +358,36 @@ def _inside(task: Any) -> Iterator[Any]:
 
 
 class Collections(Source):
-    """Parts computed by tasks: `finish` makes rows from the values of a part's keys."""
+    """Parts of collections: `finish` makes rows from the partitions of a part."""
 
     apart = True
     given = True
 
     def __init__(
         self,
-        tasks: Tasks,
-        keys: Sequence[tuple[Any, ...]],
+        partitions: Partitions,
         finish: Finish,
         lengths: Sequence[int] | None = None,
         first: Rows | None = None,
     ) -> None:
-        self.parts = len(keys)
+        self.partitions = partitions
+        self.parts = partitions.parts
         self.lengths = lengths
         self.first = first
         self.finish = finish
-        self._tasks = tasks
-        self._keys = keys
         self._graphs: dict[int, PartGraph] = {}
-        self._counted: Sequence[int | None] = [None] * len(keys)
+        self._counted: Sequence[int | None] = [None] * self.parts
+
+    @override
+    def prepare(self, client: Client | Literal[False]) -> None:
+        self.partitions.place(client)
 
     @override
     def packed(self, part: int) -> PartGraph:
         if part not in self._graphs:
-            finish = functools.partial(self.finish, part=part)
-            name, rows = self.name(part), self._counted[part]
-            member = Member(name, self._keys[part], finish, rows)
-            self._graphs[part] = self._tasks.graph_of(member)
+            self._graphs[part] = self.partitions.graph_of(
+                part, self.finish, self.name(part), self._counted[part]
+            )
         return self._graphs[part]
 
     @override
@@ -193,7 +397,7 @@ class Collections(Source):
     @override
     def load(self, part: int) -> Rows:
         graph = self.packed(part)
-        return graph.rows({key: self._tasks.result(key) for key in graph.needs})
+        return graph.rows({key: self.partitions.result(key) for key in graph.needs})
 
     @override
     def known(self, facts: Sequence[Facts]) -> Self:
@@ -201,6 +405,55 @@ class Collections(Source):
         whole._counted = [fact.rows for fact in facts]
         whole._graphs = {}
         return whole
+
+    def finished(self, finish: Finish) -> Self:
+        """Return the same parts, from which another function makes rows."""
+        other = copy.copy(self)
+        other.finish = finish
+        other._graphs = {}
+        return other
+
+    def beside(self, keys: Any) -> Self:
+        """Return the same rows, computed together with a collection of their keys."""
+        other = self.finished(KeysBeside(self.finish))
+        other.partitions = Partitions(*self.partitions.collections, keys)
+        return other
+
+
+@dataclass(frozen=True)
+class Share:
+    """Makes one of two shares of the rows of each part, which are drawn at random."""
+
+    finish: Finish  # makes all rows of a part
+    fraction: float  # of the rows that are in the second share
+    seed: int
+    second: bool
+
+    def __call__(self, values: list[Any], part: int) -> Rows:
+        """Return the share of a part; rows keep their order."""
+        rows = self.finish(values, part=part)
+        generator = np.random.default_rng([self.seed, part])
+        drawn = generator.random(batching.length(rows)) < self.fraction
+        return batching.rows(rows, drawn if self.second else ~drawn)
+
+
+@dataclass(frozen=True)
+class KeysBeside:
+    """Makes rows from partitions of which the last has the keys of the rows."""
+
+    finish: Finish  # makes rows from the others
+
+    def __call__(self, values: list[Any], part: int, keep_keys: bool = False) -> Rows:
+        """Return rows (x, y), or ((x, keys), y) to keep the keys as a list."""
+        *others, last = values
+        keys = last.tolist() if hasattr(last, "tolist") else list(last)
+        x, y = rows = self.finish(others, part=part)
+        if len(keys) != batching.length(rows):
+            raise DataError(
+                f"part {part} has {batching.length(rows)} rows and {len(keys)} keys; "
+                "take key from the same collection as X, or partition it like X"
+            )
+        return ((x, keys), y) if keep_keys else rows
 
 
 def _as_array(
@@ -259,13 +512,11 @@ def columns(x: Tree, y: Tree) -> Collections:
         classes[name], row = _checked(value, name)
         zeros.append(row)
     aligned, lengths = _aligned(named)
-    tasks, keys = zip(*map(tasks_of, aligned), strict=True)
     first = None
     if all(row is not None for row in zeros):
         first = batching.filled((x, y), zeros)
     source = Collections(
-        functools.reduce(Tasks.__or__, tasks),
-        list(zip(*keys, strict=True)),
+        Partitions(*aligned),
         _Columns(batching.filled((x, y), named), classes, lengths),
         lengths,
         first,
@@ -302,7 +553,11 @@ def _aligned(named: Mapping[str, Any]) -> tuple[Sequence[Any], tuple[int, ...] |
     tables.check_lengths({name: sum(rows) for name, rows in chunks.items()})
     lengths = next(iter(chunks.values()), None)
     if len(chunks) == len(named):
-        return [value.rechunk({0: lengths}) for value in named.values()], lengths
+        # By tasks: a peer-to-peer rechunk could not be cut into parts.
+        rechunked = [
+            value.rechunk({0: lengths}, method="tasks") for value in named.values()
+        ]
+        return rechunked, lengths
     counts = {
         name: int(value.numblocks[0] if is_dask_array(value) else value.npartitions)
         for name, value in named.items()
@@ -339,8 +594,7 @@ def pairs(parts: Any) -> Collections:
 
     Examples and rows are pairs (x, y), or x alone.
     """
-    tasks, keys = tasks_of(parts)
-    return Collections(tasks, [(key,) for key in keys], _Pairs(is_bag(parts)))
+    return Collections(Partitions(parts), _Pairs(is_bag(parts)))
 
 
 def paired(X: Any, y: Any) -> Any:

@@ -294,6 +294,7 @@ class DataPlacement:
         self._futures: dict[int, Future] = {}  # by part
         self._client = client
         self._bound = bound
+        source.prepare(client)
         if source.apart:
             with contextlib.ExitStack() as unless_complete:
                 unless_complete.callback(self.release)  # also after Ctrl-C
@@ -463,6 +464,7 @@ def map_parts(
     numbers = iter(range(source.parts) if parts is None else parts)
     stays = client is False or (source.here and not send)
     found = None if stays else client or running_client()
+    source.prepare(found or False)
     if found is None:
         for part in numbers:
             yield part, function(source, part)

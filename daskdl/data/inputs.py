@@ -24,6 +24,7 @@ from daskdl.data import batching, tables
 from daskdl.data.batching import Batch, Transform, Tree, Weighted
 from daskdl.data.checks import UNREADABLE, is_left_out, join_readable, load_each
 from daskdl.data.dask_collections import (
+    Share,
     columns,
     is_bag,
     is_dask_frame,
@@ -502,7 +503,8 @@ def split_rows(
 
     X and y are arrays, tensors, tables, Dask arrays and dataframes in tuples and dicts,
     or X is a dataset with a length. The result is two pairs (x, y) of the same types;
-    rows keep their order, and `fraction` of them are in the second.
+    rows keep their order, and `fraction` of them are in the second. Dask dataframes
+    become sources of the same partitions, whose rows are split when they are computed.
 
     Example:
         >>> rest, chosen = split_rows(np.arange(4), None, 0.25, seed=0)
@@ -533,11 +535,12 @@ def split_rows(
         return (rest, y), (chosen, y)
     leaves = batching.named_both((X, y))
     if leaves and all(map(is_dask_frame, leaves.values())):
-        shares = [1 - fraction, fraction]
-        split = [leaf.random_split(shares, seed) for leaf in leaves.values()]
-        rest, chosen = (
-            batching.filled((X, y), one) for one in zip(*split, strict=True)
+        whole = columns(X, y)
+        shares = (
+            whole.finished(Share(whole.finish, fraction, seed, second))
+            for second in (False, True)
         )
+        rest, chosen = ((share, None) for share in shares)
         return rest, chosen
     for name, leaf in leaves.items():
         listed = isinstance(leaf, list) and not is_lazy_list(leaf)

@@ -9,10 +9,11 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from dask._task_spec import convert_legacy_graph, execute_graph
 from dask.optimization import cull
+from distributed import Client
 from typing_extensions import override
 
 from daskdl.data import batching
@@ -145,6 +146,12 @@ class Source(ABC):
             raise NotImplementedError(f"{type(self).__name__} needs stream")
         yield self.load_counted(part)
 
+    def prepare(self, client: Client | Literal[False]) -> None:  # noqa: B027
+        """Prepare to load parts on a cluster, or False: in this process.
+
+        Called before the first part is loaded or sent, and maybe again.
+        """
+
     def packed(self, part: int) -> Rows | PartGraph:
         """Return the content to send for a part, if parts are sent `apart`."""
         return self.load_counted(part)
@@ -196,6 +203,10 @@ class Together(Source):
     @override
     def load(self, part: int) -> Rows:
         return batching.joined(list(map(self._source.load_counted, self._groups[part])))
+
+    @override
+    def prepare(self, client: Client | Literal[False]) -> None:
+        self._source.prepare(client)
 
     @override
     def packed(self, part: int) -> Rows | PartGraph:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, overload
 
-import dask
 import numpy as np
 import torch
 from dask.delayed import delayed
@@ -41,9 +40,10 @@ from daskdl.evaluation.evaluate import (
 )
 from daskdl.evaluation.report import Table, Text, as_text, decimals
 from daskdl.inference.lazy import (
+    Ask,
     Examples,
-    collection_of_examples,
     lazy_outputs,
+    partition_outputs,
     with_first_rows,
 )
 from daskdl.keras.module import CrossEntropyOfProbabilities
@@ -76,22 +76,23 @@ def score_examples(
                 "computed later"
             )
     with client_or_process(client) as found:
-        source = _source(model, objective, X, y, read, found, key, classes)
+        source = _source(model, objective, X, y, read, found, key, keys, classes)
         if keys is not None:
             keys.check(source)
         here = found is False and not dask_collections.is_lazy(X)
         scorer = _scorer(model, objective, source, read, penalty=penalty, here=here)
         if isinstance(source, Collections) and dask_collections.is_lazy(X):
             losses = scorer.checked_losses
-            scores = lazy_outputs(X, source, losses, np.zeros(0), found, y)
-        else:
-            parts = dict(map_split(source, scorer, found))
-            warn_of_unscored(read, [part for part in parts if not len(parts[part])])
-            for part, rows in enumerate(source.lengths or ()):
-                unread = np.full(rows - len(parts[part]), np.nan)
-                parts[part] = np.concatenate([parts[part], unread])
-            in_order = (parts[part] for part in sorted(parts))
-            scores = _like(X, np.concatenate([np.zeros(0), *in_order]))
+            if keys is not None:
+                return keys.index_lazily(source, losses, found)
+            return lazy_outputs(X, source, losses, np.zeros(0), found)
+        parts = dict(map_split(source, scorer, found))
+        warn_of_unscored(read, [part for part in parts if not len(parts[part])])
+        for part, rows in enumerate(source.lengths or ()):
+            unread = np.full(rows - len(parts[part]), np.nan)
+            parts[part] = np.concatenate([parts[part], unread])
+        in_order = (parts[part] for part in sorted(parts))
+        scores = _like(X, np.concatenate([np.zeros(0), *in_order]))
     return scores if keys is None else keys.index(scores)
 
 
@@ -113,19 +114,18 @@ def worst_examples(
     X, y, read = unified(X, y, read)
     X, keys = keys_apart(X, key)
     with client_or_process(client) as found:
-        source = _source(model, objective, X, y, read, found, key, classes)
-        keyed = key is True
+        source = _source(model, objective, X, y, read, found, key, keys, classes)
+        keyed = key is True or (keys is not None and keys.lazy)
         if isinstance(source, Examples):  # the first example shows if there are keys
             keyed, source = bool(source.reader.keyed), source.stacked()
-        if keyed:
-            bag = X if dask_collections.is_bag(X) else collection_of_examples(X, True)
-            keys = Keys(bag.map(operator.itemgetter(0)))
+        if keyed and isinstance(source, Collections):
+            source = source.finished(functools.partial(source.finish, keep_keys=True))
         if keys is not None:
             keys.check(source)
         scorer = _scorer(
             model, objective, source, read, wrong_only=wrong_only, here=found is False
         )
-        finding = functools.partial(_worst_of_part, scorer, top, wrong_only)
+        finding = functools.partial(_worst_of_part, scorer, top, wrong_only, keyed)
         rows: dict[int, int] = {}
         worst: list[Found] = []
         for part, (count, more) in map_split(source, finding, found):
@@ -136,12 +136,13 @@ def worst_examples(
         if keys is not None:
             keys.check_count(sum(lengths))
         starts = [0, *itertools.accumulate(lengths)]
-        places = [(p, one.row, starts[p] + one.row) for p, one in worst]
-        own = [None] * len(worst) if keys is None else keys.of(places, found)
-        located = (
-            replace(one, number=None if source.sequential else number, key=key)
-            for (_, one), (*_, number), key in zip(worst, places, own, strict=True)
-        )
+        located = []
+        for part, example in worst:
+            number = starts[part] + example.row
+            if keys is not None and not keys.lazy:
+                example = replace(example, key=keys.values[number])
+            shown = None if source.sequential else number
+            located.append(replace(example, number=shown))
         return WorstExamples(tuple(located), total, source.classes or classes)
 
 
@@ -153,6 +154,7 @@ def _source(
     read: ReadOptions,
     client: Client | Literal[False],
     key: Any,
+    keys: "Keys | None",
     classes: Sequence[str] | None,
 ) -> Source:
     """Return a source with rows for a dry run; `Examples` for bags and lists."""
@@ -165,6 +167,8 @@ def _source(
         source = Examples(X, key if isinstance(key, bool) else None)
         if read.skips:
             source = source.stacked()
+    if keys is not None and keys.lazy and isinstance(source, Collections):
+        source = source.beside(keys.values)
     if read.skips:
         return infer_metadata(source, client, skips=True)
     return with_first_rows(source, client)
@@ -550,49 +554,45 @@ class Keys:
                 f"{rows} rows"
             )
 
+    @property
+    def lazy(self) -> bool:
+        """Whether the keys are a Dask collection."""
+        return not isinstance(self.values, list)
+
     def index(self, scores: Any) -> Any:
-        """Return scores as a series indexed by key, lazy if the keys are."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise OptionError(
-                "scores by key are a pandas.Series; pip install 'daskdl[dataframe]'"
-            ) from error
-        if isinstance(self.values, list):
-            self.check_count(len(scores))
-            return _series(scores, self.values, self.name)
+        """Return scores as a series indexed by keys in memory."""
+        _check_pandas()
+        self.check_count(len(scores))
+        return _series(scores, self.values, self.name)
+
+    def index_lazily(
+        self, source: Collections, losses: Ask, client: Client | Literal[False]
+    ) -> Any:
+        """Return the scores of a source beside which these keys are, lazily."""
+        _check_pandas()
         import dask.dataframe
+        import pandas
 
         meta = self.values._meta
         name = getattr(meta, "name", None)
         index = pandas.Index([], dtype=meta.dtype, name=name)
-        make = delayed(_series, pure=False)
-        parts = zip(_partitions(scores), _partitions(self.values), strict=True)
+        make = delayed(_series_of_part, pure=False)
+        scores = partition_outputs(source, losses, client)
+        parts = zip(scores, source.partitions.delayed(client), strict=True)
         return dask.dataframe.from_delayed(
             [make(*part, name) for part in parts],
             meta=pandas.Series([], index, dtype=np.float64, name="score"),
             verify_meta=False,
         )
 
-    def of(
-        self, places: Sequence[tuple[int, int, int]], client: Client | Literal[False]
-    ) -> list[Any]:
-        """Return the keys of examples at (part, row of the part, row of the data).
 
-        Computes the partitions of keys that are needed.
-        """
-        if isinstance(self.values, list):
-            return [self.values[number] for _, _, number in places]
-        rows: dict[int, list[int]] = {}
-        for part, row, _ in places:
-            rows.setdefault(part, []).append(row)
-        take = delayed(_take, pure=False)
-        parts = _partitions(self.values)
-        tasks = [take(parts[part], own) for part, own in rows.items()]
-        scheduler = "synchronous" if client is False else client
-        taken = dask.compute(*tasks, scheduler=scheduler)
-        keys = {part: iter(own) for part, own in zip(rows, taken, strict=True)}
-        return [next(keys[part]) for part, _, _ in places]
+def _check_pandas() -> None:
+    try:
+        import pandas  # noqa: F401
+    except ImportError as error:
+        raise OptionError(
+            "scores by key are a pandas.Series; pip install 'daskdl[dataframe]'"
+        ) from error
 
 
 def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
@@ -653,7 +653,7 @@ def _cut_alike(X: Any, key: Any) -> Any:
                 f"key must have one value for each row, got {len(key)} for "
                 f"{len(first)} rows"
             )
-        return key.rechunk({0: first.chunks[0]})
+        return key.rechunk({0: first.chunks[0]}, method="tasks")
     if key.numblocks[0] != first.numblocks[0]:
         raise DataError(
             "key must have the blocks of X if their lengths are unknown, got "
@@ -662,8 +662,9 @@ def _cut_alike(X: Any, key: Any) -> Any:
     return key
 
 
-def _partitions(collection: Any) -> list[Any]:
-    return list(np.ravel(collection.to_delayed()))
+def _series_of_part(outputs: Sequence[np.ndarray], values: list[Any], name: Any) -> Any:
+    """Return the scores of a part, whose last value are its keys."""
+    return _series(outputs[0], values[-1], name)
 
 
 def _series(scores: Any, keys: Any, name: Any) -> Any:
@@ -671,16 +672,6 @@ def _series(scores: Any, keys: Any, name: Any) -> Any:
 
     index = pandas.Index(keys, name=name, tupleize_cols=False)
     return pandas.Series(np.asarray(scores), index, name="score")
-
-
-def _take(values: Any, rows: list[int]) -> list[Any]:
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
-    if max(rows) >= len(values):
-        raise DataError(
-            f"key has {len(values)} values in a part that had at least {max(rows) + 1} "
-            "rows; it must have the partitions of the data, and not change"
-        )
-    return [values[row] for row in rows]
 
 
 # ---- the worst
@@ -797,10 +788,42 @@ class WorstExamples(Sequence[WorstExample]):
 Found = tuple[int, WorstExample]  # the part, and an example of it
 
 
+class _WithoutKeys(Source):
+    """A part of another source whose inputs are (x, keys); collects the keys."""
+
+    parts = 1
+    lengths = None
+    first = None
+
+    def __init__(self, source: Source) -> None:
+        self.keys: list[Any] = []  # of the rows that have been loaded
+        self._source = source
+
+    @override
+    def name(self, part: int) -> str:
+        return self._source.name(part)
+
+    @override
+    def load(self, part: int) -> Rows:
+        (x, keys), y = self._source.load(part)
+        self.keys += keys
+        return x, y
+
+
 def _worst_of_part(
-    scorer: ExampleScorer, top: int, wrong_only: bool, source: Source, part: int
+    scorer: ExampleScorer,
+    top: int,
+    wrong_only: bool,
+    keyed: bool,
+    source: Source,
+    part: int,
 ) -> tuple[int, list[Found]]:
-    """Return the number of rows of a part that were scored, and the worst of them."""
+    """Return the number of rows of a part that were scored, and the worst of them.
+
+    If `keyed`, the inputs of the source are (x, keys).
+    """
+    without = _WithoutKeys(source) if keyed else None
+    source = without or source
     count, found = 0, list[Found]()
     for start, rows in scorer.rows(source, part):
         losses, ignored, labels, predicted, chances = scorer.scored(rows, predict=True)
@@ -814,6 +837,7 @@ def _worst_of_part(
                 float(losses[i]),
                 source.name(part),
                 start + i,
+                key=None if without is None else without.keys[start + i],
                 label=None if labels is None else int(labels[i]),
                 predicted=None if predicted is None else int(predicted[i]),
                 probability=None if chances is None else float(chances[i]),

@@ -8,7 +8,6 @@ import copy
 import dataclasses
 import datetime
 import functools
-import math
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -128,15 +127,19 @@ class ExampleReader:
                 outputs[place] = batching.rows(rows, row)
         return outputs if keys is None else list(zip(keys, outputs, strict=True))
 
-    def stacked(self, values: list[Any], part: int) -> Rows:
-        """Return the rows of a part whose examples are of one shape, without keys."""
+    def stacked(self, values: list[Any], part: int, keep_keys: bool = False) -> Rows:
+        """Return the rows of a part whose examples are of one shape.
+
+        The keys are dropped, or kept as a list: rows are then ((x, keys), y).
+        """
         (value,) = values
         if not (self.bag or self.keyed or isinstance(value, list)):
             return self.rows(values, part)
-        name, examples = f"part {part}", list(value)
+        name, examples, keys = f"part {part}", list(value), list[Any]()
         if self.keyed:
-            _, examples = split_keys(examples, name)
-        return dask_collections.stacked(examples, name)
+            keys, examples = split_keys(examples, name)
+        x, y = dask_collections.stacked(examples, name)
+        return ((x, keys), y) if keep_keys else (x, y)
 
     def first_rows(self, value: Any, part: int) -> tuple[Rows | None, bool]:
         """Return rows for a dry run, if the part has any, and whether it has keys."""
@@ -185,13 +188,13 @@ class Examples(Collections):
 
     def __init__(self, collection: Any, keyed: bool | None) -> None:
         pairs, bag = dask_collections.pairs(collection), is_bag(collection)
-        super().__init__(pairs._tasks, pairs._keys, _unread)
+        super().__init__(pairs.partitions, _unread)
         self.reader = ExampleReader(pairs.finish, bag, keyed)
 
     def stacked(self) -> Collections:
         """Return the same data for examples of one shape: parts have rows."""
         finish = self.reader.stacked
-        return Collections(self._tasks, self._keys, finish, first=self.first)
+        return Collections(self.partitions, finish, first=self.first)
 
 
 def with_first_rows(source: S, client: Client | Literal[False]) -> S:
@@ -271,11 +274,7 @@ def _joined(
 
 
 def partition_outputs(
-    X: Any,
-    source: Collections,
-    ask: Ask,
-    client: Client | Literal[False],
-    y: Any = None,
+    source: Collections, ask: Ask, client: Client | Literal[False]
 ) -> list[Delayed]:
     """Return the outputs of each partition, Delayed; see `lazy_outputs`.
 
@@ -286,33 +285,19 @@ def partition_outputs(
     reader = source.reader if isinstance(source, Examples) else None
     task = delayed(_outputs_of_part, pure=False)
     return [
-        task(shared, reader or source.finish, part, *values, dask_key_name=(name, part))
-        for part, values in enumerate(zip(*_partitions(X, y), strict=True))
+        task(shared, reader or source.finish, part, values, dask_key_name=(name, part))
+        for part, values in enumerate(source.partitions.delayed(client))
     ]
 
 
 def _outputs_of_part(
-    ask: Packed[Ask], reader: ExampleReader | Finish, part: int, *values: Any
+    ask: Packed[Ask], reader: ExampleReader | Finish, part: int, values: list[Any]
 ) -> Any:
     with error_context(f"in part {part}"):
         if isinstance(reader, ExampleReader):
             return reader.outputs(ask.shared(), values[0], part)
-        rows = reader(list(values), part)
+        rows = reader(values, part)
         return batching.leaves(ask.shared()(iter([rows])))
-
-
-def _partitions(X: Any, y: Any) -> list[Sequence[Any]]:
-    """Return the partitions of each collection, Delayed or futures."""
-    if isinstance(X, list):
-        return [X]
-    if is_bag(X):
-        return [X.to_delayed()]
-    leaves = list(batching.named_both((X, y)).values())
-    first = leaves[0]
-    if is_dask_array(first) and not math.isnan(first.shape[0]):
-        rows = {0: first.chunks[0]}
-        leaves = [own.rechunk(rows) if is_dask_array(own) else own for own in leaves]
-    return [list(np.ravel(own.to_delayed())) for own in leaves]
 
 
 # ---- collections of outputs
@@ -324,7 +309,6 @@ def lazy_outputs(
     ask: Ask,
     empty: Tree,
     client: Client | Literal[False],
-    y: Any = None,
     names: Sequence[Any] | None = None,
 ) -> Any:
     """Apply a function to a collection, lazily.
@@ -332,13 +316,14 @@ def lazy_outputs(
     The cluster holds `ask` as long as the result lives. `names` become the columns of a
     single table with as many columns.
     """
-    parts = partition_outputs(X, source, ask, client, y)
+    parts = partition_outputs(source, ask, client)
     if isinstance(source, Examples):
         return collection_of_examples(parts, bag=is_bag(X))
     first = batching.leaves(X)[0]
     if is_dask_array(first):
         return collection_of_arrays(parts, empty, first.chunks[0])
-    return collection_of_tables(parts, empty, first, names)
+    values = source.partitions.delayed(client)
+    return collection_of_tables(parts, empty, first, values, names)
 
 
 def collection_of_examples(parts: list[Delayed], bag: bool) -> Any:
@@ -380,23 +365,27 @@ def _array(
 
 
 def collection_of_tables(
-    parts: Sequence[Delayed], empty: Tree, frame: Any, names: Sequence[Any] | None
+    parts: Sequence[Delayed],
+    empty: Tree,
+    frame: Any,
+    values: Sequence[Any],
+    names: Sequence[Any] | None,
 ) -> Tree:
     """Return a tree of dataframes and series with the index and divisions of another.
 
-    See `tables_of`.
+    `values` are the lists of partitions that the outputs are computed from; that of the
+    frame comes first. See `tables_of`.
     """
     check_tabular(empty, "dask.dataframe; use X.to_dask_array(lengths=True)")
-    leaves, partitions = batching.leaves(empty), frame.to_delayed()
+    leaves = batching.leaves(empty)
 
     def made(outputs: Sequence[int], columns: Columns) -> Any:
         import dask.dataframe
 
         table = functools.partial(_table, outputs, columns)
-        make = delayed(table, pure=False)
-        values = zip(parts, partitions, strict=True)
+        make = delayed(_table_of_part, pure=False)
         return dask.dataframe.from_delayed(
-            [make(part, partition) for part, partition in values],
+            [make(table, *part) for part in zip(parts, values, strict=True)],
             meta=table(leaves, frame._meta),
             divisions=frame.divisions,
             verify_meta=False,
@@ -440,6 +429,14 @@ def tables_of(
         fit = names is not None and outputs.shape[1:] == (len(names),)
         return table([0], tuple(names or ()) if fit else None)
     return batching.filled(outputs, [table([i], None) for i in range(count)])
+
+
+def _table_of_part(
+    table: Callable[[Sequence[np.ndarray], Any], Any],
+    leaves: Sequence[np.ndarray],
+    values: list[Any],
+) -> Any:
+    return table(leaves, values[0])
 
 
 def _table(

@@ -415,7 +415,7 @@ def write_predictions(
     if isinstance(source, Examples):
         keyed = bool(source.reader.keyed)
         form = ExampleFormat(outline_of(empty), keyed, is_bag(X))
-        parts = lazy.partition_outputs(X, source, ask, client)
+        parts = lazy.partition_outputs(source, ask, client)
     elif isinstance(source, Collections) and not is_dask_array(batching.leaves(X)[0]):
         table = lazy.lazy_outputs(X, source, ask, empty, client, names=names)
         if isinstance(table, dict | tuple):
@@ -428,7 +428,7 @@ def write_predictions(
     else:
         form = ArrayFormat.of(empty)
         if isinstance(source, Collections):
-            parts = lazy.partition_outputs(X, source, ask, client)
+            parts = lazy.partition_outputs(source, ask, client)
     _empty_folder(store, overwrite)
     if parts is None:
         work = functools.partial(_compute_and_write, ask, store, form)

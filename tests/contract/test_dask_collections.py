@@ -18,7 +18,7 @@ from dask.highlevelgraph import HighLevelGraph
 from torch import nn
 
 from daskdl import Trainer
-from daskdl.data.dask_collections import Tasks, pair
+from daskdl.data.dask_collections import Partitions, pair
 from daskdl.data.inputs import infer_metadata, merge_small_parts, source_of
 from daskdl.data.source import Facts, facts_of, is_known
 from daskdl.data.tables import InMemory
@@ -232,7 +232,7 @@ class TestTasks:
 
     def test_a_result_that_only_the_cluster_knows_cannot_be_fetched(self):
         with pytest.raises(DataError, match=r"is a result on a cluster .* client="):
-            Tasks({}, {}).result("there")
+            Partitions(parts(1)).result("there")
 
     @pytest.mark.parametrize(
         "value", ["b", ("b", 0), {"b": "b"}, (len, "abc"), None], ids=repr

@@ -1,0 +1,129 @@
+"""Rows of X, y and keys belong together, whatever graph they are computed from."""
+
+import numpy as np
+import pytest
+
+from daskdl import data
+from daskdl.cli import _first_batch
+from daskdl.data.inputs import source_of, split_rows
+from tests.support.rows import (
+    ARRAYS,
+    FRAMES,
+    KINDS,
+    check_rows,
+    data_of,
+    examples,
+    rows_of_scores,
+    trainer,
+)
+
+# Dask 2026.8 reads and sorts so with pandas 3.1.
+pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+class TestOfEveryKind:
+    def test_a_fit_and_its_validation_meet_the_labels_of_each_row(self, kind, folder):
+        X, y = data_of(kind, folder)
+        validation = X if y is None else (X, y)
+
+        history = trainer().fit(X, y, validation=validation, transform=check_rows)
+
+        assert history[-1]["val_loss"] > 0
+
+    def test_an_evaluation_meets_the_labels_of_each_row(self, kind, folder):
+        X, y = data_of(kind, folder)
+
+        assert trainer().evaluate(X, y, transform=check_rows)["loss"] > 0
+
+    def test_an_export_has_the_labels_of_each_row(self, kind, folder):
+        X, y = data_of(kind, folder)
+
+        files = data.export(X, y, url=f"{folder}/out", batch_size=8, client=False)
+
+        for part in range(files.parts):
+            x, labels = files.load(part)
+            np.testing.assert_array_equal(x[:, 0], -labels)
+
+    def test_a_validation_of_the_data_and_a_plan_read_them(self, kind, folder):
+        X, y = data_of(kind, folder)
+
+        report = data.validate(X, y, client=False)
+
+        assert report.rows >= 30
+        assert not any(report.counts.values())
+        check_rows(_first_batch((X, y), 8, None))
+
+
+def _keyed(kind, folder):
+    if kind in FRAMES:
+        table = FRAMES[kind](folder)
+        return (table[["a", "id"]], table["y"]), "id"
+    x, y, key = ARRAYS[kind]()
+    return (x, y), key
+
+
+@pytest.mark.parametrize("kind", [*FRAMES, *ARRAYS])
+class TestKeys:
+    def test_scores_have_the_keys_of_their_rows(self, kind, folder):
+        own, key = _keyed(kind, folder)
+
+        scores = trainer().score_examples(*own, key=key).compute(scheduler="sync")
+
+        assert len(scores) >= 30
+        assert rows_of_scores(scores) == pytest.approx(scores.index.to_numpy())
+
+    def test_the_worst_have_the_keys_of_their_rows(self, kind, folder):
+        own, key = _keyed(kind, folder)
+
+        worst = trainer().errors(*own, key=key, top=9)
+
+        assert len(worst) == 9
+        assert [one.key for one in worst] == [one.x.item() for one in worst]
+        assert [one.key for one in worst] == [-one.y.item() for one in worst]
+
+
+def test_keys_of_examples_are_of_the_computation_that_is_scored():
+    keyed = examples().map(lambda pair: (int(pair[0].item()), pair))
+
+    worst = trainer().errors(keyed, key=True, top=9)
+
+    assert [one.key for one in worst] == [one.x.item() for one in worst]
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_predictions_have_the_index_of_their_rows(kind, folder):
+    table = FRAMES[kind](folder).map_partitions(lambda own: own.set_index("id"))
+
+    outputs = trainer().predict(table[["a"]]).compute(scheduler="sync")
+
+    assert len(outputs) >= 30
+    np.testing.assert_array_equal(outputs.index, outputs)
+
+
+@pytest.mark.parametrize("kind", FRAMES)
+def test_a_column_of_labels_is_split_from_rows_of_one_computation(kind, folder):
+    table = FRAMES[kind](folder)[["a", "y"]]
+
+    assert trainer().evaluate(table, label="y", transform=check_rows)["loss"] > 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FRAMES if "random" not in kind])
+def test_a_fraction_for_validation_shares_no_row_with_the_rest(kind, folder):
+    X, y = data_of(kind, folder)
+    rows = data.validate(X, y, client=False).rows
+
+    halves = [source_of(*half) for half in split_rows(X, y, 0.5, seed=0)]
+
+    loaded = [[half.load(part) for part in range(half.parts)] for half in halves]
+    for x, labels in loaded[0] + loaded[1]:
+        np.testing.assert_array_equal(x[:, 0], -labels)
+    trained, scored = ([v for x, _ in half for v in x[:, 0]] for half in loaded)
+    assert len(trained) + len(scored) == rows
+    assert min(len(trained), len(scored)) > 0.2 * rows
+    assert kind == "concatenated" or not {*trained} & {*scored}

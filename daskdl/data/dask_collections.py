@@ -25,6 +25,7 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.tokenize import tokenize
 from distributed import Client
 from distributed.shuffle._core import P2PBarrierTask
+from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from torch import Tensor
 from typing_extensions import override
 
@@ -150,8 +151,10 @@ class Partitions:
         self, part: int, finish: Finish, name: str, rows: int | None
     ) -> PartGraph:
         """Return the tasks of a part, and the keys of the results that they need."""
-        with self._lock:
-            planned = self._plan(False)
+        if self._planned is None:
+            self.place(False)
+        planned = self._planned
+        assert planned is not None
         key = planned.keys[part]
         needed = culled(self._tasks, [key])
         held = {key: TaskRef(key) for key in needed if key in planned.futures}
@@ -306,6 +309,7 @@ def _planned_columns(collections: Sequence[Any]) -> Planned:
         **arrays[0].__dask_optimize__(graph, list(flatten(blocks))),
     }
     columns = [tables.keys, *blocks] if frames else blocks
+    _check_shuffled_together(tasks, columns)
     name = f"part-{tokenize(columns)}"
     places = sorted(
         range(len(collections)), key=lambda i: is_dask_array(collections[i])
@@ -317,6 +321,30 @@ def _planned_columns(collections: Sequence[Any]) -> Planned:
         tables_, *blocks_ = references if frames else [[], *references]
         tasks[keys[-1]] = Task(keys[-1], _in_order, places, tables_, *blocks_)
     return Planned(tasks, keys, {**tables.futures, **_futures(graph)})
+
+
+def _check_shuffled_together(
+    tasks: Mapping[Any, Any], columns: Sequence[Sequence[Any]]
+) -> None:
+    """Refuse rows of different peer-to-peer shuffles, which arrive in any order.
+
+    A dataframe is optimized when it becomes an array or Delayed objects, so two arrays
+    of a shuffled dataframe have two shuffles.
+    """
+    barriers = {
+        key
+        for key, task in tasks.items()
+        if _is_barrier(task) and isinstance(task.spec, DataFrameShuffleSpec)
+    }
+    if not barriers:
+        return
+    used = [barriers & culled(tasks, keys).keys() for keys in columns]
+    if any(some != used[0] for some in used):
+        raise DataError(
+            "X and y come from different peer-to-peer shuffles, whose rows arrive in "
+            "any order; persist() the dataframe before you make arrays or Delayed "
+            "objects of it, or use its columns, fit(df[features], df[label])"
+        )
 
 
 def _listed(*values: Any) -> list[Any]:
@@ -616,6 +644,9 @@ def paired(X: Any, y: Any) -> Any:
         )
     if is_bag(X):
         return X.map_partitions(_zipped, y)
+    planned = _planned_list(X), _planned_list(y)
+    tasks = {key: task for side in planned for key, task in side.tasks.items()}
+    _check_shuffled_together(tasks, [side.keys for side in planned])
     return [delayed(_both, pure=False)(*one) for one in zip(X, y, strict=True)]
 
 

@@ -9,11 +9,10 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from dask._task_spec import convert_legacy_graph, execute_graph
 from dask.optimization import cull
-from distributed import Client
 from typing_extensions import override
 
 from daskdl.data import batching
@@ -146,7 +145,7 @@ class Source(ABC):
             raise NotImplementedError(f"{type(self).__name__} needs stream")
         yield self.load_counted(part)
 
-    def prepare(self, client: Client | Literal[False]) -> None:  # noqa: B027
+    def prepare(self, client: Any) -> None:  # noqa: B027
         """Prepare to load parts on a cluster, or False: in this process.
 
         Called before the first part is loaded or sent, and maybe again.
@@ -205,7 +204,7 @@ class Together(Source):
         return batching.joined(list(map(self._source.load_counted, self._groups[part])))
 
     @override
-    def prepare(self, client: Client | Literal[False]) -> None:
+    def prepare(self, client: Any) -> None:
         self._source.prepare(client)
 
     @override

@@ -12,7 +12,7 @@ import pytest
 from distributed.utils_test import poll_for
 
 from daskdl.channel.protocol import NAME
-from tests.support.clusters import cluster_of, still_left_behind
+from tests.support.clusters import cluster_of, forget_batches, still_left_behind
 from tests.support.promises import Place
 
 
@@ -43,6 +43,20 @@ def client(shared_client):
     """A client of two workers; afterwards nothing may be left on them."""
     yield shared_client
     assert still_left_behind(shared_client) == {}
+
+
+@pytest.fixture
+def forgetful(client):
+    """A client whose scheduler does not remember the tasks it has sent.
+
+    It is in this process, and the tasks of a dataframe have the model's own future.
+    """
+    yield client
+
+    def forget(dask_scheduler):
+        forget_batches(*dask_scheduler.stream_comms.values())
+
+    client.run_on_scheduler(forget)
 
 
 @pytest.fixture(scope="package")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from tests.support.clusters import cluster_of, forget_batches, still_left_behind
+from tests.support.clusters import cluster_of, still_left_behind
 from tests.support.recording import executed
 from tests.support.scored import (
     CHUNKS,
@@ -59,20 +59,6 @@ def test_lazy_scores_are_computed_by_the_cluster(client, expected):
     assert largest == pytest.approx(expected.max(), rel=1e-5)
     del scores
     assert still_left_behind(client) == {}
-
-
-@pytest.fixture
-def forgetful(client):
-    """A client whose scheduler does not remember the tasks it has sent.
-
-    It is in this process, and the tasks of a dataframe have the model's own future.
-    """
-    yield client
-
-    def forget(dask_scheduler):
-        forget_batches(*dask_scheduler.stream_comms.values())
-
-    client.run_on_scheduler(forget)
 
 
 def test_lazy_scores_have_keys(forgetful, expected):

@@ -16,7 +16,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from daskdl import GradientSharing, data, predict
 from daskdl.data.storage import Store
-from tests.support.clusters import forget_batches
 from tests.support.kinds import KINDS, ROWS, Given, Joining, Where, X, Y, save_npz
 from tests.support.problems import kept, plain, trainer
 from tests.support.recording import vector
@@ -49,20 +48,6 @@ def fitted(client, given):
 def reference(shared_client):
     """A trainer that was given numpy's arrays."""
     return fitted(shared_client, Given(X, Y))
-
-
-@pytest.fixture
-def forgetful(client):
-    """A client whose scheduler does not remember the tasks it has sent.
-
-    It is in this process, and the tasks of a dataframe have the model's own future.
-    """
-    yield client
-
-    def forget(dask_scheduler):
-        forget_batches(*dask_scheduler.stream_comms.values())
-
-    client.run_on_scheduler(forget)
 
 
 def computed(client, outputs):

@@ -249,6 +249,45 @@ class TestTasks:
 
         assert x is value
 
+    def test_tasks_that_x_and_y_share_run_once_for_a_part(self):
+        computed = []
+
+        def noting(block):
+            computed.append(len(block))
+            return block
+
+        rows = lazy().map_blocks(noting, dtype=X.dtype, meta=X[:0])
+        table = frame().map_partitions(lambda own: noting(own), meta=TABLE[:0])
+
+        source_of(rows[:, :1], rows[:, 1]).load(2)
+        source_of({"a": table[["a"]], "b": lazy(rows=(8, 8, 7))}, table["b"]).load(1)
+
+        assert computed == [3, 8]
+
+    @pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame")  # of Dask's
+    def test_only_the_columns_of_x_and_y_are_read_from_parquet(self, tmp_path):
+        paths = [tmp_path / "0.parquet", tmp_path / "1.parquet"]
+        for path in paths:
+            TABLE.assign(c=0, d=1).to_parquet(path, index=False)
+        table = dd.read_parquet(tmp_path)[["a", "b", "c"]] + 1
+
+        source = source_of(table[["a"]], table["b"])
+        for path in paths:  # from here on, the others cannot be read
+            TABLE.to_parquet(path, index=False)
+
+        x, y = source.load(1)
+        np.testing.assert_array_equal(x[:, 0], TABLE["a"] + 1)
+        np.testing.assert_array_equal(y, TABLE["b"] + 1)
+
+    def test_peer_to_peer_tasks_are_refused_without_a_cluster(self):
+        with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+            table = frame().shuffle("a")
+
+            with pytest.raises(
+                DataError, match=r"a cluster .* or persist\(\) the data"
+            ):
+                source_of(table, table["a"]).load(0)
+
     def test_parts_of_one_collection_share_its_tasks(self):
         numbers = dask.delayed([dask.delayed(abs)(-i) for i in range(3)])
         array = dask.delayed(np.array)

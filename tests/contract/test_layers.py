@@ -148,6 +148,7 @@ DISTRIBUTED = {
     "channel.transport",  # requests to other servers
     "channel.worker",
     "cli",
+    "data.dask_collections",  # peer-to-peer shuffles
     "data.distribute",
     "data.inputs",
     "evaluation.evaluate",

@@ -1,0 +1,102 @@
+"""Graphs of peer-to-peer tasks, which a cluster computes as a whole."""
+
+import logging
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+
+from daskdl import data
+from daskdl.errors import DataError
+from tests.support.clusters import still_left_behind
+from tests.support.rows import (
+    FRAMES,
+    ROWS,
+    check_rows,
+    data_of,
+    rows_of_scores,
+    trainer,
+)
+
+# Dask 2026.8 reads and sorts so with pandas 3.1.
+pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind", ["shuffled", "merged", "sorted", "deduplicated", "random and shuffled"]
+)
+def test_a_fit_meets_the_labels_of_each_row(client, folder, caplog, kind):
+    caplog.set_level(logging.INFO, "daskdl")
+    X, y = data_of(kind, folder)
+
+    history = trainer(client).fit(X, y, validation=0.3, transform=check_rows)
+
+    assert 0 < history[-1]["examples"] < ROWS
+    assert history[-1]["val_loss"] > 0
+    computed = caplog.text.count("the cluster computes all parts now")
+    assert computed == (kind != "deduplicated")  # which Dask shuffles by tasks
+
+
+def test_other_passes_meet_the_labels_of_each_row_and_nothing_stays(client, folder):
+    table = FRAMES["merged"](folder)
+    X, y = table[["a"]], table["y"]
+
+    loss = trainer(client).evaluate(X, y, transform=check_rows)["loss"]
+    report = data.validate(X, y, client=client)
+    exported = data.export(X, y, url=f"{folder}/out", batch_size=8, client=client)
+    worst = trainer(client).errors(table[["a", "id"]], y, key="id", top=9)
+
+    assert loss > 0
+    assert report.rows == exported.rows == ROWS
+    for part in range(exported.parts):
+        x, labels = exported.load(part)
+        np.testing.assert_array_equal(x[:, 0], -labels)
+    assert [one.key for one in worst] == list(range(59, 50, -1))
+    assert [one.key for one in worst] == [one.x.item() for one in worst]
+    assert still_left_behind(client) == {}
+
+
+def test_lazy_outputs_and_scores_have_the_keys_of_their_rows(forgetful, folder):
+    table = FRAMES["shuffled"](folder).map_partitions(lambda own: own.set_index("id"))
+    keyed = FRAMES["merged"](folder)
+
+    outputs = trainer(forgetful).predict(table[["a"]])
+    scores = trainer(forgetful).score_examples(keyed[["a", "id"]], keyed["y"], key="id")
+
+    outputs, scores = forgetful.gather(forgetful.compute([outputs, scores]))
+    np.testing.assert_array_equal(outputs.index, outputs)
+    np.testing.assert_array_equal(scores.index, rows_of_scores(scores))
+    assert len(outputs) == len(scores) == ROWS
+
+
+def test_arrays_of_a_shuffled_dataframe_are_refused_unless_it_is_persisted(
+    client, folder
+):
+    with client.as_current():
+        table = FRAMES["shuffled"](folder)
+        X, y = (table[name].to_dask_array() for name in (["a"], "y"))
+        lists = [table[name].to_delayed() for name in (["a"], "y")]
+        held = table.persist()
+        same = [held[name].to_dask_array() for name in (["a"], "y")]
+
+    with pytest.raises(DataError, match=r"persist\(\) the dataframe before you make"):
+        trainer(client).evaluate(X, y)
+    with pytest.raises(DataError, match=r"persist\(\) the dataframe before you make"):
+        trainer(client).evaluate(*lists)
+    assert trainer(client).evaluate(*same, transform=check_rows)["loss"] > 0
+
+
+def test_arrays_that_are_rechunked_peer_to_peer_keep_their_rows(client):
+    with client.as_current(), dask.config.set({"array.rechunk.method": "p2p"}):
+        columns = da.from_array(np.arange(400.0).reshape(20, 20), chunks=(20, 2))
+        rows = columns.rechunk((5, 20))
+
+    loss = trainer(client).evaluate(rows[:, :1], -rows[:, 0], transform=check_rows)
+
+    assert loss["loss"] > 0

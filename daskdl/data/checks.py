@@ -42,7 +42,7 @@ from daskdl.data.batching import (
     to_device,
 )
 from daskdl.data.formats import DAMAGED
-from daskdl.data.source import Source, shown_rows
+from daskdl.data.source import SHOWN_ROWS, Source, shown_rows
 from daskdl.data.tables import InMemory, as_numpy, few
 from daskdl.errors import (
     DaskDLError,
@@ -525,7 +525,7 @@ def dry_run(
     if rows is None:
         raise DataError("X must not be empty, got no rows in any part")
     shown = shown_rows(rows)
-    with preserved_random_state():
+    with preserved_random_state(), _repeating(batching.length(rows)):
         module.eval()
         own = transformed_batch(shown, transform)
         x, y = batch = to_device(*own, "cpu", floating_dtype(module))
@@ -551,6 +551,7 @@ def dry_run(
                 "model that returns its own loss, and a step, need neither y nor loss="
             )
         output = _forward(module, x)
+        _warn_of_squeezing(module, x, output)
         if loss is None:
             return DryRun(shown, batch, output, y, None, unchanged)
         output = scored(output)
@@ -563,8 +564,42 @@ def dry_run(
         remedy = functools.partial(_label_remedy, loss, output, labels_of)
         _run_loss("loss", lambda: copied_loss(output, y), shapes, remedy)
         _check_scores(unweighted(loss), output)
+        _warn_of_broadcasting(copied_loss, output, y)
         labels = accepted if transform is None else None
         return DryRun(shown, batch, output, y, accepted.classes, labels)
+
+
+@contextlib.contextmanager
+def _repeating(rows: int) -> Iterator[None]:
+    """Say in errors that the dry run repeats the first row, if there is only one."""
+    try:
+        yield
+    except ModelError as error:
+        if rows >= SHOWN_ROWS:
+            raise
+        raise ModelError(
+            f"{error} (the dry run repeats the first row of X, to have {SHOWN_ROWS})"
+        ) from error
+
+
+def _warn_of_squeezing(module: nn.Module, x: Tree, output: Any) -> None:
+    """Warn of a model whose output for one row has no axis of rows."""
+    try:
+        alone = _forward(module, batching.rows(x, slice(0, 1)))
+        dropped = batching.mapped(
+            lambda one, two: isinstance(two, Tensor) and one.ndim < two.ndim,
+            scored(alone),
+            scored(output),
+        )
+    except USER_ERRORS:  # the model needs several rows
+        return
+    if any(batching.leaves(dropped)):
+        warnings.warn(
+            f"model gives {described(scored(output))} for {batching.length(x)} rows, "
+            f"but {described(scored(alone))} for one row, so that predict fails there: "
+            "squeeze() drops the axis of rows; write squeeze(-1)",
+            stacklevel=2,
+        )
 
 
 def _check_scores(loss: Any, output: Any) -> None:
@@ -594,6 +629,86 @@ def _check_scores(loss: Any, output: Any) -> None:
             "row: end it before its softmax",
             stacklevel=2,
         )
+
+
+def _warn_of_broadcasting(loss: Any, output: Any, y: Tree) -> None:
+    """Warn of a loss that pairs the output of each row with the labels of all rows.
+
+    Outputs (n, 1) and labels (n,) are broadcast to (n, n). The loss is compared with
+    the mean and the sum of the losses of single rows, in which nothing is paired: it
+    equals neither of them, and does with labels in the shape of the outputs. The values
+    of outputs and labels are varied, as equal rows would hide the difference.
+    """
+    labels = y.labels if isinstance(y, Weighted) else y
+    try:
+        same = batching.mapped(lambda own, out: own.shape == out.shape, labels, output)
+        if all(batching.leaves(same)):
+            return
+        outputs = batching.mapped(_varied, output)
+        labels = batching.mapped(_varied_labels, labels)
+        reshaped = batching.mapped(
+            lambda own, out: own.reshape(out.shape), labels, outputs
+        )
+        count = batching.length(outputs)
+
+        def value(out: Tree, own: Tree) -> float:
+            weight = torch.ones(batching.length(own))
+            given = Weighted(own, weight) if isinstance(y, Weighted) else own
+            with torch.no_grad(), warnings.catch_warnings(), preserved_random_state():
+                warnings.simplefilter("ignore")
+                return float(loss(out, given))
+
+        broadcast, right = value(outputs, labels), value(outputs, reshaped)
+        single = [slice(i, i + 1) for i in range(count)]
+        each = [
+            value(batching.rows(outputs, cut), batching.rows(labels, cut))
+            for cut in single
+        ]
+    except USER_ERRORS:  # other structures, or a loss that takes no such labels
+        return
+
+    def is_of_rows(number: float) -> bool:
+        by_rows = math.fsum(each), math.fsum(each) / count
+        return any(math.isclose(number, own, rel_tol=1e-4) for own in by_rows)
+
+    if is_of_rows(broadcast) or not is_of_rows(right):
+        return
+    warnings.warn(
+        "loss pairs the output of each row with the labels of all rows, as outputs of "
+        f"shape {_shapes_of_rows(output)} and labels of shape "
+        f"{_shapes_of_rows(y.labels if isinstance(y, Weighted) else y)} are broadcast; "
+        "give the labels the shape of the outputs, as y.reshape(-1, 1) does for (n, "
+        "1), or end forward with squeeze(-1)",
+        stacklevel=2,
+    )
+
+
+def _shapes_of_rows(tree: Tree) -> str:
+    """Describe shapes with n for the number of rows.
+
+    Example:
+        >>> _shapes_of_rows({"a": torch.ones(2, 1), "b": torch.ones(2)})
+        '(n, 1), (n,)'
+    """
+    shapes = [["n", *map(str, leaf.shape[1:])] for leaf in batching.leaves(tree)]
+    return ", ".join(
+        f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in shapes
+    )
+
+
+def _varied(output: Any) -> Any:
+    """Return outputs that differ from row to row, in the range that they have."""
+    steps = torch.linspace(0, 1, len(output)).reshape(-1, *[1] * (output.ndim - 1))
+    return output.float() * (1 - steps / 2) + steps / 10
+
+
+def _varied_labels(labels: Any) -> Any:
+    """Return labels that differ from row to row; 0 and 1 stay 0 and 1."""
+    steps = torch.arange(len(labels)).reshape(-1, *[1] * (labels.ndim - 1))
+    if bool(((labels == 0) | (labels == 1)).all()):
+        steps = steps % 2
+        return (labels[:1] - steps).abs().to(labels.dtype)
+    return (labels[:1] + steps).to(labels.dtype)
 
 
 def transformed_batch(rows: Rows, transform: Transform | None) -> Batch:

@@ -255,9 +255,15 @@ class BatchPredictor:
             )
             if not alike:
                 shown = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
+                remedy = ""
+                if rows == 1 and isinstance(leaf, Tensor) and leaf.ndim < own.ndim:
+                    remedy = (
+                        "; squeeze() drops the axis of rows if there is one row: write "
+                        "squeeze(-1)"
+                    )
                 raise ModelError(
                     f"model gave the shape {shown} for {rows} rows, after "
-                    f"{shape} for each of the first"
+                    f"{shape} for each of the first{remedy}"
                 )
             return as_numpy(leaf)
 

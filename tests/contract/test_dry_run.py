@@ -18,9 +18,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from daskdl.data import batching
+from daskdl.data.batching import Weighted
 from daskdl.data.checks import (
     UNREADABLE,
     LabelCheck,
+    WeightedLoss,
     blames_data,
     check_loss,
     check_training,
@@ -40,6 +43,7 @@ from daskdl.errors import (
     OptionError,
     WaitTimeoutError,
 )
+from daskdl.keras.compiled import OutputLosses
 from daskdl.objective import OwnStep
 from daskdl.serialization import copied
 from daskdl.training.fit_spec import starting_model
@@ -184,6 +188,96 @@ class TestALoss:
         found = run(loss, y, transform=transform)
 
         assert is_classification(found.output, found.batch[1]) is expected
+
+
+def squares(output, y):
+    return (output - y).square().mean()
+
+
+def poisson_by_hand(output, y):
+    return (output.exp() - y * output).sum()
+
+
+class Flat(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).squeeze(-1)
+
+
+class TestBroadcasting:
+    """Outputs (n, 1) and labels (n,) make a matrix of (n, n) pairs."""
+
+    COLUMN, LABELS = linear(1), np.zeros(6, np.float32)  # all labels are equal
+
+    @pytest.mark.parametrize(
+        ("loss", "model", "y"),
+        [
+            (squares, COLUMN, LABELS),
+            (squares, Flat(2, 1), LABELS[:, None]),
+            (squares, COLUMN, LABELS.astype(int)),
+            (poisson_by_hand, COLUMN, LABELS),
+            (nn.PoissonNLLLoss(), COLUMN, LABELS),
+            (WeightedLoss(nn.PoissonNLLLoss()), COLUMN, Weighted(LABELS, LABELS + 1)),
+        ],
+        ids=["own", "(n,) and (n, 1)", "integers", "sum", "of torch", "weights"],
+    )
+    @pytest.mark.parametrize("count", [1, 6])
+    def test_is_warned_of(self, loss, model, y, count):
+        y = batching.rows(y, slice(count))
+
+        with pytest.warns(UserWarning, match="each row with the labels of all rows"):
+            run(loss, y, model=model, x=X[:count])
+
+    def test_is_warned_of_for_one_output_of_several(self):
+        class Two(nn.Linear):
+            def forward(self, x):
+                return {"a": super().forward(x), "b": super().forward(x)}
+
+        loss = OutputLosses([nn.MSELoss(), nn.PoissonNLLLoss()], ["a", "b"], [1, 1])
+        y = {"a": self.LABELS[:, None], "b": self.LABELS}
+
+        with pytest.warns(UserWarning, match="each row with the labels of all rows"):
+            run(loss, y, model=Two(2, 1))
+
+    @pytest.mark.parametrize(
+        ("loss", "model", "y"),
+        [
+            (squares, COLUMN, LABELS[:, None]),
+            (squares, Flat(2, 1), LABELS),
+            (lambda out, y: squares(out.squeeze(-1), y), COLUMN, LABELS),
+            (lambda out, y: squares(out.flatten(), y.flatten()), COLUMN, LABELS),
+            (lambda out, y: ((out - out.T) * (y - y[:, None])).mean(), COLUMN, LABELS),
+            (functional.cross_entropy, linear(3), CLASSES),
+        ],
+        ids=["columns", "flat", "squeezes", "flattens", "of pairs", "classes"],
+    )
+    @pytest.mark.filterwarnings("error")
+    def test_is_not_suspected_where_rows_are_compared_alone(self, loss, model, y):
+        run(loss, y, model=model)
+
+    @pytest.mark.filterwarnings("error")
+    def test_is_mended_by_the_remedies(self):
+        run(squares, self.LABELS.reshape(-1, 1), model=self.COLUMN)
+        run(squares, self.LABELS, model=Flat(2, 1))
+
+
+class Squeezed(nn.Linear):
+    def forward(self, x):
+        return {"score": super().forward(x).squeeze()}
+
+
+def test_a_model_that_drops_the_axis_of_a_single_row_is_warned_of():
+    with pytest.warns(UserWarning, match=r"for one row, .* write squeeze\(-1\)"):
+        run(None, None, model=Squeezed(2, 1))
+    with pytest.warns(UserWarning, match="for one row"):
+        run(lambda out, y: squares(out["score"], y), np.zeros(6), model=Squeezed(2, 1))
+
+
+def test_an_error_says_that_the_dry_run_repeats_a_single_row():
+    with pytest.raises(ModelError, match="repeats the first row of X, to have 2"):
+        run(x=X[:1, :1], y=CLASSES[:1])
+    with pytest.raises(ModelError) as caught:
+        run(x=X[:, :1])
+    assert "repeats" not in str(caught.value)
 
 
 class TestAModel:

@@ -1,8 +1,8 @@
 """A simulated cluster: servers, the requests between them, and what goes wrong there.
 
 Each request and each answer takes a time of its own, so that they overtake each other.
-Where a server's bandwidth is limited, a message also takes its size over the bandwidth,
-and the link carries one message after another.
+Where a server's bandwidth is limited, frames and arrays also take their size over the
+bandwidth, one message after another.
 Over a cut, messages wait until it heals, as TCP repeats them. If a connection breaks,
 requests or their answers are lost and the senders get an error.
 """
@@ -56,7 +56,7 @@ def carried(value, unpack):
 
 
 def size_of(value):
-    """Bytes of a message, roughly."""
+    """Bytes of the frames and arrays of a message."""
     if isinstance(value, Serialized):
         return sum(len(frame) for frame in value.frames)
     if isinstance(value, dict):
@@ -65,7 +65,7 @@ def size_of(value):
         return sum(map(size_of, value))
     if isinstance(value, np.ndarray):
         return value.nbytes
-    return len(value) if isinstance(value, bytes | str) else 8
+    return len(value) if isinstance(value, bytes) else 0
 
 
 def shown(fields):

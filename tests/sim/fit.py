@@ -512,6 +512,8 @@ class Cluster:
                 if method != "join" or replica not in state.spec.replicas:
                     self.on_moment(moment, worker)
                 if state.holding and not held:
+                    if state.spec.relayed:
+                        self.oracle.held()
                     self.on_moment("hold", worker)
                 return result
 

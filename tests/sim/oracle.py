@@ -76,6 +76,7 @@ class Oracle:
         self._shown_N = None  # parameters that were validated last
         self._taken = defaultdict(Counter)  # updates that each replica took in
         self._sent_to = defaultdict(dict)  # replicas, by origin and sequence
+        self._due_at_barrier = {}  # the same at the last barrier of a relay
         self._barriers = {}  # by key: received updates and digest of the first
         self.agreed = set()  # digests of all parameters that replicas have agreed on
         self._leased = {}
@@ -161,13 +162,20 @@ class Oracle:
             f"replica {replica} does not join although others train",
         )
 
-    def takes_state(self, replica, relayed):
-        """A replica takes over the state of another one, to have the same updates."""
-        self.checks["a state is taken over for lack of updates"] += 1
+    def lacks(self, replica, have, relayed):
+        """Replicas that compare their updates have different ones."""
         self.check(
             self.damaged or not relayed,
-            f"replica {replica} takes over a state, although a relay has sent it all",
+            f"replica {replica} compares {have}, although a relay has sent it all",
         )
+
+    def held(self):
+        """A relay holds updates back; all earlier ones have been sent."""
+        self._due_at_barrier = {
+            (origin, sequence): replicas
+            for origin, sent in self._sent_to.items()
+            for sequence, replicas in sent.items()
+        }
 
     def sum_of(self, received):
         """The sum of updates."""
@@ -182,6 +190,15 @@ class Oracle:
         found = flat(received), agreed
         first, who = self._barriers.setdefault(key, (found, replica))
         self.agreed.add(agreed)
+        for (origin, sequence), replicas in self._due_at_barrier.items():
+            self.check(
+                replica not in replicas
+                or replica == origin
+                or (origin, sequence) in self.damaged
+                or contains(received.get(origin, NOTHING), sequence),
+                f"at {key} replica {replica} lacks update {sequence} of {origin}, that "
+                "a relay accepted before",
+            )
         self.checks["replicas alike at a barrier"] += 1
         self.check(
             found[0] == first[0],
@@ -428,9 +445,14 @@ class WatchedChannel(RemoteChannel):
         return lead
 
     @override
+    def _request_missing(self, have):
+        self.oracle.lacks(self._replica, have, self._routing.relayed)
+        super()._request_missing(have)
+
+    @override
     def agree(self, key, published, gone, load):
         def loading(snapshot):
-            self.oracle.takes_state(self._replica, self._routing.relayed)
+            self.oracle.checks["a state is taken over for lack of updates"] += 1
             load(snapshot)
             self.extra_N = np.array(snapshot["sim_extra_N"])
 

@@ -24,10 +24,11 @@ import dask
 import numpy as np
 import torch
 from distributed import Client, Future, Worker, get_worker, secede, wait
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from daskdl.channel import protocol
-from daskdl.channel.protocol import NAME, Answer, join, unwrap
+from daskdl.channel.protocol import NAME, PART_BYTES, Answer, join, unwrap
 from daskdl.channel.remote import RemoteChannel
 from daskdl.channel.routing import ROUTINGS
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
@@ -69,8 +70,29 @@ from daskdl.util import OWN, REMEDY, arrival_plugin, mismatch
 logger = logging.getLogger(__name__)
 
 
+MOST_PARTS = 256  # of one model
+
+
+def parts_of(payload: NDArray[np.uint8], workers: int) -> list[NDArray[np.uint8]]:
+    """Cut the bytes of a model for a number of workers.
+
+    Dask sends each value to one worker, and that worker to the others: of several
+    values, all workers send a share at the same time, and none sends the whole model
+    again and again.
+
+    Example:
+        >>> payload = np.zeros(3 * PART_BYTES // 2, np.uint8)
+        >>> [len(parts_of(payload, workers)) for workers in (1, 2)]
+        [1, 2]
+    """
+    if workers == 1:
+        return [payload]
+    size = max(PART_BYTES, -(-payload.nbytes // MOST_PARTS))
+    return [payload[start : start + size] for start in range(0, payload.nbytes, size)]
+
+
 def train_replica(
-    packed: Packed[ReplicaSpec],
+    parts: Sequence[NDArray[np.uint8]],
     sources: Mapping[str, Packed[Source]],
     number: int,
     on_worker: int,
@@ -80,13 +102,23 @@ def train_replica(
 ) -> Packed[FitResult]:
     """Train one replica on this worker, from start to end.
 
+    Args:
+        parts: The packed `ReplicaSpec`, see `parts_of`.
+        sources: Sources that every worker has as a whole, by phase.
+        number: Number of the replica.
+        on_worker: Replicas on this worker.
+        routing: Name of the routing.
+        initial: Whether the replica starts the run with others.
+
     Returns:
         The replica's result, packed so that Dask serialises no tensor.
     """
     # Frees the slot for other tasks, and keeps adaptive clusters from closing it.
     secede()
     worker = get_worker()
-    spec = packed.unpack()
+    payload = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    spec: ReplicaSpec = Packed.of(payload, "trainer").unpack()
+    del payload
     plugin = worker.extensions.get(NAME)
     if not isinstance(plugin, ChannelWorkerPlugin):
         raise ChannelError(
@@ -380,14 +412,17 @@ class DaskBackend(Backend):
         workers, run = sorted(set(replicas.values())), self._spec.run
         name = f"daskdl-replica-{run:x}-{min(replicas)}"
         carried = {p: own.packed for p, own in self._supplies.items() if own.packed}
-        values: dict[str, Packed[Any]] = {
-            name: self._packed,
+        payload = self._packed.payload
+        parts = parts_of(payload, len(workers))
+        keys = [f"{name}-{number}" for number in range(len(parts))]
+        values: dict[str, Any] = {
+            **dict(zip(keys, parts, strict=True)),
             **{f"{name}-{phase}": source for phase, source in carried.items()},
         }
         # Events wait during `scatter`: workers that joined later get a shorter bound.
         initial = self._initial.issuperset(replicas)
         bound = self._spec.timeouts.bound("join" if initial else "request")
-        nbytes = sum(value.payload.nbytes for value in values.values())
+        nbytes = payload.nbytes + sum(own.payload.nbytes for own in carried.values())
         what = f"the model ({nbytes} bytes)"
         sent = scatter(self._client, values, workers, bound, what)
         there = {*self._futures, *replicas}
@@ -395,7 +430,7 @@ class DaskBackend(Backend):
         for replica, worker in replicas.items():
             self._futures[replica] = self._client.submit(
                 train_replica,
-                sent[name],
+                [sent[key] for key in keys],
                 {phase: sent[f"{name}-{phase}"] for phase in carried},
                 replica,
                 per_worker[worker],

@@ -14,6 +14,7 @@ from distributed.utils_test import poll_for
 
 from daskdl.channel.protocol import NAME
 from daskdl.channel.scheduler import ChannelSchedulerPlugin
+from daskdl.training import dask_backend
 from tests.support.clusters import Script, cluster_of, enough
 from tests.support.problems import rows, trainer
 
@@ -76,6 +77,25 @@ def test_a_worker_that_is_lost_before_the_run_is_open_is_left_out(three, monkeyp
 
 
 @pytest.mark.slow
+def test_workers_send_each_other_shares_of_the_model_at_the_start(client, monkeypatch):
+    sent, scatter = [], dask_backend.scatter
+
+    def scattering(client, values, *arguments):
+        sent.append(values)
+        return scatter(client, values, *arguments)
+
+    monkeypatch.setattr(dask_backend, "scatter", scattering)
+    monkeypatch.setattr(dask_backend, "PART_BYTES", 1000)
+
+    history = trainer(client).fit(X, Y, batch_size=16)
+
+    (values,) = sent
+    sizes = [part.nbytes for part in values.values()]
+    assert len(sizes) > 2
+    assert set(sizes[:-1]) == {1000}
+    assert history[0]["replicas"] == len(client.nthreads())
+
+
 def test_a_worker_ends_without_a_garbage_collection_of_torch(tmp_path):
     note = tmp_path / "frozen"
 

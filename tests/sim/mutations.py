@@ -68,7 +68,7 @@ MUTATIONS = {
         "ready = lambda: inbox.passed_on >= number",
         "ready = lambda: True or number",
     ),
-    "some have what a leaving replica published while they met": Mutation(
+    "replicas of a relay do not compare": Mutation(
         "daskdl.channel.remote",
         "            if all(received == first for received in others):\n"
         "                return\n",

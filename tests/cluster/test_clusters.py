@@ -99,13 +99,13 @@ class TestWhereItRuns:
         assert (of_workers(client), of_scheduler(client)) == before
 
     @pytest.mark.slow
-    @pytest.mark.timeout(90)
+    @pytest.mark.timeout(260)
     def test_a_cluster_started_by_a_fit_is_closed(self):
         done = subprocess.run(
             [sys.executable, "-c", OWN_CLUSTER],
             capture_output=True,
             text=True,
-            timeout=80,
+            timeout=240,
             check=False,
             cwd=Path(__file__).parents[2],
         )
@@ -131,7 +131,7 @@ if __name__ == "__main__":
     # What LocalCluster makes of a machine, made small.
     own = distributed.LocalCluster
     def two(**options):
-        return own(n_workers=2, threads_per_worker=1, **options)
+        return own(**{**options, "n_workers": 2, "threads_per_worker": 1})
     daskdl.util.LocalCluster = two
     X, Y = rows()
     trainer = daskdl.Trainer(mlp, nn.CrossEntropyLoss(), sgd)

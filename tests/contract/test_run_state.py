@@ -44,7 +44,7 @@ def test_updates_before_the_one_without_room_are_accepted():
     assert queued(state, 1, "progress") == []  # it would overtake the third
 
 
-MUCH = 2**22  # bytes of an update
+MUCH = 2**21  # bytes of an update: more than `LEAVING_UPDATES` fit
 LEAVING = LEAVING_BYTES // MUCH  # updates below the bound, each a little larger
 
 
@@ -131,6 +131,16 @@ def test_a_barrier_is_the_same_for_all_until_it_is_complete():
     assert arrive(state, "end", 0) is not barrier
 
 
+def test_a_retried_arrival_does_not_change_the_payload():
+    state = joined(2)
+    arrive(state, "end", 0)
+
+    barrier = state.arrive("end", 0, "another", b"another", "meet")
+
+    assert barrier.payloads == {0: "of 0"}
+    assert barrier.client_payloads == {0: b"0"}
+
+
 def test_a_failure_during_a_barrier_is_in_the_result_of_all():
     state = joined()
     barrier = arrive(state, "end", 0, 1)
@@ -194,6 +204,17 @@ def test_the_report_of_an_epoch_has_payloads_and_counters():
     assert event["payloads"] == [[0, "of 0"], [1, "of 1"]]
     assert event["client_payloads"] == [b"0", b"1"]
     assert (event["epoch"], event["refused"], event["departed"]) == (0, 3, [])
+
+
+def test_each_epoch_counts_its_refused_messages():
+    state = joined(2)
+    state.refused = 3
+    arrive(state, "end", 0, 1, kind="report")
+    state.refused += 2
+
+    arrive(state, "next", 0, 1, kind="report")
+
+    assert [event["refused"] for event in state.take_events()] == [3, 2]
 
 
 def test_work_before_a_resumed_position_counts_in_the_first_epoch_alone():
@@ -517,6 +538,26 @@ def test_a_failure_of_a_joining_replica_does_not_end_the_run():
     }
     assert lost["kind"] == "lost"
     assert state.stopped is None
+
+
+def test_the_first_reason_why_a_replica_has_gone_is_kept():
+    state = joined(2)
+    replica = newcomer(state)
+
+    state.fail(replica, {"type": "ReplicaError", "summary": "boom"})
+    state.lose(replica, "it was cut off", 101.0)
+
+    assert state.members.replicas[replica].why == "failed: boom"
+
+
+def test_the_first_reason_for_a_stop_is_kept():
+    state = joined(2)
+
+    state.stop("enough")
+    state.stop("too much")
+
+    assert state.stopped == "enough"
+    assert [event["summary"] for event in state.take_events()] == ["enough"]
 
 
 def test_a_run_that_a_replica_has_completed_needs_no_more_replicas():

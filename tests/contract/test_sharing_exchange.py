@@ -11,9 +11,9 @@ from torch import nn
 from daskdl import codec
 from daskdl.channel.base import BarrierResult, Channel, DrainResult, Stopped
 from daskdl.evaluation.evaluate import Score
-from daskdl.residuals import KeepResidual
+from daskdl.residuals import KeepResidual, ResidualClipping
 from daskdl.thresholds import Drained, FixedThreshold, Link, LinkAlgorithm
-from daskdl.training.base import CompressionState, ReplicaContext
+from daskdl.training.base import CompressionState, KeptResidual, ReplicaContext
 from daskdl.training.gradient_sharing import GradientSharing, loss_of
 
 DENSE, SPARSE = codec.DenseUpdate, codec.SparseUpdate
@@ -103,6 +103,14 @@ class Three(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(4)))
 
 
+class WithMean(Three):
+    """A module with a running mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+
+
 class Case:
     """A replica that moves every parameter by some quanta in each step."""
 
@@ -113,13 +121,15 @@ class Case:
         snapshot=None,
         channel=None,
         optimizer=torch.optim.SGD,
+        module=None,
         **options,
     ):
         self.channel = channel or Room()
-        self.module = Three()
+        self.module = module or Three()
         optimizer = optimizer(self.module.parameters(), lr=0.01)
-        options = {"max_staleness": None, "update_scale": "sum", **options}
-        master = GradientSharing(threshold, residual=KeepResidual(), **options)
+        defaults = {"max_staleness": None, "update_scale": "sum"}
+        options = {**defaults, "residual": KeepResidual(), **options}
+        master = GradientSharing(threshold, **options)
         self.exchange = master.attach(
             ReplicaContext(
                 *(self.module, self.channel, 0, [0, 1], last, snapshot),
@@ -178,6 +188,32 @@ def test_the_rest_is_published_at_a_sync_point():
     case.exchange.sync(0, 1, ended=False)
 
     assert len(case.channel.frames) == 1
+
+
+def test_replicas_wait_for_each_other_only_where_an_interval_begins():
+    case = Case(exchange_every=4, max_staleness=2)
+
+    for _ in range(8):
+        case.step()
+
+    assert case.channel.bounds == [2, 2]
+
+
+def test_only_the_last_update_of_a_step_completes_it():
+    published = Case(LAYERS).step()
+
+    assert [one.partial for one in published] == [True, True, False]
+
+
+def test_a_kept_residual_is_delivered_in_steps_of_its_grid():
+    module = Three()
+    kept = KeptResidual.beside(module, np.full(12, 3, np.int32), grid=2.0**-4)
+    context = ReplicaContext(module, Room(), 1, [0, 1], residual=kept)
+
+    exchange = GradientSharing(QUANTUM, compare_models=False).attach(context)
+
+    residual_N = exchange.result().residual_N * exchange.agreed().grid
+    assert residual_N.tolist() == [2.0**-4] * 12  # one of three steps, the other two
 
 
 class TestRoom:
@@ -519,6 +555,69 @@ def test_the_grid_changes_unless_a_replica_joins(present, factor):
     case.exchange.sync(0, 1, ended=True)
 
     assert case.channel.grid == case.exchange.agreed().grid == factor * GRID
+
+
+class Served(Meeting):
+    """A snapshot is served during each barrier."""
+
+    def barrier(self, key, payload, *args):
+        self.exchange.snapshot()
+        return super().barrier(key, payload, *args)
+
+
+def test_a_replica_that_has_served_a_snapshot_goes_on_sharing():
+    case = Case(channel=Served())
+    case.channel.exchange, case.channel.absent = case.exchange, ("sync 0",)
+    case.channel.present = 1
+
+    case.exchange.sync(0, 1, ended=True)
+
+    assert len(case.step()) == 1
+
+
+def test_steps_are_those_of_the_fastest_after_replicas_have_met():
+    case = Case(channel=Meeting())
+    case.step()
+    case.channel.its["sync 0"] = {"step": 9}
+
+    case.exchange.sync(0, 1, ended=True)
+
+    assert case.exchange.snapshot()["step"] == 9
+
+
+def test_buffers_are_averaged_with_the_weights_of_examples():
+    case = Case(channel=Meeting(), module=WithMean())
+    case.channel.its["sync 0"] = {
+        "examples": 3,
+        "floating buffers": np.full(1, 8.0, np.float32),
+    }
+
+    case.exchange.sync(0, 1, ended=True)
+
+    assert case.module.mean.item() == 6.0  # 8 of three examples, 0 of one
+
+
+def test_clipped_mass_is_reported_once():
+    rule = ResidualClipping(multiple=1.0, frequency=1)
+    case = Case(FixedThreshold(2.0**-9), residual=rule)
+    for _ in range(2):
+        case.step()
+
+    first, second = case.exchange.stats(), case.exchange.stats()
+
+    assert first.clipped > 0
+    assert second.clipped == 0
+
+
+def test_a_snapshot_of_the_only_replica_has_all_of_its_progress():
+    case = Case(FixedThreshold(1.0), channel=Meeting())
+    case.channel.present, case.channel.absent = 1, ("sync 0",)
+    case.exchange.sync(0, 1, ended=True)
+    case.step()
+
+    snapshot = case.exchange.snapshot()
+
+    assert set(snapshot["counts_N"] * snapshot["grid"]) == {0.25}
 
 
 class TestChoice:

@@ -219,6 +219,33 @@ class TestLearningRate:
         assert joining.values()["count"] == 3 + 2
         assert rate_of(joining) == 0.5 ** (3 + 2)
 
+    @pytest.mark.parametrize(
+        "scheduling",
+        [Scheduling(halved, "step"), Scheduling(plateau)],
+        ids=["per step", "plateau"],
+    )
+    def test_a_joining_replica_takes_over_what_epochs_alone_do_not_tell(
+        self, scheduling
+    ):
+        joining = LearningRate(sgd(), scheduling)
+
+        joining.catch_up_(3)
+
+        assert joining.report()["scheduled"] == 0
+
+    def test_the_end_of_a_cycle_of_steps_is_warned_of_once(self, caplog):
+        def one_cycle(optimizer):
+            return lr_scheduler.OneCycleLR(optimizer, max_lr=2.0, total_steps=2)
+
+        rate = LearningRate(sgd(), Scheduling(one_cycle, "step"))
+
+        for _ in range(6):
+            rate.step_()
+
+        assert [r.message[:35] for r in caplog.records] == [
+            "OneCycleLR has come to its end, tot"
+        ]
+
 
 class TestStopper:
     def own(self, clock=None, **rule):
@@ -254,6 +281,27 @@ class TestStopper:
         later.now += 5.0
 
         assert other.elapsed_s == pytest.approx(35.0)
+
+    def test_the_best_model_is_that_of_the_best_epoch(self):
+        own = self.own(patience=3)
+
+        train({0: 2.0, 1: 1.0, 2: 1.5}, own)
+
+        assert own.best().shared_N.tolist() == [1]
+
+    def test_a_replica_without_the_best_model_has_no_older_one(self):
+        own = self.own()
+        train({0: 2.0}, own)
+
+        own.end_epoch(1, [note(own, 1.0)], None)  # others have agreed on a model
+
+        assert own.decision.best.best_epoch == 1
+        assert own.best() is None
+
+    def test_the_time_before_a_fit_was_resumed_counts(self):
+        plan = EvaluationPlan(99, stopping=EarlyStopping("loss"))
+
+        assert EarlyStopper(plan, elapsed_s=35.0, now=Clock()).elapsed_s == 35.0
 
     def test_a_time_limit_that_has_passed_ends_the_fit(self):
         clock = Clock()

@@ -214,6 +214,20 @@ def test_a_resumed_partition_continues_as_without_a_break(ended):
     assert taken(again, range(3)) == taken(whole, replicas)
 
 
+@BOTH
+def test_all_leases_of_a_lost_replica_are_leased_again(kind):
+    leases = leases_of(kind, [60], lease_rows=4, replicas=(0, 1))
+    lost = [leases.take(0) for _ in range(3)]
+    leases.lose(0)
+
+    again = drained(leases, 1)
+
+    assert {one for lease in lost for one in lease.ranges} <= {
+        one for lease in again for one in lease.ranges
+    }
+    assert sum(lease.rows for lease in again) == 60
+
+
 # ---- sync intervals
 
 
@@ -318,6 +332,14 @@ def test_parts_are_shuffled_anew_in_each_epoch_of_each_fit(seed):
     taken = [lease.ranges[0].part for lease in drained(leases, 0)]
 
     assert taken == part_order(20, 4, seed)
+
+
+def test_epochs_have_orders_of_their_own_unless_parts_keep_theirs():
+    orders = {tuple(part_order(20, epoch, seed=5)) for epoch in range(4)}
+
+    assert len(orders) == 4
+    assert all(sorted(order) == [*range(20)] for order in orders)
+    assert part_order(20, 3, seed=None) == [*range(20)]
 
 
 def test_a_part_that_no_worker_holds_is_near_to_none():

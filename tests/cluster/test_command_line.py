@@ -132,13 +132,16 @@ def test_a_run_that_hangs_is_explained(client):
 
 NETS = """
 import signal
+import threading
 
 import daskdl
 import torch
 from torch import nn
 
-# What runs in the background, as the tests may, begins with ignoring it.
-signal.signal(signal.SIGINT, signal.default_int_handler)
+# What runs in the background, as the tests may, begins with ignoring it. Workers, which
+# import this file in a thread, leave it ignored.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Net(nn.Module):

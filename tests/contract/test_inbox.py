@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl import codec
-from daskdl.channel.inbox import UPDATE_BYTES, Peers, ReceivedSet
+from daskdl.channel.inbox import UPDATE_BYTES, Peers, PreSnapshotBuffer, ReceivedSet
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import MessageKind, PeerProgress
 from tests.support.run_states import (
@@ -80,7 +80,69 @@ def test_updates_in_a_snapshot_are_not_received_again():
     assert received.by_origin() == {0: (4, ()), 1: (3, ())}
 
 
+class TestSkipped:
+    """Updates of which no readable copy has been found."""
+
+    def test_they_leave_no_gap_and_are_not_received(self):
+        received = ReceivedSet({7: (2, (5,))})
+
+        for sequence in (3, 4):
+            received.skip(7, sequence)
+
+        assert received.complete(7) == 5
+        assert received.behind({7: 5}) == {}
+        assert received.by_origin() == {7: (2, (5,))}
+
+    def test_one_that_comes_later_is_received_once(self):
+        received = ReceivedSet({7: (2, ())})
+        received.skip(7, 3)
+
+        assert [received.accept(7, 3) for _ in range(2)] == [True, False]
+        assert received.by_origin() == {7: (3, ())}
+
+    def test_an_unreadable_update_that_comes_is_requested_no_more(self):
+        inbox = filled((1, 1))
+        inbox.lack(item_of(sparse(1, 2, [1])))
+        assert inbox.unreadable == {1: {2: 2}}
+
+        put(inbox, 1, 2)
+
+        assert inbox.skip_unreadable(1) == []
+
+
+class TestBeforeTheSnapshot:
+    """What a joining replica keeps until it has a snapshot."""
+
+    def test_updates_that_the_snapshot_contains_are_dropped(self):
+        buffer = PreSnapshotBuffer()
+        for sequence in (1, 2, 3):
+            buffer.keep(item_of(sparse(4, sequence, [1])), 10**9)
+
+        buffer.drop({4: 2})
+
+        assert [message.sequence for message in buffer.messages] == [3]
+
+    def test_there_is_a_bound_that_one_update_may_exceed(self):
+        buffer, messages = (
+            PreSnapshotBuffer(),
+            [item_of(sparse(4, sequence, [1]), nbytes=100) for sequence in (1, 2)],
+        )
+
+        kept = [buffer.keep(message, limit_bytes=50) for message in messages]
+        buffer.drop({4: 1})
+
+        assert kept == [True, None]
+        assert buffer.keep(messages[1], limit_bytes=50)
+
+
 class TestProgress:
+    def test_nobody_waits_for_replicas_that_have_completed_the_interval(self):
+        peers = Peers()
+        peers.announce(1, PeerProgress(step=3, sequence=0, interval=0))
+        peers.announce(2, PeerProgress(step=5, sequence=0, interval=-1))
+
+        assert [peers.slowest(interval) for interval in (1, 0)] == [3, 5]
+
     def test_a_step_counts_once_no_earlier_update_is_missing(self):
         inbox = filled((1, 1), (1, 3), in_order=False)
         assert steps(inbox) == {1: 1}

@@ -99,6 +99,36 @@ def test_a_replica_that_waits_for_a_lease_is_no_member_but_may_donate():
     assert decided.current == decided.donors == (1,)
 
 
+def test_a_replica_that_waits_for_a_lease_has_no_weight():
+    notes = {0: vote(examples=30), 1: vote(examples=10, parked=True)}
+
+    assert RoundDecision.of(notes, gone=[]).weights == {0: 1.0}
+
+
+def test_votes_of_gone_replicas_do_not_count():
+    notes = {0: vote(examples=30), 1: vote(mean=9, seen=9, examples=10)}
+
+    decided = RoundDecision.of(notes, gone=[1])
+
+    assert (decided.number, decided.latest, decided.weights) == (5, 4, {0: 1.0})
+
+
+def test_only_replicas_with_the_same_parameters_end_together():
+    notes = {0: ended(digest=7), 1: ended(digest=8), 2: ended(digest=7)}
+
+    decided = RoundDecision.of(notes, gone=[])
+
+    assert decided.current == (0, 2)
+    assert not decided.over
+    assert RoundDecision.of({0: notes[0], 2: notes[2]}, gone=[]).over
+
+
+def test_a_replica_that_has_trained_since_does_not_donate_the_mean():
+    notes = {0: vote(examples=30), 1: vote(examples=0), 2: vote(mean=3)}
+
+    assert RoundDecision.of(notes, gone=[]).donors == (1,)
+
+
 def test_the_root_has_the_latest_mean():
     notes = {0: vote(mean=3), 1: vote(), 2: vote(), 3: vote(parked=True, examples=0)}
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from daskdl import codec
 from daskdl.codec import counts_of
+from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.errors import OptionError
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
 from daskdl.thresholds import (
@@ -39,6 +40,15 @@ class TestPropose:
         assert update.threshold == update.count * GRID
         assert update.threshold == np.float32(update.threshold)
         assert update.chosen == 1.2e-3
+
+    @pytest.mark.parametrize(
+        ("value", "count"), [(GRID / 1000, 1), (1e9, MAX_COUNT)], ids=["low", "high"]
+    )
+    def test_the_threshold_is_limited_to_the_range_of_the_grid(self, value, count):
+        update = proposed(make(Vector([0.5]), FixedThreshold(value)))
+
+        assert update.count == count
+        assert update.chosen == count * GRID
 
     @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf], ids=str)
     def test_a_rule_must_return_a_positive_number(self, value):

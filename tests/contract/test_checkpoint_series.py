@@ -83,6 +83,20 @@ class TestNewest:
         series.folder(1_000_000).delete(["replica-1.json"])
         assert series.newest().stamp.number == 999_999
 
+    def test_parts_of_two_checkpoints_are_not_one(self, series):
+        put(series, 1)
+        put(series, 2)
+        put_part(series, Stamp("fit", "another run", 2), 1)
+
+        assert series.newest().stamp.number == 1
+
+    def test_a_fit_does_not_go_on_from_another_one(self, series):
+        put(series, 1, origin="another fit")
+
+        assert plan_of(series).newest() is None
+        put(series, 2)
+        assert plan_of(series).newest().stamp.number == 2
+
     def test_an_older_one_does_not_replace_a_damaged_one(self, series):
         put(series, 1)
         put(series, 2)

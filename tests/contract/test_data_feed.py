@@ -401,6 +401,35 @@ def test_the_epochs_of_earlier_fits_count_for_the_order():
     assert first != second == rows_of([(1, 0, 10)], shuffle=True, epoch=1)
 
 
+@pytest.mark.parametrize("option", ["shuffle", "drop_last"])
+def test_rows_of_the_validation_are_neither_shuffled_nor_dropped(option):
+    rows = rows_of([(1, 0, 9)], phase="validation", batch_size=4, **{option: True})
+
+    assert rows == [*range(100, 109)]
+
+
+def test_leases_of_dropped_rows_are_returned():
+    channel = Leasing([(0, 0, 5)])
+    own = feed(channel, Store(), batch_size=4, drop_last=True)
+
+    groups = [numbers(group) for group in own.groups(lambda: None, size=1)]
+
+    assert groups == [[[0, 1, 2, 3]]]
+    assert own.totals.dropped == 1
+    assert channel.returned == [0]
+
+
+def test_the_first_reason_for_leaving_rows_out_is_kept():
+    class Worse(Store):
+        def rows(self, phase, part, key):
+            raise ValueError(f"no rows in {part}")
+
+    own = feed(Leasing([(3, 0, 2)], [(5, 0, 2)]), Worse(), skips=True)
+
+    assert numbers(own.batches()) == []
+    assert "no rows in 3" in own.totals.reason
+
+
 def test_a_part_of_unknown_length_is_streamed():
     store = Store()
 

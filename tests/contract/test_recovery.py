@@ -66,7 +66,7 @@ def with_repairs(test):
                 peers.taken.append((message.origin, message.sequence))
                 return message.sequence == 2
 
-            peers.repairs = Repairs(routing, take)
+            peers.routing, peers.repairs = routing, Repairs(routing, take)
             running = asyncio.ensure_future(peers.repairs.run())
             try:
                 await peers.at(0)
@@ -201,6 +201,21 @@ def test_helpers_have_some_of_the_updates_and_those_with_most_come_first(
         assert amounts == sorted(amounts, reverse=True)
 
 
+def test_a_replica_does_not_ask_itself_for_its_own_updates():
+    have = {0: {}, 1: {0: (5, ())}}
+
+    assert helpers(0, [4, 5], have, alive=[0, 1], asker=0) == [1]
+
+
+@with_repairs
+async def test_in_a_relay_only_the_origin_keeps_its_updates(inbox, peers):
+    peers.routing.relayed = True
+
+    asked = [await peers.at(turn * PATIENCE_S) for turn in (1, 2, 3)]
+
+    assert asked == [[(1, [2])]] * 3
+
+
 @given(HAVE)
 def test_all_replicas_have_the_same_updates_after_taking_a_donors_state(have):
     have = {n: {(o, s) for o, s in u if o not in have} for n, u in have.items()}
@@ -219,6 +234,12 @@ def test_askers_begin_with_different_donors():
     have = {0: full, 1: less, 2: full, 4: less}
 
     assert {donors(have, asker)[0] for asker in (1, 4)} == {0, 2}
+
+
+def test_an_origin_without_updates_makes_no_difference_between_states():
+    have = {0: {7: (5, ()), 8: (0, ())}, 1: {7: (5, ())}}
+
+    assert [donors(have, asker) for asker in (0, 1)] == [[], []]
 
 
 def test_no_donor_lacks_an_update_of_a_survivor():

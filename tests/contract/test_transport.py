@@ -247,6 +247,18 @@ def test_the_wait_for_an_event_loop_that_hangs_is_bounded(transport):
         endpoint.begin({}, GRID, {})
 
 
+def test_each_answer_of_the_scheduler_counts_as_news():
+    now = [10.0]
+    clock = SimpleNamespace(now=lambda: now[0])
+    connection = Connection(SimpleNamespace(loop=None, clock=clock), SPEC, print)
+    now[0] += 5.0
+    silent_s = connection.since_answer_s()
+
+    connection.checked({"status": "ok"})
+
+    assert (silent_s, connection.since_answer_s()) == (5.0, 0.0)
+
+
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
@@ -320,6 +332,17 @@ def test_a_buffer_that_evicts_nothing_accepts_one_update_of_any_size():
     assert buffer.has_room()
     buffer.keep(update(0, 1))
     assert not buffer.has_room()
+
+
+def test_an_acknowledged_update_is_kept_no_more():
+    buffer = RetransmitBuffer(limit_bytes=1, evicts=False)
+    for sequence in (1, 2, 3):
+        buffer.keep(update(0, sequence))
+
+    assert [buffer.acknowledge(sequence) for sequence in (2, 2)] == [True, False]
+    assert [message.sequence for message in buffer.find(0, [1, 2, 3])] == [3]
+    assert buffer.acknowledge(3)
+    assert buffer.has_room()
 
 
 # ---- whether a process listens at an address is asked of its operating system, at once

@@ -14,6 +14,7 @@ from torch import nn
 
 from daskdl import codec
 from daskdl.codec import counts_of
+from daskdl.compression.kernels import GUARD
 from daskdl.compression.replica_vector import MAX_COUNT
 from daskdl.errors import OptionError
 from daskdl.residuals import ResidualClipping, ResidualPostProcessor
@@ -92,6 +93,19 @@ class TestCommit:
         assert compressor.vector.shared_counts().tolist() == [0]
         assert compressor.groups["*"].exchanges == 0
 
+    def test_clipped_mass_adds_up(self):
+        module = Vector([0.0])
+        compressor = make(module, residual=ResidualClipping(1.0, frequency=1))
+
+        clipped = []
+        for _ in range(3):
+            module.step(2.0)
+            compressor.commit_(proposed(compressor))
+            clipped.append(compressor.clipped)
+
+        assert clipped[0] == 0  # the first exchange clips nothing
+        assert 0 < clipped[1] < clipped[2]
+
 
 class TestLead:
     def test_a_committed_quantum_moves_local_back_by_the_share_of_the_others(self):
@@ -119,6 +133,15 @@ class TestCommitDense:
             compressor.commit_(update)
             assert counts_of(update.quantized).tolist() == sent
             assert compressor.vector.residual_counts().tolist() == left
+
+    def test_shared_stays_within_the_guard_but_for_rounding(self):
+        module = Vector([0.0])
+        compressor = make(module)
+        module.step(GRID * 2.0**31)
+
+        [update] = compressor.propose(dense=True)
+
+        assert counts_of(update.quantized).tolist()[0] <= GUARD * (1 + 2**-20)
 
 
 # Steps move parameters by 25 quanta: more than an entry sends, so some are clipped.

@@ -235,6 +235,12 @@ def test_the_residual_is_rounded_to_even_and_nothing_changes(kernel, dtype):
     assert torch.equal(group.shared_N, before[1])
 
 
+def test_nan_is_no_residual(kernel):
+    group = kernel([math.nan, 5 * GRID])
+
+    assert group.residual_counts(GRID).tolist() == [0, 5]
+
+
 class TestLead:
     """Local is shared plus ``lead`` times the residual."""
 

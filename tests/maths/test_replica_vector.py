@@ -255,6 +255,27 @@ class TestSnapshot:
         assert vector.grid == 2.0**-3
         assert vector.farthest() == 0.0
 
+    def test_the_residual_stays_when_shared_is_replaced(self):
+        module = Vector([0.5, 0.0])
+        vector = whole(module)
+        module.step(0.25, 0.0)
+
+        vector.replace_shared_(np.array([4, 0], np.int32), 2.0**-3)
+
+        assert module.first.tolist() == [0.5 + 0.25, 0.0]
+        assert vector.residual_counts().tolist() == [2, 0]
+
+    def test_an_own_dense_update_moves_local_back_by_the_share_of_the_others(self):
+        module = Vector([0.0, 0.0])
+        vector = whole(module)
+        vector.set_scale_(0.25)
+        module.step(8 * GRID, 0.0)
+
+        vector.apply_counts_(np.array([2, 0], np.int32), own=True)
+
+        assert module.first.tolist() == [2 * GRID, 0.0]  # ahead of shared by nothing
+        assert vector.residual_counts().tolist() == [0, 0]
+
 
 class TestDigest:
     @pytest.mark.parametrize("place", [0, 1, 2], ids=str)

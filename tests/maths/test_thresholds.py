@@ -124,6 +124,8 @@ class TestAdaptiveThreshold:
             ([0.0] * 97 + [-3.0, 2.0, 1.0], (0.5, 0.5), 3.0),
             ([math.inf, -3.0, math.nan, 2.0], (1e-4, 1e-2), 3.0),
             ([0.0, 0.0], (1e-4, 1e-2), 1e-4),
+            # The geometric mean of the band is 0.1, the arithmetic one 0.25.
+            ([1.0 * n for n in range(20)], (0.02, 0.5), 18.0),
         ],
     )
     def test_without_an_initial_threshold_the_first_residual_determines_it(

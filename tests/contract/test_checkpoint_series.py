@@ -97,6 +97,22 @@ class TestNewest:
         put(series, 2)
         assert plan_of(series).newest().stamp.number == 2
 
+    @pytest.mark.parametrize("members", [[0, 0], [1, 0], []], ids=str)
+    def test_each_replica_is_listed_once_and_in_order(self, series, members):
+        put(series, 1, members)
+
+        with pytest.raises(SaveError, match="damaged: its replicas are"):
+            series.newest()
+
+    def test_a_run_without_a_checkpoint_ends_with_an_error(self, series):
+        put(series, 1, run="an earlier run")
+        plan = plan_of(series)
+
+        with pytest.raises(SaveError, match="no checkpoint of this fit"):
+            plan.conclude()
+        put(series, 2)
+        plan.conclude()
+
     def test_an_older_one_does_not_replace_a_damaged_one(self, series):
         put(series, 1)
         put(series, 2)

@@ -44,10 +44,10 @@ class Waiting:
         return True
 
 
-def writer(series, replica=0, channel=None, first=1, before=0, **options):
+def writer(series, replica=0, channel=None, first=1, before=0, epochs=(), **options):
     rule = Checkpoint(series.store.url, **{"keep_last": None, **options})
     plan = CheckpointPlan(series, rule, "fit", "run", first, before)
-    rows = Mock(rows=[])
+    rows = Mock(rows=[{"epoch": epoch} for epoch in epochs])
     return CheckpointWriter(plan, replica, channel or Waiting(), TIMEOUTS, rows)
 
 
@@ -115,6 +115,28 @@ class TestParts:
         second.finish()
 
         assert complete_at(series.folder(1)).members == [1]
+
+    def test_a_replica_that_joined_late_counts_the_checkpoints_before(self, series):
+        late = writer(series, 1)
+
+        late.take(met(-1, -1, taken=4), having())
+        late.finish()
+
+        assert series.numbers() == [5]
+        assert late.counters()["checkpoints"] == 5
+
+    def test_a_replica_with_all_rows_of_the_history_writes_the_common_part(
+        self, series
+    ):
+        gathered = met(-1, -1)
+        gathered.payloads[1]["checkpoint"]["rows"] = 3  # replica 0 joined later
+
+        for own in (writer(series, 0), writer(series, 1, epochs=range(3))):
+            own.take(gathered, having())
+            own.finish()
+
+        header = complete_at(series.folder(1)).header
+        assert [row["epoch"] for row in header["rows"]] == [0, 1, 2]
 
 
 class TestCopy:

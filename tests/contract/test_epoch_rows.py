@@ -254,3 +254,9 @@ def test_rows_of_before_stay_and_are_not_changed():
 
     assert [row["epoch"] for row in log.rows] == [0, 1]
     assert before == [{"epoch": 0}]
+
+
+def test_examples_that_the_source_has_left_out_are_counted_too():
+    log = RowLog(10, (), now=iter((10.0, 11.0)).__next__, left_out=4)
+
+    assert log.end_epoch(0, TWO, NOTHING)["skipped_examples"] == 4 + 5 + 3

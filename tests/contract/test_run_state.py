@@ -176,6 +176,15 @@ def test_a_replica_that_fails_while_idle_has_no_payload_in_later_rounds():
     assert barrier.payloads == {0: "of 0", 1: "of 1"}
 
 
+def test_replicas_that_wait_for_a_lease_vote_in_rounds():
+    state = joined(3)
+    state.give_back(2, "train", 0, [], 0.0, idle_payload="of 2, idle")
+
+    barrier = arrive(state, "round", 0, 1, kind="round")
+
+    assert barrier.payloads == {0: "of 0", 1: "of 1", 2: "of 2, idle"}
+
+
 def test_updates_are_held_back_between_two_barriers_and_then_passed_on():
     state = joined()
     arrive(state, "end", 0, 1, 2, kind="agree")

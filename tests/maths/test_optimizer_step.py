@@ -172,6 +172,7 @@ FINE = {
     "spikes": ([0.5] * 40 + [1e6]) * 100,
     "a bad start that is made good": [2.3, *np.geomspace(1e5, 0.1, 5000)],
     "comes back to where it began": [2.3] + [0.01] * 500 + [2.3] * 5000,
+    "large, and three times as large": [1e6] * 300 + [3e6] * 999,
     "goes down from high": [2.3, *np.linspace(1e4, 1e3, 5000)],
     "goes up and down at random": np.cumsum(0.1 * noise().normal(size=5000)),
     "high for a while": ([2.3] * 10 + [90.0] * 150 + [2.0] * 200) * 10,

@@ -247,14 +247,14 @@ class Trainer:
 
     def __post_init__(self) -> None:
         own = Compiled.of(self.model)
+        if own is not None and self.loss is None and self.step is None:
+            self.loss = own.loss
+        self.loss = resolved_loss(self.loss)
         if own is not None:
-            if self.loss is None and self.step is None:
-                self.loss = own.loss
             if self.optimizer is None and own.optimizer is not None:
                 self.optimizer = own.optimizer
             if self.metrics is None and self.step is None:
-                self.metrics = own.metrics
-        self.loss = resolved_loss(self.loss)
+                self.metrics = own.metrics_beside(self.loss)
         self._spec()
         self._state = FitState()
 

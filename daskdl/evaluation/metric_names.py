@@ -424,9 +424,11 @@ class OutputMetrics(MetricSet):
     def _of(self, tree: Tree, what: str) -> Tree:
         if what == "labels" and not isinstance(tree, dict | tuple):
             return tree  # of all outputs
+        by_number = isinstance(tree, dict) and self.name not in tree
+        places: Any = [*tree.values()] if by_number else tree
         try:
             if isinstance(tree, dict | tuple):
-                return tree[self.name]  # type: ignore[index]
+                return places[self.name]
         except (LookupError, TypeError):
             pass
         several = isinstance(tree, dict | tuple)

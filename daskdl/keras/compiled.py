@@ -192,20 +192,17 @@ class OutputLosses(nn.Module):
         )
 
     def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
-        """Align each output and its labels."""
-        both = (self._each(tree, "labels") for tree in (output, y))
+        """Align each output and its labels; return both as dicts by name."""
+        both = self._each(output, "outputs"), self._each(y, "labels")
         pairs = [
             (one, own) if loss is None else aligned(loss, one, own)
             for loss, one, own in zip(self.losses, *both, strict=True)
         ]
-        trees = zip(*pairs, strict=True)
-        one, two = (
-            dict(zip(self.names, parts, strict=True))
-            if isinstance(like, dict)
-            else parts
-            for like, parts in zip((output, y), trees, strict=True)
+        outputs, labels = (
+            dict(zip(self.names, leaves, strict=True))
+            for leaves in zip(*pairs, strict=True)
         )
-        return one, two
+        return outputs, labels
 
     @override
     def forward(self, input: Any, target: Any) -> Tensor:
@@ -460,9 +457,12 @@ class Compiled:
         given = self._config.get("optimizer")
         return None if given is None else optimizer_of(given)
 
-    @property
-    def metrics(self) -> Any:
-        """The metrics, by output if there are several; None: there are none."""
+    def metrics_beside(self, loss: Any) -> Any:
+        """Return the metrics, by output if there are several; None: there are none.
+
+        A list of outputs has names if the loss has, see `OutputLosses.aligned`.
+        """
+        named = self._named or isinstance(loss, OutputLosses)
         both = (self._config.get(name) for name in ("metrics", "weighted_metrics"))
         given: Any = [metrics for metrics in both if metrics]
         if len(self._names) == 1:
@@ -471,7 +471,7 @@ class Compiled:
         for metrics in given:
             each = _for_outputs(metrics, self._names)
             for number, (name, own) in enumerate(zip(self._names, each, strict=True)):
-                key = name if self._named else number
+                key = name if named else number
                 found.setdefault(key, []).extend(_flat_metrics(own))
         return {key: own for key, own in found.items() if own} or None
 

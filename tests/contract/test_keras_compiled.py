@@ -218,7 +218,8 @@ class TestCompiled:
         assert again.metrics == ["accuracy"]
 
     @pytest.mark.parametrize("named", [False, True], ids=["tuple", "dict"])
-    def test_each_output_has_its_loss_and_metrics(self, named):
+    @pytest.mark.parametrize("labels", ["tuple", "dict"])
+    def test_each_output_has_its_loss_and_metrics(self, named, labels):
         first = keras.Input((4,))
         kind = LAYERS.Dense(3, activation="softmax", name="kind")(first)
         size = LAYERS.Dense(1, name="size")(first)
@@ -230,20 +231,24 @@ class TestCompiled:
             metrics={"kind": ["accuracy"], "size": ["mae"]},
             loss_weights={"kind": 1.0, "size": 0.5},
         )
-        y = {"kind": KINDS[:, None], "size": X[:, 3]} if named else (KINDS, X[:, 3])
+        y = {"kind": KINDS[:, None], "size": X[:, 3]}
+        y = y if labels == "dict" else tuple(y.values())
         trainer = daskdl.Trainer(model, client=False)
-        trainer.fit(X, y)
+        trainer.fit(X, y, validation=(X, y))
 
         values = trainer.evaluate(X, y)
 
-        own = y if named else list(y)
+        own = {"kind": KINDS, "size": X[:, 3]}
+        own = own if named else list(own.values())
         model.set_weights(trainer.model_.get_weights())
         expected = model.evaluate(X, own, verbose=0, return_dict=True)
         assert values["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-        names = ("kind_accuracy", "size_mae") if named else ("0_accuracy", "1_mae")
-        assert set(values) == {"loss", *names}
-        assert values[names[0]] == pytest.approx(expected["kind_accuracy"])
-        assert values[names[1]] == pytest.approx(expected["size_mae"], rel=1e-5)
+        assert set(values) == {"loss", "kind_accuracy", "size_mae"}
+        assert values["kind_accuracy"] == pytest.approx(expected["kind_accuracy"])
+        assert values["size_mae"] == pytest.approx(expected["size_mae"], rel=1e-5)
+        validated = trainer.history_[0]
+        for name, value in values.items():
+            assert validated[f"val_{name}"] == pytest.approx(value, rel=1e-5)
 
     @pytest.mark.parametrize(
         ("options", "message"),

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 # Updates received from one origin: the last before the first gap, and all beyond it.
 Received = tuple[int, Sequence[int]]
 NOTHING: Received = (0, ())
+MOST_AHEAD = 2**20  # of the last update without a gap; no origin is so far ahead
 MOST = 1000  # updates of one origin that are requested at once
 
 
@@ -484,11 +485,15 @@ class Inbox:
         """Add a pending update, once.
 
         Returns:
-            False if the update is a duplicate, or must not be delivered now.
+            False if the update is a duplicate, or must not be delivered now, or has a
+            number that its origin cannot have reached, which is refused.
         """
         origin, sequence = message.origin, message.sequence
         with self.changed:
             if not self.barrier.admits(origin, sequence):
+                return False
+            if sequence - self.received.complete(origin) > MOST_AHEAD:
+                self.refused += 1
                 return False
             if not self.received.accept(origin, sequence):
                 return False

@@ -166,6 +166,7 @@ class RunSpec:
         intervals: Division of the epochs.
         epochs: Number after the last epoch; None: unknown.
         title: Describes the model, for the dashboard.
+        payload_bytes: Bound of what a replica sends at a barrier or with a lease.
     """
 
     run: RunId
@@ -182,6 +183,7 @@ class RunSpec:
     intervals: SyncIntervals = WHOLE_EPOCHS
     epochs: Natural | None = None
     title: str = ""
+    payload_bytes: Natural = 2**26
 
     @property
     def order(self) -> int:

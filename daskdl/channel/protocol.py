@@ -374,14 +374,28 @@ ERRORS = frozenset(
 )
 
 
+MOST_TEXT = 100_000  # characters; longer messages and tracebacks are shortened
+
+
+class _Short:
+    """The texts of at most `MOST_TEXT` characters, for annotations."""
+
+    def __contains__(self, text: str) -> bool:
+        return len(text) <= MOST_TEXT
+
+
+Text = Annotated[str, _Short()]
+
+
 class Failure(TypedDict):
-    """An exception that ends a replica."""
+    """An exception that ends a replica, as text: nobody unpickles it."""
 
     type: Annotated[str, ERRORS]
-    summary: str
-    traceback: str
+    error: Text  # name of the exception's class, with its module
+    summary: Text
+    notes: Sequence[Text]  # see `BaseException.add_note`
+    traceback: Text
     step: Natural
-    pickled: bytes
 
 
 class WorkerVersions(TypedDict):
@@ -698,6 +712,26 @@ def unwrap_arrays(payload: Any) -> Any:
     if not isinstance(payload, dict):
         return payload
     return {key: unwrap(value) for key, value in payload.items()}
+
+
+def nbytes_of(value: Any) -> int:
+    """Return about how many bytes a value of a message takes; arrays stay packed.
+
+    Example:
+        >>> nbytes_of({"a": [1, 2.5], "b": b"1234"})
+        62
+    """
+    if isinstance(value, Serialized):
+        return sum(memoryview(frame).nbytes for frame in value.frames)
+    if isinstance(value, Serialize):
+        return nbytes_of(value.data)
+    if isinstance(value, Mapping):
+        return 8 + sum(nbytes_of(key) + nbytes_of(own) for key, own in value.items())
+    if isinstance(value, list | tuple):
+        return 8 + sum(map(nbytes_of, value))
+    if isinstance(value, str | bytes):
+        return 8 + len(value)
+    return int(getattr(value, "nbytes", 8))
 
 
 def compact(frame: NDArray[np.uint8]) -> Any:

@@ -458,6 +458,14 @@ class RunState:
         """
         others = [box for replica, box in self.outboxes.items() if replica != origin]
         member = self.members.replicas[origin]
+        messages, last = list(messages), member.progress.sequence
+        for message in messages if self.spec.relayed else ():
+            if message.sequence > last + 1:  # a retransmitted one may be earlier
+                raise ValueError(
+                    f"update {message.sequence} of replica {origin} does not follow "
+                    f"its update {last}"
+                )
+            last = max(last, message.sequence)
         accepted = 0
         for message in messages:
             nbytes = message.nbytes + MESSAGE_BYTES
@@ -553,8 +561,15 @@ class RunState:
     ) -> OpenBarrier:
         """Register a replica at a barrier; a second arrival changes nothing.
 
-        An arrival after the barrier is complete opens the next barrier of this key.
+        An arrival after the barrier is complete opens the next barrier of this key. A
+        replica waits at one barrier at a time, so their number is bounded.
         """
+        for open_key, other in self.barriers.items():
+            if open_key != key and replica in other.payloads:
+                raise ValueError(
+                    f"replica {replica} waits at the barrier {open_key!r:.80}, and "
+                    f"cannot arrive at {key!r:.80}"
+                )
         barrier = self.barriers.setdefault(key, OpenBarrier())
         barrier.kinds.add(kind)
         if kind == BarrierKind.RESUME:

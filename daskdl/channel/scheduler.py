@@ -44,6 +44,7 @@ from daskdl.channel.protocol import (
     ValidatedWork,
     WorkerVersions,
     handlers_of,
+    nbytes_of,
 )
 from daskdl.channel.run_state import AT_FIRST, RunState
 from daskdl.channel.transport import (
@@ -488,6 +489,7 @@ class LiveRun:
         """
         state, members = self.state, self.state.members
         worker = members.taking_part(replica).worker
+        self._check_size(work, idle_payload)
         now = self.now()
         state.give_back(replica, phase, epoch, finished, now, work, idle_payload)
         self.notify()  # rows may be free for others, or the interval may be over
@@ -502,6 +504,12 @@ class LiveRun:
             own = {"ranges": ranges, "keys": list(keys.items()), "ahead": ahead}
             return {"lease": number, **own}
         return {"lease": None, "sync_point": lease}
+
+    def _check_size(self, *payloads: Any) -> None:
+        """Check what a replica sends for others, which is kept until all have met."""
+        nbytes, most = nbytes_of(payloads), self.state.spec.payload_bytes
+        if nbytes > most:
+            raise ValueError(f"payloads have at most {most} bytes, got {nbytes}")
 
     async def handle_missing(
         self, replica: Natural, phase: str, part: Natural, key: str
@@ -541,6 +549,7 @@ class LiveRun:
         """Register a replica at a barrier; answer once the barrier is complete."""
         state, kind = self.state, BarrierKind(kind)
         state.members.taking_part(replica)
+        self._check_size(payload, client_payload)
         if live is not None:
             self.record.report(replica, LiveReport(*live), self.now())
         barrier = state.arrive(key, replica, payload, client_payload, kind)

@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,8 +88,9 @@ class ReplicaFailed:
     summary: str
     replica: int | None = None  # None: the run as a whole
     worker: str = ""
+    notes: Sequence[str] = ()  # see `BaseException.add_note`
     traceback: str = ""
-    pickled: bytes = b""  # the exception; empty if not picklable
+    error: str = ""  # name of the exception's class, with its module
     deserted: bool = False  # no replica is left to train
 
 
@@ -301,6 +303,9 @@ class AgreedState(NamedTuple):
         return replace(parameters, exact=exact)
 
 
+REPORT_BYTES = 2**26  # more than a report with telemetry and states of metrics takes
+
+
 def run_spec_of(
     spec: ReplicaSpec,
     workers: Mapping[int, str],
@@ -334,6 +339,9 @@ def run_spec_of(
                 sum(0 < rows < lease_rows for rows in lengths),
                 sum(rows > lease_rows for rows in lengths),
             )
+    # Buffers and frozen parameters that change travel at barriers, beside reports.
+    tensors = chain(spec.model.parameters(), spec.model.buffers())
+    model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     rule = None if spec.checkpoints is None else spec.checkpoints.rule
     steps = None if rule is None else rule.steps
     if steps is not None and min(sizes["train"].rows) < 0:
@@ -363,6 +371,7 @@ def run_spec_of(
         ),
         epochs=spec.epochs,
         title=f"{type(spec.model).__name__}, {spec.size:,} parameters",
+        payload_bytes=REPORT_BYTES + 4 * model_bytes,
     )
     if resume is not None and point is not None:
         _check_sync_point(point, run, resume.store.url)

@@ -5,6 +5,7 @@ chooses the workers; `train` drives the backend and collects the result; `settle
 the result into the model and returns the state for the next fit.
 """
 
+import builtins
 import contextlib
 import functools
 import logging
@@ -20,7 +21,6 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import cloudpickle
 from distributed import Client
 from torch import nn
 from torch.optim import Optimizer
@@ -520,15 +520,10 @@ class FitRun:
         if kind is ReplicaError:
             message += f"\n\nTraceback of the worker:\n{event.traceback}"
         error = kind(message)
-        try:
-            if event.pickled:
-                # The class may be the user's, and importable only on the worker.
-                with contextlib.suppress(Exception):  # the message has the traceback
-                    error.__cause__ = cloudpickle.loads(event.pickled)
-            return error
-        finally:
-            # The cause's traceback refers to this frame: break the reference cycle.
-            del error
+        for note in event.notes if kind is not ReplicaError else ():
+            error.add_note(note)  # a traceback has them already
+        error.__cause__ = _built_in(event)
+        return error
 
     def _leave(self, kind: type[BaseException] | None, *_: object) -> None:
         """Collect the result of the replicas; stop them first after an exception."""
@@ -709,6 +704,21 @@ def _end_callback(
         logger.warning("on_fit_end of %r failed: %r", callback, own)
 
     guarded(lambda: callback.on_fit_end(FitEnd(history, error)), note)
+
+
+def _built_in(event: ReplicaFailed) -> Exception | None:
+    """Make the exception of a replica again, from its name; None: it is no built-in.
+
+    A class of the user could only be had by running code that a message names.
+    """
+    module, _, name = event.error.rpartition(".")
+    kind = getattr(builtins, name, None) if module == "builtins" else None
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        return None
+    try:
+        return kind(event.summary.removeprefix(f"{name}: "))
+    except TypeError:  # it takes more than a text
+        return None
 
 
 def _is_watched() -> bool:

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,7 +29,13 @@ from daskdl.channel.base import (
     Stopped,
 )
 from daskdl.channel.leasing import SyncPoint
-from daskdl.channel.protocol import Arrays, BarrierKind, LiveReport, ValidatedWork
+from daskdl.channel.protocol import (
+    MOST_TEXT,
+    Arrays,
+    BarrierKind,
+    LiveReport,
+    ValidatedWork,
+)
 from daskdl.compression.flat import Untrained
 from daskdl.data import batching
 from daskdl.data.batching import floating_dtype
@@ -39,7 +44,7 @@ from daskdl.data.checks import (
     preserved_random_state,
     transformed_batch,
 )
-from daskdl.errors import ChannelError, DivergedError, OptionError
+from daskdl.errors import ChannelError, DivergedError, OptionError, shown
 from daskdl.evaluation.evaluate import Score, added, score_batches
 from daskdl.history import StepRow, Thinned
 from daskdl.objective import Batch, OwnStep
@@ -784,15 +789,16 @@ def check_alike(gathered: BarrierResult, when: str) -> None:
 
 def failure_of(error: Exception, step: int) -> dict[str, Any]:
     """Describe an exception in plain values."""
-    summary = f"{type(error).__name__}: {error}"
-    own = type(error).__module__ == errors.__name__
+    kind = type(error)
+    own = kind.__module__ == errors.__name__
+    summary = str(error) if own else f"{kind.__name__}: {error}"
     return {
-        "type": type(error).__name__ if own else "ReplicaError",
-        "summary": str(error) if own else summary,
-        "traceback": "".join(traceback.format_exception(error)),
+        "type": kind.__name__ if own else "ReplicaError",
+        "error": shown(f"{kind.__module__}.{kind.__qualname__}"),
+        "summary": shown(summary, MOST_TEXT),
+        "notes": [shown(str(n), MOST_TEXT) for n in getattr(error, "__notes__", ())],
+        "traceback": shown("".join(traceback.format_exception(error)), MOST_TEXT),
         "step": step,
-        # Pickling may run the user's code and fail; the traceback remains as text.
-        "pickled": guarded(lambda: cloudpickle.dumps(error), lambda _: b""),
     }
 
 

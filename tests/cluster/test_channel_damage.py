@@ -1,9 +1,11 @@
 """Unreadable requests and frames are refused and counted, and do no harm."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
+from distributed.protocol import to_serialize
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
@@ -11,6 +13,7 @@ from daskdl.channel.protocol import Message
 from daskdl.config import VERSION
 from daskdl.errors import ChannelError
 from daskdl.training.replica import failure_of
+from daskdl.training.telemetry import EpochTotals
 from tests.support.channels import (
     RUN,
     a_run,
@@ -25,6 +28,8 @@ from tests.support.channels import (
 )
 from tests.support.run_states import GRID, SIZE
 
+FAILURE = failure_of(RuntimeError("boom"), step=3)
+WORK = EpochTotals().to_wire()
 UPDATE = tuple(Message("update", 0, 1, 0, 0))
 GOOD = {
     "publish": {"replica": 0, "messages": [], "progress": (0, 0, -1)},
@@ -42,7 +47,7 @@ GOOD = {
         "client_payload": b"",
         "kind": "meet",
     },
-    "fail": {"replica": 0, "failure": failure_of(RuntimeError("boom"), step=3)},
+    "fail": {"replica": 0, "failure": FAILURE},
     "join": {"replica": 0, "version": VERSION},
 }
 REFUSED = [
@@ -56,6 +61,7 @@ REFUSED = [
     ("publish", {"messages": [("update", 0, 1, 0, -5, None)]}),
     ("publish", {"messages": [UPDATE, ("update", 0, 1)]}),
     ("publish", {"messages": [("update", 1, 1, 0, 0, None)]}),  # of another origin
+    ("publish", {"messages": [("update", 0, 10**9, 0, 4, b"junk")]}),  # after none
     ("publish", {"messages": [("stop", 0, 0, 0, 4, "stop")]}),
     ("publish", {"messages": [("failed", 0, 0, 0, 0, None)]}),
     ("publish", {"messages": [("progress", 0, 0, 0, 0, None)]}),
@@ -69,6 +75,9 @@ REFUSED = [
     ("lease", {"epoch": -1}),
     ("lease", {"finished": [{}]}),
     ("lease", {"finished": [1]}),
+    ("lease", {"work": {**WORK, "loss_sum": "low"}}),
+    ("lease", {"work": {**WORK, "measured": b"pickled"}}),
+    ("fail", {"failure": {**FAILURE, "pickled": b"code"}}),
     ("join", {"version": "0.0"}),
     *((name, {"replica": other}) for name in GOOD for other in (9, [0])),
 ]
@@ -93,6 +102,26 @@ async def test_invalid_requests_are_refused_and_change_nothing(c, s, a, b):
             assert answer["reason"].startswith(f"handle_{operation}: ")
             assert run.record.refused == count
         assert run.record.stopped is None
+        await check_unharmed(run)
+
+
+@workers(2)
+async def test_payloads_beyond_the_bound_of_the_run_are_refused(c, s, a, b):
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
+        bounded = dataclasses.replace(run.record.spec, payload_bytes=1000)
+        run.record.spec = bounded
+        arrays = {"buffer": to_serialize(np.zeros(200))}
+        for operation, wrong in (
+            ("barrier", {"payload": b"x" * 1000}),
+            ("barrier", {"payload": arrays}),
+            ("barrier", {"client_payload": b"x" * 1000}),
+            ("lease", {"idle_payload": arrays}),
+            ("lease", {"work": {**WORK, "reason": "x" * 1000}}),
+        ):
+            fields = {**GOOD[operation], **wrong}
+            answer = await run.ask(f"daskdl_{operation}", run=RUN, **fields)
+            assert "payloads have at most 1000 bytes" in answer["reason"]
+        assert run.record.barriers == {}
         await check_unharmed(run)
 
 

@@ -63,6 +63,19 @@ def test_a_second_copy_is_dropped():
     assert inbox.received_bytes == 2 * 64
 
 
+@pytest.mark.parametrize("received", [{}, {1: (5, ())}])
+def test_an_update_that_no_origin_can_have_reached_is_refused(received):
+    inbox = filled()
+    inbox.begin(received, GRID, {})
+    last = inbox.received.complete(1)
+
+    assert not put(inbox, 1, 10**9)
+    assert inbox.refused == 1
+    assert put(inbox, 1, last + 2)  # one that overtakes another
+
+    assert inbox.received.by_origin()[1] == (last, (last + 2,))
+
+
 def test_a_snapshot_replaces_pending_updates():
     inbox = filled((1, 1), (1, 2), limit_bytes=0)
 

@@ -108,7 +108,6 @@ OUTSIDE = {
     },
     "metrics": {"numpy", "torch", "torchmetrics", "typing_extensions"},
     "training": {
-        "cloudpickle",
         "dask",
         "distributed",
         "numpy",

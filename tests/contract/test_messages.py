@@ -4,17 +4,22 @@ import re
 
 import numpy as np
 import pytest
-from distributed.protocol import Serialized
+from distributed.protocol import Serialize, Serialized
 
 from daskdl.channel import protocol
 from daskdl.channel.protocol import (
+    MOST_TEXT,
     BlobParts,
+    Failure,
     Message,
     MessageKind,
+    check,
     join,
+    nbytes_of,
     unwrap_arrays,
     wrap_arrays,
 )
+from daskdl.training.replica import failure_of
 
 UPDATE = ("update", 1, 2, 3, 4, b"abcd")
 
@@ -92,3 +97,44 @@ def test_blobs_are_rebuilt_from_parts_of_bounded_size(part_bytes, monkeypatch):
     assert sum(sizes) == blob.nbytes == 5 + 48 + 0 + 8 + 16
     assert all(size == part_bytes for size in sizes[:-1])
     assert sizes[-1] <= part_bytes
+
+
+def test_the_size_of_a_payload_counts_its_arrays_packed_or_not():
+    array = np.zeros(1000)
+    payload = {"residual": array, "more": [[array], b"x" * 500]}
+
+    for own in (payload, wrap_arrays(payload), Serialize(payload)):
+        assert 16_500 <= nbytes_of(own) < 17_000
+
+
+FAILURE = failure_of(RuntimeError("boom"), step=3)
+
+
+def test_a_failure_is_text():
+    check({"failure": FAILURE}, {"failure": Failure})
+
+    assert FAILURE["type"] == "ReplicaError"
+    assert FAILURE["error"] == "builtins.RuntimeError"
+    assert FAILURE["summary"] == "RuntimeError: boom"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"pickled": b"opened by nobody"},
+        {"type": "SystemExit"},
+        {"traceback": "x" * (MOST_TEXT + 1)},
+        {"notes": ["x" * (MOST_TEXT + 1)]},
+        {"summary": b"bytes"},
+    ],
+)
+def test_a_failure_that_is_more_than_bounded_text_is_refused(changed):
+    with pytest.raises(TypeError, match="failure must be"):
+        check({"failure": {**FAILURE, **changed}}, {"failure": Failure})
+
+
+def test_a_long_failure_is_shortened():
+    error = RuntimeError("x" * 2 * MOST_TEXT)
+    error.add_note("y" * 2 * MOST_TEXT)
+
+    check({"failure": failure_of(error, step=3)}, {"failure": Failure})

@@ -88,7 +88,8 @@ def test_the_last_updates_of_a_replica_that_leaves_are_accepted_whatever_their_s
 def test_the_allowance_without_room_is_for_one_barrier():
     state = joined(relay_bytes=EACH)
     last = [update(2, 1 + i, nbytes=HUGE) for i in range(LEAVING_UPDATES)]
-    later = [update(2, 9 + i, nbytes=HUGE) for i in range(LEAVING_UPDATES + 1)]
+    first = LEAVING_UPDATES + 1
+    later = [update(2, first + i, nbytes=HUGE) for i in range(LEAVING_UPDATES + 1)]
     arrive(state, "end", 0, 1, 2, kind="agree")
     held = state.publish(2, last, PeerProgress(1))
     arrive(state, "met", 0, 1, 2)  # the held updates are passed on
@@ -124,7 +125,6 @@ def test_a_barrier_is_the_same_for_all_until_it_is_complete():
 
     barrier = arrive(state, "end", 0)
 
-    assert arrive(state, "other", 1) is not barrier
     assert not barrier.complete
     assert arrive(state, "end", 1) is barrier
     assert barrier.complete
@@ -201,6 +201,33 @@ def test_updates_are_held_back_between_two_barriers_and_then_passed_on():
     assert state.members.gone == {2: 1}
     arrive(state, "next", 0, 1)
     assert len(queued(state, 0, "update")) == 1
+
+
+def test_an_update_that_leaves_a_gap_is_refused_by_a_relay():
+    state = joined(2)
+    state.publish(1, [update(1, 1)], PeerProgress())
+
+    for sequences in ([10**9], [3], [2, 4]):
+        with pytest.raises(ValueError, match=r"does not follow its update [12]"):
+            state.publish(1, [update(1, each) for each in sequences], PeerProgress())
+
+    assert queued(state, 0, "update") == [update(1, 1)]
+    assert state.members.replicas[1].progress.sequence == 1
+    again = [update(1, 1), update(1, 2)]
+    state.publish(1, again, PeerProgress())
+    assert state.members.replicas[1].progress.sequence == 2
+
+
+def test_a_replica_waits_at_one_barrier_at_a_time():
+    state = joined(2)
+    arrive(state, "end", 0)
+
+    with pytest.raises(ValueError, match=r"replica 0 waits at the barrier 'end'"):
+        arrive(state, "another", 0)
+
+    assert list(state.barriers) == ["end"]
+    assert arrive(state, "end", 0, 1).complete
+    assert not arrive(state, "another", 0).complete
 
 
 def test_the_report_of_an_epoch_has_payloads_and_counters():

@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-part test-slurm test-triton sim chaos kills lint bench bench-all bench-compare study clean
+.PHONY: help demo test test-all test-part test-oldest test-slurm test-triton sim chaos kills lint bench bench-all bench-compare study clean
 .PHONY: 1 2 3 4 5 6
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make test   run the suite that every change has to pass: under ten minutes"
 	@echo "make test-all   the same, then one by one all that takes longer: an hour"
 	@echo "make test-part 1   one of six parts of what test-all adds: under 15 minutes"
+	@echo "make test-oldest  on the oldest versions that are allowed: half an hour, 6 GB of disk"
 	@echo "make test-slurm  fits on jobs of SLURM and SGE on this machine: 10 minutes; needs root"
 	@echo "make test-triton  the kernels for CUDA, interpreted: a minute"
 	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
@@ -50,6 +51,21 @@ test-part: .venv/installed
 	$(BIN)/python -m pytest -m "$(APART)" --part $(N)
 
 1 2 3 4 5 6: ; @:
+
+# The oldest versions that pyproject.toml allows. The oldest PyTorch on PyPI brings the
+# libraries of CUDA: 6 GB. Triton is removed, as processes that have it complain when
+# they end.
+.venv-oldest/installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints-oldest.txt -e ".[test]"
+	.venv-oldest/bin/python -m pip uninstall --quiet --yes triton
+	touch $@
+
+# Old libraries use what newer ones deprecate.
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -n 2 tests/contract tests/place \
+		-W ignore::DeprecationWarning -W ignore::PendingDeprecationWarning
 
 test-slurm: .venv/installed
 	$(BIN)/pip install --quiet -c constraints.txt dask-jobqueue
@@ -123,6 +139,6 @@ study: .venv/installed
 		--rows benchmarks/results/convergence.jsonl --plots docs/images
 
 clean:
-	rm -rf .venv build dist site *.egg-info
+	rm -rf .venv .venv-oldest build dist site *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -449,6 +449,9 @@ class Csv(_Table):
         url, content = file.name, file.read()
         # pandas has two parsers; that in Python fills short lines with NaN.
         fast = self.delimiter == _WHITE_SPACE or len(self.delimiter.encode()) == 1
+        exact = {}
+        if fast and pandas.__version__.startswith("2."):  # exact since pandas 3
+            exact["float_precision"] = "round_trip"
         read = partial(
             pandas.read_csv,
             sep=self.delimiter,
@@ -457,6 +460,7 @@ class Csv(_Table):
             keep_default_na=False,
             skipinitialspace=True,
             encoding="utf-8-sig",
+            **exact,
         )
         try:  # two lines: pandas makes an index of first cells if the second is longer
             first = read(io.BytesIO(content), nrows=2, dtype=str)

@@ -410,11 +410,14 @@ def _refusal(dtype: Any, words: str, code: str, label: bool) -> str | None:
         "convert them to real numbers of at most 64 bits, for example with "
         f"{code}.astype('float32')"
     )
+    categories = f"{code}.astype('category')"
+    encode = f"encode them as numbers, for example with {categories}.cat.codes"
+    if label:  # of a dask.dataframe: others are numbered
+        encode = f"make them categories, with {categories}.cat.as_known()"
     if dtype.type is str:
-        held, categories = "strings", f"{code}.astype('category')"
-        remedy = f"encode them as numbers, for example with {categories}.cat.codes"
-        if label:  # of a dask.dataframe: others are numbered
-            remedy = f"make them categories, with {categories}.cat.as_known()"
+        held, remedy = "strings", encode
+    elif types.is_object_dtype(dtype):  # in pandas 2, strings too
+        held, remedy = "objects", f"if they are strings, {encode}; otherwise {remedy}"
     elif types.is_datetime64_any_dtype(dtype) or str(dtype).startswith("period"):
         held = "dates"
         remedy = (

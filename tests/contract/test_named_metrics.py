@@ -73,7 +73,7 @@ CASES = {
     "classes": (SCORES, Y, CROSS, SCORES.argmax(1), SINGLE | MACRO),
     "one-hot": (
         *(SCORES, nn.functional.one_hot(Y, 3).float(), CROSS, SCORES.argmax(1)),
-        {"accuracy": lambda _, p: sk.accuracy_score(Y, p)},
+        {"accuracy": lambda _, p: sk.accuracy_score(Y.numpy(), p)},
     ),
     "one score": (LOGITS, BITS, BINARY, LOGITS > 0, SINGLE | RATES),
     "column": (LOGITS[:, None], BITS[:, None], BINARY, LOGITS > 0, RATES),
@@ -229,9 +229,15 @@ class TestOutputs:
         )
 
         assert values == {
-            "kind_accuracy": pytest.approx(sk.accuracy_score(Y, SCORES.argmax(1))),
-            "kind_log_loss": pytest.approx(sk.log_loss(Y, SCORES.double().softmax(1))),
-            "size_r2": pytest.approx(sk.r2_score(NUMBERS[:, 0], PREDICTED[:, 0])),
+            "kind_accuracy": pytest.approx(
+                sk.accuracy_score(wide(Y), wide(SCORES.argmax(1)))
+            ),
+            "kind_log_loss": pytest.approx(
+                sk.log_loss(wide(Y), wide(SCORES.double().softmax(1)))
+            ),
+            "size_r2": pytest.approx(
+                sk.r2_score(wide(NUMBERS[:, 0]), wide(PREDICTED[:, 0]))
+            ),
         }
         assert "Output kind" in str(values)
 

@@ -30,7 +30,7 @@ def test_it_is_an_estimator(estimator):
     results = check_estimator(estimator, on_skip=None)
 
     skipped = [r["check_name"] for r in results if r["status"] != "passed"]
-    assert skipped == ["check_array_api_input"]  # an environment variable is missing
+    assert {*skipped} <= {"check_array_api_input"}  # needs an environment variable
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,7 @@ def test_tables_among_arrays_become_arrays_and_names_of_labels_are_kept():
 
 
 def test_a_column_that_is_no_number_is_named_with_its_place():
-    table = pd.DataFrame({"a": ["x", "y", "z", "w"]})
+    table = pd.DataFrame({"a": ["x", "y", "z", "w"]}, dtype="string")
 
     with pytest.raises(DataError, match=r"column 'a' of X\['table'\] holds strings"):
         source_of({"table": table, "array": X}, Y)

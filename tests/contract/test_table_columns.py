@@ -90,7 +90,9 @@ def test_a_frame_has_two_axes_whatever_its_columns_and_rows():
     assert columns_of(pd.DataFrame({"a": [1], "b": [1.5]})[:0], "X").shape == (0, 2)
 
 
-@pytest.mark.parametrize("make", [pa.table, pa.record_batch], ids=["table", "batch"])
+@pytest.mark.parametrize(
+    "make", [pa.Table.from_pydict, pa.RecordBatch.from_pydict], ids=["table", "batch"]
+)
 def test_columns_of_pyarrow_need_no_index(make):
     frame = pa.Table.from_pandas(pd.DataFrame({"a": [1, 2]}, index=[7, 8]))
     columns = {name: frame[name].combine_chunks() for name in frame.column_names}
@@ -102,14 +104,17 @@ def test_columns_of_pyarrow_need_no_index(make):
 
 
 REFUSED = {
-    "str": (pd.Series(["a"]), "column 'b' of X holds strings (str); encode them as "
-            "numbers, for example with X['b'].astype('category').cat.codes"),
-    "string": (pd.Series(["a"], dtype="string"), "holds strings (string)"),
+    "str": (pd.Series(["a"]), "encode them as numbers, for example with "
+            "X['b'].astype('category').cat.codes"),
+    "string": (pd.Series(["a"], dtype="string"), "column 'b' of X holds strings "
+               "(string); encode them as numbers"),
     "string[pyarrow]": (pd.Series(["a"], dtype=pd.ArrowDtype(pa.string())),
                         "holds strings (string[pyarrow])"),
-    "object": (pd.Series([1, "a"], dtype=object), "column 'b' of X holds other values "
-               "(object); convert them to real numbers of at most 64 bits, for "
-               "example with X['b'].astype('float32')"),
+    "object": (pd.Series([1, "a"], dtype=object), "column 'b' of X holds objects "
+               "(object); if they are strings, encode them as numbers, for example "
+               "with X['b'].astype('category').cat.codes; otherwise convert them to "
+               "real numbers of at most 64 bits, for example with "
+               "X['b'].astype('float32')"),
     "complex": (pd.Series([1j]), "holds other values (complex128)"),
     "longdouble": (pd.Series(np.ones(1, np.longdouble)), "other values (float128"),
     "decimal": (pd.Series([Decimal(1)], dtype=pd.ArrowDtype(pa.decimal128(5))),
@@ -256,11 +261,12 @@ def test_missing_values_become_nan_in_labels_and_are_refused_in_x(
             columns_of(frame, "X")
 
 
-def test_strings_as_labels_are_told_how_to_become_classes():
-    message = "y holds strings (str); make them categories, with y.astype('category')"
+@pytest.mark.parametrize("dtype", ["string", object])
+def test_strings_as_labels_are_told_how_to_become_classes(dtype):
+    message = "make them categories, with y.astype('category').cat.as_known()"
 
     with pytest.raises(DataError, match=re.escape(message)):
-        check_columns(pd.Series(["a"]), "y", label=True)
+        check_columns(pd.Series(["a"], dtype=dtype), "y", label=True)
 
 
 @pytest.mark.parametrize("label", [True, False])
@@ -279,7 +285,7 @@ def test_categories_of_a_dask_dataframe_must_be_known(label):
         (pd.DataFrame({"a": [1]}), True),
         (pd.Series([1]), True),
         (pa.table({"a": [1]}), True),
-        (pa.record_batch({"a": [1]}), True),
+        (pa.RecordBatch.from_pydict({"a": [1]}), True),
         (pa.array([1]), True),
         (pa.chunked_array([[1]]), True),
         (dd.from_pandas(pd.DataFrame({"a": [1]}), npartitions=1), False),

@@ -133,7 +133,9 @@ def test_activations_are_checkpointed_and_the_result_is_the_same(task):
 
     def saving():
         made = model()
-        made.activation_checkpointing_enable()
+        # Renamed in a later release of transformers 5.
+        enable = getattr(made, "activation_checkpointing_enable", None)
+        (enable or made.gradient_checkpointing_enable)()
         return made
 
     plain = fitted(model, X)
@@ -142,7 +144,10 @@ def test_activations_are_checkpointed_and_the_result_is_the_same(task):
     np.testing.assert_allclose(
         saved.history_.column("loss"), plain.history_.column("loss"), rtol=1e-5
     )
-    assert saved.model_.is_activation_checkpointing
+    assert any(
+        getattr(saved.model_, name, False)
+        for name in ("is_activation_checkpointing", "is_gradient_checkpointing")
+    )
 
 
 def test_encodings_are_data_and_outputs_are_chosen_by_name():

@@ -327,7 +327,7 @@ def test_the_latest_updates_that_fit_are_kept_once(updates, limit_bytes):
 
 
 def test_a_buffer_that_evicts_nothing_accepts_one_update_of_any_size():
-    buffer = RetransmitBuffer(limit_bytes=1, evicts=False)
+    buffer = RetransmitBuffer(limit_bytes=0, evicts=False)
 
     assert buffer.has_room()
     buffer.keep(update(0, 1))

@@ -23,17 +23,12 @@ from tests.support.rows import (
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame")
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return str(tmp_path)
-
-
 @pytest.mark.parametrize(
     "kind", ["shuffled", "merged", "sorted", "deduplicated", "random and shuffled"]
 )
-def test_a_fit_meets_the_labels_of_each_row(client, folder, caplog, kind):
+def test_a_fit_meets_the_labels_of_each_row(client, tmp_path, caplog, kind):
     caplog.set_level(logging.INFO, "daskdl")
-    X, y = data_of(kind, folder)
+    X, y = data_of(kind, tmp_path)
 
     history = trainer(client).fit(X, y, validation=0.3, transform=check_rows)
 
@@ -43,13 +38,13 @@ def test_a_fit_meets_the_labels_of_each_row(client, folder, caplog, kind):
     assert computed == (kind != "deduplicated")  # which Dask shuffles by tasks
 
 
-def test_other_passes_meet_the_labels_of_each_row_and_nothing_stays(client, folder):
-    table = FRAMES["merged"](folder)
+def test_other_passes_meet_the_labels_of_each_row_and_nothing_stays(client, tmp_path):
+    table = FRAMES["merged"](tmp_path)
     X, y = table[["a"]], table["y"]
 
     loss = trainer(client).evaluate(X, y, transform=check_rows)["loss"]
     report = data.validate(X, y, client=client)
-    exported = data.export(X, y, url=f"{folder}/out", batch_size=8, client=client)
+    exported = data.export(X, y, url=f"{tmp_path}/out", batch_size=8, client=client)
     worst = trainer(client).errors(table[["a", "id"]], y, key="id", top=9)
 
     assert loss > 0
@@ -62,9 +57,9 @@ def test_other_passes_meet_the_labels_of_each_row_and_nothing_stays(client, fold
     assert still_left_behind(client) == {}
 
 
-def test_lazy_outputs_and_scores_have_the_keys_of_their_rows(forgetful, folder):
-    table = FRAMES["shuffled"](folder).map_partitions(lambda own: own.set_index("id"))
-    keyed = FRAMES["merged"](folder)
+def test_lazy_outputs_and_scores_have_the_keys_of_their_rows(forgetful, tmp_path):
+    table = FRAMES["shuffled"](tmp_path).map_partitions(lambda own: own.set_index("id"))
+    keyed = FRAMES["merged"](tmp_path)
 
     outputs = trainer(forgetful).predict(table[["a"]])
     scores = trainer(forgetful).score_examples(keyed[["a", "id"]], keyed["y"], key="id")
@@ -76,10 +71,10 @@ def test_lazy_outputs_and_scores_have_the_keys_of_their_rows(forgetful, folder):
 
 
 def test_arrays_of_a_shuffled_dataframe_are_refused_unless_it_is_persisted(
-    client, folder
+    client, tmp_path
 ):
     with client.as_current():
-        table = FRAMES["shuffled"](folder)
+        table = FRAMES["shuffled"](tmp_path)
         X, y = (table[name].to_dask_array() for name in (["a"], "y"))
         lists = [table[name].to_delayed() for name in (["a"], "y")]
         held = table.persist()

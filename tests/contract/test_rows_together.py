@@ -21,37 +21,32 @@ from tests.support.rows import (
 pytestmark = pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame")
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return str(tmp_path)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 class TestOfEveryKind:
-    def test_a_fit_and_its_validation_meet_the_labels_of_each_row(self, kind, folder):
-        X, y = data_of(kind, folder)
+    def test_a_fit_and_its_validation_meet_the_labels_of_each_row(self, kind, tmp_path):
+        X, y = data_of(kind, tmp_path)
         validation = X if y is None else (X, y)
 
         history = trainer().fit(X, y, validation=validation, transform=check_rows)
 
         assert history[-1]["val_loss"] > 0
 
-    def test_an_evaluation_meets_the_labels_of_each_row(self, kind, folder):
-        X, y = data_of(kind, folder)
+    def test_an_evaluation_meets_the_labels_of_each_row(self, kind, tmp_path):
+        X, y = data_of(kind, tmp_path)
 
         assert trainer().evaluate(X, y, transform=check_rows)["loss"] > 0
 
-    def test_an_export_has_the_labels_of_each_row(self, kind, folder):
-        X, y = data_of(kind, folder)
+    def test_an_export_has_the_labels_of_each_row(self, kind, tmp_path):
+        X, y = data_of(kind, tmp_path)
 
-        files = data.export(X, y, url=f"{folder}/out", batch_size=8, client=False)
+        files = data.export(X, y, url=f"{tmp_path}/out", batch_size=8, client=False)
 
         for part in range(files.parts):
             x, labels = files.load(part)
             np.testing.assert_array_equal(x[:, 0], -labels)
 
-    def test_a_validation_of_the_data_and_a_plan_read_them(self, kind, folder):
-        X, y = data_of(kind, folder)
+    def test_a_validation_of_the_data_and_a_plan_read_them(self, kind, tmp_path):
+        X, y = data_of(kind, tmp_path)
 
         report = data.validate(X, y, client=False)
 
@@ -60,9 +55,9 @@ class TestOfEveryKind:
         check_rows(_first_batch((X, y), 8, None))
 
 
-def _keyed(kind, folder):
+def _keyed(kind, tmp_path):
     if kind in FRAMES:
-        table = FRAMES[kind](folder)
+        table = FRAMES[kind](tmp_path)
         return (table[["a", "id"]], table["y"]), "id"
     x, y, key = ARRAYS[kind]()
     return (x, y), key
@@ -70,16 +65,16 @@ def _keyed(kind, folder):
 
 @pytest.mark.parametrize("kind", [*FRAMES, *ARRAYS])
 class TestKeys:
-    def test_scores_have_the_keys_of_their_rows(self, kind, folder):
-        own, key = _keyed(kind, folder)
+    def test_scores_have_the_keys_of_their_rows(self, kind, tmp_path):
+        own, key = _keyed(kind, tmp_path)
 
         scores = trainer().score_examples(*own, key=key).compute(scheduler="sync")
 
         assert len(scores) >= 30
         assert rows_of_scores(scores) == pytest.approx(scores.index.to_numpy())
 
-    def test_the_worst_have_the_keys_of_their_rows(self, kind, folder):
-        own, key = _keyed(kind, folder)
+    def test_the_worst_have_the_keys_of_their_rows(self, kind, tmp_path):
+        own, key = _keyed(kind, tmp_path)
 
         worst = trainer().errors(*own, key=key, top=9)
 
@@ -97,8 +92,8 @@ def test_keys_of_examples_are_of_the_computation_that_is_scored():
 
 
 @pytest.mark.parametrize("kind", FRAMES)
-def test_predictions_have_the_index_of_their_rows(kind, folder):
-    table = FRAMES[kind](folder).map_partitions(lambda own: own.set_index("id"))
+def test_predictions_have_the_index_of_their_rows(kind, tmp_path):
+    table = FRAMES[kind](tmp_path).map_partitions(lambda own: own.set_index("id"))
 
     outputs = trainer().predict(table[["a"]]).compute(scheduler="sync")
 
@@ -107,15 +102,15 @@ def test_predictions_have_the_index_of_their_rows(kind, folder):
 
 
 @pytest.mark.parametrize("kind", FRAMES)
-def test_a_column_of_labels_is_split_from_rows_of_one_computation(kind, folder):
-    table = FRAMES[kind](folder)[["a", "y"]]
+def test_a_column_of_labels_is_split_from_rows_of_one_computation(kind, tmp_path):
+    table = FRAMES[kind](tmp_path)[["a", "y"]]
 
     assert trainer().evaluate(table, label="y", transform=check_rows)["loss"] > 0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FRAMES if "random" not in kind])
-def test_a_fraction_for_validation_shares_no_row_with_the_rest(kind, folder):
-    X, y = data_of(kind, folder)
+def test_a_fraction_for_validation_shares_no_row_with_the_rest(kind, tmp_path):
+    X, y = data_of(kind, tmp_path)
     rows = data.validate(X, y, client=False).rows
 
     halves = [source_of(*half) for half in split_rows(X, y, 0.5, seed=0)]

@@ -198,6 +198,11 @@ class Partitions:
         return self._planned
 
     def _set(self, planned: Planned) -> None:
+        if len(planned.keys) != self.parts:
+            raise DataError(
+                f"the data have {self.parts} partitions, of which Dask's optimizer "
+                f"makes {len(planned.keys)}; persist() the data"
+            )
         self._planned = planned
         self._tasks = {**planned.tasks, **dict.fromkeys(planned.futures)}
 

@@ -81,6 +81,37 @@ def answers_of(
     return answers
 
 
+def responsive(client: Client, workers: Iterable[str]) -> set[str]:
+    """Those of the workers that are connected and answer within `ASK_S`."""
+
+    async def ask() -> set[str]:
+        asking = {
+            worker: asyncio.ensure_future(
+                client.run(_answer, workers=[worker], on_error="return")
+            )
+            for worker in workers
+        }
+        if asking:
+            _, waiting = await asyncio.wait(asking.values(), timeout=ASK_S)
+            for task in waiting:
+                task.cancel()
+        return {
+            worker
+            for worker, task in asking.items()
+            if task.done()
+            and not task.cancelled()
+            and not task.exception()
+            and task.result() == {worker: True}
+        }
+
+    found: set[str] = client.sync(ask)
+    return found
+
+
+def _answer() -> bool:
+    return True
+
+
 ASK_S = 5.0  # spent on a better message, after a bound has been exceeded
 LOOK_S = 0.25  # between two checks whether the result is still wanted
 

@@ -38,6 +38,7 @@ from daskdl.data.distribute import (
     DataPlacement,
     answers_of,
     new_key,
+    responsive,
     scatter,
     workers_of,
 )
@@ -238,11 +239,14 @@ def assign_workers(
     workers = workers_of(client)
     try:
         each = replicas_on(master, client, workers)
-    except OSError:
-        there = set(client.nthreads())
-        if there.issuperset(workers):
+    except OSError as error:
+        there = responsive(client, workers)
+        if not there or there.issuperset(workers):
             raise
-        return assign_workers(master, client, most, first)  # a worker has left
+        gone = sorted({*workers} - there)
+        logger.warning("no replica on %s: %s", ", ".join(gone), error)
+        workers = sorted(there)
+        each = replicas_on(master, client, workers)
     # Round robin, so that truncation leaves the load balanced.
     places = [w for i in range(max(each.values())) for w in workers if i < each[w]]
     return dict(enumerate(places[: useful(len(places), most)], first))
@@ -357,6 +361,9 @@ class DaskBackend(Backend):
         self._supplies = supplies
         self._most_replicas = most_replicas
         self._futures: dict[int, Future] = {}  # by replica, not given up
+        # The parts of the model, and sources by phase, until tasks are submitted. No
+        # local variable: a logged error may keep its frame, and so the futures.
+        self._sent: tuple[list[Future], dict[str, Future]] = [], {}
         self._rows: list[Row] = []  # of the history, not sent to the scheduler yet
         self._retry_at: dict[str, float] = {}  # by worker; monotonic time
         self._answered_at = time.monotonic()  # last response of the scheduler
@@ -370,22 +377,43 @@ class DaskBackend(Backend):
 
     @override
     def start(self) -> bool:
+        self._send_first()
         self._open()
-        replicas = dict(self.workers)
-        while replicas:
+        there = set(self._client.nthreads())
+        gone = [r for r, worker in self.workers.items() if worker not in there]
+        if gone:
+            logger.warning("replicas %s are not started: their workers have left", gone)
+            self._unassign(gone)
+        replicas = {r: w for r, w in self.workers.items() if r not in gone}
+        self._submit(replicas)
+        return bool(replicas)
+
+    def _send_first(self) -> None:
+        """Send the model to the initial workers, and leave out those that hang.
+
+        Before the run is open, since its replicas have to join within a bound.
+        """
+        thawed = False
+        while True:
             try:
-                self._submit(replicas)
+                self._send(self.workers)
+                return
             except OSError as error:
-                there = set(self._client.nthreads())
-                gone = [r for r, worker in replicas.items() if worker not in there]
-                if not gone:
+                there = responsive(self._client, set(self.workers.values()))
+                silent = {r: w for r, w in self.workers.items() if w not in there}
+                if not there:
+                    if set(silent.values()).isdisjoint(self._client.nthreads()):
+                        return  # all have left
                     raise
-                logger.warning("replicas %s are not started: %s", gone, error)
-                self._unassign(gone)
-                replicas = {r: w for r, w in replicas.items() if r not in gone}
-            else:
-                return True
-        return False
+                # If all answer, one was frozen, unless that happens once more.
+                if not silent and (thawed or not isinstance(error, WaitTimeoutError)):
+                    raise
+                thawed = not silent
+                for replica in silent:
+                    del self.workers[replica]
+                self._initial -= silent.keys()
+                for worker in set(silent.values()):
+                    self._retry_later(worker, error)
 
     def _open(self) -> None:
         """Set up the plugins, and open the run on the scheduler."""
@@ -394,7 +422,7 @@ class DaskBackend(Backend):
             self._client.register_plugin(arrival_plugin(NAME))
         except OSError as error:
             # Dask registers with all workers concurrently, and stops waiting when a
-            # worker fails; `start` then leaves that worker out.
+            # worker fails; `start` leaves that worker out.
             logger.warning("a worker has gone while the run began: %s", error)
             self._client.run(_set_up, on_error="return")
         run = run_spec_of(
@@ -407,10 +435,10 @@ class DaskBackend(Backend):
         )
         self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
 
-    def _submit(self, replicas: Mapping[int, str]) -> None:
-        """Scatter the model and submit one task for each replica."""
-        workers, run = sorted(set(replicas.values())), self._spec.run
-        name = f"daskdl-replica-{run:x}-{min(replicas)}"
+    def _send(self, replicas: Mapping[int, str]) -> None:
+        """Scatter the model, and the data that workers get whole; set `_sent`."""
+        workers = sorted(set(replicas.values()))
+        name = new_key(f"replica-{self._spec.run:x}")
         carried = {p: own.packed for p, own in self._supplies.items() if own.packed}
         payload = self._packed.payload
         parts = parts_of(payload, len(workers))
@@ -424,24 +452,29 @@ class DaskBackend(Backend):
         bound = self._spec.timeouts.bound("join" if initial else "request")
         nbytes = payload.nbytes + sum(own.payload.nbytes for own in carried.values())
         what = f"the model ({nbytes} bytes)"
-        sent = scatter(self._client, values, workers, bound, what)
+        futures = scatter(self._client, values, workers, bound, what)
+        sources = {phase: futures[f"{name}-{phase}"] for phase in carried}
+        self._sent = [futures[key] for key in keys], sources
+
+    def _submit(self, replicas: Mapping[int, str]) -> None:
+        """Submit one task for each replica, with what `_send` has sent."""
         there = {*self._futures, *replicas}
         per_worker = Counter(self.workers[replica] for replica in there)
         for replica, worker in replicas.items():
             self._futures[replica] = self._client.submit(
                 train_replica,
-                [sent[key] for key in keys],
-                {phase: sent[f"{name}-{phase}"] for phase in carried},
+                *self._sent,
                 replica,
                 per_worker[worker],
                 self._routing,
                 initial=replica in self._initial,
-                key=protocol.task_key(run, replica),
+                key=protocol.task_key(self._spec.run, replica),
                 workers=[worker],
                 allow_other_workers=False,
                 pure=False,
                 retries=0,
             )
+        self._sent = [], {}
 
     def _unassign(self, replicas: Iterable[int]) -> None:
         """Cancel replicas that do not start, and free their places."""
@@ -551,6 +584,7 @@ class DaskBackend(Backend):
         self.workers |= joining
         if joining:
             try:
+                self._send(joining)
                 self._submit(joining)
             except OSError as error:
                 self._unassign(joining)

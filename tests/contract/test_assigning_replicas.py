@@ -5,9 +5,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import dask
+import numpy as np
 import pytest
 import torch
 
+from daskdl.data import distribute
+from daskdl.data.tables import InMemory
 from daskdl.errors import OptionError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.training.backend import most_replicas, replicas_here
@@ -16,14 +19,17 @@ from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.channels import bounds
 from tests.support.problems import mlp, replica_spec
 
+X = np.zeros((8, 20), np.float32)
+
 
 class Cluster:
-    """A fake client: its workers, and their CUDA devices."""
+    """A fake client: its workers, their CUDA devices, and which are frozen."""
 
     asynchronous = False
 
-    def __init__(self, **devices: int) -> None:
+    def __init__(self, *, frozen: Iterable[str] = (), **devices: int) -> None:
         self.devices = devices
+        self.frozen = set(frozen)
 
     def nthreads(self) -> dict[str, int]:
         return dict.fromkeys(self.devices, 4)
@@ -31,8 +37,13 @@ class Cluster:
     def sync(self, function: Callable[[], Any]) -> Any:
         return asyncio.run(function())
 
-    async def run(self, function: Callable[[], Any], workers: Iterable[str]) -> Any:
-        assert function is torch.cuda.device_count
+    async def run(
+        self, function: Callable[[], Any], workers: Iterable[str], **options: Any
+    ) -> Any:
+        if not self.frozen.isdisjoint(workers):
+            await asyncio.Event().wait()
+        if function is not torch.cuda.device_count:
+            return {worker: function() for worker in workers}
         return {worker: self.devices[worker] for worker in workers}
 
 
@@ -54,16 +65,22 @@ def test_auto_is_one_for_each_device_or_one_without_devices():
     assert seats(Cluster(a=0, b=3), each="auto") == {0: "a", 1: "b", 2: "b", 3: "b"}
 
 
-def test_a_worker_that_does_not_report_its_devices_is_named():
-    class Hanging(Cluster):
-        async def run(self, function, workers):
-            await asyncio.Event().wait()
+@pytest.fixture
+def impatient(monkeypatch):
+    """Probes of workers that hang end soon."""
+    monkeypatch.setattr(distribute, "ASK_S", 0.5)
+    with dask.config.set({"daskdl.timeouts.request": "10ms"}):
+        yield
 
-    with (
-        dask.config.set({"daskdl.timeouts.request": "10ms"}),
-        pytest.raises(WaitTimeoutError) as caught,
-    ):
-        seats(Hanging(b=1, a=1), each="auto")
+
+def test_a_worker_that_does_not_report_its_devices_is_left_out(impatient, caplog):
+    assert seats(Cluster(a=0, b=2, frozen="a"), each="auto") == {0: "b", 1: "b"}
+    assert caplog.messages[0].startswith("no replica on a: not all of a, b said")
+
+
+def test_workers_none_of_which_reports_its_devices_are_named(impatient):
+    with pytest.raises(WaitTimeoutError) as caught:
+        seats(Cluster(b=1, a=1, frozen="ab"), each="auto")
 
     assert str(caught.value) == (
         "not all of a, b said within 0.01 s (daskdl.timeouts.request) how many CUDA "
@@ -137,20 +154,35 @@ class Training(Cluster):
     """
 
     address = "tcp://scheduler"
+    id = "client"
     status = "running"
 
     def __init__(
         self, *events: dict[str, Any], until: Callable[["Training"], bool]
     ) -> None:
         super().__init__(a=0, b=0, c=0)
+        self.slow_sends = 0  # how many messages do not arrive, although all answer
+        self.opened: list[dict[int, str]] = []
         self.scheduler = self
         self.tasks: list[Task] = []
         self._events = list(events)
         self._until = until
         self._ends_at = time.monotonic() + 20.0
 
-    async def scatter(self, data: dict[str, Any], **_: Any) -> dict[str, Any]:
+    async def scatter(
+        self, data: dict[str, Any], workers: Iterable[str], **_: Any
+    ) -> dict[str, Any]:
+        if self.slow_sends > 0 or not self.frozen.isdisjoint(workers):
+            self.slow_sends -= 1
+            await asyncio.Event().wait()
         return data
+
+    def register_plugin(self, plugin: Any) -> None:
+        assert not self.opened
+
+    async def daskdl_open(self, spec: dict[str, Any], client: str) -> Any:
+        self.opened.append(spec["replicas"])
+        return {"status": "ok"}
 
     def submit(self, *_: Any, workers: list[str], **options: Any) -> Task:
         self.tasks.append(Task(*workers))
@@ -206,3 +238,48 @@ def test_a_worker_on_which_the_users_code_fails_gets_no_other_replica(caplog):
 
     assert [task.worker for task in cluster.tasks] == ["b", "c"]
     assert "no replica on b: it waited for a snapshot" in caplog.messages
+
+
+def backend_of(cluster):
+    """A run with replicas on workers a and b that has not started yet."""
+    master = GradientSharing(replicas_per_worker=1)
+    spec = replica_spec(mlp(), master=master, timeouts=bounds(join=0.05))
+    packed, source = Packed(spec, "trainer"), InMemory(X, X, 2)
+    supply = SimpleNamespace(source=source, keys=[""] * source.parts, packed=None)
+    workers = {0: "a", 1: "b"}
+    return DaskBackend(cluster, spec, packed, workers, {"train": supply}, 2)
+
+
+def starting(**options):
+    cluster = Training(until=lambda _: True)
+    vars(cluster).update(options)
+    return cluster
+
+
+def test_a_run_starts_without_a_worker_that_is_frozen(impatient, caplog):
+    cluster = starting(frozen={"a"})
+
+    assert backend_of(cluster).start()
+
+    assert cluster.opened == [{1: "b"}]
+    assert [task.worker for task in cluster.tasks] == ["b"]
+    assert caplog.messages[0].startswith("no replica on a: the model (")
+
+
+def test_a_run_starts_with_a_worker_that_was_frozen_for_a_while(impatient):
+    cluster = starting(slow_sends=1)
+
+    assert backend_of(cluster).start()
+
+    assert cluster.opened == [{0: "a", 1: "b"}]
+    assert [task.worker for task in cluster.tasks] == ["a", "b"]
+
+
+@pytest.mark.parametrize("options", [{"slow_sends": 9}, {"frozen": {"a", "b"}}])
+def test_a_run_does_not_start_if_the_model_reaches_nobody(impatient, options):
+    cluster = starting(**options)
+
+    with pytest.raises(WaitTimeoutError, match=r"could not be sent to a, b within"):
+        backend_of(cluster).start()
+
+    assert cluster.opened == []

@@ -459,7 +459,8 @@ class LoadedFiles(GroupedFiles):
         other.groups = [self.groups[part] for part in full]
         other.parts = len(full)
         other.lengths = [facts[part].rows for part in full]
-        other.first = facts[full[0]].first
+        firsts = (facts[part].first for part in full)
+        other.first = next((rows for rows in firsts if rows is not None), None)
         return other
 
 

@@ -507,6 +507,7 @@ class Csv(_Table):
     @override
     def look(self, file: BinaryIO) -> Facts:
         facts = facts_of(rows_of(self(file), file.name))
+        assert facts.first is not None, "the file has been read"
         x, y = facts.first
         if y is None:
             return facts

@@ -244,7 +244,7 @@ def source_of(
         collation = Collation(read.collate_fn, read.batch_size, labelled, read.label)
         if is_iterable_style(X):
             return IterableStyle(X, collation)
-        source = MapStyle(X, collation, shuffle_seed, classes)
+        source = MapStyle(X, collation, shuffle_seed, classes, read.skips)
         source.classes = names or source.classes
         return source
     if paths:
@@ -423,13 +423,13 @@ def infer_metadata(
     look = functools.partial(_look, skips=skips)
     found = sorted(map_parts(source, look, client), key=itemgetter(0))
     seen = [one for _, one in found]
-    bad = [part for part, (facts, _) in found if facts is None]
+    bad = [part for part, (facts, _) in found if facts is None or facts.first is None]
     if bad:
         logger.warning("%s parts cannot be read and are left out: %s", len(bad), bad)
     empty: Any = None
     facts = [Facts(0, empty) if one is None else one for one, _ in seen]
     rows = sum(fact.rows for fact in facts)
-    if rows == 0:
+    if rows == 0 or all(fact.first is None for fact in facts):
         unread = f", of which {len(bad)} cannot be read" if bad else ""
         raise DataError(
             f"X must not be empty, got no rows in {source.parts} parts{unread}"
@@ -437,7 +437,10 @@ def infer_metadata(
     logger.info("there are %s rows in %s parts", rows, source.parts)
     known = source.known(facts)
     known.left_out = sum(left_out for _, left_out in seen)
-    kinds = [batching.kinds(fact.first) if fact.rows else () for fact in facts]
+    kinds = [
+        batching.kinds(fact.first) if fact.rows and fact.first is not None else ()
+        for fact in facts
+    ]
     ((usual, _),) = Counter(filter(None, kinds)).most_common(1)
     if source.first is None:
         known.first = facts[kinds.index(usual)].first
@@ -456,8 +459,11 @@ def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:
             raise
         separate = source.separate(part)
         rows, files = join_readable(load_each(separate, skips=True))
-        left_out = max(len(separate), 1) - files
-        return None if rows is None else facts_of(rows), left_out
+        first = None if rows is None else facts_of(rows)
+        if source.lengths is not None:
+            # Examples that cannot be read keep their places, and are counted later.
+            return Facts(source.lengths[part], first and first.first), 0
+        return first, max(len(separate), 1) - files
 
 
 # Small parts are merged while this many remain, so that replicas wait for 1/64 of an

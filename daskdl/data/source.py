@@ -80,7 +80,7 @@ class Facts(NamedTuple):
     """Length and first rows of a part."""
 
     rows: int
-    first: Rows  # at most `SHOWN_ROWS` rows
+    first: Rows | None  # at most `SHOWN_ROWS` rows; None: no row can be read
 
 
 class Source(ABC):
@@ -183,7 +183,8 @@ class Source(ABC):
         other = copy.copy(self)
         other.lengths = [fact.rows for fact in facts]
         if self.first is None:
-            other.first = next((fact.first for fact in facts if fact.rows), None)
+            firsts = (fact.first for fact in facts if fact.rows)
+            other.first = next((rows for rows in firsts if rows is not None), None)
         return other
 
 

@@ -44,7 +44,8 @@ from typing_extensions import override
 from daskdl.config import check_whole
 from daskdl.data import batching
 from daskdl.data.batching import Rows, Tree
-from daskdl.data.source import SHOWN_ROWS, Source
+from daskdl.data.checks import UNREADABLE, blames_data
+from daskdl.data.source import SHOWN_ROWS, Separate, Source
 from daskdl.data.tables import as_numpy, check_array, number_labels, split_label
 from daskdl.errors import DataError, OptionError
 
@@ -389,6 +390,7 @@ class MapStyle(Source):
             epochs; None keeps the order.
         classes: Names of the classes, if a column of text has the labels; None: the
             labels found, sorted.
+        skips: Whether items that cannot be read are left out.
     """
 
     lengths: list[int]
@@ -400,6 +402,7 @@ class MapStyle(Source):
         collation: Collation = Collation(),
         shuffle_seed: int | None = None,
         classes: Sequence[str] | None = None,
+        skips: bool = False,
     ) -> None:
         # Columns are read together; with a function of the user, items are his.
         self._arrow = is_arrow(dataset) and collation.function is None
@@ -420,7 +423,7 @@ class MapStyle(Source):
         self._items = len(dataset)
         if self._items < 1:
             raise DataError(f"the dataset is empty: len({kind}) is 0")
-        self.first = self._rows(range(min(SHOWN_ROWS, self._items)))
+        self.first = self._first_rows(skips)
         self._size = self._part_size(self.first)
         self.parts = -(-self._items // self._size)
         last = self._items - (self.parts - 1) * self._size
@@ -436,6 +439,45 @@ class MapStyle(Source):
         stop = start + self.lengths[part] - 1
         shuffled = "" if self._seed is None else "shuffled "
         return f"items {start} to {stop} of the {shuffled}dataset"
+
+    @override
+    def separate(self, part: int) -> Separate:
+        indices = self._indices(part)
+        if len(indices) == 1:
+            return ()
+        rows: Callable[[int], Rows] = self._row
+        if self._collation.function is not None:
+            rows = _Collated(self._rows, indices).row
+        return [(self._item(i), functools.partial(rows, i)) for i in indices]
+
+    def _item(self, index: int) -> str:
+        """The name of an item, by its index in the dataset of subsets."""
+        dataset = self._dataset
+        while type(dataset) is Subset:
+            index, dataset = int(dataset.indices[index]), dataset.dataset
+        return f"item {index} of the dataset"
+
+    def _dataset_item(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except UNREADABLE as error:
+            error.add_note(f"in {self._item(index)}")
+            raise
+
+    def _row(self, index: int) -> Rows:
+        return self._rows([index])
+
+    def _first_rows(self, skips: bool) -> Rows:
+        """The rows of the first items; with `skips`, of the first readable one."""
+        try:
+            return self._rows(range(min(SHOWN_ROWS, self._items)))
+        except UNREADABLE as error:
+            if not skips or not blames_data(error):
+                raise
+            for index in range(self._items):
+                with contextlib.suppress(*UNREADABLE):
+                    return self._row(index)
+            raise
 
     def _part_size(self, first: Rows) -> int:
         if self._collation.function is not None:
@@ -468,7 +510,12 @@ class MapStyle(Source):
             if getattr(self._dataset, "__getitems__", None):  # as a `DataLoader` does
                 items = list(self._dataset.__getitems__(list(indices)))
             else:
-                items = [self._dataset[index] for index in indices]
+                items = [self._dataset_item(index) for index in indices]
+        if len(items) != len(indices):
+            raise DataError(
+                f"__getitems__ of a dataset must return an item for each index, got "
+                f"{len(items)} items for {len(indices)} indices"
+            )
         return self._collation.rows(items)
 
     def _of_columns(self, columns: dict[str, np.ndarray]) -> Rows:
@@ -489,6 +536,48 @@ class MapStyle(Source):
                     f"of it, or leave it out, X.remove_columns({name!r})"
                 )
         return self._collation.pair(columns)
+
+
+class _Collated:
+    """Rows of the good items of a part, which the user's function collates together.
+
+    Rows that are collated item by item may be padded to different lengths.
+    """
+
+    def __init__(
+        self, rows: Callable[[Sequence[int]], Rows], indices: Sequence[int]
+    ) -> None:
+        self._rows, self._indices = rows, indices
+
+    def row(self, index: int) -> Rows:
+        """The row of an item; raises why the item cannot be used."""
+        alone = self._alone[index]
+        if isinstance(alone, Exception):
+            raise alone
+        if self._together is None:
+            return alone
+        rows, places = self._together
+        return batching.rows(rows, slice(places[index], places[index] + 1))
+
+    @functools.cached_property
+    def _alone(self) -> dict[int, Rows | Exception]:
+        """The row of each item, collated alone, or why the item cannot be used."""
+        alone: dict[int, Rows | Exception] = {}
+        for index in self._indices:
+            try:
+                alone[index] = self._rows([index])
+            except UNREADABLE as error:
+                alone[index] = error
+        return alone
+
+    @functools.cached_property
+    def _together(self) -> tuple[Rows, dict[int, int]] | None:
+        """The rows and the place of each good item; None: they do not go together."""
+        good = [i for i, one in self._alone.items() if not isinstance(one, Exception)]
+        try:
+            return self._rows(good), {index: i for i, index in enumerate(good)}
+        except UNREADABLE:
+            return None
 
 
 def is_arrow(value: Any) -> bool:

@@ -397,7 +397,6 @@ class DaskBackend(Backend):
         while True:
             try:
                 self._send(self.workers)
-                return
             except OSError as error:
                 there = responsive(self._client, set(self.workers.values()))
                 silent = {r: w for r, w in self.workers.items() if w not in there}
@@ -414,6 +413,8 @@ class DaskBackend(Backend):
                 self._initial -= silent.keys()
                 for worker in set(silent.values()):
                     self._retry_later(worker, error)
+            else:
+                return
 
     def _open(self) -> None:
         """Set up the plugins, and open the run on the scheduler."""
@@ -678,6 +679,7 @@ class DaskBackend(Backend):
     @override
     def close(self) -> None:
         self._client.loop.add_callback(self._fetcher.close)
+        self._sent = [], {}
         if not self._connected:  # Dask has cancelled the futures
             self._futures.clear()
             return

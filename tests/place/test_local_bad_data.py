@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 import daskdl
 from tests.support import pictures
@@ -298,19 +298,19 @@ def evaluated(X):
     "use", [trained_on, trained_on_an_export, validated_with, evaluated]
 )
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("make", "message"),
     [
-        (of_files, r"1\.txt"),
-        (of_delayed, "part 1"),
-        (of_a_bag, "part 1"),
-        (of_a_source, "part 1"),
-        (of_items, r"items \d+ to \d+"),
+        (of_files, r"1\.txt has \d+ rows, but 40 were counted"),
+        (of_delayed, r"part 1 has \d+ rows, but 40 were counted"),
+        (of_a_bag, r"part 1 has \d+ rows, but 40 were counted"),
+        (of_a_source, r"part 1 has \d+ rows, but 40 were counted"),
+        (of_items, r"got \d+ items for 64 indices"),
     ],
 )
 def test_a_part_that_is_shorter_or_longer_than_counted_is_named(
-    make, name, use, later, tmp_path
+    make, message, use, later, tmp_path
 ):
-    with pytest.raises(daskdl.DataError, match=rf"{name}.* \d+ .*were counted"):
+    with pytest.raises(daskdl.DataError, match=message):
         use(make(later, tmp_path))
 
 
@@ -328,3 +328,117 @@ def test_so_is_a_partition_of_a_dataframe(later, approach):
 
     with pytest.raises(daskdl.DataError, match=r"part 1.* \d+ .*were counted"):
         fit(X, label="y", on_bad_batch="raise", approach=approach)
+
+
+class Torn(Dataset):
+    """128 items, of which these cannot be used."""
+
+    def __init__(self, bad, how="raises"):
+        self.bad, self.how = bad, how
+        self.x, self.y = rows(128)
+
+    def __len__(self):
+        return 128
+
+    def __getitem__(self, i):
+        if i in self.bad and self.how == "raises":
+            raise ValueError("torn")
+        wide = i in self.bad and self.how == "wide"
+        label = 9 if i in self.bad and self.how == "label" else int(self.y[i])
+        return self.x[i, : 19 if wide else 20], label
+
+
+def together(items):
+    x, y = zip(*items, strict=True)
+    return np.stack(x), np.array(y)
+
+
+WAYS_TO_GIVE_ITEMS = {
+    "a dataset": lambda data: (data, {}),
+    "a loader": lambda data: (DataLoader(data, batch_size=8), {"batch_size": None}),
+    "a subset": lambda data: (Subset(data, range(128)), {}),
+    "joined": lambda data: (ConcatDataset([data]), {}),
+    "collated": lambda data: (data, {"collate_fn": together}),
+}
+give = pytest.mark.parametrize(
+    "give", WAYS_TO_GIVE_ITEMS.values(), ids=WAYS_TO_GIVE_ITEMS
+)
+
+
+class TestBadItems:
+    @give
+    @pytest.mark.parametrize("how", ["raises", "wide", "label"])
+    @in_place_or_exported
+    def test_only_they_are_left_out_and_counted(self, give, how, approach, caplog):
+        X, options = give(Torn({70, 99}, how))
+
+        check_left_out(fit(X, approach=approach, **options), 126, 2)
+
+        named = [m for m in caplog.messages if m.startswith("item 70 of the dataset")]
+        assert named
+
+    def test_the_first_ones_too(self):
+        check_left_out(fit(Torn({0, 1})), 126, 2)
+
+    def test_all_of_them_are_an_error(self):
+        with pytest.raises(ValueError, match="torn"):
+            fit(Torn({*range(128)}))
+
+    @give
+    def test_are_named_if_none_may_be_left_out(self, give):
+        X, options = give(Torn({70}))
+
+        with pytest.raises((ValueError, daskdl.RunError), match="torn") as caught:
+            fit(X, on_bad_batch="raise", **options)
+
+        notes = getattr(caught.value, "__notes__", ())
+        assert "item 70 of the dataset" in "\n".join([str(caught.value), *notes])
+
+    def test_are_left_out_of_validation_and_evaluations(self):
+        own = trainer(False)
+        own.fit(*rows(64), validation=Torn({70}), on_bad_batch="skip")
+        found = daskdl.evaluate(
+            own.model_,
+            Torn({70}),
+            loss=nn.CrossEntropyLoss(),
+            on_bad_batch="skip",
+            client=False,
+        )
+
+        good = Subset(Torn(()), [i for i in range(128) if i != 70])
+        loss = nn.CrossEntropyLoss()
+        expected = daskdl.evaluate(own.model_, good, loss=loss, client=False)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        validated = own.history_[-1]["val_loss"]
+        assert validated == pytest.approx(expected["loss"], rel=1e-5)
+
+    @pytest.mark.parametrize("bad", [0, 70])
+    @pytest.mark.parametrize("options", [{}, {"collate_fn": together}])
+    def test_have_no_score_and_keep_their_places(self, bad, options):
+        own = trainer(False)
+        own.fit(*rows(64))
+
+        scores = own.score_examples(Torn({bad}), on_bad_batch="skip", **options)
+
+        expected = own.score_examples(Torn(()))
+        expected[bad] = np.nan
+        np.testing.assert_allclose(scores, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [[0], [1], [7], [20], [*range(10)]], ids=str)
+def test_a_torn_file_of_one_example_keeps_its_place(tmp_path, bad):
+    x, y = rows(40)
+    for i in range(40):
+        np.save(tmp_path / f"{i:02}.npy", np.append(x[i], y[i]))
+    source = daskdl.data.files(tmp_path, one_row, one_example=True, files_per_part=10)
+    own = trainer(False)
+    own.fit(x, y)
+    expected = own.score_examples(x, y)
+    for i in bad:
+        (tmp_path / f"{i:02}.npy").write_bytes(b"torn")
+
+    scores = own.score_examples(source, on_bad_batch="skip")
+
+    expected[bad] = np.nan
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)
+    check_left_out(fit(source), 40 - len(bad), len(bad))

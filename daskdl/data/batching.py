@@ -225,6 +225,34 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
         yield _joined(waiting)
 
 
+def with_lone_rows_joined(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield batches, of which one of a single row joins the batch before it.
+
+    Batch norm cannot train on a single row. A batch is yielded when the next one is
+    known.
+
+    Example:
+        >>> cut = [(torch.arange(n), None) for n in (2, 2, 1)]
+        >>> [len(x) for x, _ in with_lone_rows_joined(cut)]
+        [2, 3]
+    """
+    held: Batch | None = None
+    for batch in batches:
+        if held is None:
+            held = batch
+        elif length(batch[0]) == 1 and _shapes(held) == _shapes(batch):
+            held = mapped(_concatenated, held, batch)
+        else:
+            yield held
+            held = batch
+    if held is not None:
+        yield held
+
+
+def _concatenated(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)
+
+
 def whole(rows: Rows) -> Chunk:
     """Return all rows of a part, in order."""
     return Chunk(rows, slice(0, length(rows)))

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from torch import nn
 from typing_extensions import override
 
 from daskdl.channel.base import Channel
@@ -26,7 +27,14 @@ from daskdl.channel.protocol import FinishedLease, WaitCause, Work
 from daskdl.channel.remote import RemoteChannel
 from daskdl.config import Timeouts
 from daskdl.data import batching
-from daskdl.data.batching import Batch, Chunk, Rows, batches, whole
+from daskdl.data.batching import (
+    Batch,
+    Chunk,
+    Rows,
+    batches,
+    whole,
+    with_lone_rows_joined,
+)
 from daskdl.data.checks import (
     UNREADABLE,
     blames_data,
@@ -393,6 +401,13 @@ class Feed:
         self._fits = fits
         self._trains = phase == "train"
         self._drop_last = spec.drop_last and self._trains
+        normalizes = any(
+            isinstance(part, nn.modules.batchnorm._BatchNorm)
+            and path not in spec.evaluating
+            for path, part in spec.model.named_modules()
+        )
+        joins = normalizes and spec.read.batch_size > 1
+        self._joins = joins and self._trains and not self._drop_last
         self._seed: tuple[int, ...] | None = None
         if spec.shuffle and self._trains:
             self._seed = (spec.seed, spec.epochs_before + epoch)
@@ -510,7 +525,10 @@ class Feed:
 
     def _batches(self, lease: Lease | None) -> Iterator[Batch]:
         size = self._spec.read.batch_size
-        for batch in batches(self._leased(lease), size):
+        cut = batches(self._leased(lease), size)
+        if self._joins:
+            cut = with_lone_rows_joined(cut)
+        for batch in cut:
             if self._drop_last and (rows := batching.length(batch[0])) < size:
                 self._done += rows
                 self.totals.dropped += rows

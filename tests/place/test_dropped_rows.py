@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from daskdl import Callback, DataError, GradientSharing, ModelError
-from tests.support.problems import kept, normalised, rows, trainer
+from tests.support.problems import kept, mlp, normalised, rows, trainer
 
 X, Y = rows(200)
 
@@ -78,11 +78,36 @@ def test_incomplete_batches_are_not_trained_on():
     assert history.column("examples") == [96, 96]
 
 
-def test_drop_last_is_the_remedy_for_batch_norm_with_one_row():
-    own = trainer(False, model=normalised)
-    message = r"^replica 0 .*one row: Expected more than 1 value.*drop_last=True"
+@pytest.mark.parametrize(
+    ("model", "count", "sizes"),
+    [
+        (normalised, 33, [33]),
+        (normalised, 65, [32, 33]),
+        (normalised, 34, [32, 2]),
+        (mlp, 33, [32, 1]),
+    ],
+    ids=["one", "two", "two left", "no batch norm"],
+)
+def test_a_lone_row_joins_the_batch_before_it_if_there_is_batch_norm(
+    model, count, sizes
+):
+    batches.clear()
+    own = trainer(False, loss=None, step=step, model=model)
 
-    with pytest.raises(ModelError, match=message):
-        own.fit(X[:33], Y[:33])
+    own.fit(X[:count], Y[:count], batch_size=32)
+
+    assert batches == sizes
+    assert own.history_[0]["examples"] == count
+
+
+def test_drop_last_leaves_a_lone_row_out():
+    own = trainer(False, model=normalised)
 
     assert own.fit(X[:33], Y[:33], drop_last=True).column("examples") == [32]
+
+
+def test_batch_norm_with_batches_of_one_row_is_refused():
+    message = r"^replica 0 .*one row: Expected more than 1 value.*batch_size > 1"
+
+    with pytest.raises(ModelError, match=message):
+        trainer(False, model=normalised).fit(X[:3], Y[:3], batch_size=1)

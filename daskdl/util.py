@@ -148,6 +148,11 @@ def client_or_process(
                 f"client must be a distributed.Client, None or False, got {found!r}"
                 f"{_client_instead_of(found)}"
             )
+        if found.status in ("closed", "closing"):
+            raise OptionError(
+                f"client must be running, got one whose status is {found.status!r}; "
+                "create another one, Client(...)"
+            )
         if found.asynchronous or found.status != "running":
             raise OptionError(
                 "client must be synchronous and running, got one with status "

@@ -165,7 +165,7 @@ class TestClient:
         with Client(idle.cluster, set_as_default=False) as closed:
             pass
 
-        with pytest.raises(OptionError, match=r"and running, .* 'closed'"):
+        with pytest.raises(OptionError, match=r"is 'closed'; create another"):
             trainer(closed).fit(X, Y)
 
     def test_an_asynchronous_one_is_refused(self, untouched):

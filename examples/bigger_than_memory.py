@@ -50,7 +50,7 @@ def main():
 
     workers = {"n_workers": 2, "threads_per_worker": 1, "memory_limit": MEMORY}
     with (
-        LocalCluster(**workers, dashboard_address=None) as cluster,
+        LocalCluster(**workers, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         trainer = daskdl.Trainer(

@@ -1,5 +1,4 @@
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from daskdl.data import distribute
 from daskdl.data.tables import InMemory
 from daskdl.errors import OptionError, WaitTimeoutError
 from daskdl.serialization import Packed
+from daskdl.training import dask_backend
 from daskdl.training.backend import most_replicas, replicas_here
 from daskdl.training.dask_backend import DaskBackend, assign_workers
 from daskdl.training.gradient_sharing import GradientSharing
@@ -151,6 +151,9 @@ class Training(Cluster):
     Args:
         events: What it posts, one at each request.
         until: Ends all tasks once it is true, at a request for events.
+
+    Attributes:
+        now: The time of the backend in seconds; each request takes a tenth.
     """
 
     address = "tcp://scheduler"
@@ -167,7 +170,7 @@ class Training(Cluster):
         self.tasks: list[Task] = []
         self._events = list(events)
         self._until = until
-        self._ends_at = time.monotonic() + 20.0
+        self.now = 0.0
 
     async def scatter(
         self, data: dict[str, Any], workers: Iterable[str], **_: Any
@@ -192,7 +195,8 @@ class Training(Cluster):
         return {"status": "ok", "replicas": [1 + len(self.tasks)]}
 
     async def daskdl_watch(self, run: int, timeout_s: float, rows: Any) -> Any:
-        assert time.monotonic() < self._ends_at, [task.worker for task in self.tasks]
+        self.now += 0.1
+        assert self.now < 20, [task.worker for task in self.tasks]
         posted = [self._events.pop(0)] if self._events else []
         if not posted and self._until(self):
             for task in self.tasks:
@@ -210,16 +214,23 @@ def not_joined(kind):
     ]
 
 
-def train(cluster, most):
-    """Follow a run with a replica on worker a to its end."""
-    master = GradientSharing(replicas_per_worker=1)
-    spec = replica_spec(mlp(), master=master, timeouts=bounds(request=0.5))
-    packed = Packed(spec, "trainer")
-    list(DaskBackend(cluster, spec, packed, {0: "a"}, {}, most).poll_events())
+@pytest.fixture
+def train(monkeypatch):
+    """Follow a run with a replica on worker a to its end, in the cluster's time."""
+
+    def train(cluster, most):
+        clock = SimpleNamespace(monotonic=lambda: cluster.now)
+        monkeypatch.setattr(dask_backend, "time", clock)
+        master = GradientSharing(replicas_per_worker=1)
+        spec = replica_spec(mlp(), master=master, timeouts=bounds(request=0.5))
+        packed = Packed(spec, "trainer")
+        list(DaskBackend(cluster, spec, packed, {0: "a"}, {}, most).poll_events())
+
+    return train
 
 
 @pytest.mark.parametrize("kind", ["WaitTimeoutError", "ChannelError"])
-def test_a_worker_whose_replica_could_not_join_gets_another_one(kind, caplog):
+def test_a_worker_whose_replica_could_not_join_gets_another_one(kind, train, caplog):
     events = not_joined(kind)
     cluster = Training(*events, until=lambda cluster: len(cluster.tasks) == 3)
 
@@ -229,10 +240,10 @@ def test_a_worker_whose_replica_could_not_join_gets_another_one(kind, caplog):
     assert "no replica on b: it waited for a snapshot" in caplog.messages
 
 
-def test_a_worker_on_which_the_users_code_fails_gets_no_other_replica(caplog):
-    later = time.monotonic() + 1.5  # others would have got another one
+def test_a_worker_on_which_the_users_code_fails_gets_no_other_replica(train, caplog):
     events = not_joined("ReplicaError")
-    cluster = Training(*events, until=lambda cluster: time.monotonic() > later)
+    # By then, others would have got another one.
+    cluster = Training(*events, until=lambda cluster: cluster.now > 3)
 
     train(cluster, most=3)
 

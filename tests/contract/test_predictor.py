@@ -233,7 +233,7 @@ def from_a_future(predictor, timeout_s):
 @pytest.fixture
 def address(gate):
     """The scheduler of a worker in this process; the gate is open before they end."""
-    options = {"processes": False, "protocol": "tcp://", "dashboard_address": None}
+    options = {"processes": False, "protocol": "tcp://", "dashboard_address": ":0"}
     with LocalCluster(n_workers=1, **options) as cluster:
         yield cluster.scheduler_address
         gate.set()

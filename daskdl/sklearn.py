@@ -82,7 +82,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         dtype = "numeric" if self.dtype is None else self.dtype
         return validate_data(self, X, dtype=dtype, allow_nd=True, **fitting)
 
-    def _fit(self, X: Any, y: Any, loss: Loss, outputs: int) -> Self:
+    def _fit(
+        self, X: Any, y: Any, sample_weight: Any, loss: Loss, outputs: int
+    ) -> Self:
         model = self.model
         if _is_sized(model):
             model = functools.partial(model, int(np.prod(X.shape[1:])), outputs)
@@ -98,6 +100,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.trainer_.fit(
             X,
             y,
+            sample_weight=sample_weight,
             epochs=self.epochs,
             batch_size=self.batch_size,
             **self.fit_options or {},
@@ -151,8 +154,15 @@ class Classifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         array(['no', 'yes'], dtype='<U3')
     """
 
-    def fit(self, X: Any, y: Any) -> Self:
-        """Train a new model; y has one label of any type for each row."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train a new model.
+
+        Args:
+            X: Inputs in memory.
+            y: One label of any type for each row.
+            sample_weight: Weight of each row in the loss, >= 0, see
+                :meth:`daskdl.Trainer.fit`.
+        """
         X, y = self._inputs(X, y=y, reset=True)
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
@@ -165,8 +175,9 @@ class Classifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
                     f"loss {loss!r} takes two classes, got {outputs}: take "
                     "CrossEntropyLoss"
                 )
-            return self._fit(X, indices.astype("float32")[:, None], loss, 1)
-        return self._fit(X, indices, loss, outputs)
+            labels = indices.astype("float32")[:, None]
+            return self._fit(X, labels, sample_weight, loss, 1)
+        return self._fit(X, indices, sample_weight, loss, outputs)
 
     def predict_proba(self, X: Any) -> Any:
         """Return the probability of each class, (n, classes)."""
@@ -216,13 +227,20 @@ class Regressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         tags.target_tags.multi_output = True
         return tags
 
-    def fit(self, X: Any, y: Any) -> Self:
-        """Train a new model; y is (n,), or (n, outputs)."""
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train a new model.
+
+        Args:
+            X: Inputs in memory.
+            y: Numbers, (n,) or (n, outputs).
+            sample_weight: Weight of each row in the loss, >= 0, see
+                :meth:`daskdl.Trainer.fit`.
+        """
         X, y = self._inputs(X, y=y, multi_output=True, y_numeric=True, reset=True)
         self._is_flat = y.ndim == 1
         columns = y.reshape(len(y), -1).astype("float32")
         loss = nn.MSELoss() if self.loss is None else self.loss
-        return self._fit(X, columns, loss, columns.shape[1])
+        return self._fit(X, columns, sample_weight, loss, columns.shape[1])
 
     def predict(self, X: Any) -> Any:
         """Return the outputs of the model, of the shape of y, float64."""

@@ -7,7 +7,7 @@ inference and saving; the function works without a trainer, for any model.
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Literal, Self
 
 import torch
@@ -358,6 +358,8 @@ class Trainer:
         if sample_weight is not None:
             spec, y = spec.weighted(), Weighted(y, sample_weight)
         resumed = resume_plan(resume, self.callbacks, storage_options)
+        if resumed is not None:
+            spec = replace(spec, read=replace(spec.read, columns=resumed.columns))
         sources = spec.sources(X, y, validation, self.classes_)
         model = getattr(self, "model_", None) if resumed is None else None
         if model is None:
@@ -424,6 +426,17 @@ class Trainer:
         source = source_of(X, None, spec.read, labelled=False)
         with client_or_process(self.client) as client:
             return steps_of_replica(spec, source, client, validation)
+
+    @property
+    def feature_names_in_(self) -> Sequence[str] | Mapping[str, Sequence[str]] | None:
+        """Names of the columns of X in the order that the model was trained on.
+
+        For several tables, a dict of the names by place, such as ``"X['left']"``. None
+        if X had no names, as an array has none, and before the first fit.
+        """
+        columns = self._state.columns or {}
+        names = {place: own for place, own in columns.items() if place.startswith("X")}
+        return names.get("X", names or None)
 
     def reset(self) -> None:
         """Forget all fits: the next one begins as the first one did.
@@ -759,16 +772,21 @@ class Trainer:
             transform: See :meth:`fit`; its y is None.
             output: Name or position of the only output to return; None: all.
         """
-        return Predictor(
+        transform = compose(transform, self.transform)
+        read = ReadOptions(transform=transform, columns=self._state.columns)
+        columns = read.expected_columns  # refuses a normalizer of other columns
+        predictor = Predictor(
             self._trained_model(),
             replicas=replicas,
             batch_limit=batch_limit,
             wait_ms=wait_ms,
             queue_limit=queue_limit,
-            transform=compose(transform, self.transform),
+            transform=transform,
             output=output,
             client=self.client,
         )
+        predictor.columns = columns
+        return predictor
 
     def save(
         self,
@@ -865,7 +883,8 @@ class Trainer:
         self, X: Any, size: int | None, transform: Transform | None, *how: Any
     ) -> tuple[Any, ReadOptions]:
         transform = compose(transform, self.transform)
-        return ReadOptions.scoring(X, size, transform, *how)
+        X, read = ReadOptions.scoring(X, size, transform, *how)
+        return X, replace(read, columns=self._state.columns)
 
     def _fit_spec(
         self,
@@ -891,6 +910,7 @@ class Trainer:
         transform = compose(transform, self.transform)
         size, collate_fn = own.pop("batch_size"), own.pop("collate_fn")
         read = ReadOptions(size, transform, loader, collate_fn, *how)
+        read = replace(read, columns=self._state.columns)
         return X, self._spec(read=read, **own, **others)
 
     def _spec(self, **fit: Any) -> FitSpec:

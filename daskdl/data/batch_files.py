@@ -17,6 +17,7 @@ from typing_extensions import override
 from daskdl.data import batching
 from daskdl.data.batching import Rows
 from daskdl.data.manifest import File, Kind, Manifest, is_count, naming_damage
+from daskdl.data.named_columns import NO_COLUMNS, Columns, NamedRows
 from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.data.storage import AnyPath, store_of
 from daskdl.data.tables import check_arrays
@@ -175,6 +176,7 @@ class BatchFiles(Source):
         rows: Number of rows in all files.
         batch_size: Rows of a batch.
         classes: Names of the labels 0, 1, ...; None: labels have no names.
+        columns: Names of the columns of the exported tables.
         made_from: Data and options of the export.
 
     Raises:
@@ -187,6 +189,7 @@ class BatchFiles(Source):
     files: Sequence[File]
     rows: int
     batch_size: int
+    columns: Columns
     made_from: Mapping[str, Any]
 
     given = True
@@ -231,6 +234,18 @@ class BatchFiles(Source):
         if (file := next(there, None)) is None:
             raise ValueError("no file that it lists is there in full")
         self._schema = Schema.from_json(content["schema"], file.nbytes)
+        self.columns = {
+            place: tuple(names) for place, names in content.get("columns", {}).items()
+        }
+        self._names: Columns = self.columns  # in the files
+        for place, names in self._names.items():
+            shape = self._schema.dtype[
+                "x" + place[1:] if place[0] == "X" else place
+            ].shape
+            if shape[-1:] != (len(names),) or not all(
+                isinstance(n, str) for n in names
+            ):
+                raise ValueError(f"{names!r:.80} are no names of columns")
 
     @override
     def load(self, part: int) -> Rows:
@@ -239,7 +254,8 @@ class BatchFiles(Source):
         with naming_damage(self.name(part), KIND.remedy):
             arrays = safetensors.numpy.load(content)
             self._schema.check(arrays, file.details["rows"])
-        return self._schema.rows(arrays)
+        rows = NamedRows.of(self._schema.rows(arrays), self._names)
+        return rows.arranged(self.columns or NO_COLUMNS, self.name(part))
 
     @override
     def name(self, part: int) -> str:

@@ -42,8 +42,9 @@ from daskdl.data.batching import (
     to_device,
 )
 from daskdl.data.formats import DAMAGED
+from daskdl.data.named_columns import few
 from daskdl.data.source import SHOWN_ROWS, Source, shown_rows
-from daskdl.data.tables import InMemory, as_numpy, few
+from daskdl.data.tables import InMemory, as_numpy
 from daskdl.errors import (
     DaskDLError,
     DataError,
@@ -877,21 +878,33 @@ def described(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def _class_remedy(ignored: int, output: Tensor, labels: Tensor) -> str:
+    """How to make labels class indices; "" if unknown."""
+    floating, calls = labels.is_floating_point(), ""
+    if labels.ndim == 2 and labels.shape[1] == 1:
+        calls = ".ravel()"
+    elif labels.shape == output.shape and not floating:
+        return "take class indices, y.argmax(1)"
+    elif labels.ndim != output.ndim - 1:
+        return ""
+    if labels.dtype == torch.bool:
+        calls += ".astype('int64')"
+    if floating:
+        calls += (
+            ".astype('int64'); drop rows whose label is missing (NaN), or fill in "
+            f"{ignored} before, which the loss ignores"
+        )
+    return f"use y{calls}" if calls else ""
+
+
 def _label_remedy(loss: Any, output: Any, labels: Tree) -> str:
     """How to make labels fit one of torch's losses; "" if unknown."""
     if not isinstance(output, Tensor) or not isinstance(labels, Tensor):
         return ""
+    ignored = ignored_label(loss)
+    if ignored is not None:
+        return _class_remedy(ignored, output, labels)
     floating, calls = labels.is_floating_point(), ""
-    if ignored_label(loss) is not None:
-        if labels.ndim == 2 and labels.shape[1] == 1:
-            calls = ".ravel()"
-        elif labels.shape == output.shape and not floating:
-            return "take class indices, y.argmax(1)"
-        elif labels.ndim != output.ndim - 1:
-            return ""
-        if floating or labels.dtype == torch.bool:
-            calls += ".astype('int64')"
-        return f"use y{calls}" if calls else ""
     function = loss.func if isinstance(loss, functools.partial) else loss
     named = function if hasattr(function, "__name__") else type(function)
     if not str(named.__module__).startswith("torch.nn."):

@@ -31,6 +31,7 @@ from typing_extensions import override
 
 from daskdl.data import batching, tables
 from daskdl.data.batching import Rows, Tree
+from daskdl.data.named_columns import Columns, NamedRows, columns_in
 from daskdl.data.source import Facts, Member, PartGraph, Source, culled
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
 from daskdl.errors import DataError
@@ -433,6 +434,13 @@ class Collections(Source):
         return graph.rows({key: self.partitions.result(key) for key in graph.needs})
 
     @override
+    def _arrange_(
+        self, known: Columns, columns: Columns, classes: Sequence[str] | None
+    ) -> None:
+        self.finish = _arranged(self.finish, columns, classes)
+        self._graphs = {}
+
+    @override
     def known(self, facts: Sequence[Facts]) -> Self:
         whole = super().known(facts)
         whole._counted = [fact.rows for fact in facts]
@@ -467,7 +475,9 @@ class Share:
         rows = self.finish(values, part=part)
         generator = np.random.default_rng([self.seed, part])
         drawn = generator.random(batching.length(rows)) < self.fraction
-        return batching.rows(rows, drawn if self.second else ~drawn)
+        share = batching.rows(rows, drawn if self.second else ~drawn)
+        named = NamedRows.of(rows)
+        return NamedRows.of(share, named.columns, named.classes)
 
 
 @dataclass(frozen=True)
@@ -487,6 +497,33 @@ class KeysBeside:
                 "take key from the same collection as X, or partition it like X"
             )
         return ((x, keys), y) if keep_keys else rows
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """Makes rows as another function does, in the same order of columns in all parts.
+
+    Picklable.
+    """
+
+    finish: Finish
+    columns: Columns  # those expected; see `NamedRows.arranged`
+    classes: Sequence[str] | None = None  # names of the labels; None: any
+
+    def __call__(self, values: list[Any], part: int, **options: Any) -> Rows:
+        """Return the rows of a part, with the columns of tables in this order."""
+        rows = NamedRows.of(self.finish(values, part=part, **options))
+        if self.classes is not None and rows.classes is not None:
+            tables.check_classes(rows.classes, self.classes, f"y of part {part}")
+        return rows.arranged(self.columns, f"part {part}")
+
+
+def _arranged(
+    finish: Finish, columns: Columns, classes: Sequence[str] | None
+) -> Finish:
+    if isinstance(finish, KeysBeside):  # keys are no columns
+        return KeysBeside(_arranged(finish.finish, columns, classes))
+    return Arranged(finish, columns, classes)
 
 
 def _as_array(
@@ -525,7 +562,8 @@ class _Columns:
             _as_array(value, f"{name} of part {part}", classes, name.startswith("y"))
             for value, (name, classes) in zip(values, self.classes.items(), strict=True)
         ]
-        rows: Rows = batching.filled(self.names, arrays)
+        x, y = batching.filled(self.names, values)
+        rows = NamedRows.of(batching.filled((x, y), arrays), columns_in(x, y))
         found = batching.length(_same_length(rows, part))
         if self.lengths is not None and found != self.lengths[part]:
             raise DataError(
@@ -550,11 +588,16 @@ def columns(x: Tree, y: Tree) -> Collections:
         first = batching.filled((x, y), zeros)
     source = Collections(
         Partitions(*aligned),
-        _Columns(batching.filled((x, y), named), classes, lengths),
+        # The columns of a partition may be in another order than its metadata say.
+        Arranged(
+            _Columns(batching.filled((x, y), named), classes, lengths),
+            columns_in(x, y),
+        ),
         lengths,
         first,
     )
     source.classes = classes.get("y")
+    source.columns = columns_in(x, y)
     return source
 
 
@@ -618,8 +661,12 @@ class _Pairs:
         if self.examples:
             return _same_length(stacked(list(value), f"part {part}"), part)
         x, y = pair(value)
-        labels = None if y is None else _arrays(y, "y", f"part {part}")
-        return _same_length((_arrays(x, "X", f"part {part}"), labels), part)
+        where, classes = f"part {part}", None
+        if is_frame(y):
+            classes = tables.check_columns(y, f"y of {where}", label=True)
+        labels = None if y is None else _arrays(y, "y", where, classes)
+        rows = _arrays(x, "X", where), labels
+        return NamedRows.of(_same_length(rows, part), columns_in(x, y), classes)
 
 
 def pairs(parts: Any) -> Collections:
@@ -627,7 +674,9 @@ def pairs(parts: Any) -> Collections:
 
     Examples and rows are pairs (x, y), or x alone.
     """
-    return Collections(Partitions(parts), _Pairs(is_bag(parts)))
+    source = Collections(Partitions(parts), _Pairs(is_bag(parts)))
+    source.columns = None  # parts may be tables
+    return source
 
 
 def paired(X: Any, y: Any) -> Any:
@@ -744,8 +793,12 @@ def stack(examples: Sequence[Tree]) -> Tree:
     return batching.mapped(stacked, *examples)
 
 
-def _arrays(tree: Tree, argument: str, part: str) -> Tree:
+def _arrays(
+    tree: Tree, argument: str, part: str, classes: Sequence[str] | None = None
+) -> Tree:
     label = argument == "y"
-    named = batching.named(tree, argument)
-    made = [_as_array(leaf, f"{name} of {part}", label=label) for name, leaf in named]
-    return batching.filled(tree, made)
+    arrays = [
+        _as_array(leaf, f"{name} of {part}", classes, label)
+        for name, leaf in batching.named(tree, argument)
+    ]
+    return batching.filled(tree, arrays)

@@ -38,7 +38,7 @@ from daskdl.data.batch_files import KIND, ORIGIN, BatchFiles, Schema, named_arra
 from daskdl.data.batching import Rows
 from daskdl.data.checks import LabelCheck, stream_readable
 from daskdl.data.distribute import answers_of, map_parts, workers_of
-from daskdl.data.inputs import ReadOptions, source_of
+from daskdl.data.inputs import ReadOptions, source_of, with_columns
 from daskdl.data.manifest import File, Manifest, is_count, naming_damage
 from daskdl.data.source import STREAMED_ROWS, Source, rows_in
 from daskdl.data.storage import AnyPath, Store, at_once, store_of
@@ -512,6 +512,8 @@ def _export(
         "batch_size": int(options.batch_size),
         "classes": None if classes is None else [*map(str, classes)],
         "schema": schema.to_json(),
+        # A transform may make other columns.
+        "columns": {} if options.transform else dict(source.columns or {}),
         "made_from": dict(made_from),
     }
     Manifest(tuple(files), content).write(store, KIND)
@@ -602,6 +604,7 @@ def export(
         progress.end()  # the last run may have been interrupted before that
         logger.info("%s has been exported before: %d rows", store.url, finished.rows)
         return finished
+    source = with_columns(source, client)
     _export(source, store, options, client, made_from)
     return BatchFiles(url, storage_options)
 

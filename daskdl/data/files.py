@@ -33,6 +33,7 @@ from daskdl.data.batching import Rows
 from daskdl.data.distribute import map_parts
 from daskdl.data.formats import Loader, Reader
 from daskdl.data.manifest import File, Kind, Manifest, naming_damage
+from daskdl.data.named_columns import NO_COLUMNS, NamedRows
 from daskdl.data.source import SHOWN_ROWS, Facts, Source, facts_of
 from daskdl.data.storage import AnyPath, Store, is_local, is_path, store_of
 from daskdl.errors import DataError, OptionError, ShapeError
@@ -401,6 +402,13 @@ class GroupedFiles(Source):
                     f"{group.url(number)} has {own} and {group.url(0)} has "
                     f"{shapes[0]}"
                 )
+        if isinstance(loaded[0], NamedRows):
+            columns = loaded[0].columns
+            loaded = [
+                NamedRows.of(rows).arranged(columns, group.url(number))
+                for number, rows in enumerate(loaded)
+            ]
+            return NamedRows.of(batching.joined(loaded), columns)
         return batching.joined(loaded)
 
 
@@ -421,6 +429,8 @@ class LoadedFiles(GroupedFiles):
         self.classes = getattr(loader, "classes", None) if classes is None else classes
         self.lengths: Sequence[int] | None = None
         self.first: Rows | None = None
+        if isinstance(loader, formats.Table):
+            self.columns = None
         if one_example:
             self.lengths = [len(group.names) for group in groups]
 
@@ -428,24 +438,28 @@ class LoadedFiles(GroupedFiles):
     def rows(self, part: int, number: int, file: BinaryIO) -> Rows:
         with formats.reading(file.name):
             result = self._loader(file)
-        return formats.rows_of(result, file.name, one_example=self._one_example)
+        rows = formats.rows_of(result, file.name, one_example=self._one_example)
+        return NamedRows.of(rows).arranged(self.columns or NO_COLUMNS, file.name)
 
     @override
     def look(self, part: int) -> Facts:
         group = self.groups[part]
         if self._one_example:
-            return Facts(len(group.names), self._joined(part, SHOWN_ROWS))
+            shown = facts_of(self._joined(part, SHOWN_ROWS))
+            return shown._replace(rows=len(group.names))
         header = isinstance(self._loader, Reader) and self._loader.reads_headers
         facts = group.each(partial(self._facts, part), header=header)
-        first = next((one.first for one in facts if one.rows), facts[0].first)
-        return Facts(sum(one.rows for one in facts), first)
+        shown = next((some for some in facts if some.rows), facts[0])
+        return shown._replace(rows=sum(some.rows for some in facts))
 
     def _facts(self, part: int, number: int, file: BinaryIO) -> Facts:
         if isinstance(self._loader, Reader):
             with formats.reading(file.name):
                 facts = self._loader.look(file)
             if facts is not None:
-                return facts
+                rows = NamedRows.of(facts.first)
+                first = rows.arranged(self.columns or NO_COLUMNS, file.name)
+                return facts._replace(first=first)
             file.seek(0)
         return facts_of(self.rows(part, number, file))
 

@@ -30,8 +30,10 @@ from typing_extensions import override
 
 from daskdl.data import batching
 from daskdl.data.batching import Rows, Tree
+from daskdl.data.named_columns import Columns as NamedColumns
+from daskdl.data.named_columns import NamedRows, few
 from daskdl.data.source import SHOWN_ROWS, Facts, facts_of
-from daskdl.data.tables import as_numpy, check_array, few
+from daskdl.data.tables import as_numpy, check_array
 from daskdl.errors import DataError, OptionError
 
 Loader = Callable[[BinaryIO], Any]
@@ -128,7 +130,10 @@ def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
     if len(set(lengths.values())) != 1:
         shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise DataError(f"all arrays of {url} must have as many rows, but {shown}")
-    return batching.mapped(as_numpy, rows)
+    rows = batching.mapped(as_numpy, rows)
+    if isinstance(result, NamedRows):
+        return NamedRows.of(rows, result.columns)
+    return rows
 
 
 def _as_row(leaf: Any) -> Any:
@@ -151,7 +156,9 @@ def header_facts(rows: int, empty: Any, url: str) -> Facts:
     def zeros(leaf: np.ndarray) -> np.ndarray:
         return np.zeros((min(rows, SHOWN_ROWS), *leaf.shape[1:]), leaf.dtype)
 
-    return Facts(rows, batching.mapped(zeros, rows_of(empty, url)))
+    named = NamedRows.of(rows_of(empty, url))
+    first = batching.mapped(zeros, (named[0], named[1]))
+    return Facts(rows, NamedRows.of(first, named.columns))
 
 
 @dataclass(frozen=True)
@@ -281,7 +288,7 @@ _SHOWN = 10
 
 
 @dataclass(frozen=True)
-class _Table(Reader):
+class Table(Reader):
     """Columns of a table: features as x, one or several as y."""
 
     features: Sequence[Column] | None = None
@@ -290,6 +297,11 @@ class _Table(Reader):
     dtype: str = "float32"
     label_dtype: str | None = None
     classes: Sequence[str] | None = None
+
+    @property
+    def _has_names(self) -> bool:
+        """Whether files name their columns."""
+        return True
 
     def _chosen(self, names: Sequence[str], url: str) -> tuple[list[int], list[int]]:
         """Return the indices of the columns of x, and of the columns of y."""
@@ -312,11 +324,21 @@ class _Table(Reader):
     def _rows(self, features: Columns, labels: Columns, url: str) -> Any:
         """The columns as (x, y)."""
         columns = [_numbers(s, f"column {name!r} of {url}") for name, s in features]
-        x = np.stack(columns, axis=1).astype(self.dtype)
-        if not labels:
-            return x, None
-        y = [self._labels(s, f"column {name!r} of {url}") for name, s in labels]
-        return x, y[0] if isinstance(self.label, str | int) else np.stack(y, axis=1)
+        x, y = np.stack(columns, axis=1).astype(self.dtype), None
+        if labels:
+            each = [self._labels(s, f"column {name!r} of {url}") for name, s in labels]
+            single = isinstance(self.label, str | int)
+            y = each[0] if single else np.stack(each, axis=1)
+        return NamedRows.of((x, y), self._names(features, labels))
+
+    def _names(self, features: Columns, labels: Columns) -> NamedColumns:
+        """The names of the columns, except of those that are chosen by index."""
+        names: dict[str, tuple[str, ...]] = {}
+        if self._has_names and not _by_index(self.features):
+            names["X"] = tuple(name for name, _ in features)
+        if self._has_names and len(labels) > 1 and not _by_index(self.label):
+            names["y"] = tuple(name for name, _ in labels)
+        return names
 
     def _labels(self, series: Any, where: str) -> np.ndarray:
         """Return numbers, or the places of names; missing labels are NaN, so floats."""
@@ -336,6 +358,12 @@ class _Table(Reader):
                 "for regression use label_dtype='float32'"
             )
         return labels if whole and missing.any() else labels.astype(self.label_dtype)
+
+
+def _by_index(chosen: Column | Sequence[Column] | None) -> bool:
+    """Whether the user chose a column by its index: its name does not matter then."""
+    listed = [chosen] if isinstance(chosen, str | int) else chosen or []
+    return any(isinstance(column, int) for column in listed)
 
 
 def _index(names: Sequence[str], column: Column, what: str, url: str) -> int:
@@ -404,7 +432,7 @@ def _cells(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Csv(_Table):
+class Csv(Table):
     r"""The columns of a CSV file: features as x, one or several as y. Read by pandas.
 
     Cells are numbers. A cell that is empty or text, and a line with too many or too few
@@ -428,6 +456,11 @@ class Csv(_Table):
     label_dtype: str | None = "int64"
     header: bool = True
     delimiter: str = ","
+
+    @property
+    @override
+    def _has_names(self) -> bool:
+        return self.header
 
     def __post_init__(self) -> None:
         if len(self.delimiter) == 1:
@@ -508,16 +541,18 @@ class Csv(_Table):
     def look(self, file: BinaryIO) -> Facts:
         facts = facts_of(rows_of(self(file), file.name))
         assert facts.first is not None, "the file has been read"
-        x, y = facts.first
+        first = NamedRows.of(facts.first)
+        x, y = first
         if y is None:
             return facts
         # The same dtype as in all files, even if labels are missing in this one.
         dtype = self.label_dtype if self.classes is None else "int64"
-        return facts._replace(first=(x, np.nan_to_num(y).astype(dtype)))
+        rows = x, np.nan_to_num(y).astype(dtype)
+        return facts._replace(first=NamedRows.of(rows, first.columns))
 
 
 @dataclass(frozen=True)
-class Parquet(_Table):
+class Parquet(Table):
     """The columns of a Parquet file: features as x, one or several as y.
 
     Columns are numbers without missing values; a column of text is refused by name,

@@ -7,8 +7,9 @@ A new kind of data is a subclass of :class:`~daskdl.data.source.Source` and a li
 import functools
 import logging
 import math
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, Literal, Self
@@ -24,6 +25,7 @@ from daskdl.data import batching, tables
 from daskdl.data.batching import Batch, Transform, Tree, Weighted
 from daskdl.data.checks import UNREADABLE, is_left_out, join_readable, load_each
 from daskdl.data.dask_collections import (
+    Collections,
     Share,
     columns,
     is_bag,
@@ -39,6 +41,13 @@ from daskdl.data.dask_collections import (
 from daskdl.data.distribute import map_parts
 from daskdl.data.files import files
 from daskdl.data.formats import Loader, check_loader
+from daskdl.data.named_columns import (
+    Columns,
+    FittedTransform,
+    NamedRows,
+    columns_in,
+    few,
+)
 from daskdl.data.source import Facts, Source, facts_of, is_known
 from daskdl.data.storage import are_paths
 from daskdl.data.tables import InMemory, is_dask_array, is_frame
@@ -69,6 +78,7 @@ class ReadOptions:
     on_bad_batch: OnBad = "raise"
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     label: Any = None  # column or key of the labels; None: no labels, or they are y
+    columns: Columns | None = None  # that the model was trained on; None: none yet
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size)
@@ -107,6 +117,21 @@ class ReadOptions:
         X, own = batch_options(X, given, {"batch_size": 64})
         how = own["batch_size"], transform, loader, own["collate_fn"]
         return X, cls(*how, *others)
+
+    @property
+    def expected_columns(self) -> Columns:
+        """The columns that the model was trained on, and normalizers were fitted on."""
+        expected = dict(self.columns or {})
+        for fitted in _fitted(self.transform):
+            for place, names in fitted.columns.items():
+                if expected.setdefault(place, names) != names:
+                    raise DataError(
+                        f"transform was fitted on the columns {few(names)} of {place}, "
+                        f"and the model, or another transform, on "
+                        f"{few(expected[place])}: fit it again, on a table with the "
+                        "columns in this order"
+                    )
+        return expected
 
     @property
     def skips(self) -> bool:
@@ -200,6 +225,17 @@ def compose(*transforms: Transform | None) -> Transform | None:
     return functools.reduce(Compose, given) if given else None
 
 
+def _fitted(transform: Transform | None) -> Iterator[FittedTransform]:
+    """Yield the transforms that know the columns of their data."""
+    if isinstance(transform, FittedTransform):
+        yield transform
+    elif isinstance(transform, KeepWeights):
+        yield from _fitted(transform.transform)
+    elif isinstance(transform, Compose):
+        yield from _fitted(transform.first)
+        yield from _fitted(transform.then)
+
+
 def source_of(
     X: Any,
     y: Any = None,
@@ -210,7 +246,7 @@ def source_of(
     accumulate: int = 1,
     classes: Sequence[str] | None = None,
 ) -> Source:
-    """Make a source from the user's data.
+    """Make a source from the user's data, its columns in the expected order.
 
     Args:
         X: Inputs, or inputs and labels together.
@@ -221,7 +257,55 @@ def source_of(
         labelled: Whether labels are required.
         accumulate: Batches per step; parts of data in memory are whole steps.
         classes: Names of the classes of labels that are text; None: those found.
+
+    Warns:
+        UserWarning: If only the data, or only those that the model was trained on, have
+            names of columns.
     """
+    source = _unarranged(
+        X, y, read, shuffle_seed, labelled, accumulate=accumulate, classes=classes
+    )
+    expected = read.expected_columns
+    arranged = source.arranged(expected, classes)
+    _warn_of_positions(source, read.columns, expected)
+    return arranged
+
+
+def _warn_of_positions(
+    source: Source, trained: Columns | None, expected: Columns
+) -> None:
+    """Warn where columns can only be matched by position."""
+    if source.columns is None:
+        return
+    for place, names in source.columns.items():
+        if trained is not None and place not in expected:
+            warnings.warn(
+                f"{place} has names of columns, {few(names)}, and the data that the "
+                "model was trained on have none: columns are matched by position",
+                stacklevel=3,
+            )
+    if source.here or isinstance(source, Collections):
+        for place in batching.named_both(source.first or ((), None)):
+            if place in expected and place not in source.columns:
+                warnings.warn(
+                    f"{place} has no names of columns, and the data that the model was "
+                    f"trained on have the columns {few(expected[place])}: columns are "
+                    "matched by position",
+                    stacklevel=3,
+                )
+
+
+def _unarranged(
+    X: Any,
+    y: Any,
+    read: ReadOptions,
+    shuffle_seed: int | None,
+    labelled: bool,
+    *,
+    accumulate: int,
+    classes: Sequence[str] | None,
+) -> Source:
+    """Make a source from the user's data as they are."""
     X, y, read = unified(X, y, read)
     y, names = tables.number_labels(y, "y", classes)
     if isinstance(X, list) and read.collate_fn is not None and not is_lazy_list(X):
@@ -275,7 +359,7 @@ def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
         X, y = [X], y if y is None else [y]
     if isinstance(X, Mapping) and any(is_map_style(one) for one in X.values()):
         raise DataError(
-            f"X is a {type(X).__name__} with the datasets {tables.few(list(X))}; give "
+            f"X is a {type(X).__name__} with the datasets {few(list(X))}; give "
             f"one of them, X[{next(iter(X))!r}], and others as validation"
         )
     lazy = is_bag(X) or is_lazy_list(X)
@@ -366,9 +450,9 @@ def _in_memory(X: Tree, y: Tree, step_rows: int, shuffle_seed: int | None) -> So
         if is_frame(leaf):
             array = tables.columns_of(leaf, name, classes if label else None, label)
         arrays.append(array)
-    x, y = batching.filled((X, y), arrays)
-    tables.check_arrays(x, y)
-    source = InMemory(x, y, step_rows, shuffle_seed)
+    x, labels = batching.filled((X, y), arrays)
+    tables.check_arrays(x, labels)
+    source = InMemory(x, labels, step_rows, shuffle_seed, columns_in(X, y))
     source.classes = classes
     return source
 
@@ -399,12 +483,13 @@ def weighted_source(X: Any, y: Any, read: ReadOptions, **options: Any) -> Source
     if len(wrong) or not found.any():
         at = wrong[0] if len(wrong) else 0
         raise DataError(
-            "sample_weight must be finite numbers >= 0, not all 0, got "
+            "sample_weight must be finite numbers >= 0, not all zero, got "
             f"sample_weight[{at}] = {found[at]}"
         )
     step_rows = read.batch_size * options.get("accumulate", 1)
     seed = options.get("shuffle_seed")
     weighted = InMemory(x, Weighted(labels, found), step_rows, seed)
+    weighted.columns = source.columns
     weighted.classes = source.classes
     return weighted
 
@@ -447,7 +532,45 @@ def infer_metadata(
     if len({*kinds} - {()}) > 1:
         kept = known.parts == source.parts  # otherwise parts without rows are left out
         known.unlike = kinds if kept else [*filter(None, kinds)]
-    return known
+    usual_first = facts[kinds.index(usual)].first
+    assert usual_first is not None, "a part without rows has no kinds"
+    usual_rows = NamedRows.of(usual_first)
+    if not skips:
+        for part, fact in enumerate(facts):
+            if fact.rows and fact.first is not None:
+                _check_alike(NamedRows.of(fact.first), usual_rows, source.name(part))
+    known.classes = known.classes or usual_rows.classes
+    columns = {**usual_rows.columns, **(source.columns or {})}
+    return known.arranged(columns, known.classes)
+
+
+def _check_alike(rows: NamedRows, usual: NamedRows, name: str) -> None:
+    """Refuse a part whose tables have other columns, or whose labels other classes."""
+    rows.arranged(usual.columns, name)
+    if rows.classes != usual.classes:
+        tables.check_classes(rows.classes, usual.classes or (), f"y of {name}")
+
+
+def with_columns(source: Source, client: Any) -> Source:
+    """Return the source with the names of its columns, those of its first rows.
+
+    If these are unknown, parts are loaded, one after the other, until one has rows.
+    """
+    if source.columns is not None:
+        return source
+    for part in range(source.parts):
+        for _, facts in map_parts(source, _readable_facts, client, parts=[part]):
+            if facts is not None and facts.rows and facts.first is not None:
+                rows = NamedRows.of(facts.first)
+                return source.arranged(rows.columns, rows.classes)
+    return source
+
+
+def _readable_facts(source: Source, part: int) -> Facts | None:
+    try:
+        return source.look(part)
+    except UNREADABLE:  # the pass over all parts reports it
+        return None
 
 
 def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:

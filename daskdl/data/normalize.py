@@ -9,7 +9,7 @@ import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
@@ -21,7 +21,8 @@ from daskdl.config import check_choice
 from daskdl.data import batching
 from daskdl.data.batching import Tree
 from daskdl.data.distribute import map_parts
-from daskdl.data.inputs import ReadOptions, source_of
+from daskdl.data.inputs import ReadOptions, source_of, with_columns
+from daskdl.data.named_columns import NO_COLUMNS, Columns, FittedTransform
 from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DataError, OptionError
@@ -212,12 +213,17 @@ def _like(numbers: np.ndarray, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Normalization:
+class Normalization(FittedTransform):
     """A fitted normalizer, which scales x; to be used as a `transform`.
+
+    A trainer puts the columns of tables into the order of those that the normalizer was
+    fitted on.
 
     Attributes:
         scalings: A tree like x, with a :class:`Scaling` for each array, or None for an
             array that does not change.
+        columns: Names of the columns of the tables that it was fitted on, by place:
+            ``{"X": ("age", "height")}``.
 
     Example:
         >>> from daskdl.data.normalize import Standardize
@@ -231,6 +237,7 @@ class Normalization:
     """
 
     scalings: Tree
+    columns: Columns = field(default_factory=dict, hash=False)
 
     def __call__(self, batch: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         """Scale the x of a batch, like `transform`."""
@@ -265,7 +272,8 @@ class Normalization:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, dicts, strings and numbers, which JSON holds exactly."""
-        return {"x": _plain(self.scalings)}
+        columns = {place: [*names] for place, names in self.columns.items()}
+        return {"x": _plain(self.scalings), "columns": columns}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
@@ -275,7 +283,10 @@ class Normalization:
             OptionError: If `plain` is something else.
         """
         try:
-            return cls(_tree(plain["x"]))
+            columns = plain.get("columns", {}).items()
+            return cls(
+                _tree(plain["x"]), {place: tuple(names) for place, names in columns}
+            )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise OptionError(
                 f"this is not what Normalization.to_dict() returns: {error!r}"
@@ -462,9 +473,13 @@ class Normalizer(ABC):
             OptionError: If x lacks a key of `only`.
         """
         read = ReadOptions(loader=loader, storage_options=storage_options)
-        source = source_of(X, y, read, labelled=False)
+        source = with_columns(source_of(X, y, read, labelled=False), client)
         found = _of_all(source, self.per, self.only, client)
-        return Normalization(batching.mapped(self.scaling, found))
+        columns = (source.columns or NO_COLUMNS).items()
+        return Normalization(
+            batching.mapped(self.scaling, found),
+            {place: names for place, names in columns if place.startswith("X")},
+        )
 
 
 @dataclass(frozen=True)

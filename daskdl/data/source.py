@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from daskdl.data import batching
 from daskdl.data.batching import Kinds, Rows
+from daskdl.data.named_columns import NO_COLUMNS, Columns, NamedRows
 from daskdl.errors import DataError
 
 SHOWN_ROWS = 2  # for a dry run
@@ -80,7 +81,9 @@ class Facts(NamedTuple):
     """Length and first rows of a part."""
 
     rows: int
-    first: Rows | None  # at most `SHOWN_ROWS` rows; None: no row can be read
+    # At most `SHOWN_ROWS` rows, `NamedRows` of a part that has tables; None: no row can
+    # be read.
+    first: Rows | None
 
 
 class Source(ABC):
@@ -95,6 +98,8 @@ class Source(ABC):
             instead of `load`, and may exceed the memory. The rows of such a part are
             not shuffled, and a single replica reads them.
         classes: Names of the labels 0, 1, ..., or None.
+        columns: Names of the columns of the arrays that `load` makes of tables; None:
+            not known before a part is loaded.
         here: Whether the rows are in this process's memory.
         left_out: Number of unreadable examples, which are in no part; each file of a
             part of unknown length counts as one example.
@@ -110,6 +115,7 @@ class Source(ABC):
     first: Rows | None
     sequential: bool = False
     classes: Sequence[str] | None = None
+    columns: Columns | None = NO_COLUMNS
     here: bool = False
     left_out: int = 0
     unlike: Sequence[Kinds] | None = None
@@ -170,6 +176,35 @@ class Source(ABC):
         """Return the same rows in fewer parts; parts without rows are in no group."""
         return Together(self, groups)
 
+    def arranged(self, columns: Columns, classes: Sequence[str] | None = None) -> Self:
+        """Return the same rows, with the columns of tables in this order.
+
+        Labels that name other classes than `classes` are refused when a part is loaded.
+
+        Raises:
+            DataError: If a table has other columns. Of parts that are not loaded yet,
+                `load` raises it.
+        """
+        known = columns if self.columns is None else self.columns
+        wanted = {**known, **columns}
+        if classes is None and wanted == (self.columns or NO_COLUMNS):
+            return self
+        other = copy.copy(self)
+        if not self.sequential and self.first is not None:
+            x, y = NamedRows.of(self.first, known).arranged(columns)
+            other.first = x, y
+        other.columns = wanted
+        other._arrange_(known, columns, classes)
+        return other
+
+    def _arrange_(  # noqa: B027
+        self, known: Columns, columns: Columns, classes: Sequence[str] | None
+    ) -> None:
+        """Let `load` return the columns of tables in the wanted order.
+
+        A source that makes arrays of tables overrides it.
+        """
+
     def name(self, part: int) -> str:
         """Return the name of a part for messages; for a file, its URL."""
         return f"part {part}"
@@ -198,6 +233,7 @@ class Together(Source):
         self.parts = len(groups)
         self.lengths = [sum(lengths[part] for part in group) for group in groups]
         self.first, self.classes = source.first, source.classes
+        self.columns = source.columns
         self.left_out, self.apart = source.left_out, source.apart
 
     @override
@@ -263,6 +299,8 @@ def rows_in(source: Source) -> int | None:
 def facts_of(rows: Rows) -> Facts:
     """Return the facts of loaded rows, which hold copies."""
     few = batching.mapped(lambda leaf: leaf[:SHOWN_ROWS].copy(), rows)
+    if isinstance(rows, NamedRows):
+        few = NamedRows.of(few, rows.columns, rows.classes)
     return Facts(batching.length(rows), few)
 
 

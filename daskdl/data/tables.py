@@ -18,6 +18,13 @@ from typing_extensions import override
 
 from daskdl.data import batching
 from daskdl.data.batching import Rows, Tree
+from daskdl.data.named_columns import (
+    NO_COLUMNS,
+    SHOWN_NAMES,
+    Columns,
+    NamedRows,
+    few,
+)
 from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.errors import DataError, OptionError
 
@@ -245,6 +252,7 @@ class InMemory(Source):
         batch_size: A part is a whole number of batches, >= 1.
         shuffle_seed: Seed of the order in which rows are dealt to parts, so that data
             may be sorted by label; None keeps the order.
+        columns: Names of the columns of those arrays that were tables.
     """
 
     lengths: Sequence[int]
@@ -253,8 +261,14 @@ class InMemory(Source):
     apart = True
 
     def __init__(
-        self, x: Tree, y: Tree, batch_size: int, shuffle_seed: int | None = None
+        self,
+        x: Tree,
+        y: Tree,
+        batch_size: int,
+        shuffle_seed: int | None = None,
+        columns: Columns = NO_COLUMNS,
     ) -> None:
+        self.columns = columns
         self._rows = batching.mapped(as_numpy, (x, y))
         rows = batching.length(x)
         self._batch_size = batch_size
@@ -281,6 +295,13 @@ class InMemory(Source):
     def whole(self) -> Rows:
         """All rows in their original order."""
         return self._rows
+
+    @override
+    def _arrange_(
+        self, known: Columns, columns: Columns, classes: Sequence[str] | None
+    ) -> None:
+        x, y = NamedRows.of(self._rows, known).arranged(columns)
+        self._rows = x, y
 
     @override
     def load(self, part: int) -> Rows:
@@ -310,23 +331,8 @@ def cut(examples: int, batch_size: int, parts: int) -> list[tuple[int, int]]:
 
 # ---- columns of pandas and pyarrow
 
-SHOWN_NAMES = 5  # most categories or columns in a message
 _UNKNOWN = "__UNKNOWN_CATEGORIES__"  # Dask's name for categories to be computed
 _ARROW = ("Table", "RecordBatch", "ChunkedArray", "Array")
-
-
-def few(names: Any, most: int = SHOWN_NAMES) -> str:
-    """The first of some names, for messages.
-
-    Example:
-        >>> few(["a", "b"]), few(range(9)), few(None)
-        ("'a', 'b'", '0, 1, 2, 3, 4 and 4 more', 'none')
-    """
-    if names is None:
-        return "none"
-    shown = ", ".join(repr(name) for name in names[:most])
-    more = len(names) - most
-    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def is_frame(value: Any) -> bool:
@@ -403,17 +409,18 @@ def _refusal(dtype: Any, words: str, code: str, label: bool) -> str | None:
             return None
         return (
             f"{words} is categorical with the categories {few(dtype.categories)}; "
-            f"encode it as numbers, for example with {code}.cat.codes"
+            f"encode it as numbers, with {_codes(code)}"
         )
     held = "other values"
     remedy = (
         "convert them to real numbers of at most 64 bits, for example with "
         f"{code}.astype('float32')"
     )
-    categories = f"{code}.astype('category')"
-    encode = f"encode them as numbers, for example with {categories}.cat.codes"
-    if label:  # of a dask.dataframe: others are numbered
-        encode = f"make them categories, with {categories}.cat.as_known()"
+    encode = f"encode them as numbers, with {_codes(code)}"
+    if label and " of " in words:  # of a part, which may not have all classes
+        encode = f"make them categories, the same in all parts: {_shared(code)}"
+    elif label:  # of a dask.dataframe; in memory they are numbered
+        encode = f"make them categories, with {code}.astype('category').cat.as_known()"
     if dtype.type is str:
         held, remedy = "strings", encode
     elif types.is_object_dtype(dtype):  # in pandas 2, strings too
@@ -428,6 +435,15 @@ def _refusal(dtype: Any, words: str, code: str, label: bool) -> str | None:
         held = "durations"
         remedy = f"turn them into numbers with {code}.dt.total_seconds()"
     return f"{words} holds {held} ({dtype}); {remedy}"
+
+
+def _shared(code: str) -> str:
+    return f"{code}.astype(pandas.CategoricalDtype([...]))"
+
+
+def _codes(code: str) -> str:
+    # Codes of a part's or a call's own categories would differ from those of others.
+    return f"{_shared(code)}.cat.codes and the same categories for all data"
 
 
 def split_label(value: Any, label: Any) -> tuple[Any, Any]:
@@ -515,6 +531,18 @@ def _texts(y: Any, argument: str) -> np.ndarray | None:
     return None
 
 
+def check_classes(
+    found: Sequence[str] | None, classes: Sequence[str], argument: str
+) -> None:
+    """Refuse labels of a part that are numbered in another way than those before."""
+    if found is None or list(found) != list(classes):
+        raise DataError(
+            f"{argument} has the categories {few(found)}, and the labels before it "
+            f"{few(classes)}; give all parts one dtype, with "
+            f"{_shared(_variable(argument))}"
+        )
+
+
 def columns_of(
     frame: Any, argument: str, classes: Sequence[str] | None = None, label: bool = False
 ) -> np.ndarray:
@@ -534,12 +562,8 @@ def columns_of(
     """
     frame = _as_pandas(frame)
     found = check_columns(frame, argument, label=classes is not None)
-    if found != (None if classes is None else tuple(classes)):
-        raise DataError(
-            f"{argument} has the categories {few(found)} in one part and "
-            f"{few(classes)} in another; give all parts the same ones, with "
-            "categorize() or a pandas.CategoricalDtype"
-        )
+    if classes is not None:
+        check_classes(found, classes, argument)
     arrays = []
     for words, _, column in _columns(frame, argument):
         numbers = _numbers(column)
@@ -597,8 +621,8 @@ def _as_pandas(frame: Any) -> Any:
 def _columns(frame: Any, argument: str) -> Iterator[tuple[str, str, Any]]:
     """Yield each column with its description and its code; names may repeat."""
     if frame.ndim == 1:
-        yield argument, argument, frame
+        yield argument, _variable(argument), frame
         return
     for i, name in enumerate(frame.columns):
-        code = f"{argument}[{name!r}]"
+        code = f"{_variable(argument)}[{name!r}]"
         yield f"column {name!r} of {argument}", code, frame.iloc[:, i]

@@ -21,7 +21,7 @@ from daskdl.data.batching import Rows
 from daskdl.data.checks import UNREADABLE, blames_data
 from daskdl.data.distribute import map_parts
 from daskdl.data.files import GroupedFiles
-from daskdl.data.inputs import ReadOptions, source_of
+from daskdl.data.inputs import ReadOptions, source_of, with_columns
 from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, OptionError, ShapeError
@@ -444,6 +444,7 @@ def validate(
     expected = Expectations.of(shapes, dtypes, labels)
     read = ReadOptions(loader=loader, storage_options=storage_options)
     source = source_of(X, y, read, labelled=False)  # missing labels are counted
+    source = with_columns(source, client)
     if isinstance(source, InMemory):  # as one part: its rows are the user's
         source = InMemory(*source.whole, batch_size=sum(source.lengths))
     rows = files = 0

@@ -162,6 +162,7 @@ def evaluate_model(
     with client_or_process(client) as found:
         if source.first is None:
             source = infer_metadata(source, found, skips=read.skips)
+            checks.check_same_classes(source, classes)
         packed = PackedModel(model, here=found is False)
         run = checks.dry_run(packed.unpack(), source.first, read.transform, objective)
         seen = scored(run.output), run.y

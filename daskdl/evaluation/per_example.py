@@ -165,6 +165,7 @@ def _source(
     checks.check_same_classes(source, classes)
     if dask_collections.is_bag(X) or dask_collections.is_lazy_list(X):
         source = Examples(X, key if isinstance(key, bool) else None)
+        source = source.arranged(read.expected_columns, classes)
         if read.skips:
             source = source.stacked()
     if keys is not None and keys.lazy and isinstance(source, Collections):

@@ -26,7 +26,9 @@ from daskdl.data import batching, dask_collections
 from daskdl.data.batching import Rows, Tree
 from daskdl.data.dask_collections import Collections, Finish, is_bag
 from daskdl.data.distribute import map_parts, new_key, workers_of
-from daskdl.data.source import STREAMED_ROWS, Source
+from daskdl.data.named_columns import Columns as Names
+from daskdl.data.named_columns import NamedRows
+from daskdl.data.source import STREAMED_ROWS, Facts, Source, facts_of
 from daskdl.data.tables import is_dask_array
 from daskdl.errors import DataError, ModelError
 from daskdl.serialization import Packed
@@ -141,7 +143,7 @@ class ExampleReader:
         x, y = dask_collections.stacked(examples, name)
         return ((x, keys), y) if keep_keys else (x, y)
 
-    def first_rows(self, value: Any, part: int) -> tuple[Rows | None, bool]:
+    def first_rows(self, value: Any, part: int) -> tuple[Facts | None, bool]:
         """Return rows for a dry run, if the part has any, and whether it has keys."""
         if not (self.bag or isinstance(value, list)):
             if self.keyed:
@@ -149,16 +151,15 @@ class ExampleReader:
                     f"part {part} must be a list of pairs (key, x), got a "
                     f"{type(value).__name__}"
                 )
-            rows = self.rows([value], part)
-            few = batching.rows(rows, slice(2))
-            return (few if batching.length(rows) else None), False
+            facts = facts_of(self.rows([value], part))
+            return (facts if facts.rows else None), False
         examples = list(value)[:1]
         if not examples:
             return None, False
         keyed = is_keyed(examples[0]) if self.keyed is None else self.keyed
         if keyed:
             _, examples = split_keys(examples, f"part {part}")
-        return dask_collections.stacked(examples, f"part {part}"), keyed
+        return facts_of(dask_collections.stacked(examples, f"part {part}")), keyed
 
 
 def _shapes(example: Any) -> tuple[Any, ...]:
@@ -189,17 +190,28 @@ class Examples(Collections):
     def __init__(self, collection: Any, keyed: bool | None) -> None:
         pairs, bag = dask_collections.pairs(collection), is_bag(collection)
         super().__init__(pairs.partitions, _unread)
+        self.columns = pairs.columns
         self.reader = ExampleReader(pairs.finish, bag, keyed)
 
     def stacked(self) -> Collections:
         """Return the same data for examples of one shape: parts have rows."""
         finish = self.reader.stacked
-        return Collections(self.partitions, finish, first=self.first)
+        source = Collections(self.partitions, finish, first=self.first)
+        source.columns = self.columns
+        return source
+
+    @override
+    def _arrange_(
+        self, known: Names, columns: Names, classes: Sequence[str] | None
+    ) -> None:
+        rows = dask_collections.Arranged(self.reader.rows, columns, classes)
+        self.reader = dataclasses.replace(self.reader, rows=rows)
 
 
 def with_first_rows(source: S, client: Client | Literal[False]) -> S:
     """Return the source with rows for a dry run, and `Examples` with `keyed` known.
 
+    The columns of all tables get the order of the first part, if none is expected.
     Computes parts one after the other until one has rows.
     """
     reader = source.reader if isinstance(source, Examples) else None
@@ -208,24 +220,26 @@ def with_first_rows(source: S, client: Client | Literal[False]) -> S:
     for part in range(source.parts):
         first_rows = functools.partial(_first_rows, reader)
         look = map_parts(source, first_rows, client, parts=[part])
-        for _, (first, keyed) in look:
-            if first is not None:
+        for _, (facts, keyed) in look:
+            if facts is not None:
                 known = copy.copy(source)
-                known.first = first
+                known.first = facts.first
                 if isinstance(known, Examples):
                     known.reader = dataclasses.replace(known.reader, keyed=keyed)
-                return known
+                first = NamedRows.of(facts.first)
+                columns = {**first.columns, **(source.columns or {})}
+                return known.arranged(columns, first.classes)
     raise DataError(f"X must not be empty, got no rows in {source.parts} parts")
 
 
 def _first_rows(
     reader: ExampleReader | None, source: Source, part: int
-) -> tuple[Rows | None, bool]:
+) -> tuple[Facts | None, bool]:
     with error_context(f"in {source.name(part)}"):
         if reader is not None:
             return reader.first_rows(source.load(part)[0], part)
         facts = source.look(part)
-        return (facts.first if facts.rows else None), False
+        return (facts if facts.rows else None), False
 
 
 # ---- tasks

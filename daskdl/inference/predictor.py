@@ -27,7 +27,16 @@ from daskdl.config import Timeouts, check_count, check_whole, is_number, is_whol
 from daskdl.data import batching
 from daskdl.data.batching import Transform, Tree
 from daskdl.data.checks import check_module
-from daskdl.data.tables import as_numpy, check_array, check_structure, is_dask_array
+from daskdl.data.inputs import ReadOptions
+from daskdl.data.named_columns import NO_COLUMNS, Columns, NamedRows, columns_in
+from daskdl.data.tables import (
+    as_numpy,
+    check_array,
+    check_structure,
+    columns_of,
+    is_dask_array,
+    is_frame,
+)
 from daskdl.errors import (
     BusyError,
     DataError,
@@ -73,10 +82,17 @@ class Call:
     begun: bool = False
 
     @classmethod
-    def of(cls, x: Any, most: int) -> "Call":
-        """Check and copy the rows of a call, at most `most`."""
+    def of(cls, x: Any, most: int, columns: Columns = NO_COLUMNS) -> "Call":
+        """Check and copy the rows of a call, at most `most`, with these columns."""
         check_structure(x, None)
-        rows = {}
+        names, rows = columns_in(x, None), {}
+        x = batching.filled(
+            x,
+            [
+                columns_of(leaf, name) if is_frame(leaf) else leaf
+                for name, leaf in batching.named(x, "X")
+            ],
+        )
         for name, leaf in batching.named(x, "X"):
             if is_dask_array(leaf):
                 raise DataError(
@@ -92,6 +108,7 @@ class Call:
                 "cut it into several calls, or use predict"
             )
         copied = batching.mapped(lambda leaf: np.array(as_numpy(leaf), order="C"), x)
+        copied, _ = NamedRows.of((copied, None), names).arranged(columns)
         tensors = all(isinstance(leaf, Tensor) for leaf in batching.leaves(x))
         kind = batching.mapped(lambda leaf: [leaf.shape[1:], leaf.dtype.str], copied)
         return cls(copied, count, repr(kind), tensors, time.monotonic())
@@ -483,6 +500,11 @@ class Predictor:
         client: Synchronous; None: the default client, or a cluster of its own; False:
             replicas are threads of this process.
 
+    Attributes:
+        columns: Names of the columns of tables, in the order that the model expects, by
+            place, such as ``{"X": ("age", "height")}``: those that a trainer's model
+            was trained on, and that a `Normalization` as the transform was fitted on.
+
     Raises:
         OptionError: If an option is not allowed, or there are no workers.
         ModelError: If the model cannot be used by a worker.
@@ -519,6 +541,7 @@ class Predictor:
                 f"{output!r}"
             )
         self._output = output
+        self.columns = ReadOptions(transform=transform).expected_columns
         packed = self._packed(model, here=client is False)
         made = None if transform is None else Packed(transform, "transform")
         self._batch_limit = batch_limit
@@ -549,8 +572,9 @@ class Predictor:
         """Ask the model, and wait for its outputs.
 
         Args:
-            x: A numpy array or a torch tensor, or tuples and dicts of these, with 1 to
-                `batch_limit` rows. Copied.
+            x: A numpy array, a torch tensor or a table of pandas or pyarrow, or tuples
+                and dicts of these, with 1 to `batch_limit` rows. Copied. The columns of
+                tables are matched by name with `columns`.
             timeout_s: Longest wait for room and for the answer, seconds. None: no wait
                 for room, and a wait for the answer as long as there are replicas.
 
@@ -568,7 +592,7 @@ class Predictor:
         """
         _check_elsewhere(self._loop)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        call = Call.of(x, self._batch_limit)
+        call = Call.of(x, self._batch_limit, self.columns)
         while True:
             try:
                 self._enter(call)
@@ -594,7 +618,7 @@ class Predictor:
         Returns:
             Outputs.
         """
-        call = Call.of(x, self._batch_limit)
+        call = Call.of(x, self._batch_limit, self.columns)
         busy: BusyError | None = None
         try:
             async with asyncio.timeout(timeout_s) as bound:
@@ -628,7 +652,7 @@ class Predictor:
             BusyError: If `queue_limit` rows wait.
             RunError: If the predictor is closed.
         """
-        call = Call.of(x, self._batch_limit)
+        call = Call.of(x, self._batch_limit, self.columns)
         self._enter(call)
         return call.answer
 

@@ -145,6 +145,7 @@ def save(
         "epochs": state.fit_state.epochs,
         "classes": None if state.classes is None else list(state.classes),
         "class_count": state.fit_state.class_count,
+        "columns": dict(state.fit_state.columns or {}),
         "history": extra.encode(_history_values(state.history), "history"),
     }
     tensors = (model.tensors, trained.tensors, extra.tensors)
@@ -157,6 +158,7 @@ _CONTENT = {
     "epochs": Natural,
     "classes": Sequence[str] | None,
     "class_count": Natural | None,
+    "columns": Mapping[str, Sequence[str]],
 }
 
 
@@ -178,6 +180,7 @@ def load(
     folder = Folder(folder_store(url, storage_options), KIND, ROLES)
     content, tensors = folder.read()
     with _naming(folder):
+        content = {"columns": {}, **content}  # not in the first saves
         check({name: content[name] for name in _CONTENT}, _CONTENT)
         unknown = [name for name in content["arguments"] if name not in names]
         if unknown:
@@ -231,11 +234,13 @@ def _decode(
     state.load_into(model)
     optimizer = new_optimizer(arguments, model)
     trained = TrainedOptimizer.new(optimizer, scheduling_of(arguments), model)
+    columns = {place: tuple(names) for place, names in content["columns"].items()}
     fit_state = FitState(
         trained,
         epochs=content["epochs"],
         class_count=content["class_count"],
         evaluating=evaluating_in(model),
+        columns=columns,
     )
     if content["fit"] is not None:
         fit = JsonValues(tensors.get("optimizer", {})).decode(content["fit"])

@@ -22,6 +22,7 @@ from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.leasing import SyncPoint
 from daskdl.channel.protocol import Natural, WaitCause, check
 from daskdl.config import Bound, Timeouts
+from daskdl.data.named_columns import Columns
 from daskdl.data.storage import Store
 from daskdl.errors import OptionError, SaveError, WaitTimeoutError
 from daskdl.saving.checkpoints import (
@@ -293,6 +294,7 @@ _HEADER = {
     "epoch": Natural,
     "sync_point": SyncPoint | None,
     "epochs_before": Natural,
+    "columns": Mapping[str, Sequence[str]],
     "kind": str,
     "fingerprint": tuple[Mapping[str, str], str, str | None],
 }
@@ -311,6 +313,7 @@ class ResumePlan:
         rows: Rows of the history so far.
         decision: Early-stopping decision after the last row.
         epochs_before: Epochs of earlier fits of the trainer.
+        columns: Names of the columns of the tables that the model is trained on.
         count: Checkpoints of the fit up to and including this one.
         kind: Kind of the replicas' exchanges.
         fingerprint: Fingerprint of the fit.
@@ -324,6 +327,7 @@ class ResumePlan:
     rows: Sequence[Mapping[str, Any]]
     decision: StoppingDecision
     epochs_before: int
+    columns: Columns
     count: int
     kind: str
     fingerprint: Fingerprint
@@ -332,7 +336,7 @@ class ResumePlan:
     def of(cls, found: CompleteCheckpoint) -> Self:
         """Read the header of a checkpoint."""
         with restoring(found.store.url_of(f"{COMMON}.json")):
-            header = found.header
+            header = {"columns": {}, **found.header}  # not in the first checkpoints
             check({name: header[name] for name in _HEADER}, _HEADER)
             rows, point = header["rows"], header["sync_point"]
             # Rows may be missing if only replicas that joined later remained.
@@ -341,12 +345,14 @@ class ResumePlan:
             for row in rows:
                 check({name: row[name] for name in _ROW}, _ROW)
             same = ("members", "epoch", "rows", "epochs_before", "count", "kind")
+            columns = header["columns"].items()
             return cls(
                 store=found.store,
                 stamp=found.stamp,
                 sync_point=None if point is None else SyncPoint.from_wire(point),
                 decision=StoppingDecision.of(header["stopping"]),
                 fingerprint=Fingerprint(*header["fingerprint"]),
+                columns={place: tuple(names) for place, names in columns},
                 **{name: header[name] for name in same},
             )
 

@@ -36,6 +36,7 @@ from daskdl.data.checks import (
     DryRun,
     LabelCheck,
     check_held_tensors,
+    check_same_classes,
     check_training,
     dry_run,
     of_validation,
@@ -43,6 +44,7 @@ from daskdl.data.checks import (
 )
 from daskdl.data.export import ExportOptions, temporary_batches
 from daskdl.data.inputs import infer_metadata, merge_small_parts
+from daskdl.data.named_columns import NO_COLUMNS
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.errors import (
     DaskDLError,
@@ -156,7 +158,9 @@ class FitRun:
         self.classes = self.result = None
         self._spec = spec
         self._model = model
-        self._state = state if resume is None else FitState(epochs=resume.epochs_before)
+        if resume is not None:
+            state = FitState(epochs=resume.epochs_before, columns=resume.columns)
+        self._state = state
         self._resume = resume
         self._assigned = False  # the initial replicas have been submitted
         self._agreed: AgreedState | None = None  # the newest that reached the client
@@ -190,6 +194,8 @@ class FitRun:
             ready = stack.enter_context(exported)
             train, size = ready["train"], spec.read.batch_size
             self.classes, self._rows = train.classes, rows_in(train)
+            # Those of an export do not have the names of every kind of data.
+            self._columns = counted["train"].columns or NO_COLUMNS
             if spec.drop_last and self._rows is not None and self._rows < size:
                 raise DataError(
                     f"drop_last=True leaves nothing to train on: batch_size={size}, "
@@ -321,6 +327,7 @@ class FitRun:
             residual=state.residual,
             epochs_before=state.epochs,
             evaluating=state.evaluating,
+            columns=self._columns,
             rows=run.rows,
             evaluation=evaluation,
             layers=only(LayerMonitor, spec.callbacks),
@@ -632,17 +639,22 @@ class FitRun:
             epochs=epochs,
             class_count=self._class_count,
             residual=residual,
+            columns=self._columns,
         )
 
 
 def _counted(
     sources: Sources, spec: FitSpec, client: Client | Literal[False]
 ) -> Sources:
-    """Return sources with known lengths and first rows."""
-    counted = dict(sources)
-    for phase, source in sources.items():
-        with of_validation() if phase == "validation" else nullcontext():
-            counted[phase] = infer_metadata(source, client, skips=spec.read.skips)
+    """Return sources with known lengths and first rows, and with the same columns."""
+    skips = spec.read.skips
+    counted = {"train": infer_metadata(sources["train"], client, skips=skips)}
+    if "validation" in sources:
+        with of_validation():
+            source = sources["validation"]
+            source = source.arranged(counted["train"].columns or NO_COLUMNS)
+            counted["validation"] = infer_metadata(source, client, skips=skips)
+            check_same_classes(counted["validation"], counted["train"].classes)
     return counted
 
 

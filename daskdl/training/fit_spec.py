@@ -48,6 +48,7 @@ from daskdl.data.inputs import (
     unified,
     weighted_source,
 )
+from daskdl.data.named_columns import Columns
 from daskdl.data.source import Source
 from daskdl.data.tables import number_labels
 from daskdl.errors import ModelError, OptionError, shown
@@ -173,6 +174,8 @@ class FitState:
         residual: Unsent residuals of the last fit; None: there are none.
         evaluating: Paths of the submodules that stayed in evaluation mode in the last
             fit; `model_` is all in evaluation mode.
+        columns: Names of the columns of tables, in the order that the model was trained
+            on; None before the first fit.
     """
 
     optimizer: TrainedOptimizer | None = None
@@ -181,6 +184,7 @@ class FitState:
     class_count: int | None = None
     residual: KeptResidual | None = None
     evaluating: Collection[str] = ()
+    columns: Columns | None = None
 
     def continued(
         self, model: nn.Module, optimizer: Optimizer, scheduling: Scheduling
@@ -417,6 +421,9 @@ class FitSpec:
             with of_validation():
                 classes = train.classes
                 x, y = pair(validation)
+                columns = train.columns
+                if columns is not None:
+                    read = replace(read, columns={**(read.columns or {}), **columns})
                 read = read if y is None else replace(read, label=None)
                 own = weighted_source(x, y, read, labelled=labelled, classes=classes)
                 check_same_classes(own, classes)
@@ -476,6 +483,7 @@ class ReplicaSpec(FitSpec):
         residual: Unsent residuals of an earlier fit, or None.
         epochs_before: Epochs of earlier fits of the same trainer.
         evaluating: Paths of the submodules that stay in evaluation mode.
+        columns: Names of the columns of the tables that the model is trained on.
         rows: Two rows of X and y for the warm-up.
         evaluation: Epochs in which the agreed model is scored, and the rule for early
             stopping.
@@ -501,6 +509,7 @@ class ReplicaSpec(FitSpec):
     residual: KeptResidual | None = None
     epochs_before: int = 0
     evaluating: Collection[str] = ()
+    columns: Columns = field(default_factory=dict)
     rows: Rows
     evaluation: EvaluationPlan
     layers: LayerMonitor | None = None

@@ -690,6 +690,7 @@ class Replica:
             "epoch": epoch,
             "sync_point": None if sync_point is None else sync_point.to_wire(),
             "epochs_before": self._spec.epochs_before,
+            "columns": dict(self._spec.columns),
             "kind": state.kind,
             "fingerprint": list(fingerprint),
             "stopping": self.stopper.decision.values(),

@@ -193,7 +193,9 @@ def test_later_data_have_the_classes_of_the_first_fit():
     own.model_.load_state_dict(dict(zip(("weight", "bias"), weights, strict=True)))
 
     assert own.evaluate(X[:2], ["dog", "dog"])["accuracy"] == 1
-    assert own.evaluate(TABLE.assign(price=NAMES), label="price")["accuracy"] == 0.5
+    table = TABLE.assign(price=NAMES)
+    with pytest.warns(UserWarning, match="matched by position"):
+        assert own.evaluate(table, label="price")["accuracy"] == 0.5
     assert len(own.score_examples(X[:1], ["dog"])) == 1
     own.fit(X[:1], ["dog"])
     assert own.classes_ == ("cat", "dog")
@@ -359,7 +361,8 @@ def test_predictions_keep_the_index_of_a_table():
     assert isinstance(last, pd.Series)
     for made in (scores, last, both):
         pd.testing.assert_index_equal(made.index, INDEX)
-    np.testing.assert_array_equal(scores, own.predict(X))
+    with pytest.warns(UserWarning, match="matched by position"):
+        np.testing.assert_array_equal(scores, own.predict(X))
     np.testing.assert_array_equal(scores[1], last)
     assert list(both) == ["p", "q"]
     assert list(named.predict(table[["a", "b"]])) == ["cat", "dog"]

@@ -141,6 +141,10 @@ def test_labels_of_another_kind_are_told_what_makes_an_array_of_them(y, message)
     assert message in told(X, y)
 
 
+GAPS = (
+    "drop rows whose label is missing (NaN), or fill in -100 before, which the loss "
+    "ignores"
+)
 AS_FLOAT = "y.astype('float32')"
 BCE, LOGITS = nn.BCELoss(), nn.BCEWithLogitsLoss()
 
@@ -154,8 +158,9 @@ BCE, LOGITS = nn.BCELoss(), nn.BCEWithLogitsLoss()
         (ONE_HOT, None, functional.cross_entropy, "take class indices, y.argmax(1)"),
         (Y.reshape(-1, 1), None, None, "use y.ravel()"),
         (Y.reshape(-1, 1), None, nn.NLLLoss(), "use y.ravel()"),
-        (Y.reshape(-1, 1).astype(float), None, None, "use y.ravel().astype('int64')"),
-        (Y.astype(np.float32), None, None, "use y.astype('int64')"),
+        (Y.reshape(-1, 1).astype(float), None, None,
+         f"use y.ravel().astype('int64'); {GAPS}"),
+        (Y.astype(np.float32), None, None, f"use y.astype('int64'); {GAPS}"),
         (YES, None, None, "use y.astype('int64')"),
         (YES, one_output, LOGITS, f"use {AS_FLOAT}.reshape(-1, 1)"),
         (YES, probability, BCE, f"use {AS_FLOAT}.reshape(-1, 1)"),
@@ -182,6 +187,14 @@ def test_labels_that_a_loss_does_not_take_are_told_what_fits(y, model, loss, rem
 
     assert message.startswith("loss failed on two rows")
     assert message.endswith(f"; {remedy}")
+
+
+def test_labels_of_which_some_are_missing_are_accepted_as_is_advised():
+    gaps = np.where(Y == 0, np.nan, Y)
+
+    assert told(X, gaps).endswith(f"use y.astype('int64'); {GAPS}")
+    fit(X, np.where(np.isnan(gaps), -100, gaps).astype("int64"))
+    fit(X[~np.isnan(gaps)], gaps[~np.isnan(gaps)].astype("int64"))
 
 
 def test_what_fits_is_accepted():

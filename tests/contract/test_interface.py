@@ -138,7 +138,8 @@ def test_a_fit_has_these_columns_and_attributes(master):
         assert row["kind"] is None or isinstance(row["kind"], str)
     learned = {n for n in dir(own) if n.endswith("_") and not n.startswith("_")}
     scheduled = {"optimizer_", "scheduler_"}
-    assert learned == {"model_", "history_", "classes_"} | scheduled
+    named = {"classes_", "feature_names_in_"}
+    assert learned == {"model_", "history_"} | named | scheduled
     assert history.stopping is None
     assert set(own.evaluate(X, y)) == {"loss", "accuracy"}
 

@@ -25,12 +25,13 @@ ESTIMATORS = [Classifier(**fast), Regressor(**fast | {"epochs": 12})]
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_it_is_an_estimator(estimator):
-    # Nothing is expected to fail. Of sample weights and sparse data only the refusal is
-    # checked.
-    results = check_estimator(estimator, on_skip=None)
+    # Of sparse data only the refusal is checked.
+    weights = "check_sample_weight_equivalence_on_dense_data"
+    expected = {weights: "float32, and batches of other rows: alike to 6 digits"}
+    results = check_estimator(estimator, on_skip=None, expected_failed_checks=expected)
 
-    skipped = [r["check_name"] for r in results if r["status"] != "passed"]
-    assert {*skipped} <= {"check_array_api_input"}  # needs an environment variable
+    others = {r["check_name"] for r in results if r["status"] != "passed"}
+    assert others <= {weights, "check_array_api_input"}  # the latter needs a variable
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,16 @@ class TestTools:
         again = pickle.loads(pickle.dumps(fitted))
 
         np.testing.assert_array_equal(again.predict(X), fitted.predict(X))
+
+    def test_rows_without_weight_are_not_learned(self, estimator, y):
+        half = np.arange(len(y)) < len(y) // 2
+        wrong = np.where(half, y, np.roll(y, 1))
+        own, unweighted = clone(estimator), clone(estimator)
+
+        own.fit(X, wrong, sample_weight=half)
+        unweighted.fit(X, wrong)
+
+        assert own.score(X, y) > unweighted.score(X, y)
 
 
 class TestClassifier:

@@ -104,17 +104,18 @@ def test_columns_of_pyarrow_need_no_index(make):
 
 
 REFUSED = {
-    "str": (pd.Series(["a"]), "encode them as numbers, for example with "
-            "X['b'].astype('category').cat.codes"),
+    "str": (pd.Series(["a"]), "encode them as numbers, with "
+            "X['b'].astype(pandas.CategoricalDtype([...])).cat.codes and the same "
+            "categories for all data"),
     "string": (pd.Series(["a"], dtype="string"), "column 'b' of X holds strings "
                "(string); encode them as numbers"),
     "string[pyarrow]": (pd.Series(["a"], dtype=pd.ArrowDtype(pa.string())),
                         "holds strings (string[pyarrow])"),
     "object": (pd.Series([1, "a"], dtype=object), "column 'b' of X holds objects "
-               "(object); if they are strings, encode them as numbers, for example "
-               "with X['b'].astype('category').cat.codes; otherwise convert them to "
-               "real numbers of at most 64 bits, for example with "
-               "X['b'].astype('float32')"),
+               "(object); if they are strings, encode them as numbers, with "
+               "X['b'].astype(pandas.CategoricalDtype([...])).cat.codes and the same "
+               "categories for all data; otherwise convert them to real numbers of at "
+               "most 64 bits, for example with X['b'].astype('float32')"),
     "complex": (pd.Series([1j]), "holds other values (complex128)"),
     "longdouble": (pd.Series(np.ones(1, np.longdouble)), "other values (float128"),
     "decimal": (pd.Series([Decimal(1)], dtype=pd.ArrowDtype(pa.decimal128(5))),
@@ -130,7 +131,7 @@ REFUSED = {
     "timedelta": (pd.Series([DAY - DAY]), "holds durations (timedelta64"),
     "categories": (pd.Series(["a", "c"], dtype="category"), "column 'b' of X is "
                    "categorical with the categories 'a', 'c'; encode it as numbers, "
-                   "for example with X['b'].cat.codes"),
+                   "with X['b'].astype(pandas.CategoricalDtype([...])).cat.codes"),
     "many": (pd.Series([*"abcdefg"], dtype="category"), "'d', 'e' and 2 more; encode"),
     "dates": (pd.Series([DAY], dtype="category"), "is categorical with the categories"),
     "null": (pd.Series([None], dtype=pd.ArrowDtype(pa.null())), "other values (null"),
@@ -204,7 +205,10 @@ class TestNamedLabels:
             check_columns(frame, "y", label=True)
 
     def test_must_have_the_same_categories_in_each_part(self, series):
-        message = "'a', 'b', 'c' in another; give all parts the same ones"
+        message = (
+            "the labels before it 'a', 'b', 'c'; give all parts one dtype, with "
+            "y.astype(pandas.CategoricalDtype([...]))"
+        )
 
         with pytest.raises(DataError, match=re.escape(message)):
             columns_of(series, "y", ("a", "b", "c"))
@@ -219,7 +223,7 @@ class TestNamedLabels:
     ids=["another order", "numbers"],
 )
 def test_names_of_labels_must_be_alike_in_all_parts(series, found):
-    with pytest.raises(DataError, match=f"y has the categories {found} in one part"):
+    with pytest.raises(DataError, match=f"y has the categories {found}, and"):
         columns_of(series, "y", ("a", "b"))
 
 

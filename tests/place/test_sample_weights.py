@@ -140,10 +140,10 @@ DATA = X, Y
             -ONE,
             {},
             DataError,
-            "finite numbers >= 0, not all 0, got sample_weight[0] = -1",
+            "finite numbers >= 0, not all zero, got sample_weight[0] = -1",
         ),
-        (DATA, ONE * np.nan, {}, DataError, "not all 0, got sample_weight[0] = nan"),
-        (DATA, ONE * 0, {}, DataError, "not all 0, got sample_weight[0] = 0.0"),
+        (DATA, ONE * np.nan, {}, DataError, "not all zero, got sample_weight[0] = nan"),
+        (DATA, ONE * 0, {}, DataError, "not all zero, got sample_weight[0] = 0.0"),
         (
             (da.from_array(X), da.from_array(Y)),
             ONE,

@@ -1,0 +1,438 @@
+"""Columns of tables are matched by name, whatever their order, in every method."""
+
+import dask
+import dask.dataframe as dd
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from dask import delayed
+from torch import nn
+
+import daskdl
+from daskdl.data import Csv, MinMax, Normalization, Parquet, Standardize
+from daskdl.data import export as export_data
+from daskdl.data import validate as validate_data
+
+WEIGHTS = torch.tensor([[1.0, 10.0, 100.0]])
+FRAME = pd.DataFrame(
+    np.random.default_rng(0).integers(1, 9, (24, 3)).astype(np.float32),
+    columns=["a", "b", "c"],
+)
+Y = FRAME @ WEIGHTS[0].numpy()
+OTHER = FRAME[["c", "a", "b"]]
+CUTS = (slice(0, 8), slice(8, 16), slice(16, 24))
+
+
+def sums():
+    """The model whose loss is 0 where the columns have their places."""
+    layer = nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(WEIGHTS)
+    return nn.Sequential(layer, nn.Flatten(0))
+
+
+def trainer(**options):
+    # A rate at which the weights do not move.
+    return daskdl.Trainer(
+        sums, nn.MSELoss(), "sgd", lr=1e-30, client=False, max_loss_rise=None, **options
+    )
+
+
+def trained():
+    own = trainer()
+    own.fit(FRAME, Y)
+    return own
+
+
+def written(tables, folder, write):
+    folder.mkdir()
+    for number, (table, y) in enumerate(tables):
+        write(table.assign(y=y), folder / f"{number}.part")
+    return str(folder / "*.part")
+
+
+def csv(tables, folder):
+    url = written(tables, folder, lambda t, path: t.to_csv(path, index=False))
+    return url, None, {"loader": Csv(label="y", label_dtype="float32")}
+
+
+def parquet(tables, folder):
+    url = written(tables, folder, lambda t, path: t.to_parquet(path, index=False))
+    return url, None, {"loader": Parquet(label="y")}
+
+
+def delayed_parts(tables, folder):
+    return [delayed(lambda *pair: pair)(*pair) for pair in tables], None, {}
+
+
+def unlike_meta(tables, folder):
+    """Partitions whose columns are in another order than Dask says."""
+    xs, ys = zip(*tables, strict=True)
+    names = sorted(xs[0])  # such as a, b, c
+    metas = pd.DataFrame(columns=names, dtype="float32"), Y
+    x, y = (
+        dd.from_delayed([delayed(part) for part in parts], meta=meta, verify_meta=False)
+        for parts, meta in zip((xs, ys), metas, strict=True)
+    )
+    return x, y, {}
+
+
+PARTS = {
+    "csv": csv,
+    "parquet": parquet,
+    "delayed": delayed_parts,
+    "dask": unlike_meta,
+}
+
+
+def whole(make):
+    def made(tables, folder):
+        xs, ys = zip(*tables, strict=True)
+        return *make(pd.concat(xs)[xs[0].columns], pd.concat(ys), folder), {}
+
+    return made
+
+
+def exported(x, y, folder):
+    export_data(x, y, url=folder, batch_size=5, client=False)
+    return str(folder), None
+
+
+KINDS = {
+    "pandas": whole(lambda x, y, _: (x, y)),
+    "pyarrow": whole(lambda x, y, _: (pa.table(x), y)),
+    "export": whole(exported),
+    **PARTS,
+}
+
+
+def made(kind, tables, folder):
+    return KINDS[kind](tables, folder / kind)
+
+
+def in_parts(table):
+    return [(table[cut], Y[cut]) for cut in CUTS]
+
+
+def evaluated(own, X, y, options):
+    return own.evaluate(X, y, **options)["loss"]
+
+
+def validated(own, X, y, options):
+    loader = options.get("loader")
+    data = daskdl.data.files(X, loader) if loader else X
+    validation = data if y is None else (data, y)
+    return own.fit(FRAME, Y, validation=validation)[-1]["val_loss"]
+
+
+def fitted_again(own, X, y, options):
+    return own.fit(X, y, **options)[-1]["loss"]
+
+
+def joined(outputs):
+    """Outputs of any kind as one array."""
+    lazy = isinstance(outputs, list)
+    return np.concatenate(dask.compute(*outputs)) if lazy else np.asarray(outputs)
+
+
+def scored(own, X, y, options):
+    scores = own.score_examples(X, y, **options)
+    return np.max(joined(scores))
+
+
+def predicted(own, X, y, options):
+    outputs = joined(own.predict(X, **options))
+    return np.abs(np.sort(outputs) - np.sort(Y)).max()  # an export shuffles its rows
+
+
+def loaded(own, X, y, options):
+    own.save("memory://named-columns")
+    again = daskdl.Trainer.load("memory://named-columns", model=sums, client=False)
+    return evaluated(again, X, y, options)
+
+
+METHODS = [evaluated, validated, fitted_again, scored, predicted, loaded]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+class TestAfterAFit:
+    def test_columns_in_another_order_are_those_of_their_names(
+        self, kind, method, tmp_path
+    ):
+        X, y, options = made(kind, in_parts(OTHER), tmp_path)
+
+        assert method(trained(), X, y, options) < 1e-3
+
+    def test_other_columns_are_refused_by_name(self, kind, method, tmp_path):
+        renamed = OTHER.rename(columns={"a": "z"})
+        X, y, options = made(kind, in_parts(renamed), tmp_path)
+
+        with pytest.raises(
+            daskdl.DataError,
+            match=r"X.* must have the same columns as the data before it, 'a', 'b', "
+            r"'c'; missing: 'a'; unexpected: 'z'",
+        ):
+            method(trained(), X, y, options)
+
+
+def unlike_parts():
+    return [(FRAME[CUTS[0]], Y[CUTS[0]]), *in_parts(OTHER)[1:]]
+
+
+@pytest.mark.parametrize("kind", PARTS)
+class TestPartsThatDiffer:
+    def test_are_trained_on_by_name(self, kind, tmp_path):
+        X, y, options = made(kind, unlike_parts(), tmp_path)
+        own = trainer()
+
+        assert own.fit(X, y, **options)[-1]["loss"] < 1e-3
+        assert own.feature_names_in_ == ("a", "b", "c")
+
+    def test_are_exported_by_name(self, kind, tmp_path):
+        X, y, options = made(kind, unlike_parts(), tmp_path)
+        if options:
+            X = daskdl.data.files(X, options["loader"])
+
+        export_data(X, y, url=tmp_path / "batches", batch_size=4, client=False)
+
+        assert trainer().fit(str(tmp_path / "batches"))[-1]["loss"] < 1e-3
+        assert trained().evaluate(str(tmp_path / "batches"))["loss"] < 1e-3
+
+    def test_are_normalized_by_name(self, kind, tmp_path):
+        X, y, options = made(kind, unlike_parts(), tmp_path)
+
+        fitted = MinMax().fit(X, y, client=False, **options)
+
+        assert fitted.scalings.shift.tolist() == FRAME.min().tolist()
+        assert fitted.columns == {"X": ("a", "b", "c")}
+
+    def test_are_predicted_by_name_without_a_trainer(self, kind, tmp_path):
+        X, _, options = made(kind, unlike_parts(), tmp_path)
+
+        outputs = daskdl.predict(sums(), X, client=False, **options)
+
+        np.testing.assert_allclose(joined(outputs), Y, rtol=1e-6)
+
+    def test_are_refused_if_a_column_is_missing(self, kind, tmp_path):
+        tables = unlike_parts()
+        tables[1] = tables[1][0].rename(columns={"c": "d"}), tables[1][1]
+        X, y, options = made(kind, tables, tmp_path)
+
+        message = r"X of .*1.*missing: 'c'; unexpected: 'd'; rename"
+        with pytest.raises(daskdl.DataError, match=message):
+            trainer().fit(X, y, **options)
+        report = validate_data(
+            X, y, client=False, **{k: v for k, v in options.items() if k == "loader"}
+        )
+        assert report.counts["unreadable"] == 1
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [lambda x, z: {"left": x, "right": z}, lambda x, z: (x, z)],
+    ids=["dict", "tuple"],
+)
+def test_each_table_of_several_inputs_has_its_columns(tree):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sums = sums()
+
+        def forward(self, left, right):
+            return self.sums(left) - self.sums(right)
+
+    own = daskdl.Trainer(Both, nn.MSELoss(), "sgd", lr=1e-30, client=False)
+    zeros = np.zeros(len(Y), np.float32)
+    own.fit(tree(FRAME, OTHER[["a", "b", "c"]]), zeros)
+
+    assert own.evaluate(tree(OTHER, FRAME[["b", "c", "a"]]), zeros)["loss"] < 1e-3
+    assert [*own.feature_names_in_.values()] == [("a", "b", "c")] * 2
+
+
+def test_columns_of_labels_are_matched_by_name():
+    class Same(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x * self.scale
+
+    own = daskdl.Trainer(Same, nn.MSELoss(), "sgd", lr=1e-30, client=False)
+    own.fit(FRAME.to_numpy(), FRAME)
+
+    assert own.evaluate(FRAME.to_numpy(), OTHER)["loss"] == 0
+    with pytest.raises(daskdl.DataError, match=r"y must have .* unexpected: 'z'"):
+        own.evaluate(FRAME.to_numpy(), OTHER.rename(columns={"a": "z"}))
+
+
+class TestArraysAndTables:
+    def test_an_array_after_a_table_is_taken_by_position_with_a_warning(self):
+        with pytest.warns(UserWarning, match="X has no names of columns, .* 'a', 'b'"):
+            loss = trained().evaluate(FRAME.to_numpy(), Y)["loss"]
+
+        assert loss < 1e-3
+
+    def test_a_table_after_an_array_is_taken_by_position_with_a_warning(self):
+        own = trainer()
+        own.fit(FRAME.to_numpy(), Y)
+
+        with pytest.warns(UserWarning, match="X has names of columns, 'c', 'a', 'b'"):
+            assert own.evaluate(OTHER, Y)["loss"] > 1
+        assert own.feature_names_in_ is None
+
+    def test_an_array_of_another_width_is_refused(self):
+        with pytest.raises(daskdl.DataError, match="must have 3 columns, 'a', 'b', "):
+            trained().evaluate(FRAME.to_numpy()[:, :2], Y)
+
+    def test_names_are_forgotten_after_a_reset(self):
+        own = trained()
+        own.reset()
+
+        own.fit(OTHER.rename(columns=str.upper), Y)
+
+        assert own.feature_names_in_ == ("C", "A", "B")
+
+    def test_names_that_are_numbers_are_matched_too(self):
+        own = trainer()
+        own.fit(pd.DataFrame(FRAME.to_numpy()), Y)
+
+        table = pd.DataFrame(FRAME.to_numpy())[[2, 0, 1]]
+        assert own.evaluate(table, Y)["loss"] < 1e-3
+
+    def test_columns_of_one_name_are_taken_in_the_same_order_only(self):
+        twice = FRAME.set_axis(["a", "b", "a"], axis=1)
+        own = trainer()
+        own.fit(twice, Y)
+
+        assert own.evaluate(twice, Y)["loss"] < 1e-3
+        with pytest.raises(daskdl.DataError, match="give each column its own name"):
+            own.evaluate(twice.iloc[:, [0, 2, 1]], Y)
+
+    def test_the_column_of_the_labels_is_named_if_it_is_left_in(self):
+        with pytest.raises(daskdl.DataError, match=r"unexpected: 'y'; .*label='y'"):
+            trained().predict(OTHER.assign(y=Y))
+
+    def test_chosen_indices_are_positions(self, tmp_path):
+        OTHER.rename(columns={"a": "z"}).assign(y=Y).to_csv(
+            tmp_path / "x.csv", index=False
+        )
+        reader = Csv(features=[1, 2, 0], label="y", label_dtype="float32")
+
+        loss = trained().evaluate(str(tmp_path / "x.csv"), loader=reader)["loss"]
+
+        assert loss < 1e-3
+
+
+class TestNormalizers:
+    def test_a_trainer_takes_the_order_of_its_normalizer(self):
+        fitted = Standardize().fit(OTHER, client=False)
+        own, plain = trainer(transform=fitted), trainer(transform=fitted)
+
+        own.fit(FRAME, Y)
+        plain.fit(OTHER, Y)
+
+        assert own.feature_names_in_ == ("c", "a", "b")
+        assert own.evaluate(FRAME, Y) == plain.evaluate(OTHER, Y)
+
+    def test_it_is_refused_in_another_order_than_that_of_the_model(self):
+        fitted = Standardize().fit(OTHER, client=False)
+
+        with pytest.raises(daskdl.DataError, match="fit it again"):
+            trained().evaluate(FRAME, Y, transform=fitted)
+
+    def test_it_keeps_its_columns_as_plain_values(self):
+        fitted = Standardize().fit(OTHER, client=False)
+
+        again = Normalization.from_dict(fitted.to_dict())
+
+        assert again == fitted
+        assert again.columns == {"X": ("c", "a", "b")}
+
+
+def test_a_predictor_matches_the_columns_of_tables():
+    with trained().predictor() as predictor:
+        outputs = predictor(OTHER)
+        with pytest.raises(daskdl.DataError, match="missing: 'a'"):
+            predictor(OTHER.drop(columns="a"))
+        np.testing.assert_array_equal(predictor(FRAME.to_numpy()), outputs)
+
+    np.testing.assert_allclose(outputs, Y, rtol=1e-6)
+
+
+def test_a_resumed_fit_matches_the_columns_of_its_checkpoint(tmp_path):
+    callbacks = [daskdl.Checkpoint(str(tmp_path))]
+    trainer(callbacks=callbacks).fit(FRAME, Y, epochs=1)
+    own = trainer()
+
+    history = own.fit(OTHER, Y, epochs=2, resume=str(tmp_path))
+
+    assert history[-1]["loss"] < 1e-3
+    assert own.feature_names_in_ == ("a", "b", "c")
+
+
+class TestClassesOfParts:
+    NAMES = np.array(["no", "yes"])[(FRAME["a"] > 4).astype(int)]
+
+    def parts(self, *dtypes):
+        labels = pd.Series(self.NAMES)
+        columns = [labels[cut].astype(d) for cut, d in zip(CUTS, dtypes, strict=True)]
+        return [
+            delayed(lambda *pair: pair)(FRAME[cut], column)
+            for cut, column in zip(CUTS, columns, strict=True)
+        ]
+
+    def classifier(self):
+        model = nn.Linear(3, 2)
+        return daskdl.Trainer(model, "cross_entropy", "sgd", lr=0.01, client=False)
+
+    def test_one_dtype_for_all_parts_numbers_the_labels(self):
+        own = self.classifier()
+        shared = pd.CategoricalDtype(["yes", "no"])
+
+        own.fit(self.parts(shared, shared, shared))
+
+        assert own.classes_ == ("yes", "no")
+        table = FRAME.assign(y=pd.Series(self.NAMES).astype(shared))
+        ours = own.evaluate(self.parts(shared, shared, shared))
+        assert ours == pytest.approx(own.evaluate(table, label="y"))
+        scores = joined(own.score_examples(self.parts(shared, shared, shared)))
+        np.testing.assert_allclose(
+            scores, own.score_examples(table, label="y"), rtol=1e-5
+        )
+
+    def test_other_categories_in_a_part_are_refused(self):
+        shared = pd.CategoricalDtype(["yes", "no"])
+        parts = self.parts(shared, pd.CategoricalDtype(["no", "yes"]), shared)
+        own = self.classifier()
+
+        message = (
+            r"y of part 1 .*'no', 'yes', .* before it 'yes', 'no'; .*CategoricalDt"
+        )
+        with pytest.raises(daskdl.DataError, match=message):
+            own.fit(parts)
+
+    @pytest.mark.parametrize("method", ["evaluate", "score_examples", "fit"])
+    def test_later_parts_must_have_the_same_categories(self, method):
+        shared, other = map(pd.CategoricalDtype, (["yes", "no"], ["no", "yes"]))
+        own = self.classifier()
+        own.fit(self.parts(shared, shared, shared))
+
+        with pytest.raises(daskdl.DataError, match=r"'no', 'yes', .*CategoricalDtype"):
+            joined(getattr(own, method)(self.parts(other, other, other)))
+
+    def test_text_in_parts_is_told_to_become_categories(self):
+        message = r"y of part 0 holds strings .*: y.astype\(pandas.CategoricalDtype\("
+        with pytest.raises(daskdl.DataError, match=message):
+            self.classifier().fit(self.parts(str, str, str))
+
+    def test_known_categories_of_a_dask_frame_are_a_label(self):
+        own = self.classifier()
+        table = dd.from_pandas(FRAME.assign(y=self.NAMES), npartitions=3)
+
+        own.fit(table.assign(y=table["y"].astype("category").cat.as_known()), label="y")
+
+        assert own.classes_ == ("no", "yes")

@@ -17,7 +17,7 @@ from typing_extensions import override
 from daskdl.data import batching
 from daskdl.data.batching import Rows
 from daskdl.data.manifest import File, Kind, Manifest, is_count, naming_damage
-from daskdl.data.named_columns import NO_COLUMNS, Columns, NamedRows
+from daskdl.data.named_columns import Columns, NamedRows
 from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.data.storage import AnyPath, store_of
 from daskdl.data.tables import check_arrays
@@ -234,18 +234,21 @@ class BatchFiles(Source):
         if (file := next(there, None)) is None:
             raise ValueError("no file that it lists is there in full")
         self._schema = Schema.from_json(content["schema"], file.nbytes)
-        self.columns = {
-            place: tuple(names) for place, names in content.get("columns", {}).items()
-        }
-        self._names: Columns = self.columns  # in the files
-        for place, names in self._names.items():
-            shape = self._schema.dtype[
-                "x" + place[1:] if place[0] == "X" else place
-            ].shape
-            if shape[-1:] != (len(names),) or not all(
-                isinstance(n, str) for n in names
-            ):
-                raise ValueError(f"{names!r:.80} are no names of columns")
+        self.columns = self._names = self._columns_of(content.get("columns", {}))
+
+    def _columns_of(self, content: Any) -> Columns:
+        """Read names of columns, one for each in the files."""
+        columns = {}
+        for place, names in dict(content).items():
+            field = "x" + place[1:] if place.startswith("X") else place
+            width = self._schema.dtype[field].shape[-1:]
+            strings = isinstance(names, list) and all(isinstance(n, str) for n in names)
+            if not strings or width != (len(names),):
+                raise ValueError(
+                    f"{names!r:.80} are no names of the columns of {place}"
+                )
+            columns[place] = tuple(names)
+        return columns
 
     @override
     def load(self, part: int) -> Rows:
@@ -255,7 +258,7 @@ class BatchFiles(Source):
             arrays = safetensors.numpy.load(content)
             self._schema.check(arrays, file.details["rows"])
         rows = NamedRows.of(self._schema.rows(arrays), self._names)
-        return rows.arranged(self.columns or NO_COLUMNS, self.name(part))
+        return rows.arranged(self.columns, self.name(part))
 
     @override
     def name(self, part: int) -> str:

@@ -456,7 +456,7 @@ class LoadedFiles(GroupedFiles):
         if isinstance(self._loader, Reader):
             with formats.reading(file.name):
                 facts = self._loader.look(file)
-            if facts is not None:
+            if facts is not None and facts.first is not None:
                 rows = NamedRows.of(facts.first)
                 first = rows.arranged(self.columns or NO_COLUMNS, file.name)
                 return facts._replace(first=first)

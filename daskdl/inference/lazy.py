@@ -221,7 +221,7 @@ def with_first_rows(source: S, client: Client | Literal[False]) -> S:
         first_rows = functools.partial(_first_rows, reader)
         look = map_parts(source, first_rows, client, parts=[part])
         for _, (facts, keyed) in look:
-            if facts is not None:
+            if facts is not None and facts.first is not None:
                 known = copy.copy(source)
                 known.first = facts.first
                 if isinstance(known, Examples):

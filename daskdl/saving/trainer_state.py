@@ -383,6 +383,10 @@ def _decode_arguments(
 # ---- the model
 
 
+# What wrappers write before the names of a model's tensors.
+WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "torch.nn.DataParallel"}
+
+
 @dataclass(frozen=True)
 class ModelState:
     """The state of a module that its code does not create."""
@@ -422,6 +426,7 @@ class ModelState:
         except OptionError as error:
             raise SaveError(str(error)) from error
         saved, made = self._layout(), own._layout()
+        _check_wrapper(saved, made)
         for name in {**made, **saved}:
             ours, theirs = saved.get(name, "missing"), made.get(name, "missing")
             if ours != theirs:
@@ -451,6 +456,18 @@ class ModelState:
     def _layout(self) -> dict[str, str]:
         tied = {name: f"tied to {one}" for name, one in self.ties.items()}
         return {name: described(one) for name, one in self.tensors.items()} | tied
+
+
+def _check_wrapper(saved: Mapping[str, str], made: Mapping[str, str]) -> None:
+    """Raise a SaveError if only the saved model was in a wrapper."""
+    for prefix, wrapper in WRAPPERS.items():
+        wrapped = bool(saved) and all(name.startswith(prefix) for name in saved)
+        if wrapped and not any(name.startswith(prefix) for name in made):
+            raise SaveError(
+                f"the save is of a model in {wrapper}, whose names begin with "
+                f"{prefix!r}, and the model has none: pass model={wrapper}(...) to "
+                "Trainer.load"
+            )
 
 
 # ---- state of the next fit

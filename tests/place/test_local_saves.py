@@ -10,6 +10,7 @@ from daskdl import (
     FixedThreshold,
     GradientSharing,
     ResidualClipping,
+    SaveError,
     Trainer,
 )
 from tests.support.problems import normalised, rows
@@ -116,3 +117,20 @@ def test_a_loaded_trainer_predicts_and_scores_the_same(tmp_path):
     assert loaded.evaluate(X, Y) == trainer.evaluate(X, Y)
     assert list(loaded.history_) == list(trainer.history_)
     assert loaded.history_.steps[-1]["step"] == trainer.history_.steps[-1]["step"]
+
+
+def test_a_save_of_a_wrapped_model_names_the_wrapper(tmp_path):
+    wrapped = nn.DataParallel(nn.Linear(20, 4))
+    own = Trainer(wrapped, nn.CrossEntropyLoss(), "sgd", client=False, progress=False)
+    own.fit(X, Y)
+    own.save(tmp_path)
+
+    with pytest.raises(
+        SaveError, match=r"model in torch\.nn\.DataParallel, whose names"
+    ):
+        Trainer.load(tmp_path, model=nn.Linear(20, 4), client=False)
+
+    again = Trainer.load(
+        tmp_path, model=nn.DataParallel(nn.Linear(20, 4)), client=False
+    )
+    assert (again.predict(X) == own.predict(X)).all()

@@ -34,7 +34,7 @@ def requirements(*extras: str) -> list[Requirement]:
     required = [Requirement(line) for line in lines]
     inner = {e for r in required if r.name == PROJECT["name"] for e in r.extras}
     if not inner <= {*extras}:
-        return requirements(*extras, *inner - {*extras})
+        return requirements(*extras, *sorted(inner - {*extras}))
     return [r for r in required if r.name != PROJECT["name"]]
 
 

@@ -13,7 +13,7 @@ PARTS = {
     3: [
         "tests/cluster/test_kills.py",
         "tests/cluster/test_all_lost.py",
-        "tests/cluster/test_lost_while_reading.py",
+        "tests/cluster/test_lost_while_*.py",
         "tests/cluster/test_departure.py",
         "tests/cluster/test_arrivals.py",
         "tests/cluster/test_elastic.py",
@@ -41,6 +41,7 @@ PARTS = {
         "tests/cluster/test_fit_from_stores.py",
         "tests/cluster/test_small_parts.py",
         "tests/cluster/test_scattered_parts.py",
+        "tests/cluster/test_shuffled_data.py",
         "tests/cluster/test_packed_files.py",
         "tests/cluster/test_lazy_data.py",
         "tests/cluster/test_bigger_than_memory.py",

@@ -45,6 +45,7 @@ Natural = Annotated[int, COUNTS]
 Positive = Annotated[int, range(1, 2**63)]
 IntervalNumber = Annotated[int, range(-1, 2**63)]
 RunId = Annotated[int, range(2**64)]  # drawn at random
+Token = Annotated[int, range(2**64)]  # the same, for each replica; kept secret
 
 
 # ---- validation
@@ -160,7 +161,7 @@ WORDS = {
     repr(Natural): "int >= 0",
     repr(Positive): "int >= 1",
     repr(IntervalNumber): "int >= -1",
-    repr(RunId): "int of 64 bits",
+    repr(RunId): "int of 64 bits",  # and of `Token`
 }
 
 
@@ -584,6 +585,7 @@ class ChannelSpec:
         fan_out: Most replicas to which a replica of a mesh forwards an update.
         drops: Injected failures: arriving updates to drop.
         in_step: Replicas take each step together.
+        token: Proves to the scheduler that a request comes from this replica.
     """
 
     run: int
@@ -597,6 +599,7 @@ class ChannelSpec:
     fan_out: int = FAN_OUT
     drops: Sequence[FailureInjection] = ()
     in_step: bool = False
+    token: int = 0
 
 
 PART_BYTES = 4 * 2**20  # bytes per answer; crosses a slow link within the timeout

@@ -53,6 +53,7 @@ class Member:
         gone_at: Time at which it has gone, on the same clock.
         why: Why it has gone, or is about to go.
         failed: Whether it was lost, or has raised an error.
+        token: Sent with each request of the replica; None: it has sent none yet.
     """
 
     worker: str
@@ -68,6 +69,7 @@ class Member:
     gone_at: float = math.nan
     why: str = ""
     failed: bool = False
+    token: int | None = None
 
     def advance(self, *reached: int) -> None:
         """Raise the step, sequence and interval; late messages change nothing."""
@@ -143,6 +145,19 @@ class Membership:
     def is_here(self, replica: int) -> bool:
         """Whether the replica exists and has not gone."""
         return replica in self.replicas and not self.replicas[replica].gone
+
+    def authenticate(self, replica: int, token: int) -> None:
+        """Check the token of a request; the first request of a replica sets it.
+
+        A task that Dask runs again, and anybody else, has another token.
+        """
+        member = self.replicas.get(replica)
+        if member is None:
+            raise ValueError(f"replica {replica} is not a member of this run")
+        if member.token is None:
+            member.token = token
+        if member.token != token:
+            raise ValueError(f"the request is not from replica {replica}")
 
     def taking_part(self, replica: int) -> Member:
         """A replica that joined and has not gone."""

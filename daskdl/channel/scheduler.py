@@ -40,6 +40,7 @@ from daskdl.channel.protocol import (
     Natural,
     PeerProgress,
     RunId,
+    Token,
     TrainedWork,
     ValidatedWork,
     WorkerVersions,
@@ -343,7 +344,9 @@ class LiveRun:
 
     # ---- requests of a replica
 
-    async def handle_join(self, replica: Natural, version: str) -> Fields:
+    async def handle_join(
+        self, replica: Natural, token: Token, version: str
+    ) -> Fields:
         """Let a replica join; answer once all initial replicas have joined.
 
         The answer to a joining replica names the donor of its snapshot, its worker and
@@ -356,6 +359,7 @@ class LiveRun:
                 f"the worker has daskdl {version}, the scheduler {VERSION}; "
                 "install the same version on all"
             )
+        members.authenticate(replica, token)
         initial = replica in state.spec.replicas
         if not initial:  # not one of the members that start together
             await self.until(lambda: members.started)
@@ -420,9 +424,12 @@ class LiveRun:
 
         self.relays[replica] = asyncio.ensure_future(awaited(loop.run, failed))
 
-    async def handle_activate(self, replica: Natural, step: Natural) -> Fields:
+    async def handle_activate(
+        self, replica: Natural, token: Token, step: Natural
+    ) -> Fields:
         """Activate a replica that has the common state, once no updates are held."""
         state, members = self.state, self.state.members
+        members.authenticate(replica, token)
         members.taking_part(replica)
         await self.until(lambda: not state.holding)
         state.activate(replica, step)
@@ -434,6 +441,7 @@ class LiveRun:
     async def handle_publish(
         self,
         replica: Natural,
+        token: Token,
         messages: Sequence[Sequence[Any]],
         progress: PeerProgress,
         acknowledgement: Acknowledgement | None = None,
@@ -447,6 +455,7 @@ class LiveRun:
         the last updates of the replica are accepted even if a queue is full.
         """
         state = self.state
+        state.members.authenticate(replica, token)
         member = state.members.taking_part(replica)
         updates = [Message.from_wire(fields) for fields in messages]
         for update in updates:
@@ -475,6 +484,7 @@ class LiveRun:
     async def handle_lease(
         self,
         replica: Natural,
+        token: Token,
         phase: str,
         epoch: Natural,
         finished: Sequence[FinishedLease],
@@ -488,6 +498,7 @@ class LiveRun:
         finished. With an idle payload, ``ROUND`` barriers do not wait for the replica.
         """
         state, members = self.state, self.state.members
+        members.authenticate(replica, token)
         worker = members.taking_part(replica).worker
         self._check_size(work, idle_payload)
         now = self.now()
@@ -512,10 +523,11 @@ class LiveRun:
             raise ValueError(f"payloads have at most {most} bytes, got {nbytes}")
 
     async def handle_missing(
-        self, replica: Natural, phase: str, part: Natural, key: str
+        self, replica: Natural, token: Token, phase: str, part: Natural, key: str
     ) -> Fields:
         """Return the key of a part; if the part is lost, wait until its key changes."""
         state = self.state
+        state.members.authenticate(replica, token)
         member, leases = state.members.taking_part(replica), state.leases[phase]
         if leases.held_key(part) == key and self._is_lost(key):
             lost = {"phase": phase, "part": part, "key": key, "worker": member.worker}
@@ -540,6 +552,7 @@ class LiveRun:
     async def handle_barrier(
         self,
         replica: Natural,
+        token: Token,
         key: str,
         payload: Any,
         client_payload: bytes,
@@ -548,6 +561,7 @@ class LiveRun:
     ) -> Fields:
         """Register a replica at a barrier; answer once the barrier is complete."""
         state, kind = self.state, BarrierKind(kind)
+        state.members.authenticate(replica, token)
         state.members.taking_part(replica)
         self._check_size(payload, client_payload)
         if live is not None:
@@ -562,9 +576,12 @@ class LiveRun:
             "counted": dict(barrier.counted),
         }
 
-    async def handle_fail(self, replica: Natural, failure: Failure) -> Fields:
+    async def handle_fail(
+        self, replica: Natural, token: Token, failure: Failure
+    ) -> Fields:
         """Report a replica's failure; end the run unless the replica is joining."""
         members = self.state.members
+        members.authenticate(replica, token)
         if replica not in members.joining:
             # A removed replica that returns must not end the run of the others.
             members.taking_part(replica)
@@ -572,9 +589,13 @@ class LiveRun:
         self.notify()
         return {}
 
-    async def handle_leave(self, replica: Natural, retires: bool = False) -> Fields:
+    async def handle_leave(
+        self, replica: Natural, token: Token, retires: bool = False
+    ) -> Fields:
         """Remove a replica whose task ends; see `RunState.leave`."""
-        self.hanging.discard(self.state.members.replicas[replica].worker)
+        members = self.state.members
+        members.authenticate(replica, token)
+        self.hanging.discard(members.replicas[replica].worker)
         self.state.leave(replica, self.now(), retires=retires)
         self._forget(replica)
         self.notify()

@@ -265,6 +265,8 @@ class Connection:
 
     async def ask(self, worker: str | None, operation: str, **fields: Any) -> Any:
         """Send a request to a worker, or None: to the scheduler; return the answer."""
+        if worker is None:
+            fields["token"] = self.spec.token
         return await self._transport.ask(worker, operation, run=self.spec.run, **fields)
 
     def guard(self, work: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:

@@ -10,6 +10,7 @@ import inspect
 import logging
 import math
 import random
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Self
@@ -556,4 +557,5 @@ class ReplicaSpec(FitSpec):
             self.master.fan_out,
             [failure for failure in injected if failure.kind == "drop"],
             self.master.synchronous,
+            secrets.randbits(64),
         )

@@ -23,6 +23,7 @@ from tests.support.channels import (
     item_of,
     lease,
     publish,
+    token_of,
     totals,
     workers,
 )
@@ -32,24 +33,27 @@ FAILURE = failure_of(RuntimeError("boom"), step=3)
 WORK = EpochTotals().to_wire()
 UPDATE = tuple(Message("update", 0, 1, 0, 0))
 GOOD = {
-    "publish": {"replica": 0, "messages": [], "progress": (0, 0, -1)},
+    "publish": {"messages": [], "progress": (0, 0, -1)},
     "lease": {
-        "replica": 0,
         "phase": "train",
         "epoch": 0,
         "finished": [],
         "wait": False,
     },
     "barrier": {
-        "replica": 0,
         "key": "end",
         "payload": None,
         "client_payload": b"",
         "kind": "meet",
     },
-    "fail": {"replica": 0, "failure": FAILURE},
-    "join": {"replica": 0, "version": VERSION},
+    "fail": {"failure": FAILURE},
+    "join": {"version": VERSION},
+    "activate": {"step": 9},
+    "missing": {"phase": "train", "part": 0, "key": "p"},
+    "leave": {},
 }
+OF_REPLICA_0 = {"replica": 0, "token": token_of(0)}
+GOOD = {name: {**OF_REPLICA_0, **own} for name, own in GOOD.items()}
 REFUSED = [
     ("publish", {"messages": 5}),
     ("publish", {"messages": None}),
@@ -80,6 +84,7 @@ REFUSED = [
     ("fail", {"failure": {**FAILURE, "pickled": b"code"}}),
     ("join", {"version": "0.0"}),
     *((name, {"replica": other}) for name in GOOD for other in (9, [0])),
+    *((name, {"token": other}) for name in GOOD for other in (token_of(1), "x")),
 ]
 
 
@@ -130,8 +135,8 @@ async def test_requests_of_a_lost_replica_are_answered_and_change_nothing(c, s, 
     async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
         run.lose(1)
 
-        for operation in GOOD.keys() - {"join"}:
-            fields = {**GOOD[operation], "replica": 1}
+        for operation in GOOD.keys() - {"join", "leave"}:
+            fields = {**GOOD[operation], "replica": 1, "token": token_of(1)}
             answer = await run.ask(f"daskdl_{operation}", run=RUN, **fields)
             assert answer["status"] == "unknown", operation
             assert "replica 1 is not a member any more" in answer["reason"]

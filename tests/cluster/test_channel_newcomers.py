@@ -180,7 +180,8 @@ async def test_barriers_wait_for_a_joining_replica_once_it_is_active(
 
         active = await in_thread(channel.activate, result.snapshot["step"])
 
-        assert active == ([0, 1, 2], 1, {0: 0, 1: 1}, 1)
+        assert (active.members, active.epoch, active.interval) == ([0, 1, 2], 1, 1)
+        assert dict(active.report["payloads"]) == {0: 0, 1: 1}
         assert run.record.members.expected == [0, 1, 2]
         await wait_until(lambda: replica in run.channels[1].peers())
         assert run.link(1).inbox.peers.progress[replica].step == 3

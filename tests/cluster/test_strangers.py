@@ -178,6 +178,7 @@ class Attack:
             "reason": "because",
             "worker": home,
             "replica": 0,
+            "token": live.state.members.replicas[0].token,
             "replicas": 1,
             "phase": "train",
             "epoch": 0,
@@ -217,6 +218,7 @@ class Attack:
             "messages": [["progress", 0, 0, 0, 0, -1, 0]],
             "shares": [[0, [0]]],
             "cut": [[1, 0]],
+            "reader": 1,
             "sequences": [1],
             "name": "attack",
         }

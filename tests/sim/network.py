@@ -75,7 +75,7 @@ def shown(fields):
         if name == "messages":
             value = [message[:4] for message in value]
             words += [f"{k} {o}.{s} at {step}" for k, o, s, step in value]
-        elif isinstance(value, int | str) and name != "run":
+        elif isinstance(value, int | str) and name not in ("run", "token"):
             words.append(f"{name}={value}"[:60])
     return ", ".join(words)
 

@@ -245,6 +245,11 @@ def settings(replicas, pieces=None, relay_bytes=2**20, **options):
     )
 
 
+def token_of(replica):
+    """The token of a replica's requests to the scheduler."""
+    return 1000 + replica
+
+
 class Run:
     """A run, and its channels by replica."""
 
@@ -302,7 +307,8 @@ class DaskRun(Run):
         )
 
     def open_channel(self, replica):
-        spec = dataclasses.replace(self.spec, replica=replica)
+        own = {"replica": replica, "token": token_of(replica)}
+        spec = dataclasses.replace(self.spec, **own)
         plugin = self.workers[replica].extensions[NAME]
         self.channels[replica] = RemoteChannel(plugin, spec)
         return self.channels[replica]

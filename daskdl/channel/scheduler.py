@@ -344,9 +344,7 @@ class LiveRun:
 
     # ---- requests of a replica
 
-    async def handle_join(
-        self, replica: Natural, token: Token, version: str
-    ) -> Fields:
+    async def handle_join(self, replica: Natural, token: Token, version: str) -> Fields:
         """Let a replica join; answer once all initial replicas have joined.
 
         The answer to a joining replica names the donor of its snapshot, its worker and

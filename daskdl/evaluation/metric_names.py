@@ -421,14 +421,24 @@ class OutputMetrics(MetricSet):
     def masks_nan(self) -> bool:
         return self.metrics.masks_nan
 
-    def _of(self, tree: Tree, what: str) -> Tree:
-        if what == "labels" and not isinstance(tree, dict | tuple):
-            return tree  # of all outputs
-        by_number = isinstance(tree, dict) and self.name not in tree
-        places: Any = [*tree.values()] if by_number else tree
+    def _pair(self, output: Tree, y: Tree) -> Pair:
+        """Return the output, and its labels.
+
+        The number of an output in a dict is its place; its labels are found by name,
+        since a dict of labels may have another order.
+        """
+        name = self.name
+        if isinstance(output, dict) and name not in output and isinstance(name, int):
+            name = dict(enumerate(output)).get(name, name)
+        output = self._of(output, name, "outputs")
+        if isinstance(y, dict | tuple):  # else the labels are of all outputs
+            y = self._of(y, name if isinstance(y, dict) else self.name, "labels")
+        return output, y
+
+    def _of(self, tree: Tree, name: str | int, what: str) -> Tree:
         try:
             if isinstance(tree, dict | tuple):
-                return places[self.name]
+                return tree[name]  # type: ignore[index]
         except (LookupError, TypeError):
             pass
         several = isinstance(tree, dict | tuple)
@@ -445,7 +455,7 @@ class OutputMetrics(MetricSet):
     ) -> SampleBatch:
         loss_of = getattr(loss, "loss_of", None)  # of losses by output
         loss = None if loss_of is None else loss_of(self.name)
-        output, y = self._of(output, "outputs"), self._of(y, "labels")
+        output, y = self._pair(output, y)
         return self.metrics.sample(loss, output, y, None)
 
     @override
@@ -458,7 +468,7 @@ class OutputMetrics(MetricSet):
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
-        output, y = self._of(output, "outputs"), self._of(y, "labels")
+        output, y = self._pair(output, y)
         return self.metrics.prepared(sample, output, y)
 
     @override

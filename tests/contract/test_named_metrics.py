@@ -248,9 +248,21 @@ class TestOutputs:
 
         assert {"0_accuracy", "0_f1_per_class", "1_MeanAbsoluteError"} <= values.keys()
 
+    @pytest.mark.parametrize("names", [("kind", "size"), ("size", "kind")])
+    def test_numbers_of_outputs_in_a_dict_find_the_labels_by_name(self, names):
+        labels = {name: LABELS[name] for name in names}
+
+        values = evaluate(OUTPUT, labels, {0: "accuracy", 1: [MeanAbsoluteError()]})
+
+        expected = evaluate(
+            OUTPUT, LABELS, {"kind": "accuracy", "size": [MeanAbsoluteError()]}
+        )
+        assert [*values.values()] == [*expected.values()]
+
     @pytest.mark.parametrize(
         ("output", "labels", "metrics", "message"),
         [
+            (tuple(OUTPUT.values()), LABELS, {0: "accuracy"}, "labels are {'kind': ."),
             (OUTPUT, LABELS, "accuracy", "choose one of several by its name, metrics="),
             (
                 OUTPUT,
@@ -261,7 +273,7 @@ class TestOutputs:
             (SCORES, Y, {"kind": "f1"}, "outputs are one Tensor"),
             (OUTPUT, LABELS["kind"], {"kind": "mse"}, "compare numbers, got scores of"),
         ],
-        ids=["no name", "other name", "one output", "other labels"],
+        ids=["number", "no name", "other name", "one output", "other labels"],
     )
     def test_other_outputs_are_refused(self, output, labels, metrics, message):
         with pytest.raises(ModelError, match=message):

@@ -459,14 +459,22 @@ class ModelState:
 
 
 def _check_wrapper(saved: Mapping[str, str], made: Mapping[str, str]) -> None:
-    """Raise a SaveError if only the saved model was in a wrapper."""
+    """Raise a SaveError if only one of the models is in a wrapper."""
     for prefix, wrapper in WRAPPERS.items():
-        wrapped = bool(saved) and all(name.startswith(prefix) for name in saved)
-        if wrapped and not any(name.startswith(prefix) for name in made):
+        in_save, in_model = (
+            bool(names) and all(name.startswith(prefix) for name in names)
+            for names in (saved, made)
+        )
+        if in_save and not any(name.startswith(prefix) for name in made):
             raise SaveError(
                 f"the save is of a model in {wrapper}, whose names begin with "
                 f"{prefix!r}, and the model has none: pass model={wrapper}(...) to "
                 "Trainer.load"
+            )
+        if in_model and not any(name.startswith(prefix) for name in saved):
+            raise SaveError(
+                f"the model is in {wrapper}, whose names begin with {prefix!r}, and "
+                "the save has none: pass the model without the wrapper to Trainer.load"
             )
 
 

@@ -134,3 +134,18 @@ def test_a_save_of_a_wrapped_model_names_the_wrapper(tmp_path):
         tmp_path, model=nn.DataParallel(nn.Linear(20, 4)), client=False
     )
     assert (again.predict(X) == own.predict(X)).all()
+
+
+def test_a_wrapped_model_refuses_the_save_of_a_plain_one(tmp_path):
+    plain = Trainer(
+        nn.Linear(20, 4), nn.CrossEntropyLoss(), "sgd", client=False, progress=False
+    )
+    plain.fit(X, Y)
+    plain.save(tmp_path)
+    wrapped = nn.DataParallel(nn.Linear(20, 4))
+
+    with pytest.raises(SaveError, match=r"the model is in torch\.nn\.DataParallel"):
+        Trainer.load(tmp_path, model=wrapped, client=False)
+
+    again = Trainer.load(tmp_path, model=wrapped.module, client=False)
+    assert (again.predict(X) == plain.predict(X)).all()

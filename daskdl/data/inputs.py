@@ -535,10 +535,15 @@ def infer_metadata(
     usual_first = facts[kinds.index(usual)].first
     assert usual_first is not None, "a part without rows has no kinds"
     usual_rows = NamedRows.of(usual_first)
-    if not skips:
-        for part, fact in enumerate(facts):
-            if fact.rows and fact.first is not None:
-                _check_alike(NamedRows.of(fact.first), usual_rows, source.name(part))
+    for part, fact in enumerate(facts):
+        if fact.rows and fact.first is not None:
+            rows_of_part = NamedRows.of(fact.first)
+            # Parts with other names are skipped when they are loaded; numbers and
+            # categories can only be told apart here.
+            if not skips or (rows_of_part.classes is None) != (
+                usual_rows.classes is None
+            ):
+                _check_alike(rows_of_part, usual_rows, source.name(part))
     known.classes = known.classes or usual_rows.classes
     columns = {**usual_rows.columns, **(source.columns or {})}
     return known.arranged(columns, known.classes)

@@ -424,6 +424,16 @@ class TestClassesOfParts:
         with pytest.raises(daskdl.DataError, match=r"'no', 'yes', .*CategoricalDtype"):
             joined(getattr(own, method)(self.parts(other, other, other)))
 
+    @pytest.mark.parametrize("numbered", [0, 2], ids=["first part", "last part"])
+    @pytest.mark.parametrize("on_bad_batch", ["raise", "skip"])
+    def test_numbers_beside_categories_are_refused(self, numbered, on_bad_batch):
+        parts = self.parts(*[pd.CategoricalDtype(["yes", "no"])] * 3)
+        cut = CUTS[numbered]
+        parts[numbered] = delayed((FRAME[cut], pd.Series([0, 1] * 4)))
+
+        with pytest.raises(daskdl.DataError, match=r"has the categories .*none"):
+            self.classifier().fit(parts, on_bad_batch=on_bad_batch)
+
     def test_text_in_parts_is_told_to_become_categories(self):
         message = r"y of part 0 holds strings .*: y.astype\(pandas.CategoricalDtype\("
         with pytest.raises(daskdl.DataError, match=message):

@@ -25,7 +25,9 @@ from daskdl.channel.protocol import (
     Message,
     MessageKind,
     PeerProgress,
+    TrainedWork,
     Work,
+    check,
 )
 from daskdl.channel.transport import Outbox
 from daskdl.config import Bound, Timeouts
@@ -585,10 +587,11 @@ class RunState:
                     f"replica {replica} waits at the barrier {open_key!r:.80}, and "
                     f"cannot arrive at {key!r:.80}"
                 )
+        if kind == BarrierKind.RESUME:
+            check({"work": payload["work"]}, {"work": TrainedWork})
+            self._work[replica] = {"train": payload["work"]}
         barrier = self.barriers.setdefault(key, OpenBarrier())
         barrier.kinds.add(kind)
-        if kind == BarrierKind.RESUME:
-            self._work[replica] = {"train": payload["work"]}
         barrier.payloads.setdefault(replica, payload)
         barrier.client_payloads.setdefault(replica, client_payload)
         self._complete_barriers()

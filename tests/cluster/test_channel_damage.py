@@ -81,6 +81,10 @@ REFUSED = [
     ("lease", {"finished": [1]}),
     ("lease", {"work": {**WORK, "loss_sum": "low"}}),
     ("lease", {"work": {**WORK, "measured": b"pickled"}}),
+    *(
+        ("barrier", {"kind": "resume", "payload": payload})
+        for payload in (None, {}, {"work": None}, {"work": {**WORK, "examples": -1}})
+    ),
     ("fail", {"failure": {**FAILURE, "pickled": b"code"}}),
     ("join", {"version": "0.0"}),
     *((name, {"replica": other}) for name in GOOD for other in (9, [0])),
@@ -106,6 +110,7 @@ async def test_invalid_requests_are_refused_and_change_nothing(c, s, a, b):
             assert answer["status"] == "refused", (operation, wrong)
             assert answer["reason"].startswith(f"handle_{operation}: ")
             assert run.record.refused == count
+            assert run.record.barriers == {}
         assert run.record.stopped is None
         await check_unharmed(run)
 

@@ -43,7 +43,7 @@ from daskdl.data.batching import (
 )
 from daskdl.data.formats import DAMAGED
 from daskdl.data.named_columns import few
-from daskdl.data.source import SHOWN_ROWS, Source, shown_rows
+from daskdl.data.source import SHOWN_ROWS, Separate, Source, shown_rows
 from daskdl.data.tables import InMemory, as_numpy
 from daskdl.errors import (
     DaskDLError,
@@ -1040,16 +1040,20 @@ def blames_data(error: BaseException) -> bool:
     return True
 
 
-def is_left_out(error: BaseException, name: str, skips: bool) -> bool:
+def is_left_out(
+    error: BaseException, name: str, skips: bool, separate: Separate = ()
+) -> bool:
     """Return whether to leave a part out, and log it; else name the part in the error.
 
-    `skips` says whether parts that cannot be read are left out.
+    `skips` says whether parts that cannot be read are left out. A part that is
+    `separate` is loaded piece by piece, and only the bad pieces are logged.
     """
     if not skips or not blames_data(error):
         if not getattr(error, "__notes__", None):  # a piece of this part may be named
             error.add_note(f"in {name}")
         return False
-    logger.warning("%s is left out: %s", name, error)
+    if not separate:
+        logger.warning("%s is left out: %s", name, error)
     return True
 
 
@@ -1121,8 +1125,9 @@ def stream_readable(
             check(some, name)
             yield some
     except UNREADABLE as error:
-        if not is_left_out(error, name, skips):
+        separate = source.separate(part) if skips else ()
+        if not is_left_out(error, name, skips, separate):
             raise
-        left, _ = join_readable(load_each(source.separate(part), skips=True), check)
+        left, _ = join_readable(load_each(separate, skips=True), check)
         if left is not None:
             yield left

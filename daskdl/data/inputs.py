@@ -583,9 +583,9 @@ def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:
     try:
         return source.look(part), 0
     except UNREADABLE as error:
-        if not is_left_out(error, source.name(part), skips):
+        separate = source.separate(part) if skips else ()
+        if not is_left_out(error, source.name(part), skips, separate):
             raise
-        separate = source.separate(part)
         rows, files = join_readable(load_each(separate, skips=True))
         first = None if rows is None else facts_of(rows)
         if source.lengths is not None:

@@ -29,7 +29,7 @@ from daskdl.data import source as sources
 from daskdl.data.batching import Batch, Rows, Tree
 from daskdl.data.dask_collections import Collections
 from daskdl.data.inputs import ReadOptions, infer_metadata, source_of, unified
-from daskdl.data.source import SHOWN_ROWS, Source
+from daskdl.data.source import SHOWN_ROWS, Separate, Source
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation.evaluate import (
@@ -241,13 +241,15 @@ class ExampleScorer(Scorer):
         try:
             yield from self._checked(source.stream(part, self.batch_size), name)
         except checks.UNREADABLE as error:
-            if not checks.is_left_out(error, name, self.skips):
+            files = source.separate(part) if self.skips else ()
+            if not checks.is_left_out(error, name, self.skips, files):
                 raise
-            yield from self._readable(source, part)
+            yield from self._readable(source, part, files)
 
-    def _readable(self, source: Source, part: int) -> Iterator[tuple[int, Rows]]:
+    def _readable(
+        self, source: Source, part: int, files: Separate
+    ) -> Iterator[tuple[int, Rows]]:
         """Yield the rows of readable files; others count if each has one example."""
-        files = source.separate(part)
         good = dict(checks.usable(checks.load_each(files, skips=True), self._check))
         one_each = source.lengths is not None and source.lengths[part] == len(files)
         one_each &= all(batching.length(rows) == 1 for rows in good.values())

@@ -412,6 +412,17 @@ class TestBadItems:
         validated = own.history_[-1]["val_loss"]
         assert validated == pytest.approx(expected["loss"], rel=1e-5)
 
+    @pytest.mark.parametrize("method", ["evaluate", "score_examples"])
+    def test_are_logged_without_the_good_items_of_their_part(self, method, caplog):
+        own = trainer(False)
+        own.fit(*rows(64))
+
+        getattr(own, method)(Torn({70}), on_bad_batch="skip")
+
+        logged = [line for line in caplog.messages if "left out" in line]
+        assert logged
+        assert all(line.startswith("item 70 of the dataset") for line in logged)
+
     @pytest.mark.parametrize("bad", [0, 70])
     @pytest.mark.parametrize("options", [{}, {"collate_fn": together}])
     def test_have_no_score_and_keep_their_places(self, bad, options):

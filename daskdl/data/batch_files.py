@@ -62,10 +62,14 @@ class Schema:
     def from_json(
         cls, content: Mapping[str, Any], row_bytes: float = math.inf
     ) -> "Schema":
-        """Read what `to_json` returns; a row may have at most so many bytes.
+        """Read what `to_json` returns.
+
+        Args:
+            content: Result of `to_json`.
+            row_bytes: Maximum size of a row.
 
         Raises:
-            ValueError: If the content describes no rows, or larger ones.
+            ValueError: If the content does not describe rows, or rows that are larger.
         """
         fields = []
         for name, dtype, shape in content["rows"]:
@@ -98,7 +102,7 @@ class Schema:
         return records
 
     def check(self, arrays: Mapping[str, np.ndarray], rows: int) -> None:
-        """Raise a ValueError unless these are the arrays of so many rows."""
+        """Raise a ValueError if these are not the arrays of `rows` rows."""
         if arrays.keys() != {*(self.dtype.names or ())}:
             raise ValueError(f"it has the arrays {[*arrays]!r:.200}")
         for name in self.dtype.names or ():
@@ -217,7 +221,7 @@ class BatchFiles(Source):
         self.first = self._schema.rows(np.zeros(SHOWN_ROWS, self._schema.dtype))
 
     def _take(self, content: Mapping[str, Any]) -> None:
-        """Set what the manifest says, as far as the files can be as it says."""
+        """Set the attributes from the manifest, which is checked against the files."""
         self.batch_size, self.made_from = content["batch_size"], content["made_from"]
         self.lengths = [file.details["rows"] for file in self.files]
         if not all(is_count(n, least=1) for n in (self.batch_size, *self.lengths)):
@@ -229,10 +233,10 @@ class BatchFiles(Source):
         self.classes = None if classes is None else tuple(names)
         if not isinstance(self.made_from, dict):
             raise TypeError("made_from must be a dict")
-        # Before memory is allocated for rows: one file has its size, and holds a row.
+        # Memory is allocated for rows below: a row is not larger than an intact file.
         there = (f for f in self.files if self._store.size(f.name) == f.nbytes)
         if (file := next(there, None)) is None:
-            raise ValueError("no file that it lists is there in full")
+            raise ValueError("it lists no file that exists in its full size")
         self._schema = Schema.from_json(content["schema"], file.nbytes)
         self.columns = self._names = self._columns_of(content.get("columns", {}))
 

@@ -226,7 +226,7 @@ def batches(chunks: Iterable[Chunk], batch_size: int) -> Iterator[Batch]:
 
 
 def with_lone_rows_joined(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield batches, of which one of a single row joins the batch before it.
+    """Yield batches; a batch of a single row is joined to the batch before it.
 
     Batch norm cannot train on a single row. A batch is yielded when the next one is
     known.

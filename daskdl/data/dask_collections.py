@@ -222,6 +222,7 @@ def _apply_to_list(finish: Callable[[Any], Rows], values: list[Any]) -> Rows:
 
 
 def _is_barrier(task: Any) -> bool:
+    # Dask has no public way to tell that a task belongs to a peer-to-peer shuffle.
     return isinstance(task, P2PBarrierTask)
 
 
@@ -283,6 +284,8 @@ def _planned_list(parts: Sequence[Any]) -> Planned:
 
 def _planned_frame(frame: Any) -> Planned:
     """Optimize a dataframe as Dask does, without fusing its partitions."""
+    # The stages of `frame.optimize` without "tune", which fuses small partitions of
+    # Parquet files.
     optimized = frame.expr.simplify().lower_completely().simplify().fuse()
     tasks = dict(optimized.__dask_graph__())
     keys = list(optimized.__dask_keys__())
@@ -337,6 +340,8 @@ def _check_shuffled_together(
     A dataframe is optimized when it becomes an array or Delayed objects, so two arrays
     of a shuffled dataframe have two shuffles.
     """
+    # Only shuffles of dataframes change the order of rows; a peer-to-peer rechunk of an
+    # array keeps it. The private specification is all that tells them apart.
     barriers = {
         key
         for key, task in tasks.items()

@@ -82,7 +82,7 @@ def answers_of(
 
 
 def responsive(client: Client, workers: Iterable[str]) -> set[str]:
-    """Those of the workers that are connected and answer within `ASK_S`."""
+    """Return the workers that are connected and answer within `ASK_S`."""
 
     async def ask() -> set[str]:
         asking = {

@@ -190,7 +190,7 @@ class TestBatchFiles:
             ({"rows": 5}, r"x\['id'\] is int64 \(20,\), .*listed as int64 \(5,\)"),
             ({"rows": 21}, r"listed as int64 \(21,\)"),
             ({"rows": 0}, "whole numbers >= 1"),
-            ({"nbytes": 2**40}, "no file that it lists is there in full"),
+            ({"nbytes": 2**40}, "it lists no file that exists in its full size"),
         ],
         ids=lambda value: str(value)[:20],
     )

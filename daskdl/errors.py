@@ -21,12 +21,15 @@ MOST_OF_A_TRACEBACK = 20_000  # longest message with a traceback
 
 
 def shown(text: str, limit: int = 200) -> str:
-    """Shorten long text by replacing its middle.
+    """Shorten long text by replacing its middle; escape what UTF-8 cannot encode.
+
+    File names may contain lone surrogates, which no message of Dask can carry.
 
     Example:
         >>> shown("weight" * 1000, limit=40)
         'weightwe ... 5984 more ... htweight'
     """
+    text = text.encode(errors="backslashreplace").decode()
     if len(text) <= limit:
         return text
     half = max((limit - 24) // 2, 1)

@@ -44,7 +44,13 @@ from daskdl.data.checks import (
 )
 from daskdl.data.distribute import ASK_S, Fetcher
 from daskdl.data.source import Source
-from daskdl.errors import DataError, LostPieceError, WaitTimeoutError
+from daskdl.errors import (
+    MOST_CHARACTERS,
+    DataError,
+    LostPieceError,
+    WaitTimeoutError,
+    shown,
+)
 from daskdl.evaluation.evaluate import Sums, added
 from daskdl.serialization import Packed
 from daskdl.training.fit_spec import ReplicaSpec
@@ -345,6 +351,11 @@ class _ReadLease(NamedTuple):
     end: int  # rows passed to batches with and before it
     skipped: int  # rows left out with and before it
     reason: str  # see `EpochTotals`
+
+
+def _reason(error: BaseException) -> str:
+    """Why an example is left out, as a bounded text for messages and the history."""
+    return shown(str(error), MOST_CHARACTERS)
 
 
 class Feed:
@@ -655,7 +666,7 @@ class Feed:
             return None
         rows, _ = join_readable(iter(files), self._check)
         if rows is not None:
-            self.totals.reason = self.totals.reason or str(error)
+            self.totals.reason = self.totals.reason or _reason(error)
             self._partial.add(part)
         return rows
 
@@ -668,7 +679,7 @@ class Feed:
             name = self._store.name(self._phase, part)
             if not is_left_out(error, name, self._spec.read.skips):
                 raise
-            self.totals.reason = self.totals.reason or str(error)
+            self.totals.reason = self.totals.reason or _reason(error)
             self._bad.add(part)
 
     def _check(self, rows: Rows, name: str) -> None:

@@ -1,7 +1,9 @@
 """Messages, payloads and blobs, as they travel."""
 
+import os
 import re
 
+import msgpack
 import numpy as np
 import pytest
 from distributed.protocol import Serialize, Serialized
@@ -138,3 +140,13 @@ def test_a_long_failure_is_shortened():
     error.add_note("y" * 2 * MOST_TEXT)
 
     check({"failure": failure_of(error, step=3)}, {"failure": Failure})
+
+
+def test_a_failure_that_names_a_file_of_any_bytes_can_be_sent():
+    error = ValueError(os.fsdecode(b"cannot read bad\xff.npy"))
+    error.add_note(str(error))
+
+    failure = failure_of(error, step=3)
+
+    assert msgpack.loads(msgpack.dumps(failure)) == failure
+    assert failure["summary"] == r"ValueError: cannot read bad\udcff.npy"

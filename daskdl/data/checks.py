@@ -669,7 +669,8 @@ def _warn_of_broadcasting(loss: Any, output: Any, y: Tree) -> None:
         return
 
     def is_of_rows(number: float) -> bool:
-        by_rows = math.fsum(each), math.fsum(each) / count
+        total = sum(each)  # NaN if rows are infinite
+        by_rows = total, total / count
         return any(math.isclose(number, own, rel_tol=1e-4) for own in by_rows)
 
     if is_of_rows(broadcast) or not is_of_rows(right):

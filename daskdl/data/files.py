@@ -124,39 +124,43 @@ def shards_in(store: Store) -> list[Group] | None:
             texts = isinstance(names, list) and all(isinstance(n, str) for n in names)
             if not texts or not 0 < len({*names}) == len(names):
                 raise ValueError(f"members of {file.name} are {names!r:.80}")
-            read = partial(_unpacked, store, replace(file, details={}), names)
+            read = partial(
+                _unpacked, store, replace(file, details={}), _digest_of(names)
+            )
             shards.append(Group(names, archive=store.url_of(file.name), read=read))
     return shards
 
 
-def _unpacked(store: Store, file: File, names: Sequence[str]) -> dict[str, bytes]:
-    """The members of a shard by their relative paths."""
+def _digest_of(names: Sequence[str]) -> bytes:
+    """A digest instead of the names, which may be of files that no part has."""
+    return hashlib.sha256(json.dumps(sorted(names)).encode()).digest()
+
+
+def _unpacked(store: Store, file: File, digest: bytes) -> dict[str, bytes]:
+    """The members of a shard by their relative paths; `digest` is that of the paths."""
     content = file.read(store, KIND.remedy)
     with naming_damage(store.url_of(file.name), KIND.remedy):
         if file.name.endswith(".zip"):
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 entries = archive.infolist()
                 sizes = [(entry.filename, entry.file_size) for entry in entries]
-                _check_members(sizes, names, len(content))
+                _check_members(sizes, digest, len(content))
                 if any(entry.compress_type for entry in entries):
                     raise ValueError("its members are compressed")
-                return {name: archive.read(name) for name in names}
+                return {name: archive.read(name) for name, _ in sizes}
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             infos = tar.getmembers()
             sizes = [(info.name, info.size) for info in infos]
-            _check_members(sizes, names, len(content))
+            _check_members(sizes, digest, len(content))
             files = ((info.name, tar.extractfile(info)) for info in infos)
             return {name: member.read() for name, member in files if member is not None}
 
 
-def _check_members(
-    sizes: Sequence[tuple[str, int]], names: Sequence[str], most: int
-) -> None:
-    """Raise a ValueError unless an archive of `most` bytes stores these files."""
-    found = [name for name, _ in sizes]
-    if sorted(found) != sorted(names):
-        differing = sorted({*found} ^ {*names}) or found
-        raise ValueError(f"it has other members than listed: {differing!r:.200}")
+def _check_members(sizes: Sequence[tuple[str, int]], digest: bytes, most: int) -> None:
+    """Raise a ValueError unless an archive of `most` bytes stores the listed files."""
+    names = [name for name, _ in sizes]
+    if _digest_of(names) != digest:
+        raise ValueError(f"its members differ from those listed: {names!r:.200}")
     if sum(size for _, size in sizes) > most:
         raise ValueError("its members are larger than the archive")
 

@@ -797,7 +797,9 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
         "type": kind.__name__ if own else "ReplicaError",
         "error": shown(f"{kind.__module__}.{kind.__qualname__}"),
         "summary": shown(summary, MOST_TEXT),
-        "notes": [shown(str(n), MOST_TEXT) for n in getattr(error, "__notes__", ())],
+        "notes": tuple(
+            shown(str(n), MOST_TEXT) for n in getattr(error, "__notes__", ())
+        ),
         "traceback": shown("".join(traceback.format_exception(error)), MOST_TEXT),
         "step": step,
     }

@@ -348,7 +348,9 @@ class TestReading:
         content["files"][1]["members"] = members
         manifest.write_bytes(sealed(content))
 
-        with pytest.raises(DataError, match=r"shard-00001.* is damaged: .*other mem"):
+        with pytest.raises(
+            DataError, match=r"shard-00001.* is damaged: .*members diff"
+        ):
             files(url).load(1)
 
     def test_any_change_of_the_manifest_is_refused_or_changes_no_row(self, url):

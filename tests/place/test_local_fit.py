@@ -89,7 +89,7 @@ def test_the_model_comes_back_in_evaluation_mode():
     for _ in range(2):
         own.fit(X, Y, batch_size=240)
         assert not any(module.training for module in own.model_.modules())
-    assert MODES == [False, True, True] * 2
+    assert MODES == [False, False, True, True] * 2
 
 
 def test_replicas_share_the_threads_of_torch(tmp_path):

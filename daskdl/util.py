@@ -6,6 +6,7 @@ daskdl, and torch of the same minor version: `check_installed` compares them, an
 workers that join later are checked when they arrive.
 """
 
+import ast
 import asyncio
 import contextlib
 import ctypes
@@ -13,9 +14,11 @@ import importlib
 import logging
 import os
 import platform
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import dask
@@ -27,6 +30,9 @@ from distributed import Client, LocalCluster, Worker, default_client
 from distributed.core import Status
 from distributed.deploy import Cluster
 from distributed.diagnostics.plugin import WorkerPlugin
+from distributed.threadpoolexecutor import rejoin
+from distributed.threadpoolexecutor import thread_state as pool_state
+from distributed.worker import secede, thread_state
 
 from daskdl.config import VERSION, Timeouts
 from daskdl.errors import OptionError, RunError, WaitTimeoutError
@@ -138,6 +144,7 @@ def client_or_process(
     """Yield a synchronous client, or False; close a cluster started here on exit."""
     found = running_client() if client is None else client
     if found is None:
+        check_main_guard("client=False trains and predicts in this process instead")
         with local_client() as own:
             logger.info("no client was given: started %s", own.cluster)
             yield own
@@ -159,13 +166,79 @@ def client_or_process(
                 f"{found.status!r} and asynchronous={found.asynchronous}; use "
                 "Client(...) without asynchronous=True"
             )
-    yield found
+    with contextlib.nullcontext() if found is False else _slot_freed():
+        yield found
+
+
+@contextlib.contextmanager
+def _slot_freed() -> Iterator[None]:
+    """Free the slot of the Dask task that waits here, as `dask.compute` does.
+
+    Tasks that it waits for may be run by the same worker, which may have one thread.
+    """
+    in_task = getattr(thread_state, "key", None) is not None
+    if not in_task or not getattr(pool_state, "proceed", False):
+        yield  # in no task, or in one that has seceded
+        return
+    secede()
+    try:
+        yield
+    finally:
+        rejoin()
 
 
 def _client_instead_of(found: Any) -> str:
     if isinstance(found, str):
         return f"; write Client({found!r})"
     return "; write Client(cluster)" if isinstance(found, Cluster) else ""
+
+
+def check_main_guard(alternative: str) -> None:
+    """Refuse to start processes from the top level of a script without a guard.
+
+    Each new process imports the script, which would start processes once more. A
+    script that compares `__name__` before its current line is trusted, and so is code
+    that new processes do not import: of ``python -c``, a prompt or a notebook, of a
+    package's ``__main__.py`` run with ``-m``, or frozen.
+
+    Args:
+        alternative: What works without a guard, for the message.
+    """
+    main = sys.modules.get("__main__")
+    path = getattr(main, "__file__", None)
+    name = getattr(getattr(main, "__spec__", None), "name", "")
+    setting = "distributed.worker.multiprocessing-method"
+    if (
+        path is None
+        or name.rpartition(".")[2] == "__main__"
+        or getattr(sys, "frozen", False)
+        or dask.config.get(setting) == "fork"
+    ):
+        return
+    frame = sys._getframe()
+    while not (
+        frame.f_code.co_name == "<module>"
+        and frame.f_globals is vars(main)
+        and Path(frame.f_code.co_filename).absolute() == Path(path).absolute()
+    ):
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # such as a notebook, or compiled code
+        return
+    compared = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Compare | ast.Match) and node.lineno <= frame.f_lineno
+    )
+    if not any("__name__" in ast.unparse(node) for node in compared):
+        raise OptionError(
+            f"{path} starts worker processes, which import it, in line "
+            f'{frame.f_lineno} outside of if __name__ == "__main__":; move that code '
+            f"below such a line; {alternative}"
+        )
 
 
 @contextlib.contextmanager

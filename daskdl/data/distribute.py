@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, TypeVar
 
+import dask
 from distributed import Client, Future, Worker, as_completed, get_client, get_worker
 from distributed.client import FutureCancelledError
 from distributed.utils_comm import gather_from_workers
@@ -41,6 +42,20 @@ def release(futures: Iterable[Any]) -> None:
     """Release futures; the scheduler would log every key that is cancelled instead."""
     for future in futures:
         future.release()
+
+
+def check_annotations() -> None:
+    """Refuse placement by an enclosing `dask.annotate`: the caller places its tasks.
+
+    Dask would apply it to tasks that are bound to a worker, which might then never run.
+    """
+    placement = {"workers", "allow_other_workers", "resources"}
+    if refused := sorted(placement.intersection(dask.get_annotations())):
+        raise OptionError(
+            "tasks of daskdl are placed on all workers of the client, got an enclosing "
+            f"dask.annotate({', '.join(f'{name}=' for name in refused)}); call it "
+            "outside of that block, and annotate only the data in it"
+        )
 
 
 def workers_of(client: Client) -> list[str]:
@@ -545,6 +560,7 @@ class _Pass:
     ) -> None:
         self._source = source
         self._client = client
+        check_annotations()
         self._workers = workers_of(client)
         check_installed(client)
         self._timeouts = Timeouts.from_config()

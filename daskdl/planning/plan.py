@@ -28,6 +28,7 @@ from daskdl.serialization import Packed, copied
 from daskdl.thresholds import LinkAlgorithm
 from daskdl.training.fit_spec import starting_model
 from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.util import check_main_guard
 
 SHOWN = 16  # rows; a longer table shows powers of two and the last row
 HEADINGS = ("workers", "efficiency", "samples/s", "step ms", "limit", "carried")
@@ -171,6 +172,8 @@ def plan(
             "link must be a daskdl.Network where workers compute on CUDA, got None: on "
             "one machine they would share its devices"
         )
+    if link is None:
+        check_main_guard("with a link, no other process is needed")
     spec = _spec(model, batch, loss, optimizer, master, threads)
     measured = _measure(spec, counts[-1] if link is None else 1)
     rows = tuple(predict(measured, master, link, count) for count in counts)

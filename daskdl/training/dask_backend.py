@@ -37,6 +37,7 @@ from daskdl.config import Bound
 from daskdl.data.distribute import (
     DataPlacement,
     answers_of,
+    check_annotations,
     new_key,
     responsive,
     scatter,
@@ -236,6 +237,7 @@ def assign_workers(
     master: TrainingMaster, client: Client, most: int, first: int = 0
 ) -> dict[int, str]:
     """Choose the worker of each initial replica, by number from `first`."""
+    check_annotations()
     workers = workers_of(client)
     try:
         each = replicas_on(master, client, workers)
@@ -462,19 +464,19 @@ class DaskBackend(Backend):
         there = {*self._futures, *replicas}
         per_worker = Counter(self.workers[replica] for replica in there)
         for replica, worker in replicas.items():
-            self._futures[replica] = self._client.submit(
-                train_replica,
-                *self._sent,
-                replica,
-                per_worker[worker],
-                self._routing,
-                initial=replica in self._initial,
-                key=protocol.task_key(self._spec.run, replica),
-                workers=[worker],
-                allow_other_workers=False,
-                pure=False,
-                retries=0,
-            )
+            with dask.annotate(retries=0):  # an enclosing one would count otherwise
+                self._futures[replica] = self._client.submit(
+                    train_replica,
+                    *self._sent,
+                    replica,
+                    per_worker[worker],
+                    self._routing,
+                    initial=replica in self._initial,
+                    key=protocol.task_key(self._spec.run, replica),
+                    workers=[worker],
+                    allow_other_workers=False,
+                    pure=False,
+                )
         self._sent = [], {}
 
     def _unassign(self, replicas: Iterable[int]) -> None:

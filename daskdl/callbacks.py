@@ -79,7 +79,8 @@ class Step(_StepFields):
         resume. `fit` returns as usual, and `history.stopping` has the reason.
 
         Args:
-            reason: Added to ``history.stopping.details``.
+            reason: Added to ``history.stopping.details``; the middle of a text of more
+                than 500 characters is replaced.
         """
         self.stopped = reason
 

@@ -50,6 +50,23 @@ def guarded(action: Callable[[], T], failed: Callable[[Exception], T]) -> T:
         return failed(error)
 
 
+def text_of(error: BaseException, *, named: bool = True) -> str:
+    """Return an exception's message, which code of the user may have to make.
+
+    Args:
+        error: Any exception.
+        named: Begin with the name of its class.
+
+    Returns:
+        The message; if ``str(error)`` raises, the name of the class and why.
+    """
+    name = type(error).__name__
+    return guarded(
+        lambda: f"{name}: {error}" if named else str(error),
+        lambda cause: f"{name} (its __str__ raises {type(cause).__name__})",
+    )
+
+
 def settle(future: "Future[T]", action: Callable[[], T]) -> None:
     """Call a function, and store its result or exception in a future.
 

@@ -47,7 +47,7 @@ from daskdl.errors import (
 from daskdl.objective import call
 from daskdl.serialization import Packed, PackedModel
 from daskdl.training.replica import torch_threads
-from daskdl.util import guarded
+from daskdl.util import guarded, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +83,8 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        name = "" if isinstance(error, DaskDLError) else f"{type(error).__name__}: "
-        return cls(f"{name}{error}", "".join(traceback.format_exception(error)))
+        summary = text_of(error, named=not isinstance(error, DaskDLError))
+        return cls(summary, "".join(traceback.format_exception(error)))
 
     def error(self, what: str) -> ModelError:
         """Return the error to raise in the caller."""

@@ -92,7 +92,7 @@ from daskdl.training.fit_spec import (
 from daskdl.training.replica import FitResult, check_device
 from daskdl.training.telemetry import Reports, RowLog, add_telemetry
 from daskdl.training.tree_reduce import load_optimizer_
-from daskdl.util import guarded, installed_meanwhile, versions
+from daskdl.util import guarded, installed_meanwhile, text_of, versions
 
 if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib
     from daskdl.evaluation.metric_state import MetricSpec
@@ -510,9 +510,7 @@ class FitRun:
                 where = f"replica {replica} on {self._backend.workers[replica]}"
                 if isinstance(error, DaskDLError):
                     raise type(error)(f"{where}: {error}") from error
-                raise ReplicaError(
-                    f"{where} failed: {type(error).__name__}: {error}"
-                ) from error
+                raise ReplicaError(f"{where} failed: {text_of(error)}") from error
 
     def _error_of(self, event: ReplicaFailed) -> Exception:
         """Make the error that `fit` raises, with the replica's error as its cause."""

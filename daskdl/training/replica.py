@@ -97,7 +97,7 @@ from daskdl.training.telemetry import (
     telemetry_of,
 )
 from daskdl.training.tree_reduce import Reduced, optimizer_arrays, rest_of
-from daskdl.util import freed_memory_kept, guarded
+from daskdl.util import freed_memory_kept, guarded, text_of
 
 if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib
     from daskdl.evaluation.metric_state import MetricSpec
@@ -134,6 +134,7 @@ class FitResult:
 
 # Batches that a replica keeps to score models at the end of an epoch, and the steps
 # between two of them while there are fewer: four scores take as long as 1.4 steps.
+MOST_REASON = 500  # characters of `Step.stop`, sent with every later lease request
 MOST_SCORED, SCORED_EVERY = 4, 64
 LIVE_S = 1.0  # least time between two reports for the dashboard, in an epoch
 
@@ -457,7 +458,7 @@ class Replica:
             for callback in callbacks:
                 callback.on_step_end(step)
             if step.stopped is not None:
-                reason = f": {step.stopped}" if step.stopped else ""
+                reason = shown(f": {step.stopped}", MOST_REASON) if step.stopped else ""
                 where = f"at step {self.steps} of replica {self._number}"
                 totals.stop = f"a callback stopped the fit {where}{reason}"
         resumed = enter("exchange")
@@ -792,13 +793,15 @@ def failure_of(error: Exception, step: int) -> dict[str, Any]:
     """Describe an exception in plain values."""
     kind = type(error)
     own = kind.__module__ == errors.__name__
-    summary = str(error) if own else f"{kind.__name__}: {error}"
+    notes = getattr(error, "__notes__", ())
     return {
         "type": kind.__name__ if own else "ReplicaError",
         "error": shown(f"{kind.__module__}.{kind.__qualname__}"),
-        "summary": shown(summary, MOST_TEXT),
+        "summary": shown(text_of(error, named=not own), MOST_TEXT),
         "notes": tuple(
-            shown(str(n), MOST_TEXT) for n in getattr(error, "__notes__", ())
+            shown(note, MOST_TEXT)
+            for note in (notes if isinstance(notes, list | tuple) else ())
+            if isinstance(note, str)
         ),
         "traceback": shown("".join(traceback.format_exception(error)), MOST_TEXT),
         "step": step,

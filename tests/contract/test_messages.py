@@ -142,11 +142,38 @@ def test_a_long_failure_is_shortened():
     check({"failure": failure_of(error, step=3)}, {"failure": Failure})
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        return self.text  # never set
+
+
+def with_notes(notes):
+    error = RuntimeError("boom")
+    error.__notes__ = notes
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "summary"),
+    [
+        (Unprintable("boom"), "Unprintable (its __str__ raises AttributeError)"),
+        (with_notes(5), "RuntimeError: boom"),
+        (with_notes([Unprintable(), "a note"]), "RuntimeError: boom"),
+    ],
+)
+def test_an_exception_without_a_readable_text_is_reported(error, summary):
+    failure = failure_of(error, step=3)
+
+    check({"failure": failure}, {"failure": Failure})
+    assert failure["summary"] == summary
+    assert type(error).__name__ in failure["traceback"]
+
+
 def test_a_failure_that_names_a_file_of_any_bytes_can_be_sent():
     error = ValueError(os.fsdecode(b"cannot read bad\xff.npy"))
     error.add_note(str(error))
 
     failure = failure_of(error, step=3)
 
-    assert msgpack.loads(msgpack.dumps(failure)) == failure
+    assert msgpack.loads(msgpack.dumps(failure), use_list=False) == failure
     assert failure["summary"] == r"ValueError: cannot read bad\udcff.npy"

@@ -419,14 +419,25 @@ class Parameterless(nn.Module):
         return x.to(next(self.parameters()).device)
 
 
+class UnprintableError(Exception):
+    def __str__(self):
+        return self.text  # never set
+
+
+class Unprintable(nn.Linear):
+    def forward(self, x):
+        raise UnprintableError
+
+
 @pytest.mark.parametrize(
     ("model", "columns", "message"),
     [
         (nn.Linear(4, 3), 3, r"failed on 2 rows, X: shape \(2, 3\)"),
+        (Unprintable(4, 3), 4, "UnprintableError"),
         (Parameterless(), 4, "StopIteration"),  # asyncio cannot pass it on
         (nn.Flatten(0), 4, r"one row per example, .* \(8,\) for 2 rows"),
     ],
-    ids=["shape", "iteration", "no rows"],
+    ids=["shape", "unprintable", "iteration", "no rows"],
 )
 def test_an_error_of_the_model_is_raised_with_its_traceback(model, columns, message):
     with here(model) as predictor, pytest.raises(ModelError, match=message) as error:

@@ -66,6 +66,11 @@ class KeyError2(KeyError):
     """Has the name of no built-in exception."""
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        return self.text  # never set
+
+
 def undecodable():
     return UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no text")
 
@@ -104,6 +109,15 @@ def test_the_caller_gets_an_exception_as_text_and_a_built_in_one_as_the_cause(
     assert (found and type(found)) is cause
     assert found is None or str(error).strip("'") in str(found)
     assert OPENED == []
+
+
+def test_an_exception_without_a_readable_text_ends_the_fit_with_the_name_of_its_class():
+    own = trainer(False, master=TWO, callbacks=[FailAt(Unprintable)])
+
+    with pytest.raises(ReplicaError, match=r"replica 1 .*: Unprintable ") as caught:
+        own.fit(X, Y, epochs=100)
+
+    assert "raise self.make()" in str(caught.value)
 
 
 @pytest.mark.parametrize("where", ["worker", "client"])

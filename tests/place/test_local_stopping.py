@@ -1,6 +1,7 @@
 """Fits among threads that end early."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -126,6 +127,20 @@ def test_a_callback_ends_the_fit_for_all(monkeypatch, replicas, tmp_path):
     assert len(resumed) == len(history) + 1
     assert resumed[-1]["examples"] == len(X)
     assert resumed.stopping is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "details"),
+    [("bad\udcff.npy", r"bad\\udcff\.npy"), ("x" * 10**6, "x+ ... [0-9]+ more ... x+")],
+)
+def test_the_reason_of_a_stop_is_a_bounded_text_that_can_be_sent(reason, details):
+    own = trainer(False, callbacks=[StopsAt(2, reason)])
+
+    stopping = own.fit(X, Y, epochs=2, batch_size=4).stopping
+
+    where = "a callback stopped the fit at step 2 of replica 0: "
+    assert re.fullmatch(where + details, stopping.details)
+    assert len(stopping.details.encode()) < 600
 
 
 def test_a_stopped_fit_returns_the_best_model():

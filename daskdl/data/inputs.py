@@ -4,10 +4,10 @@ A new kind of data is a subclass of :class:`~daskdl.data.source.Source` and a li
 :func:`source_of`.
 """
 
+import copy
 import functools
 import logging
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,6 @@ from daskdl.data import batching, tables
 from daskdl.data.batching import Batch, Transform, Tree, Weighted
 from daskdl.data.checks import UNREADABLE, is_left_out, join_readable, load_each
 from daskdl.data.dask_collections import (
-    Collections,
     Share,
     columns,
     is_bag,
@@ -266,33 +265,37 @@ def source_of(
         X, y, read, shuffle_seed, labelled, accumulate=accumulate, classes=classes
     )
     expected = read.expected_columns
+    trained = None if read.columns is None else expected
+    return matched(source, expected, trained, classes)
+
+
+def matched(
+    source: Source,
+    expected: Columns,
+    trained: Columns | None,
+    classes: Sequence[str] | None = None,
+) -> Source:
+    """Return the source with its columns in the expected order.
+
+    Args:
+        source: Rows of any kind.
+        expected: Names of the columns, by place.
+        trained: Those that a model was trained on; None: it has not been trained.
+        classes: See `Source.arranged`.
+
+    Warns:
+        UserWarning: If only the data, or only those that the model was trained on, have
+            names of columns. Where names are not known yet, the first look at the parts
+            warns.
+    """
     arranged = source.arranged(expected, classes)
-    _warn_of_positions(source, read.columns, expected)
+    if source.first is None or source.columns is None:
+        arranged = copy.copy(arranged)
+        arranged.trained = trained
+    else:
+        rows = NamedRows.of(source.first, source.columns)
+        rows.warn_of_positions(expected, trained)
     return arranged
-
-
-def _warn_of_positions(
-    source: Source, trained: Columns | None, expected: Columns
-) -> None:
-    """Warn where columns can only be matched by position."""
-    if source.columns is None:
-        return
-    for place, names in source.columns.items():
-        if trained is not None and place not in expected:
-            warnings.warn(
-                f"{place} has names of columns, {few(names)}, and the data that the "
-                "model was trained on have none: columns are matched by position",
-                stacklevel=3,
-            )
-    if source.here or isinstance(source, Collections):
-        for place in batching.named_both(source.first or ((), None)):
-            if place in expected and place not in source.columns:
-                warnings.warn(
-                    f"{place} has no names of columns, and the data that the model was "
-                    f"trained on have the columns {few(expected[place])}: columns are "
-                    "matched by position",
-                    stacklevel=3,
-                )
 
 
 def _unarranged(
@@ -546,7 +549,20 @@ def infer_metadata(
                 _check_alike(rows_of_part, usual_rows, source.name(part))
     known.classes = known.classes or usual_rows.classes
     columns = {**usual_rows.columns, **(source.columns or {})}
+    if source.first is None:
+        _warn_of_parts(source, facts, columns)
     return known.arranged(columns, known.classes)
+
+
+def _warn_of_parts(source: Source, facts: Sequence[Facts], columns: Columns) -> None:
+    """Warn where columns can only be matched by position, once for parts alike."""
+    seen = set()
+    for part, fact in enumerate(facts):
+        if fact.rows and fact.first is not None:
+            rows = NamedRows.of(fact.first)
+            if (places := frozenset(rows.columns)) not in seen:
+                seen.add(places)
+                rows.warn_of_positions(columns, source.trained, source.name(part))
 
 
 def _check_alike(rows: NamedRows, usual: NamedRows, name: str) -> None:

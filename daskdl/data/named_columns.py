@@ -6,6 +6,7 @@ exports, and the columns of any later table are put into their order. An array h
 names: its columns are taken by position.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -77,7 +78,8 @@ class NamedRows(tuple[Tree, Tree]):
     """Rows (x, y), and the names of the columns of their tables.
 
     Attributes:
-        columns: Names along the last axis of the arrays that come from tables.
+        columns: Names along the last axis of the arrays that come from tables. An
+            array without names has none, in whatever order its columns are taken.
         classes: Names of the labels 0, 1, ..., if a categorical column has them.
 
     Example:
@@ -123,7 +125,36 @@ class NamedRows(tuple[Tree, Tree]):
                 array = _arranged(array, label, self.columns.get(place), wanted[place])
             arrays.append(array)
         rows = batching.filled((self[0], self[1]), arrays)
-        return self.of(rows, {**self.columns, **wanted}, self.classes)
+        columns = {p: wanted.get(p, names) for p, names in self.columns.items()}
+        return self.of(rows, columns, self.classes)
+
+    def warn_of_positions(
+        self, wanted: Columns, trained: Columns | None, where: str = ""
+    ) -> None:
+        """Warn where columns can only be matched by position.
+
+        Args:
+            wanted: Names that are expected.
+            trained: Names of the data that a model was trained on; None: not trained.
+            where: The part of the rows, for messages.
+        """
+        for place in batching.named_both(self):
+            label = f"{place} of {where}" if where else place
+            names = self.columns.get(place)
+            if names is not None and trained is not None and place not in trained:
+                warnings.warn(
+                    f"{label} has names of columns, {few(names)}, and the data that "
+                    "the model is trained on have none: columns are matched by "
+                    "position",
+                    stacklevel=3,
+                )
+            elif names is None and place in wanted:
+                warnings.warn(
+                    f"{label} has no names of columns, and the data that the model is "
+                    f"trained on have the columns {few(wanted[place])}: columns are "
+                    "matched by position",
+                    stacklevel=3,
+                )
 
 
 def _arranged(

@@ -100,6 +100,8 @@ class Source(ABC):
         classes: Names of the labels 0, 1, ..., or None.
         columns: Names of the columns of the arrays that `load` makes of tables; None:
             not known before a part is loaded.
+        trained: Names of the columns that a model was trained on, with which those of
+            the first rows are still to be compared; None: there is nothing to compare.
         here: Whether the rows are in this process's memory.
         left_out: Number of unreadable examples, which are in no part; each file of a
             part of unknown length counts as one example.
@@ -116,6 +118,7 @@ class Source(ABC):
     sequential: bool = False
     classes: Sequence[str] | None = None
     columns: Columns | None = NO_COLUMNS
+    trained: Columns | None = None
     here: bool = False
     left_out: int = 0
     unlike: Sequence[Kinds] | None = None

@@ -164,8 +164,10 @@ def _source(
     source = source_of(X, y, read, labelled=labelled, classes=classes)
     checks.check_same_classes(source, classes)
     if dask_collections.is_bag(X) or dask_collections.is_lazy_list(X):
+        trained = source.trained
         source = Examples(X, key if isinstance(key, bool) else None)
         source = source.arranged(read.expected_columns, classes)
+        source.trained = trained
         if read.skips:
             source = source.stacked()
     if keys is not None and keys.lazy and isinstance(source, Collections):

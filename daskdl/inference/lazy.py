@@ -197,7 +197,7 @@ class Examples(Collections):
         """Return the same data for examples of one shape: parts have rows."""
         finish = self.reader.stacked
         source = Collections(self.partitions, finish, first=self.first)
-        source.columns = self.columns
+        source.columns, source.trained = self.columns, self.trained
         return source
 
     @override
@@ -228,6 +228,8 @@ def with_first_rows(source: S, client: Client | Literal[False]) -> S:
                     known.reader = dataclasses.replace(known.reader, keyed=keyed)
                 first = NamedRows.of(facts.first)
                 columns = {**first.columns, **(source.columns or {})}
+                if source.first is None:
+                    first.warn_of_positions(columns, source.trained, source.name(part))
                 return known.arranged(columns, first.classes)
     raise DataError(f"X must not be empty, got no rows in {source.parts} parts")
 

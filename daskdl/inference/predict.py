@@ -86,7 +86,9 @@ def predict(
             workers_of(found)  # at least one
         source = source_of(X, None, read, labelled=False)
         if is_bag(X) or is_lazy_list(X):
+            trained = source.trained
             source = Examples(X, keyed).arranged(read.expected_columns)
+            source.trained = trained
         source = with_first_rows(source, found)
         packed = PackedModel(model, here=found is False and not is_lazy(X))
         none = no_outputs(packed.unpack(), source, read.transform, which, postprocess)

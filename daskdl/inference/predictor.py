@@ -82,8 +82,11 @@ class Call:
     begun: bool = False
 
     @classmethod
-    def of(cls, x: Any, most: int, columns: Columns = NO_COLUMNS) -> "Call":
-        """Check and copy the rows of a call, at most `most`, with these columns."""
+    def of(cls, x: Any, most: int, columns: Columns | None = None) -> "Call":
+        """Check and copy the rows of a call, at most `most`.
+
+        `columns` are those that the model was trained on; None: unknown.
+        """
         check_structure(x, None)
         names, rows = columns_in(x, None), {}
         x = batching.filled(
@@ -108,7 +111,9 @@ class Call:
                 "cut it into several calls, or use predict"
             )
         copied = batching.mapped(lambda leaf: np.array(as_numpy(leaf), order="C"), x)
-        copied, _ = NamedRows.of((copied, None), names).arranged(columns)
+        named = NamedRows.of((copied, None), names)
+        named.warn_of_positions(columns or NO_COLUMNS, columns)
+        copied, _ = named.arranged(columns or NO_COLUMNS)
         tensors = all(isinstance(leaf, Tensor) for leaf in batching.leaves(x))
         kind = batching.mapped(lambda leaf: [leaf.shape[1:], leaf.dtype.str], copied)
         return cls(copied, count, repr(kind), tensors, time.monotonic())
@@ -504,6 +509,7 @@ class Predictor:
         columns: Names of the columns of tables, in the order that the model expects, by
             place, such as ``{"X": ("age", "height")}``: those that a trainer's model
             was trained on, and that a `Normalization` as the transform was fitted on.
+            None: unknown; empty: a trainer's model was trained on arrays.
 
     Raises:
         OptionError: If an option is not allowed, or there are no workers.
@@ -541,7 +547,8 @@ class Predictor:
                 f"{output!r}"
             )
         self._output = output
-        self.columns = ReadOptions(transform=transform).expected_columns
+        expected = ReadOptions(transform=transform).expected_columns
+        self.columns: Columns | None = expected or None
         packed = self._packed(model, here=client is False)
         made = None if transform is None else Packed(transform, "transform")
         self._batch_limit = batch_limit

@@ -43,7 +43,7 @@ from daskdl.data.checks import (
     unweighted,
 )
 from daskdl.data.export import ExportOptions, temporary_batches
-from daskdl.data.inputs import infer_metadata, merge_small_parts
+from daskdl.data.inputs import infer_metadata, matched, merge_small_parts
 from daskdl.data.named_columns import NO_COLUMNS
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.errors import (
@@ -650,7 +650,11 @@ def _counted(
     if "validation" in sources:
         with of_validation():
             source = sources["validation"]
-            source = source.arranged(counted["train"].columns or NO_COLUMNS)
+            columns = counted["train"].columns or NO_COLUMNS
+            if sources["train"].columns is None:  # so they have not been compared yet
+                source = matched(source, columns, columns)
+            else:
+                source = source.arranged(columns)
             counted["validation"] = infer_metadata(source, client, skips=skips)
             check_same_classes(counted["validation"], counted["train"].classes)
     return counted

@@ -1,6 +1,8 @@
 """Columns of tables are matched by name, whatever their order, in every method."""
 
 import dask
+import dask.array as da
+import dask.bag as db
 import dask.dataframe as dd
 import numpy as np
 import pandas as pd
@@ -9,9 +11,10 @@ import pytest
 import torch
 from dask import delayed
 from torch import nn
+from torch.utils.data import Dataset, IterableDataset
 
 import daskdl
-from daskdl.data import Csv, MinMax, Normalization, Parquet, Standardize
+from daskdl.data import Csv, MinMax, Normalization, Npz, Parquet, Standardize
 from daskdl.data import export as export_data
 from daskdl.data import validate as validate_data
 
@@ -133,6 +136,8 @@ def fitted_again(own, X, y, options):
 
 def joined(outputs):
     """Outputs of any kind as one array."""
+    if isinstance(outputs, db.Bag):
+        return np.asarray(outputs.compute(scheduler="sync"))
     lazy = isinstance(outputs, list)
     return np.concatenate(dask.compute(*outputs)) if lazy else np.asarray(outputs)
 
@@ -269,6 +274,114 @@ def test_columns_of_labels_are_matched_by_name():
         own.evaluate(FRAME.to_numpy(), OTHER.rename(columns={"a": "z"}))
 
 
+class Unnamed(Dataset):
+    """Rows of arrays, as a map-style dataset."""
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+class UnnamedStream(IterableDataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __iter__(self):
+        return zip(self.x, self.y, strict=True)
+
+
+def npz(x, y, folder):
+    folder.mkdir()
+    np.savez(folder / "0.npz", x=x, y=y)
+    return str(folder / "*.npz"), None, {"loader": Npz("x", "y")}
+
+
+def csv_by_index(x, y, folder):
+    table = pd.DataFrame(x, columns=["p", "q", "r"])
+    url = written([(table, y)], folder, lambda t, path: t.to_csv(path, index=False))
+    reader = Csv(features=[0, 1, 2], label="y", label_dtype="float32")
+    return url, None, {"loader": reader}
+
+
+# Data whose columns have no names, in the order of the training data.
+UNNAMED = {
+    "numpy": lambda x, y, _: (x, y, {}),
+    "torch": lambda x, y, _: (torch.tensor(x), torch.tensor(y), {}),
+    "dask.array": lambda x, y, _: (
+        da.from_array(x, chunks=(8, 3)),
+        da.from_array(y, chunks=8),
+        {},
+    ),
+    "delayed": lambda x, y, _: ([delayed((x, y))], None, {}),
+    "bag": lambda x, y, _: (db.from_sequence(zip(x, y, strict=True)), None, {}),
+    "dataset": lambda x, y, _: (Unnamed(x.copy(), y.copy()), None, {}),
+    "stream": lambda x, y, _: (UnnamedStream(x.copy(), y.copy()), None, {}),
+    "export": lambda x, y, folder: (*exported(x, y, folder), {}),
+    "npz": npz,
+    "csv by index": csv_by_index,
+}
+UNNAMED_METHODS = [evaluated, validated, fitted_again, predicted, scored]
+
+
+@pytest.mark.parametrize("method", UNNAMED_METHODS)
+@pytest.mark.parametrize("kind", UNNAMED)
+def test_data_without_names_after_a_table_are_taken_by_position_with_a_warning(
+    kind, method, tmp_path
+):
+    X, y, options = UNNAMED[kind](FRAME.to_numpy(), Y.to_numpy(), tmp_path / "data")
+    own = trained()
+
+    with pytest.warns(UserWarning, match="X.* has no names of columns, .* 'a', 'b'"):
+        assert method(own, X, y, options) < 1e-3
+
+
+@pytest.mark.parametrize("method", [evaluated, validated, fitted_again, scored])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_after_an_array_are_taken_by_position_with_a_warning(
+    kind, method, tmp_path
+):
+    X, y, options = made(kind, in_parts(FRAME), tmp_path)
+    own = trainer()
+    own.fit(FRAME.to_numpy(), Y)
+
+    with pytest.warns(UserWarning, match="X.* has names of columns, 'a', 'b', 'c'"):
+        method(own, X, y, options)
+
+
+def test_validation_without_names_beside_parts_with_names_is_warned_about():
+    parts, _, _ = delayed_parts(in_parts(FRAME), None)
+
+    with pytest.warns(UserWarning, match="X has no names of columns"):
+        trainer().fit(parts, validation=(FRAME.to_numpy(), Y))
+
+
+def test_a_part_without_names_beside_parts_with_names_is_warned_about():
+    parts, _, _ = delayed_parts(in_parts(FRAME), None)
+    parts[1] = delayed((FRAME[CUTS[1]].to_numpy(), Y[CUTS[1]]))
+
+    with pytest.warns(UserWarning, match="X of part 1 has no names of columns"):
+        trainer().fit(parts)
+
+
+def test_a_predictor_warns_of_columns_that_it_takes_by_position():
+    own = trainer()
+    own.fit(FRAME.to_numpy(), Y)
+
+    with trained().predictor() as predictor:
+        with pytest.warns(UserWarning, match="X has no names of columns, .* 'a', 'b'"):
+            outputs = predictor(FRAME.to_numpy())
+        np.testing.assert_allclose(outputs, Y, rtol=1e-6)
+    with own.predictor() as predictor:
+        with pytest.warns(UserWarning, match="X has names of columns, 'c', 'a', 'b'"):
+            predictor(OTHER)
+        predictor(FRAME.to_numpy())
+
+
 class TestArraysAndTables:
     def test_an_array_after_a_table_is_taken_by_position_with_a_warning(self):
         with pytest.warns(UserWarning, match="X has no names of columns, .* 'a', 'b'"):
@@ -322,7 +435,8 @@ class TestArraysAndTables:
         )
         reader = Csv(features=[1, 2, 0], label="y", label_dtype="float32")
 
-        loss = trained().evaluate(str(tmp_path / "x.csv"), loader=reader)["loss"]
+        with pytest.warns(UserWarning, match="X of .*x.csv has no names of columns"):
+            loss = trained().evaluate(str(tmp_path / "x.csv"), loader=reader)["loss"]
 
         assert loss < 1e-3
 
@@ -358,7 +472,6 @@ def test_a_predictor_matches_the_columns_of_tables():
         outputs = predictor(OTHER)
         with pytest.raises(daskdl.DataError, match="missing: 'a'"):
             predictor(OTHER.drop(columns="a"))
-        np.testing.assert_array_equal(predictor(FRAME.to_numpy()), outputs)
 
     np.testing.assert_allclose(outputs, Y, rtol=1e-6)
 

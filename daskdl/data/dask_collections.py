@@ -789,6 +789,12 @@ def stack(examples: Sequence[Tree]) -> Tree:
         return np.asarray(examples)  # faster
     if any(leaf is None for one in examples for leaf in batching.leaves(one)):
         raise ValueError("a value is None")
+    if any(is_frame(leaf) for one in examples for leaf in batching.leaves(one)):
+        raise DataError(
+            "an example must be made of arrays and numbers, got a table or a series, "
+            "whose names would be lost: give row[names].to_numpy(), with the same "
+            "names for all examples, or tables of many rows in a list of Delayed"
+        )
 
     def stacked(*leaves: Any) -> np.ndarray:
         return np.stack(

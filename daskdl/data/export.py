@@ -38,7 +38,7 @@ from daskdl.data.batch_files import KIND, ORIGIN, BatchFiles, Schema, named_arra
 from daskdl.data.batching import Rows
 from daskdl.data.checks import LabelCheck, stream_readable
 from daskdl.data.distribute import answers_of, map_parts, workers_of
-from daskdl.data.inputs import ReadOptions, source_of, with_columns
+from daskdl.data.inputs import ReadOptions, keeps_columns, source_of, with_columns
 from daskdl.data.manifest import File, Manifest, is_count, naming_damage
 from daskdl.data.source import STREAMED_ROWS, Source, rows_in
 from daskdl.data.storage import AnyPath, Store, at_once, store_of
@@ -512,8 +512,9 @@ def _export(
         "batch_size": int(options.batch_size),
         "classes": None if classes is None else [*map(str, classes)],
         "schema": schema.to_json(),
-        # A transform may make other columns.
-        "columns": {} if options.transform else dict(source.columns or {}),
+        "columns": dict(source.columns or {})
+        if keeps_columns(options.transform)
+        else {},
         "made_from": dict(made_from),
     }
     Manifest(tuple(files), content).write(store, KIND)

@@ -224,6 +224,13 @@ def compose(*transforms: Transform | None) -> Transform | None:
     return functools.reduce(Compose, given) if given else None
 
 
+def keeps_columns(transform: Transform | None) -> bool:
+    """Whether the columns after a transform are those before it."""
+    if isinstance(transform, Compose):
+        return keeps_columns(transform.first) and keeps_columns(transform.then)
+    return transform is None or isinstance(transform, FittedTransform)
+
+
 def _fitted(transform: Transform | None) -> Iterator[FittedTransform]:
     """Yield the transforms that know the columns of their data."""
     if isinstance(transform, FittedTransform):
@@ -289,12 +296,12 @@ def matched(
             warns.
     """
     arranged = source.arranged(expected, classes)
-    if source.first is None or source.columns is None:
-        arranged = copy.copy(arranged)
-        arranged.trained = trained
-    else:
+    if source.first is not None and source.columns is not None:
         rows = NamedRows.of(source.first, source.columns)
         rows.warn_of_positions(expected, trained)
+    elif arranged.trained != trained:
+        arranged = copy.copy(arranged)
+        arranged.trained = trained
     return arranged
 
 
@@ -419,6 +426,8 @@ def _stacked(tree: Tree, name: str) -> Tree:
             raise DataError(f"{name} must not be empty, got an empty list")
         try:
             return stack(leaf)
+        except DataError:
+            raise
         except ValueError as error:
             raise DataError(
                 f"the items of {name} must all have one shape: {error}; pad them to "
@@ -529,13 +538,16 @@ def infer_metadata(
         batching.kinds(fact.first) if fact.rows and fact.first is not None else ()
         for fact in facts
     ]
-    ((usual, _),) = Counter(filter(None, kinds)).most_common(1)
+    forms = [
+        (kind, _sorted_names(fact)) for kind, fact in zip(kinds, facts, strict=True)
+    ]
+    ((form, _),) = Counter(form for form in forms if form[0]).most_common(1)
+    usual_first = facts[forms.index(form)].first
     if source.first is None:
-        known.first = facts[kinds.index(usual)].first
+        known.first = usual_first
     if len({*kinds} - {()}) > 1:
         kept = known.parts == source.parts  # otherwise parts without rows are left out
         known.unlike = kinds if kept else [*filter(None, kinds)]
-    usual_first = facts[kinds.index(usual)].first
     assert usual_first is not None, "a part without rows has no kinds"
     usual_rows = NamedRows.of(usual_first)
     for part, fact in enumerate(facts):
@@ -563,6 +575,14 @@ def _warn_of_parts(source: Source, facts: Sequence[Facts], columns: Columns) -> 
             if (places := frozenset(rows.columns)) not in seen:
                 seen.add(places)
                 rows.warn_of_positions(columns, source.trained, source.name(part))
+
+
+def _sorted_names(fact: Facts) -> Sequence[tuple[str, Sequence[str]]]:
+    """Names of the columns of a part by place, in whatever order they are."""
+    if fact.first is None:
+        return ()
+    columns = NamedRows.of(fact.first).columns
+    return tuple((place, tuple(sorted(columns[place]))) for place in sorted(columns))
 
 
 def _check_alike(rows: NamedRows, usual: NamedRows, name: str) -> None:

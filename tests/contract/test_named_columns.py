@@ -274,6 +274,50 @@ def test_columns_of_labels_are_matched_by_name():
         own.evaluate(FRAME.to_numpy(), OTHER.rename(columns={"a": "z"}))
 
 
+def test_the_names_of_most_parts_are_those_that_count():
+    parts, _, _ = delayed_parts(in_parts(OTHER), None)
+    renamed = FRAME.rename(columns={"a": "z"})
+    parts = [delayed((renamed[CUTS[0]], Y[CUTS[0]])), *parts]
+    own = trainer()
+
+    history = own.fit(parts, on_bad_batch="skip")
+
+    assert own.feature_names_in_ == ("c", "a", "b")
+    assert history[-1]["examples"] == 24
+
+
+def test_a_normalized_export_keeps_the_names(tmp_path):
+    fitted = Standardize().fit(FRAME, client=False)
+    url = str(tmp_path / "batches")
+    export_data(FRAME, Y, url=url, batch_size=8, transform=fitted, client=False)
+    own = trainer()
+    own.fit(url)
+
+    assert own.feature_names_in_ == ("a", "b", "c")
+    plain = own.evaluate(FRAME, Y, transform=fitted)
+    assert own.evaluate(url) == pytest.approx(plain)
+    assert own.evaluate(OTHER, Y, transform=fitted) == plain
+
+
+def test_an_export_of_a_function_of_the_rows_has_no_names(tmp_path):
+    url = tmp_path / "batches"
+    export_data(
+        FRAME, Y, url=url, batch_size=8, transform=lambda batch: batch, client=False
+    )
+
+    assert daskdl.data.BatchFiles(url).columns == {}
+
+
+@pytest.mark.parametrize("method", ["evaluate", "score_examples", "fit"])
+@pytest.mark.parametrize("kind", ["bag", "list"])
+def test_series_as_examples_are_refused(kind, method):
+    rows = [(row, y) for (_, row), y in zip(OTHER.iterrows(), Y, strict=True)]
+    data = rows if kind == "list" else db.from_sequence(rows, npartitions=2)
+
+    with pytest.raises(daskdl.DataError, match=r"got a table or a series, .*to_numpy"):
+        joined(getattr(trained(), method)(data))
+
+
 class Unnamed(Dataset):
     """Rows of arrays, as a map-style dataset."""
 

@@ -252,7 +252,8 @@ def donors(have: Have, asker: int) -> list[int]:
     if not fit:
         raise ChannelError(
             "updates are out of reach: no replica has received all that the others "
-            f"have published, {own}, and those do not keep them any more"
+            f"have published, {own}, and those do not keep them any more; if the fit "
+            "writes checkpoints, continue from the last one with fit(resume=...)"
         )
     same = max(fit, key=lambda group: _count(have[group[0]]))
     return [] if asker in same else _rotated(same, asker)

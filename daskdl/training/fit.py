@@ -5,6 +5,7 @@ chooses the workers; `train` drives the backend and collects the result; `settle
 the result into the model and returns the state for the next fit.
 """
 
+import ast
 import builtins
 import contextlib
 import functools
@@ -729,8 +730,12 @@ def _built_in(event: ReplicaFailed) -> Exception | None:
     kind = getattr(builtins, name, None) if module == "builtins" else None
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
         return None
+    text = event.summary.removeprefix(f"{name}: ")
+    argument: object = text
+    if issubclass(kind, KeyError):  # its text is the `repr` of the key
+        argument = guarded(lambda: ast.literal_eval(text), lambda _: text)
     try:
-        return kind(event.summary.removeprefix(f"{name}: "))
+        return kind(argument)
     except TypeError:  # it takes more than a text
         return None
 

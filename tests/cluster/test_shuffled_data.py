@@ -34,8 +34,8 @@ def test_a_fit_meets_the_labels_of_each_row(client, tmp_path, caplog, kind):
 
     assert 0 < history[-1]["examples"] < ROWS
     assert history[-1]["val_loss"] > 0
-    computed = caplog.text.count("the cluster computes all parts now")
-    assert computed == (kind != "deduplicated")  # which Dask shuffles by tasks
+    if kind != "deduplicated":  # which Dask shuffles by tasks without a default client
+        assert caplog.text.count("the cluster computes all parts now") == 1
 
 
 def test_other_passes_meet_the_labels_of_each_row_and_nothing_stays(client, tmp_path):

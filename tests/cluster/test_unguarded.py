@@ -18,7 +18,9 @@ from torch import nn
 from daskdl import Trainer
 
 X = np.zeros((8, 2), np.float32)
-trainer = Trainer(nn.Linear(2, 2), optimizer="SGD", lr=0.1)
+trainer = Trainer(
+    nn.Linear(2, 2), loss=nn.CrossEntropyLoss(), optimizer="SGD", lr=0.1
+)
 """
 GUARD = 'if __name__ == "__main__":\n    '
 

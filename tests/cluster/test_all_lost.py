@@ -26,11 +26,20 @@ from daskdl import (
     ParameterAveraging,
     RunError,
 )
+from daskdl.channel.protocol import NAME
 from daskdl.channel.transport import SchedulerOverDask
 from tests.support.clusters import EnoughError, cluster_of
 from tests.support.problems import kept, mlp, normalised, rows, sgd, trainer
 
 X, Y = rows()
+WITHIN_S = 60
+
+
+def wait_until_closing():
+    """In the thread of a replica: wait until daskdl knows that its worker closes."""
+    endpoints = get_worker().extensions[NAME].endpoints
+    # A replica that has left is no longer among them.
+    poll_for(lambda: all(one.closing for one in [*endpoints.values()]), WITHIN_S)
 
 
 class Leave(Callback):
@@ -40,7 +49,7 @@ class Leave(Callback):
         if (step.replica, step.epoch) == (1, 1):
             worker = get_worker()
             worker.loop.add_callback(worker.close, executor_wait=False)
-            time.sleep(0.1)
+            wait_until_closing()
 
 
 class Act(Callback):
@@ -137,12 +146,15 @@ def test_losses_are_logged_on_the_client(two, caplog):
     assert "retired" in lost[0].message
 
 
-class Slow(Callback):
-    """On workers: slows down later epochs, so that the client can act."""
+ACTS_AFTER = 6  # epoch
+
+
+class Held(Callback):
+    """On workers: the first two replicas train on only when their worker closes."""
 
     def on_epoch_begin(self, epoch):
-        if epoch.epoch > 2:
-            time.sleep(0.2)
+        if epoch.epoch > ACTS_AFTER and epoch.replica < 2:
+            wait_until_closing()
 
 
 def kept_epoch(error):
@@ -176,7 +188,11 @@ def test_when_all_retire_the_last_agreed_model_and_the_checkpoint_are_left(
 ):
     there = sorted(two.nthreads())
     own = trainer(two, master=master, model=normalised)
-    own.callbacks = [Checkpoint(tmp_path), Slow(), after_epoch(6, lambda: retire(two))]
+    own.callbacks = [
+        Checkpoint(tmp_path),
+        Held(),
+        after_epoch(ACTS_AFTER, lambda: retire(two)),
+    ]
 
     with pytest.raises(RunError) as caught:
         own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
@@ -195,8 +211,8 @@ def test_when_all_retire_the_last_agreed_model_and_the_checkpoint_are_left(
 @pytest.mark.slow
 def test_a_lost_scheduler_is_noticed_at_once_and_the_model_is_kept(tmp_path):
     with Processes(tmp_path) as processes, processes.client() as client:
-        own = trainer(client, callbacks=[Checkpoint(tmp_path / "c"), Slow()])
-        own.callbacks.append(after_epoch(6, processes.kill_scheduler))
+        own = trainer(client, callbacks=[Checkpoint(tmp_path / "c"), Held()])
+        own.callbacks.append(after_epoch(ACTS_AFTER, processes.kill_scheduler))
 
         with pytest.raises(ChannelError) as caught:
             own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
@@ -283,8 +299,8 @@ def test_after_the_loss_of_all_workers_the_fit_goes_on_with_others(
     two, master, checkpointed, tmp_path, caplog
 ):
     own = trainer(two, master=master, model=normalised, scheduler=halved)
-    own.callbacks = [Slow(), SeenRates(tmp_path)]
-    own.callbacks.append(after_epoch(6, lambda: replaced(two)))
+    own.callbacks = [Held(), SeenRates(tmp_path)]
+    own.callbacks.append(after_epoch(ACTS_AFTER, lambda: replaced(two)))
     if checkpointed:
         own.callbacks.append(Checkpoint(tmp_path / "checkpoints"))
 
@@ -321,13 +337,13 @@ built = itertools.count()
 def late(parameters):
     """An optimizer, which every second replica gets late."""
     if next(built) % 2:
-        time.sleep(0.5)
+        time.sleep(0.5)  # no wait, but the load: building takes longer than first steps
     return sgd(parameters)
 
 
 def test_replicas_that_begin_again_know_the_grid_of_the_agreed_model(two):
     own = trainer(two, master=kept(warmup_steps=10**6), model=from_one, optimizer=late)
-    own.callbacks = [Slow(), after_epoch(6, lambda: replaced(two))]
+    own.callbacks = [Held(), after_epoch(ACTS_AFTER, lambda: replaced(two))]
 
     with dask.config.set({"daskdl.timeouts.data": "5s", "daskdl.timeouts.silence": 5}):
         history = own.fit(X, Y, epochs=10, batch_size=16)
@@ -348,8 +364,8 @@ def test_a_fit_goes_on_when_all_processes_were_killed(monkeypatch, seem_to_close
         monkeypatch.setattr("daskdl.channel.scheduler.GRACE_S", 60.0)
     best = EarlyStopping("val_loss", patience=MANY)
     with cluster_of(2) as client:
-        own = trainer(client, callbacks=[Slow(), best])
-        own.callbacks.append(after_epoch(6, lambda: kill(client)))
+        own = trainer(client, callbacks=[Held(), best])
+        own.callbacks.append(after_epoch(ACTS_AFTER, lambda: kill(client)))
         history = own.fit(X, Y, epochs=10, batch_size=16, validation=(X, Y))
 
     assert history.column("epoch") == list(range(10))
@@ -376,7 +392,7 @@ class Close(Callback):
                 path.unlink()
                 worker = get_worker()
                 worker.loop.add_callback(worker.close, executor_wait=False)
-                time.sleep(0.1)
+                wait_until_closing()
                 return
 
 
@@ -392,7 +408,7 @@ def test_a_fit_that_always_loses_all_at_the_same_place_ends(tmp_path):
         own = trainer(client, callbacks=[Close(tmp_path, 0, times=1)])
         own.fit(X, Y, epochs=1, batch_size=16)  # goes on from the start
         assert not [*tmp_path.glob("life-*")]
-        own.callbacks = [Close(tmp_path, 2, times=99), Slow()]
+        own.callbacks = [Close(tmp_path, 2, times=99)]
         # The cluster starts no worker then, unless the lost run wants one.
         own.callbacks.append(after_epoch(0, lambda: adapt(0)))
         with (

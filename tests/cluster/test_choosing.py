@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -112,8 +111,8 @@ def test_a_worker_joins_while_models_are_compared(tmp_path, number):
             runs = dask_scheduler.extensions[NAME].runs.values()
             return [len(run.state.members.present) for run in runs]
 
+        # The third is present from its request for a snapshot on.
         poll_for(lambda: client.run_on_scheduler(present) == [3], WITHIN_S)
-        time.sleep(0.5)  # it asks for a snapshot
         (tmp_path / "joined").touch()
 
     with cluster_of(2) as client:

@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -29,14 +30,18 @@ from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from torch import Tensor
 from typing_extensions import override
 
+from daskdl.config import Timeouts
 from daskdl.data import batching, tables
 from daskdl.data.batching import Rows, Tree
-from daskdl.data.named_columns import Columns, NamedRows, columns_in
+from daskdl.data.distribute import check_annotations
+from daskdl.data.named_columns import Columns, NamedRows, columns_in, few
 from daskdl.data.source import Facts, Member, PartGraph, Source, culled
 from daskdl.data.tables import as_numpy, is_dask_array, is_frame
 from daskdl.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+MOST_WAIT_S = 5.0  # until it is checked that workers can run what is waited for
 
 Finish = Callable[..., Rows]  # takes the values of a part, and its number `part`
 
@@ -132,6 +137,7 @@ class Partitions:
                     f"the data depend on the peer-to-peer task {barrier.key!r}, which "
                     "only a cluster can compute; pass its client, or persist() the data"
                 )
+            check_annotations()
             logger.info(
                 "the tasks of the data cannot be divided among %s parts: the cluster "
                 "computes all parts now and holds them",
@@ -247,13 +253,50 @@ def _delayed(planned: Planned) -> list[Delayed]:
 def _computed(parts: Sequence[Delayed], client: Any) -> Planned:
     """Compute parts on a cluster, and wait for them."""
     futures = client.compute(parts)
-    with client.as_current():
-        distributed.wait(futures)
+    _wait(futures, client)
     for future in futures:
         if future.status != "finished":
             future.result()  # raises
     held = {future.key: future for future in futures}
     return Planned(held, list(held), held)
+
+
+def _wait(futures: Sequence[Any], client: Any) -> None:
+    """Wait for futures as long as workers can run the tasks that they depend on."""
+    bound = Timeouts.from_config().bound("silence")
+    keys = [future.key for future in futures]
+    halted_since = None
+    while True:
+        with client.as_current(), contextlib.suppress(TimeoutError):
+            distributed.wait(futures, timeout=min(bound.seconds, MOST_WAIT_S))
+            return
+        halted = client.run_on_scheduler(_halted, keys=keys)
+        if not halted:
+            halted_since = None
+        elif halted_since is None:
+            halted_since = time.monotonic()
+        elif time.monotonic() - halted_since > bound.seconds:
+            raise DataError(
+                f"no worker can run {few(halted)}, on which the data depend, for "
+                f"{bound}: start workers that the tasks may run on, or compute the "
+                "data without resources and workers, as of dask.annotate"
+            )
+
+
+def _halted(dask_scheduler: Any, keys: Sequence[Any]) -> list[str]:
+    """Keys of the tasks without a worker that some tasks depend on."""
+    waiting = [dask_scheduler.tasks.get(key) for key in keys]
+    seen = set(waiting)
+    halted = []
+    while waiting:
+        task = waiting.pop()
+        if task is None or task.state not in ("waiting", "no-worker"):
+            continue
+        if task.state == "no-worker":
+            halted.append(str(task.key))
+        waiting.extend(task.dependencies - seen)
+        seen |= task.dependencies
+    return sorted(halted)
 
 
 def _planned(collections: Sequence[Any]) -> Planned:

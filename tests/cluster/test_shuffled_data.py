@@ -4,11 +4,13 @@ import logging
 
 import dask
 import dask.array as da
+import dask.dataframe as dd
 import numpy as np
+import pandas as pd
 import pytest
 
 from daskdl import data
-from daskdl.errors import DataError
+from daskdl.errors import DataError, OptionError
 from tests.support.clusters import still_left_behind
 from tests.support.rows import (
     FRAMES,
@@ -85,6 +87,30 @@ def test_arrays_of_a_shuffled_dataframe_are_refused_unless_it_is_persisted(
     with pytest.raises(DataError, match=r"persist\(\) the dataframe before you make"):
         trainer(client).evaluate(*lists)
     assert trainer(client).evaluate(*same, transform=check_rows)["loss"] > 0
+
+
+def test_data_that_no_worker_can_compute_are_an_error_that_names_the_task(client):
+    rows = pd.DataFrame({"a": [0.0, 1.0], "y": [0.0, 1.0]})
+    part = client.submit(rows.copy, key="needs-a-gpu", resources={"GPU": 1})
+    table = dd.from_delayed([part, part], meta=rows, verify_meta=False).shuffle("a")
+
+    with (
+        dask.config.set({"daskdl.timeouts.silence": "1s"}),
+        pytest.raises(DataError, match="no worker can run 'needs-a-gpu'"),
+    ):
+        trainer(client).evaluate(table[["a"]], table["y"])
+
+
+@pytest.mark.filterwarnings("ignore:Dask annotations")
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_placement_by_an_enclosing_annotation_is_refused(client, tmp_path, method):
+    table = FRAMES["merged"](tmp_path)
+
+    with (
+        dask.annotate(resources={"GPU": 1}),
+        pytest.raises(OptionError, match=r"enclosing dask\.annotate"),
+    ):
+        getattr(trainer(client), method)(table[["a"]], table["y"])
 
 
 def test_arrays_that_are_rechunked_peer_to_peer_keep_their_rows(client):

@@ -180,7 +180,6 @@ def load(
     folder = Folder(folder_store(url, storage_options), KIND, ROLES)
     content, tensors = folder.read()
     with _naming(folder):
-        content = {"columns": {}, **content}  # not in the first saves
         check({name: content[name] for name in _CONTENT}, _CONTENT)
         unknown = [name for name in content["arguments"] if name not in names]
         if unknown:

@@ -336,7 +336,7 @@ class ResumePlan:
     def of(cls, found: CompleteCheckpoint) -> Self:
         """Read the header of a checkpoint."""
         with restoring(found.store.url_of(f"{COMMON}.json")):
-            header = {"columns": {}, **found.header}  # not in the first checkpoints
+            header = found.header
             check({name: header[name] for name in _HEADER}, _HEADER)
             rows, point = header["rows"], header["sync_point"]
             # Rows may be missing if only replicas that joined later remained.

@@ -296,6 +296,8 @@ def matched(
             warns.
     """
     arranged = source.arranged(expected, classes)
+    if trained is None and not expected:
+        return arranged  # without a look at the first rows, for which a stream is read
     if source.first is not None and source.columns is not None:
         rows = NamedRows.of(source.first, source.columns)
         rows.warn_of_positions(expected, trained)

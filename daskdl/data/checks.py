@@ -642,22 +642,25 @@ def _warn_of_broadcasting(loss: Any, output: Any, y: Tree) -> None:
     """
     labels = y.labels if isinstance(y, Weighted) else y
     try:
-        same = batching.mapped(lambda own, out: own.shape == out.shape, labels, output)
+        same = batching.mapped(
+            lambda label, out: label.shape == out.shape, labels, output
+        )
         if all(batching.leaves(same)):
             return
         outputs = batching.mapped(_varied, output)
         labels = batching.mapped(_varied_labels, labels)
         reshaped = batching.mapped(
-            lambda own, out: own.reshape(out.shape), labels, outputs
+            lambda label, out: label.reshape(out.shape), labels, outputs
         )
         count = batching.length(outputs)
 
-        def value(out: Tree, own: Tree) -> float:
-            weight = torch.ones(batching.length(own))
-            given = Weighted(own, weight) if isinstance(y, Weighted) else own
+        def value(outputs: Tree, labels: Tree) -> float:
+            if isinstance(y, Weighted):
+                weights = torch.ones(batching.length(labels))
+                labels = Weighted(labels, weights)
             with torch.no_grad(), warnings.catch_warnings(), preserved_random_state():
                 warnings.simplefilter("ignore")
-                return float(loss(out, given))
+                return float(loss(outputs, labels))
 
         broadcast, right = value(outputs, labels), value(outputs, reshaped)
         single = [slice(i, i + 1) for i in range(count)]
@@ -671,7 +674,7 @@ def _warn_of_broadcasting(loss: Any, output: Any, y: Tree) -> None:
     def is_of_rows(number: float) -> bool:
         total = sum(each)  # NaN if rows are infinite
         by_rows = total, total / count
-        return any(math.isclose(number, own, rel_tol=1e-4) for own in by_rows)
+        return any(math.isclose(number, expected, rel_tol=1e-4) for expected in by_rows)
 
     if is_of_rows(broadcast) or not is_of_rows(right):
         return

@@ -41,6 +41,7 @@ from daskdl.data.distribute import map_parts
 from daskdl.data.files import files
 from daskdl.data.formats import Loader, check_loader
 from daskdl.data.named_columns import (
+    NO_COLUMNS,
     Columns,
     FittedTransform,
     NamedRows,
@@ -296,7 +297,8 @@ def matched(
             warns.
     """
     arranged = source.arranged(expected, classes)
-    if trained is None and not expected:
+    nameless_stream = source.sequential and source.columns == NO_COLUMNS
+    if not expected and (trained is None or nameless_stream):
         return arranged  # without a look at the first rows, for which a stream is read
     if source.first is not None and source.columns is not None:
         rows = NamedRows.of(source.first, source.columns)

@@ -1,6 +1,7 @@
 """Saves and checkpoints of version 1, kept for good: every later release reads them."""
 
 import hashlib
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -54,7 +55,8 @@ def test_a_trainer_is_loaded():
     assert history.column("epoch") == [0, 1]
     assert history.column("examples") == [48, 48]
     assert len(history.steps) == 12
-    assert {row["kind"] for row in history.steps} <= {"GAPS", "BITMAP", None}
+    # Nothing was sent in the other steps.
+    assert Counter(row["kind"] for row in history.steps) == {"GAPS": 8, None: 4}
     assert len(history.layers) == 0
 
 

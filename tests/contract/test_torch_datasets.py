@@ -383,7 +383,8 @@ class TestEveryStream:
             _ = none.first
 
 
-def test_items_are_asked_for_when_they_are_needed_and_checked():
+@pytest.mark.parametrize("trained", [None, {}], ids=["untrained", "on arrays"])
+def test_items_are_asked_for_when_they_are_needed_and_checked(trained):
     asked = []
 
     def items(k, n):
@@ -391,7 +392,8 @@ def test_items_are_asked_for_when_they_are_needed_and_checked():
             asked.append(i)
             yield i, i
 
-    next(source_of(Stream(items, 2)).stream(0, 3))
+    read = ReadOptions(columns=trained)
+    next(source_of(Stream(items, 2), read=read).stream(0, 3))
 
     assert asked == [0, 1, 2]
     with pytest.raises(DataError, match=re.escape("must give pairs (x, y)")):

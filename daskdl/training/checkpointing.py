@@ -50,7 +50,7 @@ from daskdl.training.base import (
     trained_in,
 )
 from daskdl.training.epoch_control import StoppingDecision, only
-from daskdl.training.telemetry import Reports, RowLog
+from daskdl.training.telemetry import EpochTotals, Reports, RowLog
 from daskdl.util import settle
 
 T = TypeVar("T")
@@ -433,7 +433,7 @@ _OWN = {
     "exchange": {},
     "schedule": None,
     "scaler": {},
-    "totals": {"loss_sum": 0.0, "examples": 0, "seconds": 0.0},
+    "totals": vars(EpochTotals()),
     "loss_watch": {"first": None, "last": None, "block": None, "levels": None},
     "random": {"cpu": torch.get_rng_state()},
     "steps": 0,

@@ -57,7 +57,6 @@ from daskdl.training.base import (
     Parameters,
     ReplicaContext,
     SoloExchange,
-    check_like,
     largest_in,
     load_tensors_,
     others_in,
@@ -353,9 +352,7 @@ class Replica:
             self.seen += part["examples"]
             self.weight += part["weight"]
             with restoring(f"{at}: totals"):
-                totals = EpochTotals(**part["totals"])
-                check_like(vars(EpochTotals()), vars(totals), "it")
-                self.totals.add(totals)
+                self.totals.add(EpochTotals(**part["totals"]))
         # No replica sends updates before all replicas have the same state and grid.
         note = {"digest": self.agreed.digest, "work": self.totals.to_wire()}
         gathered = self._channel.barrier("resume", note, BarrierKind.RESUME)

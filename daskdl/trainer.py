@@ -5,10 +5,11 @@ inference and saving; the function works without a trainer, for any model.
 """
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from distributed import Client
@@ -55,7 +56,66 @@ from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
 from daskdl.util import client_or_process
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
+# Keywords of other libraries, or of another call: what to write instead.
+_INSTEAD = {
+    keyword: call
+    for keywords, call in [
+        (
+            "validation_data eval_set eval_dataset val_dataloaders",
+            "fit(..., validation=(X_val, y_val))",
+        ),
+        ("validation_split", "fit(..., validation=0.1)"),
+        (
+            "epochs max_epochs n_epochs num_epochs num_train_epochs",
+            "fit(..., epochs=3)",
+        ),
+        ("batch_size", "fit(..., batch_size=32)"),
+        ("train_dataloader train_dataloaders train_dataset", "fit(dataset)"),
+        ("resume_from_checkpoint ckpt_path", "fit(..., resume=folder)"),
+        ("criterion loss_fn loss_function", "Trainer(..., loss=loss)"),
+        ("class_weight", "Trainer(..., loss=CrossEntropyLoss(weight=weights))"),
+        ("learning_rate base_lr", "Trainer(..., lr=0.1)"),
+        ("lr_scheduler", "Trainer(..., scheduler=make_scheduler)"),
+        ("precision fp16 bf16", "Trainer(..., autocast=torch.bfloat16)"),
+        (
+            "accumulate_grad_batches gradient_accumulation_steps",
+            "Trainer(..., accumulate=4)",
+        ),
+        ("gradient_clip_val max_grad_norm", "Trainer(..., clip_grad_norm=1.0)"),
+        ("random_state", "Trainer(..., seed=0)"),
+        ("verbose verbosity", "Trainer(..., progress=True)"),
+        ("callbacks", "Trainer(..., callbacks=[callback])"),
+        ("logger", "Trainer(..., callbacks=[TensorBoard(folder)])"),
+        ("patience", "Trainer(..., callbacks=[EarlyStopping(patience=3)])"),
+        ("accelerator", "Trainer(..., device='cuda')"),
+        ("devices num_nodes num_workers n_jobs", "Trainer(..., client=client)"),
+    ]
+    for keyword in keywords.split()
+}
+
+
+def _with_answers(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a foreign keyword end in an error that says what to write instead."""
+    keywords = inspect.signature(function).parameters.keys()
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        for keyword in kwargs.keys() - keywords:
+            if keyword in _INSTEAD:
+                name = function.__qualname__.removesuffix(".__init__")
+                raise TypeError(
+                    f"{name}() has no argument {keyword!r}; write "
+                    f"{_INSTEAD[keyword]} instead"
+                )
+        return function(*args, **kwargs)
+
+    return call
+
+
+@_with_answers
 def predict(
     model: nn.Module,
     X: Any,
@@ -258,6 +318,7 @@ class Trainer:
         self._spec()
         self._state = FitState()
 
+    @_with_answers
     def fit(
         self,
         X: Any,
@@ -448,6 +509,7 @@ class Trainer:
             vars(self).pop(name, None)
         self.classes_, self._state = None, FitState()
 
+    @_with_answers
     def evaluate(
         self,
         X: Any,
@@ -530,6 +592,7 @@ class Trainer:
 
         return float(self.evaluate(X, y, metrics=SCORE, **options)["score"])
 
+    @_with_answers
     def score_examples(
         self,
         X: Any,
@@ -654,6 +717,7 @@ class Trainer:
             wrong_only=wrong_only,
         )
 
+    @_with_answers
     def predict(
         self,
         X: Any,
@@ -748,6 +812,7 @@ class Trainer:
         convert = functools.partial(class_probabilities, loss=self._objective)
         return self.predict(X, postprocess=convert, **options)
 
+    @_with_answers
     def predictor(
         self,
         *,
@@ -936,3 +1001,6 @@ class Trainer:
         if trained is not None:
             self.model_, self.optimizer_ = model.eval(), trained.optimizer
             self.scheduler_ = trained.rate.scheduler
+
+
+Trainer.__init__ = _with_answers(Trainer.__init__)  # type: ignore[method-assign]

@@ -1,6 +1,7 @@
 """Plausible mistakes: each message says what was wrong and what to type instead."""
 
 import functools
+import inspect
 import re
 
 import dask.array as da
@@ -402,3 +403,67 @@ class TestLossesWithTrainableTensors:
             return loss + slope.square().sum()
 
         Trainer(nn.Linear(4, 2), penalised, sgd, client=False).fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        *[
+            (
+                lambda keyword=keyword: fit(**{keyword: 3}),
+                f"{keyword!r}; write {instead}",
+            )
+            for keyword, instead in [
+                ("validation_data", "fit(..., validation=(X_val, y_val)) instead"),
+                ("eval_set", "fit(..., validation=(X_val, y_val)) instead"),
+                ("max_epochs", "fit(..., epochs=3) instead"),
+                ("verbose", "Trainer(..., progress=True) instead"),
+                ("callbacks", "Trainer(..., callbacks=[callback]) instead"),
+                ("learning_rate", "Trainer(..., lr=0.1) instead"),
+            ]
+        ],
+        *[
+            (
+                lambda keyword=keyword: trainer(**{keyword: 3}),
+                f"Trainer() has no argument {keyword!r}; write {instead}",
+            )
+            for keyword, instead in [
+                ("learning_rate", "Trainer(..., lr=0.1) instead"),
+                ("criterion", "Trainer(..., loss=loss) instead"),
+                ("precision", "Trainer(..., autocast=torch.bfloat16) instead"),
+                ("epochs", "fit(..., epochs=3) instead"),
+                ("batch_size", "fit(..., batch_size=32) instead"),
+            ]
+        ],
+        (
+            lambda: trainer().predict(X, verbose=0),
+            "Trainer.predict() has no argument 'verbose'; write Trainer(..., progress=",
+        ),
+        (
+            lambda: trainer().evaluate(X, Y, verbose=0),
+            "Trainer.evaluate() has no argument 'verbose'; write Trainer(..., progress",
+        ),
+        (
+            lambda: daskdl.predict(nn.Linear(4, 2), X, num_workers=2),
+            "predict() has no argument 'num_workers'; write Trainer(..., client=client",
+        ),
+        # No library has it.
+        (lambda: trainer(colour=3), "got an unexpected keyword argument 'colour'"),
+        (lambda: fit(colour=3), "got an unexpected keyword argument 'colour'"),
+    ],
+)
+def test_a_keyword_of_another_library_is_answered(call, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        call()
+
+
+def test_each_answer_names_an_argument_that_exists():
+    """So an answer stays true when an argument is renamed."""
+    places = {"fit": Trainer.fit, "Trainer": Trainer}
+    for keyword in ("eval_set", "max_epochs", "batch_size", "ckpt_path", "criterion"):
+        with pytest.raises(TypeError) as caught:
+            trainer(**{keyword: 3})
+        name, argument = re.search(
+            r"write (\w+)\(\.\.\., (\w+)=", str(caught.value)
+        ).groups()
+        assert argument in inspect.signature(places[name]).parameters

@@ -564,7 +564,7 @@ def _first_batch(X: tuple[Any, ...], size: int, transform: Any) -> Any:
 @_storage
 def report(run: str, file: str, storage: Mapping[str, Any]) -> None:
     """Write an HTML report of the last fit of a trainer that was saved to URL."""
-    from daskdl.saving.trainer_state import load_history
+    from daskdl.training.trainer_state import load_history
 
     load_history(run, storage or None).report(file)
 

@@ -45,8 +45,7 @@ from daskdl.inference.predictor import Predictor
 from daskdl.keras.compiled import Compiled, resolved_loss
 from daskdl.losses import class_probabilities, facts_of
 from daskdl.objective import Loss, Objective, objective_of
-from daskdl.saving import trainer_state
-from daskdl.saving.trainer_state import TrainerState
+from daskdl.training import trainer_state
 from daskdl.training.base import TrainingMaster
 from daskdl.training.checkpointing import resume_plan
 from daskdl.training.epoch_control import Scheduling
@@ -54,6 +53,7 @@ from daskdl.training.fit import FitRun, steps_of_replica
 from daskdl.training.fit_spec import FitSpec, FitState, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
+from daskdl.training.trainer_state import TrainerState
 from daskdl.util import client_or_process
 
 P = ParamSpec("P")

@@ -32,7 +32,6 @@ LAYERS = [
     {"evaluation"},
     {"training"},
     {"inference"},
-    {"saving.trainer_state"},
     {"trainer"},
     {"planning", "sklearn"},
     {"public"},

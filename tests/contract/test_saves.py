@@ -32,7 +32,7 @@ from daskdl.data.checks import optimizer_function
 from daskdl.data.inputs import Compose
 from daskdl.history import Stopping
 from daskdl.keras import CrossEntropyOfProbabilities
-from daskdl.saving.trainer_state import KNOWN, save
+from daskdl.training.trainer_state import KNOWN, save
 from tests.support.keras_models import small
 from tests.support.saves import fitted, layers, load, signed
 

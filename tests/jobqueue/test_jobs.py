@@ -17,7 +17,7 @@ import pytest
 from distributed import Client
 
 import daskdl
-from daskdl.saving.trainer_state import load_history
+from daskdl.training.trainer_state import load_history
 from tests.support.clusters import Script, TookPart, enough
 from tests.support.problems import kept, normalised, rows, trainer
 from tests.support.recording import Recorded, records

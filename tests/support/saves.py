@@ -9,17 +9,17 @@ from torch import nn
 
 from daskdl import History, Trainer
 from daskdl.history import BINS, LayerRow, LayerTable, RunRecord, StepRow
-from daskdl.saving import trainer_state
-from daskdl.saving.trainer_state import (
+from daskdl.thresholds import Sent
+from daskdl.timeline import SpanLog, Timeline
+from daskdl.training import trainer_state
+from daskdl.training.base import CompressionState
+from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
+from daskdl.training.telemetry import EpochReport, EpochTotals
+from daskdl.training.trainer_state import (
     TrainerState,
     new_optimizer,
     scheduling_of,
 )
-from daskdl.thresholds import Sent
-from daskdl.timeline import SpanLog, Timeline
-from daskdl.training.base import CompressionState
-from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
-from daskdl.training.telemetry import EpochReport, EpochTotals
 
 NAMES = [f.name for f in fields(Trainer) if f.init and f.name != "client"]
 

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from torch import nn
 from typing_extensions import override
 
 from daskdl.channel.base import Channel
@@ -54,7 +53,7 @@ from daskdl.errors import (
 from daskdl.evaluation.evaluate import Sums, added
 from daskdl.serialization import Packed
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.optimizer_step import BatchGroup
+from daskdl.training.optimizer_step import BatchGroup, batch_norms
 from daskdl.training.telemetry import EpochTotals
 from daskdl.util import settle
 
@@ -412,13 +411,8 @@ class Feed:
         self._fits = fits
         self._trains = phase == "train"
         self._drop_last = spec.drop_last and self._trains
-        normalizes = any(
-            isinstance(part, nn.modules.batchnorm._BatchNorm)
-            and path not in spec.evaluating
-            for path, part in spec.model.named_modules()
-        )
-        joins = normalizes and spec.read.batch_size > 1
-        self._joins = joins and self._trains and not self._drop_last
+        joins = spec.read.batch_size > 1 and self._trains and not self._drop_last
+        self._joins = joins and bool(batch_norms(spec.model))
         self._seed: tuple[int, ...] | None = None
         if spec.shuffle and self._trains:
             self._seed = (spec.seed, spec.epochs_before + epoch)

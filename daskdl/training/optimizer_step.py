@@ -368,6 +368,35 @@ BatchGroup = Sequence[Batch]
 ONE_ROW = "Expected more than 1 value per channel"  # start of torch's batch norm error
 
 
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """Return the submodules that normalize with the statistics of each batch."""
+    return [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.training
+    ]
+
+
+@contextlib.contextmanager
+def running_statistics(module: nn.Module) -> Iterator[None]:
+    """Context manager: batch norm uses its running statistics and does not change them.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> with running_statistics(norm):
+        ...     print(norm(torch.tensor([[0.5, 2.0]])).round(decimals=3).tolist())
+        [[0.5, 2.0]]
+    """
+    norms = batch_norms(module)
+    for norm in norms:
+        norm.training = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.training = True
+
+
 @dataclass(frozen=True)
 class Stepping:
     """Options of an optimizer step, named as in a trainer.
@@ -422,6 +451,9 @@ class GroupLoss(NamedTuple):
 class Stepper:
     """Makes the optimizer steps of a model.
 
+    Batch norm cannot train on a batch of one row. With a larger `batch_size`, such a
+    batch is a remainder, for which batch norm uses its running statistics.
+
     Attributes:
         logs: Sums of what the user's own step logs.
     """
@@ -435,8 +467,10 @@ class Stepper:
         optimizer: Optimizer,
         stepping: Stepping,
         device: torch.device,
+        batch_size: int = 1,
     ) -> None:
         self.logs = LogSums()
+        self._batch_size = batch_size
         self._module = module
         # Labels are counted before they are moved.
         counts = isinstance(objective, nn.Module) and device.type != "cpu"
@@ -473,13 +507,20 @@ class Stepper:
             for (_, y), count in zip(group, rows, strict=True)
         ]
         totals = [sum(terms) for terms in zip(*weights, strict=True)]
-        parts = [
-            self._backward(batch, own, totals, count / sum(rows))
-            for batch, own, count in zip(group, weights, rows, strict=True)
-        ]
+        parts = []
+        for batch, terms, count in zip(group, weights, rows, strict=True):
+            with self._normalizing(count):
+                share = count / sum(rows)
+                parts.append(self._backward(batch, terms, totals, share))
         # Read only at the end: reading waits for the accelerator.
         loss = sum(float(part) for part in parts)
         return GroupLoss(loss, loss_weight(totals, sum(rows)))
+
+    def _normalizing(self, rows: int) -> contextlib.AbstractContextManager[None]:
+        """Return the context for forward and backward passes of a batch."""
+        if rows == 1 < self._batch_size:
+            return running_statistics(self._module)
+        return contextlib.nullcontext()
 
     def _backward(
         self,
@@ -505,10 +546,9 @@ class Stepper:
             except ValueError as error:
                 if rows == 1 and str(error).startswith(ONE_ROW):
                     raise ModelError(
-                        f"batch norm cannot train on a batch of one row: {error}; the "
-                        "last batch of a replica's epoch has the rows that are left "
-                        "over: leave those out with fit(drop_last=True), or take a "
-                        "batch_size > 1 that leaves none"
+                        f"batch norm cannot train on a batch of one row: {error}; use "
+                        "a batch_size > 1; if it has no running statistics, also use "
+                        "fit(drop_last=True), which leaves out incomplete batches"
                     ) from error
                 raise
             penalty = None if self._penalty is None else self._penalty()
@@ -531,13 +571,11 @@ class Stepper:
         """
         if isinstance(self._objective, OwnStep):
             return self.gradient_norm() == 0
-        with torch.no_grad(), self._autocast:
-            outputs = [
-                scored(
-                    call(self._module, inputs_to_device(x, self._device, self._dtype))
-                )
-                for x, _ in group
-            ]
+        outputs = []
+        for x, _ in group:
+            inputs = inputs_to_device(x, self._device, self._dtype)
+            with torch.no_grad(), self._autocast, self._normalizing(length(x)):
+                outputs.append(scored(call(self._module, inputs)))
         return all(
             bool(leaf.isfinite().all())
             for output in outputs

@@ -303,7 +303,12 @@ class Replica:
             self.optimizer, spec.scheduling, spec.schedule, spec.epochs
         )
         self.stepper = Stepper(
-            self.module, spec.objective, self.optimizer, spec.stepping, self._device
+            self.module,
+            spec.objective,
+            self.optimizer,
+            spec.stepping,
+            self._device,
+            spec.read.batch_size,
         )
         torch.manual_seed(spec.seed + number)
         self.stopper = EarlyStopper(spec.evaluation)

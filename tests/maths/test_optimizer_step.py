@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from daskdl.errors import ModelError
 from daskdl.objective import OwnStep
 from daskdl.training.optimizer_step import (
     LossWatch,
@@ -200,11 +201,10 @@ def linear():
     return module
 
 
-def stepper(module, lr=0.5, **options):
+def stepper(module, lr=0.5, batch_size=1, **options):
     optimizer = torch.optim.SGD(module.parameters(), lr=lr)
-    return Stepper(
-        module, nn.MSELoss(), optimizer, Stepping(**options), torch.device("cpu")
-    )
+    stepping, device = Stepping(**options), torch.device("cpu")
+    return Stepper(module, nn.MSELoss(), optimizer, stepping, device, batch_size)
 
 
 def gradients(module):
@@ -237,6 +237,40 @@ class TestGradientNorm:
         own.backward(batches(4, 4))
 
         assert own.gradient_norm() == pytest.approx(float(gradients(module).norm()))
+
+
+class TestALoneRow:
+    """Batch norm cannot train on one row; only a remainder has so few."""
+
+    def model(self):
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(2)
+        norm.running_mean += 0.5
+        norm.running_var *= 4
+        return nn.Sequential(nn.Linear(3, 2), norm, nn.BatchNorm1d(2).eval())
+
+    def test_is_normalized_with_running_statistics(self):
+        model, expected = self.model(), self.model().eval()
+        before = {name: value.clone() for name, value in model.named_buffers()}
+        [(x, y)] = batches(1)
+        nn.functional.mse_loss(expected(x), y).backward()
+
+        stepper(model, batch_size=4).backward([(x, y)])
+
+        assert torch.equal(gradients(model), gradients(expected))
+        assert all(torch.equal(before[n], b) for n, b in model.named_buffers())
+        assert [part.training for part in model] == [True, True, False]
+
+    def test_leaves_batch_statistics_to_the_other_batches_of_its_group(self):
+        model = self.model()
+
+        stepper(model, batch_size=4, accumulate=3).backward(batches(4, 1, 4))
+
+        assert model[1].num_batches_tracked == 2
+
+    def test_is_an_error_if_every_batch_has_one_row(self):
+        with pytest.raises(ModelError, match="use a batch_size > 1"):
+            stepper(self.model(), batch_size=1).backward(batches(1))
 
 
 OPTIMIZERS = {

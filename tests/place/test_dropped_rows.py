@@ -1,13 +1,25 @@
-"""Incomplete batches with drop_last=True."""
+"""Incomplete batches: left out with drop_last=True, and of one row with batch norm."""
 
+from collections import Counter
+
+import dask
 import dask.array as da
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset, get_worker_info
 
-from daskdl import Callback, DataError, GradientSharing, ModelError
+from daskdl import (
+    Callback,
+    Checkpoint,
+    DataError,
+    GradientSharing,
+    ModelError,
+    ParameterAveraging,
+)
 from tests.support.problems import kept, mlp, normalised, rows, trainer
+from tests.support.watched import TrainedRows
 
 X, Y = rows(200)
 
@@ -106,8 +118,73 @@ def test_drop_last_leaves_a_lone_row_out():
     assert own.fit(X[:33], Y[:33], drop_last=True).column("examples") == [32]
 
 
+MASTERS = {
+    "sharing": GradientSharing,
+    "lockstep": lambda **options: GradientSharing(max_staleness=0, **options),
+    "averaging": lambda **options: ParameterAveraging(frequency=2, **options),
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
+def test_a_lone_row_is_trained_on_however_rows_are_cut(master, seed, tmp_path):
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(2, 9))
+    sizes = rng.choice([1, size + 1, 2 * size + 1], 1 + seed)
+    starts = np.cumsum([0, *sizes])
+    parts = [
+        dask.delayed((X[start : start + count], np.arange(start, start + count)))
+        for start, count in zip(starts, sizes, strict=False)
+    ]
+    trained = TrainedRows(tmp_path / "rows")
+    checkpoint = Checkpoint(str(tmp_path / "saved"), every="2 steps")
+    (tmp_path / "rows").mkdir()
+    own = trainer(
+        False,
+        model=normalised,
+        loss=trained,
+        master=master(replicas_per_worker=2 + seed % 3),
+        callbacks=[trained, checkpoint],
+        seed=seed,
+    )
+
+    own.fit(parts, batch_size=size, epochs=2)
+
+    assert trained.by_epoch() == [Counter(range(starts[-1]))] * 2
+
+
+def test_a_single_row_of_its_length_is_trained_on():
+    """It cannot join a batch of other rows."""
+    model = nn.Sequential(
+        nn.AdaptiveAvgPool1d(2), nn.Flatten(), nn.BatchNorm1d(2), nn.Linear(2, 4)
+    )
+    parts = [
+        dask.delayed((np.ones((count, 1, length), np.float32), np.zeros(count, int)))
+        for count, length in ((4, 5), (1, 7), (2, 9))
+    ]
+    own = trainer(False, model=model)
+
+    assert own.fit(parts, batch_size=4).column("examples") == [7]
+
+
 def test_batch_norm_with_batches_of_one_row_is_refused():
     message = r"^replica 0 .*one row: Expected more than 1 value.*batch_size > 1"
 
     with pytest.raises(ModelError, match=message):
         trainer(False, model=normalised).fit(X[:3], Y[:3], batch_size=1)
+
+
+def without_statistics():
+    norm = nn.BatchNorm1d(20, track_running_stats=False)
+    return nn.Sequential(norm, nn.Linear(20, 4))
+
+
+def test_batch_norm_without_running_statistics_needs_drop_last():
+    master = GradientSharing(replicas_per_worker=2, max_staleness=0)
+    own = trainer(False, model=without_statistics, master=master)
+
+    with pytest.raises(ModelError, match=r"one row.*fit\(drop_last=True\)"):
+        own.fit(X[:17], Y[:17], batch_size=16)
+
+    own.fit(X[:17], Y[:17], batch_size=16, drop_last=True)
+    assert own.history_[-1]["examples"] == 16

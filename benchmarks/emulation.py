@@ -40,13 +40,9 @@ from daskdl.channel.protocol import NAME, ChannelSpec
 from daskdl.channel.remote import RemoteChannel
 from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
-from daskdl.training.gradient_sharing import (
-    LONGEST,
-    UNSENT_BYTES,
-    GradientSharing,
-    Interval,
-)
+from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import scaled
+from daskdl.training.pace import EAGER, UNSENT_BYTES, MeasuredInterval
 
 # Of Deeplearning4j, for steps of at least so many milliseconds.
 GUIDANCE = {100.0: "good", 10.0: "sub-linear", 0.0: "no gain"}
@@ -131,7 +127,7 @@ class Case:
 
     @property
     def steps(self) -> int:
-        least = 2 * (self.exchange_every or LONGEST)
+        least = 2 * (self.exchange_every or EAGER.longest)
         return max(least, round(1000 * self.seconds / self.step_ms))
 
 
@@ -148,8 +144,8 @@ def member(own: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
     """Take as many steps, with exchanges."""
     secede()
     channel = RemoteChannel(get_worker().extensions[NAME], own)
-    pace = GradientSharing(exchange_every=case.exchange_every or "auto")
-    interval = Interval(pace, adaptive=False)
+    master = GradientSharing(exchange_every=case.exchange_every or "auto")
+    interval = MeasuredInterval(master.pace())
     interval.note(0.0, 1.0)  # the first one does not count
     leads, spent_s = [], 0.0
 
@@ -164,7 +160,7 @@ def member(own: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
         for step in range(1, case.steps + 1):
             time.sleep(case.step_ms / 1000)
             interval.choose_(MADE + step)
-            exchanges = step % interval.every == 0
+            exchanges = step % interval.steps == 0
             started = time.monotonic()
             if exchanges and channel.has_room(unsent=UNSENT_BYTES):
                 channel.publish(encode, step)
@@ -172,14 +168,14 @@ def member(own: ChannelSpec, case: Case, updates: Recording) -> dict[str, Any]:
                 whole_s = time.monotonic() - started + left_out_s
                 interval.note(whole_s, case.step_ms / 1000)
                 spent_s = 0.0
-            if exchanges or pace.announces(step):
+            if exchanges or master.announces(step):
                 channel.progress(step)
             taken = channel.drain()
             applied = len(taken.updates) + (taken.folded_N is not None)
             spent_s += applied * updates.apply_s
-            leads.append(pace.least_lead(step, channel.wait_for_peers(step, 0, None)))
+            leads.append(master.least_lead(step, channel.wait_for_peers(step, 0, None)))
             if exchanges:
-                channel.wait_for_peers(step, 0, interval.staleness_bound(MADE + step))
+                channel.wait_for_peers(step, 0, master.staleness_bound(MADE + step))
         seconds = time.monotonic() - began
         traffic = channel.stats()
         channel.progress(case.steps, 0)  # so that nobody waits for this one

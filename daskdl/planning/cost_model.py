@@ -15,12 +15,13 @@ from daskdl.config import is_number
 from daskdl.errors import OptionError
 from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import OUTBOX_BYTES
-from daskdl.training.gradient_sharing import UNSENT_BYTES, GradientSharing
+from daskdl.training.gradient_sharing import GradientSharing
+from daskdl.training.pace import UNSENT_BYTES
 
 UNITS = ((1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"))
 ROUNDS = 100  # most iterations of the length of a step and the requests in it
 SETTLED = 1.00001  # growth that ends the iteration
-MADE = 10**6  # steps made, for `GradientSharing.interval`: late in a fit
+MADE = 10**6  # steps made, for `ExchangePace.interval`: late in a fit
 MEASURED_EVERY = 16  # steps between measured exchanges, if the master chooses them
 GOOD = 0.9  # least efficiency at which nothing but "compute" is the limit
 
@@ -231,7 +232,7 @@ def predict(
     costs = alone if link is not None else measured.here(workers)
     exchange_s = costs.encode_s + (workers - 1) * costs.apply_s
     cost = exchange_s / costs.step_s
-    every = master.interval(cost, MADE, adaptive=costs.adaptive)
+    every = master.pace(adaptive=costs.adaptive).interval(cost, MADE)
     unsent = UNSENT_BYTES if master.exchange_every == "auto" else OUTBOX_BYTES
     master = dataclasses.replace(master, exchange_every=every)
     encode_s, apply_s = costs.encode_s / every, (workers - 1) * costs.apply_s / every
@@ -282,7 +283,7 @@ def _traffic(
 
     At most `unsent` bytes of a replica's updates wait to be sent.
     """
-    every, nbytes = master.longest(MADE), costs.update_bytes + WIRE_BYTES
+    every, nbytes = master.pace().longest_after(MADE), costs.update_bytes + WIRE_BYTES
     exchange_s, latency_s = link.seconds(nbytes) / every, link.latency_s
     cycle_s = routing.PACE_S + 2 * latency_s  # between two requests of a worker
     decode_s = costs.decode_s * (n - 1) / every
@@ -321,7 +322,7 @@ def _bounds(
     master: GradientSharing, traffic: _Traffic, busy_s: float
 ) -> list[tuple[float, str]]:
     """Return lower bounds of a step's length due to updates in transit."""
-    staleness, every = master.staleness_bound(MADE), master.longest(MADE)
+    staleness, every = master.staleness_bound(MADE), master.pace().longest_after(MADE)
     if staleness is None:  # nobody waits; exchanges are deferred
         return []
     carrying = [(traffic.link_s, "link"), (traffic.relay_s, "relay")]

@@ -6,11 +6,9 @@ replicas agree at sync points.
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -69,77 +67,22 @@ from daskdl.training.base import (
     restoring,
 )
 from daskdl.training.optimizer_step import has_sparse_gradients, is_adaptive
+from daskdl.training.pace import (
+    ADAPTIVE,
+    EAGER,
+    LOCKSTEP,
+    LOCKSTEP_ADAPTIVE,
+    UNSENT_BYTES,
+    ExchangePace,
+    MeasuredInterval,
+)
 from daskdl.training.telemetry import SAMPLE, mean, norm_of, spread_of
-
-# Steps between two exchanges with "auto": powers of two, so that the steps of the
-# exchanges of all replicas are nested.
-LONGEST = 64
-LONGEST_IN_STEP = 16  # in lockstep, where measured times must not decide
-LONGEST_OF_ADAM_IN_STEP = 2
-SHARE = 0.03  # of a replica's time, that exchanging may take
-# At first, while the model moves fast, an interval of more than 1 / RAMP of the steps
-# made so far is chosen only where exchanging would otherwise take more than
-# FIRST_SHARE of the time, and is at most LONGEST_AT_FIRST. With adaptive optimizers,
-# exchanging may take FIRST_SHARE later too.
-RAMP = 32
-FIRST_SHARE = 0.1
-LONGEST_AT_FIRST = 16
-MEASURED = 5  # exchanges in the medians
-# More than these bytes of earlier updates in the outbox postpone an exchange, with
-# "auto": on a slow link, more steps then lie between exchanges, and none is stale.
-UNSENT_BYTES = 2**16
 
 # Residuals are sent for a comparison if they may lower the loss by this part of it.
 PROMISING = 0.01
 COMPARING = 0.01  # of a replica's time, that comparing models may take
+SENDING = 0.03  # of a replica's time, that sending residuals may take
 QUICK_S = 0.01  # so short a request shows the latency of the link, not its rate
-
-
-class Interval:
-    """Steps between the exchanges of one replica.
-
-    With ``exchange_every="auto"``, the shortest power of two at which exchanging takes
-    at most `SHARE` of the time. At first, while the model moves fast, it is shorter,
-    and exchanging may take `FIRST_SHARE`.
-
-    Args:
-        options: Bounds of the interval.
-        adaptive: See `GradientSharing.interval`.
-
-    Attributes:
-        every: Current number of steps.
-    """
-
-    every: int
-
-    def __init__(self, options: "GradientSharing", *, adaptive: bool) -> None:
-        self._options = options
-        self._adaptive = adaptive
-        self._costs: deque[float] = deque(maxlen=MEASURED)  # of an exchange, in steps
-        self._warm = False
-        self.every = options.interval(0.0, 0, adaptive=adaptive)
-
-    def note(self, exchange_s: float, step_s: float) -> None:
-        """Add the measured durations of an exchange and a step.
-
-        The first exchange, which finds nothing in the caches, does not count.
-        """
-        if self._warm and step_s > 0:
-            self._costs.append(exchange_s / step_s)
-        self._warm = True
-
-    def choose_(self, made: int) -> None:
-        """Choose the interval, for a number of steps made over all fits."""
-        cost = median(self._costs) if self._costs else 0.0
-        self.every = self._options.interval(cost, made, adaptive=self._adaptive)
-
-    def staleness_bound(self, made: int) -> int | None:
-        """Return the largest lead at the start of an interval; None: any.
-
-        An adaptive optimizer learns less from old updates. So the interval of this
-        replica decides for it, not the longest that another one may have.
-        """
-        return self._options.staleness_bound(made, self.every if self._adaptive else 0)
 
 
 def loss_of(met: BarrierResult, members: Iterable[int], name: str) -> float:
@@ -184,7 +127,8 @@ class GradientSharingExchange(Exchange):
         self._sending_s = math.nan  # of it, for sending residuals
         self._all_compare = True  # comparing has become cheap enough on all replicas
         adaptive = context.optimizer is not None and is_adaptive(context.optimizer)
-        self._interval = Interval(options, adaptive=adaptive)
+        self._adaptive = adaptive
+        self._interval = MeasuredInterval(options.pace(adaptive=adaptive))
         self._adapts = (
             adaptive and options.adapt_rate and options.update_scale == "mean"
         )
@@ -257,9 +201,9 @@ class GradientSharingExchange(Exchange):
         replicas = 1 + len(self._channel.peers())
         if replicas != self._replicas:
             self._scale_for(replicas)
-        begins = self._step % self._interval.every == 0
+        begins = self._step % self._interval.steps == 0
         made = self._made + self._step
-        bound = self._interval.staleness_bound(made) if begins else None
+        bound = self._staleness_bound(made) if begins else None
         ahead = self._channel.wait_for_peers(self._step, interval, bound)
         waited = self._now()
         self._lead = options.least_lead(self._step, ahead, self._made)
@@ -274,6 +218,12 @@ class GradientSharingExchange(Exchange):
         self._began = self._now()
         self._wait_s, self._apply_s = waited - started, self._began - waited
         self._spent_s += self._apply_s
+
+    def _staleness_bound(self, made: int) -> int | None:
+        # An adaptive optimizer learns less from old updates, so the interval of this
+        # replica decides, not the longest that another replica may have.
+        every = self._interval.steps if self._adaptive else 0
+        return self._options.staleness_bound(made, every)
 
     def _apply(self, pending: DrainResult) -> None:
         if pending.folded_N is not None:
@@ -293,7 +243,7 @@ class GradientSharingExchange(Exchange):
         self._vector.sync_from_parameters_()
         self._encode_s += self._now() - stepped
         self._interval.choose_(self._made + self._step)
-        self.exchanged = self._step % self._interval.every == 0
+        self.exchanged = self._step % self._interval.steps == 0
         if self.exchanged:
             self._share()
             self._check_reach(self._compressor.clipped_per_entry)
@@ -478,7 +428,7 @@ class GradientSharingExchange(Exchange):
         )
         gain = max(len(members) * (shared - moved), shared - local)
         kept = Choice(shared, shared - gain)
-        allowed = max(SHARE, gain / abs(shared)) if shared else SHARE
+        allowed = max(SENDING, gain / abs(shared)) if shared else SENDING
         if (
             # Whoever joins has a snapshot of shared as it is.
             met.counted["present"] != len(members)
@@ -816,53 +766,22 @@ class GradientSharing(TrainingMaster):
     def attach(self, context: ReplicaContext) -> Exchange:
         return GradientSharingExchange(context, self)
 
-    def interval(self, cost: float, made: int, *, adaptive: bool = False) -> int:
-        """Return the steps between exchanges.
+    def pace(self, *, adaptive: bool = False) -> ExchangePace:
+        """Return how often replicas exchange.
 
         Args:
-            cost: Duration of an exchange, in durations of a step.
-            made: Steps made, over all fits.
-            adaptive: Whether the optimizer is adaptive, as Adam is. Then the model
-                learns markedly more from the same steps if replicas exchange often.
-
-        Example:
-            >>> [GradientSharing().interval(cost, 10**6) for cost in (0.01, 0.2, 9)]
-            [1, 8, 64]
-            >>> GradientSharing().interval(0.2, 10**6, adaptive=True)
-            2
-        """
-        every = longest = self.longest(made)
-        if self.exchange_every != "auto":
-            return every
-        if self.max_staleness == 0:  # measured times must not decide
-            return min(every, LONGEST_OF_ADAM_IN_STEP) if adaptive else every
-        every = 1
-        while every < longest:
-            seldom = 2 * every <= made // RAMP and not adaptive
-            if cost <= (SHARE if seldom else FIRST_SHARE) * every:
-                break
-            every *= 2
-        return every
-
-    def longest(self, made: int) -> int:
-        """Return the longest exchange interval after a number of steps.
-
-        Example:
-            >>> [GradientSharing().longest(made) for made in (0, 100, 1000, 10**6)]
-            [16, 16, 16, 64]
+            adaptive: Whether the optimizer is adaptive, as Adam is.
         """
         if self.exchange_every != "auto":
-            return self.exchange_every
+            return ExchangePace.fixed(self.exchange_every)
         if self.apply == "strict":
-            return 1
-        limit = made // RAMP
-        if self.max_staleness == 0:  # measured times must not decide
-            limit = min(limit, LONGEST_IN_STEP)
-        else:
-            limit = min(max(limit, LONGEST_AT_FIRST), LONGEST)
-        if self.max_staleness and self.max_staleness != "auto":
-            limit = min(limit, self.max_staleness)
-        return 1 << max(limit, 1).bit_length() - 1
+            return ExchangePace.fixed(1)
+        if self.max_staleness == 0:
+            return LOCKSTEP_ADAPTIVE if adaptive else LOCKSTEP
+        pace = ADAPTIVE if adaptive else EAGER
+        if self.max_staleness is None or self.max_staleness == "auto":
+            return pace
+        return pace.at_most(self.max_staleness)
 
     def staleness_bound(self, made: int, every: int = 0) -> int | None:
         """Return the largest lead at the start of an interval, None: any.
@@ -873,7 +792,7 @@ class GradientSharing(TrainingMaster):
         """
         if self.max_staleness != "auto":
             return self.max_staleness
-        return max(8, 2 * (every or self.longest(made)))
+        return max(8, 2 * (every or self.pace().longest_after(made)))
 
     def announces(self, step: int) -> bool:
         """Return whether replicas announce a completed step, as others may wait for it.
@@ -906,7 +825,7 @@ class GradientSharing(TrainingMaster):
             >>> GradientSharing(exchange_every=1).least_lead(7, 3)
             3
         """
-        every = self.longest(made + step)
+        every = self.pace().longest_after(made + step)
         if self.exchange_every == "auto":
             return max(0, known - (every - 1))
         announced, ahead = step - known, self.staleness_bound(step) or 0

@@ -464,6 +464,36 @@ class TestInterval:
         assert case.channel.progressed == [1, 2, *range(8, 129, 8)]
 
 
+@pytest.mark.parametrize(
+    ("options", "adaptive", "cost", "steps_made", "steps"),
+    [
+        ({}, False, 0.2, 0, 2),  # 10 % of the time at first
+        ({}, False, 0.2, 10**6, 8),  # 3 % later
+        ({}, False, 0.2, 32 * 4, 4),  # 3 % up to a 32nd of the steps
+        ({}, False, 99.0, 32 * 16, 16),
+        ({}, False, 99.0, 32 * 32, 32),
+        ({}, False, 99.0, 10**6, 64),
+        ({}, True, 0.2, 10**6, 2),
+        ({"max_staleness": 20}, False, 99.0, 10**6, 16),
+        ({"max_staleness": 1}, False, 99.0, 10**6, 1),
+        ({"max_staleness": None}, False, 99.0, 10**6, 64),
+        # Measured times do not decide in lockstep.
+        ({"max_staleness": 0}, False, 0.0, 10**6, 16),
+        ({"max_staleness": 0}, False, 99.0, 32 * 4, 4),
+        ({"max_staleness": 0}, False, 99.0, 0, 1),
+        ({"max_staleness": 0}, True, 0.0, 10**6, 2),
+        ({"apply": "strict"}, False, 99.0, 10**6, 1),
+        ({"exchange_every": 12}, True, 99.0, 0, 12),
+    ],
+)
+def test_exchanges_are_seldom_only_late_and_where_they_cost(
+    options, adaptive, cost, steps_made, steps
+):
+    pace = GradientSharing(**options).pace(adaptive=adaptive)
+
+    assert pace.interval(cost, steps_made) == steps
+
+
 def test_the_bound_of_staleness_follows_the_interval():
     assert GradientSharing().staleness_bound(0) == 32
     assert GradientSharing().staleness_bound(10**6) == 128

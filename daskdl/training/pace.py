@@ -1,0 +1,145 @@
+"""When replicas of gradient sharing exchange updates.
+
+An exchange costs time, and the longer replicas train apart, the less each step of
+theirs teaches the others. `ExchangePace` weighs the two; `MeasuredInterval` applies it
+to one replica, with durations that the replica measures as it trains.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from daskdl.config import check_whole
+
+RECENT = 5  # exchanges in the median of the cost
+# More than these bytes of earlier updates in the outbox postpone an exchange whose
+# interval is chosen here: on a slow link, more steps then lie between exchanges, and
+# no update waits long.
+UNSENT_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class ExchangePace:
+    """How much time exchanges may take, and how far apart they may be.
+
+    Intervals are `shortest` times a power of two, so that the exchanges of the slower
+    replicas fall on exchanges of the faster ones.
+
+    Args:
+        share: Part of a replica's time that exchanging may take. 0: intervals are the
+            longest that is allowed, whatever an exchange costs.
+        first_share: The same while an interval is more than ``1 / ramp`` of the steps
+            made so far, as a model moves fastest at first.
+        shortest: Shortest interval, in steps.
+        first_longest: Longest interval, in steps, at first.
+        longest: Longest interval, in steps.
+        ramp: An interval longer than `first_longest` is at most ``1 / ramp`` of the
+            steps made so far.
+    """
+
+    share: float
+    first_share: float
+    first_longest: int
+    longest: int
+    shortest: int = 1
+    ramp: int = 32
+
+    def __post_init__(self) -> None:
+        check_whole("shortest", self.shortest, 1)
+        check_whole("first_longest", self.first_longest, self.shortest)
+        check_whole("longest", self.longest, self.first_longest)
+
+    @classmethod
+    def fixed(cls, steps: int) -> "ExchangePace":
+        """Return a pace with one interval.
+
+        Example:
+            >>> ExchangePace.fixed(12).interval(cost=0.2, steps_made=10**6)
+            12
+        """
+        return cls(0.0, 0.0, steps, steps, steps)
+
+    def at_most(self, steps: int) -> "ExchangePace":
+        """Return a pace whose intervals are no longer than a number of steps."""
+        first_longest, longest = (
+            min(self.first_longest, steps),
+            min(self.longest, steps),
+        )
+        return ExchangePace(
+            self.share, self.first_share, first_longest, longest, ramp=self.ramp
+        )
+
+    def interval(self, cost: float, steps_made: int) -> int:
+        """Return the steps between two exchanges.
+
+        Args:
+            cost: Duration of an exchange, in durations of a step.
+            steps_made: Steps of a replica, over all fits.
+
+        Example:
+            >>> [EAGER.interval(cost, 10**6) for cost in (0.01, 0.2, 9.0)]
+            [1, 8, 64]
+            >>> [EAGER.interval(0.2, steps_made) for steps_made in (0, 100, 1000)]
+            [2, 2, 8]
+            >>> ADAPTIVE.interval(0.2, 10**6)
+            2
+        """
+        by_ramp = steps_made // self.ramp
+        limit = min(max(by_ramp, self.first_longest), self.longest)
+        steps = self.shortest
+        while 2 * steps <= limit:
+            share = self.share if 2 * steps <= by_ramp else self.first_share
+            if share and cost <= share * steps:
+                break
+            steps *= 2
+        return steps
+
+    def longest_after(self, steps_made: int) -> int:
+        """Return the longest interval after a number of steps, at any cost.
+
+        Example:
+            >>> [EAGER.longest_after(steps) for steps in (0, 100, 1000, 10**6)]
+            [16, 16, 16, 64]
+        """
+        return self.interval(math.inf, steps_made)
+
+
+EAGER = ExchangePace(share=0.03, first_share=0.1, first_longest=16, longest=64)
+# An adaptive optimizer, such as Adam, learns markedly more from the same steps if
+# replicas exchange often.
+ADAPTIVE = ExchangePace(share=0.1, first_share=0.1, first_longest=16, longest=64)
+# In lockstep, results are reproducible, so no measured time may decide.
+LOCKSTEP = ExchangePace(share=0.0, first_share=0.0, first_longest=1, longest=16)
+LOCKSTEP_ADAPTIVE = LOCKSTEP.at_most(2)
+
+
+class MeasuredInterval:
+    """Steps between the exchanges of one replica, by what its exchanges cost.
+
+    Args:
+        pace: Chooses the interval.
+
+    Attributes:
+        steps: The present interval.
+    """
+
+    def __init__(self, pace: ExchangePace) -> None:
+        self._pace = pace
+        self._costs: deque[float] = deque(maxlen=RECENT)  # of an exchange, in steps
+        self._warm = False
+        self.steps = pace.interval(0.0, 0)
+
+    def note(self, exchange_s: float, step_s: float) -> None:
+        """Add the durations of an exchange and of a step.
+
+        The first exchange does not count, as it finds nothing in the caches.
+        """
+        if self._warm and step_s > 0:
+            self._costs.append(exchange_s / step_s)
+        self._warm = True
+
+    def choose_(self, steps_made: int) -> None:
+        """Choose the interval, for a number of steps over all fits."""
+        cost = median(self._costs) if self._costs else 0.0
+        self.steps = self._pace.interval(cost, steps_made)

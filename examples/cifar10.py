@@ -1,20 +1,20 @@
-"""How do I train on CIFAR-10, with augmentation?
+"""How do I train on CIFAR-10 from the Hugging Face Hub, with augmentation?
 
-Unpack cifar-10-binary.tar.gz or cifar-10-python.tar.gz from
-https://www.cs.toronto.edu/~kriz/cifar.html first. Workers read the files.
+`datasets.load_dataset` downloads the images once. A folder of Parquet files with the
+columns `img` and `label` works as well.
 
-Run:  python examples/cifar10.py FOLDER [--epochs 10] [--workers 2]
+Run:  python examples/cifar10.py [--data uoft-cs/cifar10] [--epochs 10] [--workers 2]
 """
 
 import argparse
 
 import torch
 from dask.distributed import Client, LocalCluster
+from datasets import load_dataset
 from torch import nn
 from torch.nn import functional
 
 import daskdl
-from daskdl.data import cifar10
 
 
 def block(inputs, outputs):
@@ -27,48 +27,62 @@ def block(inputs, outputs):
     )
 
 
-def network():
-    return nn.Sequential(
-        block(3, 32), block(32, 64), block(64, 128), nn.Flatten(), nn.Linear(2048, 10)
-    )
+class Network(nn.Module):
+    """Classifies the column `img`: bytes, with the channels last."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(block(3, 32), block(32, 64), block(64, 128)),
+            *(nn.Flatten(), nn.Linear(2048, 10)),
+        )
+
+    def forward(self, img):
+        return self.layers(img.movedim(3, 1) / 255)
 
 
 def augmented(batch):
     """Mirror half of the images, and shift each by up to 4 pixels."""
-    x, y = batch
-    mirrored = torch.rand(len(x), 1, 1, 1) < 0.5
-    x = torch.where(mirrored, x.flip(3), x)
-    size = x.shape[-1]
-    windows = functional.pad(x, (4, 4, 4, 4)).unfold(2, size, 1).unfold(3, size, 1)
-    row, column = torch.randint(9, (2, len(x)))
-    return windows[torch.arange(len(x)), :, row, column], y
+    columns, labels = batch
+    images = columns["img"]
+    mirrored = torch.rand(len(images), 1, 1, 1) < 0.5
+    images = torch.where(mirrored, images.flip(2), images)
+    size = images.shape[1]
+    padded = functional.pad(images, (0, 0, 4, 4, 4, 4))
+    windows = padded.unfold(1, size, 1).unfold(2, size, 1)
+    row, column = torch.randint(9, (2, len(images)))
+    shifted = windows[torch.arange(len(images)), row, column].movedim(1, 3)
+    return {"img": shifted}, labels
 
 
 def main():
     parser = argparse.ArgumentParser(description="Train on CIFAR-10.")
-    parser.add_argument("folder", help="the unpacked files")
+    parser.add_argument("--data", default="uoft-cs/cifar10", help="name, or a folder")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--no-verify", action="store_true", help="take any files")
     options = parser.parse_args()
-    train, test = (
-        cifar10(options.folder, train=own, verify=not options.no_verify)
-        for own in (True, False)
-    )
-    print(f"{len(train.labels)} images to train on, {len(test.labels)} to test with")
+    splits = load_dataset(options.data)
+    train, test = splits["train"], splits["test"]
+    print(f"{len(train)} images to train on, {len(test)} to test with")
     with (
         LocalCluster(n_workers=options.workers, threads_per_worker=1) as cluster,
         Client(cluster) as client,
     ):
         trainer = daskdl.Trainer(
-            model=network,
+            model=Network,
             loss=nn.CrossEntropyLoss(),
             optimizer=lambda params: torch.optim.AdamW(params, lr=2e-3),
             client=client,
         )
-        # Test images are not augmented, so they are not given as validation here.
-        trainer.fit(train, epochs=options.epochs, batch_size=64, transform=augmented)
-        scores = trainer.evaluate(test, batch_size=256)
+        # `transform` also changes validation data, so the test images come later.
+        trainer.fit(
+            train,
+            label="label",
+            epochs=options.epochs,
+            batch_size=64,
+            transform=augmented,
+        )
+        scores = trainer.evaluate(test, label="label", batch_size=256)
     for row in trainer.history_:
         print(f"epoch {row['epoch']:2}  loss {row['loss']:6.4f}")
     print(f"test accuracy {scores['accuracy']:.4f}")

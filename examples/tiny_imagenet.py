@@ -15,7 +15,7 @@ from dask.distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
-from daskdl.data import pack_files, tiny_imagenet
+from daskdl.data import image_folder, pack_files
 
 
 def block(inputs, outputs):
@@ -50,7 +50,6 @@ def main():
     parser.add_argument("folder", type=Path, help="the folder of wnids.txt")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--no-verify", action="store_true", help="take any files")
     options = parser.parse_args()
     shards = options.folder.absolute().with_name(f"{options.folder.name}-shards")
     with (
@@ -61,8 +60,7 @@ def main():
             options.folder, url=shards, files_per_shard=1000, client=client
         )
         train, val = (
-            tiny_imagenet(shards, split, verify=not options.no_verify)
-            for split in ("train", "val")
+            image_folder(shards, size=64, split=split) for split in ("train", "val")
         )
         classes = len(train.classes)
         print(f"{len(train.paths)} images of {classes} classes in {len(urls)} shards")

@@ -10,14 +10,6 @@ from daskdl.data.files import files, pack_files
 from daskdl.data.formats import Csv, Npy, Npz, Parquet, Safetensors
 from daskdl.data.images import image_folder
 from daskdl.data.normalize import MinMax, Normalization, Standardize
-from daskdl.data.public_datasets import (
-    Ratings,
-    cifar10,
-    fashion_mnist,
-    mnist,
-    movielens,
-    tiny_imagenet,
-)
 from daskdl.data.source import Facts, Source
 from daskdl.data.torch_datasets import Stream
 from daskdl.data.validate import Report, validate
@@ -31,20 +23,14 @@ __all__ = [
     "Npy",
     "Npz",
     "Parquet",
-    "Ratings",
     "Report",
     "Safetensors",
     "Source",
     "Standardize",
     "Stream",
-    "cifar10",
     "export",
-    "fashion_mnist",
     "files",
     "image_folder",
-    "mnist",
-    "movielens",
     "pack_files",
-    "tiny_imagenet",
     "validate",
 ]

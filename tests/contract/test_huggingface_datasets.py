@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Image, Value
 from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
@@ -53,6 +53,39 @@ def test_columns_become_a_dict_of_arrays_and_labels(format):
     assert y.tolist() == LABELS
     assert x["ids"].dtype == y.dtype == np.int64
     assert x["size"].dtype == np.float32
+
+
+def test_images_are_bytes_with_channels_last_and_reach_the_model_by_their_column():
+    pixels = np.arange(ROWS * 4 * 5 * 3).reshape(ROWS, 4, 5, 3).astype(np.uint8)
+    columns = {"img": list(pixels), "label": LABELS}
+    features = Features({"img": Image(), "label": ClassLabel(names=["ant", "bee"])})
+    data = Dataset.from_dict(columns, features)
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(60, 2)
+
+        def forward(self, img):
+            return self.layer(img.flatten(1) / 255)
+
+    trainer = daskdl.Trainer(
+        Flat,
+        nn.CrossEntropyLoss(),
+        functools.partial(torch.optim.SGD, lr=0.1),
+        client=False,
+    )
+    trainer.fit(data, label="label", batch_size=4, validation=data)
+
+    assert list(trainer.classes_) == ["ant", "bee"]
+    with torch.no_grad():
+        expected = trainer.model_(torch.from_numpy(pixels))
+    torch.testing.assert_close(
+        torch.from_numpy(trainer.predict(data, label="label")), expected
+    )
+    assert trainer.evaluate(data, label="label")["loss"] == pytest.approx(
+        nn.functional.cross_entropy(expected, torch.tensor(LABELS)).item()
+    )
 
 
 def test_columns_of_a_format_and_transforms_are_kept():

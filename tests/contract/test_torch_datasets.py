@@ -1,5 +1,6 @@
 """Map-style and iterable datasets of torch, and streams, as sources."""
 
+import functools
 import re
 import threading
 import warnings
@@ -10,6 +11,8 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torch import nn
 from torch.utils.data import (
     ChainDataset,
     Dataset,
@@ -21,6 +24,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.worker import WorkerInfo
 
+import daskdl
 from daskdl.data import Stream
 from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.torch_datasets import Collation, split_stream, worker_info
@@ -510,3 +514,53 @@ def test_an_error_of_the_dataset_is_passed_on_and_leaves_no_worker(where):
         list(source_of(Broken()).stream(0, 1))
 
     assert get_worker_info() is None
+
+
+class TensorImage(torch.Tensor):
+    """A subclass of Tensor, as torchvision's transforms return it."""
+
+
+class Pictures(Dataset):
+    """Pixels and labels in the form of torchvision's data sets."""
+
+    def __init__(self, transform=None):
+        self.data = np.arange(12 * 4 * 4 * 3).reshape(12, 4, 4, 3).astype(np.uint8)
+        self.targets = [i % 3 for i in range(12)]
+        self.classes = ["ant", "bee", "cat"]
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        image, target = Image.fromarray(self.data[index]), self.targets[index]
+        return self.transform(image) if self.transform else image, target
+
+
+def as_tensor(image):
+    pixels = torch.from_numpy(np.array(image)).movedim(2, 0) / 255
+    return pixels.as_subclass(TensorImage)
+
+
+def test_a_data_set_of_torchvision_trains_like_its_arrays():
+    dataset = Pictures(as_tensor)
+    X = dataset.data.transpose(0, 3, 1, 2).astype(np.float32) / np.float32(255)
+    y = np.array(dataset.targets)
+    trained = []
+    for data, labels in ((dataset, None), (X, y)):
+        trainer = daskdl.Trainer(
+            lambda: nn.Sequential(nn.Flatten(), nn.Linear(48, 3)),
+            nn.CrossEntropyLoss(),
+            functools.partial(torch.optim.SGD, lr=0.1),
+            client=False,
+        )
+        trainer.fit(data, labels, epochs=2, batch_size=4, shuffle=False)
+        trained.append((trainer.evaluate(data, labels), trainer.predict(data)))
+
+    assert trained[0][0] == trained[1][0]
+    np.testing.assert_array_equal(trained[0][1], trained[1][1])
+
+
+def test_a_data_set_of_torchvision_needs_a_transform_to_tensors():
+    with pytest.raises(DataError, match=r"found <class 'PIL\.Image\.Image'>; make "):
+        source_of(Pictures(), None, ReadOptions(4))

@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 from daskdl.thresholds import Sent
 from tests.support.public_files import (
     write_cifar10,
-    write_mnist,
+    write_fashion_mnist,
     write_tiny_imagenet,
 )
 
@@ -112,20 +112,23 @@ def test_a_folder_of_images_is_packed_and_learned():
     assert number(five) >= 0.99
 
 
-def test_public_datasets_are_learned_from_small_files_in_their_formats(tmp_path):
+def test_public_datasets_are_learned_from_small_files_in_their_formats(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     cifar, clothes, tiny = (tmp_path / name for name in ("cifar", "clothes", "tiny"))
-    write_cifar10(cifar, rows=100, binary=False)
-    write_mnist(clothes, train=500, test=100)
+    write_cifar10(cifar, rows=100)
+    write_fashion_mnist(clothes, train=500, test=100)
     write_tiny_imagenet(tiny, train=50, test=10)
 
-    def learned(name, folder):
-        lines = run(EXAMPLES / name, str(folder), "--epochs", "3", "--no-verify")
+    def learned(name, *arguments):
+        lines = run(EXAMPLES / name, *map(str, arguments), "--epochs", "3")
         losses = [float(x.split()[3]) for x in lines if x.startswith("epoch ")]
         assert len(losses) == 3
         assert losses[2] < losses[0]
         return [line for line in lines if not line.startswith("epoch ")]
 
-    heading, accuracy = learned("cifar10.py", cifar)
+    heading, accuracy = learned("cifar10.py", "--data", cifar)
     assert heading == "500 images to train on, 100 to test with"
     assert 0 <= number(accuracy) <= 1
     lines = learned("fashion_mnist.py", clothes)

@@ -1,12 +1,17 @@
-"""Small files in the formats of public data sets; the brightness tells the class."""
+"""Small files in the formats of public data sets; the class sets the brightness."""
 
 import gzip
 import struct
-from pathlib import Path
 
 import numpy as np
+from datasets import ClassLabel, Dataset, Features, Image
 
 from tests.support.pictures import encoded
+
+CIFAR10_CLASSES = [
+    *("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse"),
+    *("ship", "truck"),
+]
 
 
 def images(seed, rows, shape, classes=10):
@@ -18,53 +23,21 @@ def images(seed, rows, shape, classes=10):
     return (noise + level.reshape(-1, *[1] * len(shape))).astype(np.uint8), labels
 
 
-def python2_pickle(pixels, labels):
-    """A batch of CIFAR-10 as Python 2 and numpy 1 wrote it, with byte strings."""
-
-    def text(value):
-        return b"U" + bytes([len(value)]) + value
-
-    def number(value):
-        return b"J" + struct.pack("<i", value)
-
-    rows, columns = pixels.shape
-    array = (
-        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-        + (b"(K\x01" + number(rows) + number(columns) + b"\x86")
-        + b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNN"
-        + (number(-1) * 2 + b"K\x00tb\x89")
-        + (b"T" + struct.pack("<i", pixels.size) + pixels.tobytes() + b"tb")
-    )
-    listed = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
-    label = text(b"batch_label") + text(b"training batch")
-    items = label + text(b"labels") + listed + text(b"data") + array
-    return b"\x80\x02}(" + items + b"u."
+def write_cifar10(folder, rows=20):
+    """Write both splits as the Hugging Face Hub has them: Parquet files of PNG."""
+    classes = ClassLabel(names=CIFAR10_CLASSES)
+    for seed, (split, count) in enumerate({"train": 5 * rows, "test": rows}.items()):
+        pixels, labels = images(seed, count, (32, 32, 3))
+        columns = {"img": list(pixels), "label": labels.tolist()}
+        features = Features({"img": Image(), "label": classes})
+        Dataset.from_dict(columns, features).to_parquet(folder / f"{split}.parquet")
 
 
-CIFAR10_NAMES = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-
-
-def write_cifar10(folder, rows=20, binary=True):
-    """Write all batches, `rows` in each; return pixels and labels by name."""
+def write_fashion_mnist(folder, train=60, test=20):
+    """Write the four packed IDX files."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = {}
-    for seed, name in enumerate(CIFAR10_NAMES):
-        pixels, labels = written[name] = images(seed, rows, (3, 32, 32))
-        flat = pixels.reshape(rows, -1)
-        if binary:
-            content = np.column_stack([labels.astype(np.uint8), flat]).tobytes()
-        else:
-            content = python2_pickle(flat, labels)
-        Path(folder, f"{name}.bin" if binary else name).write_bytes(content)
-    return written
-
-
-def write_mnist(folder, train=60, test=20, packed=True):
-    """Write the four IDX files; return pixels and labels for "train" and "t10k"."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = {}
-    for seed, (name, rows) in enumerate({"train": train, "t10k": test}.items()):
-        pixels, labels = written[name] = images(seed, rows, (28, 28))
+    for seed, (split, rows) in enumerate({"train": train, "t10k": test}.items()):
+        pixels, labels = images(seed, rows, (28, 28))
         header = struct.pack(">HBBIII", 0, 8, 3, rows, 28, 28)
         contents = {
             "images-idx3": header + pixels.tobytes(),
@@ -72,11 +45,8 @@ def write_mnist(folder, train=60, test=20, packed=True):
             + labels.astype(np.uint8).tobytes(),
         }
         for kind, content in contents.items():
-            path = folder / f"{name}-{kind}-ubyte"
-            if packed:
-                path, content = Path(f"{path}.gz"), gzip.compress(content)
-            path.write_bytes(content)
-    return written
+            path = folder / f"{split}-{kind}-ubyte.gz"
+            path.write_bytes(gzip.compress(content))
 
 
 def write_tiny_imagenet(folder, classes=4, train=6, test=3):

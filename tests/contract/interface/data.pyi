@@ -20,9 +20,6 @@ class Csv:
 class Facts(tuple):
     def __init__(self, rows, first): ...
 
-class Ratings(tuple):
-    def __init__(self, X, y, users, items): ...
-
 class MinMax:
     def __init__(self, low=0.0, high=1.0, *, per="feature", only=None): ...
     def fit(self, X, y=None, *, client=None, loader=None, storage_options=None): ...
@@ -103,25 +100,6 @@ def image_folder(
     classes=None,
     extensions=...,
     files_per_part=64,
-    seed=0,
-    storage_options=None,
-): ...
-def cifar10(
-    folder, *, train=True, scale=0.00392156862745098, verify=True, storage_options=None
-): ...
-def fashion_mnist(
-    folder, *, train=True, scale=0.00392156862745098, verify=True, storage_options=None
-): ...
-def mnist(
-    folder, *, train=True, scale=0.00392156862745098, verify=True, storage_options=None
-): ...
-def movielens(folder, *, storage_options=None): ...
-def tiny_imagenet(
-    folder,
-    split="train",
-    *,
-    scale=0.00392156862745098,
-    verify=True,
     seed=0,
     storage_options=None,
 ): ...

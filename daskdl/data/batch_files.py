@@ -238,7 +238,7 @@ class BatchFiles(Source):
         if (file := next(there, None)) is None:
             raise ValueError("it lists no file that exists in its full size")
         self._schema = Schema.from_json(content["schema"], file.nbytes)
-        self.columns = self._names = self._columns_of(content.get("columns", {}))
+        self.columns = self._names = self._columns_of(content["columns"])
 
     def _columns_of(self, content: Any) -> Columns:
         """Read names of columns, one for each in the files."""

@@ -283,7 +283,7 @@ class Normalization(FittedTransform):
             OptionError: If `plain` is something else.
         """
         try:
-            columns = plain.get("columns", {}).items()
+            columns = plain["columns"].items()
             return cls(
                 _tree(plain["x"]), {place: tuple(names) for place, names in columns}
             )

@@ -236,7 +236,7 @@ class Parameters:
     def from_values(cls, values: Mapping[str, Any]) -> "Parameters":
         """Create from the result of `values`."""
         if "shared" not in values:
-            return cls(exact=values["exact"], hidden=values.get("hidden", {}))
+            return cls(exact=values["exact"], hidden=values["hidden"])
         untrained = {n: tensor.numpy() for n, tensor in values["untrained"].items()}
         shared_N, grid = values["shared"].numpy(), values["grid"]
         return cls(None, shared_N, None, grid, untrained)

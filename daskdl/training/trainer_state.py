@@ -627,10 +627,6 @@ def _history_values(history: History) -> dict[str, Any]:
 
 
 def _history_of(values: Any) -> History:
-    none = torch.zeros(0, dtype=torch.uint8)  # in the first saves
-    own = {"timeline": none, "span_columns": SPANS.descr, "run": vars(RunRecord())}
-    own |= {"layers": none, "layer_columns": layout_of(LayerRow).descr}
-    values = {**own, "layer_names": [], **values}
     check({name: values[name] for name in _HISTORY}, _HISTORY)
     check(values["run"], _RUN)
     history = History(values["rows"])

@@ -97,9 +97,7 @@ def damages(state):
         yield retyped, path
         # torch puts its defaults in place of an option that is missing; a parameter
         # without a gradient has no state, and a pattern may be new.
-        # Those of earlier versions had no skipped rows, and none that were dropped.
-        added = {"skipped", "reason", "dropped"}
-        optional = type(name) is int or name == "*" or name in added
+        optional = type(name) is int or name == "*"
         if "param_groups" not in path and not optional:
             yield removed, path
         if isinstance(at(state, path), torch.Tensor) and at(state, path).dim():

@@ -206,6 +206,19 @@ class TestBatchFiles:
         with pytest.raises(DataError, match=rf"is damaged: .*{message}.*; export aga"):
             BatchFiles(str(tmp_path)).load(0)
 
+    @pytest.mark.parametrize(
+        "field", ["batch_size", "classes", "schema", "columns", "made_from"]
+    )
+    def test_a_missing_field_of_the_manifest_is_named(self, tmp_path, field):
+        exported(str(tmp_path))
+        manifest = tmp_path / MANIFEST
+        content = json.loads(manifest.read_bytes())
+        del content["content"][field]
+        manifest.write_bytes(sealed(content))
+
+        with pytest.raises(DataError, match=f"is damaged: .*'{field}'.*; export again"):
+            BatchFiles(str(tmp_path))
+
     def test_no_memory_is_allocated_for_rows_larger_than_a_file(self, tmp_path):
         exported(str(tmp_path), Numbered([20]))
         manifest = tmp_path / MANIFEST

@@ -32,6 +32,7 @@ from daskdl.data.checks import optimizer_function
 from daskdl.data.inputs import Compose
 from daskdl.history import Stopping
 from daskdl.keras import CrossEntropyOfProbabilities
+from daskdl.training import trainer_state
 from daskdl.training.trainer_state import KNOWN, save
 from tests.support.keras_models import small
 from tests.support.saves import fitted, layers, load, signed
@@ -651,6 +652,18 @@ def test_invalid_content_is_an_error_with_the_url(tmp_path, steps, wrong):
     change(tmp_path, steps, wrong)
 
     with pytest.raises(SaveError, match=f"cannot load {tmp_path}: "):
+        load(tmp_path, {}, ["tests"])
+
+
+@pytest.mark.parametrize("field", trainer_state._HISTORY)
+def test_a_missing_field_of_the_history_is_an_error_that_names_it(tmp_path, field):
+    save(fitted(scheduler=stepped), tmp_path, True)
+    index = json.loads((tmp_path / "trainer.json").read_text())
+    pairs = index["content"]["history"]["dict"]
+    pairs[:] = [pair for pair in pairs if pair[0] != field]
+    (tmp_path / "trainer.json").write_bytes(signed(index))
+
+    with pytest.raises(SaveError, match=f"cannot load {tmp_path}: .*'{field}'"):
         load(tmp_path, {}, ["tests"])
 
 

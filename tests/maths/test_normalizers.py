@@ -359,7 +359,15 @@ class TestAsJson:
 
     @pytest.mark.parametrize(
         "plain",
-        [{}, None, {"x": {"shift": [1.0]}}, {"x": {"tuple": 3}}, {"x": ["shift"]}],
+        [
+            {},
+            None,
+            {"x": None},
+            *(
+                {"x": scalings, "columns": {}}
+                for scalings in ({"shift": [1.0]}, {"tuple": 3}, ["shift"])
+            ),
+        ],
         ids=str,
     )
     def test_another_dict_is_refused(self, plain):

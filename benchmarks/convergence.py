@@ -50,8 +50,8 @@ WINDOW = 20  # steps in Polyak's average: 1 / density of the default
 PLOTTED = {
     "one process": "one process",
     "synchronous": "synchronous",
-    "default": "daskdl, AdaptiveThreshold",
-    "link": "daskdl, LinkThreshold",
+    "default": "daskdl",
+    "in 8 bits": "daskdl, in 8 bits",
 }
 
 Averaging = daskdl.ParameterAveraging
@@ -67,7 +67,7 @@ def diloco(**options: str) -> daskdl.ParameterAveraging:
 # The default, and one option changed at a time.
 MASTERS: dict[str, daskdl.GradientSharing | daskdl.ParameterAveraging] = {
     "default": Sharing(),
-    "link": Sharing(threshold=daskdl.LinkThreshold()),
+    "in 8 bits": Sharing(warmup_steps=10**9),  # all of the residual
     "target": Sharing(threshold=daskdl.TargetSparsityThreshold()),
     "strict": Sharing(apply="strict"),
     "sum": Sharing(update_scale="sum"),

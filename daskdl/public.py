@@ -46,7 +46,6 @@ from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcess
 from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
-    LinkThreshold,
     SampledThreshold,
     TargetSparsityThreshold,
     ThresholdAlgorithm,
@@ -82,7 +81,6 @@ __all__ = [
     "LayerMonitor",
     "LayerTable",
     "LearningRateMonitor",
-    "LinkThreshold",
     "ModelError",
     "Network",
     "OptionError",

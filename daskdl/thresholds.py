@@ -1,9 +1,8 @@
 """Algorithms that choose the threshold of each exchange, one small class each.
 
 An algorithm gets the outcome of the last exchange (threshold, density) and can read the
-residual, which most do only for the first threshold. :class:`LinkThreshold` follows
-measurements of the replica's outgoing link, and a mapping from patterns of parameter
-names gives each parameter group its own algorithm.
+residual, which most do only for the first threshold. A mapping from patterns of
+parameter names gives each parameter group its own algorithm.
 """
 
 import math
@@ -11,139 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from statistics import median
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from typing_extensions import override
 
-from daskdl.codec import dense8
 from daskdl.errors import OptionError
-
-# Number of measurements in a median, which tolerates two outliers and follows a change
-# after three measurements.
-WINDOW = 5
-HEADER_BYTES = 64  # header of a frame
-LARGER = 1.5  # times the bytes of the smallest requests: large enough to show a price
-
-
-class Drained(NamedTuple):
-    """Frames that a channel has delivered since the previous call."""
-
-    nbytes: int = 0  # bytes of delivered frames, each copy counted
-    frames: int = 0  # delivered frames, each copy counted
-    requests: int = 0  # requests that delivered them; 0 between threads, without a link
-    busy_s: float = 0.0  # seconds with at least one such request in flight
-    copies: int = 1  # copies that leave this replica for each frame it publishes
-
-
-class Measured(NamedTuple):
-    """Measurements of one exchange, and deliveries since the exchange before."""
-
-    size: int  # parameters
-    density: float  # entries sent / parameters, in [0, 1]
-    frame_bytes: int  # 0 if no frame was published
-    dense: bool  # the frame had a number for every parameter
-    step_s: float  # computation between two possible exchanges, without waits
-    drained: Drained
-
-
-class Request(NamedTuple):
-    """Duration and size of a request."""
-
-    seconds: float
-    nbytes: float
-
-    def price_s(self, floor: "Request") -> float:
-        """Return seconds per byte beyond the floor; < 0 if faster than the floor."""
-        return (self.seconds - floor.seconds) / (self.nbytes - floor.nbytes)
-
-
-class Link(NamedTuple):
-    """Measurements of a replica's outgoing link, and the density chosen for it.
-
-    Example:
-        >>> drained = Drained(nbytes=300, frames=2, requests=1, busy_s=0.003)
-        >>> measured = Measured(1000, 0.01, 90, False, 0.5, drained)
-        >>> link = Link(size=1000, density=0.01).after(measured)
-        >>> link.request(), link.request().price_s(floor=Request(0.001, 100))
-        (Request(seconds=0.003, nbytes=300.0), 1e-05)
-    """
-
-    size: int  # parameters
-    # The current decision, and the state that the next decision depends on.
-    density: float  # entries to send / parameters
-    dense: bool = False  # send a number for every parameter instead
-    floor: Request = Request(math.inf, math.inf)  # median smallest request
-    price_s: float | None = None  # seconds per byte beyond the floor; None: unknown
-    rest: int = 0  # deliveries to wait before exceeding a load that was too high
-    hold: int = 0  # deliveries to wait the next time
-    # The last few measurements, the newest last.
-    packing: float = 1.0  # bytes of the last frame / `plain_bytes`
-    steps_s: tuple[float, ...] = ()
-    delivered: tuple[Drained, ...] = ()  # `busy_s` since the delivery before
-    idle_s: float = 0.0  # busy time since the last delivery
-
-    def after(self, measured: Measured) -> "Link":
-        """Return the link with one more exchange measured."""
-        drained = measured.drained
-        packing, delivered = self.packing, self.delivered
-        busy_s = self.idle_s + drained.busy_s
-        if measured.frame_bytes and measured.density and not measured.dense:
-            packing = measured.frame_bytes / plain_bytes(self.size, measured.density)
-        if drained.frames:
-            delivered = (*delivered, drained._replace(busy_s=busy_s))[-WINDOW:]
-            busy_s = 0.0
-        return self._replace(
-            packing=packing,
-            steps_s=(*self.steps_s, measured.step_s)[-WINDOW:],
-            delivered=delivered,
-            idle_s=busy_s,
-        )
-
-    def _requests(self) -> list[Request]:
-        counts = [(d, max(d.requests, 1)) for d in self.delivered]
-        return [Request(d.busy_s / n, d.nbytes / n) for d, n in counts]
-
-    def request(self) -> Request:
-        """Return the median request."""
-        seconds, nbytes = zip(*self._requests(), strict=True)
-        return Request(median(seconds), median(nbytes))
-
-    def request_with_price(self, floor: Request) -> Request | None:
-        """Return the request with the median price, weighted by bytes.
-
-        None if no request is large enough, compared with the floor, to show a price.
-        """
-        larger = [r for r in self._requests() if r.nbytes > LARGER * floor.nbytes]
-        half = sum(request.nbytes for request in larger) / 2
-        for request in sorted(larger, key=lambda r: r.price_s(floor)):
-            half -= request.nbytes
-            if half <= 0:
-                return request
-        return None
-
-    def frame_bytes(self, density: float) -> float:
-        """Estimate the bytes of a frame of some density from the last frame."""
-        return self.packing * plain_bytes(self.size, density)
-
-
-def plain_bytes(size: int, density: float) -> float:
-    """Return the bytes of a frame whose entries are at independent positions.
-
-    The sum of the entropy of the positions, to which GAPS and BITMAP come close, one
-    bit for each sign, and the header.
-
-    Example:
-        >>> plain_bytes(8000, 0.5)
-        1564.0
-    """
-    rest = 1 - density
-    bits = density - density * math.log2(density)
-    if rest > 0:
-        bits -= rest * math.log2(rest)
-    return HEADER_BYTES + size * bits / 8
-
 
 DL4J_INITIAL = 1e-4
 HALVES_IN_20 = 0.5 ** (1 / 20)  # Deeplearning4j's decay
@@ -162,7 +34,6 @@ class Sent(NamedTuple):
 
     threshold: float  # threshold of the algorithm, not rounded to the grid
     density: float  # entries sent / parameters, in [0, 1]
-    link: Link | None = None  # result of `learn`; never sent or saved
 
 
 class Residual(Protocol):
@@ -197,34 +68,12 @@ class ThresholdAlgorithm(ABC):
         """
 
 
-class LinkAlgorithm(ThresholdAlgorithm):
-    """A threshold algorithm that follows measurements of the link.
-
-    It covers all parameters, since they share the link.
-    """
-
-    @abstractmethod
-    def sends_dense(self, last: Sent | None) -> bool:
-        """Return whether to send 8 bits for every parameter instead of entries."""
-
-    @abstractmethod
-    def learn(self, link: Link | None, measured: Measured) -> Link:
-        """Return the state of the link after one more exchange.
-
-        The compressor passes it back in ``last.link``.
-
-        Args:
-            link: Result of the previous call; None the first time.
-            measured: Measurements of the exchange.
-        """
-
-
 def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
     """Average the outcomes of several replicas, for the next run or a joining replica.
 
     Example:
         >>> average_sent([Sent(1.0, 0.25), None, Sent(2.0, 0.75)])
-        Sent(threshold=1.5, density=0.5, link=None)
+        Sent(threshold=1.5, density=0.5)
 
     Source:
         Deeplearning4j, AdaptiveThresholdAlgorithm.Reducer (2021).
@@ -450,158 +299,6 @@ class SampledThreshold(ThresholdAlgorithm):
         return found or (DL4J_INITIAL if last is None else last.threshold)
 
 
-GROWTH = 1.9  # largest factor on density and bytes, from one delivery to the next
-# The first price counts once a request takes more than this factor times the floor:
-# with durations up to 20 % off, the factor reaches 1.2 / 0.8 at a price of 0.
-SEEN = 1.5
-CALM = 0.1  # weight of a new price while requests take about as long as predicted
-CHANGED = 2.0  # factor off the prediction, either way, at which the link has changed
-NEAR = 0.8  # medians of durations up to 20 % off are not smaller
-# Dense updates begin at 0.8 of the share and end beyond 1.25 of it: medians of
-# durations up to 20 % off differ by less.
-MARGIN = 1.25
-# Deliveries to wait before growing again after a load was too high, doubled each time.
-# The cost of dense frames, 6 times the bytes of the densest entries, may show only
-# after they are sent.
-HOLD, LONGEST_HOLD = 16, 1024
-
-
-@dataclass(frozen=True)
-class LinkThreshold(LinkAlgorithm):
-    """Chooses the density at which sending takes at most a share of a step.
-
-    The algorithm measures the duration of a step and the time per byte of a request,
-    without the latency, which is the same for every density. These two determine a
-    density, and a sample of the residual gives the threshold for it.
-
-    The density starts at its minimum, to measure the latency, and grows by at most 1.9
-    times from one delivery of frames to the next. If 8 bits for every parameter take no
-    more than the share, dense updates are sent (`sends_dense`). Between threads of one
-    process there is no link, so the whole residual is sent. ``docs/how-it-works.md``
-    has the rule.
-
-    Since the result depends on measured times, a run on a cluster is not reproducible,
-    even with ``max_staleness=0``.
-
-    Args:
-        initial: First threshold, parameter units. None: the threshold that sends
-            `min_density` in a sample of the first residual; 1e-4 if the sample is all
-            zero.
-        share: Share of a step's duration that sending may take, in (0, 1].
-        min_density: Density that is sent at any cost, entries sent / parameters, in
-            (0, 1/e).
-
-    Raises:
-        OptionError: If an argument is outside its range.
-
-    Example:
-        >>> rule = LinkThreshold(share=0.5)
-        >>> rule.next_threshold(residual=None, last=None)
-        0.001
-        >>> from daskdl.thresholds import Drained
-        >>> link = rule.learn(None, Measured(10**6, 0.002, 3000, False, 0.1, Drained()))
-        >>> link.density, rule.sends_dense(Sent(0.001, 0.002, link))
-        (0.0001, False)
-    """
-
-    initial: float | None = 1e-3
-    share: float = 0.25
-    min_density: float = 1e-4
-
-    def __post_init__(self) -> None:
-        check_initial(self.initial)
-        if not 0 < self.share <= 1:
-            raise OptionError(f"share must be in (0, 1], got {self.share!r}")
-        if not 0 < self.min_density < MOST:
-            raise OptionError(
-                f"min_density must be in (0, 1/e), got {self.min_density!r}"
-            )
-
-    @override
-    def next_threshold(self, residual: Residual, last: Sent | None) -> float:
-        if last is None:
-            return first_threshold(self.initial, self.min_density, residual)
-        if last.link is None:  # continued from another link
-            return last.threshold
-        return threshold_for(last.link.density, residual) or last.threshold
-
-    @override
-    def sends_dense(self, last: Sent | None) -> bool:
-        return last is not None and last.link is not None and last.link.dense
-
-    @override
-    def learn(self, link: Link | None, measured: Measured) -> Link:
-        if link is None:
-            link = Link(measured.size, self.min_density, rest=WINDOW, hold=HOLD)
-        link = link.after(measured)
-        if not measured.drained.frames:
-            return link
-        if not measured.drained.requests:  # threads: there is no link
-            return link._replace(density=MOST, dense=True)
-        link = link._replace(rest=max(link.rest - 1, 0))
-        if link.density == self.min_density:
-            link = link._replace(floor=link.request(), price_s=None)
-            return link if link.rest else self._grown(link, math.inf)
-        link = _priced(link)
-        budget_bytes = math.inf
-        if link.price_s is not None and link.price_s > 0:
-            budget_s = self.share * median(link.steps_s)
-            budget_bytes = budget_s / (link.price_s * measured.drained.copies)
-        dense_bytes = HEADER_BYTES + dense8.length(link.size)
-        fits = MARGIN * dense_bytes <= budget_bytes
-        if link.dense:
-            if dense_bytes <= MARGIN * budget_bytes:
-                return link
-            link = _too_much(link._replace(dense=False))
-        elif fits and link.density == MOST and not link.rest:
-            return link._replace(dense=True)
-        return self._grown(link, budget_bytes)
-
-    def _grown(self, link: Link, budget_bytes: float) -> Link:
-        largest = max(drained.nbytes / drained.frames for drained in link.delivered)
-        most_bytes = min(budget_bytes, GROWTH * largest)
-        density = min(self._density_of(link, most_bytes), GROWTH * link.density)
-        if density == self.min_density:
-            link = _too_much(link)
-        return link._replace(density=density)
-
-    def _density_of(self, link: Link, most_bytes: float) -> float:
-        """Return the highest density whose frames have at most `most_bytes` bytes."""
-        if link.frame_bytes(MOST) <= most_bytes:
-            return MOST
-        low, high = self.min_density, MOST
-        for _ in range(40):  # relative error far below 1e-6
-            middle = math.sqrt(low * high)
-            if link.frame_bytes(middle) <= most_bytes:
-                low = middle
-            else:
-                high = middle
-        return low
-
-
-def _priced(link: Link) -> Link:
-    """Update the price of a byte, and the floor if requests have become faster."""
-    request, floor, former_s = link.request(), link.floor, link.price_s
-    if request.seconds < NEAR * floor.seconds:
-        floor = floor._replace(seconds=request.seconds)
-        link = link._replace(floor=floor)
-    larger = link.request_with_price(floor)
-    if larger is None:
-        return link
-    price_s = larger.price_s(floor)
-    if former_s is None:
-        seen = larger.seconds > SEEN * floor.seconds
-        return link._replace(price_s=price_s) if seen else link
-    foreseen_s = floor.seconds + former_s * max(request.nbytes - floor.nbytes, 0.0)
-    if not foreseen_s / CHANGED < request.seconds < CHANGED * foreseen_s:
-        return link._replace(price_s=price_s, hold=HOLD, rest=0)
-    return link._replace(price_s=former_s + CALM * (price_s - former_s))
-
-
-def _too_much(link: Link) -> Link:
-    return link._replace(rest=link.hold, hold=min(2 * link.hold, LONGEST_HOLD))
-
-
 ALL = "*"  # the pattern of a single algorithm
 SHOWN = 5  # names in a message
 
@@ -630,13 +327,6 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
         )
         if not self.pairs or not sound:
             raise OptionError(refusal(dict(self.pairs)))
-        for pattern, algorithm in self.pairs:
-            if len(self.pairs) > 1 and isinstance(algorithm, LinkAlgorithm):
-                raise OptionError(
-                    f"threshold pattern {pattern!r} has an algorithm that follows the "
-                    f"link, got {algorithm!r} beside others; the link is that of all "
-                    "parameters, so give it alone"
-                )
 
     @classmethod
     def of(cls, threshold: object) -> "LayerThresholds":

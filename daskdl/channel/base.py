@@ -26,7 +26,6 @@ from daskdl.channel.protocol import (
     Work,
 )
 from daskdl.errors import WaitTimeoutError
-from daskdl.thresholds import Drained
 
 
 class JoinResult(NamedTuple):
@@ -453,13 +452,13 @@ class Channel(ABC):
         Without `has_dashboard`, nothing is sent.
         """
 
-    @abstractmethod
-    def link_stats(self) -> Drained:
-        """Bytes and frames delivered since the last call, and the time it took.
+    def link_s_per_byte(self) -> float:
+        """Seconds per byte that this replica has sent since the last call.
 
-        A frame counts once it arrives at its first destination: the relay, or each
-        neighbour. Between threads it arrives before `publish` returns; no time counts.
+        NaN if requests were too short to show more than the latency, and between
+        threads, which have no link; infinite if requests took time and none arrived.
         """
+        return math.nan
 
     def check(self) -> None:
         """Raise :class:`Stopped` if the run was stopped; cheap."""

@@ -38,7 +38,6 @@ from daskdl.channel.run_state import RunState
 from daskdl.channel.transport import CLOCK, Clock, Outbox
 from daskdl.config import Bound
 from daskdl.errors import ChannelError, CodecError, OptionError, WaitTimeoutError
-from daskdl.thresholds import Drained
 
 
 class LocalRun:
@@ -169,7 +168,6 @@ class LocalChannel(Channel):
         self._run = run
         self._state = run.state
         self._changed = run.changed
-        self._drained = Drained()
 
     @property
     @override
@@ -261,8 +259,6 @@ class LocalChannel(Channel):
         with self._changed:
             self._publish([item._replace(payload=update)])
             self._inbox.own = self._inbox.own._replace(sequence=item.sequence)
-        nbytes, frames = self._drained.nbytes + frame.nbytes, self._drained.frames + 1
-        self._drained = Drained(nbytes, frames)
         return True
 
     def _publish(self, items: Sequence[Message]) -> None:
@@ -276,11 +272,6 @@ class LocalChannel(Channel):
             interval = max(interval, former.interval)
             self._inbox.own = PeerProgress(step, former.sequence, interval)
             self._publish([])
-
-    @override
-    def link_stats(self) -> Drained:
-        drained, self._drained = self._drained, Drained()
-        return drained
 
     # ---- requests
 

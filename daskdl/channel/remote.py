@@ -50,7 +50,6 @@ from daskdl.channel.recovery import Have, donors, helpers, settle
 from daskdl.channel.worker import ChannelWorkerPlugin, Snapshot, SnapshotRequest
 from daskdl.config import VERSION, Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
-from daskdl.thresholds import Drained
 
 logger = logging.getLogger(__name__)
 
@@ -377,8 +376,8 @@ class RemoteChannel(Channel):
         self._routing.live.append(live)
 
     @override
-    def link_stats(self) -> Drained:
-        return self._routing.meter.take(self._routing.copies)
+    def link_s_per_byte(self) -> float:
+        return self._routing.meter.take()
 
     # ---- work
 

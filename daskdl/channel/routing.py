@@ -36,7 +36,6 @@ from daskdl.channel.transport import (
     SendLoop,
 )
 from daskdl.errors import DaskDLError
-from daskdl.thresholds import Drained
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +44,11 @@ PACE_S = 0.005  # least time between two requests to one destination
 BEAT_PACE_S = 0.05  # least time between two heartbeats without updates
 IDLE_S = 60.0  # neighbours exchange no heartbeats, so an idle loop rarely wakes
 RETRY_S = 1.0  # pause after a neighbour could not be reached
+QUICK_S = 0.01  # requests shorter than this measure latency, not bandwidth
 
 
 class LinkMeter:
-    """Counts the outgoing traffic of one replica, over all destinations.
+    """Measures how long a byte occupies the outgoing link of one replica.
 
     Time with several requests in flight counts once, since they share the link. Pauses
     between requests and requests without messages are not counted.
@@ -56,9 +56,10 @@ class LinkMeter:
 
     def __init__(self, clock: Clock = CLOCK) -> None:
         self._clock = clock
-        self._drained = Drained()
-        self._under_way = 0
-        self._since = 0.0  # time up to which busy time has been counted
+        self._nbytes = self._requests = 0  # answered since the last `take`
+        self._busy_s = 0.0  # with at least one request in flight, since then
+        self._in_flight = 0
+        self._counted_at = 0.0  # time up to which `_busy_s` counts
         self._lock = threading.Lock()
 
     # ---- event loop
@@ -76,31 +77,29 @@ class LinkMeter:
     def _count_time(self, begun: int) -> None:
         with self._lock:
             now = self._clock.now()
-            if self._under_way:
-                busy_s = self._drained.busy_s + now - self._since
-                self._drained = self._drained._replace(busy_s=busy_s)
-            self._since = now
-            self._under_way += begun
+            if self._in_flight:
+                self._busy_s += now - self._counted_at
+            self._counted_at = now
+            self._in_flight += begun
 
     def arrived(self, messages: Sequence[Message]) -> None:
         """Count an answered request and the messages that it delivered."""
-        if not messages:
-            return
-        with self._lock:
-            former = self._drained
-            self._drained = former._replace(
-                nbytes=former.nbytes + sum(message.nbytes for message in messages),
-                frames=former.frames + len(messages),
-                requests=former.requests + 1,
-            )
+        if messages:
+            with self._lock:
+                self._nbytes += sum(message.nbytes for message in messages)
+                self._requests += 1
 
     # ---- training thread
 
-    def take(self, copies: int) -> Drained:
-        """Return the counts since the last call."""
+    def take(self) -> float:
+        """Return the seconds per byte, as `Channel.link_s_per_byte` does."""
         with self._lock:
-            drained, self._drained = self._drained, Drained()
-        return drained._replace(copies=copies)
+            nbytes, requests, busy_s = self._nbytes, self._requests, self._busy_s
+            self._nbytes = self._requests = 0
+            self._busy_s = 0.0
+        if busy_s <= QUICK_S * requests:
+            return math.nan
+        return busy_s / nbytes if nbytes else math.inf
 
 
 class Destination(ABC):
@@ -301,7 +300,7 @@ class Routing(ABC):
         workers: Address of the worker of each member.
         own: Updates of this replica that others may request again.
         others: Updates of others, if the scheduler does not relay them.
-        meter: Counts outgoing bytes and frames.
+        meter: Measures the outgoing link.
         to_scheduler: Sends heartbeats, whatever the routing.
         leaving: Whether the last update was published, which a relay has to accept.
         live: The newest report for the dashboard, until it is sent.
@@ -465,15 +464,6 @@ class Routing(ABC):
             f"{len(self.queue)} updates ({self.queue.nbytes} bytes) could not be "
             f"passed to {destination}"
         )
-
-    @property
-    def copies(self) -> int:
-        """Copies of a frame that leave this replica for each frame it publishes.
-
-        In a mesh, the number of other members: over one update of each member, a
-        replica forwards as many frames as others forward for it.
-        """
-        return 1 if self.relayed else max(len(self.workers) - 1, 1)
 
     # ---- event loop
 

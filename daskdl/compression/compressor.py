@@ -35,8 +35,6 @@ from daskdl.residuals import ResidualPostProcessor
 from daskdl.thresholds import (
     DENSE_DENSITY,
     LayerThresholds,
-    LinkAlgorithm,
-    Measured,
     Sent,
     ThresholdAlgorithm,
 )
@@ -123,8 +121,7 @@ class ParameterGroup:
 
     def record(self, threshold: float, density: float) -> None:
         """Record the outcome of an exchange."""
-        link = None if self.sent is None else self.sent.link
-        self.sent = Sent(threshold, density, link)
+        self.sent = Sent(threshold, density)
         self.exchanges += 1
 
 
@@ -161,7 +158,6 @@ class Compressor:
     groups: Mapping[str, ParameterGroup]  # by pattern, in the order of the patterns
     clipped: float  # mass removed so far, parameter units
     clipped_per_entry: float  # mean mass removed by the last exchange, parameter units
-    follows_link: bool  # an algorithm needs `learn` after each exchange
 
     def __init__(
         self,
@@ -187,12 +183,6 @@ class Compressor:
             )
             for pattern, algorithm in thresholds.items()
         }
-        self._linked = [
-            (group, group.algorithm)
-            for group in self.groups.values()
-            if isinstance(group.algorithm, LinkAlgorithm)
-        ]
-        self.follows_link = bool(self._linked)
 
     @property
     def sent(self) -> dict[str, Sent]:
@@ -209,7 +199,7 @@ class Compressor:
             single dense update of the whole residual.
         """
         grid = self.vector.grid
-        if dense or any(rule.sends_dense(group.sent) for group, rule in self._linked):
+        if dense:
             # Dense updates do not use thresholds, so only the first one is computed.
             # DENSE_DENSITY would raise the threshold after every dense exchange.
             thresholds = {
@@ -267,17 +257,6 @@ class Compressor:
         self.clipped_per_entry = removed / max(update.entries, 1)
         group.record(update.chosen, update.entries / max(group.residual.size, 1))
 
-    def learn(self, measured: Measured) -> None:
-        """Pass measurements of the last exchange to algorithms that follow the link.
-
-        Dense exchanges of the warm-up, which do not depend on the algorithm, are left
-        out.
-        """
-        for group, rule in self._linked:
-            sent = group.sent
-            if sent is not None and measured.dense == rule.sends_dense(sent):
-                group.sent = sent._replace(link=rule.learn(sent.link, measured))
-
     def samples(self, most: int) -> list[Sample]:
         """Sample about ``most`` residuals, from each group its share by size."""
         samples = []
@@ -291,7 +270,7 @@ class Compressor:
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state shared by all replicas, and this replica's own state.
 
-        The tensors are not copies and change later. Link measurements are left out.
+        The tensors are not copies and change later.
         """
         shared, own = self.vector.state()
         groups = {

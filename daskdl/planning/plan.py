@@ -25,7 +25,6 @@ from daskdl.objective import Loss
 from daskdl.planning.cost_model import Measured, Network, Prediction, predict
 from daskdl.planning.measure import BenchmarkSpec, measure
 from daskdl.serialization import Packed, copied
-from daskdl.thresholds import LinkAlgorithm
 from daskdl.training.fit_spec import starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.util import check_main_guard
@@ -195,13 +194,6 @@ def _counts(workers: Any) -> tuple[int, ...]:
 
 def _check_master(master: Any) -> None:
     check_type("master", master, GradientSharing)
-    for rule in master.thresholds.values():
-        if isinstance(rule, LinkAlgorithm):
-            raise OptionError(
-                "threshold must not follow the link in the master of a plan, which has "
-                f"no link to send on, got {rule}; plan for each density in question, "
-                "with TargetSparsityThreshold(target=...)"
-            )
     replicas = master.replicas_per_worker
     if replicas == 1 or (replicas == "auto" and torch.cuda.device_count() <= 1):
         return

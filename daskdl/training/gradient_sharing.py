@@ -23,7 +23,6 @@ from daskdl.channel.routing import ROUTINGS
 from daskdl.compression.compressor import (
     Compressor,
     Frame,
-    PendingDense,
     PendingUpdate,
 )
 from daskdl.compression.flat import (
@@ -44,8 +43,6 @@ from daskdl.evaluation.evaluate import Score
 from daskdl.residuals import KeepResidual, ResidualPostProcessor
 from daskdl.thresholds import (
     LayerThresholds,
-    LinkAlgorithm,
-    Measured,
     SampledThreshold,
     ThresholdAlgorithm,
 )
@@ -82,7 +79,6 @@ from daskdl.training.telemetry import SAMPLE, mean, norm_of, spread_of
 PROMISING = 0.01
 COMPARING = 0.01  # of a replica's time, that comparing models may take
 SENDING = 0.03  # of a replica's time, that sending residuals may take
-QUICK_S = 0.01  # so short a request shows the latency of the link, not its rate
 
 
 def loss_of(met: BarrierResult, members: Iterable[int], name: str) -> float:
@@ -142,9 +138,8 @@ class GradientSharingExchange(Exchange):
         self._due = False  # steps were made since the last attempted exchange
         self._sole = False  # no other replica uses shared
         self._served = False  # a snapshot was served since the last barrier began
-        # For the threshold rules, since the last accepted exchange.
+        # Seconds since the last accepted exchange.
         self._began = self._computed_s = self._spent_s = 0.0
-        self._chances = 0  # exchanges that were due
         # For the last step.
         self._wait_s = self._encode_s = self._apply_s = 0.0
         self._lead = 0
@@ -253,12 +248,10 @@ class GradientSharingExchange(Exchange):
     def _share(self) -> None:
         """Publish pending updates; without room, they stay in the residual."""
         self._due = False
-        self._chances += 1
         if self._sole:
             if self._vector.strict:  # else the module would not see its own progress
                 self._vector.flush_residual_()
-            self._unshared, self._computed_s, self._chances = 0, 0.0, 0
-            self._spent_s = 0.0
+            self._unshared, self._computed_s, self._spent_s = 0, 0.0, 0.0
             return
         if not self._has_room():
             return
@@ -279,21 +272,10 @@ class GradientSharingExchange(Exchange):
         self._density, self._frames = density, frames
         self._stats.density_sum += density
         self._stats.exchanges += 1
-        if self._compressor.follows_link:
-            measured = Measured(
-                self._vector.size,
-                density,
-                sum(frame.nbytes for frame in frames),
-                isinstance(updates[0], PendingDense),
-                self._computed_s / max(self._chances, 1),
-                self._channel.link_stats(),
-            )
-            self._compressor.learn(measured)
         self._interval.note(
             self._spent_s + self._encode_s, self._computed_s / max(self._unshared, 1)
         )
-        self._spent_s = 0.0
-        self._unshared, self._computed_s, self._chances = 0, 0.0, 0
+        self._unshared, self._computed_s, self._spent_s = 0, 0.0, 0.0
 
     def _has_room(self) -> bool:
         started = self._now()
@@ -473,14 +455,14 @@ class GradientSharingExchange(Exchange):
         return kept._replace(delivered=True)
 
     def _expected_sending_s(self) -> float:
-        """Return how long sending all residuals took the last time, or would take."""
-        if math.isnan(self._sending_s) and not self._compressor.follows_link:
-            left = self._channel.link_stats()
-            if left.busy_s <= QUICK_S * left.requests:
-                return math.nan
-            others = len(self._channel.peers())
-            return others * self._vector.size * left.busy_s / max(left.nbytes, 1)
-        return self._sending_s
+        """Return how long sending all residuals took the last time, or would take.
+
+        NaN if it is not known.
+        """
+        if not math.isnan(self._sending_s):
+            return self._sending_s
+        nbytes = len(self._channel.peers()) * self._vector.size
+        return nbytes * self._channel.link_s_per_byte()
 
     def _fetch_residuals(self, members: Sequence[int], name: str) -> Counts | None:
         """Return the sum of the others' residuals; None if one cannot be had."""
@@ -749,8 +731,7 @@ class GradientSharing(TrainingMaster):
             small.weight.add_(1.0)
         compressor.vector.sync_from_parameters_()
         updates = compressor.propose()
-        dense = self.warmup_steps or self.compare_models
-        if dense or isinstance(rule, LinkAlgorithm):
+        if self.warmup_steps or self.compare_models:
             updates += compressor.propose(dense=True)
         for update in updates:
             frame = update.encode(codec.Stamp(0, 0, 1, 1))

@@ -99,7 +99,6 @@ KNOWN: Mapping[str, type] = {
         thresholds.AdaptiveThreshold,
         thresholds.FixedThreshold,
         thresholds.TargetSparsityThreshold,
-        thresholds.LinkThreshold,
         thresholds.SampledThreshold,
         thresholds.LayerThresholds,
         ResidualClipping,

@@ -38,10 +38,6 @@ LATENCY = "latency_s must be seconds >= 0, got "
             {"master": GradientSharing(replicas_per_worker=2)},
             *(OptionError, "replicas_per_worker must be 1 in the master of a plan, go"),
         ),
-        (
-            {"master": GradientSharing(daskdl.LinkThreshold())},
-            *(OptionError, "threshold must not follow the link in the master of a pl"),
-        ),
         ({"batch": [X, Y]}, OptionError, "batch must be a tuple (X, y), got a list"),
         (
             {"batch": (X, Y[:3])},

@@ -22,9 +22,9 @@ from daskdl import (
     GradientSharing,
     KeepResidual,
     LayerMonitor,
-    LinkThreshold,
     OptionError,
     SaveError,
+    TargetSparsityThreshold,
     Trainer,
 )
 from daskdl.data import MinMax, Standardize
@@ -198,7 +198,10 @@ def test_classes_of_daskdl_are_saved_without_their_module():
         ("transform", Compose(doubled, doubled)),
         ("transform", Standardize().fit(TABLE, client=False)),
         ("transform", MinMax(-1, 1).fit(TABLE, client=False)),
-        ("master", GradientSharing(LinkThreshold(share=0.5), KeepResidual())),
+        (
+            "master",
+            GradientSharing(TargetSparsityThreshold(target=0.01), KeepResidual()),
+        ),
         (
             "master",
             GradientSharing({"0.*": FixedThreshold(), "*": FixedThreshold(0.5)}),

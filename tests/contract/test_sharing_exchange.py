@@ -12,7 +12,7 @@ from daskdl import codec
 from daskdl.channel.base import BarrierResult, Channel, DrainResult, Stopped
 from daskdl.evaluation.evaluate import Score
 from daskdl.residuals import KeepResidual, ResidualClipping
-from daskdl.thresholds import Drained, FixedThreshold, Link, LinkAlgorithm
+from daskdl.thresholds import FixedThreshold
 from daskdl.training.base import CompressionState, KeptResidual, ReplicaContext
 from daskdl.training.gradient_sharing import GradientSharing, loss_of
 
@@ -41,7 +41,7 @@ class Room(Channel):
         self.announces_room = False  # though there may be none
         self.others = [1]
         self.waited = []  # updates published whenever room was waited for
-        self.left = Drained()
+        self.s_per_byte = math.nan  # of the link
         self.progressed = []  # steps that the others were told of
         self.bounds = []  # on the lead, at the start of each interval
         self.slowest = 10**9  # step that the slowest other replica announced
@@ -78,9 +78,8 @@ class Room(Channel):
         self.now += self.drained_s
         return DrainResult([], None)
 
-    def link_stats(self):
-        left, self.left = self.left, Drained()
-        return left
+    def link_s_per_byte(self):
+        return self.s_per_byte
 
     def wait_for_peers(self, step, interval, max_staleness):
         self.now += 1
@@ -171,6 +170,10 @@ def test_the_scale_follows_the_number_of_replicas(apply, update_scale, expected)
     assert scales == [pytest.approx(pair) for pair in pairs]
 
 
+def test_the_first_steps_are_sent_in_full():
+    assert kinds(Case(warmup_steps=2), 3) == [[DENSE], [DENSE], [SPARSE]]
+
+
 def test_a_joining_replica_continues_the_warm_up():
     donor = Case(warmup_steps=6, last=CompressionState({}, steps=2))
     for _ in range(3):
@@ -230,15 +233,13 @@ class TestRoom:
         assert quanta.tolist() == [16.0] * 4 + [8.0] * 4 + [12.0] * 4
 
     def test_an_exchange_without_an_accepted_update_does_not_count(self):
-        rule = Wired()
-        case = Case(rule)
+        case = Case()
         case.channel.room, case.channel.announces_room = 0, True
 
         assert case.step(names=("a", "b")) == []
 
         assert case.exchange.stats().exchanges == 0
         assert case.exchange.result().compression.sent == {}
-        assert rule.measured == []
 
     def test_in_lockstep_each_update_waits_for_room(self):
         case = Case(LAYERS, max_staleness=0)
@@ -246,57 +247,6 @@ class TestRoom:
         case.step()
 
         assert case.channel.waited == [0, 1, 2]
-
-
-class Wired(LinkAlgorithm):
-    """Records measurements; sends densely if `dense` is set."""
-
-    def __init__(self):
-        self.measured, self.dense = [], False
-
-    def next_threshold(self, residual, last):
-        return QUANTUM.value
-
-    def sends_dense(self, last):
-        return self.dense
-
-    def learn(self, link, measured):
-        self.measured.append(measured)
-        return Link(measured.size, 0.5, rest=len(self.measured))
-
-
-class TestMeasuring:
-    """Measurements for an algorithm that follows the link."""
-
-    def test_density_and_deliveries_since_the_last_exchange(self):
-        rule = Wired()
-        case = Case(rule)
-        for dense, nbytes in ((False, 100), (True, 200)):
-            rule.dense, case.channel.left = dense, Drained(nbytes, 1, 1, 0.5)
-            case.step(names=("a",))
-
-        assert [one.dense for one in rule.measured] == [False, True]
-        assert [one.density for one in rule.measured] == [4 / 12, 1.0]
-        assert [one.drained.nbytes for one in rule.measured] == [100, 200]
-
-    def test_dense_exchanges_of_the_warm_up_teach_nothing(self):
-        rule = Wired()
-        case = Case(rule, warmup_steps=2)
-
-        assert kinds(case, 3) == [[DENSE], [DENSE], [SPARSE]]
-        assert [one.dense for one in rule.measured] == [False]
-
-    def test_only_the_computation_is_timed(self):
-        rule = Wired()
-        case = Case(rule, exchange_every=2)
-        for room in (0, 0, 0, 1, 1, 1):
-            case.channel.room = room
-            case.exchange.before_step(0)
-            case.channel.now += 5.0
-            case.exchange.after_step(0, 1)
-
-        # Two steps for each exchange, also where one found no room before.
-        assert [one.step_s for one in rule.measured] == [10.0, 10.0]
 
 
 def test_a_step_reports_seconds_of_waiting_encoding_and_applying():
@@ -713,22 +663,16 @@ class TestChoice:
         assert case.channel.blobs == [FIRST] * delivered
 
     @pytest.mark.parametrize(
-        ("nbytes", "seconds", "requests", "delivered"),
-        [
-            (24, 0.9, 1, True),
-            (24, 1.1, 1, False),
-            (24, 1.1, 220, True),
-            (0, 9, 0, False),
-        ],
-        ids=["quick enough", "too slow", "mostly latency", "nothing has arrived yet"],
+        ("s_per_byte", "delivered"),
+        [(0.9 / 12, True), (1.1 / 12, False), (math.inf, False), (math.nan, True)],
+        ids=["quick enough", "too slow", "nothing has arrived yet", "unknown"],
     )
     def test_before_the_first_time_the_link_tells_how_long_sending_takes(
-        self, case, nbytes, seconds, requests, delivered
+        self, case, s_per_byte, delivered
     ):
         case.step(names=())
         case.channel.now = 1.0  # since the first step began
-        # 24 bytes: sending 12 takes half as long.
-        case.channel.left = Drained(nbytes, requests=requests, busy_s=2 * seconds)
+        case.channel.s_per_byte = s_per_byte  # of 12 bytes
 
         assert self.choose(case).delivered == delivered
 

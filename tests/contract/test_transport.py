@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import math
 import socket
 from types import SimpleNamespace
 
@@ -208,23 +209,47 @@ def test_the_send_loop_backs_off_while_the_destination_is_full(monkeypatch):
 # ---- the meter
 
 
-def test_parallel_requests_count_once_and_pauses_do_not():
+def test_the_meter_counts_parallel_requests_once_and_no_pauses():
     now = 50.0
     meter = LinkMeter(SimpleNamespace(now=lambda: now))
-    first, second = meter.request([update(3, 1)]), meter.request([update(3, 2)])
+    early, late = [update(3, 1)], [update(3, 2)]
+    overlapping = meter.request(late)
 
-    with first:
+    with meter.request(early):
         now += 1.0
-        second.__enter__()
+        overlapping.__enter__()
         now += 2.0
-    half_way = meter.take(1)
+    meter.arrived(early)
+    first_s = meter.take() * early[0].nbytes
     now += 4.0
-    second.__exit__(None, None, None)
+    overlapping.__exit__(None, None, None)
+    meter.arrived(late)
     now += 10.0
     with meter.request([]):  # a heartbeat
         now += 10.0
+    meter.arrived([])
 
-    assert (half_way.busy_s, meter.take(1).busy_s) == (3.0, 4.0)
+    assert (first_s, meter.take() * late[0].nbytes) == pytest.approx((3.0, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("request_s", "arrives", "expected"),
+    [(0.011, True, 0.011), (0.009, True, math.nan), (9, False, math.inf)],
+    ids=["slow", "mostly latency", "nothing arrived"],
+)
+def test_the_meter_knows_the_rate_only_of_slow_requests(request_s, arrives, expected):
+    now = 0.0
+    meter = LinkMeter(SimpleNamespace(now=lambda: now))
+    for sequence in (1, 2):
+        with meter.request([update(3, sequence)]):
+            now += request_s
+        meter.arrived([update(3, sequence)] * arrives)
+
+    s_per_byte = meter.take()
+
+    seconds = s_per_byte * update(3, 1).nbytes
+    assert seconds == pytest.approx(expected, nan_ok=True)
+    assert math.isnan(meter.take())
 
 
 # ---- the event loop and the scheduler

@@ -23,11 +23,9 @@ from daskdl.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
     LayerThresholds,
-    LinkThreshold,
     Sent,
     ThresholdAlgorithm,
 )
-from daskdl.training.gradient_sharing import GradientSharing
 from tests.support.updates import GRID, Vector, make, proposed
 
 
@@ -294,14 +292,6 @@ class TestAssign:
     ):
         with pytest.raises(OptionError, match=re.escape(message)):
             LayerThresholds.of(mapping).assign(NAMES)
-
-
-def test_an_algorithm_that_follows_the_link_must_be_the_only_one():
-    with pytest.raises(
-        OptionError,
-        match=r"pattern '\*' has .* the link, got LinkThreshold.* alone",
-    ):
-        GradientSharing({"a": SMALL, "*": LinkThreshold()})
 
 
 class Layers(nn.Module):

@@ -1,4 +1,4 @@
-"""Threshold and residual rules; test_link_threshold.py has `LinkThreshold`."""
+"""Threshold and residual rules."""
 
 import math
 import pickle
@@ -12,7 +12,6 @@ from daskdl.thresholds import (
     DENSE_DENSITY,
     AdaptiveThreshold,
     FixedThreshold,
-    LinkThreshold,
     Sent,
     TargetSparsityThreshold,
     average_sent,
@@ -22,7 +21,6 @@ ALGORITHMS = [
     AdaptiveThreshold(),
     FixedThreshold(),
     TargetSparsityThreshold(),
-    LinkThreshold(),
 ]
 
 
@@ -86,11 +84,6 @@ def test_every_rule_can_be_pickled(rule):
         ),
         (TargetSparsityThreshold, {"target": 1 / 16}, "target must be .* got 0.0625"),
         (TargetSparsityThreshold, {"decay": 0.4}, "decay must be"),
-        (LinkThreshold, {"initial": 0.0}, "initial must be finite and > 0, got 0.0"),
-        (LinkThreshold, {"share": 0.0}, r"share must be in \(0, 1\], got 0.0"),
-        (LinkThreshold, {"share": 1.01}, r"share must be in \(0, 1\], got 1.01"),
-        (LinkThreshold, {"min_density": 0.4}, r"min_density must be in \(0, 1/e\)"),
-        (LinkThreshold, {"min_density": math.nan}, "min_density must be .* got nan"),
         (ResidualClipping, {"multiple": 0.99}, "multiple must be finite and >= 1, got"),
         (ResidualClipping, {"multiple": math.inf}, "multiple must be .* got inf"),
         (ResidualClipping, {"frequency": 0}, "frequency must be an integer >= 1, got"),

@@ -1,4 +1,4 @@
-"""Callbacks: early stopping rules, failure injection, monitors and printed lines."""
+"""Callbacks: early stopping rules, failure injection, and printed lines."""
 
 import io
 import os
@@ -17,13 +17,11 @@ from daskdl.callbacks import (
     FailureInjection,
     FitBegin,
     FitEnd,
-    LearningRateMonitor,
     PrintProgress,
-    Rate,
     Step,
 )
 from daskdl.errors import OptionError
-from daskdl.history import History, StepRow, Stopping
+from daskdl.history import History, Stopping
 
 
 class Counting(Callback):
@@ -238,29 +236,6 @@ WRONG = [
 def test_wrong_options_of_failure_injection_are_refused(options, message):
     with pytest.raises(OptionError, match=re.escape(message)):
         FailureInjection(**{"kind": "raise", **options})
-
-
-def watch(monitor, *fits):
-    """Run a monitor's hooks for fits, each a list of learning rates by epoch."""
-    before = 0
-    for fit in fits:
-        monitor.on_fit_begin(FitBegin(2, len(fit), before, 32, 100, 10))
-        history = History()
-        for epoch, rate in enumerate(fit):
-            monitor.on_epoch_end({"epoch": epoch, "learning_rate": rate})
-            row = StepRow(epoch, 10 * epoch + 1, 1, 0.5, learning_rate=rate / 2)
-            history.steps.extend([(epoch + 1, row)])
-        monitor.on_fit_end(FitEnd(history, None))
-        before += len(fit)
-
-
-def test_the_epochs_of_all_fits_are_kept():
-    monitor = LearningRateMonitor()
-
-    watch(monitor, [0.5, 0.25], [0.125])
-
-    assert monitor.rates == [Rate(0, 0.5), Rate(1, 0.25), Rate(2, 0.125)]
-    assert list(monitor.to_pandas()) == ["epoch", "learning_rate"]
 
 
 BEGIN = FitBegin(2, 9, 0, 32, 1000, 650)

@@ -54,7 +54,7 @@ OUTSIDE = {
     "history": {"matplotlib", "numpy", "pandas", "typing_extensions"},
     "residuals": {"typing_extensions"},
     "thresholds": {"torch", "typing_extensions"},
-    "callbacks": {"dask", "pandas", "torch", "typing_extensions"},
+    "callbacks": {"dask", "torch", "typing_extensions"},
     "compression": {
         "llvmlite",
         "numba",

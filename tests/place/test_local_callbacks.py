@@ -14,7 +14,6 @@ from torch.optim import lr_scheduler
 from daskdl import (
     Callback,
     FixedThreshold,
-    LearningRateMonitor,
     PrintProgress,
     TensorBoard,
 )
@@ -226,15 +225,11 @@ class TestChanges:
         np.testing.assert_allclose(moved, np.full(3, 0.5 / self.QUANTUM), atol=2)
 
 
-def test_the_monitor_and_the_printer_see_a_fit(capsys):
-    monitor, steps = LearningRateMonitor(), LearningRateMonitor("step")
-    callbacks = [monitor, steps, PrintProgress()]
-    own = trainer(False, master=TWO, callbacks=callbacks, telemetry_every=1)
+def test_the_printer_sees_a_fit(capsys):
+    own = trainer(False, master=TWO, callbacks=[PrintProgress()])
 
-    history = own.fit(X, Y, epochs=2, validation=rows(seed=5))
+    own.fit(X, Y, epochs=2, validation=rows(seed=5))
 
-    assert [rate.learning_rate for rate in monitor.rates] == [0.05, 0.05]
-    assert len(steps.rates) == len(history.steps) > 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("epoch 1/2: loss ")
     assert second.endswith(", 2 replicas")

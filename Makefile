@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-part test-oldest test-slurm test-triton sim chaos kills lint bench bench-all bench-compare study clean
+.PHONY: help demo test test-all test-part test-oldest test-slurm sim chaos kills lint bench bench-all bench-compare study clean
 .PHONY: 1 2 3 4 5 6
 
 help:
@@ -15,7 +15,6 @@ help:
 	@echo "make test-part 1   one of six parts of what test-all adds: under 15 minutes"
 	@echo "make test-oldest  on the oldest versions that are allowed: half an hour, 6 GB of disk"
 	@echo "make test-slurm  fits on jobs of SLURM and SGE on this machine: 10 minutes; needs root"
-	@echo "make test-triton  the kernels for CUDA, interpreted: a minute"
 	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make kills  kill processes while checkpoints are written: fifty times"
@@ -70,12 +69,6 @@ test-oldest: .venv-oldest/installed
 test-slurm: .venv/installed
 	$(BIN)/pip install --quiet -c constraints.txt dask-jobqueue
 	$(BIN)/python -m pytest -m jobqueue tests/jobqueue
-
-# The kernels of CUDA in Triton's interpreter. Triton stays out of .venv, as processes
-# that have it complain when they end.
-test-triton: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade --target .triton triton
-	PYTHONPATH=.triton $(BIN)/python -m pytest tests/maths/test_kernels.py -k triton
 
 SEEDS := 1000
 

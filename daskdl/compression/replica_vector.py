@@ -15,8 +15,6 @@ Shape suffixes: N = parameters over all groups, K = entries of one update.
 """
 
 import contextlib
-import functools
-import importlib.util
 import math
 import struct
 import zlib
@@ -44,16 +42,9 @@ REGRID_BELOW = 2**25
 RUN = 16  # neighbouring values in a sample: a cache line of float32
 
 
-@functools.cache
 def kernels_for(device: torch.device) -> type[VectorGroup]:
-    """Return the fastest kernels for a device."""
-    if device.type == "cpu":
-        return kernels_numba.NumbaGroup
-    if device.type == "cuda" and importlib.util.find_spec("triton"):
-        from daskdl.compression.kernels_triton import TritonGroup
-
-        return TritonGroup
-    return VectorGroup
+    """Return the fastest kernels for a device: compiled ones exist for the CPU only."""
+    return kernels_numba.NumbaGroup if device.type == "cpu" else VectorGroup
 
 
 def count_of(threshold: float, grid: float) -> int:

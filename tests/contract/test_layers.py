@@ -55,14 +55,7 @@ OUTSIDE = {
     "residuals": {"typing_extensions"},
     "thresholds": {"torch", "typing_extensions"},
     "callbacks": {"dask", "torch", "typing_extensions"},
-    "compression": {
-        "llvmlite",
-        "numba",
-        "numpy",
-        "torch",
-        "triton",
-        "typing_extensions",
-    },
+    "compression": {"llvmlite", "numba", "numpy", "torch", "typing_extensions"},
     "channel": {
         "bokeh",
         "dask",

@@ -1,9 +1,6 @@
 """One contract over all kernels: numpy as reference, boundaries, the same bits."""
 
 import math
-import os
-from importlib import import_module
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -12,29 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daskdl.codec import Kind, SparseUpdate, Stamp
+from daskdl.compression import replica_vector
 from daskdl.compression.kernels import VectorGroup
 from daskdl.compression.kernels_numba import NumbaGroup
-from daskdl.compression.replica_vector import fold_
+from daskdl.compression.replica_vector import fold_, kernels_for
+from daskdl.training.gradient_sharing import GradientSharing
+from tests.support.problems import rows, trainer
 
 GRID = 2.0**-20
 QUANTUM = 64 * GRID
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-TRITON = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
-
-
-def triton_group(*vectors):
-    """Make a group whose kernels Triton interprets on the CPU, or runs on CUDA."""
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
-    return import_module("daskdl.compression.kernels_triton").TritonGroup(*vectors)
-
-
 KERNELS = [
     pytest.param((NumbaGroup, "cpu"), id="numba"),
     pytest.param((VectorGroup, "cpu"), id="torch"),
-    pytest.param((triton_group, "cpu"), id="triton", marks=TRITON),
     pytest.param((VectorGroup, "cuda"), id="cuda", marks=CUDA),
-    pytest.param((triton_group, "cuda"), id="triton-cuda", marks=[TRITON, CUDA]),
 ]
 FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 
@@ -54,7 +42,6 @@ def kernel(request):
         shared = torch.as_tensor(shared, dtype=torch.int32, device=device)
         return kind(local, local, shared, start)
 
-    group.interpreted = kind is triton_group and device == "cpu"
     return group
 
 
@@ -108,8 +95,6 @@ class TestFind:
             np.testing.assert_array_equal(own.cpu(), expected)
 
     def test_positions_are_exact_beyond_float32_integers(self, kernel):
-        if kernel.interpreted:
-            pytest.skip("17 million positions take Triton's interpreter a minute")
         local = torch.zeros(2**24 + 1)  # the first gap in float32
         local[-1] = -1.0
 
@@ -151,8 +136,7 @@ def test_a_level_counts_whole_quanta_up_to_fifteen(kernel, quanta, level):
 
 @FLOATS
 def test_what_is_found_has_one_quantum_at_least(kernel, dtype):
-    tries = 50 if kernel.interpreted else 2_000
-    counts = np.random.default_rng(0).integers(1, 2**18, tries)
+    counts = np.random.default_rng(0).integers(1, 2**18, 2_000)
     for count in counts.tolist():
         group = kernel([count * GRID, -7 * count * GRID], dtype=dtype)
 
@@ -282,20 +266,9 @@ def group_of(local, shared, kind=NumbaGroup, dtype=torch.float32):
 @given(problems(), st.sampled_from([torch.float32, torch.float64]))
 @settings(max_examples=150)
 def test_numba_gives_the_bits_of_torch(problem, dtype):
-    compare(NumbaGroup, problem, dtype)
-
-
-@TRITON
-@given(problems(), st.sampled_from([torch.float32, torch.float64]))
-@settings(max_examples=40)
-def test_triton_gives_the_bits_of_torch(problem, dtype):
-    compare(triton_group, problem, dtype)
-
-
-def compare(other_kind, problem, dtype):
     local, shared, count, lead = problem
     outcomes, cuts = [], []
-    for kind in (other_kind, VectorGroup):
+    for kind in (NumbaGroup, VectorGroup):
         group = group_of(local, shared, kind, dtype)
         entries, levels = group.find(count, GRID, lead)
         bound = 1.3 * count * GRID
@@ -308,8 +281,32 @@ def compare(other_kind, problem, dtype):
         outcomes.append((entries, levels, group.local_N, group.shared_N, residual))
 
     assert cuts[0] == pytest.approx(cuts[1], rel=1e-12)
-    for one, other in zip(*outcomes, strict=True):
-        assert torch.equal(one, other)
+    for by_numba, by_torch in zip(*outcomes, strict=True):
+        assert torch.equal(by_numba, by_torch)
+
+
+def test_compiled_kernels_are_for_the_cpu_and_torch_operations_for_all_else():
+    kinds = [kernels_for(torch.device(name)) for name in ("cpu", "cuda:1", "mps")]
+
+    assert kinds == [NumbaGroup, VectorGroup, VectorGroup]
+
+
+@pytest.mark.parametrize("apply", ["eager", "strict"])
+def test_a_fit_with_torch_operations_ends_with_the_bits_of_compiled_kernels(
+    apply, monkeypatch
+):
+    X, y = rows(96)
+    models = []
+    for kind in (NumbaGroup, VectorGroup):
+        monkeypatch.setattr(replica_vector, "kernels_for", lambda device, k=kind: k)
+        master = GradientSharing(replicas_per_worker=2, max_staleness=0, apply=apply)
+        fitted = trainer(False, master=master)
+        fitted.fit(X, y, epochs=2, batch_size=8)
+        models.append(fitted.model_.state_dict())
+
+    assert fitted.history_[-1]["sent_bytes"] > 0
+    for name, parameter in models[0].items():
+        assert torch.equal(parameter, models[1][name]), name
 
 
 @given(problems())

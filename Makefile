@@ -18,7 +18,7 @@ help:
 	@echo "make sim    simulate a thousand fits whose workers and connections fail: minutes"
 	@echo "make chaos  train while workers are killed, frozen, added: twenty seeds"
 	@echo "make kills  kill processes while checkpoints are written: fifty times"
-	@echo "make lint   formatting, lint, types, documentation"
+	@echo "make lint   formatting, lint, types, names, documentation"
 	@echo "make bench  a selection of the benchmarks: ten minutes"
 	@echo "make bench-all      all that run on one machine: hours"
 	@echo "make bench-compare  ratios beside those of the last committed run"
@@ -85,6 +85,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m tests.names
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 SOME := single ddp ddp-powersgd post-local-sgd daskdl daskdl-16

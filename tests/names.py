@@ -1,0 +1,191 @@
+"""Names that say nothing are refused: ``python -m tests.names``, a part of `make lint`.
+
+Refused in `daskdl` are variables, arguments and attributes with a name in `BANNED`, a
+tuple that is built to be unpacked into a later call, a class whose name another module
+defines, and a private function whose name two other modules define.
+"""
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "daskdl"
+
+BANNED = {
+    *("own", "one", "found", "made", "said", "given", "more", "rest", "other"),
+    *("whole", "first", "then"),
+}
+
+# Modules with such names, to be renamed: this list only shrinks.
+UNCLEAN: set[str] = {
+    "__init__.py",
+    "callbacks.py",
+    "channel/base.py",
+    "channel/dashboard.py",
+    "channel/inbox.py",
+    "channel/leasing.py",
+    "channel/local.py",
+    "channel/protocol.py",
+    "channel/recovery.py",
+    "channel/remote.py",
+    "channel/routing.py",
+    "channel/run_state.py",
+    "channel/scheduler.py",
+    "channel/transport.py",
+    "channel/worker.py",
+    "cli.py",
+    "codec/dense8.py",
+    "codec/frame.py",
+    "codec/golomb.py",
+    "codec/levels.py",
+    "compression/compressor.py",
+    "compression/flat.py",
+    "compression/kernels.py",
+    "compression/kernels_numba.py",
+    "compression/replica_vector.py",
+    "data/batch_files.py",
+    "data/batching.py",
+    "data/checks.py",
+    "data/dask_collections.py",
+    "data/distribute.py",
+    "data/export.py",
+    "data/files.py",
+    "data/formats.py",
+    "data/images.py",
+    "data/inputs.py",
+    "data/manifest.py",
+    "data/named_columns.py",
+    "data/normalize.py",
+    "data/source.py",
+    "data/storage.py",
+    "data/tables.py",
+    "data/torch_datasets.py",
+    "data/validate.py",
+    "errors.py",
+    "evaluation/evaluate.py",
+    "evaluation/metric_names.py",
+    "evaluation/metric_state.py",
+    "evaluation/per_example.py",
+    "evaluation/report.py",
+    "evaluation/streaming.py",
+    "history.py",
+    "inference/lazy.py",
+    "inference/pool.py",
+    "inference/predict.py",
+    "inference/predictions.py",
+    "inference/predictor.py",
+    "keras/compiled.py",
+    "keras/load.py",
+    "keras/module.py",
+    "metrics.py",
+    "objective.py",
+    "planning/cost_model.py",
+    "planning/measure.py",
+    "planning/plan.py",
+    "report.py",
+    "saving/checkpoints.py",
+    "saving/folder.py",
+    "saving/json_values.py",
+    "serialization.py",
+    "sklearn.py",
+    "thresholds.py",
+    "timeline.py",
+    "trainer.py",
+    "training/backend.py",
+    "training/base.py",
+    "training/checkpointing.py",
+    "training/dask_backend.py",
+    "training/data_feed.py",
+    "training/epoch_control.py",
+    "training/fit.py",
+    "training/fit_spec.py",
+    "training/gradient_sharing.py",
+    "training/optimizer_step.py",
+    "training/parameter_averaging.py",
+    "training/replica.py",
+    "training/telemetry.py",
+    "training/trainer_state.py",
+    "training/tree_reduce.py",
+    "util.py",
+}
+
+Functions = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def named(node: ast.AST) -> str | None:
+    """The name that a node gives to a value; None if it gives none."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            return name
+        case ast.Attribute(attr=name, ctx=ast.Store()):
+            return name.removeprefix("_")
+        case ast.ExceptHandler(name=name) | ast.alias(asname=name):
+            return name
+        case ast.MatchAs(name=name) | ast.MatchStar(name=name):
+            return name
+    return None
+
+
+def bundles(function: ast.AST) -> Iterator[tuple[int, str]]:
+    """Variables that are tuples, and unpacked into the arguments of a call."""
+    unpacked = {
+        argument.value.id
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+        for argument in call.args
+        if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Name)
+    }
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[ast.Name() as target], value=ast.Tuple()):
+                if target.id in unpacked:
+                    yield target.lineno, f"pass the items of {target.id!r} as arguments"
+
+
+def findings(tree: ast.Module) -> set[tuple[int, str]]:
+    """Lines of a module with what is wrong there."""
+    wrong = set()
+    for node in ast.walk(tree):
+        name = named(node)
+        if name in BANNED:
+            wrong.add((node.lineno, f"{name!r} does not say what the value is for"))
+        if isinstance(node, Functions):
+            wrong |= set(bundles(node))
+    return wrong
+
+
+def shared_names(trees: dict[str, ast.Module]) -> Iterator[tuple[str, int, str]]:
+    """Definitions whose names other modules have, too: file, line, what is wrong."""
+    places = defaultdict(list)
+    for file, tree in trees.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name, 1].append((file, node.lineno))
+            elif isinstance(node, Functions) and node.name.strip("_") != node.name:
+                places[node.name, 2].append((file, node.lineno))
+    for (name, allowed), where in places.items():
+        for file, line in where if len(where) > allowed else ():
+            files = ", ".join(sorted({f for f, _ in where} - {file}))
+            yield file, line, f"{name} is also defined in {files}"
+
+
+def problems(package: Path, unclean: set[str]) -> list[str]:
+    """All findings in a package; listed modules must have some, others none."""
+    paths = {str(p.relative_to(package)): p for p in sorted(package.rglob("*.py"))}
+    trees = {file: ast.parse(path.read_text()) for file, path in paths.items()}
+    lines = [(f, *finding) for f, tree in trees.items() for finding in findings(tree)]
+    lines += shared_names(trees)
+    wrong = {file for file, *_ in lines}
+    clean = [f"{f} is clean: take it off UNCLEAN" for f in sorted(unclean - wrong)]
+    shown = [
+        f"{f}:{line}: {text}" for f, line, text in sorted(lines) if f not in unclean
+    ]
+    return shown + clean
+
+
+if __name__ == "__main__":
+    found = problems(PACKAGE, UNCLEAN)
+    print("\n".join(found))
+    sys.exit(bool(found))

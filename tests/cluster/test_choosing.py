@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from distributed import get_worker
+from distributed.utils import sync
 from distributed.utils_test import poll_for
 
 from daskdl import FixedThreshold
@@ -45,13 +47,20 @@ class Watched(mlp().__class__):
 
 
 class Doomed(Watched):
-    """Kills the first process that gets there."""
+    """Kills the first process that gets there; no worker takes its place."""
 
     def act(self):
         try:
             Path(self.folder, "killed").touch(exist_ok=False)
         except FileExistsError:
             return
+        worker = get_worker()
+
+        async def do_not_restart():
+            async with worker.rpc(worker.nanny) as nanny:
+                await nanny.close_gracefully()
+
+        sync(worker.loop, do_not_restart)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -79,15 +88,16 @@ def check_agreement(folder, epoch, replicas):
 
 @pytest.mark.parametrize("routing", ["plain", "mesh"])
 @pytest.mark.parametrize("number", [FIRST, LAST])
-def test_a_worker_is_killed_while_models_are_compared(three, tmp_path, number, routing):
-    own = trainer(
-        three,
-        model=lambda: Doomed(str(tmp_path), number),
-        optimizer=plain,
-        master=coarse(tmp_path, routing=routing),
-    )
+def test_a_worker_is_killed_while_models_are_compared(tmp_path, number, routing):
+    with cluster_of(3) as client:
+        own = trainer(
+            client,
+            model=lambda: Doomed(str(tmp_path), number),
+            optimizer=plain,
+            master=coarse(tmp_path, routing=routing, max_staleness=0),
+        )
 
-    history = own.fit(X, Y, epochs=4, batch_size=8)
+        history = own.fit(X, Y, epochs=4, batch_size=8)
 
     assert (tmp_path / "killed").exists()
     first = history[0]

@@ -184,7 +184,7 @@ class Answer(enum.StrEnum):
 
     OK = "ok"
     STOPPED = "stopped"  # the run was stopped, see `reason`
-    UNKNOWN = "unknown"  # no such run or replica here
+    UNKNOWN = "unknown"  # no such run, replica or snapshot here (any more)
     REFUSED = "refused"  # invalid message, or a timeout, see `reason`
 
 
@@ -195,7 +195,10 @@ LOG_S = 1.0  # least time between two warnings about refused messages
 
 
 class GoneError(Exception):
-    """The run or replica has ended; the request may have been sent before."""
+    """The run or replica has ended, or the snapshot is not kept any more.
+
+    The request may have been sent before.
+    """
 
 
 # Handlers raise these for messages that they cannot read; errors of daskdl are

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0  # an update that is later than this counts as dropped
 LOOK_S = 0.25  # between two checks for missing updates
+# Origins whose updates are requested at once: an answer has up to `BATCH_BYTES`, so
+# that 64 MiB are on their way at most.
+AT_ONCE = 16
 
 Take = Callable[[Message], Awaitable[bool]]
 
@@ -49,16 +52,36 @@ class Repairs:
         self._vain: dict[int, int] = {}  # consecutive requests without updates
 
     async def run(self) -> None:
-        """Request missing updates until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            for origin in [*self._inbox.unreadable]:
-                await self._replace(origin)
-            for origin, sequences in self._due().items():
+        """Request missing updates until cancelled.
+
+        Requests for the updates of one origin do not wait for those of another: a
+        replica that hangs does not delay the others.
+        """
+        at_once = asyncio.Semaphore(AT_ONCE)
+
+        async def request(origin: int, sequences: Sequence[int]) -> None:
+            async with at_once:
+                if origin in self._inbox.unreadable:
+                    await self._replace(origin)
                 helper = self._helper(origin)
-                if helper is not None:
+                if sequences and helper is not None:
                     came = await self.ask(helper, origin, sequences)
                     self._vain[origin] = 0 if came else self._vain.get(origin, 0) + 1
+
+        asking: dict[int, asyncio.Task[None]] = {}
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                answered = [o for o, task in asking.items() if task.done()]
+                for origin in answered:
+                    asking.pop(origin).result()
+                due = self._due()
+                for origin in sorted({*self._inbox.unreadable, *due} - asking.keys()):
+                    requesting = request(origin, due.get(origin, ()))
+                    asking[origin] = asyncio.ensure_future(requesting)
+        finally:
+            for task in asking.values():
+                task.cancel()
 
     def _due(self) -> dict[int, list[int]]:
         """Announced updates that have been missing for `PATIENCE_S`, by origin."""
@@ -84,13 +107,9 @@ class Repairs:
         If none has one, they are skipped: replicas go on without these updates, and
         agree on what to do about them when they meet.
         """
-        all_answered = True
-        for helper in self._helpers(origin):
-            former: Sequence[int] = ()
-            while (lacking := self._unreadable(origin)) and lacking != former:
-                former = lacking
-                came = await self.ask(helper, origin, lacking)
-                all_answered = all_answered and came is not None
+        all_answered = await self._collect(
+            origin, self._helpers(origin), lambda: self._unreadable(origin)
+        )
         if all_answered and (skipped := self._inbox.skip_unreadable(origin)):
             logger.warning(
                 "replica %s goes on without updates %s of replica %s: no readable copy "
@@ -99,6 +118,57 @@ class Repairs:
                 skipped,
                 origin,
             )
+
+    async def fill(self, have: "Have") -> None:
+        """Request what the survivors of an agreement have and this replica lacks.
+
+        Args:
+            have: Received updates of each survivor.
+        """
+        own, target = self._connection.spec.replica, settle(have)
+        at_once = asyncio.Semaphore(AT_ONCE)
+
+        def lacking(origin: int) -> Sequence[int]:
+            with self._inbox.changed:
+                received = self._inbox.received.by_origin()
+            return missing(received, {origin: target[origin]}).get(origin, ())
+
+        async def collect(origin: int, sequences: Sequence[int]) -> None:
+            order = helpers(origin, sequences, have, have, own)
+            async with at_once:
+                await self._collect(origin, order, lambda: lacking(origin))
+
+        await asyncio.gather(
+            *(
+                collect(o, sequences)
+                for o, sequences in missing(have[own], target).items()
+            )
+        )
+
+    async def _collect(
+        self,
+        origin: int,
+        order: Sequence[int],
+        lacking: Callable[[], Sequence[int]],
+    ) -> bool:
+        """Request updates of one origin from one replica after another.
+
+        Args:
+            origin: The origin.
+            order: Replicas to request from.
+            lacking: Returns the updates that are still missing.
+
+        Returns:
+            Whether all requests were answered.
+        """
+        all_answered = True
+        for helper in order:
+            former: Sequence[int] = ()
+            while (wanted := lacking()) and wanted != former:
+                former = wanted
+                came = await self.ask(helper, origin, wanted)
+                all_answered = all_answered and came is not None
+        return all_answered
 
     def _unreadable(self, origin: int) -> list[int]:
         with self._inbox.changed:
@@ -114,9 +184,16 @@ class Repairs:
         return [origin, *others] if origin in workers else others
 
     def _helper(self, origin: int) -> int | None:
-        """The origin first; after a request without updates, the others in turn."""
-        helpers = self._helpers(origin)
-        return helpers[self._vain.get(origin, 0) % len(helpers)] if helpers else None
+        """The origin; after requests without updates, every second time another one.
+
+        Only the origin surely keeps its updates, but a request to it may get lost.
+        """
+        vain, here = self._vain.get(origin, 0), origin in self._routing.workers
+        others = self._helpers(origin)[here:]
+        if here and (vain % 2 == 0 or not others):
+            return origin
+        turn = vain // 2 if here else vain
+        return others[turn % len(others)] if others else None
 
     async def ask(
         self, helper: int, origin: int, sequences: Sequence[int]
@@ -150,7 +227,8 @@ class Repairs:
         wanted = (MessageKind.UPDATE, origin)
         messages = [one for one in messages if (one.kind, one.origin) == wanted]
         for message in messages:
-            self.repaired += await self._take(message)
+            taken = await self._take(message)  # meanwhile others change `repaired`
+            self.repaired += taken
         return len(messages)
 
 

@@ -27,7 +27,7 @@ from daskdl.channel.base import (
     MakeSnapshot,
     Stopped,
 )
-from daskdl.channel.inbox import Received, missing
+from daskdl.channel.inbox import Received
 from daskdl.channel.leasing import Finished, Lease, Range, SyncPoint
 from daskdl.channel.protocol import (
     Answer,
@@ -46,7 +46,7 @@ from daskdl.channel.protocol import (
     unwrap_arrays,
     wrap_arrays,
 )
-from daskdl.channel.recovery import Have, donors, helpers, settle
+from daskdl.channel.recovery import Have, donors, settle
 from daskdl.channel.worker import ChannelWorkerPlugin, Snapshot, SnapshotRequest
 from daskdl.config import VERSION, Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
@@ -224,7 +224,7 @@ class RemoteChannel(Channel):
             answer, why = None, str(error)
         self.check()
         if not isinstance(answer, dict):
-            answer = {"status": Answer.UNKNOWN, "reason": why}
+            answer = {"status": Answer.REFUSED, "reason": why}
         if answer["status"] != Answer.OK:
             logger.info("%s of %s: %s", operation, worker, answer["reason"])
         return answer
@@ -480,6 +480,7 @@ class RemoteChannel(Channel):
         return self._fetch(WaitCause.FETCH, replica, name)
 
     def _fetch(self, cause: WaitCause, replica: int, name: str) -> Arrays | None:
+        """Fetch a blob; None if the replica is gone, or a snapshot is not kept."""
         forms, parts, count = (), list[Any](), 1
         deadline = self._now() + self._patience.seconds
         while len(parts) < count:
@@ -493,6 +494,8 @@ class RemoteChannel(Channel):
                 parts.append(np.frombuffer(unwrap(answer["bytes"]), np.uint8))
                 deadline = self._now() + self._patience.seconds
                 continue
+            if answer["status"] == Answer.UNKNOWN:  # it will not come
+                return None
             if self._now() > deadline:
                 raise WaitTimeoutError(
                     f"waited {self._patience} for {name!r} of replica {replica} on "
@@ -572,23 +575,15 @@ class RemoteChannel(Channel):
         return {r: _received(met.payloads[r]) for r in survivors}, met.gone
 
     def _request_missing(self, have: Have) -> None:
-        """Request this replica's missing updates from one helper after another."""
-        target = settle(have)
-        self._inbox.barrier.open(target)
-
-        def lacking(origin: int) -> Sequence[int]:
-            with self._inbox.changed:
-                received = self._inbox.received.by_origin()
-            return missing(received, {origin: target[origin]}).get(origin, ())
-
-        for origin, sequences in missing(have[self._replica], target).items():
-            for helper in helpers(origin, sequences, have, have, self._replica):
-                former: Sequence[int] = ()
-                while (wanted := lacking(origin)) and wanted != former:
-                    asking = self._end.repairs.ask(helper, origin, wanted)
-                    # The request has a bound of its own.
-                    self.wait(WaitCause.REPAIR, self._connection.start(asking), None)
-                    former = wanted
+        """Request this replica's missing updates from those that have them."""
+        self._inbox.barrier.open(settle(have))
+        filling = self._connection.start(self._end.repairs.fill(have))
+        try:
+            # Each request has a bound of its own.
+            self.wait(WaitCause.REPAIR, filling, None)
+            filling.result()
+        finally:
+            filling.cancel()
 
     def _take_state(self, have: Have, gone: Last, load: Load) -> None:
         """Take over the state of a donor, if this replica lacks its updates."""

@@ -66,12 +66,19 @@ T = TypeVar("T")
 INLINE_BYTES = 2**20  # larger frames are decoded in a thread
 
 
+SNAPSHOT = "snapshot "  # begins the names of snapshots, and of no other blobs
+# For one replica. A request that was late on its way may be answered after the one
+# that the replica sent when it gave up the wait.
+SNAPSHOTS_KEPT = 2
+
+
 class BlobServer:
     """Serves arrays of a replica in parts, on the event loop.
 
-    Other replicas fetch blobs by name. A snapshot is a blob for one replica. The client
-    fetches the newest agreed state, which is made when its first part is fetched and
-    released after the last part.
+    Other replicas fetch blobs by name. A snapshot is a blob for one replica, and the
+    newest `SNAPSHOTS_KEPT` for that replica are kept. The client fetches the newest
+    agreed state, which is made when its first part is fetched and released after the
+    last part.
     """
 
     sent_bytes: int
@@ -100,9 +107,12 @@ class BlobServer:
 
     async def publish_snapshot(self, reader: int, arrays: Arrays) -> str:
         """Let a replica fetch the arrays of a snapshot; return the name of the blob."""
-        name = f"snapshot {next(self._numbers)}"
+        name = f"{SNAPSHOT}{next(self._numbers)}"
         await self.publish(name, BlobParts(arrays))
         self._readers[name] = reader
+        published = [n for n, one in self._readers.items() if one == reader]
+        for former in published[:-SNAPSHOTS_KEPT]:
+            del self._readers[former], self._blobs[former]
         return name
 
     @property
@@ -123,7 +133,13 @@ class BlobServer:
             self._changed.notify_all()
 
     async def blob(self, name: str, part: int, timeout_s: float) -> dict[str, Any]:
-        """Return a part of a blob, for the wire; wait until the blob is published."""
+        """Return a part of a blob, for the wire; wait until the blob is published.
+
+        Raises:
+            GoneError: If it is a snapshot that is not kept any more.
+        """
+        if name.startswith(SNAPSHOT) and name not in self._readers:
+            raise GoneError(f"{name!r} is not kept any more")
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(lambda: name in self._blobs)
             blob = self._blobs[name]

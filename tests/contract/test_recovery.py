@@ -94,6 +94,26 @@ async def test_a_late_update_is_requested_repeatedly_of_each_replica_in_turn(
 
 
 @with_repairs
+async def test_the_origin_is_asked_every_second_time(inbox, peers):
+    peers.routing.workers = {replica: f"on {replica}" for replica in range(5)}
+
+    asked = [await peers.at(turn * PATIENCE_S) for turn in range(1, 8)]
+
+    assert [replica for [(replica, _)] in asked] == [1, 2, 1, 3, 1, 4, 1]
+
+
+@with_repairs
+async def test_the_others_are_asked_in_turn_for_updates_of_a_replica_without_a_worker(
+    inbox, peers
+):
+    peers.routing.workers = {replica: f"on {replica}" for replica in (0, 2, 3)}
+
+    asked = [await peers.at(turn * PATIENCE_S) for turn in range(1, 5)]
+
+    assert [replica for [(replica, _)] in asked] == [2, 3, 2, 3]
+
+
+@with_repairs
 async def test_an_update_that_arrives_meanwhile_is_not_requested(inbox, peers):
     put(inbox, 1, 2)
 

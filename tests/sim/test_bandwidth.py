@@ -10,6 +10,7 @@ from daskdl.channel.remote import JOIN_PACE_S
 from tests.sim.cluster import simulated
 from tests.support.channels import (
     EITHER,
+    RUN,
     a_run,
     applied_by,
     begin,
@@ -182,3 +183,72 @@ async def test_a_donor_that_refuses_at_once_is_asked_once_a_second(
         pauses_s = np.diff(asked_at)
         assert len(asked_at) == 5
         assert pauses_s.min() > 0.9 * JOIN_PACE_S  # of virtual time
+
+
+@EITHER
+@simulated(2)
+async def test_a_newcomer_whose_snapshot_was_dropped_requests_another_one_at_once(
+    c, s, a, b, routing, monkeypatch
+):
+    async with a_run(c, s, a, b, timeouts=BOUNDS, routing=routing) as run:
+        served, fetch = serve(run.channels[0]), a.handlers["daskdl_fetch"]
+        replica, newcomer = await run.newcomer(b)
+        dropped_at = []
+
+        async def dropping(part, **fields):
+            if part == 2 and not dropped_at:
+                dropped_at.append(s.network.world.now)
+                await run.link(0).blobs.drop_snapshots({replica})
+            return await fetch(part=part, **fields)
+
+        monkeypatch.setitem(a.handlers, "daskdl_fetch", dropping)
+        joining = begin(newcomer.join)
+        for _ in range(2):
+            await wait_until(lambda: run.link(0).snapshot_requests)
+            run.channels[0].check()
+            await wait_until(lambda: not run.link(0).snapshot_requests)
+        snapshot = (await joining).snapshot
+
+        assert len(snapshot["ballast"]) == PARTS * PART_BYTES - 4 * SIZE
+        assert len(served) == 2
+        assert s.network.world.now - dropped_at[0] < 2 * JOIN_PACE_S  # virtual
+
+
+@simulated(2)
+async def test_a_donor_keeps_the_newest_two_snapshots_for_each_replica(
+    c, s, a, b, monkeypatch
+):
+    async with a_run(c, s, a, b, timeouts=BOUNDS) as run:
+        donor, answer = run.channels[0], a.handlers["daskdl_snapshot"]
+        names = {2: [], 3: []}
+
+        async def losing(reader, **fields):
+            made = await answer(reader=reader, **fields)
+            names[reader].append(made["name"])
+            lost = len(names[2]) < 5
+            return {"status": "refused", "reason": "lost"} if lost else made
+
+        monkeypatch.setitem(a.handlers, "daskdl_snapshot", losing)
+        released = held_up(a.handlers, "daskdl_fetch", monkeypatch)
+        donor.serve_snapshot(applied_by(donor))
+        serving = begin(donor.wait_for_updates, {1: 1})
+        joining = []
+        for worker in (a, b):
+            replica, newcomer = await run.newcomer(worker)
+            joining.append(begin(newcomer.join))
+            await wait_until(lambda replica=replica: names[replica])
+        await wait_until(lambda: len(names[2]) == 5)
+        released.set()
+        for made in joining:
+            await made
+        assert publish(run.channels[1])
+        await serving
+
+        async def kept(name):
+            fetch = s.rpc(a.address).daskdl_fetch
+            part = await fetch(run=RUN, replica=0, name=name, part=0)
+            assert part["status"] in ("ok", "unknown")
+            return part["status"] == "ok"
+
+        assert [await kept(name) for name in names[2]] == [False] * 3 + [True] * 2
+        assert all([await kept(name) for name in names[3][-2:]])

@@ -10,6 +10,7 @@ from daskdl.errors import WaitTimeoutError
 from tests.sim.cluster import simulated
 from tests.support.channels import (
     EITHER,
+    PATIENCE_S,
     a_run,
     agree,
     all_wait_for,
@@ -87,6 +88,67 @@ async def test_an_update_that_was_dropped_on_its_way_is_requested(
 
         assert len(dropped) == 1
         assert totals(run.channels[1].drain(), 3) == [1, 1, 0]
+
+
+SLOW = bounds(request=10 * PATIENCE_S)  # no test waits so long for anything else
+
+
+@EITHER
+@simulated(3)
+async def test_a_replica_that_hangs_does_not_delay_requests_to_others(
+    c, s, *workers, routing, monkeypatch
+):
+    async with a_run(c, s, *workers, routing=routing, timeouts=SLOW) as run:
+        deliver, dropped = workers[2].handlers["daskdl_deliver"], set()
+
+        async def losing(messages, **fields):
+            new = {tuple(m[1:3]) for m in messages if m[0] == "update" and m[2] == 1}
+            new -= dropped
+            dropped.update(new)
+            kept = [message for message in messages if tuple(message[1:3]) not in new]
+            answer = await deliver(messages=kept, **fields)
+            lost = len(messages) - len(kept)
+            return {**answer, "accepted": answer["accepted"] + lost}
+
+        monkeypatch.setitem(workers[2].handlers, "daskdl_deliver", losing)
+        released = held_up(workers[0].handlers, "daskdl_repair", monkeypatch)
+        asked = recorded(workers[0].handlers, "daskdl_repair", monkeypatch)
+        for _ in range(2):
+            assert publish(run.channels[0])
+        await wait_until(lambda: asked)
+
+        for _ in range(2):
+            assert publish(run.channels[1])
+        await in_thread(run.channels[2].wait_for_updates, {1: 2})
+
+        assert dropped == {(0, 1), (1, 1)}
+        assert run.received(2, 0) == (0, (2,))
+        released.set()
+        await in_thread(run.channels[2].wait_for_updates, {0: 2})
+        assert run.channels[2].stats().repaired == 2
+
+
+@simulated(5)
+async def test_a_survivor_that_hangs_does_not_delay_requests_to_others(
+    c, s, *workers, monkeypatch
+):
+    """Updates of two lost replicas are with different survivors."""
+    async with a_run(c, s, *workers, **MESH, fan_out=8, timeouts=SLOW) as run:
+        for holder, origin in ((0, 3), (1, 4)):
+            await run.deliver(holder, *sent_by(run, origin, origin))
+        run.lose(3)
+        run.lose(4)
+        released = held_up(workers[0].handlers, "daskdl_repair", monkeypatch)
+        asked = recorded(workers[1].handlers, "daskdl_repair", monkeypatch)
+
+        began_at = s.network.world.now  # virtual
+        ends = asyncio.ensure_future(agree(run, replicas=(0, 1, 2)))
+        await wait_until(lambda: run.received(2, 4) == (1, ()))
+        assert s.network.world.now - began_at < PATIENCE_S
+        assert {fields["origin"] for fields in asked} == {4}
+
+        released.set()
+        assert [total[2:4] for total in await ends] == [[1, 1]] * 3
 
 
 @simulated(3)

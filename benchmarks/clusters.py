@@ -129,9 +129,10 @@ def _open_run(
 ) -> Iterator[Callable[[int], ChannelSpec]]:
     client.register_plugin(ChannelSchedulerPlugin())
     client.register_plugin(ChannelWorkerPlugin())
-    run, timeouts = secrets.randbits(63), Timeouts.from_config()
+    timeouts = Timeouts.from_config()
+    own = {"run": secrets.randbits(63), "secret": secrets.randbits(64)}
     spec = {
-        "run": run,
+        **own,
         "replicas": dict(places),
         "sizes": {"train": partition_sizes([], 1, len(places))},
         "seed": None,
@@ -147,10 +148,17 @@ def _open_run(
     limits = OUTBOX_BYTES, INBOX_BYTES
     try:
         yield lambda replica: ChannelSpec(
-            run, replica, size, GRID, *limits, timeouts, routing
+            own["run"],
+            replica,
+            size,
+            GRID,
+            *limits,
+            timeouts,
+            routing,
+            secret=own["secret"],
         )
     finally:
-        client.sync(getattr(client.scheduler, protocol.CLOSE), run=run)
+        client.sync(getattr(client.scheduler, protocol.CLOSE), **own)
 
 
 def spread(client: Client, members: int) -> dict[int, str]:

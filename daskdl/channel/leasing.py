@@ -11,7 +11,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -23,6 +23,7 @@ from daskdl.channel.protocol import (
     Natural,
     Positive,
     RunId,
+    Token,
     TrainedWork,
     check,
     hints_of,
@@ -167,6 +168,7 @@ class RunSpec:
         epochs: Number after the last epoch; None: unknown.
         title: Describes the model, for the dashboard.
         payload_bytes: Bound of what a replica sends at a barrier or with a lease.
+        secret: In each request about the run, see `check_secret`.
     """
 
     run: RunId
@@ -184,6 +186,7 @@ class RunSpec:
     epochs: Natural | None = None
     title: str = ""
     payload_bytes: Natural = 2**26
+    secret: Token = field(default=0, repr=False)
 
     @property
     def order(self) -> int:

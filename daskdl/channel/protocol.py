@@ -13,7 +13,7 @@ import math
 import reprlib
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import NoneType, UnionType
 from typing import (
@@ -45,7 +45,7 @@ Natural = Annotated[int, COUNTS]
 Positive = Annotated[int, range(1, 2**63)]
 IntervalNumber = Annotated[int, range(-1, 2**63)]
 RunId = Annotated[int, range(2**64)]  # drawn at random
-Token = Annotated[int, range(2**64)]  # the same, for each replica; kept secret
+Token = Annotated[int, range(2**64)]  # the same, for a run or a task; kept secret
 
 
 # ---- validation
@@ -229,7 +229,7 @@ class Guard:
 
     def of(self, handler: Handler) -> Handler:
         """Wrap a handler; the result also answers messages that it cannot read."""
-        hints = {"run": RunId, **hints_of(handler)}
+        hints = {"run": RunId, "secret": Token, "token": Token, **hints_of(handler)}
         valid = message_validator(hints)
 
         @functools.wraps(handler)
@@ -256,6 +256,15 @@ class Guard:
         return guarded
 
 
+def check_secret(secret: int | None, of_run: int) -> None:
+    """Compare the secret in a request with that of its run, which only members know.
+
+    The client draws it at random. Those that can run code on the cluster may read it.
+    """
+    if secret != of_run:
+        raise ValueError("the request does not come from a member of its run")
+
+
 def handlers_of(owner: Any) -> dict[str, Handler]:
     """Return the ``handle_x`` methods of a class or object by operation, daskdl_x."""
     names = [name for name in dir(owner) if name.startswith("handle_")]
@@ -277,6 +286,7 @@ ARRIVE = "daskdl_arrive"
 JOIN, ACTIVATE, PUBLISH = "daskdl_join", "daskdl_activate", "daskdl_publish"
 LEASE, MISSING = "daskdl_lease", "daskdl_missing"
 BARRIER, FAIL, LEAVE = "daskdl_barrier", "daskdl_fail", "daskdl_leave"
+OF_REPLICAS = frozenset({JOIN, ACTIVATE, PUBLISH, LEASE, MISSING, BARRIER, FAIL, LEAVE})
 # request to a worker, from the scheduler or from a replica on another worker
 DELIVER = "daskdl_deliver"
 # request to a worker with several replicas, from the scheduler
@@ -588,7 +598,8 @@ class ChannelSpec:
         fan_out: Most replicas to which a replica of a mesh forwards an update.
         drops: Injected failures: arriving updates to drop.
         in_step: Replicas take each step together.
-        token: Proves to the scheduler that a request comes from this replica.
+        secret: Secret of the run, in each request about it, see `check_secret`.
+        token: Proves to the scheduler that a request comes from this task.
     """
 
     run: int
@@ -602,7 +613,8 @@ class ChannelSpec:
     fan_out: int = FAN_OUT
     drops: Sequence[FailureInjection] = ()
     in_step: bool = False
-    token: int = 0
+    secret: int = field(default=0, repr=False)
+    token: int = field(default=0, repr=False)
 
 
 PART_BYTES = 4 * 2**20  # bytes per answer; crosses a slow link within the timeout

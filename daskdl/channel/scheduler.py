@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from distributed import Scheduler
@@ -25,6 +25,7 @@ from daskdl.channel.protocol import (
     DESCRIBE,
     MESSAGE_BYTES,
     NAME,
+    OF_REPLICAS,
     Acknowledgement,
     Answer,
     BarrierKind,
@@ -44,6 +45,7 @@ from daskdl.channel.protocol import (
     TrainedWork,
     ValidatedWork,
     WorkerVersions,
+    check_secret,
     handlers_of,
     nbytes_of,
 )
@@ -85,12 +87,11 @@ class WorkerBatcher:
     replicas: set[int]
 
     def __init__(
-        self, transport: SchedulerTransport, worker: str, run: int, bound: Bound
+        self, worker: str, ask: Callable[..., Awaitable[Any]], bound: Bound
     ) -> None:
         self.replicas = set()
-        self._transport = transport
         self._worker = worker
-        self._run = run
+        self._ask = ask
         self._bound = bound
         self._waiting: list[Batch] = []
         self._sending: asyncio.Task[None] | None = None
@@ -161,11 +162,6 @@ class WorkerBatcher:
         answers = answer.get("answers", ()) if isinstance(answer, dict) else ()
         return answers if len(answers) == len(batches) else [answer] * len(batches)
 
-    async def _ask(self, operation: str, **fields: Any) -> Any:
-        return await self._transport.ask(
-            self._worker, operation, run=self._run, **fields
-        )
-
 
 # The relay is paced slower than replicas: its cost is requests, not bytes.
 PACE_S = 0.010
@@ -179,7 +175,7 @@ LONGEST_S = 3600.0  # longest wait of a client for events; usually a few seconds
 class LiveRun:
     """A run with its send loops and waiting requests.
 
-    A method ``handle_x`` answers the request ``daskdl_x``, see `answer`.
+    A method ``handle_x`` answers the request ``daskdl_x`` of a member, see `answer`.
 
     Attributes:
         state: State of the run.
@@ -257,12 +253,16 @@ class LiveRun:
     async def _doing(self, worker: str) -> Sequence[Sequence[Any]]:
         try:
             async with asyncio.timeout(DESCRIBE_S):
-                answer = await self._transport.ask(
-                    worker, DESCRIBE, run=self.state.spec.run
-                )
+                answer = await self._ask(worker, DESCRIBE)
         except OSError:  # a TimeoutError is one
             return ()
         return answer.get("replicas", ()) if isinstance(answer, dict) else ()
+
+    async def _ask(self, worker: str, operation: str, **fields: Any) -> Any:
+        """Send a worker a request about the run."""
+        spec = self.state.spec
+        fields |= {"run": spec.run, "secret": spec.secret}
+        return await self._transport.ask(worker, operation, **fields)
 
     # ---- requests of a client
 
@@ -332,19 +332,17 @@ class LiveRun:
         if replica is None:
             return {"replica": None}
         worker = members.replicas[replica].worker
-        own = {"run": self.state.spec.run, "replica": replica}
+        own = {"replica": replica, "epoch": epoch, "part": part}
         try:
             async with asyncio.timeout(self.state.timeouts.request):
-                answer = await self._transport.ask(
-                    worker, AGREED, epoch=epoch, part=part, **own
-                )
+                answer = await self._ask(worker, AGREED, **own)
         except OSError as error:  # a TimeoutError is one
             answer = {"status": Answer.UNKNOWN.value, "reason": str(error)}
         return {**answer, "replica": replica}
 
     # ---- requests of a replica
 
-    async def handle_join(self, replica: Natural, token: Token, version: str) -> Fields:
+    async def handle_join(self, replica: Natural, version: str) -> Fields:
         """Let a replica join; answer once all initial replicas have joined.
 
         The answer to a joining replica names the donor of its snapshot, its worker and
@@ -357,7 +355,6 @@ class LiveRun:
                 f"the worker has daskdl {version}, the scheduler {VERSION}; "
                 "install the same version on all"
             )
-        members.authenticate(replica, token)
         initial = replica in state.spec.replicas
         if not initial:  # not one of the members that start together
             await self.until(lambda: members.started)
@@ -398,8 +395,8 @@ class LiveRun:
         state, worker = self.state, self.state.members.replicas[replica].worker
         bound = state.timeouts.bound("request")
         if worker not in self._batchers:
-            own = self._transport, worker, state.spec.run, bound
-            self._batchers[worker] = WorkerBatcher(*own)
+            ask = functools.partial(self._ask, worker)
+            self._batchers[worker] = WorkerBatcher(worker, ask, bound)
         self._batchers[worker].replicas.add(replica)
         outbox = state.join(replica, self.now())
         loop = SendLoop(
@@ -422,12 +419,9 @@ class LiveRun:
 
         self.relays[replica] = asyncio.ensure_future(awaited(loop.run, failed))
 
-    async def handle_activate(
-        self, replica: Natural, token: Token, step: Natural
-    ) -> Fields:
+    async def handle_activate(self, replica: Natural, step: Natural) -> Fields:
         """Activate a replica that has the common state, once no updates are held."""
         state, members = self.state, self.state.members
-        members.authenticate(replica, token)
         members.taking_part(replica)
         await self.until(lambda: not state.holding)
         state.activate(replica, step)
@@ -439,7 +433,6 @@ class LiveRun:
     async def handle_publish(
         self,
         replica: Natural,
-        token: Token,
         messages: Sequence[Sequence[Any]],
         progress: PeerProgress,
         acknowledgement: Acknowledgement | None = None,
@@ -453,7 +446,6 @@ class LiveRun:
         the last updates of the replica are accepted even if a queue is full.
         """
         state = self.state
-        state.members.authenticate(replica, token)
         member = state.members.taking_part(replica)
         updates = [Message.from_wire(fields) for fields in messages]
         for update in updates:
@@ -482,7 +474,6 @@ class LiveRun:
     async def handle_lease(
         self,
         replica: Natural,
-        token: Token,
         phase: str,
         epoch: Natural,
         finished: Sequence[FinishedLease],
@@ -496,7 +487,6 @@ class LiveRun:
         finished. With an idle payload, ``ROUND`` barriers do not wait for the replica.
         """
         state, members = self.state, self.state.members
-        members.authenticate(replica, token)
         worker = members.taking_part(replica).worker
         self._check_size(work, idle_payload)
         now = self.now()
@@ -521,11 +511,10 @@ class LiveRun:
             raise ValueError(f"payloads have at most {most} bytes, got {nbytes}")
 
     async def handle_missing(
-        self, replica: Natural, token: Token, phase: str, part: Natural, key: str
+        self, replica: Natural, phase: str, part: Natural, key: str
     ) -> Fields:
         """Return the key of a part; if the part is lost, wait until its key changes."""
         state = self.state
-        state.members.authenticate(replica, token)
         member, leases = state.members.taking_part(replica), state.leases[phase]
         if leases.held_key(part) == key and self._is_lost(key):
             lost = {"phase": phase, "part": part, "key": key, "worker": member.worker}
@@ -550,7 +539,6 @@ class LiveRun:
     async def handle_barrier(
         self,
         replica: Natural,
-        token: Token,
         key: str,
         payload: Any,
         client_payload: bytes,
@@ -559,7 +547,6 @@ class LiveRun:
     ) -> Fields:
         """Register a replica at a barrier; answer once the barrier is complete."""
         state, kind = self.state, BarrierKind(kind)
-        state.members.authenticate(replica, token)
         state.members.taking_part(replica)
         self._check_size(payload, client_payload)
         if live is not None:
@@ -574,12 +561,9 @@ class LiveRun:
             "counted": dict(barrier.counted),
         }
 
-    async def handle_fail(
-        self, replica: Natural, token: Token, failure: Failure
-    ) -> Fields:
+    async def handle_fail(self, replica: Natural, failure: Failure) -> Fields:
         """Report a replica's failure; end the run unless the replica is joining."""
         members = self.state.members
-        members.authenticate(replica, token)
         if replica not in members.joining:
             # A removed replica that returns must not end the run of the others.
             members.taking_part(replica)
@@ -587,12 +571,9 @@ class LiveRun:
         self.notify()
         return {}
 
-    async def handle_leave(
-        self, replica: Natural, token: Token, retires: bool = False
-    ) -> Fields:
+    async def handle_leave(self, replica: Natural, retires: bool = False) -> Fields:
         """Remove a replica whose task ends; see `RunState.leave`."""
         members = self.state.members
-        members.authenticate(replica, token)
         self.hanging.discard(members.replicas[replica].worker)
         self.state.leave(replica, self.now(), retires=retires)
         self._forget(replica)
@@ -719,16 +700,22 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         self._transport = transport
         guard = Guard(self._count)
         of_runs = handlers_of(LiveRun)
-        handlers = {name: self._of_run(one) for name, one in of_runs.items()}
+        handlers = {name: self._of_run(name, one) for name, one in of_runs.items()}
         for operation, handler in {**handlers, **handlers_of(self)}.items():
             transport.handlers[operation] = guard.of(handler)
 
-    def _of_run(self, method: Handler) -> Handler:
+    def _of_run(self, operation: str, method: Handler) -> Handler:
+        """Let a method of a run answer only requests from members of the run."""
+
         @functools.wraps(method)
-        async def handler(run: int, **fields: Any) -> Fields:
+        async def handler(run: int, secret: int | None = None, **fields: Any) -> Fields:
             if run not in self.runs:
                 raise GoneError(f"no run {run} here")
             live = self.runs[run]
+            check_secret(secret, live.state.spec.secret)
+            if operation in OF_REPLICAS:
+                token = fields.pop("token")
+                live.state.members.authenticate(fields["replica"], token)
             return live.answer(await method(live, **fields))
 
         return handler
@@ -760,8 +747,10 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         logger.info("run %s opens: %s", own.run, own.replicas)
         return {"status": Answer.OK.value}
 
-    async def handle_close(self, run: RunId) -> Fields:
+    async def handle_close(self, run: RunId, secret: Token | None = None) -> Fields:
         """Close a run for its client and remove its state."""
+        if run in self.runs:
+            check_secret(secret, self.runs[run].state.spec.secret)
         still_here = await self._close(run, "the run was closed")
         return {"status": Answer.OK.value, "still_here": still_here}
 
@@ -836,7 +825,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     @override
     async def before_close(self) -> None:
         for run in list(self.runs):
-            await self.handle_close(run)
+            await self._close(run, "the run was closed")
         self.dashboard.forget()
 
     async def _abandon(self, run: int, live: LiveRun) -> None:

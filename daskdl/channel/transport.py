@@ -265,9 +265,10 @@ class Connection:
 
     async def ask(self, worker: str | None, operation: str, **fields: Any) -> Any:
         """Send a request to a worker, or None: to the scheduler; return the answer."""
+        fields |= {"run": self.spec.run, "secret": self.spec.secret}
         if worker is None:
             fields["token"] = self.spec.token
-        return await self._transport.ask(worker, operation, run=self.spec.run, **fields)
+        return await self._transport.ask(worker, operation, **fields)
 
     def guard(self, work: Callable[[], Awaitable[None]]) -> Coroutine[Any, Any, None]:
         """Run a task of the channel; an error ends every wait of the replica."""

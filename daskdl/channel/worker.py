@@ -7,6 +7,7 @@ endpoint on the worker's event loop, which receives and sends its messages.
 import asyncio
 import atexit
 import concurrent.futures
+import functools
 import gc
 import itertools
 import logging
@@ -40,10 +41,12 @@ from daskdl.channel.protocol import (
     Fields,
     GoneError,
     Guard,
+    Handler,
     Message,
     MessageKind,
     Natural,
     RunId,
+    check_secret,
     handlers_of,
     owned,
     task_key,
@@ -459,7 +462,19 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         """Answer the requests to a server."""
         self._transport = transport
         for operation, handler in handlers_of(self).items():
-            transport.handlers[operation] = self._guard.of(handler)
+            transport.handlers[operation] = self._guard.of(self._of_members(handler))
+
+    def _of_members(self, handler: Handler) -> Handler:
+        """Let a handler answer only requests from members of a run."""
+
+        @functools.wraps(handler)
+        async def answer(run: int, secret: int | None = None, **fields: Any) -> Fields:
+            for (of_run, _), endpoint in list(self.endpoints.items()):
+                if of_run == run:
+                    check_secret(secret, endpoint.connection.spec.secret)
+            return await handler(run=run, **fields)
+
+        return answer
 
     @override
     async def teardown(self, worker: Worker) -> None:

@@ -372,6 +372,7 @@ def run_spec_of(
         epochs=spec.epochs,
         title=f"{type(spec.model).__name__}, {spec.size:,} parameters",
         payload_bytes=REPORT_BYTES + 4 * model_bytes,
+        secret=spec.secret,
     )
     if resume is not None and point is not None:
         _check_sync_point(point, run, resume.store.url)

@@ -278,11 +278,11 @@ class AgreedStateFetcher:
 
     state: AgreedState | None
 
-    def __init__(self, client: Client, run: int, bound: Bound) -> None:
+    def __init__(self, client: Client, spec: ReplicaSpec) -> None:
         self.state = None
         self._client = client
-        self._run = run
-        self._bound = bound
+        self._own = {"run": spec.run, "secret": spec.secret}
+        self._bound = spec.timeouts.bound("request")
         self._wanted = -1  # the last epoch that ended
         self._fetching: asyncio.Task[None] | None = None
         self._closed = False
@@ -335,7 +335,7 @@ class AgreedStateFetcher:
         self, epoch: int, part: int, avoid: Any, replica: int | None = None
     ) -> dict[str, Any]:
         asking: Awaitable[Any] = self._client.scheduler.daskdl_agreed(
-            run=self._run, epoch=epoch, part=part, avoid=list(avoid), replica=replica
+            **self._own, epoch=epoch, part=part, avoid=list(avoid), replica=replica
         )
         answer = await asyncio.wait_for(asking, self._bound.seconds)
         assert isinstance(answer, dict)
@@ -371,8 +371,7 @@ class DaskBackend(Backend):
         self._answered_at = time.monotonic()  # last response of the scheduler
         self._address = client.scheduler.address
         self._scheduler_lost = self._warned = False
-        bound = spec.timeouts.bound("request")
-        self._fetcher = AgreedStateFetcher(client, spec.run, bound)
+        self._fetcher = AgreedStateFetcher(client, spec)
         # As often as Dask retries a task whose worker has died.
         failures = dask.config.get("distributed.scheduler.allowed-failures")
         self.allowed_losses = int(failures)
@@ -698,11 +697,12 @@ class DaskBackend(Backend):
     async def _say_farewell(self) -> None:
         """Send a close request to a scheduler that no longer responds."""
         with contextlib.suppress(OSError):
-            await self._client.scheduler.daskdl_close(run=self._spec.run)
+            own = {"run": self._spec.run, "secret": self._spec.secret}
+            await self._client.scheduler.daskdl_close(**own)
 
     def _ask(self, operation: str, **fields: Any) -> dict[str, Any]:
         if operation != protocol.OPEN:
-            fields["run"] = self._spec.run
+            fields |= {"run": self._spec.run, "secret": self._spec.secret}
         answer = self._answer(operation, **fields)
         if not isinstance(answer, dict) or answer["status"] == Answer.REFUSED:
             raise ChannelError(f"the scheduler answered {answer!r} to {operation}")

@@ -498,6 +498,7 @@ class ReplicaSpec(FitSpec):
         timeouts: Bounds on waiting.
         checkpoints: Plan for writing checkpoints; None: the run writes none.
         resume: The checkpoint that the run resumes; None: it starts from `model`.
+        secret: Secret of the run, see `check_secret`.
         followed: The end of an epoch to which `model` belongs, if an earlier run of the
             fit has lost all its replicas; None: the fit begins with `model`.
     """
@@ -523,6 +524,7 @@ class ReplicaSpec(FitSpec):
     timeouts: Timeouts
     checkpoints: CheckpointPlan | None = None
     resume: ResumePlan | None = None
+    secret: int = field(default_factory=lambda: secrets.randbits(64), repr=False)
     followed: "EndOfEpoch | None" = None
 
     @property
@@ -557,5 +559,6 @@ class ReplicaSpec(FitSpec):
             self.master.fan_out,
             [failure for failure in injected if failure.kind == "drop"],
             self.master.synchronous,
+            self.secret,
             secrets.randbits(64),
         )

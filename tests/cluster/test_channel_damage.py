@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from distributed.protocol import to_serialize
+from torch import nn
 
 from daskdl import codec
 from daskdl.channel.base import Stopped
@@ -27,7 +28,8 @@ from tests.support.channels import (
     totals,
     workers,
 )
-from tests.support.run_states import GRID, SIZE
+from tests.support.problems import replica_spec
+from tests.support.run_states import GRID, SIZE, SPEC
 
 FAILURE = failure_of(RuntimeError("boom"), step=3)
 WORK = EpochTotals().to_wire()
@@ -89,6 +91,7 @@ REFUSED = [
     ("join", {"version": "0.0"}),
     *((name, {"replica": other}) for name in GOOD for other in (9, [0])),
     *((name, {"token": other}) for name in GOOD for other in (token_of(1), "x")),
+    *((name, {"secret": other}) for name in GOOD for other in (0, None, "x")),
 ]
 
 
@@ -190,6 +193,84 @@ async def test_damaged_frames_are_refused_and_a_good_one_still_arrives(c, s, a, 
         await check_unharmed(run)
 
 
+OF_CLIENTS = {
+    "watch": {"timeout_s": 0.0},
+    "stop": {"reason": "mine"},
+    "assign": {"worker": "tcp://worker", "replicas": 2},
+    "unassign": {"replica": 0},
+    "restore": {"phase": "train", "part": 0, "key": "other"},
+    "agreed": {"epoch": 0, "part": 0, "avoid": [], "replica": None},
+    "close": {},
+}
+OF_WORKERS = {
+    "deliver": {"replica": 1, "messages": [("stop", 0, 0, 0, 4, "stop")]},
+    "deliver_batches": {
+        "messages": [("stop", 0, 0, 0, 4, "stop")],
+        "shares": [(1, [0])],
+    },
+    "snapshot": {"replica": 1, "cut": [], "reader": 0},
+    "repair": {"replica": 1, "origin": 1, "sequences": [1]},
+    "fetch": {"replica": 1, "name": "state", "part": 0},
+    "agreed": {"replica": 1, "epoch": 0, "part": 0},
+    "describe": {},
+}
+FOREIGN = ({}, {"secret": 0}, {"secret": SPEC.secret + 1})
+
+
+@workers(2)
+async def test_a_client_without_the_secret_of_a_run_is_refused(c, s, a, b):
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
+        for operation, fields in OF_CLIENTS.items():
+            request = getattr(c.scheduler, f"daskdl_{operation}")
+            for wrong in FOREIGN:
+                answer = await request(run=RUN, **fields, **wrong)
+
+                assert answer["status"] == "refused", (operation, wrong)
+                assert "a member of its run" in answer["reason"]
+        assert run.record.refused == len(OF_CLIENTS) * len(FOREIGN)
+        assert (run.record.stopped, [*run.live.state.members.gone]) == (None, [])
+        await check_unharmed(run)
+
+
+@workers(2)
+async def test_a_worker_answers_no_request_without_the_secret_of_the_run(c, s, a, b):
+    async with a_run(c, s, a, b, pieces={"train": ("p",)}) as run:
+        assert publish(run.channels[1])
+        for operation, fields in OF_WORKERS.items():
+            request = getattr(s.rpc(b.address), f"daskdl_{operation}")
+            for wrong in FOREIGN:
+                answer = await request(run=RUN, **fields, **wrong)
+
+                assert answer.keys() == {"status", "reason"}, (operation, wrong)
+                assert answer["status"] == "refused"
+                assert "a member of its run" in answer["reason"]
+        assert run.channels[1].stats().refused
+        await check_unharmed(run)
+
+
+@workers(2)
+async def test_the_secrets_of_a_run_are_not_shown(c, s, a, b, caplog):
+    secret, token = str(SPEC.secret), str(token_of(0))
+    with caplog.at_level("DEBUG", logger="daskdl"):
+        async with a_run(c, s, a, b) as run:
+            shown = [
+                await c.scheduler.daskdl_describe(),
+                await run.ask("daskdl_watch", run=RUN, timeout_s=0.0),
+                await run.ask(
+                    "daskdl_stop", run=RUN, secret=SPEC.secret + 1, reason=""
+                ),
+                run.record.spec,
+                dataclasses.replace(run.spec, token=token_of(0)),
+                replica_spec(nn.Linear(2, 2), secret=SPEC.secret),
+                vars(run.live.record),
+            ]
+
+    for text in (*map(str, shown), caplog.text):
+        assert secret not in text
+        assert f"{token}," not in text
+        assert f"{token})" not in text
+
+
 UNDELIVERED = [
     ({"messages": [5]}, "refused"),
     ({"messages": [("update", 0)]}, "refused"),
@@ -206,8 +287,8 @@ async def test_invalid_deliveries_are_refused_and_counted(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         plugin, refused = b.extensions["daskdl-channel"], 0
         for count, (wrong, status) in enumerate(UNDELIVERED, start=1):
-            own = {"run": RUN, "replica": 1, "messages": [], **wrong}
-            answer = await s.rpc(b.address).daskdl_deliver(**own)
+            own = {"replica": 1, "messages": [], **wrong}
+            answer = await run.ask_worker(1, "daskdl_deliver", **own)
 
             assert answer["status"] == status, wrong
             refused += run.channels[1].stats().refused

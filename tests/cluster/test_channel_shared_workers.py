@@ -111,7 +111,10 @@ async def test_an_invalid_frame_is_refused_by_each_replica(c, s, a, b):
         frame[-1] ^= 1
 
         answer = await s.rpc(b.address).daskdl_deliver_batches(
-            run=RUN, messages=[item_of(stamp, frame)], shares=[(1, [0]), (2, [0])]
+            run=RUN,
+            secret=run.spec.secret,
+            messages=[item_of(stamp, frame)],
+            shares=[(1, [0]), (2, [0])],
         )
 
         assert answer["status"] == Answer.OK

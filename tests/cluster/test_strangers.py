@@ -14,7 +14,7 @@ from distributed.protocol import to_serialize
 from torch import nn
 
 from daskdl import ModelError, Predictor, SaveError
-from daskdl.channel.protocol import NAME, LiveReport
+from daskdl.channel.protocol import NAME, OF_REPLICAS, LiveReport
 from daskdl.config import VERSION
 from daskdl.training.replica import failure_of
 from tests.support.clusters import cluster_of
@@ -132,12 +132,15 @@ def requests(required, optional):
             yield name, {**required, name: junk}
 
 
-def fields_of(handler, values):
+def fields_of(operation, handler, values):
     """Return required and optional fields of a request."""
     taken = dict(inspect.signature(handler).parameters)
-    if taken.pop("self", None):  # of a run, which is looked up before
-        taken["run"] = inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)
-    optional = {n for n, p in taken.items() if p.default is not p.empty}
+    optional = {n for n, p in taken.items() if p.default is not p.empty} - {"secret"}
+    of_run = taken.pop("self", None)  # the run is looked up before
+    if of_run or "run" in taken:
+        taken |= dict.fromkeys(["run", "secret"])
+    if of_run and operation in OF_REPLICAS:
+        taken["token"] = None
     own = {name: values[name] for name in taken}
     return (
         {name: value for name, value in own.items() if name not in optional},
@@ -171,6 +174,7 @@ class Attack:
         worker_of = {w.address: w for w in self.cluster.workers.values()}
         values = {
             "run": run,
+            "secret": live.state.spec.secret,
             "spec": dataclasses.asdict(live.state.spec),  # it is open already
             "client": self.client.id,
             "seen": 0,
@@ -238,7 +242,7 @@ class Attack:
     async def on(self, server, values):
         comm = await connect(server.address)
         for operation in of_daskdl(server, "daskdl_"):
-            wrong = requests(*fields_of(server.handlers[operation], values))
+            wrong = requests(*fields_of(operation, server.handlers[operation], values))
             await self.send_all(comm, operation, wrong)
         await comm.close()
 

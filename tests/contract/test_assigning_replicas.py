@@ -191,10 +191,14 @@ class Training(Cluster):
         self.tasks.append(Task(*workers))
         return self.tasks[-1]
 
-    async def daskdl_assign(self, run: int, worker: str, replicas: int) -> Any:
+    async def daskdl_assign(
+        self, run: int, secret: int, worker: str, replicas: int
+    ) -> Any:
         return {"status": "ok", "replicas": [1 + len(self.tasks)]}
 
-    async def daskdl_watch(self, run: int, timeout_s: float, rows: Any) -> Any:
+    async def daskdl_watch(
+        self, run: int, secret: int, timeout_s: float, rows: Any
+    ) -> Any:
         self.now += 0.1
         assert self.now < 20, [task.worker for task in self.tasks]
         posted = [self._events.pop(0)] if self._events else []

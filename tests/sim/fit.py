@@ -341,13 +341,13 @@ class Client(Server):
 
     async def _say_farewell(self):
         """Ask a scheduler that does not answer to close the run."""
-        fields = {"run": self.spec.run}
+        fields = {"run": self.spec.run, "secret": self.spec.secret}
         with contextlib.suppress(OSError):
             await self.network.ask(self, SCHEDULER, protocol.CLOSE, fields)
 
     async def _ask(self, operation, **fields):
         if operation != protocol.OPEN:
-            fields["run"] = self.spec.run
+            fields |= {"run": self.spec.run, "secret": self.spec.secret}
         bound = self.setup.timeouts.bound("request")
         try:
             async with asyncio.timeout(bound.seconds):

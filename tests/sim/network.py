@@ -68,6 +68,9 @@ def size_of(value):
     return len(value) if isinstance(value, bytes) else 0
 
 
+HIDDEN = "run", "secret", "token"
+
+
 def shown(fields):
     """The fields of a request, for the trace."""
     words = []
@@ -75,7 +78,7 @@ def shown(fields):
         if name == "messages":
             value = [message[:4] for message in value]
             words += [f"{k} {o}.{s} at {step}" for k, o, s, step in value]
-        elif isinstance(value, int | str) and name not in ("run", "token"):
+        elif isinstance(value, int | str) and name not in HIDDEN:
             words.append(f"{name}={value}"[:60])
     return ", ".join(words)
 

@@ -10,7 +10,6 @@ from daskdl.channel.remote import JOIN_PACE_S
 from tests.sim.cluster import simulated
 from tests.support.channels import (
     EITHER,
-    RUN,
     a_run,
     applied_by,
     begin,
@@ -245,8 +244,7 @@ async def test_a_donor_keeps_the_newest_two_snapshots_for_each_replica(
         await serving
 
         async def kept(name):
-            fetch = s.rpc(a.address).daskdl_fetch
-            part = await fetch(run=RUN, replica=0, name=name, part=0)
+            part = await run.ask_worker(0, "daskdl_fetch", name=name, part=0)
             assert part["status"] in ("ok", "unknown")
             return part["status"] == "ok"
 

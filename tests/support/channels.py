@@ -295,15 +295,23 @@ class DaskRun(Run):
         return self.link(replica).inbox.received.by_origin().get(origin, (0, ()))
 
     async def ask(self, operation, **fields):
-        """The answer of the scheduler to a client or a replica."""
+        """The answer of the scheduler to a client or a replica of the run."""
+        if operation != "daskdl_open":
+            fields = {"secret": self.spec.secret, **fields}
         return await getattr(self.client.scheduler, operation)(**fields)
+
+    async def ask_worker(self, replica, operation, **fields):
+        """The answer of the worker of a replica to another member of the run."""
+        own = {"run": self.spec.run, "secret": self.spec.secret, "replica": replica}
+        rpc = self.scheduler.rpc(self.workers[replica].address)
+        return await getattr(rpc, operation)(**{**own, **fields})
 
     async def deliver(self, replica, *items, run=None):
         """Hand messages to a worker as the relay does."""
-        return await self.scheduler.rpc(self.workers[replica].address).daskdl_deliver(
-            run=self.spec.run if run is None else run,
-            replica=replica,
-            messages=list(items),
+        own = {} if run is None else {"run": run}
+        messages = list(items)
+        return await self.ask_worker(
+            replica, "daskdl_deliver", messages=messages, **own
         )
 
     def open_channel(self, replica):

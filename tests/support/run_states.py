@@ -16,7 +16,7 @@ TIMEOUTS = Timeouts(join=60, request=30, silence=10, stop=10, rejoin=300, data=6
 KEYS = {"train": ("p-0", "p-1", "p-2", "p-3"), "validation": ("v-0", "v-1")}
 GRID = 2.0**-24
 SIZE = 50
-SPEC = ChannelSpec(7, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS)
+SPEC = ChannelSpec(7, 0, SIZE, GRID, 2**20, 2**20, TIMEOUTS, secret=2**40 + 7)
 
 
 def plan_of(replicas=3, keys=KEYS, timeouts=TIMEOUTS, **options):
@@ -36,6 +36,7 @@ def plan_of(replicas=3, keys=KEYS, timeouts=TIMEOUTS, **options):
     }
     defaults = {
         "run": SPEC.run,
+        "secret": SPEC.secret,
         "seed": None,
         "epochs_before": 0,
         "synchronous": False,

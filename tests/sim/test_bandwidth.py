@@ -250,3 +250,24 @@ async def test_a_donor_keeps_the_newest_two_snapshots_for_each_replica(
 
         assert [await kept(name) for name in names[2]] == [False] * 3 + [True] * 2
         assert all([await kept(name) for name in names[3][-2:]])
+
+
+@simulated(2)
+async def test_a_blob_is_requested_again_after_its_connection_has_broken(
+    c, s, a, b, monkeypatch
+):
+    async with a_run(c, s, a, b) as run:
+        run.channels[0].publish_blob("own", {"values": np.arange(3)})
+        fetch, broken = a.handlers["daskdl_fetch"], []
+
+        async def breaking(**fields):
+            if not broken:
+                broken.append(s.network.break_between(a.address, b.address))
+            return await fetch(**fields)
+
+        monkeypatch.setitem(a.handlers, "daskdl_fetch", breaking)
+
+        blob = await in_thread(run.channels[1].fetch_blob, 0, "own")
+
+        assert broken == [1]
+        assert blob["values"].tolist() == [0, 1, 2]

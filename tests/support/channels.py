@@ -300,7 +300,7 @@ class DaskRun(Run):
             fields = {"secret": self.spec.secret, **fields}
         return await getattr(self.client.scheduler, operation)(**fields)
 
-    async def ask_worker(self, replica, operation, **fields):
+    async def ask_worker(self, replica, operation, /, **fields):
         """The answer of the worker of a replica to another member of the run."""
         own = {"run": self.spec.run, "secret": self.spec.secret, "replica": replica}
         rpc = self.scheduler.rpc(self.workers[replica].address)

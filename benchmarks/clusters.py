@@ -130,9 +130,10 @@ def _open_run(
     client.register_plugin(ChannelSchedulerPlugin())
     client.register_plugin(ChannelWorkerPlugin())
     timeouts = Timeouts.from_config()
-    own = {"run": secrets.randbits(63), "secret": secrets.randbits(64)}
+    run, secret = secrets.randbits(63), secrets.randbits(64)
     spec = {
-        **own,
+        "run": run,
+        "secret": secret,
         "replicas": dict(places),
         "sizes": {"train": partition_sizes([], 1, len(places))},
         "seed": None,
@@ -148,17 +149,17 @@ def _open_run(
     limits = OUTBOX_BYTES, INBOX_BYTES
     try:
         yield lambda replica: ChannelSpec(
-            own["run"],
+            run,
             replica,
             size,
             GRID,
             *limits,
             timeouts,
             routing,
-            secret=own["secret"],
+            secret=secret,
         )
     finally:
-        client.sync(getattr(client.scheduler, protocol.CLOSE), **own)
+        client.sync(getattr(client.scheduler, protocol.CLOSE), run=run, secret=secret)
 
 
 def spread(client: Client, members: int) -> dict[int, str]:

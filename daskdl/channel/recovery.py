@@ -125,7 +125,7 @@ class Repairs:
         Args:
             have: Received updates of each survivor.
         """
-        own, target = self._connection.spec.replica, settle(have)
+        replica, target = self._connection.spec.replica, settle(have)
         at_once = asyncio.Semaphore(AT_ONCE)
 
         def lacking(origin: int) -> Sequence[int]:
@@ -134,14 +134,14 @@ class Repairs:
             return missing(received, {origin: target[origin]}).get(origin, ())
 
         async def collect(origin: int, sequences: Sequence[int]) -> None:
-            order = helpers(origin, sequences, have, have, own)
+            order = helpers(origin, sequences, have, have, replica)
             async with at_once:
                 await self._collect(origin, order, lambda: lacking(origin))
 
         await asyncio.gather(
             *(
                 collect(o, sequences)
-                for o, sequences in missing(have[own], target).items()
+                for o, sequences in missing(have[replica], target).items()
             )
         )
 

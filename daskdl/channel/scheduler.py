@@ -332,10 +332,11 @@ class LiveRun:
         if replica is None:
             return {"replica": None}
         worker = members.replicas[replica].worker
-        own = {"replica": replica, "epoch": epoch, "part": part}
         try:
             async with asyncio.timeout(self.state.timeouts.request):
-                answer = await self._ask(worker, AGREED, **own)
+                answer = await self._ask(
+                    worker, AGREED, replica=replica, epoch=epoch, part=part
+                )
         except OSError as error:  # a TimeoutError is one
             answer = {"status": Answer.UNKNOWN.value, "reason": str(error)}
         return {**answer, "replica": replica}

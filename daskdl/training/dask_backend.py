@@ -281,7 +281,7 @@ class AgreedStateFetcher:
     def __init__(self, client: Client, spec: ReplicaSpec) -> None:
         self.state = None
         self._client = client
-        self._own = {"run": spec.run, "secret": spec.secret}
+        self._spec = spec
         self._bound = spec.timeouts.bound("request")
         self._wanted = -1  # the last epoch that ended
         self._fetching: asyncio.Task[None] | None = None
@@ -335,7 +335,12 @@ class AgreedStateFetcher:
         self, epoch: int, part: int, avoid: Any, replica: int | None = None
     ) -> dict[str, Any]:
         asking: Awaitable[Any] = self._client.scheduler.daskdl_agreed(
-            **self._own, epoch=epoch, part=part, avoid=list(avoid), replica=replica
+            run=self._spec.run,
+            secret=self._spec.secret,
+            epoch=epoch,
+            part=part,
+            avoid=list(avoid),
+            replica=replica,
         )
         answer = await asyncio.wait_for(asking, self._bound.seconds)
         assert isinstance(answer, dict)
@@ -697,8 +702,9 @@ class DaskBackend(Backend):
     async def _say_farewell(self) -> None:
         """Send a close request to a scheduler that no longer responds."""
         with contextlib.suppress(OSError):
-            own = {"run": self._spec.run, "secret": self._spec.secret}
-            await self._client.scheduler.daskdl_close(**own)
+            await self._client.scheduler.daskdl_close(
+                run=self._spec.run, secret=self._spec.secret
+            )
 
     def _ask(self, operation: str, **fields: Any) -> dict[str, Any]:
         if operation != protocol.OPEN:

@@ -263,6 +263,7 @@ async def test_a_blob_is_requested_again_after_its_connection_has_broken(
         async def breaking(**fields):
             if not broken:
                 broken.append(s.network.break_between(a.address, b.address))
+                await asyncio.sleep(REQUEST_S)  # virtual: the error comes first
             return await fetch(**fields)
 
         monkeypatch.setitem(a.handlers, "daskdl_fetch", breaking)

@@ -289,6 +289,12 @@ class Untrained:
                 arrays[name] = flat.numpy()
         return arrays
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the buffers, and the frozen parameters that have changed, as views."""
+        parameters = self._module.named_parameters()
+        frozen = [(n, p) for n, p in parameters if FROZEN + n in self._changed]
+        return {n: t.detach() for n, t in (*frozen, *self._module.named_buffers())}
+
     def load_(self, arrays: Mapping[str, Any]) -> None:
         """Load arrays that `take` returned on any replica; see `load_untrained_`."""
         load_untrained_(self._module, arrays)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -31,11 +31,17 @@ from daskdl.compression.flat import (
     load_untrained_,
 )
 from daskdl.config import Timeouts, check_bound, check_whole
-from daskdl.data.checks import USER_ERRORS
-from daskdl.errors import CodecError, DaskDLError, SaveError
 from daskdl.evaluation.evaluate import Score
-from daskdl.serialization import Packed
 from daskdl.thresholds import Sent
+from daskdl.training.state import (
+    ALONE,
+    MODEL,
+    PARAMETERS,
+    ExchangeState,
+    State,
+    check_like,
+    described,
+)
 
 
 @dataclass
@@ -173,17 +179,6 @@ def is_same_class(one: str, two: str) -> bool:
     return one == two
 
 
-def described(tensor: Tensor) -> str:
-    """Return a tensor's dtype and shape as text.
-
-    Example:
-        >>> described(torch.zeros(2, 3))
-        'float32 (2, 3)'
-    """
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} {tuple(tensor.shape)}"
-
-
 @dataclass
 class Parameters:
     """A replica's parameters and buffers, either `exact` or as counts in `shared_N`.
@@ -288,6 +283,13 @@ class CompressionState(NamedTuple):
     sent: Mapping[str, Sent]  # outcome of the last exchange, by pattern
     steps: int  # over all fits, of the replica with the most steps
 
+    @classmethod
+    def of(cls, common: State) -> "CompressionState":
+        """Read it from the common state of a run's only replica."""
+        check_like({"sent": {}, "made": 0}, common, "exchange")
+        rules = common["sent"].items()
+        return cls({p: Sent(float(t), float(d)) for p, (t, d) in rules}, common["made"])
+
 
 class ExchangeResult(NamedTuple):
     """State of an exchange at the end of a fit, without the agreed parameters."""
@@ -367,113 +369,6 @@ def checksum_of(module: nn.Module) -> int:
     return checksum
 
 
-# Kinds of exchange states.
-ALONE, SHARING, AVERAGING = "alone", "gradient_sharing", "parameter_averaging"
-PARAMETERS = "parameters"  # key of unquantized parameters in `State.common`
-MODEL = "model"  # kind of an exchange whose only state is the model; its snapshot key
-
-
-class State(NamedTuple):
-    """State of an exchange at a sync point: plain values, and tensors, not copied."""
-
-    kind: str  # kind of the exchange
-    common: Mapping[str, Any]  # equal on all replicas
-    own: Mapping[str, Any]
-
-
-class Resumed(NamedTuple):
-    """Exchange states that one replica resumes from a checkpoint."""
-
-    kind: str  # kind of the exchanges
-    common: Mapping[str, Any]
-    own: Sequence[Mapping[str, Any]]  # one per replica it takes over, maybe none
-    common_at: str = "what is common"  # location of `common`, for messages
-    own_at: Sequence[str] = ()
-
-    def check(self, state: State) -> None:
-        """Check that the states have the same form as the state of the new exchange."""
-        check_like(state.common, self.common, f"{self.common_at}: exchange")
-        for own, at in zip(self.own, self.own_at, strict=False):
-            check_like(state.own, own, f"{at}: exchange")
-
-    @property
-    def last(self) -> CompressionState | None:
-        """Compression state of a `SoloExchange`; None for other kinds."""
-        if self.kind != ALONE:
-            return None
-        with restoring(f"{self.common_at}: exchange"):
-            two = self.common["sent"].items()
-            sent = {p: Sent(float(t), float(d)) for p, (t, d) in two}
-            check_like(0, self.common["made"], "made")  # steps
-        return CompressionState(sent, self.common["made"])
-
-
-@contextlib.contextmanager
-def restoring(what: str) -> Iterator[None]:
-    """Context manager: report errors from wrong values as a damaged checkpoint."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except USER_ERRORS as error:
-        if isinstance(error, SaveError):
-            raise SaveError(f"{what}: {error}") from error
-        if isinstance(error, DaskDLError) and not isinstance(error, CodecError):
-            raise
-        reason = f"{type(error).__name__}: {error}"
-        raise SaveError(f"{what} is damaged: {reason}") from error
-
-
-def check_like(own: Any, found: Any, what: str, *, loose: bool = False) -> None:
-    """Check that a state read from a checkpoint has the same form as the current state.
-
-    Types, fields, lengths and shapes are compared; values are not. None in `own`
-    matches anything.
-
-    Args:
-        own: Current state.
-        found: State that was read; may have additional fields.
-        what: Name of the state in messages.
-        loose: For states of classes from other libraries or the user: lists and tensors
-            may have any length, None in `found` matches any scalar, private fields may
-            be missing, and private lists are not compared.
-    """
-    if isinstance(own, Tensor):
-        fits = isinstance(found, Tensor) and (loose or found.shape == own.shape)
-        _check(fits, own, found, what)
-    elif isinstance(own, Mapping):
-        _check(isinstance(found, Mapping), own, found, what)
-        for name in filter(lambda name: isinstance(name, str), own):
-            private = loose and name.startswith("_")
-            if name not in found and not private:
-                raise SaveError(f"{what}.{name} is missing")
-            if name in found and not (private and isinstance(own[name], list)):
-                check_like(own[name], found[name], f"{what}.{name}", loose=loose)
-    elif isinstance(own, list | tuple):
-        fits = isinstance(found, list | tuple)
-        _check(fits and (loose or len(found) == len(own)), own, found, what)
-        for i, (ours, theirs) in enumerate(zip(own, found, strict=not loose)):
-            check_like(ours, theirs, f"{what}[{i}]", loose=loose)
-    elif own is not None and not (loose and found is None):
-        kinds = (int, float) if isinstance(own, int | float) else (type(own),)
-        fits = isinstance(found, kinds) and isinstance(found, bool) <= isinstance(
-            own, bool | float
-        )
-        _check(fits, own, found, what)
-
-
-def _check(fits: bool, own: Any, found: Any, what: str) -> None:
-    if not fits:
-        raise SaveError(f"{what} is damaged: it is {_kind(found)}, not {_kind(own)}")
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
-    return f"a {type(value).__name__}{size}"
-
-
 @dataclass(frozen=True)
 class ReplicaContext:
     """Arguments from which a training master creates one replica's exchange.
@@ -486,10 +381,8 @@ class ReplicaContext:
         members: Numbers of all initial replicas, ascending; for a joining replica only
             its own.
         compression: Compression state of an earlier fit, or None.
-        snapshot: For a joining replica, the result of another replica's
-            `Exchange.snapshot`; else None.
+        joins: Whether the replica joins a run that others have begun.
         optimizer: Optimizer of the module; the exchange may change its state.
-        resumed: Exchange states from a checkpoint, or None.
         residual: Summed residual of an earlier fit, which the initial replicas deliver;
             or None.
         untrained: The buffers, and the frozen parameters that the model itself changes.
@@ -500,22 +393,14 @@ class ReplicaContext:
     replica: int
     members: Sequence[int] = field(default_factory=list)
     compression: CompressionState | None = None
-    snapshot: Mapping[str, Any] | None = None
+    joins: bool = False
     optimizer: Optimizer | None = None
-    resumed: Resumed | None = None
     residual: KeptResidual | None = None
     untrained: Untrained = None  # type: ignore[assignment]  # from `module`
 
     def __post_init__(self) -> None:
         if self.untrained is None:
             object.__setattr__(self, "untrained", Untrained(self.module))
-
-    @property
-    def alone(self) -> bool:
-        """Whether this is the only initial replica, new or resumed from a solo run."""
-        resumed = self.resumed
-        begins = self.snapshot is None and (resumed is None or resumed.kind == ALONE)
-        return begins and len(self.members) == 1
 
 
 class Exchange(ABC):
@@ -534,8 +419,7 @@ class Exchange(ABC):
     replica adds a diagnosis.
 
     Args:
-        context: Context of the replica. If its `snapshot` has a model, the constructor
-            loads it.
+        context: Context of the replica, whose module has the parameters to start from.
 
     Attributes:
         context: The context passed in.
@@ -563,10 +447,6 @@ class Exchange(ABC):
     def __init__(self, context: ReplicaContext) -> None:
         self.context = context
         self._stats = ExchangeStats()
-        if context.snapshot is not None and MODEL in context.snapshot:
-            packed: Packed[Parameters]
-            packed = Packed.of(np.asarray(context.snapshot[MODEL]), MODEL)
-            packed.unpack().load_into(context.module)
 
     def before_step(self, interval: int) -> None:  # noqa: B027
         """Wait if too far ahead, then apply the updates of other replicas.
@@ -645,24 +525,36 @@ class Exchange(ABC):
         """
         return {}
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return everything a joining replica needs, as plain values and arrays.
+    def admit(self) -> dict[str, Any]:
+        """Prepare for a joining replica, which starts from the `state` of now.
 
-        The joining replica's exchange gets them as `ReplicaContext.snapshot`. Its
-        channel reads ``"received"`` (the updates of each replica that are included),
-        ``"grid"`` (parameter units per count) and ``"step"`` (steps completed).
+        Returns:
+            Plain values for its channel: ``"received"``, the updates of each replica
+            that the state includes; ``"grid"``, parameter units per count; ``"step"``,
+            steps completed.
         """
-        model = Packed(Parameters.of(self.context.module), MODEL).payload
-        return {"received": [], "grid": 1.0, "step": 0, MODEL: model}
+        return {"received": [], "grid": 1.0, "step": 0}
 
-    def state(self) -> State:
-        """Return the state that another fit needs to resume from this sync point.
+    def state(self) -> ExchangeState:
+        """Return the state for `load_`, of plain values and tensors.
 
-        The checkpoint stores buffers, frozen parameters and the optimizer separately.
-        The default returns the trainable parameters, which a resuming replica loads
-        before it creates the exchange. `TrainingMaster.resumes` must list this `kind`.
+        Buffers, frozen parameters and the optimizer are carried separately. The default
+        returns the trainable parameters. To resume checkpoints of a `kind` of exchange,
+        `TrainingMaster.resumes` must list it.
         """
-        return State(self.kind, {PARAMETERS: trained_in(self.context.module)}, {})
+        return ExchangeState({PARAMETERS: trained_in(self.context.module)}, {})
+
+    def load_(  # noqa: B027 - the module already has the parameters
+        self, common: State, per_replica: Sequence[State]
+    ) -> None:
+        """Continue from a `state`; called once, before the first step.
+
+        Args:
+            common: Common state, of this `kind` of exchange or of a run's only replica.
+                The module already has its ``"parameters"``.
+            per_replica: States of the replicas that this one continues for: in a
+                resumed fit one, several or none; for a joining replica none.
+        """
 
     def result(self) -> ExchangeResult:
         """Return the state at the end of a fit, without the agreed parameters."""
@@ -701,20 +593,16 @@ class SoloExchange(Exchange):
         start, self._start = self._start, None
         return start or Parameters.of(self.context.module)
 
-    def shared_context(self) -> ReplicaContext:
-        """Return the context for the exchange used once another replica joins."""
-        return dataclasses.replace(
-            self.context,
-            compression=self._compression,
-            residual=None,  # already delivered
-        )
-
     @override
-    def state(self) -> State:
+    def state(self) -> ExchangeState:
         sent, made = self._compression
         rules = {p: (s.threshold, s.density) for p, s in sent.items()}
         common = {PARAMETERS: trained_in(self.context.module), "made": made}
-        return State(ALONE, {**common, "sent": rules}, {})
+        return ExchangeState({**common, "sent": rules}, {})
+
+    @override
+    def load_(self, common: State, per_replica: Sequence[State]) -> None:
+        self._compression = CompressionState.of(common)
 
     @override
     def result(self) -> ExchangeResult:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -37,19 +37,22 @@ from daskdl.saving.checkpoints import (
     of_replica,
 )
 from daskdl.training.base import (
-    PARAMETERS,
-    SHARING,
-    Resumed,
     TrainingMaster,
-    check_like,
     class_name,
-    described,
     is_same_class,
     others_in,
-    restoring,
     trained_in,
 )
 from daskdl.training.epoch_control import StoppingDecision, only
+from daskdl.training.state import (
+    PARAMETERS,
+    SHARING,
+    LoadedPart,
+    ReplicaState,
+    StartState,
+    described,
+    restoring,
+)
 from daskdl.training.telemetry import EpochTotals, Reports, RowLog
 from daskdl.util import settle
 
@@ -74,14 +77,6 @@ def wait_for(channel: Channel, future: "Future[T]", bound: Bound, what: str) -> 
     if not channel.wait(WaitCause.CHECKPOINT, future, bound.seconds):
         raise WaitTimeoutError(f"{what} took longer than {bound}")
     return future.result()
-
-
-class CheckpointState(NamedTuple):
-    """State of one replica: plain values, and tensors that training keeps changing."""
-
-    header: Mapping[str, Any]  # plain values of the common part, readable on their own
-    common: Mapping[str, Any]  # identical on all replicas
-    own: Mapping[str, Any]  # specific to this replica
 
 
 class CheckpointWriter:
@@ -111,8 +106,8 @@ class CheckpointWriter:
         self._writing: tuple[int, Future[None]] | None = None
         self._copies: dict[str, Copy] = {}  # copies of the last one, by part
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state for a joining replica."""
+    def header(self) -> dict[str, Any]:
+        """Return plain values for a joining replica."""
         return {"checkpoints": self._taken, "rows": self._rows.rows}
 
     def counters(self) -> dict[str, int]:
@@ -129,16 +124,14 @@ class CheckpointWriter:
         gathered: BarrierResult,
         reports: Reports,
         over: bool,
-        make: Callable[[], CheckpointState],
+        make: Callable[[], ReplicaState],
     ) -> None:
         """Take a checkpoint at the end of an epoch if one is due."""
         self._rows.end_epoch(epoch, reports, gathered.counted)
         if self._plan.rule.due(epoch) or over:
             self.take(gathered, make)
 
-    def take(
-        self, gathered: BarrierResult, make: Callable[[], CheckpointState]
-    ) -> None:
+    def take(self, gathered: BarrierResult, make: Callable[[], ReplicaState]) -> None:
         """Copy the state, and begin to write this replica's parts of a checkpoint."""
         self.finish()
         counters = {r: note["checkpoint"] for r, note in gathered.payloads.items()}
@@ -150,7 +143,7 @@ class CheckpointWriter:
         self._members = members
         state, used = make(), self._copies  # the memory of the last copy is reused
         store, own = self._series.folder(stamp.number), of_replica(self._replica)
-        part = Part(store, own).copied(stamp, {}, state.own, used.get(own))
+        part = Part(store, own).copied(stamp, {}, state.per_replica, used.get(own))
         self._copies = {own: part}
         # A replica that joined later may lack rows of the history.
         first = max(members, key=lambda replica: counters[replica]["rows"])
@@ -417,9 +410,6 @@ def checkpoints_of(
 
 # Required fields of the state of each part; None: any type.
 _COMMON = {
-    "kind": "",
-    "exchange": {},
-    "tensors": {},
     "early_stopping": {
         "decision": None,
         "monitor": None,
@@ -429,7 +419,7 @@ _COMMON = {
     },
     "rows": None,
 }
-_OWN = {
+_PER_REPLICA = {
     "exchange": {},
     "schedule": None,
     "scaler": {},
@@ -442,65 +432,29 @@ _OWN = {
 }
 
 
-class RestoredState(NamedTuple):
-    """The parts of a checkpoint that one replica restores."""
-
-    common: Mapping[str, Any]
-    own: Sequence[Mapping[str, Any]]  # parts that the replica takes over; may be empty
-    donor: Mapping[str, Any]  # part with the optimizer; the first of `own`, if any
-    common_at: str  # file of the common part, for messages
-    own_at: Sequence[str]
-    donor_at: str
-
-    @property
-    def exchange(self) -> Resumed:
-        """The states of exchanges."""
-        own = [part["exchange"] for part in self.own]
-        kind, common = self.common["kind"], self.common["exchange"]
-        return Resumed(kind, common, own, self.common_at, self.own_at)
-
-    def check(self, module: nn.Module) -> None:
-        """Check the fields of all parts, and the tensors against a module."""
-        check_like(_COMMON, self.common, f"{self.common_at}: its state")
-        parts = [*zip(self.own_at, self.own, strict=True), (self.donor_at, self.donor)]
-        for at, part in parts:
-            check_like(_OWN, part, f"{at}: its state")
-        if "optimizer" not in {**self.donor, **self.common}:
-            raise SaveError(f"{self.common_at}, {self.donor_at}: optimizer is missing")
-        own: dict[str, Any] = {"tensors": others_in(module)}
-        if self.common["kind"] != SHARING:
-            own["exchange"] = {PARAMETERS: trained_in(module)}
-        check_like(own, self.common, f"{self.common_at}: it")
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Tensors of the module, by name."""
-        common = self.common
-        return {**common["tensors"], **common["exchange"].get(PARAMETERS, {})}
-
-    @property
-    def optimizer(self) -> dict[str, Any]:
-        """State dict of the optimizer."""
-        found: dict[str, Any] = {**self.donor, **self.common}["optimizer"]
-        return found
-
-
-def restored_state(plan: ResumePlan, place: int, initial: int) -> RestoredState:
-    """Read the parts of a checkpoint that one initial replica takes over."""
+def start_state(plan: ResumePlan, place: int, initial: int) -> StartState:
+    """Read the parts of a checkpoint that one initial replica continues from."""
     members = plan.members
     taken = members[place::initial]
-    donor = members[place % len(members)]
-    common, common_at = _state(plan, COMMON)
-    read = [_state(plan, of_replica(replica)) for replica in taken]
-    first, first_at = read[0] if read else _state(plan, of_replica(donor))
-    own, own_at = [state for state, _ in read], [at for _, at in read]
-    return RestoredState(common, own, first, common_at, own_at, first_at)
+    parts = [_part(plan, of_replica(replica)) for replica in taken]
+    # Without a part of its own, a replica starts with the optimizer of another one.
+    donor = (
+        parts[0] if parts else _part(plan, of_replica(members[place % len(members)]))
+    )
+    return StartState(plan.kind, _part(plan, COMMON), donor, parts)
 
 
-def _state(plan: ResumePlan, name: str) -> tuple[Mapping[str, Any], str]:
+def check_checkpoint(start: StartState, module: nn.Module) -> None:
+    """Check the fields of all parts, and the tensors against a module."""
+    parameters = {} if start.kind == SHARING else {PARAMETERS: trained_in(module)}
+    tensors = {"exchange": parameters, "tensors": others_in(module)}
+    start.check({**_COMMON, **tensors}, _PER_REPLICA)
+
+
+def _part(plan: ResumePlan, name: str) -> LoadedPart:
     part = Part(plan.store, name)
     at = part.store.url_of(part.index)
     stamp, state = part.read()
     if stamp != plan.stamp:
         raise SaveError(f"{at} is of another checkpoint")
-    return state, at
+    return LoadedPart(state, at)

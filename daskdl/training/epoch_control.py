@@ -28,7 +28,8 @@ from daskdl.data.checks import USER_ERRORS, optimizer_of
 from daskdl.errors import OptionError
 from daskdl.history import COLUMNS, NOT_AGREED, Reason
 from daskdl.serialization import Packed, copied
-from daskdl.training.base import Parameters, check_like
+from daskdl.training.base import Parameters
+from daskdl.training.state import check_like
 from daskdl.training.telemetry import (
     BestScore,
     Reports,

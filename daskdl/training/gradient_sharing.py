@@ -47,8 +47,6 @@ from daskdl.thresholds import (
     ThresholdAlgorithm,
 )
 from daskdl.training.base import (
-    ALONE,
-    SHARING,
     Choice,
     CompressionState,
     Exchange,
@@ -56,12 +54,9 @@ from daskdl.training.base import (
     ExchangeStats,
     Parameters,
     ReplicaContext,
-    Resumed,
-    State,
     StepStats,
     TrainingMaster,
     check_places,
-    restoring,
 )
 from daskdl.training.optimizer_step import has_sparse_gradients, is_adaptive
 from daskdl.training.pace import (
@@ -72,6 +67,14 @@ from daskdl.training.pace import (
     UNSENT_BYTES,
     ExchangePace,
     MeasuredInterval,
+)
+from daskdl.training.state import (
+    ALONE,
+    SHARING,
+    ExchangeState,
+    State,
+    check_like,
+    decoded,
 )
 from daskdl.training.telemetry import SAMPLE, mean, norm_of, spread_of
 
@@ -149,19 +152,16 @@ class GradientSharingExchange(Exchange):
 
         self._replicas = 0
         self._scale_for(len(context.members))
-        if context.snapshot is not None:
-            self._load(context.snapshot)
-            self._untrained.load_(context.snapshot)
-            self._made, self._step = context.snapshot["made"], context.snapshot["step"]
-        if context.resumed is not None and context.resumed.kind == SHARING:
-            self._resume(context.resumed)
         if context.residual is not None:
             members = context.members
             place, initial = members.index(context.replica), len(members)
             share_N = context.residual.share_N(place, initial)
             self._vector.add_residual_(share_N, context.residual.grid)
-        if context.alone or context.resumed is not None:
-            # The module is not that of which the client computed the grid.
+        self._begin()
+
+    def _begin(self) -> None:
+        if not self.context.joins:
+            # The module may not be that of which the client computed the grid.
             self._channel.sync(self._step, self._vector.grid)
         self._interval.choose_(self._made + self._step)
 
@@ -172,17 +172,24 @@ class GradientSharingExchange(Exchange):
         rises = self._adapts and not self.adds_up
         self.rate_factor = math.sqrt(replicas) if rises else 1.0
 
-    def _resume(self, resumed: Resumed) -> None:
-        common, state = resumed.common, self.state()
-        own = {**state.own, "groups": {}}  # their patterns may have changed
-        resumed.check(state._replace(own=own))
-        with restoring(f"{' or '.join(resumed.own_at)}: exchange"):
-            self._compressor.restore_(common["compressor"], resumed.own)
-            for part in resumed.own[:1]:
+    @override
+    def load_(self, common: State, per_replica: Sequence[State]) -> None:
+        if "compressor" in common:
+            fresh = self.state()
+            check_like(fresh.common, common, "exchange")
+            for part in per_replica:
+                # The patterns of groups may have changed.
+                check_like({**fresh.per_replica, "groups": {}}, part, "exchange")
+            self._compressor.restore_(common["compressor"], per_replica)
+            for part in per_replica[:1]:
                 self._unshared, self._due = part["unshared"], part["due"]
-        self._replicas = 0  # the restored state has its own scale
-        self._made, self._step = common["made"], common["step"]
-        self._clipped_before = self._compressor.clipped
+            self._replicas = 0  # the restored state has its own scale
+            self._made, self._step = common["made"], common["step"]
+            self._clipped_before = self._compressor.clipped
+        else:  # of a replica that was alone
+            sent, self._made = CompressionState.of(common)
+            self._compressor.continue_(sent)
+        self._begin()
 
     # ---- a step
 
@@ -487,7 +494,9 @@ class GradientSharingExchange(Exchange):
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
         """Replace shared by that of another replica; the residual stays."""
-        self._vector.replace_shared_(snapshot["counts_N"], snapshot["grid"])
+        shared = decoded(snapshot).common["exchange"]["compressor"]
+        counts_N = torch.cat(shared["shared"]).numpy()
+        self._vector.replace_shared_(counts_N, shared["grid"])
 
     def _check_reach(self, far: float) -> None:
         if far <= self._vector.reach:
@@ -551,30 +560,23 @@ class GradientSharingExchange(Exchange):
         }
 
     @override
-    def snapshot(self) -> dict[str, Any]:
+    def admit(self) -> dict[str, Any]:
         pending = self._channel.drain()
         self._apply(pending)
         if self._sole:
             self._vector.flush_residual_()
         self._sole, self._served = False, True
-        self._untrained.look()
-        return {
-            "received": [
-                [o, last, list(more)] for o, (last, more) in pending.received.items()
-            ],
-            "counts_N": self._vector.shared_counts(),
-            "grid": self._vector.grid,
-            "made": self._made,
-            "step": self._step,
-            **self._untrained.take(),
-        }
+        received = [
+            [o, last, list(more)] for o, (last, more) in pending.received.items()
+        ]
+        return {"received": received, "grid": self._vector.grid, "step": self._step}
 
     @override
-    def state(self) -> State:
+    def state(self) -> ExchangeState:
         shared, own = self._compressor.state()
         common = {"compressor": shared, "made": self._made, "step": self._step}
         waiting = {"unshared": self._unshared, "due": self._due}
-        return State(SHARING, common, {**own, **waiting})
+        return ExchangeState(common, {**own, **waiting})
 
     @override
     def result(self) -> ExchangeResult:

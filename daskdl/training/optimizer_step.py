@@ -42,7 +42,7 @@ from daskdl.objective import (
     on_device,
     scored,
 )
-from daskdl.training.base import check_like
+from daskdl.training.state import check_like
 
 
 def state_of(optimizer: Optimizer) -> dict[str, Any]:

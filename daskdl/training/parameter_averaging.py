@@ -5,7 +5,7 @@ votes; means are computed by :mod:`daskdl.training.tree_reduce`.
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
@@ -20,22 +20,24 @@ from daskdl.codec import Stamp
 from daskdl.config import check_flag, check_whole
 from daskdl.errors import OptionError
 from daskdl.training.base import (
-    ALONE,
-    AVERAGING,
-    PARAMETERS,
     CompressionState,
     Exchange,
     ExchangeResult,
     Parameters,
     ReplicaContext,
-    Resumed,
-    State,
     StepStats,
     TrainingMaster,
     check_places,
     checksum_of,
-    restoring,
     trained_in,
+)
+from daskdl.training.state import (
+    ALONE,
+    AVERAGING,
+    PARAMETERS,
+    ExchangeState,
+    State,
+    check_like,
 )
 from daskdl.training.tree_reduce import (
     Key,
@@ -149,7 +151,6 @@ class RoundDecision:
 
 
 MEETING = "average"  # barrier key of all rounds
-STATE = "state "  # prefix of array names in a snapshot
 
 
 class AveragingExchange(Exchange):
@@ -174,26 +175,18 @@ class AveragingExchange(Exchange):
             compressed=options.compression is not None,
             untrained=context.untrained,
         )
-        self._vote = Vote(seen=0, mean=0, examples=0)
+        # A joining replica begins with the state of one replica at some step. It
+        # fetches the common state before its first step, unless no other replica is
+        # left then.
+        self._vote = Vote(seen=0, mean=-1 if context.joins else 0, examples=0)
+        self._behind = context.joins  # other replicas may have a later mean
         self._trained = 0  # steps of this fit
         self._since = 0  # steps since the last mean
         self._untrained = context.untrained
-        self._behind = False  # other replicas may have a later mean
         self._made = 0 if context.compression is None else context.compression.steps
         self._sent_bytes, self._sent_kind = 0, ""  # sent in this step
         self._wait_s = 0.0  # waited in this step
         self.exchanged = False
-        if context.snapshot is not None:
-            # State of one replica at an arbitrary step. The common state is fetched
-            # before the first step; this one is used if no other replica is left then.
-            snapshot = context.snapshot
-            names = [name for name in snapshot if name.startswith(STATE)]
-            state.load_blob_({n.removeprefix(STATE): snapshot[n] for n in names})
-            self._made = snapshot["step"]
-            self._vote = Vote(seen=0, mean=-1, examples=0)
-            self._behind = True
-        if context.resumed is not None and context.resumed.kind == AVERAGING:
-            self._resume(context.resumed)
         self._start: Parameters | None = None
         if context.residual is not None:  # whole, on every initial replica
             self._start = self.agreed()
@@ -201,15 +194,19 @@ class AveragingExchange(Exchange):
             if state.outer is not None:
                 state.outer.follow_()
 
-    def _resume(self, resumed: Resumed) -> None:
-        common, outer = resumed.common, self.reduce_state.outer
-        resumed.check(State(AVERAGING, {"outer": None, "made": 0, "met": 0}, {}))
-        with restoring(f"{resumed.common_at}: exchange.outer"):
-            if common["outer"] is not None and outer is not None:
-                outer.restore_(common["outer"])
+    @override
+    def load_(self, common: State, per_replica: Sequence[State]) -> None:
+        check_like({"made": 0}, common, "exchange")
         self._made = common["made"]
-        # The number of a round determines the tree of its mean.
-        self._vote = Vote(seen=common["met"], mean=common["met"], examples=0)
+        if "met" not in common:  # of a replica that was alone
+            return
+        check_like({"outer": None, "met": 0}, common, "exchange")
+        outer = self.reduce_state.outer
+        if common["outer"] is not None and outer is not None:
+            outer.restore_(common["outer"])
+        if not self.context.joins:
+            # The number of a round determines the tree of its mean.
+            self._vote = Vote(seen=common["met"], mean=common["met"], examples=0)
 
     @override
     def before_step(self, interval: int) -> None:
@@ -341,12 +338,11 @@ class AveragingExchange(Exchange):
         )
 
     @override
-    def snapshot(self) -> dict[str, Any]:
-        state = {f"{STATE}{name}": a for name, a in self.reduce_state.to_blob().items()}
-        return {"received": [], "grid": 1.0, "step": self._made, **state}
+    def admit(self) -> dict[str, Any]:
+        return {**super().admit(), "step": self._made}
 
     @override
-    def state(self) -> State:
+    def state(self) -> ExchangeState:
         outer = self.reduce_state.outer
         common = {
             PARAMETERS: trained_in(self.context.module),
@@ -354,7 +350,7 @@ class AveragingExchange(Exchange):
             "made": self._made,
             "met": self._vote.seen,
         }
-        return State(AVERAGING, common, {})
+        return ExchangeState(common, {})
 
     @override
     def result(self) -> ExchangeResult:

@@ -25,7 +25,6 @@ from daskdl.channel.base import (
     BarrierResult,
     Channel,
     ChannelStats,
-    JoinResult,
     Stopped,
 )
 from daskdl.channel.leasing import SyncPoint
@@ -60,16 +59,15 @@ from daskdl.training.base import (
     largest_in,
     load_tensors_,
     others_in,
-    restoring,
     train_,
 )
 from daskdl.training.checkpointing import (
-    CheckpointState,
     CheckpointWriter,
     Fingerprint,
-    RestoredState,
-    restored_state,
+    ResumePlan,
+    check_checkpoint,
     run_in_thread,
+    start_state,
     wait_for,
 )
 from daskdl.training.data_feed import Feed, Store
@@ -83,6 +81,14 @@ from daskdl.training.optimizer_step import (
     diagnosis,
     restore_optimizer_,
     state_of,
+)
+from daskdl.training.state import (
+    ALONE,
+    ReplicaState,
+    StartState,
+    decoded,
+    encoded,
+    restoring,
 )
 from daskdl.training.telemetry import (
     EpochReport,
@@ -246,58 +252,83 @@ class Replica:
     def join(self) -> None:
         """Join the run, build the model and exchange, and restore their state."""
         joined = self._channel.join()  # waits for the other initial replicas
-        inherited = None
-        if self._spec.resume is not None and joined.snapshot is None:
-            inherited = self._read_checkpoint(joined.members)
-        self._build(joined, inherited)
-        if inherited is not None:
-            self._resume(inherited)
+        start, header, step = None, dict[str, Any](), None
         if joined.snapshot is not None:
-            self._catch_up(joined.snapshot)
+            state, step = decoded(joined.snapshot), joined.snapshot["step"]
+            start = StartState.of(state, "the state of another replica")
+            header = dict(state.header)
+        elif self._spec.resume is not None:
+            start = self._read_checkpoint(self._spec.resume, joined.members)
+        self._build(joined.members, start, header, joins=step is not None)
+        if start is not None:
+            self._load_(start)
+            if step is None:
+                self._resume(start)
+            else:
+                self._catch_up(start, step)
         self._channel.serve_snapshot(self.snapshot)
         self._joined = True
 
-    def _read_checkpoint(self, members: Sequence[int]) -> RestoredState:
-        plan, place = self._spec.resume, sorted(members).index(self._number)
-        assert plan is not None, "the run is resumed"
+    def _read_checkpoint(self, plan: ResumePlan, members: Sequence[int]) -> StartState:
+        place = sorted(members).index(self._number)
         reading = run_in_thread(
-            lambda: restored_state(plan, place, len(members)), "daskdl-resume"
+            lambda: start_state(plan, place, len(members)), "daskdl-resume"
         )
         bound = self._spec.timeouts.bound("data")
         return wait_for(self._channel, reading, bound, f"reading {plan.store.url}")
 
-    def _build(self, joined: JoinResult, inherited: RestoredState | None) -> None:
+    def _build(
+        self,
+        members: Sequence[int],
+        start: StartState | None,
+        header: Mapping[str, Any],
+        *,
+        joins: bool,
+    ) -> None:
+        """Build the model and what trains it.
+
+        Args:
+            members: See `ReplicaContext`.
+            start: Provides the model; None: the model is that of the specification.
+            header: Header of the state of another replica; empty if there is none.
+            joins: See `ReplicaContext`.
+        """
         spec, channel, number = self._spec, self._channel, self._number
         self.module = train_(spec.model.to(self._device), spec.evaluating)
-        untrained = Untrained(self.module)  # before loading, as on the client
-        if inherited is not None:
-            inherited.check(self.module)
-            with restoring(inherited.common_at):
-                load_tensors_(self.module, inherited.tensors)
+        self._untrained = Untrained(self.module)  # before loading, as on the client
+        if start is not None:
+            if not joins:
+                check_checkpoint(start, self.module)
+            with restoring(start.common.at):
+                load_tensors_(self.module, start.tensors)
+            self._untrained.look()
         self._layers.watch(self.module)
         self.optimizer = spec.optimizer_for(self.module)
         if spec.optimizer_state is not None:
             self.optimizer.load_state_dict(spec.optimizer_state)
-        resumed = None if inherited is None else inherited.exchange
         context = ReplicaContext(
             self.module,
             channel,
             number,
-            joined.members,
-            spec.compression if resumed is None else resumed.last,
-            joined.snapshot,
-            self.optimizer,
-            resumed,
-            # Only the initial replicas deliver it.
-            spec.residual if joined.snapshot is None else None,
-            untrained,
+            members,
+            compression=spec.compression if start is None else None,
+            joins=joins,
+            optimizer=self.optimizer,
+            residual=spec.residual if start is None else None,
+            untrained=self._untrained,
         )
-        scale = spec.master.solo_scale
-        self.exchange = (
-            spec.master.attach(context)
-            if scale is None or not context.alone
-            else SoloExchange(context, scale)
-        )
+        scale, alone = spec.master.solo_scale, len(members) == 1 and not joins
+        begins = start is None or start.kind == ALONE
+        if alone and scale is not None and begins:
+            self.exchange = SoloExchange(context, scale)
+        else:
+            self.exchange = spec.master.attach(context)
+        if start is not None:
+            common = start.common.values["exchange"]
+            parts = [part.values["exchange"] for part in start.parts]
+            files = " or ".join(part.at for part in (start.common, *start.parts))
+            with restoring(f"{files}: exchange"):
+                self.exchange.load_(common, parts)
         self.agreed = self.exchange.agreed()
         self.rate = LearningRate(
             self.optimizer, spec.scheduling, spec.schedule, spec.epochs
@@ -313,14 +344,15 @@ class Replica:
         torch.manual_seed(spec.seed + number)
         self.stopper = EarlyStopper(spec.evaluation)
         followed = spec.followed
-        if followed is not None and joined.snapshot is None:
+        if followed is not None and not joins:
             elapsed_s = max(report.elapsed_s for report in followed.reports)
             self.stopper = EarlyStopper(spec.evaluation, elapsed_s)
             self._decide(followed.epoch, followed.reports, None)
         self.checkpoints = None
         if spec.checkpoints is not None:
+            rows: Sequence[Mapping[str, Any]]
             rows = () if followed is None else followed.rows
-            before = joined.snapshot or {"checkpoints": 0, "rows": rows}
+            rows = rows if spec.resume is None else spec.resume.rows
             self.checkpoints = CheckpointWriter(
                 spec.checkpoints,
                 number,
@@ -329,31 +361,34 @@ class Replica:
                 RowLog(
                     spec.size,
                     spec.evaluation.columns,
-                    before["rows"] if inherited is None else inherited.common["rows"],
+                    header.get("rows", rows),
                     left_out=spec.left_out,
                 ),
-                before["checkpoints"],
+                header.get("checkpoints", 0),
             )
 
-    def _resume(self, inherited: RestoredState) -> None:
-        """Restore a checkpoint; errors name the file and the field."""
-        common, donor, at = inherited.common, inherited.donor, inherited.donor_at
-        of_all = "optimizer" in common
-        with restoring(f"{inherited.common_at if of_all else at}: optimizer"):
-            restore_optimizer_(self.optimizer, inherited.optimizer)
+    def _load_(self, start: StartState) -> None:
+        """Load what steers the training; errors name the file and the field."""
+        optimizer, (donor, at) = start.optimizer, start.donor
+        with restoring(f"{optimizer.at}: optimizer"):
+            restore_optimizer_(self.optimizer, optimizer.values)
         with restoring(f"{at}: schedule"):
             self.rate.restore_(donor["schedule"])
-        with restoring(f"{inherited.common_at}: early_stopping"):
-            self.stopper.restore_(common["early_stopping"], self._spec.first_epoch)
         with restoring(f"{at}: scaler"):
             self.stepper.restore_(donor["scaler"])
-        for part in inherited.own[:1]:
+
+    def _resume(self, start: StartState) -> None:
+        """Continue for the replicas of a checkpoint; errors name file and field."""
+        with restoring(f"{start.common.at}: early_stopping"):
+            stopping = start.common.values["early_stopping"]
+            self.stopper.restore_(stopping, self._spec.first_epoch)
+        for part, at in start.parts[:1]:
             self.steps = part["steps"]
             with restoring(f"{at}: loss_watch"):
                 self.watch.restore_(part["loss_watch"])
             with restoring(f"{at}: random"):
                 restore_generators(part["random"], self._device)
-        for part, at in zip(inherited.own, inherited.own_at, strict=True):
+        for part, at in start.parts:
             self.seen += part["examples"]
             self.weight += part["weight"]
             with restoring(f"{at}: totals"):
@@ -363,15 +398,11 @@ class Replica:
         gathered = self._channel.barrier("resume", note, BarrierKind.RESUME)
         check_alike(gathered, "after they have read a checkpoint")
 
-    def _catch_up(self, snapshot: Mapping[str, Any]) -> None:
-        """Continue from another replica's snapshot, in the current epoch of the run."""
-        packed: Packed[dict[str, Any]] = Packed.of(snapshot["replica"], "snapshot")
-        state = packed.unpack()
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.rate.restore_(state["schedule"])
-        _, epoch, report, self.interval = self._channel.activate(snapshot["step"])
+    def _catch_up(self, start: StartState, step: int) -> None:
+        """Continue from another replica's state, in the current epoch of the run."""
+        _, epoch, report, self.interval = self._channel.activate(step)
         self.rate.catch_up_(epoch)
-        self.stopper.restore_(state["early_stopping"], epoch)
+        self.stopper.restore_(start.common.values["early_stopping"], epoch)
         if report:
             reports = reports_of(dict(report["payloads"]), report["departed"])
             self.stopper.end_epoch(epoch - 1, reports, None)
@@ -380,19 +411,33 @@ class Replica:
     def snapshot(self) -> dict[str, Any]:
         """Return the state that a joining replica starts from."""
         if isinstance(self.exchange, SoloExchange):
-            # The joining replica is the second one.
-            context = self.exchange.shared_context()
+            # The joining replica is the second one. The residual is delivered already.
+            alone = self.exchange.state()
+            context = replace(self.exchange.context, residual=None)
             self.exchange = self._spec.master.attach(context)
-        own = {
-            "optimizer": state_of(self.optimizer),
-            "schedule": self.rate.values(),
+            self.exchange.load_(alone.common, [])
+        admitted = self.exchange.admit()
+        self._untrained.look()
+        common, steering = self._parts(self._untrained.tensors())
+        header = {} if self.checkpoints is None else self.checkpoints.header()
+        state = ReplicaState({"kind": self.exchange.kind, **header}, common, steering)
+        return {**admitted, **encoded(state)}
+
+    def _parts(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], ...]:
+        """Return what is common to all replicas, and what steers this one's training.
+
+        Args:
+            tensors: Buffers and frozen parameters to include.
+        """
+        common = {
+            "exchange": self.exchange.state().common,
+            "tensors": tensors,
             "early_stopping": self.stopper.values(),
         }
-        return {
-            **self.exchange.snapshot(),
-            "replica": Packed(own, "snapshot").payload,
-            **({} if self.checkpoints is None else self.checkpoints.snapshot()),
-        }
+        steering = {"schedule": self.rate.values(), "scaler": self.stepper.values()}
+        averaged = self.exchange.averages_optimizer
+        (common if averaged else steering)["optimizer"] = state_of(self.optimizer)
+        return common, steering
 
     # ---- train
 
@@ -685,28 +730,22 @@ class Replica:
 
     def _checkpoint(
         self, epoch: int, sync_point: SyncPoint | None = None
-    ) -> CheckpointState:
+    ) -> ReplicaState:
         """Return the state of this replica for a checkpoint."""
-        state = self.exchange.state()
         fingerprint = Fingerprint.of(self.module, self.optimizer, self.rate.scheduler)
         header = {
             "epoch": epoch,
             "sync_point": None if sync_point is None else sync_point.to_wire(),
             "epochs_before": self._spec.epochs_before,
             "columns": dict(self._spec.columns),
-            "kind": state.kind,
+            "kind": self.exchange.kind,
             "fingerprint": list(fingerprint),
             "stopping": self.stopper.decision.values(),
         }
-        common = {
-            "exchange": state.common,
-            "tensors": others_in(self.module),
-            "early_stopping": self.stopper.values(),
-        }
-        own = {
-            "exchange": state.own,
-            "schedule": self.rate.values(),
-            "scaler": self.stepper.values(),
+        common, steering = self._parts(others_in(self.module))
+        per_replica = {
+            **steering,
+            "exchange": self.exchange.state().per_replica,
             "totals": vars(EpochTotals() if sync_point is None else self.totals),
             "loss_watch": self.watch.values(),
             "random": generators(self._device),
@@ -714,9 +753,7 @@ class Replica:
             "examples": self.seen,
             "weight": self.weight,
         }
-        of_all = self.exchange.averages_optimizer
-        (common if of_all else own)["optimizer"] = state_of(self.optimizer)
-        return CheckpointState(header, common, own)
+        return ReplicaState(header, common, per_replica)
 
     # ---- leave
 

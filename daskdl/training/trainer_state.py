@@ -55,7 +55,6 @@ from daskdl.timeline import SPANS, Timeline
 from daskdl.training.base import (
     CompressionState,
     KeptResidual,
-    described,
     evaluating_in,
 )
 from daskdl.training.checkpointing import Fingerprint
@@ -63,6 +62,7 @@ from daskdl.training.epoch_control import Scheduling, hyperparameters
 from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.parameter_averaging import ParameterAveraging
+from daskdl.training.state import described
 
 ROLES = ("model", "optimizer", "extra")
 KIND = Kind(

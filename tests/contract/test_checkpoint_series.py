@@ -19,7 +19,7 @@ from daskdl.saving.checkpoints import (
     of_replica,
 )
 from daskdl.training.base import ALONE
-from daskdl.training.checkpointing import Fingerprint, ResumePlan, restored_state
+from daskdl.training.checkpointing import Fingerprint, ResumePlan, start_state
 from daskdl.training.epoch_control import StoppingDecision
 from tests.support.problems import rows, trainer
 
@@ -235,9 +235,9 @@ class TestParts:
         stamp = put(in_memory, 1, members=members)
         plan = resuming(in_memory.folder(1), stamp, members)
         for place in range(founders):
-            own = restored_state(plan, place, founders)
-            taken = [int(part["own"][0]) for part in own.own]
-            yield taken, int(own.donor["own"][0])
+            start = start_state(plan, place, founders)
+            taken = [int(part.values["own"][0]) for part in start.parts]
+            yield taken, int(start.donor.values["own"][0])
 
     @pytest.mark.parametrize(
         ("members", "founders", "expected"),
@@ -258,9 +258,9 @@ class TestParts:
         plan = resuming(in_memory.folder(1), stamp, [0, 1])
         put_part(in_memory, Stamp("fit", "another run", 1), 1)
 
-        restored_state(plan, 0, 2)
+        start_state(plan, 0, 2)
         with pytest.raises(SaveError, match=r"replica-1.json is of another checkpoint"):
-            restored_state(plan, 1, 2)
+            start_state(plan, 1, 2)
 
 
 # ---- the callback `Checkpoint`: what it takes, and when one is due

@@ -18,7 +18,8 @@ from daskdl.saving.checkpoints import (
     complete_at,
     of_replica,
 )
-from daskdl.training.checkpointing import CheckpointState, CheckpointWriter
+from daskdl.training.checkpointing import CheckpointWriter
+from daskdl.training.state import ReplicaState
 from tests.support.run_states import TIMEOUTS
 
 BOUND_S = 20  # of a test that hangs
@@ -63,7 +64,7 @@ def met(*written, gone=(), taken=0):
 
 def having(**own):
     """Returns a state of a replica."""
-    return lambda: CheckpointState({}, {"shared": torch.zeros(2)}, own)
+    return lambda: ReplicaState({}, {"shared": torch.zeros(2)}, own)
 
 
 class Gate:
@@ -147,7 +148,7 @@ class TestCopy:
         state = {"weight": weight, "deep": [(weight,)], "array": array, "steps": 1}
         writes = writer(series)
 
-        writes.take(met(-1), lambda: CheckpointState(header, {"c": weight}, state))
+        writes.take(met(-1), lambda: ReplicaState(header, {"c": weight}, state))
         weight.add_(1)
         array += 1
         header["losses"].append(2.0)

@@ -29,7 +29,7 @@ from daskdl import (
     Trainer,
 )
 from daskdl.saving.checkpoints import Series, complete_at
-from daskdl.training.checkpointing import restored_state, resume_plan
+from daskdl.training.checkpointing import resume_plan, start_state
 from tests.support.saves import layers, signed
 
 FLIPS, CUTS, CHANGES, FITS = 25, 8, 120, 20  # of each file; of the JSON; of fits
@@ -161,7 +161,7 @@ class Place:
                     self.folder, client=False, trusted=["tests.support"]
                 )
             plan = resume_plan(self.around, [])
-            return [restored_state(plan, replica, 2) for replica in range(2)]
+            return [start_state(plan, replica, 2) for replica in range(2)]
         except DaskDLError as error:
             return error
         finally:

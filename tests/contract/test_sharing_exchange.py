@@ -117,7 +117,7 @@ class Case:
         self,
         threshold=QUANTUM,
         last=None,
-        snapshot=None,
+        shared=None,
         channel=None,
         optimizer=torch.optim.SGD,
         module=None,
@@ -131,10 +131,13 @@ class Case:
         master = GradientSharing(threshold, **options)
         self.exchange = master.attach(
             ReplicaContext(
-                *(self.module, self.channel, 0, [0, 1], last, snapshot),
+                *(self.module, self.channel, 0, [0, 1], last),
+                joins=shared is not None,
                 optimizer=optimizer,
             )
         )
+        if shared is not None:
+            self.exchange.load_(shared, [])
         self.exchange._now = lambda: self.channel.now
 
     def step(self, names=tuple(LAYERS), seconds=0):
@@ -147,6 +150,12 @@ class Case:
                 getattr(self.module, name).add_(0.25)
         self.exchange.after_step(0, 1)
         return self.channel.frames[before:]
+
+
+def shared_in(case):
+    """What all replicas have of a case's parameters, in parameter units."""
+    shared = case.exchange.state().common["compressor"]
+    return torch.cat(shared["shared"]) * shared["grid"]
 
 
 def kinds(case, steps):
@@ -179,7 +188,7 @@ def test_a_joining_replica_continues_the_warm_up():
     for _ in range(3):
         donor.step()
 
-    joining = Case(warmup_steps=6, snapshot=donor.exchange.snapshot())
+    joining = Case(warmup_steps=6, shared=donor.exchange.state().common)
 
     assert kinds(joining, 2) == [[DENSE], [SPARSE]]
 
@@ -228,9 +237,9 @@ class TestRoom:
             order += [abs(int(p.update.entries_K[0])) - 1 for p in case.step()]
 
         assert order == [0, 4, 8, 0]
-        shared = case.exchange.snapshot()
-        quanta = shared["counts_N"] * shared["grid"] / QUANTUM.value
-        assert quanta.tolist() == [16.0] * 4 + [8.0] * 4 + [12.0] * 4
+        assert (shared_in(case) / QUANTUM.value).tolist() == [16.0] * 4 + [8.0] * 4 + [
+            12.0
+        ] * 4
 
     def test_an_exchange_without_an_accepted_update_does_not_count(self):
         case = Case()
@@ -371,7 +380,7 @@ class TestInterval:
         case.exchange.sync(0, 1, ended=True)
         for _ in range(64):
             assert not case.step(seconds=50)
-        case.exchange.snapshot()  # another replica joins
+        case.exchange.admit()  # another replica joins
         channel.drained_s = 0
 
         exchanges = [n for n in range(1, 65) if case.step(seconds=50)]
@@ -527,9 +536,10 @@ def residual_of(value, run=1, grid=GRID, size=12):
 )
 def test_the_grid_changes_unless_a_replica_joins(present, factor):
     """One that joins has a snapshot in the former grid."""
-    grown = Case().exchange.snapshot()
-    grown["counts_N"] = np.full(12, 2**28 + 1, np.int32)
-    case = Case(snapshot=grown, channel=Meeting())
+    grown = Case().exchange.state().common
+    grown["compressor"]["shared"][0].fill_(2**28 + 1)
+    case = Case(shared=grown, channel=Meeting())
+    case.exchange._channel.sync(0, GRID)  # as its snapshot says
     case.channel.present = present
 
     case.exchange.sync(0, 1, ended=True)
@@ -541,7 +551,7 @@ class Served(Meeting):
     """A snapshot is served during each barrier."""
 
     def barrier(self, key, payload, *args):
-        self.exchange.snapshot()
+        self.exchange.admit()
         return super().barrier(key, payload, *args)
 
 
@@ -562,7 +572,7 @@ def test_steps_are_those_of_the_fastest_after_replicas_have_met():
 
     case.exchange.sync(0, 1, ended=True)
 
-    assert case.exchange.snapshot()["step"] == 9
+    assert case.exchange.admit()["step"] == 9
 
 
 def test_buffers_are_averaged_with_the_weights_of_examples():
@@ -595,9 +605,9 @@ def test_a_snapshot_of_the_only_replica_has_all_of_its_progress():
     case.exchange.sync(0, 1, ended=True)
     case.step()
 
-    snapshot = case.exchange.snapshot()
+    case.exchange.admit()
 
-    assert set(snapshot["counts_N"] * snapshot["grid"]) == {0.25}
+    assert set(shared_in(case).tolist()) == {0.25}
 
 
 class TestChoice:

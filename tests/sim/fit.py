@@ -463,6 +463,7 @@ class Cluster:
         for _ in range(setup.workers):
             self.add_worker()
         self.oracle = Oracle(self)
+        self.oracle.resumes = resume is not None
         self.on_moment = lambda moment, worker=None: None
         self.damages = lambda worker: False
         setup = dataclasses.replace(setup, master=watched(setup.master, self.oracle))

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from typing_extensions import override
 
 from daskdl import GradientSharing, ParameterAveraging, codec
@@ -21,6 +22,7 @@ from daskdl.channel.protocol import MESSAGE_BYTES
 from daskdl.channel.remote import RemoteChannel
 from daskdl.training.gradient_sharing import GradientSharingExchange
 from daskdl.training.parameter_averaging import AveragingExchange
+from daskdl.training.state import decoded
 from daskdl.training.telemetry import reports_of, validation
 
 SIZE = 24  # parameters
@@ -64,6 +66,7 @@ class Oracle:
     """
 
     def __init__(self, cluster):
+        self.resumes = False  # a checkpoint of an earlier fit
         self.checks = Counter()
         self.waiting = {}
         self.damaged = set()
@@ -458,7 +461,8 @@ class WatchedChannel(RemoteChannel):
         def loading(snapshot):
             self.oracle.checks["a state is taken over for lack of updates"] += 1
             load(snapshot)
-            self.extra_N = np.array(snapshot["sim_extra_N"])
+            common = decoded(snapshot).common["exchange"]
+            self.extra_N = common["sim_extra_N"].numpy()
 
         super().agree(key, published, gone, loading)
 
@@ -469,15 +473,9 @@ class SharingOfOne(GradientSharingExchange):
     def __init__(self, context, options):
         super().__init__(context, options)
         self._oracle = options.oracle
-        if context.resumed is not None:
-            self._oracle.resumed(context.replica, self._vector.digest())
-            self._oracle.start_N = self._shared()
         self._start_N = self._oracle.start_N
-        snapshot = context.snapshot
-        if snapshot is not None:
-            self._channel.extra_N = np.array(snapshot["sim_extra_N"])
-        else:  # what it has trained alone
-            self._channel.extra_N = self._shared() - self._start_N
+        # What it has trained alone.
+        self._channel.extra_N = self._shared() - self._start_N
         flush_ = self._vector.flush_residual_
 
         def flushing_():
@@ -488,6 +486,16 @@ class SharingOfOne(GradientSharingExchange):
             return flushed
 
         self._vector.flush_residual_ = flushing_
+
+    @override
+    def load_(self, common, per_replica):
+        super().load_(common, per_replica)
+        if self.context.joins:
+            self._channel.extra_N = common["sim_extra_N"].numpy()
+        elif self._oracle.resumes:
+            self._oracle.resumed(self.context.replica, self._vector.digest())
+            self._start_N = self._oracle.start_N = self._shared()
+            self._channel.extra_N = np.zeros_like(self._start_N)
 
     def _count(self, before_N):
         """Count what has come into shared otherwise than by updates."""
@@ -529,12 +537,11 @@ class SharingOfOne(GradientSharingExchange):
         return shown(super().showing_agreed(), self.context, self._oracle)
 
     @override
-    def snapshot(self):
-        made = super().snapshot()
-        channel = self._channel
-        expected_N = self._start_N + self._oracle.sum_of(channel.known())
-        extra_N = made["counts_N"] * float(made["grid"]) - expected_N
-        return {**made, "sim_extra_N": extra_N}
+    def state(self):
+        own = super().state()
+        expected_N = self._start_N + self._oracle.sum_of(self._channel.known())
+        extra_N = torch.from_numpy(self._shared() - expected_N)
+        return own._replace(common={**own.common, "sim_extra_N": extra_N})
 
 
 class AveragingOfOne(AveragingExchange):
@@ -543,8 +550,12 @@ class AveragingOfOne(AveragingExchange):
     def __init__(self, context, options):
         super().__init__(context, options)
         self._oracle = options.oracle
-        if context.resumed is not None:
-            self._oracle.resumed(context.replica, self.agreed().digest)
+
+    @override
+    def load_(self, common, per_replica):
+        super().load_(common, per_replica)
+        if self._oracle.resumes and not self.context.joins:
+            self._oracle.resumed(self.context.replica, self.agreed().digest)
 
     @override
     def sync(self, interval, examples, *, ended):

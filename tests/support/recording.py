@@ -16,6 +16,8 @@ import torch
 from daskdl import Callback, GradientSharing, KeepResidual, TrainingMaster, codec
 from daskdl.channel.base import Channel
 from daskdl.training.base import Exchange
+from daskdl.training.gradient_sharing import GradientSharingExchange
+from daskdl.training.state import decoded
 from tests.support.problems import rows
 
 
@@ -151,7 +153,8 @@ class RecordingChannel:
         def note(snapshot):
             load(snapshot)
             self.states += 1
-            counts_N = snapshot["counts_N"].astype(np.int64)
+            (counts,) = decoded(snapshot).common["exchange"]["compressor"]["shared"]
+            counts_N = counts.numpy().astype(np.int64)
             self.received_N = counts_N - self.start_N - self.sent_N
 
         self._inner.agree(key, published, gone, note)
@@ -185,6 +188,8 @@ class RecordingChannel:
 class Recording(Exchange):
     """Checks conservation after every step, and saves its record after every epoch."""
 
+    kind = GradientSharingExchange.kind
+
     def __init__(self, inner, seat, channel, folder, atol):
         self._inner = inner
         self._seat = seat
@@ -193,18 +198,21 @@ class Recording(Exchange):
         self._atol = atol
         self._start = vector(seat.module)
         self._progress = torch.zeros_like(self._start)
-        if seat.resumed is not None:
-            self._carry()
-        self._carried = self._progress.clone()
         self._ended = None  # the epoch that has ended, until its model is chosen
-        channel.start_N = np.rint(self._start.numpy() / GRID).astype(np.int64)
+        self._begin()
 
-    def _carry(self):
+    def _begin(self):
+        self._carried = self._progress.clone()
+        self._channel.start_N = np.rint(self._start.numpy() / GRID).astype(np.int64)
+
+    def load_(self, common, per_replica):
         """What was agreed on is the start, and what was not sent is progress."""
-        local = self._start
+        self._inner.load_(common, per_replica)
+        local = vector(self._seat.module)
         with self._inner.showing_agreed():
             self._start = vector(self._seat.module)
         self._progress = (local - self._start) / self._weight()
+        self._begin()
 
     def __getattr__(self, name):
         return getattr(self._inner, name)
@@ -306,8 +314,8 @@ class Recording(Exchange):
     def step_stats(self):
         return self._inner.step_stats()
 
-    def snapshot(self):
-        return self._inner.snapshot()
+    def admit(self):
+        return self._inner.admit()
 
     def state(self):
         return self._inner.state()

@@ -1,0 +1,238 @@
+"""The state of a replica, in the one form that checkpoints and messages carry.
+
+A replica starts from such a state when it joins a run, and when it resumes a
+checkpoint. Plain values and tensors; nothing is copied before it is encoded.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from daskdl.channel.protocol import Arrays
+from daskdl.data.checks import USER_ERRORS
+from daskdl.errors import CodecError, DaskDLError, OptionError, SaveError
+from daskdl.saving.folder import check_tensor, decode_tensors, encode_tensors
+from daskdl.saving.json_values import Json, JsonValues
+from daskdl.serialization import Packed
+
+# Kinds of exchange states.
+ALONE, SHARING, AVERAGING = "alone", "gradient_sharing", "parameter_averaging"
+MODEL = "model"  # kind of an exchange whose only state is the model
+PARAMETERS = "parameters"  # key of unquantized parameters in a common state
+
+State = Mapping[str, Any]  # plain values, and tensors, not copied
+
+
+class ExchangeState(NamedTuple):
+    """State of an exchange."""
+
+    common: State  # equal on all replicas at a sync point
+    per_replica: State  # of this replica alone
+
+
+class ReplicaState(NamedTuple):
+    """State of a replica.
+
+    Attributes:
+        header: Plain values that can be read without the tensors.
+        common: Equal on all replicas at a sync point.
+        per_replica: Of this replica alone. Its optimizer, schedule and loss scaler also
+            serve a replica that has no state of its own.
+    """
+
+    header: State
+    common: State
+    per_replica: State
+
+
+@dataclass(frozen=True)
+class PickledValues(JsonValues):
+    """Values for another process of the same fit: what is not plain is pickled.
+
+    Example:
+        >>> values = PickledValues()
+        >>> values.decode(values.encode({"dtype", "shape"}, "names")) == {
+        ...     "dtype",
+        ...     "shape",
+        ... }
+        True
+    """
+
+    @override
+    def encode(self, value: Any, name: str, depth: int = 0) -> Json:
+        if isinstance(value, Tensor):
+            try:
+                check_tensor(name, value)
+            except OptionError:
+                return self._encode_other(value, name, depth)
+        return super().encode(value, name, depth)
+
+    @override
+    def _encode_other(self, value: Any, name: str, depth: int) -> Json:
+        return {"pickled": self.encode(Packed(value, name).payload, name, depth)}
+
+    @override
+    def _decode_tagged(self, tag: str, inner: Json, depth: int) -> Any:
+        if tag != "pickled":
+            return super()._decode_tagged(tag, inner, depth)
+        payload: Tensor = self.decode(inner, depth)
+        packed: Packed[Any] = Packed.of(payload.numpy(), "state")
+        return packed.unpack()
+
+
+VALUES, TENSORS = "values", "tensors"  # names of the arrays of an encoded state
+
+
+def encoded(state: ReplicaState) -> Arrays:
+    """Copy a state into arrays for another process.
+
+    Example:
+        >>> state = ReplicaState({"epoch": 3}, {"weight": torch.ones(2)}, {})
+        >>> decoded(encoded(state)).common
+        {'weight': tensor([1., 1.])}
+    """
+    values = PickledValues()
+    content = values.encode([dict(part) for part in state], "state")
+    text = json.dumps(content).encode()
+    tensors = encode_tensors(values.tensors)
+    return {VALUES: np.frombuffer(text, np.uint8), TENSORS: tensors.numpy()}
+
+
+def decoded(arrays: Mapping[str, Any]) -> ReplicaState:
+    """Read the result of `encoded`; other entries are ignored."""
+    values = PickledValues(decode_tensors(arrays[TENSORS].tobytes()))
+    return ReplicaState(*values.decode(json.loads(arrays[VALUES].tobytes())))
+
+
+class LoadedPart(NamedTuple):
+    """Part of a state that was read."""
+
+    values: State
+    at: str  # where it was read, for messages
+
+
+class StartState(NamedTuple):
+    """The state from which a replica starts.
+
+    Attributes:
+        kind: Kind of the exchange that the state is of.
+        common: The common part.
+        donor: Part with an optimizer; the first of `parts`, if any.
+        parts: Parts of the replicas that this replica continues for.
+    """
+
+    kind: str
+    common: LoadedPart
+    donor: LoadedPart
+    parts: Sequence[LoadedPart] = ()
+
+    @classmethod
+    def of(cls, state: ReplicaState, at: str) -> Self:
+        """Start from the state of a replica that goes on by itself, or is lost."""
+        common, donor = LoadedPart(state.common, at), LoadedPart(state.per_replica, at)
+        return cls(state.header["kind"], common, donor)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the module, by name."""
+        common = self.common.values
+        return {**common["tensors"], **common["exchange"].get(PARAMETERS, {})}
+
+    @property
+    def optimizer(self) -> LoadedPart:
+        """State dict of the optimizer."""
+        part = self.common if "optimizer" in self.common.values else self.donor
+        return LoadedPart(part.values["optimizer"], part.at)
+
+    def check(self, common: State, per_replica: State) -> None:
+        """Check the parts against a state of the same form, see `check_like`."""
+        check_like(common, self.common.values, f"{self.common.at}: its state")
+        for part in (*self.parts, self.donor):
+            check_like(per_replica, part.values, f"{part.at}: its state")
+        if "optimizer" not in {**self.donor.values, **self.common.values}:
+            where = f"{self.common.at}, {self.donor.at}"
+            raise SaveError(f"{where}: optimizer is missing")
+
+
+@contextlib.contextmanager
+def restoring(what: str) -> Iterator[None]:
+    """Context manager: report errors from wrong values as a damaged checkpoint."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except USER_ERRORS as error:
+        if isinstance(error, SaveError):
+            raise SaveError(f"{what}: {error}") from error
+        if isinstance(error, DaskDLError) and not isinstance(error, CodecError):
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        raise SaveError(f"{what} is damaged: {reason}") from error
+
+
+def check_like(own: Any, found: Any, what: str, *, loose: bool = False) -> None:
+    """Check that a state read from a checkpoint has the same form as the current state.
+
+    Types, fields, lengths and shapes are compared; values are not. None in `own`
+    matches anything.
+
+    Args:
+        own: Current state.
+        found: State that was read; may have additional fields.
+        what: Name of the state in messages.
+        loose: For states of classes from other libraries or the user: lists and tensors
+            may have any length, None in `found` matches any scalar, private fields may
+            be missing, and private lists are not compared.
+    """
+    if isinstance(own, Tensor):
+        fits = isinstance(found, Tensor) and (loose or found.shape == own.shape)
+        _check(fits, own, found, what)
+    elif isinstance(own, Mapping):
+        _check(isinstance(found, Mapping), own, found, what)
+        for name in filter(lambda name: isinstance(name, str), own):
+            private = loose and name.startswith("_")
+            if name not in found and not private:
+                raise SaveError(f"{what}.{name} is missing")
+            if name in found and not (private and isinstance(own[name], list)):
+                check_like(own[name], found[name], f"{what}.{name}", loose=loose)
+    elif isinstance(own, list | tuple):
+        fits = isinstance(found, list | tuple)
+        _check(fits and (loose or len(found) == len(own)), own, found, what)
+        for i, (ours, theirs) in enumerate(zip(own, found, strict=not loose)):
+            check_like(ours, theirs, f"{what}[{i}]", loose=loose)
+    elif own is not None and not (loose and found is None):
+        kinds = (int, float) if isinstance(own, int | float) else (type(own),)
+        fits = isinstance(found, kinds) and isinstance(found, bool) <= isinstance(
+            own, bool | float
+        )
+        _check(fits, own, found, what)
+
+
+def _check(fits: bool, own: Any, found: Any, what: str) -> None:
+    if not fits:
+        raise SaveError(f"{what} is damaged: it is {_kind(found)}, not {_kind(own)}")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    size = f" of {len(value)}" if isinstance(value, list | tuple) else ""
+    return f"a {type(value).__name__}{size}"
+
+
+def described(tensor: Tensor) -> str:
+    """Return a tensor's dtype and shape as text.
+
+    Example:
+        >>> described(torch.zeros(2, 3))
+        'float32 (2, 3)'
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {tuple(tensor.shape)}"

@@ -177,47 +177,49 @@ def restoring(what: str) -> Iterator[None]:
         raise SaveError(f"{what} is damaged: {reason}") from error
 
 
-def check_like(own: Any, found: Any, what: str, *, loose: bool = False) -> None:
+def check_like(expected: Any, value: Any, what: str, *, loose: bool = False) -> None:
     """Check that a state read from a checkpoint has the same form as the current state.
 
-    Types, fields, lengths and shapes are compared; values are not. None in `own`
+    Types, fields, lengths and shapes are compared; values are not. None in `expected`
     matches anything.
 
     Args:
-        own: Current state.
-        found: State that was read; may have additional fields.
+        expected: Current state.
+        value: State that was read; may have additional fields.
         what: Name of the state in messages.
         loose: For states of classes from other libraries or the user: lists and tensors
-            may have any length, None in `found` matches any scalar, private fields may
+            may have any length, None in `value` matches any scalar, private fields may
             be missing, and private lists are not compared.
     """
-    if isinstance(own, Tensor):
-        fits = isinstance(found, Tensor) and (loose or found.shape == own.shape)
-        _check(fits, own, found, what)
-    elif isinstance(own, Mapping):
-        _check(isinstance(found, Mapping), own, found, what)
-        for name in filter(lambda name: isinstance(name, str), own):
+    if isinstance(expected, Tensor):
+        fits = isinstance(value, Tensor) and (loose or value.shape == expected.shape)
+        _check(fits, expected, value, what)
+    elif isinstance(expected, Mapping):
+        _check(isinstance(value, Mapping), expected, value, what)
+        for name in filter(lambda name: isinstance(name, str), expected):
             private = loose and name.startswith("_")
-            if name not in found and not private:
+            if name not in value and not private:
                 raise SaveError(f"{what}.{name} is missing")
-            if name in found and not (private and isinstance(own[name], list)):
-                check_like(own[name], found[name], f"{what}.{name}", loose=loose)
-    elif isinstance(own, list | tuple):
-        fits = isinstance(found, list | tuple)
-        _check(fits and (loose or len(found) == len(own)), own, found, what)
-        for i, (ours, theirs) in enumerate(zip(own, found, strict=not loose)):
+            if name in value and not (private and isinstance(expected[name], list)):
+                check_like(expected[name], value[name], f"{what}.{name}", loose=loose)
+    elif isinstance(expected, list | tuple):
+        fits = isinstance(value, list | tuple)
+        _check(fits and (loose or len(value) == len(expected)), expected, value, what)
+        for i, (ours, theirs) in enumerate(zip(expected, value, strict=not loose)):
             check_like(ours, theirs, f"{what}[{i}]", loose=loose)
-    elif own is not None and not (loose and found is None):
-        kinds = (int, float) if isinstance(own, int | float) else (type(own),)
-        fits = isinstance(found, kinds) and isinstance(found, bool) <= isinstance(
-            own, bool | float
+    elif expected is not None and not (loose and value is None):
+        kinds = (int, float) if isinstance(expected, int | float) else (type(expected),)
+        fits = isinstance(value, kinds) and isinstance(value, bool) <= isinstance(
+            expected, bool | float
         )
-        _check(fits, own, found, what)
+        _check(fits, expected, value, what)
 
 
-def _check(fits: bool, own: Any, found: Any, what: str) -> None:
+def _check(fits: bool, expected: Any, value: Any, what: str) -> None:
     if not fits:
-        raise SaveError(f"{what} is damaged: it is {_kind(found)}, not {_kind(own)}")
+        raise SaveError(
+            f"{what} is damaged: it is {_kind(value)}, not {_kind(expected)}"
+        )
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Callbacks: the base class, the built-in callbacks, and failure injection.
+"""Callbacks: the base class and the built-in callbacks.
 
 `Evaluate`, `EarlyStopping`, `Checkpoint` and `LayerMonitor` are plain rules that the
 training loop applies; the other callbacks implement the hooks.
@@ -7,21 +7,16 @@ training loop applies; the other callbacks implement the hooks.
 import functools
 import math
 import os
-import platform
-import random
 import re
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, NamedTuple, TextIO
 
 from dask.utils import parse_timedelta
 from typing_extensions import override
 
-from daskdl.config import check_choice, check_flag, check_whole, is_number, is_whole
+from daskdl.config import check_choice, check_flag, check_whole, is_number
 from daskdl.errors import OptionError
 from daskdl.history import COLUMNS, History
 
@@ -596,192 +591,3 @@ class TensorBoard(Callback):
             value = values[name]
             if isinstance(value, int | float) and not math.isnan(value):
                 self._writer.add_scalar(f"{kind}/{name}{of}", value, at)
-
-
-KINDS = ("raise", "exit", "sleep", "freeze", "drop")
-EXIT_CODE = 1
-
-# Runs in another process, since a frozen process cannot wake itself.
-WAKE = """
-import os, signal, sys, time
-pid, seconds = int(sys.argv[1]), float(sys.argv[2])
-time.sleep(seconds)
-if os.getppid() == pid:
-    os.kill(pid, signal.SIGCONT)
-"""
-
-
-def _home() -> tuple[str, int]:
-    return platform.node(), os.getpid()
-
-
-@dataclass(frozen=True)
-class FailureInjection(Callback):
-    """Make chosen replicas fail at chosen steps, or at random.
-
-    ========  ==========================================================
-    kind      effect on the replica
-    ========  ==========================================================
-    raise     raises a `RuntimeError`, as if from the user's own code
-    exit      its process exits immediately, as if killed
-    sleep     pauses for `seconds`, while its worker stays responsive
-    freeze    its process stops (SIGSTOP; not on Windows), for `seconds` or
-              until it receives SIGCONT
-    drop      one of its updates does not arrive at another replica
-    ========  ==========================================================
-
-    The failure happens after the step. Randomness depends only on `seed`, the replica's
-    number, the step and, for ``"drop"``, the receiver, so it is the same in every run.
-    A replica on a restarted worker has a new number.
-
-    A dropped update is retransmitted on request. With the routing ``"plain"`` only its
-    origin holds the update: if the origin fails before that, the run cannot continue.
-
-    Args:
-        kind: The kind of failure, see above.
-        replicas: Numbers of the replicas that fail; None: all.
-        steps: Numbers of the steps, from 1, as in :class:`Step`; for ``"drop"`` numbers
-            of the replica's updates, from 1. None: all.
-        probability: Probability of failure in each of these steps, in (0, 1]; for
-            ``"drop"`` drawn separately for each receiver.
-        times: Most failures of each replica; for ``"drop"``, most updates dropped
-            between each pair of replicas. None: no limit.
-        seconds: Duration of ``"sleep"``, or of ``"freeze"``; None: no end of the
-            freeze.
-        seed: Seed of the random choice.
-
-    Raises:
-        OptionError: If an argument is out of range; during training, if ``"exit"`` or
-            ``"freeze"`` would affect the client's own process, and for ``"drop"`` with
-            ``client=False``, where no message can be lost.
-
-    Example:
-        >>> rule = FailureInjection("raise", replicas=[1], probability=0.5, times=2)
-        >>> [number for number in range(1, 20) if rule.strikes(1, number)]
-        [1, 4]
-    """
-
-    kind: Literal["raise", "exit", "sleep", "freeze", "drop"]
-    _: KW_ONLY
-    replicas: Collection[int] | None = None
-    steps: Collection[int] | None = None
-    probability: float = 1.0
-    times: int | None = None
-    seconds: float | None = None
-    seed: int = 0
-    _made_in: tuple[str, int] = field(
-        default_factory=_home, init=False, repr=False, compare=False
-    )
-
-    def __post_init__(self) -> None:
-        check_choice("kind", self.kind, KINDS)
-        _check_numbers("replicas", self.replicas, 0)
-        _check_numbers("steps", self.steps, 1)
-        if not is_number(self.probability) or not 0 < self.probability <= 1:
-            raise OptionError(
-                f"probability must be in (0, 1], got {self.probability!r}; to spare "
-                "some replicas or steps, name the others"
-            )
-        check_whole("times", self.times, 1, None)
-        check_whole("seed", self.seed, 0)
-        self._check_seconds()
-
-    def _check_seconds(self) -> None:
-        seconds = self.seconds
-        if self.kind not in ("sleep", "freeze"):
-            if seconds is not None:
-                raise OptionError(
-                    f"seconds is for 'sleep' and 'freeze' only, got {seconds!r} with "
-                    f"{self.kind!r}; leave it out"
-                )
-            return
-        if seconds is None and self.kind == "freeze":
-            return
-        if not is_number(seconds) or not 0 < float(seconds or 0) < float("inf"):
-            other = "" if self.kind == "sleep" else " or None"
-            raise OptionError(f"seconds must be a number > 0{other}, got {seconds!r}")
-
-    def strikes(self, replica: int, number: int, receiver: int | None = None) -> bool:
-        """Whether a replica fails at a step.
-
-        Args:
-            replica: Number of the replica.
-            number: Number of the step; with a receiver, of the update.
-            receiver: For ``"drop"``, the replica that does not get the update.
-        """
-        if self.replicas is not None and replica not in self.replicas:
-            return False
-        if not self._chosen(replica, number, receiver):
-            return False
-        if self.times is None:
-            return True
-        # Recounted each time: a counter would make this class stateful.
-        earlier = 0
-        for other in range(1, number):
-            earlier += self._chosen(replica, other, receiver)
-            if earlier == self.times:
-                return False
-        return True
-
-    def _chosen(self, replica: int, number: int, receiver: int | None) -> bool:
-        if self.steps is not None and number not in self.steps:
-            return False
-        if self.probability == 1:
-            return True
-        drawn = random.Random(f"{self.seed} {replica} {number} {receiver}").random()
-        return drawn < self.probability
-
-    @override
-    def on_step_end(self, step: Step) -> None:
-        if self.kind != "drop" and self.strikes(step.replica, step.number):
-            self._fail(step)
-
-    def _fail(self, step: Step) -> None:
-        if self.kind == "raise":
-            raise RuntimeError(
-                f"replica {step.replica} fails at step {step.number}, as {self} says"
-            )
-        if self.kind == "sleep":
-            assert self.seconds is not None
-            time.sleep(self.seconds)
-            return
-        if self._made_in == _home():
-            raise OptionError(
-                f"kind={self.kind!r} would hit the client's own process, in which the "
-                "workers are threads; take workers that are processes, as in "
-                "LocalCluster(processes=True)"
-            )
-        if self.kind == "exit":
-            os._exit(EXIT_CODE)
-        freeze(self.seconds)
-
-
-def freeze(seconds: float | None) -> None:
-    """Stop this process; a helper process continues it after `seconds`, unless None."""
-    waker = None
-    if seconds is not None:
-        waker = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", WAKE, str(os.getpid()), str(seconds)]
-        )
-    os.kill(os.getpid(), signal.SIGSTOP)
-    if waker is not None:
-        waker.wait()
-
-
-def _check_numbers(name: str, value: Any, least: int) -> None:
-    if value is None:
-        return
-    if not isinstance(value, Collection) or isinstance(value, str | bytes):
-        one = is_whole(value) and int(value) >= least
-        remedy = f"; write [{value!r}]" if one else ""
-        raise OptionError(
-            f"{name} must be a list of whole numbers >= {least} or None, got "
-            f"{value!r}{remedy}"
-        )
-    if not value:
-        raise OptionError(f"{name} must not be empty; for all of them give None")
-    wrong = [number for number in value if not is_whole(number) or number < least]
-    if wrong:
-        raise OptionError(
-            f"{name} must be whole numbers >= {least}, got {wrong[0]!r} among them"
-        )

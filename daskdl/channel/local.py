@@ -37,7 +37,7 @@ from daskdl.channel.protocol import (
 from daskdl.channel.run_state import RunState
 from daskdl.channel.transport import CLOCK, Clock, Outbox
 from daskdl.config import Bound
-from daskdl.errors import ChannelError, CodecError, OptionError, WaitTimeoutError
+from daskdl.errors import ChannelError, CodecError, WaitTimeoutError
 
 
 class LocalRun:
@@ -69,11 +69,6 @@ class LocalRun:
     def enter(self, spec: ChannelSpec) -> Inbox:
         """Make the inbox of a replica."""
         replica = spec.replica
-        if spec.drops:
-            raise OptionError(
-                f"among threads of one process no update can get lost, got "
-                f"{spec.drops[0]}; leave it out, or train on a cluster"
-            )
         with self.changed:
             if replica in self._inboxes:
                 raise ChannelError(

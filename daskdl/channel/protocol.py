@@ -33,7 +33,6 @@ from distributed.protocol import Serialize, Serialized, deserialize, serialize
 from numpy.typing import NDArray
 
 from daskdl import errors
-from daskdl.callbacks import FailureInjection
 from daskdl.codec import Stamp
 from daskdl.config import Timeouts
 from daskdl.errors import shown
@@ -596,7 +595,6 @@ class ChannelSpec:
         timeouts: Bounds on waiting.
         routing: ``"plain"`` or ``"mesh"``.
         fan_out: Most replicas to which a replica of a mesh forwards an update.
-        drops: Injected failures: arriving updates to drop.
         in_step: Replicas take each step together.
         secret: Secret of the run, in each request about it, see `check_secret`.
         token: Proves to the scheduler that a request comes from this task.
@@ -611,7 +609,6 @@ class ChannelSpec:
     timeouts: Timeouts
     routing: str = "plain"
     fan_out: int = FAN_OUT
-    drops: Sequence[FailureInjection] = ()
     in_step: bool = False
     secret: int = field(default=0, repr=False)
     token: int = field(default=0, repr=False)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from daskdl.callbacks import Callback, FailureInjection, LayerMonitor
+from daskdl.callbacks import Callback, LayerMonitor
 from daskdl.channel.protocol import ChannelSpec
 from daskdl.config import (
     Timeouts,
@@ -546,7 +546,6 @@ class ReplicaSpec(FitSpec):
 
     def spec(self, replica: int, routing: str = "plain") -> ChannelSpec:
         """Return the specification of a replica's channel."""
-        injected = [c for c in self.callbacks if isinstance(c, FailureInjection)]
         return ChannelSpec(
             self.run,
             replica,
@@ -557,7 +556,6 @@ class ReplicaSpec(FitSpec):
             self.timeouts,
             routing,
             self.master.fan_out,
-            [failure for failure in injected if failure.kind == "drop"],
             self.master.synchronous,
             self.secret,
             secrets.randbits(64),

@@ -103,7 +103,6 @@ KNOWN: Mapping[str, type] = {
         thresholds.LayerThresholds,
         ResidualClipping,
         KeepResidual,
-        callbacks.FailureInjection,
         callbacks.Checkpoint,
         callbacks.EarlyStopping,
         callbacks.Evaluate,

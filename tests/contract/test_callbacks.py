@@ -1,12 +1,7 @@
-"""Callbacks: early stopping rules, failure injection, and printed lines."""
+"""Callbacks: early stopping rules and printed lines."""
 
 import io
-import os
-import pickle
 import re
-import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -14,11 +9,9 @@ from daskdl.callbacks import (
     Callback,
     EarlyStopping,
     Evaluate,
-    FailureInjection,
     FitBegin,
     FitEnd,
     PrintProgress,
-    Step,
 )
 from daskdl.errors import OptionError
 from daskdl.history import History, Stopping
@@ -121,121 +114,6 @@ def test_wrong_options_of_early_stopping_are_refused(options, message):
 def test_evaluate_needs_a_whole_number_of_epochs(every):
     with pytest.raises(OptionError, match="every must be a whole number >= 1, got "):
         Evaluate(every=every)
-
-
-def step(replica=0, number=1):
-    return Step(replica, 0, number, loss=0.5, examples=8, learning_rate=0.1)
-
-
-def struck(rule, replica=0, receiver=None, numbers=range(1, 101)):
-    return [number for number in numbers if rule.strikes(replica, number, receiver)]
-
-
-class TestFailureInjection:
-    def test_only_the_chosen_steps_of_the_chosen_replicas_fail(self):
-        rule = FailureInjection("raise", replicas=[1, 3], steps=range(4, 6))
-
-        assert [struck(rule, replica) for replica in range(4)] == [
-            [],
-            [4, 5],
-            [],
-            [4, 5],
-        ]
-
-    @pytest.mark.parametrize("options", [{}, {"probability": 0.2}], ids=str)
-    def test_each_replica_fails_at_most_the_given_number_of_times(self, options):
-        rule = FailureInjection("raise", times=2, **options)
-        unbounded = FailureInjection("raise", **options)
-
-        for replica in (0, 1):
-            assert struck(rule, replica) == struck(unbounded, replica)[:2]
-
-    def test_a_raised_error_names_replica_step_and_rule(self):
-        rule = FailureInjection("raise", replicas=[1], steps=[3])
-
-        rule.on_step_end(step(1, 2))
-        with pytest.raises(RuntimeError) as caught:
-            rule.on_step_end(step(1, 3))
-
-        assert str(caught.value) == (
-            "replica 1 fails at step 3, as FailureInjection(kind='raise', "
-            "replicas=[1], steps=[3], probability=1.0, times=None, seconds=None, "
-            "seed=0) says"
-        )
-
-    @pytest.mark.parametrize("kind", ["exit", "freeze"])
-    def test_the_process_that_created_the_rule_is_spared(self, kind):
-        message = f"kind='{kind}' would hit the client's own process"
-
-        with pytest.raises(OptionError, match=re.escape(message)):
-            FailureInjection(kind).on_step_end(step())
-
-    def test_a_frozen_process_continues_after_sigcont_or_some_seconds_and_exits(self):
-        child = subprocess.Popen(
-            [sys.executable, "-c", STRUCK],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            _, status = os.waitpid(child.pid, os.WUNTRACED)
-            assert os.WIFSTOPPED(status)
-        finally:
-            os.kill(child.pid, signal.SIGCONT)
-        _, status = os.waitpid(child.pid, os.WUNTRACED)  # it goes on by itself
-        assert os.WIFSTOPPED(status)
-
-        printed, errors = child.communicate(timeout=60)
-
-        assert (printed, errors) == ("goes on\ngoes on\n", "")  # and no "end"
-        assert child.returncode == 1
-
-
-# The rules are those of another process, so that they strike.
-STRUCK = f"""
-import atexit, pickle
-from daskdl.callbacks import Step
-atexit.register(print, "end")
-for kind in ({pickle.dumps(FailureInjection("freeze"))!r},
-             {pickle.dumps(FailureInjection("freeze", seconds=0.2))!r},
-             {pickle.dumps(FailureInjection("exit"))!r}):
-    pickle.loads(kind).on_step_end(Step(0, 0, 1, 0.5, 8, 0.1))
-    print("goes on", flush=True)
-"""
-
-
-WRONG = [
-    ({"kind": "explode"}, "kind must be one of 'raise', 'exit', 'sleep', 'freeze', 'd"),
-    ({"replicas": 1}, "replicas must be a list of whole numbers >= 0 or None, got 1; "),
-    ({"replicas": 1}, "; write [1]"),
-    ({"replicas": "1"}, "replicas must be a list of whole numbers >= 0 or None, got '"),
-    ({"replicas": []}, "replicas must not be empty; for all of them give None"),
-    ({"replicas": [0, -1]}, "replicas must be whole numbers >= 0, got -1 among them"),
-    ({"steps": [0]}, "steps must be whole numbers >= 1, got 0 among them"),
-    ({"steps": [True]}, "steps must be whole numbers >= 1, got True among them"),
-    ({"steps": 0}, "steps must be a list of whole numbers >= 1 or None, got 0"),
-    ({"probability": 0}, "probability must be in (0, 1], got 0; to spare some"),
-    ({"probability": 1.5}, "probability must be in (0, 1], got 1.5"),
-    ({"probability": True}, "probability must be in (0, 1], got True"),
-    ({"probability": float("nan")}, "probability must be in (0, 1], got nan"),
-    ({"times": 0}, "times must be a whole number >= 1 or None, got 0"),
-    ({"times": 1.0}, "times must be a whole number >= 1 or None, got 1.0"),
-    ({"seed": -1}, "seed must be a whole number >= 0, got -1"),
-    ({"seconds": 1}, "seconds is for 'sleep' and 'freeze' only, got 1 with 'raise'; l"),
-    ({"kind": "sleep"}, "seconds must be a number > 0, got None"),
-    ({"kind": "sleep", "seconds": 0}, "seconds must be a number > 0, got 0"),
-    ({"kind": "freeze", "seconds": -1}, "seconds must be a number > 0 or None, got -1"),
-    (
-        {"kind": "freeze", "seconds": float("inf")},
-        "seconds must be a number > 0 or None, got inf",
-    ),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG, ids=[str(o) for o, _ in WRONG])
-def test_wrong_options_of_failure_injection_are_refused(options, message):
-    with pytest.raises(OptionError, match=re.escape(message)):
-        FailureInjection(**{"kind": "raise", **options})
 
 
 BEGIN = FitBegin(2, 9, 0, 32, 1000, 650)

@@ -17,7 +17,7 @@ import daskdl
 from daskdl import (
     Callback,
     Checkpoint,
-    FailureInjection,
+    EarlyStopping,
     FixedThreshold,
     GradientSharing,
     KeepResidual,
@@ -186,7 +186,7 @@ def test_classes_of_daskdl_are_saved_without_their_module():
         ("seed", 2**63 - 1),
         ("autocast", torch.bfloat16),
         ("telemetry_every", None),
-        ("callbacks", [FailureInjection("sleep", steps=[3], seconds=0.1), Own(5)]),
+        ("callbacks", [EarlyStopping("loss", patience=3), Own(5)]),
         ("callbacks", [Checkpoint("s3://bucket/x", 2, keep_best="loss")]),
         ("callbacks", [LayerMonitor(7)]),
         ("optimizer", own_optimizer),

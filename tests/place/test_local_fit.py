@@ -10,7 +10,7 @@ import torch
 from distributed.utils_test import poll_for
 from tqdm.auto import tqdm
 
-from daskdl import FailureInjection, OptionError, Trainer
+from daskdl import Trainer
 from daskdl.history import COLUMNS
 from tests.support.problems import kept, mlp, rows, sgd, trainer
 from tests.support.recording import Notes, vector
@@ -162,11 +162,3 @@ def test_a_trainer_that_was_made_for_cuda_still_evaluates(tmp_path, monkeypatch)
     loaded = Trainer.load(tmp_path, client=False, model=mlp, optimizer=sgd)
 
     assert loaded.evaluate(X, Y)["accuracy"] == own.evaluate(X, Y)["accuracy"]
-
-
-def test_dropped_updates_are_refused_without_a_cluster():
-    message = r"replica \d on this machine: .* no update can get lost"
-    own = trainer(False, master=TWO, callbacks=[FailureInjection("drop")])
-
-    with pytest.raises(OptionError, match=message):
-        own.fit(X, Y)

@@ -72,19 +72,6 @@ class Evaluation(Mapping):
     def to_json(self): ...
     def to_pandas(self, rows=None): ...
 
-class FailureInjection(Callback):
-    def __init__(
-        self,
-        kind,
-        *,
-        replicas=None,
-        steps=None,
-        probability=1.0,
-        times=None,
-        seconds=None,
-        seed=0,
-    ): ...
-
 class FitBegin(tuple):
     def __init__(
         self, replicas, epochs, epochs_before, batch_size, examples, parameters

@@ -36,7 +36,6 @@ from daskdl.evaluation.evaluate import evaluate
 from daskdl.evaluation.per_example import WorstExample, WorstExamples
 from daskdl.evaluation.report import Evaluation
 from daskdl.history import History, LayerTable, RunRecord, StepTable, Stopping
-from daskdl.inference.predictions import Predictions
 from daskdl.inference.predictor import Predictor
 from daskdl.planning.cost_model import Network
 from daskdl.planning.plan import Plan, plan
@@ -82,7 +81,6 @@ __all__ = [
     "OptionError",
     "ParameterAveraging",
     "Plan",
-    "Predictions",
     "Predictor",
     "PrintProgress",
     "ReplicaContext",

@@ -6,7 +6,6 @@ inference and saving; the function works without a trainer, for any model.
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any, Literal, ParamSpec, Self, TypeVar
@@ -122,8 +121,7 @@ def predict(
     *,
     client: Client | Literal[False] | None = None,
     batch_size: int | None = None,
-    output: str | int | os.PathLike[str] = "same",
-    overwrite: bool = False,
+    output: str | int | None = None,
     postprocess: Postprocess | None = None,
     keyed: bool | None = None,
     transform: Transform | None = None,
@@ -140,20 +138,18 @@ def predict(
         client: A synchronous `distributed.Client`; None: the default client, else a
             temporary `LocalCluster`; False: this process.
         batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
-        output: ``"same"``, one of the model's outputs, or a folder to write to, see
+        output: Name or position of one of the model's outputs, see
             :meth:`Trainer.predict`.
-        overwrite: Replace predictions that are in the folder.
         postprocess: Applied to the outputs of each batch, see :meth:`Trainer.predict`.
-        keyed: Whether examples are pairs (key, x), see :meth:`Trainer.predict`.
+        keyed: Whether outputs have keys, see :meth:`Trainer.predict`.
         transform: Applied to each batch, see :class:`Trainer`.
         loader: For files, see :meth:`Trainer.fit`.
         collate_fn: For datasets, see :meth:`Trainer.fit`.
         label: Column, or key, of `X` to leave out.
-        storage_options: fsspec options, such as credentials, for `X` and `output`.
+        storage_options: fsspec options for paths and URLs, such as credentials.
 
     Returns:
-        The outputs in order, lazy if the data are lazy; or `Predictions`, if `output`
-        is a folder.
+        The outputs in order, lazy if the data are lazy, see :meth:`Trainer.predict`.
 
     Raises:
         DataError: If the data cannot be used.
@@ -176,7 +172,6 @@ def predict(
         output=output,
         postprocess=postprocess,
         keyed=keyed,
-        overwrite=overwrite,
     )
 
 
@@ -723,8 +718,7 @@ class Trainer:
         X: Any,
         *,
         batch_size: int | None = None,
-        output: str | int | os.PathLike[str] = "same",
-        overwrite: bool = False,
+        output: str | int | None = None,
         postprocess: Postprocess | None = None,
         keyed: bool | None = None,
         transform: Transform | None = None,
@@ -741,23 +735,21 @@ class Trainer:
                 in shape. One worker reads a stream, and several the parts of a
                 `daskdl.data.Stream` with `parts`.
             batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
-            output: ``"same"``: return outputs of the same type as `X`. A word such as
-                ``"logits"``, or a whole number: only this output of the model, by name
-                or position. Or a folder, as an fsspec URL or a path with a slash, to
-                which the workers write all outputs part by part: Parquet for a
-                `dask.dataframe`, else safetensors.
-            overwrite: Replace predictions that are in the folder; without, they are an
-                error.
+            output: Name, such as ``"logits"``, or position of one of the model's
+                outputs; None: all outputs.
             postprocess: Maps the outputs of each batch to outputs with the same rows;
                 both are tensors, or tuples and dicts of tensors. Runs on the worker.
-            keyed: Whether the items of bags and lists are pairs (key, x). None:
+            keyed: For bags and lists, whether the items are pairs (key, x). None:
                 detected from the first item; text, bytes, a UUID or a date is a key,
-                and so is a whole number before arrays, or a tuple of these.
+                and so is a whole number before arrays, or a tuple of these. For files,
+                True returns a lazy `dask.bag` of pairs (key, output): the key is the
+                path or URL of the file if each file is one example, else a pair of
+                that and the row in the file.
             transform: See :meth:`fit`; its y is None.
             loader: For files, see :meth:`fit`.
             collate_fn: For datasets, see :meth:`fit`.
             label: Column, or key, of `X` to leave out, such as that of the labels.
-            storage_options: fsspec options, such as credentials, for `X` and `output`.
+            storage_options: fsspec options for paths and URLs, see :meth:`fit`.
 
         Returns:
             The outputs in order: for Dask's collections a lazy collection of the same
@@ -766,11 +758,12 @@ class Trainer:
             data. If the model returns tuples or dicts, so does `predict`; but for
             dataframes, a dict of outputs with one number per row becomes one dataframe
             with these columns, and a single output with as many columns as `classes_`
-            gets these names. With a folder, :class:`Predictions`.
+            gets these names. To write lazy outputs from the workers, call Dask's
+            `to_zarr`, `to_parquet` or `to_textfiles`.
 
         Raises:
             OptionError: If the outputs would be lazy and there is no cluster to compute
-                them; or if the folder has predictions, without `overwrite`.
+                them.
         """
         X, read = self._read(
             *(X, batch_size, transform, loader, collate_fn, "raise"),
@@ -784,7 +777,6 @@ class Trainer:
             output=output,
             postprocess=postprocess,
             keyed=keyed,
-            overwrite=overwrite,
             names=self.classes_,
         )
 

@@ -276,8 +276,9 @@ def check_outlives(client: Any) -> None:
     """Refuse lazy outputs if their cluster would close before they are computed."""
     if client is None and running_client() is None:
         raise OptionError(
-            "client must be given to predict on a dask.array, whose outputs are "
-            "computed later: a cluster started for the call would be closed by then"
+            "lazy outputs need a client, because a cluster started for this call would "
+            "be closed before they are computed: pass client=, or client=False to "
+            "compute them in this process"
         )
 
 

@@ -358,7 +358,13 @@ FILES_PER_PART = 64
 
 
 class GroupedFiles(Source):
-    """A source whose parts are groups of files; each file becomes rows."""
+    """A source whose parts are groups of files; each file becomes rows.
+
+    Attributes:
+        one_example: Whether each file has exactly one row.
+    """
+
+    one_example: bool
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
@@ -429,7 +435,7 @@ class LoadedFiles(GroupedFiles):
         classes: Sequence[str] | None,
     ) -> None:
         super().__init__(groups)
-        self._loader, self._one_example = loader, one_example
+        self._loader, self.one_example = loader, one_example
         self.classes = getattr(loader, "classes", None) if classes is None else classes
         self.lengths: Sequence[int] | None = None
         self.first: Rows | None = None
@@ -442,13 +448,13 @@ class LoadedFiles(GroupedFiles):
     def rows(self, part: int, number: int, file: BinaryIO) -> Rows:
         with formats.reading(file.name):
             result = self._loader(file)
-        rows = formats.rows_of(result, file.name, one_example=self._one_example)
+        rows = formats.rows_of(result, file.name, one_example=self.one_example)
         return NamedRows.of(rows).arranged(self.columns or NO_COLUMNS, file.name)
 
     @override
     def look(self, part: int) -> Facts:
         group = self.groups[part]
-        if self._one_example:
+        if self.one_example:
             shown = facts_of(self._joined(part, SHOWN_ROWS))
             return shown._replace(rows=len(group.names))
         header = isinstance(self._loader, Reader) and self._loader.reads_headers

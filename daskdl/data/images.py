@@ -420,6 +420,8 @@ class ImageFolder(GroupedFiles):
     labels: np.ndarray | None
     shape: tuple[int, ...]
 
+    one_example = True
+
     def __init__(
         self,
         files: Folder,

@@ -1,6 +1,6 @@
 """Manifests: checksummed lists of the files in a folder of daskdl.
 
-Batch files, shards, predictions and saves are files in a folder with a manifest: JSON
+Batch files, shards and saves are files in a folder with a manifest: JSON
 with a checksum of each file and of itself, written last and atomically. A folder
 without a manifest is unfinished, and damage is found when a file is read.
 """

@@ -26,6 +26,7 @@ from daskdl.data import batching, dask_collections
 from daskdl.data.batching import Rows, Tree
 from daskdl.data.dask_collections import Collections, Finish, is_bag
 from daskdl.data.distribute import map_parts, new_key, workers_of
+from daskdl.data.files import GroupedFiles
 from daskdl.data.named_columns import Columns as Names
 from daskdl.data.named_columns import NamedRows
 from daskdl.data.source import STREAMED_ROWS, Facts, Source, facts_of
@@ -334,29 +335,64 @@ def lazy_outputs(
     """
     parts = partition_outputs(source, ask, client)
     if isinstance(source, Examples):
-        return collection_of_examples(parts, bag=is_bag(X))
+        return _bag(parts) if is_bag(X) else parts
     first = batching.leaves(X)[0]
     if is_dask_array(first):
-        return collection_of_arrays(parts, empty, first.chunks[0])
+        chunks = first.chunks[0]
+        leaves = enumerate(batching.leaves(empty))
+        return batching.filled(empty, [_array(parts, i, x, chunks) for i, x in leaves])
     values = source.partitions.delayed(client)
     return collection_of_tables(parts, empty, first, values, names)
 
 
-def collection_of_examples(parts: list[Delayed], bag: bool) -> Any:
-    """Return a bag of the values of all parts, or a list of the parts."""
-    if not bag:
-        return parts
+def _bag(parts: list[Delayed]) -> Any:
     from dask.bag import from_delayed
 
     return from_delayed(parts)
 
 
-def collection_of_arrays(
-    parts: Sequence[Delayed], empty: Tree, rows: Sequence[float]
-) -> Tree:
-    """Return a tree of ``dask.array`` with these numbers of rows, or NaN, per block."""
-    leaves = enumerate(batching.leaves(empty))
-    return batching.filled(empty, [_array(parts, i, x, rows) for i, x in leaves])
+def keyed_by_file(source: Source, ask: Ask, client: Client | Literal[False]) -> Any:
+    """Return a bag of pairs (key, output), lazily, for a source whose parts are files.
+
+    The key is the path or URL of the file if each file is one example; otherwise it is
+    a pair of that and the row in the file, from 0.
+    """
+    source.prepare(client)
+    packed_source = broadcast_model(Packed(source, "X"), client)
+    packed_ask = broadcast_model(Packed(ask, "model"), client)
+    task, name = delayed(_pairs_of_files, pure=False), new_key("predict")
+    return _bag(
+        [
+            task(packed_source, packed_ask, part, dask_key_name=(name, part))
+            for part in range(source.parts)
+        ]
+    )
+
+
+def _pairs_of_files(
+    packed_source: Packed[Source], packed_ask: Packed[Ask], part: int
+) -> list[tuple[Any, Any]]:
+    source, ask = packed_source.shared(), packed_ask.shared()
+    files = source.separate(part)
+    urls = [url for url, _ in files] or [source.name(part)]
+    keys: list[Any] = []
+
+    def rows_of_files() -> Iterator[Rows]:
+        if isinstance(source, GroupedFiles) and source.one_example:
+            keys.extend(urls)
+            yield from source.stream(part, STREAMED_ROWS)  # loads several at a time
+            return
+        load_part = functools.partial(source.load_counted, part)
+        loads = [load for _, load in files] or [load_part]
+        for url, load in zip(urls, loads, strict=True):
+            rows = load()
+            keys.extend((url, row) for row in range(batching.length(rows)))
+            yield rows
+
+    with error_context(f"in {source.name(part)}"):
+        outputs = ask(rows_of_files())
+    pairs = ((key, batching.rows(outputs, row)) for row, key in enumerate(keys))
+    return list(pairs)
 
 
 def _array(

@@ -1,9 +1,8 @@
 """`predict`: a dry run on two rows, then all workers apply the model to the data.
 
-Hides how outputs get the kind of the data: numpy, torch, lazy collections, or files.
+Hides how outputs get the kind of the data: numpy, torch, pandas, or lazy collections.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,7 +26,7 @@ from daskdl.data.dask_collections import (
 from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, source_of, unified
 from daskdl.data.source import Source
-from daskdl.data.storage import is_url, store_of
+from daskdl.data.storage import are_paths
 from daskdl.data.tables import InMemory, as_numpy, is_frame
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import ModelError, OptionError
@@ -35,11 +34,11 @@ from daskdl.inference.lazy import (
     Examples,
     check_tabular,
     error_context,
+    keyed_by_file,
     lazy_outputs,
     pandas_of,
     with_first_rows,
 )
-from daskdl.inference.predictions import write_predictions
 from daskdl.objective import call, picked
 from daskdl.serialization import PackedModel
 from daskdl.util import (
@@ -62,10 +61,9 @@ def predict(
     read: ReadOptions,
     client: Client | Literal[False] | None,
     *,
-    output: str | int | os.PathLike[str] = "same",
+    output: str | int | None = None,
     postprocess: Postprocess | None = None,
     keyed: bool | None = None,
-    overwrite: bool = False,
     names: Sequence[Any] | None = None,
 ) -> Any:
     """Apply a model to every row; see :func:`daskdl.predict`.
@@ -76,9 +74,9 @@ def predict(
     X, _, read = unified(X, None, read)
     _check_options(X, output, postprocess, keyed)
     checks.check_module(model)
-    folder: Any = output if _is_folder(output) else None
-    which: Any = None if folder is not None or output == "same" else output
-    if is_lazy(X) and folder is None:
+    of_files = are_paths(X) or isinstance(X, Source)
+    lazy = is_lazy(X) or (of_files and keyed is True)
+    if lazy:
         check_outlives(client)
     with client_or_process(client) as found:
         if found is not False:
@@ -90,24 +88,21 @@ def predict(
             source = Examples(X, keyed).arranged(read.expected_columns)
             source.trained = trained
         source = with_first_rows(source, found)
-        packed = PackedModel(model, here=found is False and not is_lazy(X))
-        none = no_outputs(packed.unpack(), source, read.transform, which, postprocess)
+        packed = PackedModel(model, here=found is False and not lazy)
+        none = no_outputs(packed.unpack(), source, read.transform, output, postprocess)
         exact = not isinstance(source, Examples)
         predictor = BatchPredictor(
-            packed, none, read.batch_size, read.transform, which, postprocess, exact
+            packed, none, read.batch_size, read.transform, output, postprocess, exact
         )
         empty = batching.mapped(as_numpy, none)
-        if found is not False and not is_lazy(X):
-            source = split_stream(source, 1)  # or outputs would lose the order
-        if folder is not None:
-            store, ask = store_of(folder, read.storage_options), predictor.outputs
-            return write_predictions(
-                *(X, source, ask, empty, store, found), names=names, overwrite=overwrite
-            )
-        if isinstance(source, Collections) and is_lazy(X):
+        if of_files and lazy:
+            return keyed_by_file(source, predictor.outputs, found)
+        if isinstance(source, Collections) and lazy:
             ask = predictor.outputs
-            lazy = lazy_outputs(X, source, ask, empty, found, names=names)
-            return lazy[0] if single else lazy
+            outputs = lazy_outputs(X, source, ask, empty, found, names=names)
+            return outputs[0] if single else outputs
+        if found is not False:
+            source = split_stream(source, 1)  # or outputs would lose the order
         pandas = is_frame(X) and hasattr(X, "iloc")
         if pandas:
             check_tabular(empty, "pandas.DataFrame; use X.to_numpy()")
@@ -128,10 +123,10 @@ def predict(
 def _check_options(
     X: Any, output: Any, postprocess: Postprocess | None, keyed: bool | None
 ) -> None:
-    if not (isinstance(output, str) or is_whole(output) or _is_folder(output)):
+    if not (output is None or isinstance(output, str) or is_whole(output)):
         raise OptionError(
-            "output must be 'same', the name or position of an output, or a folder, as "
-            f"a URL or a path with a slash, got {output!r}"
+            "output must be the name or position of one of the model's outputs, or "
+            f"None for all, got {output!r}"
         )
     if postprocess is not None and not callable(postprocess):
         raise OptionError(
@@ -140,17 +135,12 @@ def _check_options(
         )
     if keyed not in (True, False, None):
         raise OptionError(f"keyed must be True, False or None, got {keyed!r}")
-    if keyed and not (is_bag(X) or is_lazy_list(X)):
+    of_pairs = is_bag(X) or is_lazy_list(X)
+    if keyed and not (of_pairs or are_paths(X) or isinstance(X, Source)):
         raise OptionError(
-            "keyed=True is for a bag, or a list of Delayed objects and futures, of "
-            f"pairs (key, x); got a {type(X).__name__}"
+            "keyed=True is for files, and for a bag, or a list of Delayed objects and "
+            f"futures, of pairs (key, x); got a {type(X).__name__}"
         )
-
-
-def _is_folder(output: Any) -> bool:
-    """Whether an `output` is a URL or a path; a plain word names a model's output."""
-    slashed = isinstance(output, str) and ("/" in output or os.sep in output)
-    return slashed or isinstance(output, os.PathLike) or is_url(output)
 
 
 def no_outputs(
@@ -164,12 +154,7 @@ def no_outputs(
     with checks.preserved_random_state():
         rows = None if source.first is None else (source.first[0], None)
         run = checks.dry_run(module, rows, transform)
-        try:
-            output = picked(run.output, which)
-        except OptionError as error:
-            raise OptionError(
-                f"{error}; a folder is a URL or a path with a slash"
-            ) from error
+        output = picked(run.output, which)
         if postprocess is not None:
             shown = checks.described(output)
             try:

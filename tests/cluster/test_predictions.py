@@ -1,11 +1,11 @@
 """Predictions on a cluster: the copies of the model, and workers that die."""
 
+import json
 import os
 import signal
 
 import cloudpickle
 import dask.array as da
-import dask.bag
 import numpy as np
 import pytest
 import torch
@@ -106,10 +106,9 @@ def test_a_lazy_result_survives_the_workers_that_hold_the_model(three):
     del output
 
 
-@pytest.mark.parametrize("written", [False, True], ids=["same", "url"])
 @pytest.mark.slow
-def test_a_partition_of_a_dead_worker_is_computed_by_another(three, tmp_path, written):
-    flag, output = str(tmp_path / "flag"), str(tmp_path / "out") if written else "same"
+def test_a_partition_of_a_dead_worker_is_computed_by_another(three, tmp_path):
+    flag = str(tmp_path / "flag")
 
     class Ending(nn.Module):
         def forward(self, x):
@@ -118,9 +117,9 @@ def test_a_partition_of_a_dead_worker_is_computed_by_another(three, tmp_path, wr
                 os._exit(1)
             return 2 * x
 
-    found = daskdl.predict(Ending(), lazy(), client=three, output=output)
+    found = daskdl.predict(Ending(), lazy(), client=three)
 
-    values = found.load() if written else three.compute(found).result()
+    values = three.compute(found).result()
     assert os.path.exists(flag)
     np.testing.assert_array_equal(values, 2 * X)
     del found
@@ -151,14 +150,26 @@ def test_threads_of_a_worker_share_the_weights_and_leave_the_rows_alone():
         assert copies_there("Lone") == 1
 
 
-def test_a_bag_with_keys_is_written_by_the_workers_and_read_back(client, tmp_path):
-    rows = [(f"row-{i}", torch.ones(1 + i % 3)) for i in range(30)]
-    bag = dask.bag.from_sequence(rows, npartitions=4)
+def test_the_workers_write_outputs_of_files_with_their_keys(client, tmp_path):
+    for number in range(6):
+        np.save(tmp_path / f"{number}.npy", X[40 * number : 40 * (number + 1)])
 
-    written = daskdl.predict(
-        nn.Identity(), bag, client=client, output=str(tmp_path / "out")
+    bag = daskdl.predict(
+        *(nn.Identity(), f"{tmp_path}/*.npy"), client=client, keyed=True
     )
+    lines = bag.map(lambda pair: json.dumps([*pair[0], pair[1].tolist()]))
+    written = client.compute(
+        lines.to_textfiles(f"{tmp_path}/out/*.jsonl", compute=False)
+    )
+    client.gather(written)
 
-    found = client.compute(written.to_dask()).result()
-    assert [key for key, _ in found] == [key for key, _ in rows]
-    assert [len(one) for _, one in found] == [len(one) for _, one in rows]
+    rows = [
+        json.loads(line)
+        for path in sorted((tmp_path / "out").iterdir())
+        for line in path.read_text().splitlines()
+    ]
+    assert rows == [
+        [f"{tmp_path}/{i // 40}.npy", i % 40, X[i].tolist()] for i in range(ROWS)
+    ]
+    del bag, lines, written
+    assert still_left_behind(client) == {}

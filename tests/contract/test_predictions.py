@@ -1,4 +1,4 @@
-"""What predict returns and writes for each kind of data, in this process."""
+"""What predict returns for each kind of data, in this process."""
 
 import datetime
 import re
@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import daskdl
-from daskdl.data.storage import Store
+from daskdl.data import files, image_folder, pack_files
 from daskdl.errors import DataError, ModelError, OptionError
-from tests.support import s3
+from tests.support.pictures import folder
 
 X = np.arange(14.0, dtype=np.float32).reshape(7, 2)
 SUMS = X.sum(axis=1).tolist()
@@ -54,22 +54,9 @@ def in_this_thread():
         yield
 
 
-@pytest.fixture(params=["memory", "local"])
-def url(request, tmp_path):
-    if request.param == "local":
-        yield str(tmp_path / "predictions")
-        return
-    yield "memory://daskdl-test-predictions"
-    Store("memory://daskdl-test-predictions").delete_all()
-
-
 def predict(model, data, **options):
     options = {"batch_size": 2, "client": False} | options
     return daskdl.predict(model, data, **options)
-
-
-def write(data, url, model=None, **options):
-    return predict(model or nn.Identity(), data, output=url, **options)
 
 
 def lazy(values=X, rows=3):
@@ -98,23 +85,23 @@ EXAMPLES = [
     {"sum": 21.0, "parts": [[20.0, 22.0], [10]]},
     {"sum": 25.0, "parts": [[24.0, 26.0], [12]]},
 ]
-# Data, a model, the rows in each part, and the outputs.
+# Data, a model, the chunks or the number of partitions, and the outputs.
 KINDS = {
-    "an array": (lazy(rows=(3, 0, 4)), nn.Identity(), (3, 0, 4), X.tolist()),
+    "an array": (lazy(rows=(3, 0, 4)), nn.Identity(), ((3, 0, 4), (2,)), X.tolist()),
     "several outputs of unknown lengths": (
         lazy().map_blocks(lambda block: block, chunks=((np.nan,) * 3, (2,))),
-        *(Both(), (3, 3, 1)),
+        *(Both(), None),
         {"sum": SUMS, "parts": [(2 * X).tolist(), X[:, :1].astype(int).tolist()]},
     ),
     "several inputs, cut in different ways": (
         {"one": lazy(), "other": (lazy(X * 10, rows=2),)},
-        *(OfTwo(), (3, 3, 1), (X * 11).tolist()),
+        *(OfTwo(), ((3, 3, 1), (2,)), (X * 11).tolist()),
     ),
-    "rows in memory": (X, nn.Identity(), (2, 2, 2, 1), X.tolist()),
-    "a bag with keys and shapes": (bag_of(BAG), nn.Identity(), (3, 2), listed(BAG)),
+    "rows in memory": (X, nn.Identity(), None, X.tolist()),
+    "a bag with keys and shapes": (bag_of(BAG), nn.Identity(), 2, listed(BAG)),
     "a bag with empty partitions and several outputs": (
         bag_of(list(X), 3).filter(lambda row: row[0] > 9),
-        *(Both(), (0, 1, 1), EXAMPLES),
+        *(Both(), 3, EXAMPLES),
     ),
     "a list of rows and of examples": (
         [
@@ -122,31 +109,25 @@ KINDS = {
             dask.delayed(X[:4]),
             dask.delayed(list(X[4:]), traverse=False),
         ],
-        *(nn.Identity(), (0, 4, 3), [[], X[:4].tolist(), X[4:].tolist()]),
+        *(nn.Identity(), None, [[], X[:4].tolist(), X[4:].tolist()]),
     ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_are_like_the_data_and_are_written_and_read_back(url, kind):
-    data, model, rows, expected = KINDS[kind]
+def test_outputs_are_like_the_data(kind):
+    data, model, parts, expected = KINDS[kind]
 
-    same = predict(model, data)
-    write(data, url, model)
-    found = daskdl.Predictions(url)
+    outputs = predict(model, data)
 
-    assert found.rows == rows
-    lazily = found.to_dask()
-    for outputs in (same, found.load(), lazily):
-        assert listed(*dask.compute(outputs)) == expected
-    if kind == "an array":
-        assert same.chunks == lazily.chunks == (rows, (2,))
-        assert same.dtype == lazily.dtype == found.load().dtype == np.float32
-        assert listed(same.compute(scheduler="threads")) == expected
-    elif kind != "rows in memory":
-        assert type(same) is type(lazily)
-    if kind.startswith("a bag"):
-        assert same.npartitions == len(rows)
+    assert listed(*dask.compute(outputs)) == expected
+    if isinstance(parts, tuple):
+        assert outputs.chunks == parts
+        assert outputs.dtype == np.float32
+        assert listed(outputs.compute(scheduler="threads")) == expected
+    if isinstance(parts, int):
+        assert isinstance(outputs, dask.bag.Bag)
+        assert outputs.npartitions == parts
 
 
 class TestInMemory:
@@ -346,6 +327,68 @@ class TestKeys:
             predict(nn.Identity(), bag).compute()
 
 
+def row_files(folder):
+    """Files with 3, 3 and 1 rows; return the pairs (key, x) of all rows."""
+    pairs = []
+    for number, rows in enumerate((X[:3], X[3:6], X[6:])):
+        path = folder / f"{number}.npy"
+        np.save(path, rows)
+        pairs += [((str(path), row), x) for row, x in enumerate(rows)]
+    return pairs
+
+
+class TestFiles:
+    def test_outputs_of_paths_are_an_array_and_with_keys_a_lazy_bag(self, tmp_path):
+        pairs = row_files(tmp_path)
+        calls = []
+
+        def noted(outputs):
+            calls.append(len(outputs))
+            return outputs
+
+        outputs = predict(Sum(), f"{tmp_path}/*.npy")
+        bag = predict(Sum(), f"{tmp_path}/*.npy", keyed=True, postprocess=noted)
+
+        assert outputs.tolist() == SUMS
+        assert isinstance(bag, dask.bag.Bag)
+        assert bag.npartitions == 3
+        assert calls == [2]  # the dry run
+        assert bag.compute() == [(key, x.sum()) for key, x in pairs]
+
+    @pytest.mark.parametrize("packed", [False, True], ids=["loose", "packed"])
+    def test_keys_are_the_url_and_the_row_of_a_file(self, packed, tmp_path):
+        (tmp_path / "rows").mkdir()
+        pairs, url = row_files(tmp_path / "rows"), f"{tmp_path}/rows"
+        if packed:
+            target = f"{tmp_path}/packed"
+            pack_files(url, url=target, files_per_shard=2, client=False)
+            url = target
+
+        bag = predict(Both(), files(url), keyed=True).compute()
+
+        outputs = {(url.partition("::")[0][-5:], row): y for (url, row), y in bag}
+        assert len(bag) == len(pairs)
+        for (url, row), x in pairs:
+            output = outputs[url[-5:], row]
+            assert output["sum"] == x.sum()
+            np.testing.assert_array_equal(output["parts"][0], 2 * x)
+
+    def test_the_key_of_an_image_is_its_url(self, tmp_path):
+        folder(tmp_path, [f"{kind}/{i}.png" for kind in ("cat", "dog") for i in "012"])
+        images = image_folder(tmp_path, seed=1, files_per_part=4)
+
+        bag = predict(nn.Flatten(), images, keyed=True)
+        found = bag.compute()
+
+        assert bag.npartitions == 2
+        assert [url for url, _ in found] == [
+            f"{tmp_path}/{path}" for path in images.paths
+        ]
+        np.testing.assert_array_equal(
+            [output for _, output in found], predict(nn.Flatten(), images)
+        )
+
+
 MEMORY_AND_DASK = pytest.mark.parametrize("data", [X, lazy()], ids=["numpy", "dask"])
 
 
@@ -440,12 +483,12 @@ class Several(nn.Module):
     ("model", "output", "message"),
     [
         (Several(dict), "dubble", "output='dubble' is none of the model's outputs, "
-         "'sum', 'double'; a folder is a URL or a path with a slash"),
+         "'sum', 'double'"),
         (Several(Named), 2, "output=2 is none of the model's outputs, 'sum', 'double'"),
         (Sum(), "sums", "output='sums' is none of the model's outputs, which are one "
-         "Tensor; a folder is a URL or a path with a slash"),
-        (Sum(), 1.5, "output must be 'same', the name or position of an output, or a "
-         "folder, as a URL or a path with a slash, got 1.5"),
+         "Tensor"),
+        (Sum(), 1.5, "output must be the name or position of one of the model's "
+         "outputs, or None for all, got 1.5"),
     ],
     ids=["name", "position", "one tensor", "number"],
 )  # fmt: skip
@@ -460,182 +503,3 @@ def test_an_output_that_is_no_tensor_is_told_to_be_left_out():
     assert predict(model, X, output="sum").tolist() == SUMS
     with pytest.raises(ModelError, match="; choose one of several outputs with output"):
         predict(model, X)
-
-
-# ---- written
-
-
-class TestWrittenTables:
-    def test_a_dict_of_columns_makes_one_frame_that_is_read_back(self, url):
-        columns = {"sum": X.sum(axis=1), "first": X[:, 0].astype(np.int32)}
-        expected = pd.DataFrame(columns, TABLE.index)
-
-        same, found = predict(Columns(), table()), write(table(), url, Columns())
-
-        for outputs in (same, found.to_dask()):
-            assert outputs.divisions == table().divisions
-            assert outputs.dtypes.to_dict() == expected.dtypes.to_dict()
-        frames = found.load(), *dask.compute(found.to_dask(), same)
-        for frame in frames:
-            pd.testing.assert_frame_equal(frame, expected, check_index_type=False)
-        few = write(table()[table()["a"] > 11], url, overwrite=True)
-        assert few.rows == (0, 0, 1)
-        assert few.load().index.tolist() == ["z"]
-        assert few.to_dask().compute().index.tolist() == ["z"]
-
-    @pytest.mark.filterwarnings("ignore:The inplace keyword")  # Dask's, of pandas 3.1
-    def test_other_readers_find_one_table(self, tmp_path):
-        write(table(), str(tmp_path), Columns())
-
-        assert dd.read_parquet(str(tmp_path)).compute().index.tolist() == [*"tuvwxyz"]
-        assert pd.read_parquet(tmp_path)["sum"].tolist() == X.sum(axis=1).tolist()
-
-    @pytest.mark.parametrize(
-        "model", [nn.Identity(), nn.Flatten(0)], ids=["frame", "series"]
-    )
-    def test_unnamed_columns_stay_unnamed(self, url, model):
-        frame = dd.from_pandas(TABLE[["a"]], npartitions=2)
-        expected = predict(model, frame).compute()
-
-        found = write(frame, url, model)
-
-        kind = "series" if expected.ndim == 1 else "frame"
-        same = getattr(pd.testing, f"assert_{kind}_equal")
-        # Parquet has one kind of text: the index is of another dtype of pandas.
-        same(found.load(), expected, check_index_type=False)
-        same(found.to_dask().compute(), expected, check_index_type=False)
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"model": Both()}, r"one table .* got \{'sum': \., 'parts'"),
-            (
-                {"postprocess": lambda rows: {5: rows[:, 0], 7: rows[:, 1]}},
-                r"must have text as names .* got \[5, 7\]",
-            ),
-        ],
-        ids=["several tables", "numbers as names"],
-    )
-    def test_outputs_that_parquet_cannot_hold_are_refused(self, url, options, message):
-        with pytest.raises(ModelError, match=message):
-            write(table(2), url, **options)
-
-
-KEYS = [
-    *("ä", b"\x00\xff", 7, 2**80, True, 1.5, ID, NOW, NOW.date()),
-    *(("a", (1, b"b")), np.int64(7), np.str_("x"), np.str_("")),
-    np.datetime64("2026-01-02", "D"),
-]
-
-
-def test_keys_are_read_back_exactly(tmp_path):
-    bag = bag_of([(key, X[0]) for key in KEYS], 1)
-
-    found = [key for key, _ in write(bag, str(tmp_path), keyed=True).load()]
-
-    assert found == KEYS
-    assert list(map(type, found)) == list(map(type, KEYS))
-    unknown = bag_of([(frozenset(), X[0])], 1)
-    with pytest.raises(DataError, match=r"must be str, .* got frozenset\(\), a frozen"):
-        write(unknown, str(tmp_path / "other"), keyed=True)
-
-
-class TestFormerPredictions:
-    def interrupted(self, monkeypatch, url):
-        write_one, parts = Store.write, []
-
-        def stopping(store, name, content):
-            parts.append(name)
-            if len(parts) == 3:
-                raise KeyboardInterrupt
-            write_one(store, name, content)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Store, "write", stopping)
-            with pytest.raises(KeyboardInterrupt):
-                write(lazy(), url, overwrite=True)
-
-    @pytest.mark.parametrize("finished", [True, False], ids=["finished", "unfinished"])
-    def test_they_are_replaced_only_with_overwrite(self, monkeypatch, url, finished):
-        write(lazy(rows=1), url)
-        if not finished:
-            self.interrupted(monkeypatch, url)
-            with pytest.raises(DataError, match="there are no finished predictions in"):
-                daskdl.Predictions(url)
-        Store(url).write("notes.txt", b"mine")
-        before = Store(url).names()
-
-        with pytest.raises(OptionError, match=r"there are predictions in .* overwrite"):
-            write(lazy(), url)
-        assert Store(url).names() == before
-        found = write(lazy() + 1, url, overwrite=True)
-
-        assert found.load().tolist() == (X + 1).tolist()
-        assert len(Store(url).names("part-*")) == 3
-        assert Store(url).names("[!p]*") == ["_predictions.json", "notes.txt"]
-
-    @pytest.mark.parametrize(
-        ("data", "model"),
-        [(lazy(), nn.Linear(9, 9)), (table(2), Both())],
-        ids=["model", "tables"],
-    )
-    def test_a_refused_call_deletes_nothing(self, url, data, model):
-        found = write(lazy(), url)
-
-        with pytest.raises(ModelError):
-            write(data, url, model, overwrite=True)
-
-        assert found.load().tolist() == X.tolist()
-
-    @pytest.mark.parametrize("late", [True, False], ids=["after", "before"])
-    def test_a_part_of_a_worker_believed_dead_is_ignored(self, monkeypatch, url, late):
-        """It may be written before or after the manifest."""
-        write_one, stray = Store.write, []
-
-        def twice(store, name, content):
-            write_one(store, name, content)
-            if name.startswith("part-"):
-                stray.append(f"{name[:12]}00000000.{name.rpartition('.')[2]}")
-                if not late:
-                    write_one(store, stray[-1], b"other content")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Store, "write", twice)
-            write(lazy(), url)
-        if late:
-            for name in stray:
-                Store(url).write(name, b"other content")
-
-        found = daskdl.Predictions(url)
-        assert found.rows == (3, 3, 1)
-        assert found.load().tolist() == found.to_dask().compute().tolist() == X.tolist()
-        assert len(Store(url).names("part-*")) == (6 if late else 3)
-        write(lazy(), url, overwrite=True)
-        assert len(Store(url).names("part-*")) == 3
-
-    def test_batch_files_are_left_alone(self, url):
-        daskdl.data.export(X, url=url, batch_size=4, client=False)
-
-        with pytest.raises(OptionError, match="there are batch files in"):
-            write(lazy(), url, overwrite=True)
-
-
-def test_a_damaged_part_is_named(tmp_path):
-    found = write(lazy(), tmp_path)
-    (path,) = tmp_path.glob("part-000001*")
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-
-    with pytest.raises(DataError, match=r"part-000001.* is damaged: its checksum"):
-        found.load()
-    assert found.to_dask()[:3].compute().tolist() == X[:3].tolist()
-
-
-def test_an_object_store_is_written_to_and_read_from(bucket, s3_endpoint):
-    storage, url = s3.options(s3_endpoint), f"{bucket}/predictions"
-
-    found = write(lazy(), url, storage_options=storage)
-    other = daskdl.Predictions(url, storage)
-
-    assert found.rows == other.rows == (3, 3, 1)
-    assert other.to_dask().compute().tolist() == X.tolist()
-    assert "secret" not in repr(found)

@@ -179,11 +179,6 @@ class Plan:
     def __init__(self, rows, advice, measured, link): ...
     def to_pandas(self): ...
 
-class Predictions:
-    def __init__(self, url, storage_options=None): ...
-    def load(self): ...
-    def to_dask(self): ...
-
 class Predictor:
     def __init__(
         self,
@@ -335,8 +330,7 @@ class Trainer:
         X,
         *,
         batch_size=None,
-        output="same",
-        overwrite=False,
+        output=None,
         postprocess=None,
         keyed=None,
         transform=None,
@@ -456,8 +450,7 @@ def predict(
     *,
     client=None,
     batch_size=None,
-    output="same",
-    overwrite=False,
+    output=None,
     postprocess=None,
     keyed=None,
     transform=None,

@@ -192,7 +192,7 @@ class TestClient:
         own = trainer(None)
         own.model_ = mlp()
 
-        with pytest.raises(OptionError, match="client must be given to predict on a"):
+        with pytest.raises(OptionError, match="lazy outputs need a client, because"):
             own.predict(blocks()[0])
 
 

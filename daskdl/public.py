@@ -33,7 +33,6 @@ from daskdl.errors import (
     WaitTimeoutError,
 )
 from daskdl.evaluation.evaluate import evaluate
-from daskdl.evaluation.per_example import WorstExample, WorstExamples
 from daskdl.evaluation.report import Evaluation
 from daskdl.history import History, LayerTable, RunRecord, StepTable, Stopping
 from daskdl.inference.predictor import Predictor
@@ -101,8 +100,6 @@ __all__ = [
     "Trainer",
     "TrainingMaster",
     "WaitTimeoutError",
-    "WorstExample",
-    "WorstExamples",
     "__version__",
     "evaluate",
     "plan",

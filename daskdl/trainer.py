@@ -31,10 +31,8 @@ from daskdl.data.inputs import (
 from daskdl.errors import OptionError
 from daskdl.evaluation.evaluate import evaluate_model
 from daskdl.evaluation.per_example import (
-    WorstExamples,
     penalty_of,
     score_examples,
-    worst_examples,
 )
 from daskdl.evaluation.report import Evaluation
 from daskdl.history import History
@@ -652,64 +650,6 @@ class Trainer:
             key=key,
             penalty=penalty,
             classes=self.classes_,
-        )
-
-    def errors(
-        self,
-        X: Any,
-        y: Any = None,
-        *,
-        top: int = 50,
-        wrong_only: bool = False,
-        key: Any = None,
-        batch_size: int | None = None,
-        transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
-        label: Any = None,
-        on_bad_batch: OnBad = "raise",
-        storage_options: Mapping[str, Any] | None = None,
-    ) -> WorstExamples:
-        """Find the examples with the largest losses, and their origin.
-
-        Args:
-            X: Inputs, or inputs and labels, of any type that :meth:`fit` takes.
-            y: Labels, or None if `X` includes them.
-            top: Number of examples to return, >= 1; no process keeps more per part.
-            wrong_only: Leave out correctly predicted examples; requires labels that are
-                one class index per row.
-            key: See :meth:`score_examples`. With ``on_bad_batch="skip"``, keys are not
-                detected: pass True for pairs (key, example).
-            batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
-            transform: See :meth:`fit`.
-            loader: For files, see :meth:`fit`.
-            collate_fn: For datasets, see :meth:`fit`.
-            label: Column, or key, of `X` that has the labels, see :meth:`fit`.
-            on_bad_batch: Treatment of parts that cannot be read, see :meth:`fit`.
-            storage_options: fsspec options for paths and URLs, see :meth:`fit`.
-
-        Returns:
-            The examples, worst first; a NaN loss is the worst. Equal losses keep the
-            order of the data. Rows whose labels the loss ignores are left out.
-
-        Raises:
-            OptionError: If an option does not apply to the data.
-        """
-        X, read = self._read(
-            *(X, batch_size, transform, loader, collate_fn, on_bad_batch),
-            *(storage_options, label),
-        )
-        return worst_examples(
-            self._trained_model(),
-            self._objective,
-            X,
-            y,
-            read=read,
-            client=self.client,
-            key=key,
-            classes=self.classes_,
-            top=top,
-            wrong_only=wrong_only,
         )
 
     @_with_answers

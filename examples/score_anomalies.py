@@ -67,18 +67,18 @@ def main():
         blocks = da.from_array(X_test, chunks=(90, 64))
         lazy = trainer.score_examples(blocks, blocks)  # computes each block where it is
         scores = lazy.compute()
-        worst = trainer.errors(X_test, X_test, key=test_digits, top=TOP)
 
+    worst = np.argsort(-scores)[:TOP]
     is_odd = test_digits == odd
     print(
         f"{len(known)} digits without {odd}, {is_odd.sum()} of {len(X_test)} are {odd}"
     )
     print(f"mean loss of {odd}: {scores[is_odd].mean():.4f}")
     print(f"mean loss of others: {scores[~is_odd].mean():.4f}")
-    found = Counter(example.key for example in worst)
-    print(f"among the worst {TOP} are, by digit, {dict(found.most_common())}")
-    print(f"the worst is a {worst[0].key}, in row {worst[0].number}:")
-    print(picture(worst[0].x))
+    counts = Counter(test_digits[worst].tolist())
+    print(f"digits of the {TOP} largest losses: {dict(counts.most_common())}")
+    print(f"row {worst[0]}, a {test_digits[worst[0]]}, has the largest loss:")
+    print(picture(X_test[worst[0]]))
     print(f"ROC AUC {roc_auc_score(is_odd, scores):.4f}")
 
 

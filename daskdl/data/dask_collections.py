@@ -534,17 +534,16 @@ class KeysBeside:
 
     finish: Finish  # makes rows from the others
 
-    def __call__(self, values: list[Any], part: int, keep_keys: bool = False) -> Rows:
-        """Return rows (x, y), or ((x, keys), y) to keep the keys as a list."""
-        *others, last = values
-        keys = last.tolist() if hasattr(last, "tolist") else list(last)
-        x, y = rows = self.finish(others, part=part)
+    def __call__(self, values: list[Any], part: int) -> Rows:
+        """Return the rows, as many as there are keys."""
+        *others, keys = values
+        rows = self.finish(others, part=part)
         if len(keys) != batching.length(rows):
             raise DataError(
                 f"part {part} has {batching.length(rows)} rows and {len(keys)} keys; "
                 "take key from the same collection as X, or partition it like X"
             )
-        return ((x, keys), y) if keep_keys else rows
+        return rows
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,21 @@
-"""The loss of each example, and the examples with the largest losses.
+"""The loss of each example.
 
-Hides which losses are computed for a whole batch at once, how keys and positions
-identify examples, and how the worst of all parts are selected: NaN first, then the
-largest losses; equal losses in the order of the data.
+Hides which losses are computed for a whole batch at once, and how keys identify
+examples.
 """
 
 import copy
-import functools
-import itertools
-import math
-import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, overload
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from dask.delayed import delayed
 from distributed import Client
 from torch import Tensor, nn, optim
-from torch.nn import functional
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from daskdl.config import check_count
 from daskdl.data import batching, checks, dask_collections
 from daskdl.data import source as sources
 from daskdl.data.batching import Batch, Rows, Tree
@@ -38,7 +30,6 @@ from daskdl.evaluation.evaluate import (
     warn_of_unscored,
     without_gradients,
 )
-from daskdl.evaluation.report import Table, Text, as_text, decimals
 from daskdl.inference.lazy import (
     Ask,
     Examples,
@@ -47,7 +38,6 @@ from daskdl.inference.lazy import (
     with_first_rows,
 )
 from daskdl.keras.module import CrossEntropyOfProbabilities
-from daskdl.losses import aligned, probabilities, scale_of
 from daskdl.objective import Objective, OwnStep, Penalised, batch_loss, call, scored
 from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.util import check_outlives, client_or_process
@@ -96,56 +86,6 @@ def score_examples(
     return scores if keys is None else keys.index(scores)
 
 
-def worst_examples(
-    model: nn.Module,
-    objective: Objective,
-    X: Any,
-    y: Any = None,
-    *,
-    read: ReadOptions,
-    client: Client | Literal[False] | None,
-    key: Any = None,
-    classes: Sequence[str] | None = None,
-    top: int = 50,
-    wrong_only: bool = False,
-) -> "WorstExamples":
-    """Find the examples with the largest losses, see :meth:`daskdl.Trainer.errors`."""
-    check_count("top", top)
-    X, y, read = unified(X, y, read)
-    X, keys = keys_apart(X, key)
-    with client_or_process(client) as found:
-        source = _source(model, objective, X, y, read, found, key, keys, classes)
-        keyed = key is True or (keys is not None and keys.lazy)
-        if isinstance(source, Examples):  # the first example shows if there are keys
-            keyed, source = bool(source.reader.keyed), source.stacked()
-        if keyed and isinstance(source, Collections):
-            source = source.finished(functools.partial(source.finish, keep_keys=True))
-        if keys is not None:
-            keys.check(source)
-        scorer = _scorer(
-            model, objective, source, read, wrong_only=wrong_only, here=found is False
-        )
-        finding = functools.partial(_worst_of_part, scorer, top, wrong_only, keyed)
-        rows: dict[int, int] = {}
-        worst: list[Found] = []
-        for part, (count, more) in map_split(source, finding, found):
-            rows[part] = count
-            worst = _worst([*worst, *more], top)
-        total = sum(rows.values())
-        lengths = source.lengths or [rows[part] for part in sorted(rows)]
-        if keys is not None:
-            keys.check_count(sum(lengths))
-        starts = [0, *itertools.accumulate(lengths)]
-        located = []
-        for part, example in worst:
-            number = starts[part] + example.row
-            if keys is not None and not keys.lazy:
-                example = replace(example, key=keys.values[number])
-            shown = None if source.sequential else number
-            located.append(replace(example, number=shown))
-        return WorstExamples(tuple(located), total, source.classes or classes)
-
-
 def _source(
     model: nn.Module,
     objective: Objective,
@@ -168,8 +108,6 @@ def _source(
         source = Examples(X, key if isinstance(key, bool) else None)
         source = source.arranged(read.expected_columns, classes)
         source.trained = trained
-        if read.skips:
-            source = source.stacked()
     if keys is not None and keys.lazy and isinstance(source, Collections):
         source = source.beside(keys.values)
     if read.skips:
@@ -191,16 +129,6 @@ def _like(X: Any, scores: np.ndarray) -> Any:
 # ---- scoring
 
 
-class Scored(NamedTuple):
-    """Losses and predictions of rows, numpy arrays."""
-
-    losses: np.ndarray  # float64
-    ignored: np.ndarray | None = None  # rows all of whose labels the loss ignores
-    labels: np.ndarray | None = None  # None: not one class index per row
-    predicted: np.ndarray | None = None  # the class with the largest output
-    probabilities: np.ndarray | None = None  # of the label; None: unknown
-
-
 @dataclass(frozen=True)
 class ExampleScorer(Scorer):
     """Scores each row of a part."""
@@ -219,7 +147,7 @@ class ExampleScorer(Scorer):
     def _losses(self, placed: Iterable[tuple[int, Rows]]) -> np.ndarray:
         found, count = [np.zeros(0)], 0
         for start, rows in placed:
-            losses = self.scored(rows, predict=False).losses
+            losses = self.losses(rows)
             found += [np.full(start - count, np.nan), losses]
             count = start + len(losses)
         return np.concatenate(found)
@@ -263,11 +191,11 @@ class ExampleScorer(Scorer):
             elif one_each:
                 start += 1
 
-    def scored(self, rows: Rows, *, predict: bool) -> Scored:
-        """Score rows, in order; also predict classes, if asked to."""
+    def losses(self, rows: Rows) -> np.ndarray:
+        """Return the loss of each row, in order, float64."""
         module, objective, device = self.unpacked()
         dtype = batching.floating_dtype(module)
-        found: list[Scored] = []
+        losses = [np.zeros(0)]
         for batch in batching.batches([batching.whole(rows)], self.batch_size):
             made = batch
             if self.transform is not None:
@@ -275,22 +203,9 @@ class ExampleScorer(Scorer):
                 check_rows_kept(made, batching.length(batch))
             made = batching.to_device(*made, device, dtype)
             with without_gradients(objective):
-                each, output = example_losses(
-                    module, objective, made, by_rows=self.by_rows
-                )
-                scored = Scored(each.numpy() + self.penalty)
-                if predict:
-                    ignored = _ignored(objective, made[1])
-                    guessed = class_predictions(objective, output, made[1]) or ()
-                    scored = Scored(scored.losses, ignored, *guessed)
-                found.append(scored)
-        if not found:
-            return Scored(np.zeros(0))
-        joined: Any = (
-            None if any(one is None for one in some) else np.concatenate(some)
-            for some in zip(*found, strict=True)
-        )
-        return Scored(*joined)
+                each = example_losses(module, objective, made, by_rows=self.by_rows)
+            losses.append(each.numpy() + self.penalty)
+        return np.concatenate(losses)
 
 
 def check_rows_kept(made: Batch, rows: int) -> None:
@@ -311,7 +226,6 @@ def _scorer(
     *,
     here: bool,
     penalty: float = 0.0,
-    wrong_only: bool = False,
 ) -> ExampleScorer:
     """Return a scorer after a dry run on two rows."""
     own = isinstance(objective, OwnStep)
@@ -323,23 +237,15 @@ def _scorer(
         if run.labels is not None:
             run.labels.check_source(source)
         check_rows_kept(run.batch, SHOWN_ROWS)
-        x, y = run.batch
         try:
             with torch.no_grad():
-                by_rows = not own and has_rows(module, x)
-                _, output = example_losses(
-                    module, loss.unpack(), run.batch, by_rows=by_rows
-                )
+                by_rows = not own and has_rows(module, run.batch[0])
+                example_losses(module, loss.unpack(), run.batch, by_rows=by_rows)
         except checks.USER_ERRORS as error:
             raise ModelError(
                 f"{'step' if own else 'loss'} failed on a batch of one row, which "
                 f"scores one example: {error}"
             ) from error
-    if wrong_only and class_predictions(objective, output, y) is None:
-        raise OptionError(
-            "wrong_only=True needs a loss, labels that are one class index for each "
-            "row, and a model that gives one output for each class"
-        )
     return ExampleScorer(
         packed,
         loss,
@@ -392,13 +298,9 @@ _OF_ROWS = (
 
 def example_losses(
     module: nn.Module, objective: Objective, batch: Batch, *, by_rows: bool
-) -> tuple[Tensor, Any]:
-    """Return the loss of each example, as a batch of one, and the outputs of all.
-
-    The outputs are None if the model was called for each row.
-    """
+) -> Tensor:
+    """Return the loss of each example, as a batch of one, float64 on the CPU."""
     cuts = [slice(i, i + 1) for i in range(batching.length(batch))]
-    output = None
     if isinstance(objective, OwnStep) or not by_rows:
         ones = (batching.rows(batch, cut) for cut in cuts)
         each = [batch_loss(objective, module, one) for one in ones]
@@ -407,12 +309,12 @@ def example_losses(
         output = scored(call(module, x))
         losses = _losses_at_once(objective, output, y)
         if losses is not None:
-            return losses.double().cpu(), output
+            return losses.double().cpu()
         each = [
             objective(batching.rows(output, cut), batching.rows(y, cut)) for cut in cuts
         ]
     losses = torch.stack([loss.detach().reshape(()) for loss in each])
-    return losses.double().cpu(), output
+    return losses.double().cpu()
 
 
 def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
@@ -443,40 +345,6 @@ def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
     if loss.weight is not None:
         weights = loss.weight[y.where(counted, 0)] * counted
     return values.sum(1) / weights.reshape(len(values), -1).sum(1)
-
-
-def class_predictions(
-    loss: Any, output: Any, y: Tree
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-    """Return labels, predicted classes and probabilities, see `Scored`.
-
-    None unless labels are one class index per row. The probability of an ignored label
-    is NaN.
-    """
-    output, y = aligned(loss, output, y)
-    if not checks.is_classification(output, y) or y.ndim != 1:
-        return None
-    labels, predicted = (t.cpu().numpy() for t in (y, output.argmax(dim=1)))
-    function = loss.func if isinstance(loss, functools.partial) else loss
-    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and function not in (
-        functional.cross_entropy,
-        functional.nll_loss,
-    ):
-        return labels, predicted, None
-    chances = probabilities(output, scale_of(loss, output), over_classes=True)
-    known = (y >= 0) & (y < chances.shape[1])
-    picked = chances.gather(1, y.where(known, 0)[:, None])[:, 0]
-    picked = picked.where(known, torch.nan)
-    return labels, predicted, picked.cpu().numpy()
-
-
-def _ignored(loss: Any, y: Tree) -> np.ndarray | None:
-    """Return a mask of the rows whose labels are all ignored."""
-    label = checks.ignored_label(loss)
-    if label is None or not isinstance(y, Tensor):
-        return None
-    ignored: np.ndarray = (y == label).reshape(len(y), -1).all(dim=1).cpu().numpy()
-    return ignored
 
 
 # Optimizers that add ``weight_decay * parameter`` to the gradient, which is the
@@ -677,196 +545,3 @@ def _series(scores: Any, keys: Any, name: Any) -> Any:
 
     index = pandas.Index(keys, name=name, tupleize_cols=False)
     return pandas.Series(np.asarray(scores), index, name="score")
-
-
-# ---- the worst
-
-
-@dataclass(frozen=True)
-class WorstExample:
-    """One example, its loss and its prediction.
-
-    Attributes:
-        loss: Loss of a batch with only this example.
-        part: Origin: the URL of a file, or the name of a partition.
-        row: Row within the part, from 0.
-        number: Row within all data, from 0; None if the data have no order.
-        key: Its key, or None.
-        label: A class index; None if labels are not one class index per row.
-        predicted: The class with the largest output; None if `label` is None.
-        probability: Probability of the label; None if the loss does not determine the
-            meaning of the outputs.
-        x: The row as arrays without the axis of rows, before any transform.
-        y: The labels in the same form, or None.
-    """
-
-    loss: float
-    part: str
-    row: int
-    number: int | None = None
-    key: Any = None
-    label: int | None = None
-    predicted: int | None = None
-    probability: float | None = None
-    x: Tree = field(default=None, repr=False, compare=False)
-    y: Tree = field(default=None, repr=False, compare=False)
-
-
-@dataclass(frozen=True, repr=False)
-class WorstExamples(Sequence[WorstExample]):
-    """The worst examples, worst first; a sequence of `WorstExample`.
-
-    Attributes:
-        examples: The examples.
-        rows: Number of rows that were scored.
-        classes: Names of the labels 0, 1, ..., or None.
-
-    Example:
-        >>> found = WorstExample(2.5, "part 0", 3, number=3, label=1, predicted=0)
-        >>> print(WorstExamples((found,), rows=10))
-        the worst 1 of 10 examples
-        <BLANKLINE>
-                                 loss  label  predicted  probability
-        row 3 (part 0, row 3)  2.5000      1          0            -
-    """
-
-    examples: tuple[WorstExample, ...]
-    rows: int
-    classes: Sequence[str] | None = None
-
-    @overload
-    def __getitem__(self, index: int) -> WorstExample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[WorstExample]: ...
-    @override
-    def __getitem__(self, index: int | slice) -> WorstExample | Sequence[WorstExample]:
-        return self.examples[index]
-
-    @override
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def to_pandas(self) -> Any:
-        """Return a `pandas.DataFrame` with a row for each example, without x and y.
-
-        Raises:
-            OptionError: If pandas is missing.
-        """
-        try:
-            import pandas
-        except ImportError as error:
-            raise OptionError(
-                "to_pandas needs pandas; pip install 'daskdl[dataframe]'"
-            ) from error
-        columns = ["loss", "label", "predicted", "probability"]
-        columns += ["part", "row", "number", "key"]
-        rows = map(operator.attrgetter(*columns), self.examples)
-        return pandas.DataFrame(rows, columns=columns)
-
-    @override
-    def __repr__(self) -> str:
-        return f"<WorstExamples: {len(self)} of {self.rows}>"
-
-    @override
-    def __str__(self) -> str:
-        rows = []
-        for one in self.examples:
-            where = f"{one.part}, row {one.row}"
-            if one.number is not None:
-                where = f"row {one.number} ({where})"
-            if one.key is not None:
-                where += f", key {one.key!r}"
-            classes = map(self._name, (one.label, one.predicted))
-            chance = math.nan if one.probability is None else one.probability
-            rows.append((where, f"{one.loss:.4f}", *classes, decimals(chance)))
-        title = Text(f"the worst {len(self)} of {self.rows} examples")
-        columns = ["", "loss", "label", "predicted", "probability"]
-        return as_text([title, Table(rows, columns)])
-
-    def _name(self, number: int | None) -> str:
-        if number is None:
-            return "-"
-        names = self.classes or ()
-        return str(names[number] if 0 <= number < len(names) else number)
-
-
-Found = tuple[int, WorstExample]  # the part, and an example of it
-
-
-class _WithoutKeys(Source):
-    """A part of another source whose inputs are (x, keys); collects the keys."""
-
-    parts = 1
-    lengths = None
-    first = None
-
-    def __init__(self, source: Source) -> None:
-        self.keys: list[Any] = []  # of the rows that have been loaded
-        self._source = source
-
-    @override
-    def name(self, part: int) -> str:
-        return self._source.name(part)
-
-    @override
-    def load(self, part: int) -> Rows:
-        (x, keys), y = self._source.load(part)
-        self.keys += keys
-        return x, y
-
-
-def _worst_of_part(
-    scorer: ExampleScorer,
-    top: int,
-    wrong_only: bool,
-    keyed: bool,
-    source: Source,
-    part: int,
-) -> tuple[int, list[Found]]:
-    """Return the number of rows of a part that were scored, and the worst of them.
-
-    If `keyed`, the inputs of the source are (x, keys).
-    """
-    without = _WithoutKeys(source) if keyed else None
-    source = without or source
-    count, found = 0, list[Found]()
-    for start, rows in scorer.rows(source, part):
-        losses, ignored, labels, predicted, chances = scorer.scored(rows, predict=True)
-        chosen = np.ones(len(losses), bool) if ignored is None else ~ignored
-        if wrong_only and labels is not None:
-            chosen &= predicted != labels
-        candidates = np.flatnonzero(chosen)
-        for i in candidates[_worst_first(losses[candidates])[:top]].tolist():
-            x, y = _row(i, rows)
-            one = WorstExample(
-                float(losses[i]),
-                source.name(part),
-                start + i,
-                key=None if without is None else without.keys[start + i],
-                label=None if labels is None else int(labels[i]),
-                predicted=None if predicted is None else int(predicted[i]),
-                probability=None if chances is None else float(chances[i]),
-                x=x,
-                y=y,
-            )
-            found.append((part, one))
-        found = _worst(found, top)
-        count += len(losses)
-    return count, found
-
-
-def _row(i: int, tree: Tree) -> Tree:
-    return batching.mapped(lambda leaf: np.array(leaf[i]), tree)
-
-
-def _worst(found: Sequence[Found], top: int) -> list[Found]:
-    """Return the `top` worst examples, worst first."""
-    in_order = sorted(found, key=lambda one: (one[0], one[1].row))
-    losses = np.array([one.loss for _, one in in_order], dtype=np.float64)
-    return [in_order[i] for i in _worst_first(losses)[:top].tolist()]
-
-
-def _worst_first(losses: np.ndarray) -> np.ndarray:
-    """Return the order by loss, NaN first; equal losses keep their order."""
-    missing = np.isnan(losses)
-    return np.lexsort((-np.where(missing, 0, losses), ~missing))

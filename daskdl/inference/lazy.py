@@ -130,20 +130,6 @@ class ExampleReader:
                 outputs[place] = batching.rows(rows, row)
         return outputs if keys is None else list(zip(keys, outputs, strict=True))
 
-    def stacked(self, values: list[Any], part: int, keep_keys: bool = False) -> Rows:
-        """Return the rows of a part whose examples are of one shape.
-
-        The keys are dropped, or kept as a list: rows are then ((x, keys), y).
-        """
-        (value,) = values
-        if not (self.bag or self.keyed or isinstance(value, list)):
-            return self.rows(values, part)
-        name, examples, keys = f"part {part}", list(value), list[Any]()
-        if self.keyed:
-            keys, examples = split_keys(examples, name)
-        x, y = dask_collections.stacked(examples, name)
-        return ((x, keys), y) if keep_keys else (x, y)
-
     def first_rows(self, value: Any, part: int) -> tuple[Facts | None, bool]:
         """Return rows for a dry run, if the part has any, and whether it has keys."""
         if not (self.bag or isinstance(value, list)):
@@ -193,13 +179,6 @@ class Examples(Collections):
         super().__init__(pairs.partitions, _unread)
         self.columns = pairs.columns
         self.reader = ExampleReader(pairs.finish, bag, keyed)
-
-    def stacked(self) -> Collections:
-        """Return the same data for examples of one shape: parts have rows."""
-        finish = self.reader.stacked
-        source = Collections(self.partitions, finish, first=self.first)
-        source.columns, source.trained = self.columns, self.trained
-        return source
 
     @override
     def _arrange_(

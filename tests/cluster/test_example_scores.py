@@ -1,8 +1,7 @@
-"""Scores of examples, and the worst of them, over the workers of a cluster."""
+"""Scores of examples over the workers of a cluster."""
 
 import os
 
-import dask.array as da
 import numpy as np
 import pytest
 from torch import nn
@@ -16,8 +15,6 @@ from tests.support.scored import (
     X,
     Y,
     blocks,
-    files,
-    keyed_lists,
     keyed_pairs,
     table,
     trainer,
@@ -72,26 +69,6 @@ def test_lazy_scores_have_keys(forgetful, expected):
     names, values = zip(*client.compute(of_bag).result(), strict=True)
     assert list(names) == IDS
     np.testing.assert_allclose(values, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("kind", ["numpy", "array", "bag", "futures", "files"])
-def test_the_worst_are_found_exactly(client, expected, tmp_path, kind):
-    data, key = {
-        "numpy": ((X, Y), IDS),
-        "array": (blocks(), da.from_array(np.array(IDS), chunks=17)),
-        "bag": ((keyed_pairs(),), True),
-        "futures": ((client.compute(keyed_lists()),), True),
-        "files": (files(tmp_path) if kind == "files" else (), IDS),
-    }[kind]
-
-    worst = trainer(client=client).errors(*data, key=key, top=9, batch_size=4)
-
-    rows = np.argsort(-expected, kind="stable")[:9]
-    assert [one.number for one in worst] == rows.tolist()
-    assert [one.key for one in worst] == [IDS[i] for i in rows]
-    np.testing.assert_array_equal([one.x for one in worst], X[rows])
-    del data  # the futures
-    assert still_left_behind(client) == {}
 
 
 @pytest.mark.slow

@@ -73,22 +73,15 @@ class TestKeys:
         assert len(scores) >= 30
         assert rows_of_scores(scores) == pytest.approx(scores.index.to_numpy())
 
-    def test_the_worst_have_the_keys_of_their_rows(self, kind, tmp_path):
-        own, key = _keyed(kind, tmp_path)
-
-        worst = trainer().errors(*own, key=key, top=9)
-
-        assert len(worst) == 9
-        assert [one.key for one in worst] == [one.x.item() for one in worst]
-        assert [one.key for one in worst] == [-one.y.item() for one in worst]
-
 
 def test_keys_of_examples_are_of_the_computation_that_is_scored():
     keyed = examples().map(lambda pair: (int(pair[0].item()), pair))
 
-    worst = trainer().errors(keyed, key=True, top=9)
+    pairs = trainer().score_examples(keyed, key=True).compute(scheduler="sync")
 
-    assert [one.key for one in worst] == [one.x.item() for one in worst]
+    keys, scores = zip(*pairs, strict=True)
+
+    assert rows_of_scores(np.array(scores)) == pytest.approx(keys)
 
 
 @pytest.mark.parametrize("kind", FRAMES)

@@ -63,7 +63,6 @@ def test_storage_options_open_the_store_in_each_call(bucket, s3_endpoint, tmp_pa
     assert 0 <= trainer.evaluate(url, **own)["accuracy"] <= 1
     assert "accuracy" in daskdl.evaluate(trainer.model_, url, client=False, **own)
     assert len(trainer.score_examples(url, **own)) == 3
-    assert len(trainer.errors(url, **own)) == 3
     assert len(trainer.predict(url, **own)) == 3
     assert len(daskdl.predict(trainer.model_, url, client=False, **own)) == 3
     assert Standardize().fit(url, client=False, **own).scalings.shift == pytest.approx(

@@ -175,15 +175,15 @@ def test_an_evaluation_is_printed_and_drawn(tmp_path):
 
 
 def test_anomalies_have_the_largest_losses():
-    heading, odd, others, found, worst, *picture, area = run(
+    heading, odd, others, digits, worst, *picture, area = run(
         EXAMPLES / "score_anomalies.py"
     )
 
     assert heading == "1130 digits without 4, 54 of 540 are 4"
     assert number(odd) > 2 * number(others)
-    counts = re.search(r"are, by digit, \{4: (\d+), ", found)
+    counts = re.search(r"largest losses: \{4: (\d+), ", digits)
     assert int(counts[1]) >= 25  # of 50, where chance would make it 5
-    assert re.fullmatch(r"the worst is a \d, in row \d+:", worst)
+    assert re.fullmatch(r"row \d+, a \d, has the largest loss:", worst)
     assert [len(line) for line in picture] == [16] * 8
     assert number(area) >= 0.93
 

@@ -267,65 +267,15 @@ def test_several_outputs_are_cut_only_where_they_follow_the_rows(case):
     torch.testing.assert_close(found, LOGITS.sum(1) + LABELS)
 
 
-CHANCES = LOGITS.softmax(1)
-GUESSED = {
-    "module": (nn.CrossEntropyLoss(), LOGITS),
-    "partial": (functools.partial(functional.cross_entropy, ignore_index=9), LOGITS),
-    "nll": (nn.NLLLoss(), LOGITS.log_softmax(1)),
-    "keras": (CrossEntropyOfProbabilities(), CHANCES),
-    "hinge": (nn.MultiMarginLoss(), LOGITS),
-    "own": (lambda out, y: functional.cross_entropy(out, y), LOGITS),
-}
-
-
-@pytest.mark.parametrize(("loss", "output"), GUESSED.values(), ids=GUESSED)
-def test_the_loss_determines_probabilities(loss, output):
-    found = sorted(trainer(loss=loss).errors(output, LABELS), key=lambda e: e.number)
-
-    assert [one.predicted for one in found] == CHANCES.argmax(1).tolist()
-    assert [one.label for one in found] == LABELS.tolist()
-    chances = [one.probability for one in found]
-    if isinstance(loss, nn.MultiMarginLoss) or loss is GUESSED["own"][0]:
-        assert chances == [None] * ROWS
-    else:
-        assert chances == pytest.approx(CHANCES[range(ROWS), LABELS].tolist())
-
-
-@pytest.mark.parametrize(
-    ("loss", "output", "y"),
-    [
-        (nn.MSELoss(), LOGITS, LOGITS),
-        (nn.CrossEntropyLoss(), LONG_LOGITS, LONG_LABELS),
-        (nn.CrossEntropyLoss(), LOGITS, CHANCES),
-        (lambda out, y: functional.cross_entropy(out, y["a"]), LOGITS, {"a": LABELS}),
-    ],
-    ids=["numbers", "sequence", "probabilities", "several"],
-)
-def test_there_is_a_prediction_only_of_one_class_for_each_row(loss, output, y):
-    own = trainer(loss=loss)
-
-    found = own.errors(output, y)
-
-    assert len(found) == ROWS  # and none of them is ignored
-    assert {(one.label, one.predicted, one.probability) for one in found} == {
-        (None, None, None)
-    }
-    with pytest.raises(OptionError, match="wrong_only=True needs a loss"):
-        own.errors(output, y, wrong_only=True)
-
-
 def test_a_row_is_ignored_if_all_its_labels_are():
     y = LONG_LABELS.clone()
     y[2] = 9
     y[3, 0] = 9
     loss = nn.CrossEntropyLoss(ignore_index=9)
 
-    found = trainer(loss=loss).errors(LONG_LOGITS, y)
-
     assert scores(loss, LONG_LOGITS, y).isnan().tolist() == [
         i == 2 for i in range(ROWS)
     ]
-    assert sorted(one.number for one in found) == [0, 1, 3, 4]
 
 
 # ---- the penalty

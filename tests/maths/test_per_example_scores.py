@@ -1,8 +1,6 @@
-"""Scores of examples and the worst of them, in this process."""
+"""Scores of examples, in this process."""
 
 import itertools
-import math
-import pickle
 
 import dask
 import dask.array as da
@@ -13,8 +11,6 @@ import pandas as pd
 import pytest
 import torch
 from dask import delayed
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn, optim
 from torch.utils.data import IterableDataset, TensorDataset
 
@@ -23,8 +19,6 @@ from daskdl import (
     ModelError,
     OptionError,
     Trainer,
-    WorstExample,
-    WorstExamples,
 )
 from daskdl.data.images import image_folder
 from tests.support.pictures import folder
@@ -45,7 +39,6 @@ from tests.support.scored import (
     table,
     trainer,
 )
-from tests.support.sources import Parts, Streamed
 
 
 def losses(own, x=X, y=Y):
@@ -214,7 +207,7 @@ class TestKeys:
         key = da.from_array(np.arange(4), chunks=1)
 
         with pytest.raises(DataError, match="part 0 has 31 rows and 1 keys"):
-            own.errors(x[keep], y[keep], key=key)
+            now(own.score_examples(x[keep], y[keep], key=key))
 
     def test_keys_of_a_stream_are_refused(self, own):
         with pytest.raises(OptionError, match="in no order"):
@@ -226,12 +219,10 @@ def halved(batch):
     return x / 2, y
 
 
-def test_a_transform_comes_before_the_model_and_leaves_rows_as_they_were(own):
+def test_a_transform_comes_before_the_model(own):
     scores = own.score_examples(X, Y, transform=halved)
-    one = own.errors(X, Y, top=1, transform=halved)[0]
 
     np.testing.assert_allclose(scores, losses(own, X / 2), **CLOSE)
-    np.testing.assert_array_equal(one.x, X[one.number])
 
 
 def first_only(batch):
@@ -264,10 +255,9 @@ MISSING[7] = np.nan
     ],
     ids=["no labels", "unseen class", "empty", "missing", "one row", "transform"],
 )
-@pytest.mark.parametrize("method", ["score_examples", "errors"])
-def test_arguments_that_cannot_be_scored_are_refused(options, data, message, method):
+def test_arguments_that_cannot_be_scored_are_refused(options, data, message):
     with pytest.raises((DataError, ModelError), match=message):
-        getattr(trainer(**options), method)(*data)
+        trainer(**options).score_examples(*data)
 
 
 def test_a_wrong_label_of_a_lazy_part_is_named_when_it_is_computed(own):
@@ -306,12 +296,9 @@ class TestSkipping:
         (tmp_path / "1.npz").write_bytes(b"torn")
 
         scores = own.score_examples(tmp_path, on_bad_batch="skip")
-        worst = own.errors(tmp_path, top=60, on_bad_batch="skip")
 
         expected = np.delete(losses(own), slice(30, 60))
         np.testing.assert_allclose(scores, expected, **CLOSE)
-        assert worst.rows == 60
-        assert max(one.number for one in worst) == 59
 
     @pytest.mark.parametrize("torn", [[5], [7], [4, 5, 6, 7]], ids=str)
     def test_of_several_files_in_a_part_only_the_torn_ones_have_no_score(
@@ -328,180 +315,19 @@ class TestSkipping:
         expected[torn] = np.nan
 
         scores = own.score_examples(source, on_bad_batch="skip")
-        worst = own.errors(source, key=source.paths, top=9, on_bad_batch="skip")
+        keyed = own.score_examples(source, key=source.paths, on_bad_batch="skip")
 
         np.testing.assert_allclose(scores, expected, **CLOSE)
-        numbers = [one.number for one in worst]
-        assert numbers == np.argsort(-expected, kind="stable")[: 9 - len(torn)].tolist()
-        assert [one.key for one in worst] == [source.paths[i] for i in numbers]
-        assert [one.row for one in worst] == [i % 4 for i in numbers]
-        assert worst.rows == 9 - len(torn)
+        np.testing.assert_allclose(keyed, expected, **CLOSE)
+        assert list(keyed.index) == list(source.paths)
 
     def test_lazy_data_cannot_be_skipped(self, own):
         with pytest.raises(OptionError, match="for Dask's collections"):
             own.score_examples(*blocks(), on_bad_batch="skip")
 
 
-class TestErrors:
-    """The worst examples."""
-
-    @staticmethod
-    def order(own):
-        return np.argsort(-losses(own), kind="stable")
-
-    @pytest.mark.parametrize(
-        ("data", "key"),
-        [
-            ((X, Y), IDS),
-            (blocks(), lazy_ids()),
-            (labelled(table()), "id"),
-            ((keyed_pairs(),), True),
-            ((keyed_pairs(),), None),
-            ((keyed_lists(),), True),
-            ((keyed_lists(),), None),
-        ],
-        ids=[
-            *("numpy", "dask.array", "dask.dataframe", "bag", "bag by itself"),
-            *("delayed", "delayed by itself"),
-        ],
-    )
-    def test_the_worst_are_found_with_their_origin(self, own, data, key):
-        worst = own.errors(*data, key=key, top=7, batch_size=8)
-
-        expected = self.order(own)[:7]
-        assert [one.number for one in worst] == expected.tolist()
-        assert [one.key for one in worst] == [IDS[i] for i in expected]
-        assert worst.rows == ROWS
-        for one in worst:
-            np.testing.assert_array_equal(one.x, X[one.number])
-            assert one.y == Y[one.number] == one.label
-            assert one.loss == pytest.approx(losses(own)[one.number], rel=1e-5)
-            assert one.probability == pytest.approx(np.exp(-one.loss), rel=1e-5)
-
-    def test_examples_in_delayed_lists_need_no_keys(self, own):
-        worst = own.errors(pairs().to_delayed(), top=7, batch_size=8)
-
-        assert [one.number for one in worst] == self.order(own)[:7].tolist()
-        assert {one.key for one in worst} == {None}
-
-    def test_keys_of_lists_that_cannot_be_read_are_left_out(self, own):
-        torn = delayed(lambda: 1 / 0)()
-
-        first, *others = keyed_lists()
-        worst = own.errors([first, torn, *others], key=True, top=7, on_bad_batch="skip")
-
-        assert [one.key for one in worst] == [IDS[i] for i in self.order(own)[:7]]
-
-    def test_a_file_is_named_by_its_url(self, own, tmp_path):
-        worst = own.errors(*files(tmp_path), top=3)
-
-        for one in worst:
-            assert one.part.endswith(f"{tmp_path}/{one.number // 30}.npz")
-            assert one.row == one.number % 30
-
-    def test_rows_of_a_stream_have_no_number(self, own):
-        worst = own.errors(Stream(), top=3, batch_size=8)
-
-        assert [one.row for one in worst] == self.order(own)[:3].tolist()
-        assert [one.number for one in worst] == [None, None, None]
-        assert [one.part for one in worst] == ["part 0 of 1"] * 3
-
-    def test_wrong_only_leaves_out_correct_predictions(self, own):
-        with torch.no_grad():
-            predicted = own.model_(torch.from_numpy(X)).argmax(1).numpy()
-
-        worst = own.errors(X, Y, top=ROWS, wrong_only=True)
-
-        wrong = [i for i in self.order(own) if predicted[i] != Y[i]]
-        assert [one.number for one in worst] == wrong
-        assert [one.predicted for one in worst] == predicted[wrong].tolist()
-
-
-@pytest.mark.parametrize("method", ["score_examples", "errors"])
-def test_an_untrained_trainer_cannot_score(method):
+def test_an_untrained_trainer_cannot_score():
     own = Trainer(nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.optim.SGD, client=False)
 
     with pytest.raises(OptionError, match="call fit first"):
-        getattr(own, method)(X, Y)
-
-
-# ---- how the worst are found and shown
-
-
-LOSSES = st.sampled_from(
-    [0.0, -0.0, 1.0, 1.0, 2.5, -1.0, math.inf, -math.inf, math.nan]
-)
-
-
-def worst_first(losses):
-    """Missing ones first, then the largest; of equal ones the first."""
-    missing = [i for i, loss in enumerate(losses) if math.isnan(loss)]
-    others = [i for i in range(len(losses)) if i not in missing]
-    return missing + sorted(others, key=lambda i: -losses[i])
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    losses=st.lists(LOSSES, min_size=1, max_size=20),
-    cuts=st.lists(st.integers(0, 20), max_size=4),
-    top=st.integers(1, 6),
-    kind=st.sampled_from([Parts, Streamed]),
-)
-def test_the_worst_of_all_parts_are_found_in_order(losses, cuts, top, kind):
-    edges = [0, *sorted(min(cut, len(losses)) for cut in cuts), len(losses)]
-    rows = np.array(losses, np.float32)[:, None]
-    labels = np.zeros(len(losses), np.float32)
-    spans = [slice(a, b) for a, b in itertools.pairwise(edges)]
-    source = kind(*((rows[span], labels[span]) for span in spans))
-    source.first = rows[:2], labels[:2]
-    own = Trainer(nn.Identity(), lambda x, y: x.sum(), optim.SGD, client=False)
-    own.model_ = own.model
-
-    found = own.errors(source, top=top, batch_size=3)
-
-    names = [source.name(part) for part in range(source.parts)]
-    places = [edges[names.index(one.part)] + one.row for one in found]
-    assert places == worst_first(losses)[:top]
-    assert found.rows == len(losses)
-
-
-@pytest.fixture
-def worst():
-    examples = (
-        WorstExample(math.nan, "s3://b/1.npz", 4, 34, "k34", 2, 0, math.nan),
-        WorstExample(2.5, "s3://b/0.npz", 1, 1, "k1", 1, 0, 0.0821),
-    )
-    return WorstExamples(examples, 90, ("cat", "dog"))
-
-
-def test_the_worst_examples_print_as_a_table(worst):
-    assert str(worst).splitlines() == [
-        "the worst 2 of 90 examples",
-        "",
-        f"{'':43}loss  label  predicted  probability",
-        f"row 34 (s3://b/1.npz, row 4), key 'k34'{'nan':>8}{'2':>7}{'cat':>11}"
-        f"{'-':>13}",
-        f"row 1 (s3://b/0.npz, row 1), key 'k1'  {'2.5000':>8}{'dog':>7}{'cat':>11}"
-        f"{'0.0821':>13}",
-    ]
-    assert repr(worst) == "<WorstExamples: 2 of 90>"
-
-
-def test_to_pandas_has_a_row_per_example(worst):
-    table = worst.to_pandas()
-
-    assert list(table["key"]) == ["k34", "k1"]
-    assert list(table["number"]) == [34, 1]
-    assert table["probability"].isna().tolist() == [True, False]
-    assert list(table.columns) == [
-        *("loss", "label", "predicted", "probability"),
-        *("part", "row", "number", "key"),
-    ]
-    assert isinstance(WorstExamples((), 0).to_pandas(), pd.DataFrame)
-
-
-def test_the_worst_examples_are_a_picklable_sequence(worst):
-    assert len(worst) == 2
-    assert worst[1] in worst
-    assert list(worst[:1]) == [worst[0]]
-    assert str(pickle.loads(pickle.dumps(worst))) == str(worst)
+        own.score_examples(X, Y)

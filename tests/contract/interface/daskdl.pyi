@@ -351,22 +351,6 @@ class Trainer:
         transform=None,
         output=None,
     ): ...
-    def errors(
-        self,
-        X,
-        y=None,
-        *,
-        top=50,
-        wrong_only=False,
-        key=None,
-        batch_size=None,
-        transform=None,
-        loader=None,
-        collate_fn=None,
-        label=None,
-        on_bad_batch="raise",
-        storage_options=None,
-    ): ...
     def score_examples(
         self,
         X,
@@ -396,25 +380,6 @@ class Trainer:
         storage_options=None,
         **others,
     ): ...
-
-class WorstExample:
-    def __init__(
-        self,
-        loss,
-        part,
-        row,
-        number=None,
-        key=None,
-        label=None,
-        predicted=None,
-        probability=None,
-        x=None,
-        y=None,
-    ): ...
-
-class WorstExamples(Sequence):
-    def __init__(self, examples, rows, classes=None): ...
-    def to_pandas(self): ...
 
 def evaluate(
     model,

@@ -118,12 +118,22 @@ def evaluate(
         {'accuracy': 1.0}
     """
     X, read = ReadOptions.scoring(
-        *(X, batch_size, transform, loader, collate_fn, on_bad_batch),
-        *(storage_options, label),
+        X,
+        batch_size,
+        transform,
+        loader,
+        collate_fn,
+        on_bad_batch,
+        storage_options,
+        label,
     )
     return evaluate_model(
         model,
-        *(X, y, resolved_loss(loss), metrics, sample_weight),
+        X,
+        y,
+        resolved_loss(loss),
+        metrics,
+        sample_weight,
         read=read,
         client=client,
     )
@@ -159,24 +169,26 @@ def evaluate_model(
         checks.check_loss(objective)
     source = weighted_source(X, y, read, labelled=labelled, classes=classes)
     checks.check_same_classes(source, classes)
-    with client_or_process(client) as found:
+    with client_or_process(client) as cluster:
         if source.first is None:
-            source = infer_metadata(source, found, skips=read.skips)
+            source = infer_metadata(source, cluster, skips=read.skips)
             checks.check_same_classes(source, classes)
-        packed = PackedModel(model, here=found is False)
+        packed = PackedModel(model, here=cluster is False)
         run = checks.dry_run(packed.unpack(), source.first, read.transform, objective)
-        seen = scored(run.output), run.y
+        output, labels_seen = scored(run.output), run.y
         specs: tuple[MetricSpec, ...] = ()
         if sets:
             from daskdl.evaluation.metric_state import metric_specs
 
-            specs = metric_specs(sets, objective, *seen, source.classes or classes)
-        elif objective is None and not checks.is_classification(*seen):
+            specs = metric_specs(
+                sets, objective, output, labels_seen, source.classes or classes
+            )
+        elif objective is None and not checks.is_classification(output, labels_seen):
             raise OptionError(
                 "there is nothing to measure without loss and metrics, as labels are "
                 "not class indices; give loss=, metrics=, or both"
             )
-        masked = run.classes is None and any(one.metrics.masks_nan for one in specs)
+        masked = run.classes is None and any(spec.metrics.masks_nan for spec in specs)
         labels = None if masked else run.labels
         if labels is not None:
             labels.check_source(source)
@@ -189,15 +201,15 @@ def evaluate_model(
             labels,
             read.skips,
             batching.kinds(run.rows),
-            has_accuracy(objective, *seen),
+            has_accuracy(objective, output, labels_seen),
             Packed(specs, "metrics") if specs else None,
         )
         mergers = [spec.merger() for spec in specs]
         scores: dict[int, Score] = {}
-        for part, (score, states) in map_split(source, scorer, found):
+        for part, (score, states) in map_split(source, scorer, cluster):
             scores[part] = score
-            for merger, own in zip(mergers, states, strict=True):
-                merger.add_(part, own)
+            for merger, part_states in zip(mergers, states, strict=True):
+                merger.add_(part, part_states)
     warn_of_unscored(read, [part for part in scores if not scores[part].examples])
     # In order of the parts, so that the sum does not depend on their arrival.
     values = sum((scores[part] for part in sorted(scores)), Score()).metrics()
@@ -261,15 +273,15 @@ class Scorer:
 
 def without_gradients(objective: Objective | None) -> Any:
     """Return a context; the step of a user may need gradients with respect to x."""
-    own = isinstance(objective, OwnStep)
-    return torch.no_grad() if own else torch.inference_mode()
+    with_step = isinstance(objective, OwnStep)
+    return torch.no_grad() if with_step else torch.inference_mode()
 
 
 @dataclass(frozen=True)
 class PartScorer(Scorer):
     """Scores a part by loss, accuracy and metrics."""
 
-    first: Kinds  # of the rows of the dry run
+    kinds: Kinds  # of the rows of the dry run
     accuracy: bool  # whether to count right labels
     specs: "Packed[tuple[MetricSpec, ...]] | None"
 
@@ -278,7 +290,7 @@ class PartScorer(Scorer):
     ) -> "tuple[Score, tuple[PartStates, ...]]":
         """Return loss and accuracy, and the states of each set of metrics."""
         module, objective, device = self.unpacked()
-        shapes = ShapeCheck(self.first, self.transform)
+        shapes = ShapeCheck(self.kinds, self.transform)
 
         def check(rows: Rows, name: str) -> None:
             if self.labels is not None:
@@ -289,20 +301,25 @@ class PartScorer(Scorer):
         readable = checks.stream_readable(
             source, part, self.batch_size, check, self.skips
         )
-        made = batches(map(batching.whole, readable), self.batch_size)
+        scored_batches = batches(map(batching.whole, readable), self.batch_size)
         if self.transform is not None:
-            made = map(self.transform, made)
+            scored_batches = map(self.transform, scored_batches)
         with freed_memory_kept(), without_gradients(objective):
             if self.specs is None:
-                own = score_batches(
-                    module, objective, made, device, accuracy=self.accuracy
+                score = score_batches(
+                    module, objective, scored_batches, device, accuracy=self.accuracy
                 )
-                return own, ()
+                return score, ()
             from daskdl.evaluation.metric_state import MetricAccumulator
 
             measuring = MetricAccumulator(self.specs.shared(), source.name(part))
             score = score_batches(
-                module, objective, made, device, measuring.add_, accuracy=False
+                module,
+                objective,
+                scored_batches,
+                device,
+                measuring.add_,
+                accuracy=False,
             )
             return score, measuring.states()
 
@@ -310,12 +327,12 @@ class PartScorer(Scorer):
 Sums = Mapping[str, tuple[float, int]]  # sum over rows and number of rows, by name
 
 
-def added(one: Sums, other: Sums) -> Sums:
+def added(left: Sums, right: Sums) -> Sums:
     """Add two sets of sums."""
-    sums = dict(one)
-    for name, (total, rows) in other.items():
-        own_total, own_rows = sums.get(name, (0.0, 0))
-        sums[name] = own_total + total, own_rows + rows
+    sums = dict(left)
+    for name, (total, rows) in right.items():
+        left_total, left_rows = sums.get(name, (0.0, 0))
+        sums[name] = left_total + total, left_rows + rows
     return sums
 
 
@@ -356,19 +373,19 @@ class Score(NamedTuple):
     # The weight of the rows in the mean loss minus their number: negative if the loss
     # ignores labels, or class weights are below 1; positive if rows have several
     # labels.
-    more: float = 0.0
+    surplus: float = 0.0
     logs: Mapping[str, tuple[float, int]] = {}
 
     @override
-    def __add__(self, other: "Score") -> "Score":  # type: ignore[override]
-        sums = map(operator.add, self[:-1], other[:-1])
-        return Score._make([*sums, added(self.logs, other.logs)])
+    def __add__(self, score: "Score") -> "Score":  # type: ignore[override]
+        sums = map(operator.add, self[:-1], score[:-1])
+        return Score._make([*sums, added(self.logs, score.logs)])
 
     def metrics(self) -> dict[str, float]:
         """Return the mean loss, NaN if all rows are ignored, the accuracy, and logs."""
         if not self.examples:
             raise DataError("no examples were scored")
-        weight = self.examples + self.more
+        weight = self.examples + self.surplus
         metrics = {"loss": self.loss_sum / weight if weight else math.nan}
         if self.labels:
             metrics["accuracy"] = self.correct / self.labels
@@ -396,7 +413,7 @@ def score_batches(
     with _evaluating(module), torch.no_grad():
         for x, y in batches:
             batch = batching.to_device(x, y, device, dtype)
-            rows, more = batching.length(batch), 0.0
+            rows, surplus = batching.length(batch), 0.0
             if isinstance(loss, ModelLoss):
                 mean, output, y = model_loss(module, batch)
                 loss_sum = mean.item() * rows
@@ -408,7 +425,7 @@ def score_batches(
             else:
                 x, y = batch
                 output = scored(call(module, x))
-                loss_sum, more = _loss_sum(loss, output, y, rows)
+                loss_sum, surplus = _loss_sum(loss, output, y, rows)
             correct: float = 0
             labels: float = 0
             weight: Tensor | int = 1
@@ -423,7 +440,7 @@ def score_batches(
                     weight = weight.reshape(-1, *[1] * (right.ndim - 1))
                 both = right & counted, counted
                 correct, labels = ((n * weight).sum().item() for n in both)
-            total += Score(loss_sum, correct, labels, rows, more)
+            total += Score(loss_sum, correct, labels, rows, surplus)
     return total._replace(logs=sums.take())
 
 
@@ -469,7 +486,7 @@ def mean_weights(loss: Objective, y: Tree, rows: int) -> list[float]:
     """
     if isinstance(loss, OutputLosses):
         return [
-            checks.batch_weight(own, labels, rows) for own, labels in loss.paired(y)
+            checks.batch_weight(term, labels, rows) for term, labels in loss.paired(y)
         ]
     return [checks.batch_weight(loss, y, rows)]
 
@@ -490,11 +507,11 @@ def batch_mean(
     if not isinstance(loss, OutputLosses):
         return _term(loss, output, y, weights[0], totals[0])
     pairs = zip(loss.paired(output, "outputs"), loss.paired(y), strict=True)
-    terms = [(own, one, labels) for (own, one), (_, labels) in pairs]
+    weighted = zip(pairs, weights, totals, strict=True)
     return loss.combined(
         [
-            _term(*term, weight, total)
-            for term, weight, total in zip(terms, weights, totals, strict=True)
+            _term(term, tensor, labels, weight, total)
+            for ((term, tensor), (_, labels)), weight, total in weighted
         ]
     )
 
@@ -530,7 +547,7 @@ def _loss_sum(
     if loss is None:
         return 0.0, 0.0
     weights = mean_weights(loss, y, rows)
-    divisors = [own or 1 for own in weights]
+    divisors = [weight or 1 for weight in weights]
     value = batch_mean(loss, output, y, weights, divisors).item()
     weight = loss_weight(weights, rows)
     return value if is_sum(loss) else value * (weight or 1), weight - rows

@@ -231,18 +231,20 @@ class NamedMetrics(_ByLabels):
         undefined = _UNDEFINED[type(preset)]
         if not isinstance(preset, ClassificationMetrics):
             undefined += tuple(n for n in self.names.values() if "top_" in n)
-        for given, name in self.names.items():
+        for alias, name in self.names.items():
             if name in undefined:
-                others = [n for n in _NAMES if n not in undefined]
+                defined = [n for n in _NAMES if n not in undefined]
                 raise OptionError(
-                    f"{given!r} is not defined for {_shapes(sample)}; these are: "
-                    + ", ".join(n for n in others if _NAMES[n] == "classes")
+                    f"{alias!r} is not defined for {_shapes(sample)}; these are: "
+                    + ", ".join(n for n in defined if _NAMES[n] == "classes")
                 )
         return preset
 
     @override
     def numbers(self, sample: SampleBatch) -> list[str]:
-        return [own for own, name in self.names.items() if name != "confusion_matrix"]
+        return [
+            alias for alias, name in self.names.items() if name != "confusion_matrix"
+        ]
 
     @property
     def _shown(self) -> str:
@@ -254,7 +256,7 @@ class NamedMetrics(_ByLabels):
         if self.family == "score":
             score = values["accuracy" if "accuracy" in values else "r2"]
             return report.user_metrics({"score": score})
-        chosen = {given: _value(values, name) for given, name in self.names.items()}
+        chosen = {alias: _value(values, name) for alias, name in self.names.items()}
         return report.user_metrics(chosen)
 
 
@@ -308,9 +310,8 @@ class Gathered(Metric):
 
     @override
     def compute(self) -> tuple[Any, Any]:
-        both = (dim_zero_cat(each) for each in (self.labels, self.predictions))
-        labels, predictions = (each.numpy() for each in both)
-        return labels, predictions
+        labels, predictions = dim_zero_cat(self.labels), dim_zero_cat(self.predictions)
+        return labels.numpy(), predictions.numpy()
 
 
 def check_gathered(size: int) -> None:
@@ -362,9 +363,7 @@ class FunctionMetrics(_ByLabels):
             predictions = predictions.argmax(1)
         elif not self.scored and not isinstance(preset, RegressionMetrics):
             predictions = (predictions > 0.5).long()
-        both = predictions, labels
-        one, two = (t[:, 0] if t.ndim == 2 and t.shape[1] == 1 else t for t in both)
-        return one, two
+        return _flat(predictions), _flat(labels)
 
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
@@ -380,6 +379,12 @@ class FunctionMetrics(_ByLabels):
                     f"{error}"
                 ) from error
         return report.user_metrics(values)
+
+
+def _flat(column: Tensor) -> Tensor:
+    """Return a tensor of one column as a vector."""
+    single = column.ndim == 2 and column.shape[1] == 1
+    return column[:, 0] if single else column
 
 
 # Second arguments that are probabilities, and functions whose argument does not say so.
@@ -473,11 +478,13 @@ class OutputMetrics(MetricSet):
 
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
-        own = self.metrics.section(sample, computed)
+        section = self.metrics.section(sample, computed)
         return dataclasses.replace(
-            own,
-            values={f"{self.name}_{name}": value for name, value in own.values.items()},
-            blocks=[Text(f"Output {self.name}", "h4"), *own.blocks],
+            section,
+            values={
+                f"{self.name}_{name}": value for name, value in section.values.items()
+            },
+            blocks=[Text(f"Output {self.name}", "h4"), *section.blocks],
             names=(),
         )
 
@@ -497,10 +504,10 @@ class UserMetrics(MetricSet):
 
     @override
     def collection(self, sample: SampleBatch) -> MetricCollection:
-        made = {name: metric.clone().cpu() for name, metric in self.metrics.items()}
-        for metric in made.values():
+        metrics = {name: metric.clone().cpu() for name, metric in self.metrics.items()}
+        for metric in metrics.values():
             metric.reset()
-        return collection_of(**made)
+        return collection_of(**metrics)
 
     @override
     def prepared(self, sample: SampleBatch, output: Tree, y: Tree) -> Pair:
@@ -513,8 +520,10 @@ class UserMetrics(MetricSet):
 
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
-        given = [name for name in self.metrics if name in computed]
-        names = dict.fromkeys([*given, *computed])  # a metric may return several values
+        in_order = [name for name in self.metrics if name in computed]
+        names = dict.fromkeys(
+            [*in_order, *computed]
+        )  # a metric may return several values
         return report.user_metrics({name: plain(computed[name]) for name in names})
 
 
@@ -525,8 +534,8 @@ def plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.ndim == 0 else value.detach().cpu().numpy()
     if isinstance(value, Mapping):
-        return {key: plain(one) for key, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def is_scored(metric: Metric) -> bool:
@@ -543,38 +552,38 @@ def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
     sets: list[MetricSet] = []
     names: dict[tuple[Family, int], dict[str, str]] = {}
     user: dict[str, Any] = {}
-    for given, one in _named(metrics):
-        if isinstance(one, MetricSet):
-            sets.append(one)
-        elif isinstance(one, str):
-            top = int(one.split("_")[1]) if one.startswith("top_") else 0
-            names.setdefault((_NAMES.get(one, "classes"), top), {})[given] = one
+    for alias, metric in _metrics_by_name(metrics):
+        if isinstance(metric, MetricSet):
+            sets.append(metric)
+        elif isinstance(metric, str):
+            top = int(metric.split("_")[1]) if metric.startswith("top_") else 0
+            names.setdefault((_NAMES.get(metric, "classes"), top), {})[alias] = metric
         else:
-            _check_own(given, one, user)
-            user[given] = one
-    sets += [NamedMetrics(own, family) for (family, _), own in names.items()]
+            _check_user_metric(alias, metric, user)
+            user[alias] = metric
+    sets += [NamedMetrics(aliases, family) for (family, _), aliases in names.items()]
     groups: dict[Any, dict[str, Any]] = {}
     for name, metric in user.items():
         kind: tuple[Any, bool] = FunctionMetrics, _takes_scores(metric)
         if isinstance(metric, Metric):
             kind = UserMetrics, is_scored(metric)
         groups.setdefault(kind, {})[name] = metric
-    sets += [kind(own, scored) for (kind, scored), own in groups.items()]
+    sets += [kind(group, scored) for (kind, scored), group in groups.items()]
     if not sets:
         raise OptionError(f"metrics must be {_ALLOWED}, got {metrics!r}")
     return tuple(sets)
 
 
-def _check_own(name: str, metric: Any, others: Mapping[str, Any]) -> None:
-    """Refuse a metric that cannot be measured beside others."""
+def _check_user_metric(name: str, metric: Any, metrics: Mapping[str, Any]) -> None:
+    """Refuse a metric that cannot be measured together with `metrics`."""
     if name == "loss":
         raise OptionError("metrics must not include the name 'loss', which is taken")
-    if name in others:
+    if name in metrics:
         kind = type(metric).__name__
-        own = f"{kind}(...)" if isinstance(metric, Metric) else name
+        shown = f"{kind}(...)" if isinstance(metric, Metric) else name
         raise OptionError(
-            f"metrics has two named {name!r}; name them: metrics={{'one': {own}, "
-            "'other': ...}"
+            f"two metrics are named {name!r}; give them names: "
+            f"metrics={{'a': {shown}, 'b': ...}}"
         )
     modules = metric.modules() if isinstance(metric, Metric) else ()
     if any(isinstance(module, Running) for module in modules):
@@ -584,7 +593,7 @@ def _check_own(name: str, metric: Any, others: Mapping[str, Any]) -> None:
         )
 
 
-def _named(metrics: Any) -> Iterator[tuple[str, Any]]:
+def _metrics_by_name(metrics: Any) -> Iterator[tuple[str, Any]]:
     """Yield sets, usual names, torchmetrics and functions, by their given names."""
     if isinstance(metrics, MetricSet):
         yield "", metrics
@@ -594,13 +603,13 @@ def _named(metrics: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(metrics, Metric):
         yield type(metrics).__name__, metrics
     elif isinstance(metrics, MetricCollection):
-        yield from ((str(n), one) for n, one in metrics.items(keep_base=False))
+        yield from ((str(n), metric) for n, metric in metrics.items(keep_base=False))
     elif isinstance(metrics, Mapping):
         for name, metric in metrics.items():
             yield from _item(name, metric)
     elif isinstance(metrics, Sequence):
-        for one in metrics:
-            yield from _named(one)
+        for metric in metrics:
+            yield from _metrics_by_name(metric)
     elif _is_one(metrics):
         yield _named_function(metrics), metrics
     else:
@@ -611,9 +620,11 @@ def _item(name: Any, metric: Any) -> Iterator[tuple[str, Any]]:
     """Yield the metrics of an item of a mapping."""
     several = isinstance(metric, str | Sequence | MetricSet | Mapping)
     if isinstance(metric, MetricCollection):
-        yield from ((f"{name}_{inner}", one) for inner, one in _named(metric))
+        yield from (
+            (f"{name}_{inner}", member) for inner, member in _metrics_by_name(metric)
+        )
     elif isinstance(name, str | int) and several:
-        yield from (("", OutputMetrics(name, one)) for one in metric_sets(metric))
+        yield from (("", OutputMetrics(name, member)) for member in metric_sets(metric))
     elif isinstance(name, str) and _is_one(metric):
         if not isinstance(metric, Metric):
             _named_function(metric)  # raises for a scorer

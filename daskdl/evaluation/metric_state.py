@@ -59,11 +59,11 @@ class PartState(NamedTuple):
 PartStates = Mapping[str, PartState]
 
 
-def update_(collection: MetricCollection, *given: Any) -> None:
+def update_(collection: MetricCollection, *rows: Any) -> None:
     """Update each metric with rows, if there are any; some metrics refuse none."""
-    if batching.length(given[-1]):
+    if batching.length(rows[-1]):
         for metric in collection.values(copy_state=False):
-            metric.update(*given)
+            metric.update(*rows)
 
 
 def states_of(collection: MetricCollection, rows: int) -> PartStates:
@@ -168,7 +168,7 @@ class _MergedState:
             return _as_tensor(array.astype(self._dtype))
         states = [self._parts[part] for part in sorted(self._parts)]
         listed = isinstance(states[0], list)
-        flat = [_as_tensor(one) for s in states for one in (s if listed else [s])]
+        flat = [_as_tensor(part) for s in states for part in (s if listed else [s])]
         if self._reduction is dim_zero_cat:
             return dim_zero_cat(flat) if flat else []
         if len(states) == 1:  # there is nothing to reduce
@@ -180,8 +180,8 @@ class _MergedState:
 def _as_numpy(state: Any, reduction: Any) -> Any:
     """Replace tensors by arrays, which Dask sends without a copy."""
     if isinstance(state, list):
-        whole = [dim_zero_cat(state)] if reduction is dim_zero_cat and state else state
-        return [_as_numpy(one, None) for one in whole]
+        parts = [dim_zero_cat(state)] if reduction is dim_zero_cat and state else state
+        return [_as_numpy(part, None) for part in parts]
     return as_numpy(state) if isinstance(state, Tensor) else state
 
 
@@ -238,10 +238,10 @@ def metric_specs(
             )
     output, y = aligned(objective, on_cpu([output]), on_cpu([y]))
     with _warnings_logged(), torch.no_grad():
-        samples = [one.sample(objective, output, y, classes) for one in sets]
+        samples = [metrics.sample(objective, output, y, classes) for metrics in sets]
         specs = [
-            MetricSpec(one, sample, one.collection(sample))
-            for one, sample in zip(sets, samples, strict=True)
+            MetricSpec(metrics, sample, metrics.collection(sample))
+            for metrics, sample in zip(sets, samples, strict=True)
         ]
         try:
             for spec in specs:
@@ -307,7 +307,7 @@ class MetricAccumulator:
 
 # States that a replica sends after an epoch, to each of the others.
 MOST_SENT_BYTES = 4 * 2**20
-Measured = tuple[tuple[MetricSpec, ...], tuple[PartStates, ...]]
+SpecsAndStates = tuple[tuple[MetricSpec, ...], tuple[PartStates, ...]]
 
 
 def numbers_of(specs: Sequence[MetricSpec]) -> tuple[str, ...]:
@@ -318,7 +318,7 @@ def numbers_of(specs: Sequence[MetricSpec]) -> tuple[str, ...]:
 
 def sent_states(specs: tuple[MetricSpec, ...], states: tuple[PartStates, ...]) -> bytes:
     """Pack the states of one replica's share, with all that `measured` needs."""
-    payload = Packed[Measured]((specs, states), "metrics").payload.tobytes()
+    payload = Packed[SpecsAndStates]((specs, states), "metrics").payload.tobytes()
     if len(payload) > MOST_SENT_BYTES:
         raise DataError(
             f"metrics of the validation data take {len(payload) / 2**20:.1f} MiB on a "
@@ -335,8 +335,8 @@ def measured(payloads: Sequence[bytes]) -> dict[str, float]:
     They have 9 digits, so that replicas on different machines agree on them.
     """
     opened = [
-        Packed[Measured].of(np.frombuffer(one, np.uint8), "metrics").unpack()
-        for one in payloads
+        Packed[SpecsAndStates].of(np.frombuffer(payload, np.uint8), "metrics").unpack()
+        for payload in payloads
     ]
     sections = []
     for i, spec in enumerate(opened[0][0]):

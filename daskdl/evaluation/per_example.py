@@ -65,18 +65,18 @@ def score_examples(
                 "on_bad_batch must be 'raise' for Dask's collections, whose scores are "
                 "computed later"
             )
-    with client_or_process(client) as found:
-        source = _source(model, objective, X, y, read, found, key, keys, classes)
+    with client_or_process(client) as cluster:
+        source = _source(model, objective, X, y, read, cluster, key, keys, classes)
         if keys is not None:
             keys.check(source)
-        here = found is False and not dask_collections.is_lazy(X)
+        here = cluster is False and not dask_collections.is_lazy(X)
         scorer = _scorer(model, objective, source, read, penalty=penalty, here=here)
         if isinstance(source, Collections) and dask_collections.is_lazy(X):
             losses = scorer.checked_losses
             if keys is not None:
-                return keys.index_lazily(source, losses, found)
-            return lazy_outputs(X, source, losses, np.zeros(0), found)
-        parts = dict(map_split(source, scorer, found))
+                return keys.index_lazily(source, losses, cluster)
+            return lazy_outputs(X, source, losses, np.zeros(0), cluster)
+        parts = dict(map_split(source, scorer, cluster))
         warn_of_unscored(read, [part for part in parts if not len(parts[part])])
         for part, rows in enumerate(source.lengths or ()):
             unread = np.full(rows - len(parts[part]), np.nan)
@@ -145,12 +145,12 @@ class ExampleScorer(Scorer):
         return self._losses(self._checked(some))
 
     def _losses(self, placed: Iterable[tuple[int, Rows]]) -> np.ndarray:
-        found, count = [np.zeros(0)], 0
+        losses, count = [np.zeros(0)], 0
         for start, rows in placed:
-            losses = self.losses(rows)
-            found += [np.full(start - count, np.nan), losses]
-            count = start + len(losses)
-        return np.concatenate(found)
+            scores = self.losses(rows)
+            losses += [np.full(start - count, np.nan), scores]
+            count = start + len(scores)
+        return np.concatenate(losses)
 
     def _checked(
         self, some: Iterable[Rows], name: str = ""
@@ -197,20 +197,23 @@ class ExampleScorer(Scorer):
         dtype = batching.floating_dtype(module)
         losses = [np.zeros(0)]
         for batch in batching.batches([batching.whole(rows)], self.batch_size):
-            made = batch
+            transformed = batch
             if self.transform is not None:
-                made = self.transform(batch)
-                check_rows_kept(made, batching.length(batch))
-            made = batching.to_device(*made, device, dtype)
+                transformed = self.transform(batch)
+                check_rows_kept(transformed, batching.length(batch))
+            x, y = transformed
+            transformed = batching.to_device(x, y, device, dtype)
             with without_gradients(objective):
-                each = example_losses(module, objective, made, by_rows=self.by_rows)
+                each = example_losses(
+                    module, objective, transformed, by_rows=self.by_rows
+                )
             losses.append(each.numpy() + self.penalty)
         return np.concatenate(losses)
 
 
-def check_rows_kept(made: Batch, rows: int) -> None:
+def check_rows_kept(transformed: Batch, rows: int) -> None:
     """Refuse a transform that changed the number of rows."""
-    for leaf in batching.named_both(made).values():
+    for leaf in batching.named_both(transformed).values():
         if tuple(leaf.shape[:1]) != (rows,):
             raise ModelError(
                 "transform must return as many rows as it gets, so that each has a "
@@ -228,9 +231,9 @@ def _scorer(
     penalty: float = 0.0,
 ) -> ExampleScorer:
     """Return a scorer after a dry run on two rows."""
-    own = isinstance(objective, OwnStep)
+    kind = "step" if isinstance(objective, OwnStep) else "loss"
     packed = PackedModel(model, here=here)
-    loss = Packed(objective, "step" if own else "loss")
+    loss = Packed(objective, kind)
     with checks.preserved_random_state():
         module = packed.unpack()
         run = checks.dry_run(module, source.first, read.transform, objective)
@@ -239,12 +242,12 @@ def _scorer(
         check_rows_kept(run.batch, SHOWN_ROWS)
         try:
             with torch.no_grad():
-                by_rows = not own and has_rows(module, run.batch[0])
+                by_rows = kind == "loss" and has_rows(module, run.batch[0])
                 example_losses(module, loss.unpack(), run.batch, by_rows=by_rows)
         except checks.USER_ERRORS as error:
             raise ModelError(
-                f"{'step' if own else 'loss'} failed on a batch of one row, which "
-                f"scores one example: {error}"
+                f"{kind} failed on a batch with a single row, and each example is "
+                f"scored as such a batch: {error}"
             ) from error
     return ExampleScorer(
         packed,
@@ -302,8 +305,8 @@ def example_losses(
     """Return the loss of each example, as a batch of one, float64 on the CPU."""
     cuts = [slice(i, i + 1) for i in range(batching.length(batch))]
     if isinstance(objective, OwnStep) or not by_rows:
-        ones = (batching.rows(batch, cut) for cut in cuts)
-        each = [batch_loss(objective, module, one) for one in ones]
+        examples = (batching.rows(batch, cut) for cut in cuts)
+        each = [batch_loss(objective, module, example) for example in examples]
     else:
         x, y = batch
         output = scored(call(module, x))
@@ -367,10 +370,10 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
 
     Weight decay adds ``0.5 * weight_decay * sum of squares`` for each parameter group.
     """
-    own = {id(parameter) for parameter in model.parameters()}
+    parameters = {id(parameter) for parameter in model.parameters()}
     total = 0.0
     for group in optimizer.param_groups:
-        if any(id(p) not in own for p in group["params"]):
+        if any(id(p) not in parameters for p in group["params"]):
             raise OptionError(
                 "regularization=True needs the optimizer of the model, got an "
                 "optimizer_ with parameters that are not those of model_"
@@ -514,23 +517,23 @@ def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
 
 def _cut_alike(X: Any, key: Any) -> Any:
     """Rechunk a ``dask.array`` of keys like the first array of X."""
-    first = batching.leaves(X)[0]
-    if not is_dask_array(first) or key.ndim != 1:
+    array = batching.leaves(X)[0]
+    if not is_dask_array(array) or key.ndim != 1:
         raise OptionError(
             "key must be a dask.array of one axis only where X is a dask.array, got "
-            f"{key.ndim} axes for a {type(first).__name__}"
+            f"{key.ndim} axes for a {type(array).__name__}"
         )
-    if not np.isnan([*first.chunks[0], *key.chunks[0]]).any():
-        if len(first) != len(key):
+    if not np.isnan([*array.chunks[0], *key.chunks[0]]).any():
+        if len(array) != len(key):
             raise DataError(
                 f"key must have one value for each row, got {len(key)} for "
-                f"{len(first)} rows"
+                f"{len(array)} rows"
             )
-        return key.rechunk({0: first.chunks[0]}, method="tasks")
-    if key.numblocks[0] != first.numblocks[0]:
+        return key.rechunk({0: array.chunks[0]}, method="tasks")
+    if key.numblocks[0] != array.numblocks[0]:
         raise DataError(
             "key must have the blocks of X if their lengths are unknown, got "
-            f"{key.numblocks[0]} for {first.numblocks[0]}"
+            f"{key.numblocks[0]} for {array.numblocks[0]}"
         )
     return key
 

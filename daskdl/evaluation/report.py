@@ -35,7 +35,7 @@ class Text(NamedTuple):
     tag: str = "p"
 
 
-class Table(NamedTuple):
+class TextTable(NamedTuple):
     """Right-aligned cells; the first cell of a row is its name."""
 
     rows: Sequence[Sequence[str]]
@@ -48,7 +48,7 @@ class Section:
 
     kind: str
     values: Values
-    blocks: Sequence[Text | Table]
+    blocks: Sequence[Text | TextTable]
     names: tuple[str, ...] = ()
     pictures: "Mapping[str, Callable[[SubFigure], None]]" = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ def decimals(value: float) -> str:
     return f"{value:.4f}" if size == 0 or 1e-3 <= size < 1e6 else f"{value:.4e}"
 
 
-def as_text(blocks: Iterable[Text | Table]) -> str:
+def as_text(blocks: Iterable[Text | TextTable]) -> str:
     """Render a report for a terminal."""
     return "\n\n".join(
         _one_line(block.text) if isinstance(block, Text) else _aligned(block)
@@ -86,7 +86,7 @@ def as_text(blocks: Iterable[Text | Table]) -> str:
     )
 
 
-def _aligned(table: Table) -> str:
+def _aligned(table: TextTable) -> str:
     rows = [table.columns, *table.rows] if table.columns else table.rows
     lines = [[_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -102,16 +102,16 @@ def _one_line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def as_html(blocks: Iterable[Text | Table]) -> str:
+def as_html(blocks: Iterable[Text | TextTable]) -> str:
     """Render a report for a notebook, with names escaped."""
 
     def row(cells: Sequence[str], tag: str) -> str:
         style = ' style="text-align: right"'
-        first, *others = map(html.escape, cells)
-        written = "".join(f"<{tag}{style}>{cell}</{tag}>" for cell in others)
-        return f"<tr><th>{first}</th>{written}</tr>"
+        name, *values = map(html.escape, cells)
+        written = "".join(f"<{tag}{style}>{cell}</{tag}>" for cell in values)
+        return f"<tr><th>{name}</th>{written}</tr>"
 
-    def written(block: Text | Table) -> str:
+    def written(block: Text | TextTable) -> str:
         if isinstance(block, Text):
             return f"<{block.tag}>{html.escape(block.text)}</{block.tag}>"
         head = row(block.columns, "th") if block.columns else ""
@@ -152,11 +152,11 @@ def user_metrics(values: Values) -> Section:
 
     def shown(value: Any) -> str:
         real = isinstance(value, numbers.Real)
-        whole = isinstance(value, numbers.Integral)
-        return decimals(float(value)) if real and not whole else str(value)
+        integral = isinstance(value, numbers.Integral)
+        return decimals(float(value)) if real and not integral else str(value)
 
     rows = [(name, shown(value)) for name, value in values.items()]
-    return Section("own", values, [Text("Metrics", "h4"), Table(rows)])
+    return Section("own", values, [Text("Metrics", "h4"), TextTable(rows)])
 
 
 def classification(values: Values, names: tuple[str, ...]) -> Section:
@@ -173,7 +173,7 @@ def binary(values: Values, names: tuple[str, ...]) -> Section:
     """Report rates at a threshold and curves of a binary label."""
     matrix = values["confusion_matrix"]
     no, yes = matrix.sum(axis=1)
-    blocks: list[Text | Table] = [
+    blocks: list[Text | TextTable] = [
         Text(f"Binary: {no + yes} labels, {yes} of them {names[1]}", "h4"),
         _facts(values, averaged=False),
         *(
@@ -194,7 +194,7 @@ def multilabel(values: Values, names: tuple[str, ...]) -> Section:
     return Section("multilabel", values, blocks, names, _curve_pictures(values, names))
 
 
-def _facts(values: Values, *, averaged: bool) -> Table:
+def _facts(values: Values, *, averaged: bool) -> TextTable:
     # Such as "top_5_accuracy", shown as "top-5 accuracy".
     shown = {"accuracy": "accuracy"}
     shown |= {
@@ -203,13 +203,13 @@ def _facts(values: Values, *, averaged: bool) -> Table:
     shown |= _SCALARS
     if averaged:
         shown |= {name: f"{_SCALARS[name]} (macro)" for name in _AVERAGED}
-    return Table([(shown[n], decimals(values[n])) for n in shown if n in values])
+    return TextTable([(shown[n], decimals(values[n])) for n in shown if n in values])
 
 
 def _class_blocks(
     title: str, values: Values, names: Sequence[str], corner: str, those: str
-) -> list[Text | Table]:
-    blocks: list[Text | Table] = [Text(title, "h4"), _facts(values, averaged=True)]
+) -> list[Text | TextTable]:
+    blocks: list[Text | TextTable] = [Text(title, "h4"), _facts(values, averaged=True)]
     support, predicted = values["support"] > 0, values["predicted"] > 0
     chosen = np.arange(len(names))
     if len(names) > LIMIT:
@@ -231,7 +231,7 @@ def _class_blocks(
         )
         for k in chosen.tolist()
     ]
-    blocks.append(Table(rows, [corner, *columns]))
+    blocks.append(TextTable(rows, [corner, *columns]))
     unseen = ~support & ~predicted
     remarks = {
         "Never predicted": support & ~predicted,
@@ -248,18 +248,18 @@ def _remarks(remarks: Mapping[str, Any], names: Sequence[str]) -> Iterator[Text]
     """Yield a sentence for each remark that applies to some of the names."""
     for remark, applies in remarks.items():
         which = [names[k] for k in np.flatnonzero(applies).tolist()]
-        more = f" and {len(which) - LIMIT} more" if len(which) > LIMIT else ""
+        omitted = f" and {len(which) - LIMIT} more" if len(which) > LIMIT else ""
         if which:
-            yield Text(f"{remark}: {', '.join(which[:LIMIT])}{more}")
+            yield Text(f"{remark}: {', '.join(which[:LIMIT])}{omitted}")
 
 
-def _confusion(values: Values, names: Sequence[str]) -> list[Text | Table]:
+def _confusion(values: Values, names: Sequence[str]) -> list[Text | TextTable]:
     rows = [
         (name, *map(str, counts))
         for name, counts in zip(names, values["confusion_matrix"], strict=True)
     ]
     note = Text("Confusion matrix (row: actual, column: predicted):")
-    return [note, Table(rows, ["", *(plots.short(name, 10) for name in names)])]
+    return [note, TextTable(rows, ["", *(plots.short(name, 10) for name in names)])]
 
 
 def _confusion_picture(values: Values, names: tuple[str, ...]) -> dict[str, Any]:
@@ -293,9 +293,9 @@ def regression(values: Values, names: tuple[str, ...]) -> Section:
         means = (decimals(values[error]) for error in _ERRORS)
         rows.append(("mean", *means, str(count.sum())))
     columns = f"{len(names)} column" + ("s" if len(names) > 1 else "")
-    blocks: list[Text | Table] = [
+    blocks: list[Text | TextTable] = [
         Text(f"Regression: {columns}, {count.sum()} values", "h4"),
-        Table(rows, ["column", *_ERRORS.values(), "values"]),
+        TextTable(rows, ["column", *_ERRORS.values(), "values"]),
     ]
     if len(names) > LIMIT:
         blocks.append(Text(f"{len(names) - LIMIT} more columns are in to_pandas()"))
@@ -322,15 +322,15 @@ def calibration(values: Values, names: tuple[str, ...]) -> Section:
             itertools.pairwise(edges), *bins, strict=True
         )
     ]
-    blocks: list[Text | Table] = [
+    blocks: list[Text | TextTable] = [
         Text(f"Calibration: {values['bin_count'].sum()} predictions", "h4"),
-        Table(
+        TextTable(
             [
                 ("expected calibration error", decimals(values["ece"])),
                 ("largest calibration error", decimals(values["mce"])),
             ]
         ),
-        Table(rows, ["confidence", "count", "mean confidence", "accuracy"]),
+        TextTable(rows, ["confidence", "count", "mean confidence", "accuracy"]),
     ]
     pictures = {"reliability": partial(plots.draw_reliability, edges, *bins)}
     return Section("calibration", values, blocks, names, pictures)
@@ -375,7 +375,7 @@ class Evaluation(dict[str, Any]):
             >>> Evaluation({"support": np.array([1, 2])}).to_dict()
             {'support': [1, 2]}
         """
-        plain: dict[str, Any] = _plain(self)
+        plain: dict[str, Any] = _json_values(self)
         return plain
 
     def to_json(self) -> str:
@@ -385,7 +385,7 @@ class Evaluation(dict[str, Any]):
             >>> Evaluation({"roc_auc": float("nan")}).to_json()
             '{"roc_auc": null}'
         """
-        return json.dumps(_plain(self, finite=True), allow_nan=False)
+        return json.dumps(_json_values(self, finite=True), allow_nan=False)
 
     def to_pandas(
         self, rows: Literal["classes", "all"] | None = None
@@ -453,14 +453,14 @@ class Evaluation(dict[str, Any]):
     def _repr_html_(self) -> str | None:
         return as_html(self._blocks()) if self.sections else None
 
-    def _blocks(self) -> Iterator[Text | Table]:
+    def _blocks(self) -> Iterator[Text | TextTable]:
         alone = [
             (name, decimals(self[name]))
             for name in self._alone
             if isinstance(self[name], float | int)
         ]
         if alone:
-            yield Table(alone)
+            yield TextTable(alone)
         for section in self.sections:
             yield from section.blocks
 
@@ -475,15 +475,17 @@ def _add_free(into: dict[str, Any], section: Section, values: Values) -> None:
         into[free] = value
 
 
-def _plain(value: Any, *, finite: bool = False) -> Any:
+def _json_values(value: Any, *, finite: bool = False) -> Any:
     """Return numbers, lists and dicts; `finite`: NaN and infinity become None."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
         if not finite:
             return value
     if isinstance(value, dict):
-        return {str(key): _plain(item, finite=finite) for key, item in value.items()}
+        return {
+            str(key): _json_values(item, finite=finite) for key, item in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_plain(item, finite=finite) for item in value]
+        return [_json_values(item, finite=finite) for item in value]
     unknown = finite and isinstance(value, float) and not math.isfinite(value)
     return None if unknown else value

@@ -29,9 +29,14 @@ Counts = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 
 
-def divided(part: Counts, whole: Counts) -> Numbers:
+def divided(numerator: Counts, denominator: Counts) -> Numbers:
     """Divide; 0/0 is 0."""
-    return np.divide(part, whole, out=np.zeros(np.shape(part)), where=whole != 0)
+    return np.divide(
+        numerator,
+        denominator,
+        out=np.zeros(np.shape(numerator)),
+        where=denominator != 0,
+    )
 
 
 def rates(hits_K: Counts, predicted_K: Counts, support_K: Counts) -> dict[str, Numbers]:
@@ -43,9 +48,9 @@ def rates(hits_K: Counts, predicted_K: Counts, support_K: Counts) -> dict[str, N
     }
 
 
-def share(part: int, whole: int) -> float:
-    """Divide counts; NaN if `whole` is 0."""
-    return int(part) / int(whole) if whole else math.nan
+def share(count: int, total: int) -> float:
+    """Divide counts; NaN if `total` is 0."""
+    return int(count) / int(total) if total else math.nan
 
 
 def mean_of(values: Numbers, counted: NDArray[np.bool_]) -> float:
@@ -226,8 +231,8 @@ class ErrorMoments(Metric):
         error, from_p, from_y = p - y, (p - mean_p) * counted, (y - mean_y) * counted
         terms = (error**2, error.abs(), from_p**2, from_y**2, from_p * from_y)
         sums = [term.sum(dim=0) for term in (counted.double(), *terms)]
-        own = torch.stack([sums[0], mean_p, mean_y, *sums[1:]])
-        self.moments = _merged(torch.stack([self.moments, own]))
+        moments = torch.stack([sums[0], mean_p, mean_y, *sums[1:]])
+        self.moments = _merged(torch.stack([self.moments, moments]))
 
     @override
     def compute(self) -> tuple[Counts, dict[str, Numbers]]:
@@ -267,9 +272,9 @@ def _merged(moments_P8K: Tensor) -> Tensor:
 
 def _mean(values_NK: Tensor, weights_NK: Tensor) -> Tensor:
     """Average over N, 0 without weights; exact if the values that count are equal."""
-    first = values_NK.gather(0, (weights_NK > 0).int().argmax(dim=0, keepdim=True))[0]
-    total = ((values_NK - first) * weights_NK).sum(dim=0)
-    return first + total / weights_NK.sum(dim=0).clamp_min(1)
+    offset = values_NK.gather(0, (weights_NK > 0).int().argmax(dim=0, keepdim=True))[0]
+    total = ((values_NK - offset) * weights_NK).sum(dim=0)
+    return offset + total / weights_NK.sum(dim=0).clamp_min(1)
 
 
 class ReliabilityBins(Metric):

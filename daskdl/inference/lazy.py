@@ -85,7 +85,7 @@ def split_keys(examples: Sequence[Any], name: str) -> tuple[list[Any], list[Any]
                 f"example {number} of {name} must be a pair (key, x), as the others "
                 f"are, got a {type(example).__name__}; without keys give keyed=False"
             )
-    return [key for key, _ in examples], [rest for _, rest in examples]
+    return [key for key, _ in examples], [x for _, x in examples]
 
 
 def _is_pair(value: Any) -> bool:
@@ -206,11 +206,13 @@ def with_first_rows(source: S, client: Client | Literal[False]) -> S:
                 known.first = facts.first
                 if isinstance(known, Examples):
                     known.reader = dataclasses.replace(known.reader, keyed=keyed)
-                first = NamedRows.of(facts.first)
-                columns = {**first.columns, **(source.columns or {})}
+                named_rows = NamedRows.of(facts.first)
+                columns = {**named_rows.columns, **(source.columns or {})}
                 if source.first is None:
-                    first.warn_of_positions(columns, source.trained, source.name(part))
-                return known.arranged(columns, first.classes)
+                    named_rows.warn_of_positions(
+                        columns, source.trained, source.name(part)
+                    )
+                return known.arranged(columns, named_rows.classes)
     raise DataError(f"X must not be empty, got no rows in {source.parts} parts")
 
 
@@ -265,8 +267,8 @@ def _block(block: np.ndarray) -> np.ndarray:
 def _joined(
     kind: type[Packed[Any]], blocks: Sequence[np.ndarray], argument: str
 ) -> Packed[Any]:
-    whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-    return kind.of(whole, argument)
+    payload = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+    return kind.of(payload, argument)
 
 
 def partition_outputs(
@@ -315,13 +317,13 @@ def lazy_outputs(
     parts = partition_outputs(source, ask, client)
     if isinstance(source, Examples):
         return _bag(parts) if is_bag(X) else parts
-    first = batching.leaves(X)[0]
-    if is_dask_array(first):
-        chunks = first.chunks[0]
+    collection = batching.leaves(X)[0]
+    if is_dask_array(collection):
+        chunks = collection.chunks[0]
         leaves = enumerate(batching.leaves(empty))
         return batching.filled(empty, [_array(parts, i, x, chunks) for i, x in leaves])
     values = source.partitions.delayed(client)
-    return collection_of_tables(parts, empty, first, values, names)
+    return collection_of_tables(parts, empty, collection, values, names)
 
 
 def _bag(parts: list[Delayed]) -> Any:
@@ -428,7 +430,11 @@ def collection_of_tables(
 def pandas_of(outputs: Tree, frame: Any, names: Sequence[Any] | None) -> Tree:
     """Return outputs as dataframes and series with the index of another."""
     leaves = batching.leaves(outputs)
-    return tables_of(outputs, names, lambda own, cols: _table(own, cols, leaves, frame))
+
+    def table(numbers: Sequence[int], columns: Columns) -> Any:
+        return _table(numbers, columns, leaves, frame)
+
+    return tables_of(outputs, names, table)
 
 
 def check_tabular(outputs: Tree, kind: str) -> None:
@@ -479,10 +485,10 @@ def _table(
     """Return some outputs of a partition as a pandas object with its index."""
     import pandas
 
-    own = [leaves[number] for number in outputs]
-    if own[0].ndim == 2:
-        return pandas.DataFrame(own[0], index=like.index, columns=columns)
+    arrays = [leaves[number] for number in outputs]
+    if arrays[0].ndim == 2:
+        return pandas.DataFrame(arrays[0], index=like.index, columns=columns)
     if columns is None:
-        return pandas.Series(own[0], index=like.index)
-    named = dict(zip(columns, own, strict=True))
+        return pandas.Series(arrays[0], index=like.index)
+    named = dict(zip(columns, arrays, strict=True))
     return pandas.DataFrame(named, index=like.index)

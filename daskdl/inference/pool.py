@@ -93,7 +93,7 @@ class Failure(NamedTuple):
         return error
 
 
-class Replica(ABC):
+class ModelReplica(ABC):
     """A model that answers batches in the order of their arrival.
 
     All methods are called on one event loop, and raise an OSError if the replica is
@@ -139,7 +139,7 @@ class Host(ABC):
         """
 
     @abstractmethod
-    def replica(self, place: str, sharing: int) -> Replica:
+    def replica(self, place: str, sharing: int) -> ModelReplica:
         """Return a replica that is not open yet; `sharing` replicas share a place."""
 
 
@@ -157,7 +157,7 @@ async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
 # ---- in one process
 
 
-class ModelThread(Replica):
+class ModelThread(ModelReplica):
     """A model in this process, and the thread that computes with it.
 
     Methods are called on one event loop; the computations run in the thread.
@@ -231,8 +231,8 @@ class ModelThread(Replica):
             batch = self._transform.shared()(batch)
         dtype = batching.floating_dtype(model)
         with torch.inference_mode():
-            own = batching.inputs_to_device(batch[0], self._device, dtype)
-            return Outputs.of(call(model, own), rows)
+            inputs = batching.inputs_to_device(batch[0], self._device, dtype)
+            return Outputs.of(call(model, inputs), rows)
 
     def _end(self) -> None:
         self._model = None
@@ -254,7 +254,7 @@ class LocalHost(Host):
         return [ModelThread.place]
 
     @override
-    def replica(self, place: str, sharing: int) -> Replica:
+    def replica(self, place: str, sharing: int) -> ModelReplica:
         return ModelThread(self.transform, max(1, self.threads // sharing))
 
 
@@ -345,7 +345,7 @@ async def start_server(*args: Any, dask_worker: Worker) -> None:
     ReplicaServer(dask_worker, *args)
 
 
-class RemoteReplica(Replica):
+class RemoteReplica(ModelReplica):
     """The client's end of a replica on a worker; used on the client's event loop."""
 
     def __init__(self, client: Client, place: str, *options: Any) -> None:
@@ -423,7 +423,7 @@ class ClusterHost(Host):
         return sorted(await self.client.scheduler.ncores())
 
     @override
-    def replica(self, place: str, sharing: int) -> Replica:
+    def replica(self, place: str, sharing: int) -> ModelReplica:
         options = sharing, self.transform, self.silence_s
         return RemoteReplica(self.client, place, *options)
 
@@ -446,8 +446,8 @@ class ReplicaPool:
     more.
     """
 
-    ready: list[Replica]
-    lost: Callable[[Replica], None]
+    ready: list[ModelReplica]
+    lost: Callable[[ModelReplica], None]
     changed: Callable[[], None]
     ended: Callable[[BaseException], None]
 
@@ -486,7 +486,7 @@ class ReplicaPool:
         self._watching.add_done_callback(self._watched)
 
     async def close(self, wait: bool) -> None:
-        """Leave no replica anywhere; see `Replica.close`."""
+        """Leave no replica anywhere; see `ModelReplica.close`."""
         if self._watching is not None:
             self._watching.remove_done_callback(self._watched)
             self._watching.cancel()
@@ -500,7 +500,7 @@ class ReplicaPool:
         await asyncio.gather(*self.starting, return_exceptions=True)
         await asyncio.gather(*self._background)
 
-    def lose(self, replica: Replica, why: object) -> None:
+    def lose(self, replica: ModelReplica, why: object) -> None:
         """Give up a replica that cannot be asked any more."""
         if replica not in self.ready:
             return
@@ -531,8 +531,10 @@ class ReplicaPool:
                     self.lose(replica, error)  # it was started meanwhile
 
     async def _each(
-        self, replicas: list[Replica], do: Callable[[Replica], Awaitable[None]]
-    ) -> dict[Replica, ModelError]:
+        self,
+        replicas: list[ModelReplica],
+        do: Callable[[ModelReplica], Awaitable[None]],
+    ) -> dict[ModelReplica, ModelError]:
         """Call a function with each replica, and lose those that cannot be reached."""
         asked = list(replicas)
         done = await asyncio.gather(*map(do, asked), return_exceptions=True)
@@ -546,7 +548,7 @@ class ReplicaPool:
                 raise error
         return refusals
 
-    async def _update(self, replica: Replica) -> None:
+    async def _update(self, replica: ModelReplica) -> None:
         """Make a replica use the current model."""
         while replica.version != self._version:  # the model may be swapped meanwhile
             if replica.staged != self._version:
@@ -554,7 +556,9 @@ class ReplicaPool:
             else:
                 await self._use(replica)
 
-    async def _stage(self, replica: Replica, version: int, model: PackedModel) -> None:
+    async def _stage(
+        self, replica: ModelReplica, version: int, model: PackedModel
+    ) -> None:
         what = f"the model ({model.payload.nbytes} bytes) was not on {replica.place}"
         bound = self._timeouts.bound("data")
         failure = await within(replica.stage(version, model), bound, what)
@@ -562,7 +566,7 @@ class ReplicaPool:
             raise failure.error(f"the model cannot be used on {replica.place}")
         replica.staged = version
 
-    async def _use(self, replica: Replica) -> None:
+    async def _use(self, replica: ModelReplica) -> None:
         version, bound = self._version, self._timeouts.bound("request")
         what = f"the replica on {replica.place} did not take the model"
         await within(replica.use(version), bound, what)
@@ -587,7 +591,7 @@ class ReplicaPool:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _close(self, replica: Replica, wait: bool = True) -> None:
+    async def _close(self, replica: ModelReplica, wait: bool = True) -> None:
         """Close a replica, if it can still be reached."""
         try:
             bound = self._timeouts.bound("stop")
@@ -595,7 +599,7 @@ class ReplicaPool:
         except OSError as error:
             logger.info("a replica on %s was not closed: %s", replica.place, error)
 
-    async def _ping(self, replica: Replica) -> None:
+    async def _ping(self, replica: ModelReplica) -> None:
         try:
             bound = self._timeouts.bound("request")
             await within(replica.ping(), bound, "it did not answer")

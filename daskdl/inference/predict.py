@@ -78,17 +78,17 @@ def predict(
     lazy = is_lazy(X) or (of_files and keyed is True)
     if lazy:
         check_outlives(client)
-    with client_or_process(client) as found:
-        if found is not False:
-            check_installed(found)
-            workers_of(found)  # at least one
+    with client_or_process(client) as cluster:
+        if cluster is not False:
+            check_installed(cluster)
+            workers_of(cluster)  # at least one
         source = source_of(X, None, read, labelled=False)
         if is_bag(X) or is_lazy_list(X):
             trained = source.trained
             source = Examples(X, keyed).arranged(read.expected_columns)
             source.trained = trained
-        source = with_first_rows(source, found)
-        packed = PackedModel(model, here=found is False and not lazy)
+        source = with_first_rows(source, cluster)
+        packed = PackedModel(model, here=cluster is False and not lazy)
         none = no_outputs(packed.unpack(), source, read.transform, output, postprocess)
         exact = not isinstance(source, Examples)
         predictor = BatchPredictor(
@@ -96,27 +96,27 @@ def predict(
         )
         empty = batching.mapped(as_numpy, none)
         if of_files and lazy:
-            return keyed_by_file(source, predictor.outputs, found)
+            return keyed_by_file(source, predictor.outputs, cluster)
         if isinstance(source, Collections) and lazy:
             ask = predictor.outputs
-            outputs = lazy_outputs(X, source, ask, empty, found, names=names)
+            outputs = lazy_outputs(X, source, ask, empty, cluster, names=names)
             return outputs[0] if single else outputs
-        if found is not False:
+        if cluster is not False:
             source = split_stream(source, 1)  # or outputs would lose the order
         pandas = is_frame(X) and hasattr(X, "iloc")
         if pandas:
             check_tabular(empty, "pandas.DataFrame; use X.to_numpy()")
-        if found is not False and isinstance(source, InMemory):
-            threads = sum(found.nthreads().values())
+        if cluster is not False and isinstance(source, InMemory):
+            threads = sum(cluster.nthreads().values())
             source = source.in_parts(PARTS_PER_THREAD * threads)
-        parts = dict(map_parts(source, predictor, found, send=True))
+        parts = dict(map_parts(source, predictor, cluster, send=True))
     outputs = batching.joined([parts[part] for part in sorted(parts)])
     if pandas:
         return pandas_of(outputs, X, names)
     if not all(isinstance(leaf, Tensor) for leaf in batching.leaves(X)):
         return outputs
     return batching.mapped(
-        lambda own, array: torch.from_numpy(array).to(own.dtype), none, outputs
+        lambda empty, array: torch.from_numpy(array).to(empty.dtype), none, outputs
     )
 
 
@@ -216,7 +216,7 @@ class BatchPredictor:
         module = self.model.module()
         dtype = batching.floating_dtype(module)
         chunks = (batching.whole((x, None)) for x, _ in parts)
-        made = []
+        outputs = []
         with freed_memory_kept(), torch.inference_mode():
             for batch in batching.batches(chunks, self.batch_size):
                 x, _ = batch if self.transform is None else self.transform(batch)
@@ -225,25 +225,25 @@ class BatchPredictor:
                 if self.postprocess is not None:
                     with error_context("in postprocess"):
                         output = self.postprocess(output)
-                made.append(self._checked(output, batching.length(batch)))
-        if not made:
+                outputs.append(self._checked(output, batching.length(batch)))
+        if not outputs:
             return batching.mapped(as_numpy, self.none)
-        return batching.joined(made)
+        return batching.joined(outputs)
 
     def _checked(self, output: Any, rows: int) -> Tree:
         """Return the outputs of a batch as numpy arrays, if they are like the first."""
 
-        def array(own: Tensor, leaf: Any) -> np.ndarray:
-            shape = tuple(own.shape[1:])
+        def array(expected: Tensor, leaf: Any) -> np.ndarray:
+            shape = tuple(expected.shape[1:])
             alike = isinstance(leaf, Tensor) and (
                 leaf.shape == (rows, *shape)
                 if self.exact
-                else leaf.ndim == own.ndim and len(leaf) == rows
+                else leaf.ndim == expected.ndim and len(leaf) == rows
             )
             if not alike:
                 shown = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
                 remedy = ""
-                if rows == 1 and isinstance(leaf, Tensor) and leaf.ndim < own.ndim:
+                if rows == 1 and isinstance(leaf, Tensor) and leaf.ndim < expected.ndim:
                     remedy = (
                         "; squeeze() drops the axis of rows if there is one row: write "
                         "squeeze(-1)"

@@ -49,8 +49,8 @@ from daskdl.inference.pool import (
     ClusterHost,
     Failure,
     LocalHost,
+    ModelReplica,
     Outputs,
-    Replica,
     ReplicaPool,
     within,
 )
@@ -141,14 +141,14 @@ def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
     """Return the outputs of each call, in separate memory."""
     answers, start = [], 0
     for call in calls:
-        own = batching.rows(outputs.tree, slice(start, start + call.rows))
+        rows = batching.rows(outputs.tree, slice(start, start + call.rows))
         start += call.rows
         if len(calls) > 1:
-            own = batching.mapped(np.copy, own)
+            rows = batching.mapped(np.copy, rows)
         if call.tensors:
-            leaves = zip(batching.leaves(own), outputs.dtypes, strict=True)
-            own = batching.filled(own, [torch.from_numpy(x).to(d) for x, d in leaves])
-        answers.append(own)
+            leaves = zip(batching.leaves(rows), outputs.dtypes, strict=True)
+            rows = batching.filled(rows, [torch.from_numpy(x).to(d) for x, d in leaves])
+        answers.append(rows)
     return answers
 
 
@@ -289,7 +289,7 @@ class Dispatcher:
         self._pool = pool
         self._queue = queue
         self._timeouts = timeouts
-        self._asking: dict[Asking, tuple[Replica, list[Call]]] = {}
+        self._asking: dict[Asking, tuple[ModelReplica, list[Call]]] = {}
         self._failure: BaseException | None = None  # of all calls, from now on
         self._closing = False
         self._returning = 0  # answered callers that may call again at once
@@ -373,15 +373,17 @@ class Dispatcher:
             self._returning = 0
         self._send()
 
-    def _freest(self) -> Replica | None:
+    def _freest(self) -> ModelReplica | None:
         """Return the replica with the fewest batches, if it can take one more."""
         replica = min(self._pool.ready, key=self._load, default=None)
         return replica if replica and self._load(replica) < AHEAD else None
 
-    def _load(self, replica: Replica) -> int:
+    def _load(self, replica: ModelReplica) -> int:
         return sum(busy is replica for busy, _ in self._asking.values())
 
-    async def _ask(self, replica: Replica, calls: list[Call]) -> list[Tree] | Failure:
+    async def _ask(
+        self, replica: ModelReplica, calls: list[Call]
+    ) -> list[Tree] | Failure:
         bound = self._timeouts.bound("request")
         what = f"the replica on {replica.place} did not answer"
         rows = batching.joined([call.x for call in calls])
@@ -431,9 +433,13 @@ class Dispatcher:
 
     # ---- events of the pool
 
-    def _lost(self, replica: Replica) -> None:
+    def _lost(self, replica: ModelReplica) -> None:
         """Retry the batches of a lost replica; it was computing the oldest."""
-        asked = [(t, own) for t, (r, own) in self._asking.items() if r is replica]
+        asked = [
+            (task, calls)
+            for task, (busy, calls) in self._asking.items()
+            if busy is replica
+        ]
         for task, _ in asked:
             task.cancel()
         for _, calls in asked[:1]:
@@ -550,23 +556,23 @@ class Predictor:
         expected = ReadOptions(transform=transform).expected_columns
         self.columns: Columns | None = expected or None
         packed = self._packed(model, here=client is False)
-        made = None if transform is None else Packed(transform, "transform")
+        packed_transform = None if transform is None else Packed(transform, "transform")
         self._batch_limit = batch_limit
         self._timeouts = Timeouts.from_config()
         self._queue = BatchQueue(batch_limit, wait_ms / 1e3, queue_limit)
         self._closing = threading.Lock()
         self._closed = False
         with contextlib.ExitStack() as starting:
-            found = starting.enter_context(client_or_process(client))
+            cluster = starting.enter_context(client_or_process(client))
             host: LocalHost | ClusterHost
-            if found is False:
+            if cluster is False:
                 self._loop = starting.enter_context(_loop_thread())
-                host = LocalHost(made)
+                host = LocalHost(packed_transform)
             else:
-                check_installed(found)
-                self._loop = found.loop.asyncio_loop
-                host = ClusterHost(found, made, self._timeouts.silence)
-            self._here = found is False
+                check_installed(cluster)
+                self._loop = cluster.loop.asyncio_loop
+                host = ClusterHost(cluster, packed_transform, self._timeouts.silence)
+            self._here = cluster is False
             self._pool = ReplicaPool(host, packed, replicas, self._timeouts)
             self._dispatcher = Dispatcher(self._pool, self._queue, self._timeouts)
             starting.callback(self._end, wait=False)
@@ -702,8 +708,9 @@ class Predictor:
 
     def _packed(self, model: nn.Module, here: bool) -> PackedModel:
         check_module(model)
-        one = model if self._output is None else OneOutput(model, self._output)
-        return PackedModel(one, here=here)
+        if self._output is not None:
+            model = OneOutput(model, self._output)
+        return PackedModel(model, here=here)
 
     def __enter__(self) -> Self:
         return self

@@ -88,7 +88,7 @@ def loss_of(met: BarrierResult, members: Iterable[int], name: str) -> float:
     """Return the mean loss of scores in the payloads; NaN without examples."""
     scores = [Score(*met.payloads[replica][name]) for replica in members]
     total = sum(scores, start=Score())
-    weight = total.examples + total.more
+    weight = total.examples + total.surplus
     return total.loss_sum / weight if weight else math.nan
 
 

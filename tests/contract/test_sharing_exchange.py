@@ -462,7 +462,7 @@ def test_the_bound_of_staleness_follows_the_interval():
 
 
 def test_the_mean_loss_of_scores_is_weighted_by_counted_labels():
-    scores = [Score(loss_sum=6.0, examples=4, more=-2), Score(6.0, examples=4)]
+    scores = [Score(loss_sum=6.0, examples=4, surplus=-2), Score(6.0, examples=4)]
     met = BarrierResult({r: {"own": s} for r, s in enumerate(scores)}, {})
 
     assert loss_of(met, [0, 1], "own") == 12.0 / (2 + 4)

@@ -246,7 +246,7 @@ MISSING[7] = np.nan
         ({}, (X, Y + 1), r"y\[\d+\] is 3, but the model gives 3 outputs"),
         ({}, (X[:0], Y[:0]), "X must not be empty"),
         ({"loss": nn.MSELoss()}, (X, np.stack([MISSING] * 3, 1)), r"y\[7, 0\] is nan"),
-        ({"loss": falling}, (X, Y), "failed on a batch of one row.*too few"),
+        ({"loss": falling}, (X, Y), "failed on a batch with a single row.*too few"),
         (
             {"transform": first_only},
             (X, Y),

@@ -1,1 +1,1 @@
-"""Predictions: for whole data sets, and for single calls."""
+"""Inference: outputs for whole data sets, and for single calls."""

@@ -61,8 +61,8 @@ _NAMES = (str, bytes, uuid.UUID, datetime.date, np.datetime64)
 def is_keyed(example: Any) -> bool:
     """Whether an example is (key, x) or (key, (x, y)), rather than (x, y) or x.
 
-    Text, bytes, a UUID or a date is a key; so are an integer before arrays, and a
-    tuple of these.
+    Text, bytes, UUIDs and dates are keys; so are integers that arrays follow, and
+    tuples of these.
 
     Example:
         >>> is_keyed(("cat-7", np.zeros(3))), is_keyed((7, np.zeros(3)))
@@ -82,8 +82,9 @@ def split_keys(examples: Sequence[Any], name: str) -> tuple[list[Any], list[Any]
     for number, example in enumerate(examples):
         if not _is_pair(example):
             raise DataError(
-                f"example {number} of {name} must be a pair (key, x), as the others "
-                f"are, got a {type(example).__name__}; without keys give keyed=False"
+                f"example {number} of {name} must be a pair (key, x) like the first "
+                f"example, got a {type(example).__name__}; if the examples have no "
+                "keys, pass keyed=False"
             )
     return [key for key, _ in examples], [x for _, x in examples]
 
@@ -108,14 +109,14 @@ def _is_name(key: Any) -> bool:
 
 @dataclass(frozen=True)
 class ExampleReader:
-    """Reads parts that hold lists of examples, or rows; picklable."""
+    """Reads parts that are lists of examples, or rows; picklable."""
 
     rows: Finish  # makes rows of a value that is not a list of examples
     bag: bool  # every value is a list of examples
     keyed: bool | None  # None: not known yet
 
     def outputs(self, ask: Ask, value: Any, part: int) -> Any:
-        """Return a tree of outputs for rows; for examples a list, of pairs if keyed."""
+        """Return a tree of outputs for rows; for examples a list, with keys if keyed."""
         if not (self.bag or isinstance(value, list)):
             return ask(iter([self.rows([value], part)]))
         name, examples, keys = f"part {part}", list(value), None
@@ -131,7 +132,7 @@ class ExampleReader:
         return outputs if keys is None else list(zip(keys, outputs, strict=True))
 
     def first_rows(self, value: Any, part: int) -> tuple[Facts | None, bool]:
-        """Return rows for a dry run, if the part has any, and whether it has keys."""
+        """Return rows for a dry run, None for an empty part, and whether it has keys."""
         if not (self.bag or isinstance(value, list)):
             if self.keyed:
                 raise DataError(
@@ -155,7 +156,7 @@ def _shapes(example: Any) -> tuple[Any, ...]:
 
 
 def grouped(kinds: Iterable[Any]) -> list[list[int]]:
-    """Return the positions of each kind, of which a batch, or an array, has one."""
+    """Group examples by kind: return the positions of the examples of each kind."""
     places: defaultdict[Any, list[int]] = defaultdict(list)
     for place, kind in enumerate(kinds):
         places[kind].append(place)
@@ -163,7 +164,7 @@ def grouped(kinds: Iterable[Any]) -> list[list[int]]:
 
 
 def _unread(values: list[Any], part: int) -> Rows:
-    """Leave the value of a part to an `ExampleReader`."""
+    """Return the value of a part unchanged; an `ExampleReader` reads it later."""
     (value,) = values
     return value, None
 
@@ -171,7 +172,7 @@ def _unread(values: list[Any], part: int) -> Rows:
 class Examples(Collections):
     """A bag, or a list of Delayed objects and futures, whose parts are not stacked yet.
 
-    `keyed`: whether examples are pairs (key, x); None: detected from the first.
+    `keyed` says whether examples are pairs (key, x); None: the first example decides.
     """
 
     def __init__(self, collection: Any, keyed: bool | None) -> None:
@@ -189,10 +190,10 @@ class Examples(Collections):
 
 
 def with_first_rows(source: S, client: Client | Literal[False]) -> S:
-    """Return the source with rows for a dry run, and `Examples` with `keyed` known.
+    """Return the source with rows for a dry run; `Examples` then know `keyed`.
 
-    The columns of all tables get the order of the first part, if none is expected.
-    Computes parts one after the other until one has rows.
+    Computes one part after the other until one has rows. If no order of columns is
+    expected, the first part determines it.
     """
     reader = source.reader if isinstance(source, Examples) else None
     if source.first is not None and reader is None:
@@ -237,14 +238,14 @@ BLOCK_BYTES = 4 * 2**20
 def broadcast_model(packed: Packed[Any], client: Client | Literal[False]) -> Any:
     """Return a task that sends the same object to each worker once.
 
-    Dask sends its result to the workers that need it, drops it after its last use, and
-    computes it again if its worker dies; scattered data would have a single copy. The
-    scheduler keeps the bytes as long as a result depends on them.
+    Dask sends the result of the task to the workers that need it, releases it after the
+    last use, and computes it again if its worker dies; scattered data would be lost.
+    The scheduler keeps the bytes as long as a result depends on them.
     """
     name = new_key("model")
     if client is False:
         return delayed(packed, name=name, traverse=False)
-    workers_of(client)  # there must be some
+    workers_of(client)  # raises if there are none
     starts = range(0, packed.payload.nbytes, BLOCK_BYTES)
     blocks = [
         client.submit(
@@ -255,7 +256,7 @@ def broadcast_model(packed: Packed[Any], client: Client | Literal[False]) -> Any
         )
         for start in starts
     ]
-    # Dask drops the blocks when they have been joined.
+    # Dask releases the blocks once they have been joined.
     kind = type(packed)
     return client.submit(_joined, kind, blocks, packed.argument, key=name, pure=False)
 
@@ -311,8 +312,8 @@ def lazy_outputs(
 ) -> Any:
     """Apply a function to a collection, lazily.
 
-    The cluster holds `ask` as long as the result lives. `names` become the columns of a
-    single table with as many columns.
+    The cluster keeps `ask` as long as the result exists. If the outputs are a single
+    table with as many columns as `names`, the columns get these names.
     """
     parts = partition_outputs(source, ask, client)
     if isinstance(source, Examples):
@@ -381,7 +382,7 @@ def _array(
 ) -> Any:
     import dask.array  # takes half a second, and scipy
 
-    # Not from_delayed and concatenate, which drops empty blocks.
+    # from_delayed and concatenate would drop empty blocks.
     name = new_key("outputs")
     take = delayed(list.__getitem__, pure=False)
     taken = [
@@ -404,15 +405,15 @@ def collection_of_tables(
     values: Sequence[Any],
     names: Sequence[Any] | None,
 ) -> Tree:
-    """Return a tree of dataframes and series with the index and divisions of another.
+    """Return a tree of dataframes and series with the index and divisions of a frame.
 
-    `values` are the lists of partitions that the outputs are computed from; that of the
-    frame comes first. See `tables_of`.
+    `values` has a list for each part: the partitions that its outputs are computed
+    from, that of the frame first. See `tables_of`.
     """
     check_tabular(empty, "dask.dataframe; use X.to_dask_array(lengths=True)")
     leaves = batching.leaves(empty)
 
-    def made(outputs: Sequence[int], columns: Columns) -> Any:
+    def lazy_table(outputs: Sequence[int], columns: Columns) -> Any:
         import dask.dataframe
 
         table = functools.partial(_table, outputs, columns)
@@ -424,11 +425,11 @@ def collection_of_tables(
             verify_meta=False,
         )
 
-    return tables_of(empty, names, made)
+    return tables_of(empty, names, lazy_table)
 
 
 def pandas_of(outputs: Tree, frame: Any, names: Sequence[Any] | None) -> Tree:
-    """Return outputs as dataframes and series with the index of another."""
+    """Return outputs as dataframes and series with the index of a frame."""
     leaves = batching.leaves(outputs)
 
     def table(numbers: Sequence[int], columns: Columns) -> Any:
@@ -438,12 +439,13 @@ def pandas_of(outputs: Tree, frame: Any, names: Sequence[Any] | None) -> Tree:
 
 
 def check_tabular(outputs: Tree, kind: str) -> None:
-    """Refuse outputs with more than two axes; `kind` says what would hold them."""
+    """Refuse outputs with more than two axes; `kind` names the table and a remedy."""
     for leaf in batching.leaves(outputs):
         if leaf.ndim > 2:
             raise ModelError(
-                f"model gives the shape {leaf.shape[1:]} for each row, which does not "
-                f"fit into a {kind}, or give a postprocess that returns fewer numbers"
+                f"the output has the shape {leaf.shape[1:]} for each row, which does "
+                f"not fit into a {kind}, or pass a postprocess that returns one or two "
+                "axes"
             )
 
 
@@ -452,10 +454,10 @@ def tables_of(
     names: Sequence[Any] | None,
     table: Callable[[Sequence[int], Columns], Any],
 ) -> Tree:
-    """Return a tree of tables, which are made from the numbers of their outputs.
+    """Return a tree of tables; `table` creates one from the positions of its outputs.
 
-    A dict of outputs with one number per row is one dataframe with these columns. Other
-    outputs are a table each: a series if there is one number per row.
+    A dict of outputs with one number per row becomes one dataframe with these columns.
+    Each other output becomes a table: a series if it has one number per row.
     """
     count = len(batching.leaves(outputs))
     if isinstance(outputs, dict) and all(

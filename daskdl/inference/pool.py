@@ -1,7 +1,7 @@
 """Replicas of a predictor's model, on the workers of a cluster or in this process.
 
-Hides how replicas are placed, reached, lost and replaced, and how their model is
-swapped. An OSError means that a replica cannot be reached.
+Hides how replicas are placed, called and replaced, and how their model is swapped. An
+OSError means that a replica cannot be reached.
 """
 
 import asyncio
@@ -62,24 +62,24 @@ class Outputs(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Any, rows: int) -> "Outputs":
-        """Check that outputs are a tree of tensors with this many rows, and convert."""
+        """Check that outputs are a tree of tensors with `rows` rows, and convert them."""
         for leaf in batching.leaves(outputs):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)
                 raise ModelError(
-                    "model must give one tensor with one row per example, or tuples "
-                    f"and dicts of such, got {got} for {rows} rows; choose one of "
-                    "several outputs with Predictor(output=...)"
+                    "model must return a tensor with one row per example, or tuples "
+                    f"and dicts of such tensors, got {got} for {rows} rows; select one "
+                    "of several outputs with Predictor(output=...)"
                 )
         dtypes = tuple(leaf.dtype for leaf in batching.leaves(outputs))
         return cls(batching.mapped(as_numpy, outputs), dtypes)
 
 
 class Failure(NamedTuple):
-    """An error of a model or a transform, without the frames it went through."""
+    """An error of a model or a transform as text, so that no frames are kept."""
 
     summary: str
-    details: str  # the traceback, where it happened
+    details: str  # the traceback
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
@@ -97,15 +97,15 @@ class ModelReplica(ABC):
     """A model that answers batches in the order of their arrival.
 
     All methods are called on one event loop, and raise an OSError if the replica is
-    lost. Only the pool changes `version`, of the model in use, and `staged`, of the
-    model sent last.
+    lost. Only the pool changes `version` (of the model in use) and `staged` (of the
+    model that was sent last).
     """
 
     place: str
     version: int = 0
     staged: int = 0
 
-    async def open(self) -> None:  # noqa: B027  # not all need to
+    async def open(self) -> None:  # noqa: B027  # optional
         """Start the replica, without a model."""
 
     @abstractmethod
@@ -114,37 +114,38 @@ class ModelReplica(ABC):
 
     @abstractmethod
     async def use(self, version: int) -> None:
-        """Answer later batches by this model, and drop all others."""
+        """Answer later batches with this model, and release all others."""
 
     @abstractmethod
     async def ask(self, x: Tree) -> Outputs | Failure:
-        """Return the outputs for the rows of a batch, numpy arrays."""
+        """Return the outputs for a batch, numpy arrays."""
 
-    async def ping(self) -> None:  # noqa: B027  # not all need to
+    async def ping(self) -> None:  # noqa: B027  # optional
         """Check that the replica is alive, and keep it open."""
 
     @abstractmethod
     async def close(self, wait: bool) -> None:
-        """Leave nothing behind; `wait` for the last batch and for free memory."""
+        """Close the replica; `wait` until the last batch is done and memory is free."""
 
 
 class Host(ABC):
-    """The places for replicas."""
+    """Where replicas can run: in this process, or on the workers of a cluster."""
 
     @abstractmethod
     async def places(self) -> list[str]:
         """Return the places that exist now, in a fixed order.
 
-        Raises an OSError if they are unknown now, a ChannelError if there will be none.
+        Raises an OSError if they cannot be listed now, and a ChannelError if they never
+        can be again.
         """
 
     @abstractmethod
     def replica(self, place: str, sharing: int) -> ModelReplica:
-        """Return a replica that is not open yet; `sharing` replicas share a place."""
+        """Return an unopened replica, one of at most `sharing` at the same place."""
 
 
 async def within(doing: Awaitable[T], bound: Bound, what: str) -> T:
-    """Wait, at most for the bound; then cancel and raise a WaitTimeoutError."""
+    """Wait for at most `bound`; after that, cancel and raise a WaitTimeoutError."""
     try:
         async with asyncio.timeout(bound.seconds) as waiting:
             return await doing
@@ -225,7 +226,7 @@ class ModelThread(ModelReplica):
     def _outputs(self, x: Tree) -> Outputs:
         model = self._model
         assert model is not None
-        batch = batching.tensors((x, None))  # copied: a first layer may work in place
+        batch = batching.tensors((x, None))  # copies: a layer may work in place
         rows = batching.length(batch)
         if self._transform is not None:
             batch = self._transform.shared()(batch)
@@ -238,7 +239,7 @@ class ModelThread(ModelReplica):
         self._model = None
         self._staged.clear()
         self._ending.close()
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(self._gone.set)
 
 
@@ -262,13 +263,13 @@ class LocalHost(Host):
 
 
 class ReplicaServer:
-    """A replica's end on a worker: a handler of requests of its client.
+    """The worker's end of a replica: a handler of its client's requests.
 
     A round trip over Dask's connections takes 1.0 ms through the scheduler, which every
-    client reaches, and 0.6 ms directly; a task takes 12 ms, a method of an
-    actor 2.1 ms (and an actor keeps its worker from being retired). It needs no plugin:
-    the client opens it on the workers it chooses. It closes with its worker, or when
-    its client has been silent for `silence_s`.
+    client reaches, and 0.6 ms directly. A task takes 12 ms, and a method of an actor
+    2.1 ms; an actor would also keep its worker from being retired. No plugin is needed:
+    the client opens replicas on the workers that it chooses. A replica closes with its
+    worker, or when its client has been silent for `silence_s`.
     """
 
     def __init__(
@@ -293,7 +294,7 @@ class ReplicaServer:
     async def _answer(
         self, call: str, version: Natural, payload: Any, wait: bool
     ) -> Fields:
-        """Answer a request of the client; `Guard` refuses malformed ones."""
+        """Answer a request of the client; `Guard` refuses malformed requests."""
         if self._model.closed and call in ("ask", "stage"):
             raise GoneError("the replica is closed")
         result: Outputs | Failure | None = None
@@ -320,7 +321,7 @@ class ReplicaServer:
         return {"result": None if result is None else wrap(result)}
 
     async def close(self) -> None:
-        """Stop; called by Dask when the worker closes."""
+        """Stop; Dask calls this when the worker closes."""
         self._timer.cancel()
         await self._model.close(wait=False)
 
@@ -332,16 +333,18 @@ class ReplicaServer:
     def _check_client(self) -> None:
         silent_s = self._loop.time() - self._heard
         if silent_s < self._silence_s or self._pending:
-            rest_s = max(self._silence_s - silent_s, self._silence_s / 4)
-            self._timer = self._loop.call_later(rest_s, self._check_client)
+            wait_s = max(self._silence_s - silent_s, self._silence_s / 4)
+            self._timer = self._loop.call_later(wait_s, self._check_client)
             return
-        logger.warning("%s goes: silent for %.0f s", self._name, silent_s)
+        logger.warning(
+            "closing %s: its client has been silent for %.0f s", self._name, silent_s
+        )
         self._remove()
         self._closing = self._loop.create_task(self.close())
 
 
 async def start_server(*args: Any, dask_worker: Worker) -> None:
-    """Make a `ReplicaServer`; what Dask's `run` calls on a worker."""
+    """Create a `ReplicaServer`; Dask's `run` calls this on a worker."""
     ReplicaServer(dask_worker, *args)
 
 
@@ -396,12 +399,12 @@ class RemoteReplica(ModelReplica):
         else:
             message = {"op": self._name, **fields}
             answer = await self._client.scheduler.proxy(worker=self.place, msg=message)
-        if not isinstance(answer, dict):  # Dask's answer where there is no handler
-            raise ConnectionError(f"worker {self.place} has the replica no longer")
+        if not isinstance(answer, dict):  # Dask's answer if there is no handler
+            raise ConnectionError(f"worker {self.place} no longer has the replica")
         if answer["status"] == Answer.UNKNOWN:
             raise ConnectionError(f"worker {self.place}: {answer['reason']}")
         if answer["status"] == Answer.REFUSED:
-            return Failure(answer["reason"], "before it came to the model")
+            return Failure(answer["reason"], "before the batch reached the model")
         return unwrap(answer["result"])
 
 
@@ -410,7 +413,7 @@ CLIENT_CLOSED = "the client is closed, and no worker can be reached"
 
 @dataclass(frozen=True)
 class ClusterHost(Host):
-    """The workers of a cluster; their replicas close after `silence_s` without ping."""
+    """The workers of a cluster; replicas close after `silence_s` without a ping."""
 
     client: Client
     transform: Packed[Transform] | None
@@ -431,19 +434,19 @@ class ClusterHost(Host):
 # ---- the pool
 
 
-LOOK_S = 0.5  # between calls of `look`, each a small request to the scheduler
+LOOK_S = 0.5  # between calls of `look`, each of which is a request to the scheduler
 
 
 class ReplicaPool:
     """A fixed number of replicas of one model. Used on one event loop.
 
-    A lost replica is replaced where there is room. No place gets more than its share,
-    which is set at the start: the place of a worker that dies stays free until a new
-    worker arrives, so that the other workers do not become slower permanently.
+    A lost replica is replaced where there is room. The start determines how many
+    replicas a place may have. If a worker dies, its replicas wait for a new worker, so
+    that the remaining workers do not become slower permanently.
 
-    `ready` lists the replicas that can be asked. `lost` is called with each lost
-    replica, `changed` when one becomes ready, `ended` with an error if there will be no
-    more.
+    `ready` lists the replicas that take batches. `lost` is called with each lost
+    replica, `changed` when a replica becomes ready, and `ended` with an error when no
+    replica can start any more.
     """
 
     ready: list[ModelReplica]
@@ -459,16 +462,16 @@ class ReplicaPool:
         self._version, self._model = 1, model
         self._wanted = wanted
         self._timeouts = timeouts
-        self._sharing = wanted  # most replicas of one place; known when it opens
+        self._sharing = wanted  # limit of replicas per place; `open` lowers it
         self._swapping = asyncio.Lock()
-        self.starting: dict[asyncio.Task[None], str] = {}  # and the place
+        self.starting: dict[asyncio.Task[None], str] = {}  # place of each start
         self._background: set[asyncio.Task[None]] = set()
         self._failures: Counter[str] = Counter()  # of starts and replicas, by place
         self._pinged_at = 0.0
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Start all replicas; raises an OptionError if there is no place."""
+        """Start all replicas; raises an OptionError if the cluster has no workers."""
         places = await self._host.places()
         if not places:
             raise OptionError(
@@ -486,11 +489,11 @@ class ReplicaPool:
         self._watching.add_done_callback(self._watched)
 
     async def close(self, wait: bool) -> None:
-        """Leave no replica anywhere; see `ModelReplica.close`."""
+        """Close all replicas, see `ModelReplica.close`."""
         if self._watching is not None:
             self._watching.remove_done_callback(self._watched)
             self._watching.cancel()
-        if self.starting:  # a half-open replica could not be closed
+        if self.starting:  # a replica that is being opened cannot be closed
             await asyncio.wait(self.starting, timeout=self._timeouts.stop)
         for task in self.starting:
             task.cancel()
@@ -501,7 +504,7 @@ class ReplicaPool:
         await asyncio.gather(*self._background)
 
     def lose(self, replica: ModelReplica, why: object) -> None:
-        """Give up a replica that cannot be asked any more."""
+        """Remove a replica that can no longer be reached."""
         if replica not in self.ready:
             return
         logger.warning("a replica on %s is lost: %s", replica.place, why)
@@ -515,7 +518,8 @@ class ReplicaPool:
     async def swap(self, model: PackedModel) -> None:
         """Send a model to all replicas, then answer all later batches with it.
 
-        Raises a ModelError if a replica cannot use it; all then keep the former model.
+        Raises a ModelError if a replica cannot use the model; all replicas then keep
+        the former one.
         """
         async with self._swapping:
             version = self._version + 1
@@ -523,19 +527,19 @@ class ReplicaPool:
                 self.ready, lambda replica: self._stage(replica, version, model)
             )
             if refusals:
-                await self._each(self.ready, self._use)  # drops the staged model
+                await self._each(self.ready, self._use)  # releases the staged model
                 raise next(iter(refusals.values()))
             self._version, self._model = version, model
             while behind := [r for r in self.ready if r.version != version]:
                 for replica, error in (await self._each(behind, self._update)).items():
-                    self.lose(replica, error)  # it was started meanwhile
+                    self.lose(replica, error)  # started during the swap
 
     async def _each(
         self,
         replicas: list[ModelReplica],
         do: Callable[[ModelReplica], Awaitable[None]],
     ) -> dict[ModelReplica, ModelError]:
-        """Call a function with each replica, and lose those that cannot be reached."""
+        """Call a function with each replica; remove those that cannot be reached."""
         asked = list(replicas)
         done = await asyncio.gather(*map(do, asked), return_exceptions=True)
         refusals = {}
@@ -550,7 +554,7 @@ class ReplicaPool:
 
     async def _update(self, replica: ModelReplica) -> None:
         """Make a replica use the current model."""
-        while replica.version != self._version:  # the model may be swapped meanwhile
+        while replica.version != self._version:  # a swap may happen in between
             if replica.staged != self._version:
                 await self._stage(replica, self._version, self._model)
             else:
@@ -559,7 +563,7 @@ class ReplicaPool:
     async def _stage(
         self, replica: ModelReplica, version: int, model: PackedModel
     ) -> None:
-        what = f"the model ({model.payload.nbytes} bytes) was not on {replica.place}"
+        what = f"the model ({model.payload.nbytes} bytes) did not reach {replica.place}"
         bound = self._timeouts.bound("data")
         failure = await within(replica.stage(version, model), bound, what)
         if failure is not None:
@@ -576,7 +580,7 @@ class ReplicaPool:
 
     async def _start(self, place: str) -> None:
         replica = self._host.replica(place, self._sharing)
-        bound, what = self._timeouts.bound("join"), f"no replica was made on {place}"
+        bound, what = self._timeouts.bound("join"), f"no replica started on {place}"
         try:
             await within(replica.open(), bound, what)
             await self._update(replica)
@@ -595,14 +599,14 @@ class ReplicaPool:
         """Close a replica, if it can still be reached."""
         try:
             bound = self._timeouts.bound("stop")
-            await within(replica.close(wait), bound, "it did not close")
+            await within(replica.close(wait), bound, "the replica did not close")
         except OSError as error:
             logger.info("a replica on %s was not closed: %s", replica.place, error)
 
     async def _ping(self, replica: ModelReplica) -> None:
         try:
             bound = self._timeouts.bound("request")
-            await within(replica.ping(), bound, "it did not answer")
+            await within(replica.ping(), bound, "the replica did not answer")
         except OSError as error:
             self.lose(replica, error)
 
@@ -611,7 +615,7 @@ class ReplicaPool:
             try:
                 await self.look()
             except OSError as error:
-                logger.info("the workers are not known: %s", error)
+                logger.info("the workers could not be listed: %s", error)
             await asyncio.sleep(LOOK_S)
 
     def _watched(self, task: asyncio.Task[None]) -> None:
@@ -622,12 +626,14 @@ class ReplicaPool:
             self.ended(error)
 
     async def look(self) -> None:
-        """Check which places exist, start missing replicas and ping the others."""
+        """Check which places exist, start missing replicas and ping those that run."""
         bound = self._timeouts.bound("request")
-        places = await within(self._host.places(), bound, "no answer of the scheduler")
+        places = await within(
+            self._host.places(), bound, "the scheduler did not answer"
+        )
         for replica in list(self.ready):
             if replica.place not in places:
-                self.lose(replica, "its worker is gone")
+                self.lose(replica, "its worker has left")
         used = Counter([r.place for r in self.ready] + list(self.starting.values()))
         while used.total() < self._wanted:
             room = [place for place in places if used[place] < self._sharing]

@@ -50,8 +50,8 @@ from daskdl.util import (
 
 Postprocess = Callable[[Tree], Tree]
 
-# A part costs 20 ms to send, compute and fetch, whatever its size. This many keep all
-# threads busy while the first parts are sent, and at the end.
+# Sending, computing and fetching a part takes 20 ms, whatever its size. This number of
+# parts keeps all threads busy while the first parts are sent, and at the end.
 PARTS_PER_THREAD = 4
 
 
@@ -68,7 +68,8 @@ def predict(
 ) -> Any:
     """Apply a model to every row; see :func:`daskdl.predict`.
 
-    A single table with as many columns as `names` gets them.
+    If the outputs are a single table with as many columns as `names`, the columns get
+    these names.
     """
     single = isinstance(X, Delayed) or is_future(X)
     X, _, read = unified(X, None, read)
@@ -102,7 +103,7 @@ def predict(
             outputs = lazy_outputs(X, source, ask, empty, cluster, names=names)
             return outputs[0] if single else outputs
         if cluster is not False:
-            source = split_stream(source, 1)  # or outputs would lose the order
+            source = split_stream(source, 1)  # otherwise outputs are in no order
         pandas = is_frame(X) and hasattr(X, "iloc")
         if pandas:
             check_tabular(empty, "pandas.DataFrame; use X.to_numpy()")
@@ -150,7 +151,7 @@ def no_outputs(
     which: str | int | None,
     postprocess: Postprocess | None,
 ) -> Tree:
-    """Return the outputs for no rows, tensors, from a dry run on two rows."""
+    """Return the outputs for zero rows, tensors, from a dry run on two rows."""
     with checks.preserved_random_state():
         rows = None if source.first is None else (source.first[0], None)
         run = checks.dry_run(module, rows, transform)
@@ -170,10 +171,10 @@ def no_outputs(
         blamed, remedy = "postprocess", ""
         if postprocess is None:
             blamed = "model"
-            remedy = "; choose one of several outputs with output='name' or a position"
+            remedy = "; select one of several outputs by name or position, output=..."
         return ModelError(
-            f"{blamed} must give one tensor with one row per example to predict, or "
-            f"tuples and dicts of such, got {got} for two rows{remedy}"
+            f"{blamed} must return a tensor with one row per example, or tuples and "
+            f"dicts of such tensors, got {got} for two rows{remedy}"
         )
 
     leaves = batching.leaves(output)
@@ -192,12 +193,12 @@ def no_outputs(
 class BatchPredictor:
     """Applies a model batch by batch; picklable.
 
-    Threads of a process share the tensors of the model. If not `exact`, the shape of
-    outputs may differ between batches, but not the number of axes.
+    Threads of a process share the tensors of the model. Unless `exact`, the outputs of
+    batches may differ in shape, but not in the number of axes.
     """
 
     model: PackedModel
-    none: Tree  # outputs for no rows, tensors
+    none: Tree  # outputs for zero rows, tensors
     batch_size: int
     transform: Transform | None
     which: str | int | None  # of the model's outputs; None: all
@@ -210,7 +211,7 @@ class BatchPredictor:
             return self.outputs(source.stream(part, self.batch_size))
 
     def outputs(self, parts: Iterator[Rows]) -> Tree:
-        """Return the outputs of blocks of rows, one after the other, numpy arrays."""
+        """Return the outputs for all blocks of rows, joined, numpy arrays."""
         device = batching.auto_device()
         self.model.opened(lambda copy: copy.eval().to(device))
         module = self.model.module()
@@ -231,7 +232,7 @@ class BatchPredictor:
         return batching.joined(outputs)
 
     def _checked(self, output: Any, rows: int) -> Tree:
-        """Return the outputs of a batch as numpy arrays, if they are like the first."""
+        """Return the outputs of a batch as numpy arrays; refuse another structure."""
 
         def array(expected: Tensor, leaf: Any) -> np.ndarray:
             shape = tuple(expected.shape[1:])
@@ -245,17 +246,19 @@ class BatchPredictor:
                 remedy = ""
                 if rows == 1 and isinstance(leaf, Tensor) and leaf.ndim < expected.ndim:
                     remedy = (
-                        "; squeeze() drops the axis of rows if there is one row: write "
-                        "squeeze(-1)"
+                        "; squeeze() also removes the axis of rows if there is a single "
+                        "row: write squeeze(-1)"
                     )
                 raise ModelError(
-                    f"model gave the shape {shown} for {rows} rows, after "
-                    f"{shape} for each of the first{remedy}"
+                    f"model returned the shape {shown} for {rows} rows, but {shape} "
+                    f"per row in the dry run{remedy}"
                 )
             return as_numpy(leaf)
 
         try:
             batching.mapped(lambda *_: None, self.none, output)
         except ValueError as error:
-            raise ModelError(f"model gave outputs unlike the first: {error}") from error
+            raise ModelError(
+                f"model returned another structure than in the dry run: {error}"
+            ) from error
         return batching.mapped(array, self.none, output)

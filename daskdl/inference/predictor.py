@@ -1,7 +1,7 @@
 """A predictor: calls from any thread wait in a bounded queue and leave in batches.
 
 Hides which calls share a batch, which replica gets a batch, and how calls are retried
-when their batch fails or their replica is lost.
+after an error of their batch or the loss of their replica.
 """
 
 import asyncio
@@ -68,8 +68,8 @@ T = TypeVar("T")
 class Call:
     """A copy of the rows of one call, and the future of its outputs.
 
-    Calls of one `kind` may share a batch. A call that has `begun`, because it was sent
-    to a replica, cannot be cancelled.
+    Calls of the same `kind` may share a batch. A call has `begun` when it is sent to a
+    replica; from then on it cannot be cancelled.
     """
 
     x: Tree
@@ -85,7 +85,7 @@ class Call:
     def of(cls, x: Any, most: int, columns: Columns | None = None) -> "Call":
         """Check and copy the rows of a call, at most `most`.
 
-        `columns` are those that the model was trained on; None: unknown.
+        `columns` are the columns that the model was trained on; None: unknown.
         """
         check_structure(x, None)
         names, rows = columns_in(x, None), {}
@@ -103,12 +103,14 @@ class Call:
                 )
             rows[name] = int(check_array(leaf, name))
         if len(set(rows.values())) > 1:
-            raise DataError(f"X must have equally many rows everywhere, got {rows}")
+            raise DataError(
+                f"all arrays in X must have the same number of rows, got {rows}"
+            )
         count = next(iter(rows.values()))
         if count > most:
             raise DataError(
-                f"X has {count} rows, of which one call may have batch_limit={most}; "
-                "cut it into several calls, or use predict"
+                f"X has {count} rows, and a call may have at most batch_limit={most}; "
+                "split it into several calls, or use predict"
             )
         copied = batching.mapped(lambda leaf: np.array(as_numpy(leaf), order="C"), x)
         named = NamedRows.of((copied, None), names)
@@ -119,7 +121,7 @@ class Call:
         return cls(copied, count, repr(kind), tensors, time.monotonic())
 
     def begin(self) -> bool:
-        """Return whether the call was not cancelled; from now on it cannot be."""
+        """Return whether the call is not cancelled; from now on it cannot be."""
         if not self.begun:
             self.begun = self.answer.set_running_or_notify_cancel()
         return self.begun
@@ -155,12 +157,12 @@ def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
 class BatchQueue:
     """Calls that wait for a replica, in one line per kind, oldest first.
 
-    A batch is the beginning of a line, so that no call overtakes one of its kind. It is
-    due when it is full, or when its first call has waited for `wait_s`. No clock, no
-    event loop.
+    A batch is the beginning of a line, so that calls of one kind keep their order. A
+    batch is due when it is full, or when its first call has waited for `wait_s`. The
+    queue has no clock and no event loop.
     """
 
-    _lines: dict[str, deque[Call]]  # none of them is empty
+    _lines: dict[str, deque[Call]]  # never empty
 
     def __init__(self, batch_limit: int, wait_s: float, queue_limit: int) -> None:
         self._batch_limit = batch_limit
@@ -168,7 +170,7 @@ class BatchQueue:
         self._queue_limit = queue_limit
         self._lines = {}
         self._lock = threading.Lock()
-        self._rows = 0  # admitted, and not with a replica yet
+        self._rows = 0  # admitted, and not sent to a replica yet
         self._waiters: list[Future[None]] = []
 
     def __len__(self) -> int:
@@ -177,13 +179,13 @@ class BatchQueue:
     # ---- any thread
 
     def admit(self, rows: int) -> None:
-        """Make room for the rows of a call; raises a BusyError if there is none."""
+        """Reserve room for the rows of a call; raises a BusyError if it is full."""
         with self._lock:
             if self._rows + rows > self._queue_limit:
                 raise BusyError(
-                    f"the predictor is busy: {self._rows} rows wait, and {rows} more "
-                    f"exceed queue_limit={self._queue_limit}; call again later, give a "
-                    "timeout to wait for room, or use more replicas"
+                    f"the predictor is busy: {self._rows} rows are waiting, and {rows} "
+                    f"more would exceed queue_limit={self._queue_limit}; call again "
+                    "later, pass timeout_s to wait for room, or use more replicas"
                 )
             self._rows += rows
 
@@ -198,7 +200,7 @@ class BatchQueue:
         return waiter
 
     def _release(self, calls: Iterable[Call]) -> None:
-        """Free the room of calls that no replica has had before."""
+        """Free the room of calls that have not been sent to a replica before."""
         with self._lock:
             self._rows -= sum(call.rows for call in calls if not call.begun)
             waiters, self._waiters = self._waiters, []
@@ -209,23 +211,23 @@ class BatchQueue:
     # ---- event loop
 
     def add(self, call: Call) -> None:
-        """Put an admitted call at the end of its line."""
+        """Append an admitted call to its line."""
         self._lines.setdefault(call.kind, deque()).append(call)
 
     def put_back(self, calls: Sequence[Call]) -> None:
         """Put calls back at the front of their line, in the same order."""
         for call in reversed(calls):
-            call.came = -math.inf  # it is due
+            call.came = -math.inf  # due at once
             self._lines.setdefault(call.kind, deque()).appendleft(call)
 
     def withdraw(self, call: Call) -> None:
-        """Remove a cancelled call, if it waits."""
+        """Remove a cancelled call, if it is still waiting."""
         line = self._lines.get(call.kind, deque())
         if call in line:
             self._remove(line, [call])
 
     def take(self, by: float) -> list[Call]:
-        """Remove the oldest batch that is due by a time; -inf: only a full one."""
+        """Remove the oldest batch that is due at time `by`; -inf: only a full batch."""
         lines = [line for line in self._lines.values() if self._due(line) <= by]
         if not lines:
             return []
@@ -235,7 +237,7 @@ class BatchQueue:
         return calls
 
     def due(self) -> float:
-        """Return when the next batch is due; inf: no call waits."""
+        """Return when the next batch is due; inf: no call is waiting."""
         return min(map(self._due, self._lines.values()), default=math.inf)
 
     def clear(self) -> list[Call]:
@@ -270,15 +272,15 @@ class BatchQueue:
 # ---- batches
 
 
-GATHER_S = 0.0005  # longest wait for callers that were just answered
-AHEAD = 2  # batches of one replica: the next is there when it is done with one
-MOST_LOSSES = 3  # of a call, as Dask's `allowed-failures`: it may be the cause
+GATHER_S = 0.0005  # longest wait for the next calls of callers just answered
+AHEAD = 2  # batches per replica: the next one is there when a batch is done
+MOST_LOSSES = 3  # of a call, like Dask's `allowed-failures`: the call may be the cause
 
 Asking = asyncio.Task[list[Tree] | Failure]
 
 
 class Dispatcher:
-    """Sends batches to replicas, until each call has its answer or an error.
+    """Sends batches to replicas until each call has an answer or an error.
 
     All methods are called on the event loop of the pool.
     """
@@ -290,12 +292,12 @@ class Dispatcher:
         self._queue = queue
         self._timeouts = timeouts
         self._asking: dict[Asking, tuple[ModelReplica, list[Call]]] = {}
-        self._failure: BaseException | None = None  # of all calls, from now on
+        self._failure: BaseException | None = None  # of all later calls
         self._closing = False
-        self._returning = 0  # answered callers that may call again at once
-        self._idle = asyncio.Event()  # set when no call is without an answer
+        self._returning = 0  # callers just answered, which may call again
+        self._idle = asyncio.Event()  # set when all calls have their answers
         self._due: asyncio.TimerHandle | None = None
-        self._alone: asyncio.TimerHandle | None = None  # since there is no replica
+        self._alone: asyncio.TimerHandle | None = None  # set while there is no replica
         pool.lost, pool.changed, pool.ended = self._lost, self._changed, self._end
 
     def add(self, call: Call) -> None:
@@ -312,12 +314,12 @@ class Dispatcher:
         self._wake(GATHER_S if waits else 0.0)
 
     def withdraw(self, call: Call) -> None:
-        """Forget a call, if it still waits."""
+        """Remove a call, if it is still waiting."""
         self._queue.withdraw(call)
         self._send()
 
     async def drain(self, seconds: float) -> None:
-        """Accept no more calls, and wait for the others at most this long."""
+        """Accept no more calls, and wait at most `seconds` for the earlier ones."""
         self._closing = True
         self._send()
         with contextlib.suppress(TimeoutError):
@@ -334,13 +336,13 @@ class Dispatcher:
     # ---- sending
 
     def _send(self) -> None:
-        """Send due batches to replicas that can take one more."""
+        """Send due batches to replicas that can take another batch."""
         if self._due is not None:
             self._due.cancel()
             self._due = None
         clock = asyncio.get_running_loop().time
         while (replica := self._freest()) is not None:
-            # Only a full batch is sent before an answer: others may still grow.
+            # A busy replica gets only full batches; others may still grow.
             idle = not self._load(replica)
             now = math.inf if self._closing else clock()
             calls = self._queue.take(now if idle else -math.inf)
@@ -360,7 +362,7 @@ class Dispatcher:
             self._idle.set()
 
     def _wake(self, seconds: float) -> None:
-        """Send due batches after this time at the latest."""
+        """Send due batches after at most `seconds`."""
         loop = asyncio.get_running_loop()
         if self._due is not None:
             if self._due.when() <= loop.time() + seconds:
@@ -369,12 +371,12 @@ class Dispatcher:
         self._due = loop.call_later(seconds, self._woken)
 
     def _woken(self) -> None:
-        if self._queue.due() > -math.inf:  # others may still come after a full batch
+        if self._queue.due() > -math.inf:  # more calls may follow a full batch
             self._returning = 0
         self._send()
 
     def _freest(self) -> ModelReplica | None:
-        """Return the replica with the fewest batches, if it can take one more."""
+        """Return the replica with the fewest batches, if it can take another batch."""
         replica = min(self._pool.ready, key=self._load, default=None)
         return replica if replica and self._load(replica) < AHEAD else None
 
@@ -400,7 +402,7 @@ class Dispatcher:
         del self._asking[task]
         if task.cancelled() or isinstance(error, OSError):
             self._retry(calls, error)
-        elif error is not None:  # a bug in daskdl: no caller may wait forever
+        elif error is not None:  # a bug in daskdl; callers must not wait forever
             self._fail(calls, error)
         elif not isinstance(outcome := task.result(), Failure):
             self._returning += len(calls)
@@ -415,12 +417,12 @@ class Dispatcher:
         self._send()
 
     def _retry(self, calls: list[Call], error: BaseException | None) -> None:
-        """Retry calls on another replica, unless they have ended too many replicas."""
+        """Retry calls on another replica, unless too many replicas were lost with them."""
         for call in calls:
             if call.losses > MOST_LOSSES:
                 lost = ReplicaError(
-                    f"a call was lost with its replica {call.losses} times, at last: "
-                    f"{error}; is it what ends the workers? It has {call}"
+                    f"a call was lost with its replica {call.losses} times, last error: "
+                    f"{error}. Does this call crash the workers? Its input has {call}"
                 )
                 self._fail([call], lost)
         self._queue.put_back([call for call in calls if call.losses <= MOST_LOSSES])
@@ -428,13 +430,13 @@ class Dispatcher:
     def _fail(self, calls: Iterable[Call], error: BaseException) -> None:
         for call in calls:
             if call.begin():
-                # Each raises in a thread of its own, which adds to its traceback.
+                # A copy for each thread, because raising extends the traceback.
                 call.answer.set_exception(copy.copy(error))
 
     # ---- events of the pool
 
     def _lost(self, replica: ModelReplica) -> None:
-        """Retry the batches of a lost replica; it was computing the oldest."""
+        """Retry the batches of a lost replica; only the oldest was being computed."""
         asked = [
             (task, calls)
             for task, (busy, calls) in self._asking.items()
@@ -462,8 +464,8 @@ class Dispatcher:
         bound = self._timeouts.bound("rejoin")
         self._end(
             WaitTimeoutError(
-                f"no replica is left, and none could be started within {bound}; are "
-                "there workers?"
+                f"all replicas are lost, and none could be started within {bound}; "
+                "does the cluster have workers?"
             )
         )
 
@@ -491,35 +493,35 @@ class Predictor:
 
     Calls that arrive at about the same time, with rows of the same shape, are joined
     into one batch. Each batch goes to the replica with the fewest batches, and each
-    caller gets the outputs for its own rows. If a worker dies, its calls go to another
-    replica, and a new replica starts as soon as there is a worker for it.
+    caller gets the outputs for its rows. If a worker dies, its calls go to another
+    replica, and a new replica starts as soon as a worker has room for it.
 
     Any thread may use a predictor. It is a context manager; :meth:`close` removes the
     replicas.
 
     Args:
-        model: Returns one tensor, or tuples and dicts of tensors, with one row for each
-            row of its input. Copied: later changes need :meth:`swap`.
+        model: Returns a tensor, or tuples and dicts of tensors, with a row for each row
+            of its input. The model is copied: use :meth:`swap` for later changes.
         replicas: Models in the workers' memory, >= 1, spread evenly over the workers
             that exist at the start.
-        batch_limit: Most rows of a batch, and of one call, >= 1.
-        wait_ms: Longest wait of a batch for more rows, milliseconds, >= 0. While all
-            replicas are busy, rows wait and are joined anyway.
-        queue_limit: Most rows that may wait for a replica, >= batch_limit.
+        batch_limit: Maximum number of rows of a batch, and of a call, >= 1.
+        wait_ms: Maximum time that a batch waits for more rows, milliseconds, >= 0. While
+            all replicas are busy, rows wait in any case.
+        queue_limit: Maximum number of rows that may wait for a replica, >= batch_limit.
         transform: Applied to each batch before the model, as in ``Trainer``.
         output: Name or position of the only output to return; None: all.
-        client: Synchronous; None: the default client, or a cluster of its own; False:
-            replicas are threads of this process.
+        client: Synchronous client. None: the default client, else a `LocalCluster` for
+            this predictor; False: replicas are threads of this process.
 
     Attributes:
-        columns: Names of the columns of tables, in the order that the model expects, by
-            place, such as ``{"X": ("age", "height")}``: those that a trainer's model
-            was trained on, and that a `Normalization` as the transform was fitted on.
-            None: unknown; empty: a trainer's model was trained on arrays.
+        columns: Names of the columns of tables, in the order that the model expects,
+            such as ``{"X": ("age", "height")}``: the columns that the trainer's model
+            was trained on, and that a `Normalization` as transform was fitted on. None:
+            unknown; empty: the trainer's model was trained on arrays.
 
     Raises:
         OptionError: If an option is not allowed, or there are no workers.
-        ModelError: If the model cannot be used by a worker.
+        ModelError: If a worker cannot use the model.
         OSError: If a replica does not start.
 
     Example:
@@ -544,7 +546,9 @@ class Predictor:
     ) -> None:
         check_count("replicas", replicas)
         check_count("batch_limit", batch_limit)
-        check_whole("queue_limit", queue_limit, batch_limit)  # a call may have so many
+        check_whole(
+            "queue_limit", queue_limit, batch_limit
+        )  # room for the largest call
         if not is_number(wait_ms) or not 0 <= wait_ms < math.inf:
             raise OptionError(f"wait_ms must be >= 0 and finite, got {wait_ms!r}")
         if not (output is None or isinstance(output, str) or is_whole(output)):
@@ -588,8 +592,8 @@ class Predictor:
             x: A numpy array, a torch tensor or a table of pandas or pyarrow, or tuples
                 and dicts of these, with 1 to `batch_limit` rows. Copied. The columns of
                 tables are matched by name with `columns`.
-            timeout_s: Longest wait for room and for the answer, seconds. None: no wait
-                for room, and a wait for the answer as long as there are replicas.
+            timeout_s: Maximum time to wait for room and for the answer, seconds. None:
+                do not wait for room, and wait for the answer while there are replicas.
 
         Returns:
             Outputs for these rows, in the structure that the model returns; numpy for
@@ -597,10 +601,10 @@ class Predictor:
 
         Raises:
             DataError: If x cannot be used.
-            BusyError: If `queue_limit` rows wait, and still do after the timeout.
+            BusyError: If the queue is full, and still is after the timeout.
             ModelError: If the model or the transform fails on these rows.
-            ReplicaError: If the call ends every worker that computes it.
-            WaitTimeoutError: If no answer arrives in time, or no replica is left.
+            ReplicaError: If every worker that computes the call dies.
+            WaitTimeoutError: If no answer arrives in time, or all replicas are lost.
             RunError: If the predictor is closed.
         """
         _check_elsewhere(self._loop)
@@ -647,7 +651,7 @@ class Predictor:
                 busy = None
                 return await self._outcome(call.answer)
         except TimeoutError:
-            if not bound.expired():  # no replica is left
+            if not bound.expired():  # all replicas are lost
                 raise
             raise busy or _late(timeout_s) from None
 
@@ -658,11 +662,12 @@ class Predictor:
             x: Rows; copied.
 
         Returns:
-            A future of the outputs. It can be cancelled until a replica gets the call.
+            A future of the outputs. It can be cancelled until the call is sent to a
+            replica.
 
         Raises:
             DataError: If x cannot be used.
-            BusyError: If `queue_limit` rows wait.
+            BusyError: If the queue is full.
             RunError: If the predictor is closed.
         """
         call = Call.of(x, self._batch_limit, self.columns)
@@ -674,14 +679,14 @@ class Predictor:
     def swap(self, model: nn.Module) -> None:
         """Replace the model without a pause.
 
-        Each call made before this returns is answered by the old or the new model;
-        later calls by the new one. The old model leaves the workers' memory.
+        Calls made before `swap` returns are answered by the old or the new model, later
+        calls by the new model. The workers then release the old model.
 
         Args:
-            model: Copied. It may have other inputs and outputs.
+            model: The new model, copied. Its inputs and outputs may differ.
 
         Raises:
-            ModelError: If a worker cannot use it; the old model then stays in use.
+            ModelError: If a worker cannot use the model; the old model stays in use.
             RunError: If the predictor is closed.
         """
         _check_elsewhere(self._loop)
@@ -693,15 +698,16 @@ class Predictor:
         """Remove the replicas; a second call has no effect.
 
         Args:
-            wait: Wait for the answers to earlier calls, ``daskdl.timeouts.stop`` at
-                most. Calls without an answer then raise a RunError.
+            wait: Wait for the answers to earlier calls, for at most
+                ``daskdl.timeouts.stop``. Calls that have no answer by then raise a
+                RunError.
         """
         _check_elsewhere(self._loop)
         with self._closing:
             if self._closed:
                 return
             self._closed = True
-            with self._ending:  # ends again, without waiting, if this is interrupted
+            with self._ending:  # closes, without waiting, if this is interrupted
                 if wait and self._loop.is_running():
                     self._run(self._dispatcher.drain(self._timeouts.stop))
                 self._end(wait)
@@ -719,7 +725,7 @@ class Predictor:
         self.close(wait=kind is None)
 
     def _end(self, wait: bool) -> None:
-        """Fail calls that still wait, and close all replicas."""
+        """Fail calls that are still waiting, and close all replicas."""
 
         async def end() -> None:
             self._dispatcher.close()
@@ -756,7 +762,7 @@ class Predictor:
             raise RunError("the predictor's client is closed") from error
 
     def _run(self, doing: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine, all of whose waits are bounded, and return its result."""
+        """Run a coroutine whose waits are all bounded, and return its result."""
         future = asyncio.run_coroutine_threadsafe(doing, self._loop)
         try:
             return future.result()
@@ -766,16 +772,16 @@ class Predictor:
     def _done(self, future: Future[Any], deadline: float | None) -> bool:
         """Wait in this thread; return whether the future is done by the deadline."""
         while not future.done():
-            rest_s = LOOK_S if deadline is None else deadline - time.monotonic()
-            if rest_s <= 0:
+            wait_s = LOOK_S if deadline is None else deadline - time.monotonic()
+            if wait_s <= 0:
                 return False
             with contextlib.suppress(TimeoutError):
-                future.exception(min(rest_s, LOOK_S))
+                future.exception(min(wait_s, LOOK_S))
             self._check_running(future)
         return True
 
     async def _outcome(self, future: Future[T]) -> T:
-        """Wait in any event loop, which may be another than that of the replicas."""
+        """Wait in the caller's event loop, which may differ from that of the replicas."""
         waiting = asyncio.wrap_future(future)
         try:
             while not waiting.done():
@@ -792,8 +798,8 @@ class Predictor:
 
 def _late(timeout_s: float | None) -> WaitTimeoutError:
     return WaitTimeoutError(
-        f"no answer within timeout_s={timeout_s}; is the model slow, or are there more "
-        "calls than the replicas can answer?"
+        f"no answer within timeout_s={timeout_s}; is the model slow, or do more calls "
+        "arrive than the replicas can answer?"
     )
 
 
@@ -802,14 +808,15 @@ def _check_elsewhere(loop: asyncio.AbstractEventLoop) -> None:
     # `asyncio.get_running_loop` raises where there is none.
     if asyncio._get_running_loop() is loop:
         raise RunError(
-            "this thread answers the predictor's calls, as callbacks of its futures "
-            "run there, and must not wait for them; use submit, or another thread"
+            "this thread runs the predictor's event loop, where callbacks of its "
+            "futures are called, so it must not wait for answers; use submit, or "
+            "another thread"
         )
 
 
 @contextlib.contextmanager
 def _loop_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    """Yield an event loop that runs in a thread of its own."""
+    """Yield an event loop that runs in a new thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(
         target=loop.run_forever, name="daskdl-predictor-loop", daemon=True

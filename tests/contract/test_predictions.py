@@ -190,7 +190,7 @@ class TestInMemory:
                 return x[:, : 1 + int(x.max() > 9)]
 
         for data in (X, lazy()):
-            with pytest.raises(ModelError, match=r"\(\d, 2\) for \d rows, after"):
+            with pytest.raises(ModelError, match=r"\(\d, 2\) for \d rows, but"):
                 np.asarray(predict(Growing(), data))
 
 
@@ -429,11 +429,11 @@ class TestPostprocess:
         ("postprocess", "message"),
         [
             (lambda x: x["y"], r"failed on the outputs of two rows, shape \(2,"),
-            (lambda x: x.sum(), r"must give .* got \(\) for two rows"),
-            (lambda x: x[:1], r"must give .* got \(1, 2\) for two rows"),
-            (lambda x: [x], r"must give .* got <class 'list'>"),
-            (lambda x: {}, r"must give .* got <class 'dict'>"),
-            (lambda x: {"a": 1}, r"must give .* got <class 'int'>"),
+            (lambda x: x.sum(), r"must return .* got \(\) for two rows"),
+            (lambda x: x[:1], r"must return .* got \(1, 2\) for two rows"),
+            (lambda x: [x], r"must return .* got <class 'list'>"),
+            (lambda x: {}, r"must return .* got <class 'dict'>"),
+            (lambda x: {"a": 1}, r"must return .* got <class 'int'>"),
         ],
         ids=["fails", "a number", "fewer rows", "a list", "nothing", "no tensor"],
     )
@@ -501,5 +501,5 @@ def test_an_output_that_is_no_tensor_is_told_to_be_left_out():
     model = Several(lambda sum, double: {"sum": sum, "cache": object()})
 
     assert predict(model, X, output="sum").tolist() == SUMS
-    with pytest.raises(ModelError, match="; choose one of several outputs with output"):
+    with pytest.raises(ModelError, match="; select one of several outputs by name"):
         predict(model, X)

@@ -174,7 +174,7 @@ def test_calls_beyond_queue_limit_are_refused(gate):
     with gated() as predictor:
         calls = filled(predictor)
         with pytest.raises(
-            BusyError, match=r"4 rows wait, and 1 more .*=4; call again"
+            BusyError, match=r"4 rows are waiting, and 1 more .*=4; call again"
         ):
             predictor.submit(X[:1])
         gate.set()
@@ -399,10 +399,10 @@ def test_replicas_share_the_threads_of_torch():
         (X[:0], r"X must not be empty, got the shape \(0, 4\)"),
         (
             {"a": X, "b": X[:2]},
-            r"equally many rows .* {\"X\['a'\]\": 64, \"X\['b'\]\": 2",
+            r"the same number of rows, .* {\"X\['a'\]\": 64, \"X\['b'\]\": 2",
         ),
         (da.from_array(X), "X must be in memory, got a dask.array; use predict"),
-        (X, "X has 64 rows, of which .* batch_limit=32; cut it"),
+        (X, "X has 64 rows, and a call .* batch_limit=32; split it"),
     ],
     ids=["list", "empty", "rows", "lazy", "long"],
 )

@@ -211,7 +211,9 @@ class TestFailures:
                 await desk.new_replicas()
                 replica += 1
 
-            with pytest.raises(ReplicaError, match="4 times, at last: connection lost"):
+            with pytest.raises(
+                ReplicaError, match="4 times, last error: connection lost"
+            ):
                 await values(bad)
             assert [await values(other) for other in others] == [[10], [20], [30]]
             assert fatal == [[666, 1, 2, 3], [666, 1, 2, 3], [666], [666]]
@@ -221,9 +223,11 @@ class TestFailures:
         async with serving("a", timeouts=hopeless) as desk:
             waiting = desk.call(1)
             (await desk.asked()).lose()
-            with pytest.raises(WaitTimeoutError, match=r"no replica is left.*\.rejoin"):
+            with pytest.raises(
+                WaitTimeoutError, match=r"all replicas are lost.*\.rejoin"
+            ):
                 await values(waiting)
-            with pytest.raises(WaitTimeoutError, match="no replica is left"):
+            with pytest.raises(WaitTimeoutError, match="all replicas are lost"):
                 await values(desk.call(2))
 
             await desk.new_replicas()
@@ -308,8 +312,8 @@ class TestReplicas:
     @pytest.mark.parametrize(
         ("verb", "fault", "error", "message"),
         [
-            ("open", None, WaitTimeoutError, r"no replica was made on a .*\.join"),
-            ("stage", None, WaitTimeoutError, r"was not on a within .*\.data"),
+            ("open", None, WaitTimeoutError, r"no replica started on a .*\.join"),
+            ("stage", None, WaitTimeoutError, r"did not reach a within .*\.data"),
             (
                 *("stage", Failure("no module named nets", "Traceback"), ModelError),
                 "cannot be used on a: no module named nets",

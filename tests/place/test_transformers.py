@@ -168,7 +168,7 @@ def test_encodings_are_data_and_outputs_are_chosen_by_name():
 
 
 def test_a_cache_among_the_outputs_is_told_how_to_leave_it_out():
-    with pytest.raises(daskdl.ModelError, match="choose one of several outputs with"):
+    with pytest.raises(daskdl.ModelError, match="select one of several outputs"):
         daskdl.predict(gpt2(), INPUTS, client=False)
 
 

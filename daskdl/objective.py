@@ -148,8 +148,15 @@ def picked(output: Any, which: str | int | None) -> Any:
         return several[which]
     if not isinstance(which, str) and -len(values) <= which < len(values):
         return values[which]
-    shown = ", ".join(map(repr, several)) or f"which are one {type(output).__name__}"
-    raise OptionError(f"output={which!r} is none of the model's outputs, {shown}")
+    if not several:
+        raise OptionError(
+            f"output={which!r} selects one of several outputs, but the model returns a "
+            f"single {type(output).__name__}: leave output out"
+        )
+    raise OptionError(
+        f"output={which!r} is not among the model's outputs, "
+        f"{', '.join(map(repr, several))}"
+    )
 
 
 class OneOutput(nn.Module):

@@ -116,7 +116,7 @@ class ExampleReader:
     keyed: bool | None  # None: not known yet
 
     def outputs(self, ask: Ask, value: Any, part: int) -> Any:
-        """Return a tree of outputs for rows; for examples a list, with keys if keyed."""
+        """Return a tree of outputs for rows; for examples a list, or pairs if keyed."""
         if not (self.bag or isinstance(value, list)):
             return ask(iter([self.rows([value], part)]))
         name, examples, keys = f"part {part}", list(value), None
@@ -132,7 +132,7 @@ class ExampleReader:
         return outputs if keys is None else list(zip(keys, outputs, strict=True))
 
     def first_rows(self, value: Any, part: int) -> tuple[Facts | None, bool]:
-        """Return rows for a dry run, None for an empty part, and whether it has keys."""
+        """Return rows for a dry run, None without rows, and whether they have keys."""
         if not (self.bag or isinstance(value, list)):
             if self.keyed:
                 raise DataError(

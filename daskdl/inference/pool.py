@@ -62,7 +62,7 @@ class Outputs(NamedTuple):
 
     @classmethod
     def of(cls, outputs: Any, rows: int) -> "Outputs":
-        """Check that outputs are a tree of tensors with `rows` rows, and convert them."""
+        """Convert outputs; refuse anything but a tree of tensors with `rows` rows."""
         for leaf in batching.leaves(outputs):
             if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != rows:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf)

@@ -246,7 +246,7 @@ class BatchPredictor:
                 remedy = ""
                 if rows == 1 and isinstance(leaf, Tensor) and leaf.ndim < expected.ndim:
                     remedy = (
-                        "; squeeze() also removes the axis of rows if there is a single "
+                        "; squeeze() also removes the axis of rows if there is one "
                         "row: write squeeze(-1)"
                     )
                 raise ModelError(

@@ -417,12 +417,13 @@ class Dispatcher:
         self._send()
 
     def _retry(self, calls: list[Call], error: BaseException | None) -> None:
-        """Retry calls on another replica, unless too many replicas were lost with them."""
+        """Retry calls on another replica; fail calls that lost too many replicas."""
         for call in calls:
             if call.losses > MOST_LOSSES:
                 lost = ReplicaError(
-                    f"a call was lost with its replica {call.losses} times, last error: "
-                    f"{error}. Does this call crash the workers? Its input has {call}"
+                    f"a call was lost with its replica {call.losses} times, last "
+                    f"error: {error}. Does this call crash the workers? Its input has "
+                    f"{call}"
                 )
                 self._fail([call], lost)
         self._queue.put_back([call for call in calls if call.losses <= MOST_LOSSES])
@@ -505,8 +506,8 @@ class Predictor:
         replicas: Models in the workers' memory, >= 1, spread evenly over the workers
             that exist at the start.
         batch_limit: Maximum number of rows of a batch, and of a call, >= 1.
-        wait_ms: Maximum time that a batch waits for more rows, milliseconds, >= 0. While
-            all replicas are busy, rows wait in any case.
+        wait_ms: Maximum time that a batch waits for more rows, milliseconds, >= 0.
+            While all replicas are busy, rows wait in any case.
         queue_limit: Maximum number of rows that may wait for a replica, >= batch_limit.
         transform: Applied to each batch before the model, as in ``Trainer``.
         output: Name or position of the only output to return; None: all.
@@ -781,7 +782,7 @@ class Predictor:
         return True
 
     async def _outcome(self, future: Future[T]) -> T:
-        """Wait in the caller's event loop, which may differ from that of the replicas."""
+        """Wait in the caller's event loop, which may not be that of the replicas."""
         waiting = asyncio.wrap_future(future)
         try:
             while not waiting.done():

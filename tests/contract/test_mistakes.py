@@ -243,7 +243,7 @@ MISTAKES = {
     ),
     "an output that is none": (
         lambda: fitted().predict(X, output="logits"),
-        "a folder is a URL or a path with a slash",
+        "the model returns a single Tensor: leave output out",
     ),
     "a misspelt metric": (
         lambda: fitted().evaluate(X, Y, metrics="acuracy"),

@@ -482,11 +482,11 @@ class Several(nn.Module):
 @pytest.mark.parametrize(
     ("model", "output", "message"),
     [
-        (Several(dict), "dubble", "output='dubble' is none of the model's outputs, "
+        (Several(dict), "dubble", "output='dubble' is not among the model's outputs, "
          "'sum', 'double'"),
-        (Several(Named), 2, "output=2 is none of the model's outputs, 'sum', 'double'"),
-        (Sum(), "sums", "output='sums' is none of the model's outputs, which are one "
-         "Tensor"),
+        (Several(Named), 2, "output=2 is not among the model's outputs, 'sum', 'double'"),
+        (Sum(), "sums", "output='sums' selects one of several outputs, but the model "
+         "returns a single Tensor"),
         (Sum(), 1.5, "output must be the name or position of one of the model's "
          "outputs, or None for all, got 1.5"),
     ],

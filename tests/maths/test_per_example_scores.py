@@ -206,7 +206,7 @@ class TestKeys:
         keep = y >= 0  # of unknown lengths
         key = da.from_array(np.arange(4), chunks=1)
 
-        with pytest.raises(DataError, match="part 0 has 31 rows and 1 keys"):
+        with pytest.raises(DataError, match=r"part \d has \d+ rows and 1 keys"):
             now(own.score_examples(x[keep], y[keep], key=key))
 
     def test_keys_of_a_stream_are_refused(self, own):

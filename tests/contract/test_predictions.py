@@ -484,7 +484,8 @@ class Several(nn.Module):
     [
         (Several(dict), "dubble", "output='dubble' is not among the model's outputs, "
          "'sum', 'double'"),
-        (Several(Named), 2, "output=2 is not among the model's outputs, 'sum', 'double'"),
+        (Several(Named), 2, "output=2 is not among the model's outputs, 'sum', "
+         "'double'"),
         (Sum(), "sums", "output='sums' selects one of several outputs, but the model "
          "returns a single Tensor"),
         (Sum(), 1.5, "output must be the name or position of one of the model's "

@@ -128,7 +128,7 @@ def known_metric(name: str) -> str | None:
     return f"top_{int(top[1])}_accuracy" if top else _KEYS.get(_key(name))
 
 
-def _refuse(name: str) -> NoReturn:
+def _raise_unknown(name: str) -> NoReturn:
     key = _key(name).removeprefix("neg")
     close = difflib.get_close_matches(key, _KEYS, 1, cutoff=0.6)
     known = ", ".join(map(repr, _NAMES))
@@ -169,7 +169,7 @@ def _suited(sample: SampleBatch, *, areas: bool = False, top: int = 0) -> Metric
     return BinaryMetrics(thresholds=thresholds)
 
 
-def _shapes(sample: SampleBatch) -> str:
+def _outputs_and_labels(sample: SampleBatch) -> str:
     return f"outputs of {described(sample.output)} and labels of {described(sample.y)}"
 
 
@@ -217,13 +217,13 @@ class NamedMetrics(_ByLabels):
             if per_class and not y.is_floating_point():
                 raise ModelError(
                     f"{self._shown} compare numbers, got scores of classes, "
-                    f"{_shapes(sample)}: for classes use 'accuracy' or 'f1'"
+                    f"{_outputs_and_labels(sample)}: for classes use 'accuracy' or 'f1'"
                 )
             return RegressionMetrics()
         if sample.labels == "numbers" and not per_class:
             raise ModelError(
                 f"{self._shown} compare classes, and the loss compares numbers, "
-                f"{_shapes(sample)}: for numbers use 'r2', 'mse' or 'mae'"
+                f"{_outputs_and_labels(sample)}: for numbers use 'r2', 'mse' or 'mae'"
             )
         tops = [int(n.split("_")[1]) for n in self.names.values() if "top_" in n]
         areas = {"roc_auc", "average_precision"} & {*self.names.values()}
@@ -235,7 +235,8 @@ class NamedMetrics(_ByLabels):
             if name in undefined:
                 defined = [n for n in _NAMES if n not in undefined]
                 raise OptionError(
-                    f"{alias!r} is not defined for {_shapes(sample)}; these are: "
+                    f"{alias!r} is not defined for {_outputs_and_labels(sample)}; "
+                    "these are: "
                     + ", ".join(n for n in defined if _NAMES[n] == "classes")
                 )
         return preset
@@ -599,7 +600,10 @@ def _metrics_by_name(metrics: Any) -> Iterator[tuple[str, Any]]:
         yield "", metrics
     elif isinstance(metrics, str):
         preset = _PRESETS.get(metrics)
-        yield metrics, preset() if preset else known_metric(metrics) or _refuse(metrics)
+        yield (
+            metrics,
+            preset() if preset else known_metric(metrics) or _raise_unknown(metrics),
+        )
     elif isinstance(metrics, Metric):
         yield type(metrics).__name__, metrics
     elif isinstance(metrics, MetricCollection):

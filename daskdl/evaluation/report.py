@@ -81,12 +81,12 @@ def decimals(value: float) -> str:
 def as_text(blocks: Iterable[Text | TextTable]) -> str:
     """Render a report for a terminal."""
     return "\n\n".join(
-        _one_line(block.text) if isinstance(block, Text) else _aligned(block)
+        _one_line(block.text) if isinstance(block, Text) else _text_table(block)
         for block in blocks
     )
 
 
-def _aligned(table: TextTable) -> str:
+def _text_table(table: TextTable) -> str:
     rows = [table.columns, *table.rows] if table.columns else table.rows
     lines = [[_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

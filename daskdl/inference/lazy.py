@@ -123,7 +123,7 @@ class ExampleReader:
         if self.keyed:
             keys, examples = split_keys(examples, name)
         outputs: list[Tree] = [None] * len(examples)
-        for places in grouped(map(_shapes, examples)):
+        for places in grouped(map(_shapes_of_example, examples)):
             cuts = range(0, len(places), STREAMED_ROWS)
             some = ([examples[i] for i in places[c : c + STREAMED_ROWS]] for c in cuts)
             rows = ask(dask_collections.stacked(together, name) for together in some)
@@ -150,7 +150,7 @@ class ExampleReader:
         return facts_of(dask_collections.stacked(examples, f"part {part}")), keyed
 
 
-def _shapes(example: Any) -> tuple[Any, ...]:
+def _shapes_of_example(example: Any) -> tuple[Any, ...]:
     named = batching.named_both(dask_collections.pair(example))
     return tuple((name, *np.shape(leaf)) for name, leaf in named.items())
 

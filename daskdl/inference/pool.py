@@ -75,14 +75,14 @@ class Outputs(NamedTuple):
         return cls(batching.mapped(as_numpy, outputs), dtypes)
 
 
-class Failure(NamedTuple):
+class ModelFailure(NamedTuple):
     """An error of a model or a transform as text, so that no frames are kept."""
 
     summary: str
     details: str  # the traceback
 
     @classmethod
-    def of(cls, error: BaseException) -> "Failure":
+    def of(cls, error: BaseException) -> "ModelFailure":
         summary = text_of(error, named=not isinstance(error, DaskDLError))
         return cls(summary, "".join(traceback.format_exception(error)))
 
@@ -109,7 +109,7 @@ class ModelReplica(ABC):
         """Start the replica, without a model."""
 
     @abstractmethod
-    async def stage(self, version: int, model: PackedModel) -> Failure | None:
+    async def stage(self, version: int, model: PackedModel) -> ModelFailure | None:
         """Unpack a model beside the one in use."""
 
     @abstractmethod
@@ -117,7 +117,7 @@ class ModelReplica(ABC):
         """Answer later batches with this model, and release all others."""
 
     @abstractmethod
-    async def ask(self, x: Tree) -> Outputs | Failure:
+    async def ask(self, x: Tree) -> Outputs | ModelFailure:
         """Return the outputs for a batch, numpy arrays."""
 
     async def ping(self) -> None:  # noqa: B027  # optional
@@ -184,9 +184,9 @@ class ModelThread(ModelReplica):
     # ---- event loop
 
     @override
-    async def stage(self, version: int, model: PackedModel) -> Failure | None:
+    async def stage(self, version: int, model: PackedModel) -> ModelFailure | None:
         unpacked = await self._run(lambda: self._unpacked(model))
-        if isinstance(unpacked, Failure):
+        if isinstance(unpacked, ModelFailure):
             return unpacked
         self._staged[version] = unpacked
         return None
@@ -198,7 +198,7 @@ class ModelThread(ModelReplica):
         self._staged.clear()
 
     @override
-    async def ask(self, x: Tree) -> Outputs | Failure:
+    async def ask(self, x: Tree) -> Outputs | ModelFailure:
         return await self._run(lambda: self._outputs(x))
 
     @override
@@ -210,11 +210,11 @@ class ModelThread(ModelReplica):
         if wait:
             await self._gone.wait()
 
-    async def _run(self, function: Callable[[], T | Failure]) -> T | Failure:
+    async def _run(self, function: Callable[[], T | ModelFailure]) -> T | ModelFailure:
         if self.closed:
             raise ConnectionError("the replica is closed")
         # asyncio cannot pass a StopIteration from a thread.
-        future = self._executor.submit(guarded, function, Failure.of)
+        future = self._executor.submit(guarded, function, ModelFailure.of)
         return await asyncio.wrap_future(future)
 
     # ---- its thread
@@ -297,7 +297,7 @@ class ReplicaServer:
         """Answer a request of the client; `Guard` refuses malformed requests."""
         if self._model.closed and call in ("ask", "stage"):
             raise GoneError("the replica is closed")
-        result: Outputs | Failure | None = None
+        result: Outputs | ModelFailure | None = None
         self._pending += 1
         try:
             match call:
@@ -343,29 +343,50 @@ class ReplicaServer:
         self._closing = self._loop.create_task(self.close())
 
 
-async def start_server(*args: Any, dask_worker: Worker) -> None:
+async def start_server(
+    name: str,
+    sharing: int,
+    transform: Packed[Transform] | None,
+    silence_s: float,
+    dask_worker: Worker,
+) -> None:
     """Create a `ReplicaServer`; Dask's `run` calls this on a worker."""
-    ReplicaServer(dask_worker, *args)
+    ReplicaServer(dask_worker, name, sharing, transform, silence_s)
 
 
 class RemoteReplica(ModelReplica):
     """The client's end of a replica on a worker; used on the client's event loop."""
 
-    def __init__(self, client: Client, place: str, *options: Any) -> None:
+    def __init__(
+        self,
+        client: Client,
+        place: str,
+        sharing: int,
+        transform: Packed[Transform] | None,
+        silence_s: float,
+    ) -> None:
         self.place = place
         self._client = client
         self._name = f"daskdl-predictor-{uuid.uuid4().hex}"
-        self._options = options
+        self._sharing = sharing
+        self._transform = transform
+        self._silence_s = silence_s
 
     @override
     async def open(self) -> None:
-        arguments = (self._name, *self._options)
-        await self._client.run(start_server, *arguments, workers=[self.place])
+        await self._client.run(
+            start_server,
+            self._name,
+            self._sharing,
+            self._transform,
+            self._silence_s,
+            workers=[self.place],
+        )
 
     @override
-    async def stage(self, version: int, model: PackedModel) -> Failure | None:
+    async def stage(self, version: int, model: PackedModel) -> ModelFailure | None:
         payload = wrap(model.payload)
-        failure: Failure | None
+        failure: ModelFailure | None
         failure = await self._request("stage", version=version, payload=payload)
         return failure
 
@@ -376,8 +397,8 @@ class RemoteReplica(ModelReplica):
             raise ConnectionError(failure.summary)
 
     @override
-    async def ask(self, x: Tree) -> Outputs | Failure:
-        outputs: Outputs | Failure = await self._request("ask", payload=wrap(x))
+    async def ask(self, x: Tree) -> Outputs | ModelFailure:
+        outputs: Outputs | ModelFailure = await self._request("ask", payload=wrap(x))
         return outputs
 
     @override
@@ -404,7 +425,7 @@ class RemoteReplica(ModelReplica):
         if answer["status"] == Answer.UNKNOWN:
             raise ConnectionError(f"worker {self.place}: {answer['reason']}")
         if answer["status"] == Answer.REFUSED:
-            return Failure(answer["reason"], "before the batch reached the model")
+            return ModelFailure(answer["reason"], "before the batch reached the model")
         return unwrap(answer["result"])
 
 
@@ -427,8 +448,9 @@ class ClusterHost(Host):
 
     @override
     def replica(self, place: str, sharing: int) -> ModelReplica:
-        options = sharing, self.transform, self.silence_s
-        return RemoteReplica(self.client, place, *options)
+        return RemoteReplica(
+            self.client, place, sharing, self.transform, self.silence_s
+        )
 
 
 # ---- the pool

@@ -47,8 +47,8 @@ from daskdl.errors import (
 )
 from daskdl.inference.pool import (
     ClusterHost,
-    Failure,
     LocalHost,
+    ModelFailure,
     ModelReplica,
     Outputs,
     ReplicaPool,
@@ -276,7 +276,7 @@ GATHER_S = 0.0005  # longest wait for the next calls of callers just answered
 AHEAD = 2  # batches per replica: the next one is there when a batch is done
 MOST_LOSSES = 3  # of a call, like Dask's `allowed-failures`: the call may be the cause
 
-Asking = asyncio.Task[list[Tree] | Failure]
+Asking = asyncio.Task[list[Tree] | ModelFailure]
 
 
 class Dispatcher:
@@ -385,12 +385,14 @@ class Dispatcher:
 
     async def _ask(
         self, replica: ModelReplica, calls: list[Call]
-    ) -> list[Tree] | Failure:
+    ) -> list[Tree] | ModelFailure:
         bound = self._timeouts.bound("request")
         what = f"the replica on {replica.place} did not answer"
         rows = batching.joined([call.x for call in calls])
         outputs = await within(replica.ask(rows), bound, what)
-        return outputs if isinstance(outputs, Failure) else answers_of(outputs, calls)
+        return (
+            outputs if isinstance(outputs, ModelFailure) else answers_of(outputs, calls)
+        )
 
     # ---- outcomes
 
@@ -404,7 +406,7 @@ class Dispatcher:
             self._retry(calls, error)
         elif error is not None:  # a bug in daskdl; callers must not wait forever
             self._fail(calls, error)
-        elif not isinstance(outcome := task.result(), Failure):
+        elif not isinstance(outcome := task.result(), ModelFailure):
             self._returning += len(calls)
             for call, answer in zip(calls, outcome, strict=True):
                 call.answer.set_result(answer)

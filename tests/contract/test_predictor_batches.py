@@ -23,7 +23,7 @@ from daskdl.errors import (
     WaitTimeoutError,
 )
 from daskdl.inference import predictor
-from daskdl.inference.pool import Failure, start_server
+from daskdl.inference.pool import ModelFailure, start_server
 from daskdl.inference.predictor import BatchQueue, Call
 from daskdl.serialization import PackedModel
 from tests.support.replicas import MODEL, TIMEOUTS, serving, soon, turns, values
@@ -315,7 +315,11 @@ class TestReplicas:
             ("open", None, WaitTimeoutError, r"no replica started on a .*\.join"),
             ("stage", None, WaitTimeoutError, r"did not reach a within .*\.data"),
             (
-                *("stage", Failure("no module named nets", "Traceback"), ModelError),
+                *(
+                    "stage",
+                    ModelFailure("no module named nets", "Traceback"),
+                    ModelError,
+                ),
                 "cannot be used on a: no module named nets",
             ),
             ("use", None, WaitTimeoutError, r"did not take the model .*\.request"),
@@ -421,7 +425,9 @@ class TestSwap:
 
     async def test_a_model_that_one_replica_refuses_is_used_by_none(self):
         async with serving("a", "b") as desk:
-            desk.host.faults["stage", "b"] = Failure("no module named nets", "Trace")
+            desk.host.faults["stage", "b"] = ModelFailure(
+                "no module named nets", "Trace"
+            )
             desk.host.log.clear()
 
             with pytest.raises(ModelError, match="on b: no module named nets"):

@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from daskdl.config import Timeouts
-from daskdl.inference.pool import Failure, Host, Outputs, Replica, ReplicaPool
+from daskdl.inference.pool import Host, ModelFailure, ModelReplica, Outputs, ReplicaPool
 from daskdl.inference.predictor import BatchQueue, Call, Dispatcher
 from daskdl.serialization import PackedModel
 
@@ -36,13 +36,13 @@ class Asked(NamedTuple):
         self.outcome.set_result(Outputs(self.x * 10, (torch.float32,)))
 
     def refuse(self, summary="ValueError: no"):
-        self.outcome.set_result(Failure(summary, "Traceback: ..."))
+        self.outcome.set_result(ModelFailure(summary, "Traceback: ..."))
 
     def lose(self):
         self.outcome.set_exception(ConnectionError("connection lost"))
 
 
-class FakeReplica(Replica):
+class FakeReplica(ModelReplica):
     """Logs its calls."""
 
     def __init__(self, place, log, faults):
@@ -58,7 +58,7 @@ class FakeReplica(Replica):
             await fault.wait()
         elif isinstance(fault, Exception):
             raise fault
-        return fault if isinstance(fault, Failure) else None
+        return fault if isinstance(fault, ModelFailure) else None
 
     @override
     async def open(self):
@@ -92,7 +92,7 @@ class FakeHost(Host):
 
     `log` lists the calls of all replicas: a verb, a place, and a version if there is
     one. `faults` holds the outcome of the next call, by verb and place: an error, a
-    `Failure`, or an event to wait for.
+    `ModelFailure`, or an event to wait for.
     """
 
     def __init__(self, *there):

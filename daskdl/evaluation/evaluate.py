@@ -1,8 +1,8 @@
 """Loss, accuracy and metrics of a model on data, on a cluster or in this process.
 
-Parts are scored separately. Only sums, counts and metric states are merged, never
-means, so the result does not depend on the partitioning. Loss and accuracy are counted
-here, since replicas validate with them and do not load torchmetrics.
+Parts are scored separately. Sums, counts and metric states are merged, never means, so
+the result does not depend on the partitioning. Loss and accuracy are computed here
+without torchmetrics, because replicas validate with them and do not load it.
 """
 
 import contextlib
@@ -89,7 +89,8 @@ def evaluate(
         X: Inputs, or inputs and labels, of any type that :meth:`Trainer.fit` takes.
         y: Labels, or None if `X` includes them.
         loss: ``loss(model(x), labels)``, which also determines the meaning of outputs.
-            None: no loss is measured, and the first outputs determine their meaning.
+            None: no loss is measured, and the meaning of the outputs is inferred from
+            the first batch.
         metrics: See :meth:`Trainer.evaluate`.
         sample_weight: See :meth:`Trainer.evaluate`.
         client: A synchronous `distributed.Client`; None: the default client, else a
@@ -156,8 +157,8 @@ def evaluate_model(
     if sample_weight is not None:
         if metrics is not None:
             raise OptionError(
-                "sample_weight is for loss and accuracy, got metrics; evaluate without "
-                "metrics, or without weights"
+                "sample_weight weights only loss and accuracy, and metrics were given; "
+                "evaluate without metrics, or without weights"
             )
         objective = objective and checks.WeightedLoss(objective)
         y, read = Weighted(y, sample_weight), read.weighted()
@@ -185,8 +186,8 @@ def evaluate_model(
             )
         elif objective is None and not checks.is_classification(output, labels_seen):
             raise OptionError(
-                "there is nothing to measure without loss and metrics, as labels are "
-                "not class indices; give loss=, metrics=, or both"
+                "there is nothing to measure without loss and metrics, because labels "
+                "are not class indices; pass loss=, metrics=, or both"
             )
         masked = run.classes is None and any(spec.metrics.masks_nan for spec in specs)
         labels = None if masked else run.labels
@@ -224,8 +225,8 @@ def metrics_for(objective: Objective | None, metrics: Any) -> "Sequence[MetricSe
     """Return the sets of metrics for an objective; refuse metrics beside a step."""
     if type(objective) is OwnStep:
         raise OptionError(
-            "metrics need the outputs of the model, which a step does not show; log "
-            "numbers of its own, or measure model(x) with "
+            "metrics need the outputs of the model, which a step does not return; log "
+            "numbers in the step, or measure model(x) with "
             "daskdl.evaluate(trainer.model_, ..., metrics=...)"
         )
     from daskdl.evaluation.metric_names import metric_sets
@@ -238,27 +239,27 @@ def map_split(
     function: Callable[[Source, int], T],
     client: Client | Literal[False],
 ) -> Iterator[tuple[int, T]]:
-    """Call a function for each part; streams are split over the workers."""
+    """Call a function for each part; streams are split among the workers."""
     if client is not False:
         source = split_stream(source, len(workers_of(client)))
     return map_parts(source, function, client, send=True)
 
 
 def warn_of_unscored(read: ReadOptions, parts: Sequence[int]) -> None:
-    """Log which parts had no rows to score; the workers' logs say why."""
+    """Log the parts without rows to score; the workers' logs have the reasons."""
     if read.skips and parts:
-        logger.warning("%s parts gave nothing to score: %s", len(parts), sorted(parts))
+        logger.warning("%s parts had no rows to score: %s", len(parts), sorted(parts))
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A model and its objective, which score parts on a worker or here; picklable."""
+    """Scores parts with a model and an objective, in any process; picklable."""
 
     model: PackedModel
     objective: Packed[Objective] | None  # None: the loss is 0
     batch_size: int
     transform: Transform | None
-    labels: LabelCheck | None  # None: not checked
+    labels: LabelCheck | None  # None: labels are not checked
     skips: bool  # leave out parts that cannot be read
 
     def unpacked(self) -> tuple[nn.Module, Any, torch.device]:
@@ -272,7 +273,7 @@ class Scorer:
 
 
 def without_gradients(objective: Objective | None) -> Any:
-    """Return a context; the step of a user may need gradients with respect to x."""
+    """Return a context without gradients; a step may enable them, such as for x."""
     with_step = isinstance(objective, OwnStep)
     return torch.no_grad() if with_step else torch.inference_mode()
 
@@ -342,13 +343,13 @@ def means(sums: Sums) -> dict[str, float]:
 
 
 class LogSums:
-    """Sums what a step logs, on its device: only `take` waits for an accelerator."""
+    """Sums of what a step logs, on its device; only `take` waits for an accelerator."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Any, int]] = {}
 
     def add(self, logs: Logs, rows: int) -> None:
-        """Add the logs of a batch, means over its rows."""
+        """Add the logs of a batch, which are means over its rows."""
         if not logs.keys() <= self._sums.keys():
             check_log_names(logs)
         for name, value in logs.items():
@@ -370,9 +371,8 @@ class Score(NamedTuple):
     correct: float = 0  # correctly predicted labels, or their weight
     labels: float = 0  # counted labels; 0 without an accuracy
     examples: int = 0  # rows
-    # The weight of the rows in the mean loss minus their number: negative if the loss
-    # ignores labels, or class weights are below 1; positive if rows have several
-    # labels.
+    # Weight of the rows in the mean loss, minus their number: negative if the loss
+    # ignores labels or class weights are below 1, positive if rows have several labels.
     surplus: float = 0.0
     logs: Mapping[str, tuple[float, int]] = {}
 
@@ -403,10 +403,10 @@ def score_batches(
 ) -> Score:
     """Score a module on batches in evaluation mode; restore its modes afterwards.
 
-    An accuracy is counted where there are classes, unless `accuracy` is off.
+    Labels that are classes give an accuracy, unless `accuracy` is False.
 
-    Uses `no_grad` rather than inference mode: a live module cannot train with tensors
-    that it has cached in inference mode.
+    Uses `no_grad` rather than inference mode: a module that is being trained must not
+    cache tensors of inference mode.
     """
     total, sums = Score(), LogSums()
     dtype = batching.floating_dtype(module)
@@ -445,11 +445,11 @@ def score_batches(
 
 
 def right_labels(loss: Any, output: Tree, y: Tree) -> tuple[Tensor, Tensor] | None:
-    """Return which labels are predicted correctly, and which count; None: no labels.
+    """Return masks of the correctly predicted and of the counted labels, if any.
 
-    Labels are class indices or one-hot rows, beside one score for each class; or 0 and
-    1 beside one score each, if the loss is one of these, and other labels, which are
-    soft, do not count. A score of NaN is never right.
+    Labels are class indices or one-hot rows, with one score for each class. With a
+    binary loss they are 0 and 1, with one score each; other labels, which are soft, do
+    not count. A score of NaN is never correct. Returns None for all other labels.
     """
     loss = checks.unweighted(loss)
     output, y = aligned(loss, output, y.labels if isinstance(y, Weighted) else y)
@@ -472,7 +472,7 @@ def right_labels(loss: Any, output: Tree, y: Tree) -> tuple[Tensor, Tensor] | No
 
 
 def has_accuracy(loss: Any, output: Tree, y: Tree) -> bool:
-    """Whether an accuracy is defined for labels such as these."""
+    """Whether an accuracy is defined for such labels."""
     predicted = right_labels(loss, output, y)
     if predicted is None or facts_of(checks.unweighted(loss))[0] != "binary":
         return predicted is not None
@@ -482,7 +482,7 @@ def has_accuracy(loss: Any, output: Tree, y: Tree) -> bool:
 def mean_weights(loss: Objective, y: Tree, rows: int) -> list[float]:
     """Return the weight of a batch for each term of a loss, see `batch_weight`.
 
-    A loss of several outputs has a term for each of them, others have one.
+    A loss of several outputs has a term for each output, any other loss has one term.
     """
     if isinstance(loss, OutputLosses):
         return [
@@ -494,14 +494,14 @@ def mean_weights(loss: Objective, y: Tree, rows: int) -> list[float]:
 def batch_mean(
     loss: Loss, output: Any, y: Tree, weights: Sequence[float], totals: Sequence[float]
 ) -> Tensor:
-    """Return the part of a batch in the mean loss over several batches.
+    """Return the contribution of a batch to the mean loss over several batches.
 
     Args:
         loss: A mean or a sum over the labels of a batch.
         output: Output of the model for the batch.
         y: Labels of the batch.
-        weights: `mean_weights` of the batch. Where a weight is 0, the term is 0 and has
-            the gradient 0, though its mean over no label is NaN.
+        weights: `mean_weights` of the batch. If a weight is 0, the term and its
+            gradient are 0, although the mean over zero labels is NaN.
         totals: Sum of `mean_weights` over all batches.
     """
     if not isinstance(loss, OutputLosses):
@@ -525,17 +525,17 @@ def _term(loss: Any, output: Any, y: Tree, weight: float, total: float) -> Tenso
     if isinstance(loss, checks.WeightedLoss):
         return loss.sums(output, y)[0] * 0
     if isinstance(loss, nn.Module):
-        summed: Any = copy.copy(loss)  # replicas of a process share it
+        summed: Any = copy.copy(loss)  # replicas of a process share the loss
         summed.reduction = "sum"
     else:
         summed = functools.partial(loss, reduction="sum")
-    # Not always 0: smoothed labels have a loss even if their class has the weight 0.
+    # May differ from 0: with label smoothing, a class of weight 0 has a loss.
     value: Tensor = summed(output, y)
     return value / total if total else value * 0
 
 
 def shared(mean: Tensor, weight: float, total: float) -> Tensor:
-    """Return the part of a batch of some weight in the mean over all batches."""
+    """Return the contribution of a batch to the weighted mean over all batches."""
     # Not multiplied by weight / total: equal batches give exactly mean / k.
     return mean if weight == total else mean / (total / weight)
 
@@ -543,7 +543,7 @@ def shared(mean: Tensor, weight: float, total: float) -> Tensor:
 def _loss_sum(
     loss: Loss | None, output: Tree, y: Tree, rows: int
 ) -> tuple[float, float]:
-    """Return the sum of a batch's losses, and its weight minus its number of rows."""
+    """Return the sum of a batch's losses, and its weight minus the number of rows."""
     if loss is None:
         return 0.0, 0.0
     weights = mean_weights(loss, y, rows)
@@ -557,8 +557,8 @@ def loss_weight(weights: Sequence[float], rows: int) -> float:
     """Return the weight of a mean loss in a mean over batches or steps.
 
     Args:
-        weights: `mean_weights` of the batch, or their sum over those of a step. The sum
-            of several terms has no common weight, and counts by rows.
+        weights: `mean_weights` of the batch, or their sums over the batches of a step.
+            Several terms have no common weight; their sum is weighted by rows.
         rows: Rows of the batch or step.
     """
     if len(weights) == 1:

@@ -1,10 +1,10 @@
-"""Live torchmetrics on a part of the data, and the exact merge of all parts' states.
+"""Torchmetrics that are updated with a part of the data, and the merge of their states.
 
-This is not torchmetrics' merge, which weights processes equally in a "mean" and
-includes the defaults of processes without data. Here means are weighted by rows, float
-sums carry their rounding errors, and lists keep the order of the parts, so the result
-does not depend on the order of arrival. Metrics never share states, which torchmetrics
-would decide from the first update alone.
+The merge of torchmetrics would weight processes equally in a "mean" and include the
+defaults of processes without data. This one weights means by rows, carries the rounding
+errors of float sums, and keeps lists in the order of the parts, so the result does not
+depend on the order of arrival. Metrics never share states; torchmetrics would decide
+that from the first update alone.
 """
 
 import copy
@@ -42,7 +42,7 @@ from daskdl.serialization import Packed
 
 logger = logging.getLogger(__name__)
 
-# An update costs as much as hundreds of rows, so batches are collected up to this size.
+# An update costs as much as hundreds of rows, so batches are joined up to this size.
 GATHERED_ROWS = 4096
 GATHERED_BYTES = 16 * 2**20
 
@@ -60,7 +60,7 @@ PartStates = Mapping[str, PartState]
 
 
 def update_(collection: MetricCollection, *rows: Any) -> None:
-    """Update each metric with rows, if there are any; some metrics refuse none."""
+    """Update each metric with rows; skip zero rows, which some metrics refuse."""
     if batching.length(rows[-1]):
         for metric in collection.values(copy_state=False):
             metric.update(*rows)
@@ -99,7 +99,7 @@ class StateMerger:
         }
 
     def add_(self, part: int, states: PartStates) -> None:
-        """Add the states of a part, once for each part."""
+        """Add the states of a part; call this once for each part."""
         for place, (updates, rows, values) in states.items():
             self._updates[place] += updates
             for name, value in values.items():
@@ -147,8 +147,8 @@ class _MergedState:
             return
         if self._total.shape != array.shape:
             raise DataError(
-                f"a metric has a state of shape {self._total.shape} in one part of the "
-                f"data and {array.shape} in another, and they cannot be added up"
+                f"the state of a metric has the shape {self._total.shape} in one part "
+                f"of the data and {array.shape} in another, so they cannot be merged"
             )
         if self._reduction in (dim_zero_max, dim_zero_min):
             extreme = np.maximum if self._reduction is dim_zero_max else np.minimum
@@ -190,7 +190,7 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _metrics(collection: MetricCollection) -> Iterator[tuple[str, Metric]]:
-    """Yield metrics by name, including nested ones; wrappers only delegate to these."""
+    """Yield metrics and nested metrics by name; wrappers only delegate to them."""
     for name, metric in collection.items(keep_base=True, copy_state=False):
         for inner, module in metric.named_modules():
             if isinstance(module, Metric) and not isinstance(module, WrapperMetric):
@@ -227,14 +227,14 @@ def metric_specs(
     y: Tree,
     classes: Sequence[str] | None,
 ) -> tuple[MetricSpec, ...]:
-    """Prepare sets of metrics for such outputs and labels, and try one update."""
+    """Prepare sets of metrics for these outputs and labels, and try an update."""
     if y is None:
-        raise DataError("labels must be given, or data that have them, for metrics")
+        raise DataError("metrics need labels: pass y, or data that contain labels")
     for name, leaf in batching.named(output, "output"):
         if not isinstance(leaf, Tensor):
             raise ModelError(
                 "metrics need a model that returns tensors, or tuples and dicts of "
-                f"them; {name} is a {type(leaf).__name__}"
+                f"tensors; {name} is a {type(leaf).__name__}"
             )
     output, y = aligned(objective, on_cpu([output]), on_cpu([y]))
     with _warnings_logged(), torch.no_grad():
@@ -251,14 +251,14 @@ def metric_specs(
             if isinstance(error, DaskDLError):
                 raise
             raise ModelError(
-                f"metrics failed on {batching.length(y)} rows, the output being "
+                f"metrics failed on {batching.length(y)} rows with the output "
                 f"{described(output)} and the labels {described(y)}: {error}"
             ) from error
     return tuple(specs)
 
 
 class MetricAccumulator:
-    """Live metrics of one part, on the CPU, updated with many rows at a time."""
+    """Metrics of one part, on the CPU, updated with many rows at a time."""
 
     def __init__(self, specs: Sequence[MetricSpec], name: str) -> None:
         self._specs = specs
@@ -283,7 +283,7 @@ class MetricAccumulator:
             self._measure()
 
     def states(self) -> tuple[PartStates, ...]:
-        """Return the states of each set, valid until more rows are added."""
+        """Return the states of each set; they are valid until rows are added."""
         self._measure()
         return tuple(states_of(live, self._measured) for live in self._live)
 
@@ -305,34 +305,34 @@ class MetricAccumulator:
         self._measured += rows
 
 
-# States that a replica sends after an epoch, to each of the others.
+# Limit of the states that a replica sends to each other replica after an epoch.
 MOST_SENT_BYTES = 4 * 2**20
 SpecsAndStates = tuple[tuple[MetricSpec, ...], tuple[PartStates, ...]]
 
 
 def numbers_of(specs: Sequence[MetricSpec]) -> tuple[str, ...]:
-    """Return the names of all single numbers that are measured."""
+    """Return the names of all measured values that are single numbers."""
     with _warnings_logged(), torch.no_grad():
         return tuple(n for spec in specs for n in spec.metrics.numbers(spec.sample))
 
 
 def sent_states(specs: tuple[MetricSpec, ...], states: tuple[PartStates, ...]) -> bytes:
-    """Pack the states of one replica's share, with all that `measured` needs."""
+    """Pack the states of a replica's share of the data for `measured`."""
     payload = Packed[SpecsAndStates]((specs, states), "metrics").payload.tobytes()
     if len(payload) > MOST_SENT_BYTES:
         raise DataError(
             f"metrics of the validation data take {len(payload) / 2**20:.1f} MiB on a "
-            f"replica, and replicas send {MOST_SENT_BYTES / 2**20:g} MiB at most: "
-            "functions, areas under curves and some metrics of torchmetrics keep all "
-            "rows; measure these with trainer.evaluate(metrics=...) after the fit"
+            f"replica, which sends at most {MOST_SENT_BYTES / 2**20:g} MiB: functions, "
+            "areas under curves and some metrics of torchmetrics keep all rows; "
+            "measure them with trainer.evaluate(metrics=...) after the fit"
         )
     return payload
 
 
 def measured(payloads: Sequence[bytes]) -> dict[str, float]:
-    """Return the single numbers that follow from the states of all replicas.
+    """Compute the values that are single numbers from the states of all replicas.
 
-    They have 9 digits, so that replicas on different machines agree on them.
+    They are rounded to 9 digits, so that replicas on different machines agree on them.
     """
     opened = [
         Packed[SpecsAndStates].of(np.frombuffer(payload, np.uint8), "metrics").unpack()
@@ -351,9 +351,9 @@ def measured(payloads: Sequence[bytes]) -> dict[str, float]:
 
 @contextmanager
 def _warnings_logged() -> Iterator[None]:
-    """Log warnings, such as those about classes without rows, which the report has too.
+    """Log warnings, such as about classes without rows, which the report has as well.
 
-    Only on the client: warning filters are global.
+    Use it on the client alone: warning filters are global.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

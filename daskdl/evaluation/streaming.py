@@ -1,10 +1,10 @@
 """Metrics whose states merge exactly, and rates, areas and errors computed from them.
 
 Metrics of torchmetrics are used wherever they merge exactly; each class here says why
-it replaces one.
-Rates and areas are float64; torchmetrics divides in float32, so 0.9 is 0.89999998.
+it replaces a metric of torchmetrics. Rates and areas are float64; torchmetrics divides
+in float32, so 0.9 is 0.89999998.
 
-N rows that count, K classes, labels or columns, T thresholds, M bins. Rates are 0
+Shape suffixes: N counted rows, K classes, labels or columns, T thresholds, M bins. Rates are 0
 instead of 0/0, as with scikit-learn's ``zero_division=0``.
 """
 
@@ -75,7 +75,7 @@ def matthews(confusion_KK: Counts) -> float:
     return (right * total - both) / math.sqrt(spread) if spread else 0.0
 
 
-POINTS = 101  # per curve: more than a picture shows
+POINTS = 101  # per curve; a picture shows fewer
 MASKED = -1  # replaces a label that does not count
 
 
@@ -122,7 +122,7 @@ def _counts_of_each(scores: Any, targets: Any, columns: int) -> list[ThresholdCo
 
 
 class ClassCurves(MulticlassPrecisionRecallCurve):
-    """Exact counts of torchmetrics' states, which are all scores and class indices."""
+    """Exact counts from the states of torchmetrics: all scores and class indices."""
 
     @override
     def compute(self) -> list[ThresholdCounts]:  # type: ignore[override]
@@ -130,7 +130,7 @@ class ClassCurves(MulticlassPrecisionRecallCurve):
 
 
 class LabelCurves(MultilabelPrecisionRecallCurve):
-    """Exact counts of torchmetrics' states: all scores, and labels 0, 1 or `MASKED`."""
+    """Exact counts from all scores and all labels, which are 0, 1 or `MASKED`."""
 
     @override
     def compute(self) -> list[ThresholdCounts]:  # type: ignore[override]
@@ -138,7 +138,7 @@ class LabelCurves(MultilabelPrecisionRecallCurve):
 
 
 class BinnedCurves(Metric):
-    """Numbers of scores between thresholds, of the class and of other classes.
+    """Counts of scores between thresholds, of the class and of all other classes.
 
     Replaces torchmetrics, which compares each score with each threshold, 70 times
     slower.
@@ -258,7 +258,7 @@ class ErrorMoments(Metric):
 def _merged(moments_P8K: Tensor) -> Tensor:
     """Merge the moments of P sets of rows.
 
-    They are the number of rows, the means of predictions and labels, the sums of
+    Moments are the number of rows, the means of predictions and labels, the sums of
     squared and absolute errors, and the sums of squares and products around the means.
     """
     count, p, y = moments_P8K[:, :3].unbind(dim=1)
@@ -271,20 +271,20 @@ def _merged(moments_P8K: Tensor) -> Tensor:
 
 
 def _mean(values_NK: Tensor, weights_NK: Tensor) -> Tensor:
-    """Average over N, 0 without weights; exact if the values that count are equal."""
+    """Average over N, 0 without weights; exact if all counted values are equal."""
     offset = values_NK.gather(0, (weights_NK > 0).int().argmax(dim=0, keepdim=True))[0]
     total = ((values_NK - offset) * weights_NK).sum(dim=0)
     return offset + total / weights_NK.sum(dim=0).clamp_min(1)
 
 
 class ReliabilityBins(Metric):
-    """Numbers of predictions by confidence, in bins of equal width.
+    """Counts of predictions by confidence, in bins of equal width.
 
     Replaces torchmetrics, which keeps every confidence and has no errors per class.
     """
 
     full_state_update = False
-    counts: Tensor  # (2, K, M), int64: predictions, right ones
+    counts: Tensor  # (2, K, M), int64: all predictions, correct predictions
     confidences: Tensor  # (K, M), float64, summed
 
     def __init__(self, kinds: int, bins: int) -> None:
@@ -333,7 +333,7 @@ class ExactMatch(Metric):
     """
 
     full_state_update = False
-    counts: Tensor  # right rows, and all; int64
+    counts: Tensor  # correct rows, all rows; int64
 
     def __init__(self, threshold: float) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class ExactMatch(Metric):
 
     @override
     def update(self, scores_NK: Tensor, labels_NK: Tensor) -> None:
-        """Add rows; masked scores are 0, and rows without unmasked labels left out."""
+        """Add rows; masked scores are 0, and rows with only masked labels are skipped."""
         right = (scores_NK > self.threshold) == (labels_NK == 1)
         right_N = right.all(dim=1)[(labels_NK != MASKED).any(dim=1)]
         self.counts += torch.tensor([int(right_N.sum()), len(right_N)])

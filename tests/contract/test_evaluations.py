@@ -117,7 +117,7 @@ class TestOnePass:
         trainer = trainer_of(model, step=lambda model, batch: model(batch[0]).mean())
         trainer.fit(X, Y)
 
-        with pytest.raises(OptionError, match="which a step does not show"):
+        with pytest.raises(OptionError, match="which a step does not return"):
             trainer.evaluate(X, Y, metrics="classification")
         with torch.no_grad():
             mean = trainer.model_.eval()(torch.from_numpy(X)).mean().item()
@@ -308,7 +308,7 @@ WITH_NAN = np.where(np.arange(ROWS)[:, None] == 50, np.nan, X[:, :3])
         (
             {"loss": None, "y": None, "metrics": "classification"},
             DataError,
-            "labels must be given",
+            "metrics need labels: pass y",
         ),
         ({"y": Y + 1}, DataError, r"y\[\d+\] is 3"),
         (
@@ -436,7 +436,7 @@ def test_a_part_that_cannot_be_read_is_named_or_left_out(part, message, caplog):
     assert "box 1" in f"{caught.value}{getattr(caught.value, '__notes__', '')}"
     values = of_parts(ONES, part, TWOS, on_bad_batch="skip")
     assert values["loss"] == values["mse"] == pytest.approx(3.25)
-    assert caplog.messages[-1] == "1 parts gave nothing to score: [1]"
+    assert caplog.messages[-1] == "1 parts had no rows to score: [1]"
 
 
 @pytest.mark.parametrize(

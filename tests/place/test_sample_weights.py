@@ -203,7 +203,7 @@ def test_metrics_and_exports_have_no_weights():
     own.fit(X, Y)
 
     with pytest.raises(
-        OptionError, match=r"sample_weight is for loss and accuracy, got m"
+        OptionError, match=r"sample_weight weights only loss and accuracy, and m"
     ):
         own.evaluate(X, Y, metrics="classification", sample_weight=ONE)
     with pytest.raises(

@@ -1,8 +1,8 @@
 """The argument ``metrics``: names, functions, torchmetrics, and metrics of one output.
 
-A name selects values of a preset of `daskdl.metrics`; outputs, labels and loss decide
-which. Functions, such as those of scikit-learn, get all labels and predictions at once:
-these are gathered on the client, up to `GATHERED_BYTES`.
+A name selects values of a preset of `daskdl.metrics`; outputs, labels and loss
+determine the preset. Functions, such as those of scikit-learn, receive all labels and
+predictions at once, which are gathered on the client, up to `GATHERED_BYTES`.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ from daskdl.metrics import (
     is_per_class,
 )
 
-# Labels and predictions that functions may get: 67 million rows of class indices.
+# Limit of labels and predictions for functions: 67 million rows of class indices.
 GATHERED_BYTES = 2**30
 
 Family = Literal["classes", "numbers", "calibration", "score"]
@@ -86,7 +86,7 @@ _ALIASES = {
     "pearsonr": "pearson",
     "pearson_corrcoef": "pearson",
 }
-# Values that only some kinds of labels have; other kinds have all others.
+# Values that are not defined for some kinds of labels.
 _SINGLE = ("balanced_accuracy", "mcc", "cohen_kappa")  # one class for each row
 _UNDEFINED: Mapping[type[MetricSet], tuple[str, ...]] = {
     ClassificationMetrics: ("specificity", "exact_match"),
@@ -102,9 +102,9 @@ _PRESETS: dict[str, type[MetricSet]] = {
 }
 _ALLOWED = (
     "a name such as 'accuracy', a function f(y_true, y_pred), an object of "
-    "daskdl.metrics, a Metric or MetricCollection of torchmetrics, a mapping of names "
-    "to such functions and metrics, or of outputs to lists of all these, or a list of "
-    "all these"
+    "daskdl.metrics, a Metric or MetricCollection of torchmetrics, a mapping from "
+    "names to functions and metrics, or from outputs to lists of metrics, or a list of "
+    "these"
 )
 
 
@@ -118,7 +118,7 @@ _KEYS = {_key(name): name for name in _NAMES} | {
 
 
 def known_metric(name: str) -> str | None:
-    """Return the usual name of a metric for one of its names, or None.
+    """Return the standard name of a metric for one of its names, or None.
 
     Example:
         >>> known_metric("F1Score"), known_metric("top-3 accuracy"), known_metric("f7")
@@ -135,9 +135,9 @@ def _raise_unknown(name: str) -> NoReturn:
     raise OptionError(
         f"metrics by name are {known}, and the presets "
         f"{', '.join(map(repr, _PRESETS))}, got {name!r}"
-        f"{f': did you mean {_KEYS[close[0]]!r}?' if close else ':'} For others give "
-        "a function f(y_true, y_pred), such as those of sklearn.metrics, or a metric "
-        "of torchmetrics"
+        f"{f': did you mean {_KEYS[close[0]]!r}?' if close else ':'} For other "
+        "metrics, pass a function f(y_true, y_pred), such as those of sklearn.metrics, "
+        "or a metric of torchmetrics"
     )
 
 
@@ -155,9 +155,9 @@ def _indices(labels: Labels | None, output: Tree, y: Tree) -> Tree:
 
 
 def _suited(sample: SampleBatch, *, areas: bool = False, top: int = 0) -> MetricSet:
-    """Return the preset for labels that are classes, one or several for each row."""
+    """Return the preset for class labels, with one or several labels for each row."""
     output, y = sample.output, sample.y
-    # Curves that nobody asks for are kept at 2 thresholds, not for each row.
+    # Curves that are not requested keep 2 thresholds instead of all rows.
     thresholds = None if areas else 2
     if is_per_class(output, y):
         if output.shape[1] == 2 and not top:
@@ -175,7 +175,7 @@ def _outputs_and_labels(sample: SampleBatch) -> str:
 
 @dataclass(frozen=True)
 class _ByLabels(MetricSet):
-    """Metrics whose preset depends on outputs and labels."""
+    """Metrics whose preset is determined by outputs and labels."""
 
     @abstractmethod
     def _preset(self, sample: SampleBatch) -> MetricSet: ...
@@ -199,10 +199,10 @@ class _ByLabels(MetricSet):
 
 @dataclass(frozen=True)
 class NamedMetrics(_ByLabels):
-    """Values of a preset, by the names that the user gave."""
+    """Values of a preset, by the names that the user chose."""
 
-    names: Mapping[str, str]  # usual names, by given name
-    family: Family  # "score": that of scikit-learn, accuracy of classes, else R2
+    names: Mapping[str, str]  # standard names, by the name that the user chose
+    family: Family  # "score": accuracy for classes, else R2, as in scikit-learn
 
     @override
     def _preset(self, sample: SampleBatch) -> MetricSet:
@@ -290,7 +290,7 @@ def _value(values: Mapping[str, Any], name: str) -> Any:
 
 
 class Gathered(Metric):
-    """All labels and predictions, for functions; torchmetrics has no such metric."""
+    """All labels and predictions, for functions; torchmetrics lacks such a metric."""
 
     full_state_update = False
     labels: list[Tensor]
@@ -316,13 +316,13 @@ class Gathered(Metric):
 
 
 def check_gathered(size: int) -> None:
-    """Refuse more bytes of labels and predictions than functions may get."""
+    """Refuse more than `GATHERED_BYTES` of labels and predictions for functions."""
     if size > GATHERED_BYTES:
         raise DataError(
-            "metrics that are functions get all labels and predictions at once, and "
-            f"these take more than {GATHERED_BYTES / 2**30:g} GiB: measure fewer rows, "
-            "or give metrics by name or of torchmetrics, which take no memory for each "
-            "row"
+            "metrics that are functions get all labels and predictions at once, which "
+            f"take more than {GATHERED_BYTES / 2**30:g} GiB: measure fewer rows, or "
+            "pass metrics by name or of torchmetrics, whose memory does not grow with "
+            "the rows"
         )
 
 
@@ -334,7 +334,7 @@ class FunctionMetrics(_ByLabels):
     """Functions ``f(y_true, y_pred)``, by name."""
 
     functions: Mapping[str, Callable[[Any, Any], Any]]
-    scored: bool  # whether they get probabilities instead of classes
+    scored: bool  # whether the functions get probabilities instead of classes
 
     @override
     def _preset(self, sample: SampleBatch) -> MetricSet:
@@ -388,7 +388,8 @@ def _flat(column: Tensor) -> Tensor:
     return column[:, 0] if single else column
 
 
-# Second arguments that are probabilities, and functions whose argument does not say so.
+# Names of second arguments that are probabilities, and functions that take
+# probabilities under another name.
 _SCORES = ("y_score", "y_prob", "y_proba", "pred_decision")
 _OF_SCORES = ("log_loss", "d2_log_loss_score")
 
@@ -398,7 +399,7 @@ def _named_function(function: Any) -> str:
     if hasattr(inner, "_score_func"):
         raise OptionError(
             f"metrics must be functions f(y_true, y_pred), got the scorer {inner!r}, "
-            "which calls an estimator: give its function, such as "
+            "which calls an estimator: pass its function, such as "
             "sklearn.metrics.f1_score"
         )
     return str(getattr(inner, "__name__", type(inner).__name__))
@@ -430,14 +431,14 @@ class OutputMetrics(MetricSet):
     def _pair(self, output: Tree, y: Tree) -> Pair:
         """Return the output, and its labels.
 
-        The number of an output in a dict is its place; its labels are found by name,
-        since a dict of labels may have another order.
+        The number of an output in a dict is its position; the labels are looked up by
+        name, because a dict of labels may have another order.
         """
         name = self.name
         if isinstance(output, dict) and name not in output and isinstance(name, int):
             name = dict(enumerate(output)).get(name, name)
         output = self._of(output, name, "outputs")
-        if isinstance(y, dict | tuple):  # else the labels are of all outputs
+        if isinstance(y, dict | tuple):  # otherwise all outputs share the labels
             y = self._of(y, name if isinstance(y, dict) else self.name, "labels")
         return output, y
 
@@ -451,8 +452,8 @@ class OutputMetrics(MetricSet):
         got = outline(tree) if several else f"one {type(tree).__name__}"
         raise ModelError(
             f"metrics[{self.name!r}] are metrics of the output {self.name!r}, and the "
-            f"{what} are {got}: the names are those of a dict of {what}, or numbers "
-            "from 0; metrics of a single output are a list"
+            f"{what} are {got}: use the names in a dict of {what}, or numbers from 0; "
+            "for a single output, pass a list of metrics"
         )
 
     @override
@@ -495,8 +496,8 @@ class UserMetrics(MetricSet):
     """The user's torchmetrics, by name."""
 
     metrics: Mapping[str, Metric]  # in the order of the report; never updated
-    # Whether to update with probabilities: torchmetrics takes scores for logits if any
-    # of an update is outside [0, 1], so the result would depend on the batches.
+    # Whether to update with probabilities: torchmetrics treats scores as logits if any
+    # score of an update is outside [0, 1], so the result would depend on the batches.
     scored: bool
 
     @override
@@ -522,9 +523,8 @@ class UserMetrics(MetricSet):
     @override
     def section(self, sample: SampleBatch, computed: Mapping[str, Any]) -> Section:
         in_order = [name for name in self.metrics if name in computed]
-        names = dict.fromkeys(
-            [*in_order, *computed]
-        )  # a metric may return several values
+        # A metric may return several values.
+        names = dict.fromkeys([*in_order, *computed])
         return report.user_metrics({name: plain(computed[name]) for name in names})
 
 
@@ -540,7 +540,7 @@ def plain(value: Any) -> Any:
 
 
 def is_scored(metric: Metric) -> bool:
-    """Whether a metric, or one within it, is of torchmetrics.classification."""
+    """Whether a metric, or a metric in it, is of torchmetrics.classification."""
     return any(
         base.__module__.startswith("torchmetrics.classification.")
         for module in metric.modules()
@@ -578,7 +578,7 @@ def metric_sets(metrics: Any) -> tuple[MetricSet, ...]:
 def _check_user_metric(name: str, metric: Any, metrics: Mapping[str, Any]) -> None:
     """Refuse a metric that cannot be measured together with `metrics`."""
     if name == "loss":
-        raise OptionError("metrics must not include the name 'loss', which is taken")
+        raise OptionError("metrics must not include the name 'loss', which is reserved")
     if name in metrics:
         kind = type(metric).__name__
         shown = f"{kind}(...)" if isinstance(metric, Metric) else name
@@ -589,13 +589,13 @@ def _check_user_metric(name: str, metric: Any, metrics: Mapping[str, Any]) -> No
     modules = metric.modules() if isinstance(metric, Metric) else ()
     if any(isinstance(module, Running) for module in modules):
         raise OptionError(
-            f"metrics[{name!r}] depends on the order of updates, and parts are "
-            "measured in parallel; give the metric without Running"
+            f"metrics[{name!r}] depends on the order of updates, but parts are "
+            "measured in parallel; pass the metric without Running"
         )
 
 
 def _metrics_by_name(metrics: Any) -> Iterator[tuple[str, Any]]:
-    """Yield sets, usual names, torchmetrics and functions, by their given names."""
+    """Yield sets, standard names, torchmetrics and functions, by the user's names."""
     if isinstance(metrics, MetricSet):
         yield "", metrics
     elif isinstance(metrics, str):

@@ -1,7 +1,6 @@
 """The loss of each example.
 
-Hides which losses are computed for a whole batch at once, and how keys identify
-examples.
+Hides which losses are computed for a batch at once, and how keys identify examples.
 """
 
 import copy
@@ -62,8 +61,8 @@ def score_examples(
         check_outlives(client)
         if read.skips:
             raise OptionError(
-                "on_bad_batch must be 'raise' for Dask's collections, whose scores are "
-                "computed later"
+                "on_bad_batch must be 'raise' for Dask's collections, because their "
+                "scores are computed later"
             )
     with client_or_process(client) as cluster:
         source = _source(model, objective, X, y, read, cluster, key, keys, classes)
@@ -141,7 +140,7 @@ class ExampleScorer(Scorer):
         return self._losses(self.rows(source, part))
 
     def checked_losses(self, some: Iterable[Rows]) -> np.ndarray:
-        """Return the losses of rows whose labels are not checked yet."""
+        """Return the losses of rows after a check of their labels."""
         return self._losses(self._checked(some))
 
     def _losses(self, placed: Iterable[tuple[int, Rows]]) -> np.ndarray:
@@ -166,7 +165,7 @@ class ExampleScorer(Scorer):
             self.labels.check(rows[1], name)
 
     def rows(self, source: Source, part: int) -> Iterator[tuple[int, Rows]]:
-        """Yield rows of a part, with checked labels, and where in it they begin."""
+        """Yield rows of a part, with checked labels, and the position of the first."""
         name = source.name(part)
         try:
             yield from self._checked(source.stream(part, self.batch_size), name)
@@ -179,7 +178,7 @@ class ExampleScorer(Scorer):
     def _readable(
         self, source: Source, part: int, files: Separate
     ) -> Iterator[tuple[int, Rows]]:
-        """Yield the rows of readable files; others count if each has one example."""
+        """Yield rows of readable files; other files count if each has one example."""
         good = dict(checks.usable(checks.load_each(files, skips=True), self._check))
         one_each = source.lengths is not None and source.lengths[part] == len(files)
         one_each &= all(batching.length(rows) == 1 for rows in good.values())
@@ -212,12 +211,12 @@ class ExampleScorer(Scorer):
 
 
 def check_rows_kept(transformed: Batch, rows: int) -> None:
-    """Refuse a transform that changed the number of rows."""
+    """Refuse the result of a transform that changes the number of rows."""
     for leaf in batching.named_both(transformed).values():
         if tuple(leaf.shape[:1]) != (rows,):
             raise ModelError(
-                "transform must return as many rows as it gets, so that each has a "
-                f"score, got the shape {tuple(leaf.shape)} for {rows} rows"
+                "transform must return as many rows as it gets, so that each row has "
+                f"a score, got the shape {tuple(leaf.shape)} for {rows} rows"
             )
 
 
@@ -262,7 +261,7 @@ def _scorer(
 
 
 def has_rows(module: nn.Module, x: Tree) -> bool:
-    """Whether outputs have a row per input row, by a trial with two and three rows."""
+    """Whether outputs have a row per input row; tries two and three rows."""
 
     def fits(output: Any, rows: int) -> bool:
         if isinstance(output, tuple | dict):
@@ -279,7 +278,7 @@ def has_rows(module: nn.Module, x: Tree) -> bool:
     return all(map(fits, outputs, (2, 3)))
 
 
-# Losses of torch and Keras that are means over rows; not subclasses.
+# Losses of torch and Keras that are means over rows; subclasses may not be.
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, CrossEntropyOfProbabilities)
 _OF_ROWS = (
     *_OF_CLASSES,
@@ -302,7 +301,7 @@ _OF_ROWS = (
 def example_losses(
     module: nn.Module, objective: Objective, batch: Batch, *, by_rows: bool
 ) -> Tensor:
-    """Return the loss of each example, as a batch of one, float64 on the CPU."""
+    """Return the loss of each example as a batch of one, float64 on the CPU."""
     cuts = [slice(i, i + 1) for i in range(batching.length(batch))]
     if isinstance(objective, OwnStep) or not by_rows:
         examples = (batching.rows(batch, cut) for cut in cuts)
@@ -321,7 +320,7 @@ def example_losses(
 
 
 def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
-    """Return the losses of all rows; None if rows may depend on each other."""
+    """Return the losses of all rows, or None if rows may depend on each other."""
     if type(loss) not in _OF_ROWS or not (
         isinstance(output, Tensor) and isinstance(y, Tensor)
     ):
@@ -336,7 +335,7 @@ def _losses_at_once(loss: Any, output: Any, y: Any) -> Tensor | None:
     single = copy.copy(loss)  # threads share the loss
     single.reduction = "none"
     values: Tensor = single(output, y)
-    if not values.ndim:  # the loss took rows for classes
+    if not values.ndim:  # the loss has interpreted rows as classes
         return None
     values = values.reshape(len(values), -1)
     if loss.reduction != "mean":  # "sum", and "batchmean" of a single row
@@ -366,7 +365,7 @@ _ADD_TO_GRADIENT = (
 
 
 def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
-    """Return the penalty of weight decay and regularizers, a term of every loss.
+    """Return the penalty of weight decay and regularizers, which every loss includes.
 
     Weight decay adds ``0.5 * weight_decay * sum of squares`` for each parameter group.
     """
@@ -375,8 +374,8 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
     for group in optimizer.param_groups:
         if any(id(p) not in parameters for p in group["params"]):
             raise OptionError(
-                "regularization=True needs the optimizer of the model, got an "
-                "optimizer_ with parameters that are not those of model_"
+                "regularization=True needs the optimizer of the model, but optimizer_ "
+                "has parameters that do not belong to model_"
             )
         decay = float(group.get("weight_decay", 0))
         if not decay:
@@ -406,8 +405,8 @@ def penalty_of(model: nn.Module, optimizer: Optimizer) -> float:
 class Keys:
     """One key for each example."""
 
-    values: Any  # a list in order, or a Dask collection with the partitions of the data
-    name: str | None = None  # of the table column that a list was
+    values: Any  # a list in order, or a Dask collection partitioned like the data
+    name: str | None = None  # of the table column that has the keys
 
     def check(self, source: Source) -> None:
         """Refuse keys in memory if the data have no order, or another length."""
@@ -415,15 +414,15 @@ class Keys:
             return
         if source.sequential:
             raise OptionError(
-                "key must be None for sequential data: their rows come from several "
-                "shards at a time, in no order"
+                "key must be None for sequential data, because their rows arrive from "
+                "several shards at a time, in no order"
             )
         rows = sources.rows_in(source)
         if rows is not None:
             self.check_count(rows)
 
     def check_count(self, rows: float) -> None:
-        """Refuse another number of rows than that of keys in memory."""
+        """Refuse rows that differ in number from keys in memory."""
         if isinstance(self.values, list) and rows != len(self.values):
             raise DataError(
                 f"key must have one value for each row, got {len(self.values)} for "
@@ -444,7 +443,7 @@ class Keys:
     def index_lazily(
         self, source: Collections, losses: Ask, client: Client | Literal[False]
     ) -> Any:
-        """Return the scores of a source beside which these keys are, lazily."""
+        """Return the scores of a source that has these keys beside its rows, lazily."""
         _check_pandas()
         import dask.dataframe
         import pandas
@@ -467,12 +466,12 @@ def _check_pandas() -> None:
         import pandas  # noqa: F401
     except ImportError as error:
         raise OptionError(
-            "scores by key are a pandas.Series; pip install 'daskdl[dataframe]'"
+            "scores with keys are a pandas.Series: pip install 'daskdl[dataframe]'"
         ) from error
 
 
 def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
-    """Separate data and keys; bags and lists of Delayed keep their pairs."""
+    """Separate data and keys; bags and lists of Delayed objects keep their pairs."""
     kind = type(key).__name__
     examples = dask_collections.is_bag(X) or dask_collections.is_lazy_list(X)
     if isinstance(key, bool) and not examples:
@@ -489,7 +488,7 @@ def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
         if not frame or X.ndim != 2:
             raise OptionError(
                 f"key={key!r} must name a column of a table, and X is a "
-                f"{type(X).__name__}; give one value for each row"
+                f"{type(X).__name__}; pass a sequence with one value for each row"
             )
         if key not in X.columns:
             raise OptionError(
@@ -501,9 +500,9 @@ def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
         return X, Keys(_cut_alike(X, key))
     if dask_collections.is_lazy(X):
         raise OptionError(
-            "key must be lazy where X is: the name of a column, a dask.array of one "
-            "axis, or True for a bag, or a list of Delayed objects and futures, of "
-            f"pairs (key, example); got a {kind}"
+            "key must be lazy if X is lazy: the name of a column, a one-dimensional "
+            "dask.array, or True for a bag, or a list of Delayed objects and futures, "
+            f"of pairs (key, example); got a {kind}"
         )
     if isinstance(key, Tensor):
         key = as_numpy(key)
@@ -520,8 +519,8 @@ def _cut_alike(X: Any, key: Any) -> Any:
     array = batching.leaves(X)[0]
     if not is_dask_array(array) or key.ndim != 1:
         raise OptionError(
-            "key must be a dask.array of one axis only where X is a dask.array, got "
-            f"{key.ndim} axes for a {type(array).__name__}"
+            "a key that is a dask.array must be one-dimensional, and X a dask.array, "
+            f"got {key.ndim} axes and X is a {type(array).__name__}"
         )
     if not np.isnan([*array.chunks[0], *key.chunks[0]]).any():
         if len(array) != len(key):
@@ -532,14 +531,14 @@ def _cut_alike(X: Any, key: Any) -> Any:
         return key.rechunk({0: array.chunks[0]}, method="tasks")
     if key.numblocks[0] != array.numblocks[0]:
         raise DataError(
-            "key must have the blocks of X if their lengths are unknown, got "
-            f"{key.numblocks[0]} for {array.numblocks[0]}"
+            "key must have as many blocks as X if their lengths are unknown, got "
+            f"{key.numblocks[0]} and {array.numblocks[0]}"
         )
     return key
 
 
 def _series_of_part(outputs: Sequence[np.ndarray], values: list[Any], name: Any) -> Any:
-    """Return the scores of a part, whose last value are its keys."""
+    """Return the scores of a part as a series; its last value has the keys."""
     return _series(outputs[0], values[-1], name)
 
 

@@ -1,7 +1,8 @@
 """The result of an evaluation: a dict that prints as a report and draws pictures.
 
 Each set of metrics has a section of text, tables and pictures; text and HTML are
-rendered from the same blocks. No torch, no Dask; pandas and matplotlib are optional.
+rendered from the same blocks. Imports neither torch nor Dask; pandas and matplotlib are
+optional.
 """
 
 import html
@@ -55,7 +56,7 @@ class Section:
     @property
     def columns(self) -> dict[str, Any]:
         """The values that have one number per name."""
-        if not self.names:  # the user's own metrics, which may have any names
+        if not self.names:  # the user's metrics, which may have any name
             return {}
         return {
             name: value
@@ -121,7 +122,7 @@ def as_html(blocks: Iterable[Text | TextTable]) -> str:
 
 
 LIMIT = 20  # classes in a table or matrix
-WORST = 10  # classes shown if there are more
+WORST = 10  # classes shown if there are more than LIMIT
 
 _AVERAGED = ("precision", "recall", "f1", "roc_auc", "average_precision")
 _SCALARS = {
@@ -237,7 +238,7 @@ def _class_blocks(
         "Never predicted": support & ~predicted,
         "Without a label, so that recall is 0": ~support & predicted,
         "Without a label and never predicted, left out of every mean": unseen,
-        "ROC AUC is not defined, for there is one class only": (
+        "ROC AUC is not defined with labels of a single class": (
             np.isnan(values["roc_auc_per_class"]) & ~unseen
         ),
     }
@@ -340,15 +341,15 @@ class Evaluation(dict[str, Any]):
     """A dict of measured values by name, numbers and numpy arrays.
 
     With metrics it prints as a report. If two sets of metrics have a value of the same
-    name, the later one is prefixed: ``binary_precision``, then ``binary_2_precision``,
-    ``binary_3_precision``.
+    name, the name in the later set gets a prefix: ``binary_precision``, then
+    ``binary_2_precision``, ``binary_3_precision``.
 
     Args:
         values: Values that belong to no set of metrics, such as the loss.
         sections: The values of each set of metrics.
 
     Attributes:
-        sections: As given.
+        sections: The values of each set of metrics, and their reports.
 
     Example:
         >>> Evaluation({"loss": 0.5})
@@ -398,7 +399,7 @@ class Evaluation(dict[str, Any]):
                 "all": one row with the single numbers. None: "classes" if possible.
 
         Raises:
-            OptionError: If pandas is missing, or there are no classes.
+            OptionError: If pandas is missing, or the evaluation has no classes.
         """
         try:
             import pandas as pd
@@ -410,7 +411,9 @@ class Evaluation(dict[str, Any]):
             raise OptionError(f'rows must be "classes", "all" or None, got {rows!r}')
         with_some = [section for section in self.sections if section.columns]
         if rows == "classes" and not with_some:
-            raise OptionError('there are no classes in this evaluation: rows="all"')
+            raise OptionError(
+                'this evaluation has no classes: use to_pandas(rows="all")'
+            )
         if rows == "all" or not with_some:
             return pd.DataFrame([{k: v for k, v in self.items() if np.ndim(v) == 0}])
         columns: dict[str, Any] = {}
@@ -420,7 +423,7 @@ class Evaluation(dict[str, Any]):
         return pd.DataFrame(columns, index=pd.Index(with_some[0].names))
 
     def plot(self, kind: str | None = None) -> "Figure":
-        """Draw pictures into a new figure, which notebooks show; save it by `savefig`.
+        """Draw pictures into a new figure, which notebooks show; `savefig` saves it.
 
         Args:
             kind: "confusion_matrix", "roc", "precision_recall" or "reliability"; None:
@@ -434,13 +437,13 @@ class Evaluation(dict[str, Any]):
             _add_free(pictures, section, section.pictures)
         if not pictures:
             raise OptionError(
-                "there is nothing to draw in this evaluation: evaluate with "
+                "this evaluation has nothing to draw: evaluate with "
                 'metrics="classification", "binary", "multilabel" or "calibration"'
             )
         if kind is not None and kind not in pictures:
             raise OptionError(
-                f"kind must be one of {', '.join(map(repr, pictures))}, which this "
-                f"evaluation has, or None for all, got {kind!r}"
+                f"kind must be one of {', '.join(map(repr, pictures))}, the pictures "
+                f"of this evaluation, or None for all of them, got {kind!r}"
             )
         return plots.figure_of(
             [*pictures.values()] if kind is None else [pictures[kind]]
@@ -466,7 +469,7 @@ class Evaluation(dict[str, Any]):
 
 
 def _add_free(into: dict[str, Any], section: Section, values: Values) -> None:
-    """Add values; names that are taken get the kind of the section as a prefix."""
+    """Add values; a name that is already used gets the section's kind as a prefix."""
     for name, value in values.items():
         free, number = name, 1
         while free in into:

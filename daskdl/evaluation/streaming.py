@@ -4,8 +4,8 @@ Metrics of torchmetrics are used wherever they merge exactly; each class here sa
 it replaces a metric of torchmetrics. Rates and areas are float64; torchmetrics divides
 in float32, so 0.9 is 0.89999998.
 
-Shape suffixes: N counted rows, K classes, labels or columns, T thresholds, M bins. Rates are 0
-instead of 0/0, as with scikit-learn's ``zero_division=0``.
+Shape suffixes: N counted rows, K classes, labels or columns, T thresholds, M bins.
+Rates are 0 instead of 0/0, as with scikit-learn's ``zero_division=0``.
 """
 
 import math
@@ -343,7 +343,7 @@ class ExactMatch(Metric):
 
     @override
     def update(self, scores_NK: Tensor, labels_NK: Tensor) -> None:
-        """Add rows; masked scores are 0, and rows with only masked labels are skipped."""
+        """Add rows; masked scores are 0, rows with only masked labels do not count."""
         right = (scores_NK > self.threshold) == (labels_NK == 1)
         right_N = right.all(dim=1)[(labels_NK != MASKED).any(dim=1)]
         self.counts += torch.tensor([int(right_N.sum()), len(right_N)])

@@ -184,11 +184,11 @@ def evaluated(metrics):
     ("metrics", "message"),
     [
         ("accurcy", "by name are 'accuracy', .* 'accurcy': did you mean 'accuracy'"),
-        ("neg_mean_squared_error", "did you mean 'mse'.* For others give a function f"),
+        ("neg_mean_squared_error", "did you mean 'mse'.* For other metrics, pass a f"),
         ("top_0_accuracy", "got 'top_0_accuracy': did you mean 'top_5_accuracy'?"),
         (
             "perplexity",
-            r"the presets 'classification', .* got 'perplexity': For others",
+            r"the presets 'classification', .* got 'perplexity': For other",
         ),
         ("specificity", "not defined for outputs .* these are: accuracy, balanced_acc"),
         ("exact_match", "'exact_match' is not defined for outputs"),

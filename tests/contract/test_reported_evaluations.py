@@ -299,13 +299,17 @@ def test_pictures_show_the_values(three):
     ("show", "hidden", "message"),
     [
         (lambda e: e.plot("reliability"), None, "one of 'confusion_matrix', 'roc', 'p"),
-        (lambda e: Evaluation({"loss": 1.0}).plot(), None, "nothing to draw in this"),
+        (
+            lambda e: Evaluation({"loss": 1.0}).plot(),
+            None,
+            "this evaluation has nothing to draw",
+        ),
         (lambda e: e.plot(), "matplotlib.figure", r"pip install 'daskdl\[plots\]"),
         (lambda e: e.to_pandas("columns"), None, "\"all\" or None, got 'columns'"),
         (
             lambda e: Evaluation({"loss": 1.0}).to_pandas("classes"),
             None,
-            "there are no classes in this evaluation",
+            "this evaluation has no classes",
         ),
         (lambda e: e.to_pandas(), "pandas", r"pip install 'daskdl\[dataframe\]"),
     ],

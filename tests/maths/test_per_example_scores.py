@@ -173,14 +173,14 @@ class TestKeys:
         ("data", "key", "error", "message"),
         [
             ((X, Y), IDS[1:], DataError, "got 89 for 90 rows"),
-            ((X, Y), "id", OptionError, "X is a ndarray; give one value for each row"),
+            ((X, Y), "id", OptionError, "X is a ndarray; pass a sequence with one"),
             ((X, Y), X, OptionError, "one value for each row along one axis"),
             ((X, Y), True, OptionError, "key=True says whether a bag, or a list"),
-            ((pairs(),), IDS, OptionError, "must be lazy where X is"),
+            ((pairs(),), IDS, OptionError, "must be lazy if X is"),
             (([delayed((X, Y))],), True, DataError, "0 must be .* pairs .*got a tuple"),
             (blocks(), da.zeros(89, chunks=30), DataError, "got 89 for 90 rows"),
-            (blocks(), da.zeros((90, 2)), OptionError, "got 2 axes for a Array"),
-            ((X, Y), da.zeros(90), OptionError, "got 1 axes for a ndarray"),
+            (blocks(), da.zeros((90, 2)), OptionError, "got 2 axes and X is a Array"),
+            ((X, Y), da.zeros(90), OptionError, "got 1 axes and X is a ndarray"),
             ((table()[NAMES], table()["label"]), "ID", OptionError, "which has .'a'"),
         ],
         ids=[

@@ -366,7 +366,7 @@ def test_predictions_keep_the_index_of_a_table():
     np.testing.assert_array_equal(scores[1], last)
     assert list(both) == ["p", "q"]
     assert list(named.predict(table[["a", "b"]])) == ["cat", "dog"]
-    with pytest.raises(daskdl.ModelError, match=r"use X.to_numpy\(\), or give a post"):
+    with pytest.raises(daskdl.ModelError, match=r"use X.to_numpy\(\), or pass a post"):
         own.predict(table, label="price", postprocess=lambda out: out[:, None, None])
 
 

@@ -335,7 +335,7 @@ def test_a_callback_of_an_answer_must_not_wait_for_another(gate, wait):
         predictor.submit(X[:1]).add_done_callback(after)
         gate.set()
 
-        with pytest.raises(RunError, match="must not wait for them; use submit"):
+        with pytest.raises(RunError, match="must not wait for answers; use submit"):
             told.result(WITHIN_S)
 
 

@@ -123,7 +123,7 @@ class ExampleReader:
         if self.keyed:
             keys, examples = split_keys(examples, name)
         outputs: list[Tree] = [None] * len(examples)
-        for places in grouped(map(_shapes_of_example, examples)):
+        for places in _grouped(map(_shapes_of_example, examples)):
             cuts = range(0, len(places), STREAMED_ROWS)
             some = ([examples[i] for i in places[c : c + STREAMED_ROWS]] for c in cuts)
             rows = ask(dask_collections.stacked(together, name) for together in some)
@@ -155,7 +155,7 @@ def _shapes_of_example(example: Any) -> tuple[Any, ...]:
     return tuple((name, *np.shape(leaf)) for name, leaf in named.items())
 
 
-def grouped(kinds: Iterable[Any]) -> list[list[int]]:
+def _grouped(kinds: Iterable[Any]) -> list[list[int]]:
     """Group examples by kind: return the positions of the examples of each kind."""
     places: defaultdict[Any, list[int]] = defaultdict(list)
     for place, kind in enumerate(kinds):

@@ -197,7 +197,7 @@ def evaluated(metrics):
         (MeanSquaredError, "got the class MeanSquaredError; create one"),
         ({"a": 7}, r"metrics\['a'\] must be a function f\(y_true, y_pred\), .* got 7"),
         ({3: MeanMetric()}, r"metrics\[3\] must be .* by a name"),
-        (make_scorer(f1_score), "got the scorer .* give its function, such as"),
+        (make_scorer(f1_score), "got the scorer .* pass its function, such as"),
         (
             [f1_score, f1_score],
             "two metrics are named 'f1_score'; .*{'a': f1_score, 'b'",

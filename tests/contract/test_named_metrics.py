@@ -268,7 +268,7 @@ class TestOutputs:
                 OUTPUT,
                 LABELS,
                 {"sizes": "r2"},
-                "outputs are {'kind': ., 'size': .}: the",
+                "outputs are {'kind': ., 'size': .}: use",
             ),
             (SCORES, Y, {"kind": "f1"}, "outputs are one Tensor"),
             (OUTPUT, LABELS["kind"], {"kind": "mse"}, "compare numbers, got scores of"),
@@ -440,5 +440,5 @@ class TestFit:
             client=False,
         )
 
-        with pytest.raises(OptionError, match="log numbers of its own, or measure"):
+        with pytest.raises(OptionError, match="log numbers in the step, or measure"):
             trainer.fit(X, Y, validation=(X, Y))

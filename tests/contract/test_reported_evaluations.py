@@ -251,7 +251,7 @@ class TestTable:
 
         expected = {"loss": 0.25, "r2_per_column": 0.5, "count": 7}
         assert table.to_dict("records") == [expected]
-        with pytest.raises(OptionError, match="there are no classes"):
+        with pytest.raises(OptionError, match="this evaluation has no classes"):
             evaluation.to_pandas("classes")
 
 

@@ -332,7 +332,7 @@ def test_the_gradient_of_the_penalty_is_what_the_optimizer_adds(kind):
             "weight_decay=0.1, which is decoupled",
         ),
         (lambda p: optim.Adafactor(p, weight_decay=0.1), "decoupled from"),
-        (lambda p: optim.SGD(linear().parameters()), "that are not those of model_"),
+        (lambda p: optim.SGD(linear().parameters()), "that do not belong to model_"),
     ],
     ids=["AdamW", "NAdam", "Adafactor", "another model"],
 )

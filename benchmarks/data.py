@@ -1,6 +1,6 @@
 """Training on data that are not in memory.
 
-Question: How fast is training from batch files and from lazy parts of a dask.array,
+Question: How fast is training from packed files and from lazy parts of a dask.array,
           compared with training from memory, and does prefetch hide loading that takes
           half as long as computing?
 Counted:  Rows per second of the second epoch, two worker processes with one torch
@@ -30,6 +30,9 @@ import daskdl
 from benchmarks.clusters import local_client, trainer
 from benchmarks.results import Question, in_turns, median_ratio, medians
 from benchmarks.work import BATCH, perceptron, samples
+from daskdl.data.manifest import Manifest
+from daskdl.data.packed import KIND, PackedRows
+from daskdl.data.storage import store_of
 
 BATCHES_PER_PART = 8
 PARTS = 24  # of both replicas together
@@ -41,8 +44,8 @@ def slow(block: Any, seconds: float) -> Any:
     return block
 
 
-class SlowFiles(daskdl.data.BatchFiles):
-    """Batch files on slow storage."""
+class SlowFiles(PackedRows):
+    """Packed rows on slow storage."""
 
     seconds = 0.0
 
@@ -67,24 +70,19 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with _set_up() as (folder, client):
         part = BATCH * BATCHES_PER_PART
         x, y = samples(PARTS * part)
-        daskdl.data.export(
-            *(x, y),
-            url=folder,
-            batch_size=BATCH,
-            batches_per_file=BATCHES_PER_PART,
-            client=client,
-        )
+        daskdl.data.pack(x, y, url=folder, per_file=part, client=client)
         memory = medians([fit(client, x, y) for _ in range(asked.rounds + 1)][1:])
         yield {"source": "memory", "load": 0.0, "prefetch": 2, "beside": 1.0, **memory}
         for load in LOADS:
-            files = SlowFiles(folder)
+            store = store_of(folder)
+            files = SlowFiles(store, Manifest.read(store, KIND))
             files.seconds = load * part / (memory["rows_per_s"] / 2)  # of one replica
             lazy = da.from_array(x, chunks=(part, *x.shape[1:])).map_blocks(
                 slow, files.seconds, meta=x[:0]
             )
             sources = {
                 "lazy dask.array": (lazy, da.from_array(y, chunks=part)),
-                "batch files": (files, None),
+                "packed files": (files, None),
             }
             for (name, (X, labels)), prefetch in (
                 (source, n) for source in sources.items() for n in (2, 0)

@@ -376,8 +376,9 @@ class Trainer:
                 `validation` if they are paths or URLs; they reach the workers.
             prefetch: Number of batches to load ahead, in whole parts and at least the
                 next part; 0: no prefetching.
-            approach: ``"export"``: write batch files first, read them in all epochs,
-                and delete them at the end; ``daskdl.export.url`` sets the folder.
+            approach: ``"export"``: pack the rows first, read the packed files in all
+                epochs, and delete them at the end; ``daskdl.export.url`` sets the
+                folder.
             resume: URL of one checkpoint, or of a folder in which a
                 :class:`~daskdl.Checkpoint` wrote several, of which the newest is used.
                 Training continues from there instead of from `model_`, and `epochs`

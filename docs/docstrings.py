@@ -2,7 +2,7 @@
 
 The parser for Google style expects `Examples:`, where the docstrings have `Example:`,
 and does not know references such as ``:meth:`~daskdl.Trainer.fit```. It also takes
-`daskdl.data.export` for the module of that name, where users call the function.
+`daskdl.data.files` for the module of that name, where users call the function.
 """
 
 import re

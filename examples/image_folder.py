@@ -1,6 +1,6 @@
 """How do I train on many small images?
 
-This example packs a folder of images into shards, trains on them, and measures how
+This example packs a folder of images into a few files, trains on them, and measures how
 often the right class is among the five best guesses.
 
 Run:  python examples/image_folder.py [seed]
@@ -20,7 +20,7 @@ from sklearn.model_selection import train_test_split
 from torch import nn
 
 import daskdl
-from daskdl.data import image_folder, pack_files
+from daskdl.data import image_folder, pack
 
 IMAGES = 2000
 
@@ -95,13 +95,13 @@ def main():
         LocalCluster(n_workers=2, threads_per_worker=1) as cluster,
         Client(cluster) as client,
     ):
-        images, shards = Path(folder, "images"), Path(folder, "shards")
+        images, packed = Path(folder, "images"), Path(folder, "packed")
         make_folder(images)
-        urls = pack_files(images, url=shards, files_per_shard=100, client=client)
+        urls = pack(images, url=packed, per_file=100, client=client)
         size = sum(Path(url).stat().st_size for url in urls)
-        print(f"{IMAGES} images in {len(urls)} shards, {size / 1e3:.0f} kB")
-        train = image_folder(shards, split="train", channels=1)
-        test = image_folder(shards, split="test", channels=1, classes=train.classes)
+        print(f"{IMAGES} images in {len(urls)} files, {size / 1e3:.0f} kB")
+        train = image_folder(packed, split="train", channels=1)
+        test = image_folder(packed, split="test", channels=1, classes=train.classes)
         trainer = daskdl.Trainer(
             model=network,
             loss=nn.CrossEntropyLoss(),

@@ -1,7 +1,7 @@
-"""How do I train on TinyImageNet, from shards?
+"""How do I train on TinyImageNet, from packed files?
 
 Unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip first. The first run packs its
-files into shards, in a folder beside it.
+images into a few files, in a folder beside it.
 
 Run:  python examples/tiny_imagenet.py FOLDER [--epochs 10] [--workers 2]
 """
@@ -15,7 +15,7 @@ from dask.distributed import Client, LocalCluster
 from torch import nn
 
 import daskdl
-from daskdl.data import image_folder, pack_files
+from daskdl.data import image_folder, pack
 
 
 def block(inputs, outputs):
@@ -51,19 +51,17 @@ def main():
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
-    shards = options.folder.absolute().with_name(f"{options.folder.name}-shards")
+    packed = options.folder.absolute().with_name(f"{options.folder.name}-packed")
     with (
         LocalCluster(n_workers=options.workers, threads_per_worker=1) as cluster,
         Client(cluster) as client,
     ):
-        urls = pack_files(
-            options.folder, url=shards, files_per_shard=1000, client=client
-        )
+        urls = pack(options.folder, url=packed, per_file=1000, client=client)
         train, val = (
-            image_folder(shards, size=64, split=split) for split in ("train", "val")
+            image_folder(packed, size=64, split=split) for split in ("train", "val")
         )
         classes = len(train.classes)
-        print(f"{len(train.paths)} images of {classes} classes in {len(urls)} shards")
+        print(f"{len(train.paths)} images of {classes} classes in {len(urls)} files")
         trainer = daskdl.Trainer(
             model=lambda: nn.Sequential(Mirrored(), network(classes)),
             loss=nn.CrossEntropyLoss(),

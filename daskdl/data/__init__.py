@@ -1,21 +1,19 @@
-"""Data where they are: files, shards, batch files, images, normalizers, checks.
+"""Data where they are: files, packed files, images, normalizers, checks.
 
 `Trainer.fit` also takes arrays, tables, Dask collections and torch datasets as they
 are; the page on data describes them.
 """
 
-from daskdl.data.batch_files import BatchFiles
-from daskdl.data.export import export
-from daskdl.data.files import files, pack_files
+from daskdl.data.files import files
 from daskdl.data.formats import Csv, Npy, Npz, Parquet, Safetensors
 from daskdl.data.images import image_folder
 from daskdl.data.normalize import MinMax, Normalization, Standardize
+from daskdl.data.packing import pack
 from daskdl.data.source import Facts, Source
 from daskdl.data.torch_datasets import Stream
 from daskdl.data.validate import Report, validate
 
 __all__ = [
-    "BatchFiles",
     "Csv",
     "Facts",
     "MinMax",
@@ -28,9 +26,8 @@ __all__ = [
     "Source",
     "Standardize",
     "Stream",
-    "export",
     "files",
     "image_folder",
-    "pack_files",
+    "pack",
     "validate",
 ]

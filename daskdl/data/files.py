@@ -1,347 +1,81 @@
-"""Files as data to train on: loose files, shards, or batch files.
+"""Files as data to train on: loose files, or packed ones.
 
 A part is a file, or several that are read together: files of one example each, or the
-members of a shard, a zip or tar archive of original files from `pack_files`. An object
-store answers a request after tens of milliseconds, whatever its size; a shard of a
-hundred small images takes a single request. A shard is read whole and unpacked in
-memory: 1,000 images of 3 kB take 26 ms from a zip and 51 ms from a tar; with fsspec's
-own archives 82 ms and 1.4 s.
+original files in a packed file.
 """
 
 import copy
-import functools
-import hashlib
-import io
-import json
-import logging
-import tarfile
-import zipfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any, BinaryIO, Literal, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
-import numpy as np
 from typing_extensions import override
 
-from daskdl.config import check_choice, check_count
+from daskdl.config import check_count
 from daskdl.data import batching, formats, storage
-from daskdl.data.batch_files import BatchFiles, is_export
 from daskdl.data.batching import Rows
-from daskdl.data.distribute import map_parts
 from daskdl.data.formats import Loader, Reader
-from daskdl.data.manifest import File, Kind, Manifest, naming_damage
 from daskdl.data.named_columns import NO_COLUMNS, NamedRows
+from daskdl.data.packed import PackedFiles, PackedRows, packed_in
 from daskdl.data.source import SHOWN_ROWS, Facts, Source, facts_of
-from daskdl.data.storage import AnyPath, Store, is_local, is_path, store_of
+from daskdl.data.storage import AnyPath, is_local, is_path, store_of
 from daskdl.errors import DataError, OptionError, ShapeError
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KIND = Kind(
-    "daskdl shards",
-    1,
-    "shards.json",
-    "daskdl.data.pack_files writes shards",
-    "delete the folder, and pack the files again",
-)
-_DIGITS = 16  # of each digest in a shard's name: of its files' names, and its bytes
-_READABLE = 0o644 << 16
-_UNIX = 3
-
 
 @dataclass(frozen=True)
-class Group:
-    """Files that are read together: loose ones, or members of a shard."""
+class LooseFiles:
+    """Loose files that are read together."""
 
-    names: Sequence[str]  # URLs of loose files; paths of members in the shard
+    names: Sequence[str]  # URLs
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    archive: str = ""  # URL of the shard; "": loose files
-    # Reads the shard: the content of each member by name; None: loose files.
-    read: Callable[[], Mapping[str, bytes]] | None = field(default=None, repr=False)
 
     def url(self, number: int) -> str:
-        """Return the URL of a file, for fsspec: ``zip://a/1.png::s3://x/shard.zip``."""
-        name, archive = self.names[number], self.archive
-        return f"{archive[-3:]}://{name}::{archive}" if archive else name
+        """Return the URL of a file."""
+        return self.names[number]
 
     def opener(self, header: bool = False) -> Callable[[int], BinaryIO]:
-        """Return a function that opens a file by its number; a shard is read once."""
-        if self.read is None:
-            return lambda number: storage.opened(
-                self.names[number], self.options, header
-            )
-        contents = functools.cache(self.read)
-        return lambda number: storage.OpenBytes(
-            contents()[self.names[number]], self.url(number)
-        )
+        """Return a function that opens a file by its number; see `storage.opened`."""
+        return lambda number: storage.opened(self.names[number], self.options, header)
 
-    def each(
-        self,
-        function: Callable[[int, BinaryIO], T],
-        most: int | None = None,
-        header: bool = False,
-    ) -> list[T]:
-        """Call a function of the number and the open file of each file, in order.
 
-        Several threads call it at a time if files are not local. `most` is the largest
-        number of files; with `header`, files are read by ranges; see `opened`.
-        """
-        open_file = self.opener(header)
+Group = LooseFiles | PackedFiles
 
-        def call(number: int) -> T:
-            with open_file(number) as file:
-                return function(number, file)
 
-        numbers = range(len(self.names))[:most]
-        if self.read is not None or len(numbers) == 1 or is_local(self.names[0]):
-            return [call(number) for number in numbers]
+def each_file(
+    group: Group,
+    function: Callable[[int, BinaryIO], T],
+    most: int | None = None,
+    header: bool = False,
+) -> list[T]:
+    """Call a function of the number and the open file of each file, in order.
+
+    Several threads call it at a time if files are remote and loose. `most` is the
+    largest number of files; with `header`, loose files are read by ranges.
+    """
+    open_file = group.opener(header)
+
+    def call(number: int) -> T:
+        with open_file(number) as file:
+            return function(number, file)
+
+    numbers = range(len(group.names))[:most]
+    loose = isinstance(group, LooseFiles) and not is_local(group.names[0])
+    if loose and len(numbers) > 1:
         return storage.at_once(call, numbers)
+    return [call(number) for number in numbers]
 
 
-def loose_groups(
+def in_groups(
     urls: Sequence[str], size: int, options: Mapping[str, Any]
-) -> list[Group]:
+) -> list[LooseFiles]:
     """Loose files, in groups of a given size."""
     starts = range(0, len(urls), size)
-    return [Group(urls[start : start + size], options) for start in starts]
-
-
-def shards_in(store: Store) -> list[Group] | None:
-    """The shards in a folder; None if it has no manifest of shards."""
-    if not store.exists(KIND.name):
-        return None
-    manifest, shards = Manifest.read(store, KIND), []
-    with naming_damage(store.url_of(KIND.name), KIND.remedy):
-        if not manifest.files:
-            raise ValueError("it lists no shards")
-        for file in manifest.files:
-            names = file.details["members"]
-            texts = isinstance(names, list) and all(isinstance(n, str) for n in names)
-            if not texts or not 0 < len({*names}) == len(names):
-                raise ValueError(f"members of {file.name} are {names!r:.80}")
-            read = partial(
-                _unpacked, store, replace(file, details={}), _digest_of(names)
-            )
-            shards.append(Group(names, archive=store.url_of(file.name), read=read))
-    return shards
-
-
-def _digest_of(names: Sequence[str]) -> bytes:
-    """A digest instead of the names, which may be of files that no part has."""
-    return hashlib.sha256(json.dumps(sorted(names)).encode()).digest()
-
-
-def _unpacked(store: Store, file: File, digest: bytes) -> dict[str, bytes]:
-    """The members of a shard by their relative paths; `digest` is that of the paths."""
-    content = file.read(store, KIND.remedy)
-    with naming_damage(store.url_of(file.name), KIND.remedy):
-        if file.name.endswith(".zip"):
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                entries = archive.infolist()
-                sizes = [(entry.filename, entry.file_size) for entry in entries]
-                _check_members(sizes, digest, len(content))
-                if any(entry.compress_type for entry in entries):
-                    raise ValueError("its members are compressed")
-                return {name: archive.read(name) for name, _ in sizes}
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
-            infos = tar.getmembers()
-            sizes = [(info.name, info.size) for info in infos]
-            _check_members(sizes, digest, len(content))
-            files = ((info.name, tar.extractfile(info)) for info in infos)
-            return {name: member.read() for name, member in files if member is not None}
-
-
-def _check_members(sizes: Sequence[tuple[str, int]], digest: bytes, most: int) -> None:
-    """Raise a ValueError unless an archive of `most` bytes stores the listed files."""
-    names = [name for name, _ in sizes]
-    if _digest_of(names) != digest:
-        raise ValueError(f"its members differ from those listed: {names!r:.200}")
-    if sum(size for _, size in sizes) > most:
-        raise ValueError("its members are larger than the archive")
-
-
-def _packed(format: str, files: Iterable[tuple[str, bytes]]) -> bytes:
-    """Put files into an archive: the same files give the same bytes."""
-    target = io.BytesIO()
-    if format == "zip":
-        with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as archive:
-            for path, content in files:
-                entry = zipfile.ZipInfo(path)  # of 1980, as a tar's is of 1970
-                entry.external_attr, entry.create_system = _READABLE, _UNIX
-                archive.writestr(entry, content)
-        return target.getvalue()
-    with tarfile.open(fileobj=target, mode="w:") as tar:
-        for path, content in files:
-            info = tarfile.TarInfo(path)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return target.getvalue()
-
-
-def pack_files(
-    paths: AnyPath | Sequence[AnyPath],
-    *,
-    url: AnyPath,
-    files_per_shard: int,
-    root: AnyPath | None = None,
-    format: Literal["zip", "tar"] = "zip",
-    seed: int | None = 0,
-    client: Any = None,
-    storage_options: Mapping[str, Any] | None = None,
-) -> list[str]:
-    """Pack original files into shards, uncompressed archives with their relative paths.
-
-    Shards appear whole or not at all, and the manifest comes last. If the call is
-    interrupted, call it again, and it packs the missing and damaged shards; it does not
-    notice files that changed under the same name. The same files and the same seed give
-    the same bytes, however many workers there are. A worker holds the files of one
-    shard in memory for each of its threads.
-
-    Args:
-        paths: A folder, a file, a pattern, or a list of files and patterns; all local,
-            or all on one file system.
-        url: Folder for the shards and their manifest, ``shards.json``.
-        files_per_shard: Files in a shard, >= 1; the last may have fewer.
-        root: Paths in the shards are relative to this folder. None: the folder given;
-            for a pattern, the folder before its first wildcard; for a list, the deepest
-            folder that contains all files.
-        format: "zip" or "tar".
-        seed: Seed of the order of the files; None: as listed, so that a shard of
-            images has those of one class.
-        client: A Dask client. None: the default client, if there is one, else this
-            process. False: this process.
-        storage_options: fsspec options of both file systems, such as credentials; the
-            workers use them too.
-
-    Returns:
-        URLs of the shards.
-
-    Raises:
-        DataError: If there are no files, or a file cannot be read or a shard written.
-        OptionError: If an argument is not as described, or the folder has shards of
-            other files.
-
-    Example:
-        >>> Store("memory://daskdl-notes").write("a/1.txt", b"one")
-        >>> folder = "memory://daskdl-packed"
-        >>> len(pack_files("memory://daskdl-notes", url=folder, files_per_shard=64))
-        1
-    """
-    check_choice("format", format, ("zip", "tar"))
-    check_count("files_per_shard", files_per_shard)
-    target = store_of(url, storage_options)
-    store, names = _originals(paths, root, storage_options)
-    root_url, own_url = map(storage.resolved, (store.url, target.url_of(KIND.name)))
-    if is_path(paths) and storage.path_in(root_url, own_url) is not None:
-        raise OptionError(
-            f"url must not be in the root of the files, {store.url}, got {target.url}; "
-            "the shards would be packed the next time"
-        )
-    if seed is not None:
-        order = np.random.default_rng(seed).permutation(len(names))
-        names = [names[i] for i in order]
-    groups = [
-        names[i : i + files_per_shard] for i in range(0, len(names), files_per_shard)
-    ]
-    originals = _Originals(store, groups, format)
-    plan = originals.digest(groups)
-    if target.exists(KIND.name):
-        manifest = Manifest.read(target, KIND)
-        with naming_damage(target.url_of(KIND.name), KIND.remedy):
-            former = manifest.content["plan"]
-        if former != plan:
-            raise OptionError(
-                f"{target.url} has shards of other files, or in another order; delete "
-                "them, or choose another url"
-            )
-    else:
-        there = {name.rpartition("-")[0]: name for name in target.names("shard-*")}
-        pack = partial(_pack, target=target, there=there)
-        files = dict(map_parts(originals, pack, client))
-        ordered = tuple(files[part] for part in range(originals.parts))
-        manifest = Manifest(ordered, {"plan": plan})
-        manifest.write(target, KIND)
-    counts = len(names), len(manifest.files)
-    logger.info("%d files are packed into %d shards at %s", *counts, target.url)
-    return [target.url_of(file.name) for file in manifest.files]
-
-
-class _Originals(Source):
-    """Loose files in groups, each of which becomes one shard."""
-
-    lengths = None
-    first = None
-
-    def __init__(
-        self, store: Store, groups: Sequence[Sequence[str]], format: str
-    ) -> None:
-        self.store, self.groups, self.format = store, groups, format
-        self.parts = len(groups)
-
-    @override
-    def load(self, part: int) -> Rows:
-        raise NotImplementedError("original files are packed, not loaded")
-
-    def digest(self, names: Sequence[Any]) -> str:
-        """Identify files of these names in an archive."""
-        described = json.dumps([self.store.url, self.format, names])
-        return hashlib.sha256(described.encode()).hexdigest()
-
-
-def _pack(source: Source, part: int, target: Store, there: Mapping[str, str]) -> File:
-    """Write a shard unless it is there, whole: a task."""
-    assert isinstance(source, _Originals)
-    names = source.groups[part]
-    stem = f"shard-{part:05d}-{source.digest(names)[:_DIGITS]}"
-
-    def described(content: bytes) -> File:
-        file = File.of("", content, members=list(names))
-        name = f"{stem}-{file.sha256[:_DIGITS]}.{source.format}"
-        return replace(file, name=name)
-
-    if stem in there:
-        file = described(target.read(there[stem]))
-        if file.name == there[stem]:
-            return file
-        logger.info("%s is damaged, and packed anew", target.url_of(there[stem]))
-    contents = storage.at_once(source.store.read, names)
-    content = _packed(source.format, zip(names, contents, strict=True))
-    file = described(content)
-    target.write(file.name, content)
-    return file
-
-
-def _originals(
-    paths: AnyPath | Sequence[AnyPath],
-    root: AnyPath | None,
-    options: Mapping[str, Any] | None,
-) -> tuple[Store, list[str]]:
-    """Return the root of the user's files, and their paths relative to it."""
-    urls: Sequence[str] = ()
-    common = None if root is None else store_of(root).url
-    if is_path(paths):
-        folder = store_of(paths, options)
-        names = folder.names()  # of a folder, with its hidden files
-        if names and common is None:
-            return folder, names
-        urls = [folder.url_of(name) for name in names]
-        common = storage.folder_of(folder.url) if common is None else common
-    urls = urls or storage.listed(paths, None, options)
-    common = storage.common_folder(urls) if common is None else common
-    found: dict[str, None] = {}
-    for url in urls:
-        name = storage.path_in(common, url)
-        if name is None:
-            raise OptionError(f"{url} is not in the root {common}")
-        if name in found:
-            raise DataError(f"{url} is in paths twice")
-        found[name] = None
-    return store_of(common, options), list(found)
+    return [LooseFiles(urls[start : start + size], options) for start in starts]
 
 
 _READERS: Mapping[str, Reader] = {
@@ -400,7 +134,7 @@ class GroupedFiles(Source):
 
     def _joined(self, part: int, most: int | None = None) -> Rows:
         group = self.groups[part]
-        loaded = group.each(partial(self.rows, part), most)
+        loaded = each_file(group, partial(self.rows, part), most)
         shapes = [
             {name: leaf.shape[1:] for name, leaf in batching.named_both(one).items()}
             for one in loaded
@@ -458,7 +192,7 @@ class LoadedFiles(GroupedFiles):
             shown = facts_of(self._joined(part, SHOWN_ROWS))
             return shown._replace(rows=len(group.names))
         header = isinstance(self._loader, Reader) and self._loader.reads_headers
-        facts = group.each(partial(self._facts, part), header=header)
+        facts = each_file(group, partial(self._facts, part), header=header)
         shown = next((some for some in facts if some.rows), facts[0])
         return shown._replace(rows=sum(some.rows for some in facts))
 
@@ -498,12 +232,12 @@ def files(
     files_per_part: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Take files anywhere fsspec reaches: loose files, shards or batch files.
+    """Take files anywhere fsspec reaches: loose files, or packed ones.
 
     The call lists the files, and each file is read when it is needed. The workers must
-    reach the files by the same paths or URLs. A folder written by `export` needs no
-    loader; a folder written by `pack_files` is read a shard at a time, and the loader
-    gets the packed files.
+    reach the files by the same paths or URLs. A folder of rows that `pack` has written
+    needs no loader. In a folder of original files, a packed file is read at a time, and
+    the loader gets the original files.
 
     Args:
         url: A folder, a file, a pattern such as ``s3://bucket/x/*.npy``, or a list of
@@ -550,13 +284,20 @@ def files(
             )
     groups: Sequence[Group] | None = None
     if is_path(url) and pattern is None and not storage.is_glob(url):
-        if loader is None and not one_example and is_export(url, storage_options):
-            return BatchFiles(url, storage_options)
-        groups = shards_in(store_of(url, storage_options))
+        packed = packed_in(store_of(url, storage_options))
+        if isinstance(packed, PackedRows):
+            if loader is not None or one_example:
+                raise OptionError(
+                    f"loader and one_example are for files, and {url} has packed rows; "
+                    "leave them out"
+                )
+            packed.classes = packed.classes if classes is None else classes
+            return packed
+        groups = packed
     if groups is None:
         urls = storage.listed(url, pattern, storage_options)
-        each = (files_per_part or FILES_PER_PART) if one_example else 1
-        groups = loose_groups(urls, each, storage_options or {})
+        size = (files_per_part or FILES_PER_PART) if one_example else 1
+        groups = in_groups(urls, size, storage_options or {})
     if loader is None:
         loader = _reader_for(name for group in groups for name in group.names)
     return LoadedFiles(groups, loader, one_example, classes)

@@ -1,4 +1,4 @@
-"""Folders of images, loose or in shards: x are pixels, y the numbers of their classes.
+"""Folders of images, loose or packed: x are pixels, y the numbers of their classes.
 
 The listing determines the class of each image, once. Pillow decodes images where their
 rows are used. TinyImageNet is recognised by its ``wnids.txt``:
@@ -31,10 +31,10 @@ from daskdl.data.files import (
     FILES_PER_PART,
     Group,
     GroupedFiles,
-    loose_groups,
-    shards_in,
+    in_groups,
 )
 from daskdl.data.formats import reading
+from daskdl.data.packed import PackedRows, packed_in
 from daskdl.data.storage import Store, store_of
 from daskdl.errors import DataError, OptionError, ShapeError
 
@@ -153,64 +153,70 @@ def _converted(image: Any, mode: str, pillow: Any) -> Any:
 
 
 class Folder:
-    """Files by their paths relative to a folder, loose or in shards."""
+    """Files by their paths relative to a folder, loose or packed."""
 
     def __init__(self, store: Store) -> None:
-        self.store, self.shards = store, shards_in(store)
-        self._packed = {
-            name: (shard, number)
-            for shard in self.shards or ()
-            for number, name in enumerate(shard.names)
+        self.store, packed = store, packed_in(store)
+        if isinstance(packed, PackedRows):
+            raise DataError(
+                f"{store.url} has packed rows, not image files; give the URL to fit"
+            )
+        self.packed = packed
+        self._places = {
+            name: (files, number)
+            for files in packed or ()
+            for number, name in enumerate(files.names)
         }
 
     def names(self, folder: str) -> list[str]:
         """Relative paths of the files in a folder, sorted."""
         inside = f"{folder}/" if folder else ""
-        if self.shards is None:
+        if self.packed is None:
             return self.store.names(f"{inside}**")
-        return sorted(name for name in self._packed if name.startswith(inside))
+        return sorted(name for name in self._places if name.startswith(inside))
 
     def folders(self, folder: str) -> list[str]:
         """Names of the direct subfolders of a folder."""
-        if self.shards is None:
+        if self.packed is None:
             return Store(self.store.url_of(folder), self.store.options).folders()
         start = len(folder) + 1 if folder else 0
         inner = [name[start:].partition("/") for name in self.names(folder)]
-        return sorted({first for first, slash, _ in inner if slash})
+        return sorted({top for top, slash, _ in inner if slash})
 
     def exists(self, name: str) -> bool:
         """Whether there is such a file."""
-        if self.shards is None:
+        if self.packed is None:
             return self.store.exists(name)
-        return name in self._packed
+        return name in self._places
 
     def read(self, name: str) -> str:
         """The text of a file."""
-        if self.shards is None:
+        if self.packed is None:
             return self.store.read(name).decode()
-        shard, number = self._packed[name]
-        return shard.opener()(number).read().decode()
+        files, number = self._places[name]
+        return files.opener()(number).read().decode()
 
     def url_of(self, name: str) -> str:
         """The full URL of a file or folder."""
-        if name not in self._packed:
+        if name not in self._places:
             return self.store.url_of(name)
-        shard, number = self._packed[name]
-        return shard.url(number)
+        files, number = self._places[name]
+        return files.url(number)
 
     def groups(
         self, names: Sequence[str], at_most: int
-    ) -> tuple[list[Group], Sequence[str]]:
+    ) -> tuple[Sequence[Group], Sequence[str]]:
         """Files that are read together, and the names in their order."""
-        if self.shards is None:
+        if self.packed is None:
             urls = [self.store.url_of(name) for name in names]
-            return loose_groups(urls, at_most, self.store.options), names
+            return in_groups(urls, at_most, self.store.options), names
         wanted = set(names)
-        groups: list[Group] = []
-        for shard in self.shards:
-            own = [name for name in shard.names if name in wanted]
-            if own:
-                groups.append(replace(shard, names=own))
+        chosen = [[n for n in files.names if n in wanted] for files in self.packed]
+        groups = [
+            replace(files, names=inside)
+            for files, inside in zip(self.packed, chosen, strict=True)
+            if inside
+        ]
         return groups, [name for group in groups for name in group.names]
 
 
@@ -334,12 +340,12 @@ def image_folder(
 ) -> "ImageFolder":
     """Take a folder with a folder of images for each class, loose or packed.
 
-    If :func:`daskdl.data.pack_files` has written the folder, a part is a shard.
+    If :func:`daskdl.data.pack` has written the folder, a part is a packed file.
     TinyImageNet's layout is recognised by its ``wnids.txt``. Hidden files and those
     with other extensions are ignored; their number is logged.
 
     Args:
-        url: The folder that has the class folders, or the shards.
+        url: The folder that has the class folders, or the packed files.
         size: (height, width) in pixels, or one number for both; images are resized
             bilinearly, and their aspect ratio is not kept. None: all images have the
             size of the first readable one.

@@ -1,8 +1,8 @@
 """Manifests: checksummed lists of the files in a folder of daskdl.
 
-Batch files, shards and saves are files in a folder with a manifest: JSON
-with a checksum of each file and of itself, written last and atomically. A folder
-without a manifest is unfinished, and damage is found when a file is read.
+Packed files and saves are files in a folder with a manifest: JSON with a checksum of
+each file and of itself, written last and atomically. A folder without a manifest is
+unfinished, and damage is found when a file is read.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def is_count(value: Any, least: int = 0) -> bool:
 class Kind(NamedTuple):
     """What a folder holds; each kind has its own manifest."""
 
-    format: str  # name of the format, such as "daskdl batch files"
+    format: str  # name of the format, such as "daskdl packed files"
     version: int  # of the layout
     name: str  # file name of the manifest
     hint: str  # remedy if the file is of another format

@@ -2,8 +2,8 @@
 
 A model and a normalizer know columns by position. The names of the first tables are
 kept, in a :class:`~daskdl.Trainer`, in saves and checkpoints, in normalizers and in
-exports, and the columns of any later table are put into their order. An array has no
-names: its columns are taken by position.
+packed files, and the columns of any later table are put into their order. An array has
+no names: its columns are taken by position.
 """
 
 import warnings

@@ -284,7 +284,7 @@ def check_counted(name: str, rows: Rows, counted: int | None) -> None:
         raise DataError(
             f"{name} has {found} rows, but {counted} were counted before; a part must "
             "have the same rows each time: do not change the data meanwhile, and "
-            "persist() or export what is computed anew"
+            "persist() or pack what is computed anew"
         )
 
 

@@ -624,7 +624,7 @@ class Feed:
             raise DataError(
                 f"{self._store.name(self._phase, one.part)} has {count} rows "
                 f"now, and had {stop} or more before; it must be the same each "
-                "time it is loaded or computed: persist() it, or export it"
+                "time it is loaded or computed: persist() it, or pack it"
             )
         within = slice(one.start, stop)
         return Chunk(rows, within if order is None else order[within])

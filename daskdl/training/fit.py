@@ -43,9 +43,9 @@ from daskdl.data.checks import (
     of_validation,
     unweighted,
 )
-from daskdl.data.export import ExportOptions, temporary_batches
 from daskdl.data.inputs import infer_metadata, matched, merge_small_parts
 from daskdl.data.named_columns import NO_COLUMNS
+from daskdl.data.packing import PackOptions, temporarily_packed
 from daskdl.data.source import Source, is_known, rows_in
 from daskdl.errors import (
     DaskDLError,
@@ -102,7 +102,7 @@ logger = logging.getLogger(__name__)
 
 OUTBOX_BYTES = 2**20  # a longer queue only goes stale; the residual is better
 INBOX_BYTES = 64 * 2**20  # decoded entries; an inbox above this size is folded
-FILE_BYTES = 4 * 2**20  # target size of an exported batch file
+FILE_BYTES = 4 * 2**20  # target size of a packed file
 
 Sources = Mapping[str, Source]  # keys: "train" and "validation"
 
@@ -191,11 +191,11 @@ class FitRun:
         counted = _counted(sources, spec, client)
         run, evaluation = accepted or self._dry_run(counted)
         with contextlib.ExitStack() as stack:
-            exported = _exported(counted, spec, client, run.labels)
-            ready = stack.enter_context(exported)
+            prepared = _prepared(counted, spec, client, run.labels)
+            ready = stack.enter_context(prepared)
             train, size = ready["train"], spec.read.batch_size
             self.classes, self._rows = train.classes, rows_in(train)
-            # Those of an export do not have the names of every kind of data.
+            # Those of packed files do not have the names of every kind of data.
             self._columns = counted["train"].columns or NO_COLUMNS
             if spec.drop_last and self._rows is not None and self._rows < size:
                 raise DataError(
@@ -663,13 +663,13 @@ def _counted(
 
 
 @contextlib.contextmanager
-def _exported(
+def _prepared(
     sources: Sources,
     spec: FitSpec,
     client: Client | Literal[False],
     labels: LabelCheck | None,
 ) -> Iterator[Sources]:
-    """Yield sources with small parts merged, after an export if requested."""
+    """Yield sources with small parts merged, packed before if requested."""
     ready = dict(sources)
     with contextlib.ExitStack() as stack:
         if spec.approach == "export":
@@ -679,11 +679,11 @@ def _exported(
             row_bytes = max(batching.nbytes(rows) // batching.length(rows), 1)
             batches = max(FILE_BYTES // (row_bytes * size), 1)
             seed = spec.seed if spec.shuffle else None
-            options = ExportOptions(
-                size, batches, seed, labels=labels, skips=spec.read.skips
+            options = PackOptions(
+                size * batches, seed, labels=labels, skips=spec.read.skips
             )
-            exported = temporary_batches(train, options, client)
-            ready["train"] = stack.enter_context(exported)
+            packed = temporarily_packed(train, options, client)
+            ready["train"] = stack.enter_context(packed)
         yield {phase: merge_small_parts(source) for phase, source in ready.items()}
 
 

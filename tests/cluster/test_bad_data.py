@@ -3,6 +3,7 @@
 import asyncio
 import re
 import threading
+from pathlib import Path
 
 import dask.array as da
 import numpy as np
@@ -271,23 +272,23 @@ def test_what_the_users_own_loader_raises_comes_out_with_the_file(client, tmp_pa
     assert re.fullmatch(r"in \S*\.npz", caught.value.__notes__[0])
 
 
-def test_one_bad_batch_file_is_named_or_left_out_and_counted(client, tmp_path):
+def test_one_bad_packed_file_is_named_or_left_out_and_counted(client, tmp_path):
     rows = 2  # of each file
-    made = daskdl_data.export(
+    urls = daskdl_data.pack(
         np.tile(X, (3, 1))[: 100 * rows],
         np.tile(Y, 3)[: 100 * rows],
         url=str(tmp_path),
-        batch_size=rows,
+        per_file=rows,
         client=False,
     )
-    path = tmp_path / made.files[57].name
+    path = Path(urls[57])
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(content)
     given = Given(str(tmp_path))
 
     with pytest.raises(
-        DataError, match=r"batch-000057\.safetensors is damaged: .*; ex"
+        DataError, match=r"packed-000057\.safetensors is damaged: .*; p"
     ):
         fit(client, given)
     own = fit(client, given, on_bad_batch="skip", epochs=2)

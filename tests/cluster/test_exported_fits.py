@@ -20,7 +20,7 @@ ALL = dict.fromkeys(range(480), 1)
 
 @pytest.fixture(params=["configured", "temporary"])
 def store(request, tmp_path, monkeypatch):
-    """Where temporary batch files are made."""
+    """Where temporary packed files are made."""
     store = Store(str(tmp_path / "exports"))
     pathlib.Path(store.url).mkdir()
     if request.param == "configured":
@@ -32,12 +32,12 @@ def store(request, tmp_path, monkeypatch):
 
 
 def below(store):
-    """All files and folders that are left where batch files were made."""
+    """All files and folders that are left where packed files were made."""
     return list(pathlib.Path(store.url).rglob("*"))
 
 
 class Looking(TrainedRows):
-    """Also looks, after each epoch, how many batch files there are."""
+    """Also looks, after each epoch, how many packed files there are."""
 
     def __init__(self, folder, store):
         super().__init__(folder)

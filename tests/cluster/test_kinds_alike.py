@@ -71,8 +71,8 @@ FEW = {
     "futures",
     "Dataset",
     ".npz",
-    "export",
-    "shards",
+    "packed rows",
+    "packed files",
     "images",
 }
 
@@ -108,7 +108,7 @@ def test_the_reference_depends_on_its_rows(client, reference):
     assert not torch.equal(vector(own.model_), vector(reference.model_))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["files", "export"])
+@pytest.mark.parametrize("packed", [False, True], ids=["files", "packed rows"])
 def test_files_in_memory_where_the_workers_are_threads(threads, reference, packed):
     store = Store(f"memory://kinds-{uuid.uuid4().hex}")
     for number in range(3):
@@ -119,7 +119,8 @@ def test_files_in_memory_where_the_workers_are_threads(threads, reference, packe
     url = store.url
     if packed:
         url = f"memory://kinds-{uuid.uuid4().hex}"
-        data.export(store.url, url=url, batch_size=8, shuffle=False, client=threads)
+        loose = data.files(store.url)
+        data.pack(loose, url=url, per_file=8, shuffle=False, client=threads)
 
     own = fitted(threads, Given(url))
 

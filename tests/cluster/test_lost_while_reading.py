@@ -41,11 +41,9 @@ class Data(NamedTuple):
     repeats: int  # rows that may be trained on again when one worker is lost
 
 
-def batch_files(folder, client):
+def packed_rows(folder, client):
     url = str(folder / "files")
-    daskdl.data.export(
-        X, np.arange(COUNT), url=url, batch_size=BATCH, batches_per_file=5
-    )
+    daskdl.data.pack(X, np.arange(COUNT), url=url, per_file=5 * BATCH)
     return Data((url,), COUNT // 3)
 
 
@@ -75,7 +73,7 @@ def stream(folder, client):
 @pytest.mark.parametrize(
     "kind",
     [
-        batch_files,
+        packed_rows,
         lazy_blocks,
         small_parts,
         scattered_rows,

@@ -46,12 +46,13 @@ def test_other_passes_meet_the_labels_of_each_row_and_nothing_stays(client, tmp_
 
     loss = trainer(client).evaluate(X, y, transform=check_rows)["loss"]
     report = data.validate(X, y, client=client)
-    exported = data.export(X, y, url=f"{tmp_path}/out", batch_size=8, client=client)
+    data.pack(X, y, url=f"{tmp_path}/out", per_file=8, client=client)
+    packed = data.files(f"{tmp_path}/out")
 
     assert loss > 0
-    assert report.rows == exported.rows == ROWS
-    for part in range(exported.parts):
-        x, labels = exported.load(part)
+    assert report.rows == packed.rows == ROWS
+    for part in range(packed.parts):
+        x, labels = packed.load(part)
         np.testing.assert_array_equal(x[:, 0], -labels)
     assert still_left_behind(client) == {}
 

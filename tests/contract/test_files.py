@@ -2,13 +2,14 @@
 
 import pickle
 import uuid
+import zipfile
 from pathlib import Path
 
 import cloudpickle
 import numpy as np
 import pytest
 
-from daskdl.data import BatchFiles, Csv, Npy, export, files, pack_files
+from daskdl.data import Csv, Npy, files, pack
 from daskdl.data.storage import Store
 from daskdl.errors import DataError, OptionError
 from tests.support import s3
@@ -83,15 +84,16 @@ def test_a_file_may_be_in_an_archive(tmp_path):
     store = Store(str(tmp_path / "in"))
     store.write("a/0.bin", b"ab")
     store.write("1.bin", b"cd")
-    (shard,) = pack_files(
-        store.url, url=tmp_path / "out", files_per_shard=9, client=False
-    )
+    archive = tmp_path / "out.zip"
+    with zipfile.ZipFile(archive, "w") as target:
+        for name in store.names():
+            target.writestr(name, store.read(name))
 
-    whole = files(f"zip://::{shard}", example, one_example=True, files_per_part=1)
+    whole = files(f"zip://::{archive}", example, one_example=True, files_per_part=1)
 
     for part, path in enumerate(("1.bin", "a/0.bin")):
-        one = files(f"zip://{path}::{shard}", example, one_example=True)
-        assert one.name(0) == whole.name(part) == f"zip://{path}::{shard}"
+        one = files(f"zip://{path}::{archive}", example, one_example=True)
+        assert one.name(0) == whole.name(part) == f"zip://{path}::{archive}"
         assert one.load(0)[1] == whole.load(part)[1] == store.read(path)[0]
 
 
@@ -273,12 +275,13 @@ def test_files_on_a_server_are_listed_looked_at_and_loaded(bucket, s3_endpoint, 
 
 
 def test_what_lies_in_a_folder_is_recognised(folder, tmp_path):
-    export(np.ones((4, 2)), url=tmp_path / "batches", batch_size=2, client=False)
-    packed = {"url": tmp_path / "shards", "files_per_shard": 2, "seed": None}
-    pack_files(sorted(folder.glob("*.npy")), **packed, client=False)
+    pack(np.ones((4, 2)), url=tmp_path / "rows", per_file=2, client=False)
+    paths = sorted(map(str, folder.glob("*.npy")))
+    options = {"per_file": 2, "shuffle": False, "client": False}
+    pack(paths, url=tmp_path / "files", **options)
 
-    batches, shards = files(tmp_path / "batches"), files(tmp_path / "shards")
+    rows, originals = files(tmp_path / "rows"), files(tmp_path / "files")
 
-    assert isinstance(batches, BatchFiles)
-    assert (batches.parts, shards.parts) == (2, 2)
-    assert len(shards.load(0)[0]) == 2 + 3
+    assert (rows.parts, originals.parts) == (2, 2)
+    assert (rows.lengths, originals.lengths) == ([2, 2], None)
+    assert len(originals.load(0)[0]) == 2 + 3

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from daskdl.data.files import pack_files
 from daskdl.data.images import Decoding, image_folder
+from daskdl.data.packing import pack
 from daskdl.data.storage import OpenBytes, Store
 from daskdl.errors import DataError, OptionError
 from tests.support.pictures import encoded, folder, pixels
@@ -21,19 +21,15 @@ NAMES = [f"{label}/{i}.png" for label in ("cat", "ant", "bee") for i in range(5)
 
 @pytest.fixture(params=["local", "memory", "packed"])
 def url(request, tmp_path):
-    """The same images in a folder, at a URL, and in shards."""
+    """The same images in a folder, at a URL, and packed."""
     here = tmp_path / "images" if request.param != "memory" else "memory://pictures"
     store = folder(here, NAMES)
     if request.param == "packed":
-        pack(here, tmp_path / "packed", 4)
+        pack(here, url=tmp_path / "packed", per_file=4, client=False)
         yield str(tmp_path / "packed")
     else:
         yield store.url
     store.delete_all()
-
-
-def pack(images, url, count):
-    pack_files(images, url=url, files_per_shard=count, client=False)
 
 
 def everything(source):
@@ -203,11 +199,11 @@ def test_labels_may_come_from_elsewhere_or_not_at_all(tmp_path, labels):
 def test_a_packed_folder_has_each_name_once_and_none_of_other_splits(tmp_path):
     names = [f"{split}/{name}" for split in ("train", "val") for name in NAMES]
     folder(tmp_path / "in", names)
-    pack(tmp_path / "in", tmp_path / "packed", 4)
+    pack(tmp_path / "in", url=tmp_path / "packed", per_file=4, client=False)
 
     source = image_folder(tmp_path / "packed", split="train", size=4)
 
-    text = pickle.dumps(source).replace(source.name(0).partition("::")[0].encode(), b"")
+    text = pickle.dumps(source).replace(source.groups[0].url(0).encode(), b"")
     counts = {name: text.count(name.encode()) for name in names}
     assert counts == {name: int(name.startswith("train/")) for name in names}
 
@@ -229,7 +225,7 @@ class TestTinyImageNet:
             store.write(f"train/{wnid}/{wnid}_boxes.txt", b"?")
         if request.param == "loose":
             return store
-        pack(tmp_path / "tiny", tmp_path / "packed", 5)
+        pack(tmp_path / "tiny", url=tmp_path / "packed", per_file=5, client=False)
         return Store(str(tmp_path / "packed"))
 
     def test_classes_are_in_the_order_of_the_file_and_validation_is_annotated(

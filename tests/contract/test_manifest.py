@@ -1,4 +1,4 @@
-"""The manifest of batch files, shards and saves: read back, or refused."""
+"""The manifest of packed files and saves: read back, or refused."""
 
 import json
 

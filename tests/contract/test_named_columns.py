@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import daskdl
-from daskdl.data import Csv, MinMax, Normalization, Npz, Parquet, Standardize
-from daskdl.data import export as export_data
+from daskdl.data import Csv, MinMax, Normalization, Npz, Parquet, Standardize, pack
 from daskdl.data import validate as validate_data
 
 WEIGHTS = torch.tensor([[1.0, 10.0, 100.0]])
@@ -99,7 +98,7 @@ def whole(make):
 
 
 def exported(x, y, folder):
-    export_data(x, y, url=folder, batch_size=5, client=False)
+    pack(x, y, url=folder, per_file=5, client=False)
     return str(folder), None
 
 
@@ -201,10 +200,10 @@ class TestPartsThatDiffer:
         if options:
             X = daskdl.data.files(X, options["loader"])
 
-        export_data(X, y, url=tmp_path / "batches", batch_size=4, client=False)
+        pack(X, y, url=tmp_path / "packed", per_file=4, client=False)
 
-        assert trainer().fit(str(tmp_path / "batches"))[-1]["loss"] < 1e-3
-        assert trained().evaluate(str(tmp_path / "batches"))["loss"] < 1e-3
+        assert trainer().fit(str(tmp_path / "packed"))[-1]["loss"] < 1e-3
+        assert trained().evaluate(str(tmp_path / "packed"))["loss"] < 1e-3
 
     def test_are_normalized_by_name(self, kind, tmp_path):
         X, y, options = made(kind, unlike_parts(), tmp_path)
@@ -288,8 +287,8 @@ def test_the_names_of_most_parts_are_those_that_count():
 
 def test_a_normalized_export_keeps_the_names(tmp_path):
     fitted = Standardize().fit(FRAME, client=False)
-    url = str(tmp_path / "batches")
-    export_data(FRAME, Y, url=url, batch_size=8, transform=fitted, client=False)
+    url = str(tmp_path / "packed")
+    pack(FRAME, Y, url=url, per_file=8, transform=fitted, client=False)
     own = trainer()
     own.fit(url)
 
@@ -300,12 +299,10 @@ def test_a_normalized_export_keeps_the_names(tmp_path):
 
 
 def test_an_export_of_a_function_of_the_rows_has_no_names(tmp_path):
-    url = tmp_path / "batches"
-    export_data(
-        FRAME, Y, url=url, batch_size=8, transform=lambda batch: batch, client=False
-    )
+    url = tmp_path / "packed"
+    pack(FRAME, Y, url=url, per_file=8, transform=lambda rows: rows, client=False)
 
-    assert daskdl.data.BatchFiles(url).columns == {}
+    assert daskdl.data.files(url).columns == {}
 
 
 @pytest.mark.parametrize("method", ["evaluate", "score_examples", "fit"])

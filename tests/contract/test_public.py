@@ -172,7 +172,7 @@ def test_the_page_of_options_lists_the_configuration():
     }
     folders = {f"daskdl.export.{name}": "null" for name in own["export"]}
 
-    listed = [table("options.md", h) for h in ("Timeouts", "Temporary batch files")]
+    listed = [table("options.md", h) for h in ("Timeouts", "Temporary packed files")]
 
     assert own.keys() == {"timeouts", "export"}
     assert {*own["export"].values()} == {None}

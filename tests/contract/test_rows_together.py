@@ -36,11 +36,12 @@ class TestOfEveryKind:
 
         assert trainer().evaluate(X, y, transform=check_rows)["loss"] > 0
 
-    def test_an_export_has_the_labels_of_each_row(self, kind, tmp_path):
+    def test_packed_rows_have_the_labels_of_each_row(self, kind, tmp_path):
         X, y = data_of(kind, tmp_path)
 
-        files = data.export(X, y, url=f"{tmp_path}/out", batch_size=8, client=False)
+        data.pack(X, y, url=f"{tmp_path}/out", per_file=8, client=False)
 
+        files = data.files(f"{tmp_path}/out")
         for part in range(files.parts):
             x, labels = files.load(part)
             np.testing.assert_array_equal(x[:, 0], -labels)

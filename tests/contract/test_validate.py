@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from daskdl.data import Csv, Parquet, Report, export, image_folder, pack_files
+from daskdl.data import Csv, Parquet, Report, image_folder, pack
 from daskdl.data.batching import named_both
 from daskdl.data.storage import Store
 from daskdl.data.validate import KINDS, Offender, validate
@@ -386,7 +386,7 @@ class TestImages:
             if request.param == "loose":
                 return store.url
             url = str(tmp_path / "packed")
-            pack_files(store.url, url=url, files_per_shard=4, client=False)
+            pack(store.url, url=url, per_file=4, client=False)
             return url
 
         return damage
@@ -414,9 +414,9 @@ class TestImages:
         assert counted(report) == {"wrong shape": 1}
 
 
-def test_batch_files_that_are_damaged_or_gone_are_named(tmp_path):
-    options = {"url": tmp_path, "batch_size": 40, "shuffle": False}
-    export(lazy(X), lazy(Y), **options, client=False)
+def test_packed_files_that_are_damaged_or_gone_are_named(tmp_path):
+    options = {"url": tmp_path, "per_file": 40, "shuffle": False}
+    pack(lazy(X), lazy(Y), **options, client=False)
     store = Store(str(tmp_path))
     names = store.names("*.safetensors")
     assert_found(
@@ -440,7 +440,7 @@ def test_files_on_a_server_are_read_with_the_options(s3_endpoint, bucket):
     store.write("a.csv", b"a,y\n1,0\n2,1\n")
     store.write("b.csv", b"a,y\n1,7\n")
     packed = f"{store.url}-packed"
-    pack_files(store.url, url=packed, files_per_shard=1, **options)
+    pack(store.url, url=packed, per_file=1, **options)
 
     for url in (store.url, packed):
         report = validate(url, labels=2, loader=Csv(label="y"), **options)

@@ -106,7 +106,7 @@ def test_a_dask_array_is_trained_on_block_by_block():
 def test_a_folder_of_images_is_packed_and_learned():
     packed, *epochs, summary, accuracy, five = run(EXAMPLES / "image_folder.py")
 
-    assert packed.startswith("2000 images in 20 shards, ")
+    assert packed.startswith("2000 images in 20 files, ")
     assert len(epochs) == 10
     assert summary.startswith("1640 images, 10 classes, ")
     assert number(accuracy) >= 0.95
@@ -136,7 +136,7 @@ def test_public_datasets_are_learned_from_small_files_in_their_formats(
     assert [line.split()[0] for line in lines[:3]] == [
         *("T-shirt/top", "Trouser", "Pullover")
     ]
-    assert learned("tiny_imagenet.py", tiny) == ["200 images of 4 classes in 1 shards"]
+    assert learned("tiny_imagenet.py", tiny) == ["200 images of 4 classes in 1 files"]
 
 
 def test_a_keras_model_is_trained_and_saved():

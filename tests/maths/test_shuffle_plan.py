@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daskdl.data.export import ShufflePlan
+from daskdl.data.shuffle_plan import ShufflePlan
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(sum)
 SEEDS = st.none() | st.integers(0, 9)
@@ -20,7 +20,7 @@ def dealt(plan, lengths, buckets=None):
     for bucket in buckets or range(plan.buckets):
         spans = plan.spans(bucket)
         rows = np.concatenate([firsts[p] + np.arange(a, b) for p, a, b in spans])
-        for file, indices in plan.cuts(bucket):
+        for file, indices in zip(plan.files_of(bucket), plan.cuts(bucket), strict=True):
             files[file] = rows[indices].tolist()
     return files
 

@@ -291,17 +291,17 @@ def several_paths(where):
     return Given(sorted(map(str, where.folder.iterdir())))
 
 
-def exported(where):
+def packed_rows(where):
     url = str(where.folder / "out")
-    data.export(X, Y, url=url, batch_size=16, shuffle=False, client=where.client)
+    data.pack(X, Y, url=url, per_file=16, shuffle=False, client=where.client)
     return Given(url)
 
 
-def exported_lazy(where):
+def packed_blocks(where):
     url = str(where.folder / "out")
     x, y = blocks()
-    options = {"shuffle": False, "batches_per_file": 3, "client": where.client}
-    return Given(data.export(x, y, url=url, batch_size=8, **options))
+    data.pack(x, y, url=url, per_file=24, shuffle=False, client=where.client)
+    return Given(data.files(url))
 
 
 def export_first(where):
@@ -309,11 +309,11 @@ def export_first(where):
     return Given(x, y, fit={"approach": "export"}, made=da.Array)
 
 
-def packed(where):
+def packed_files(where):
     (where.folder / "in").mkdir()
     inner = files(where._replace(folder=where.folder / "in"), ".npz", save_npz)
     url = str(where.folder / "out")
-    data.pack_files(inner, url=url, files_per_shard=2, seed=None, client=where.client)
+    data.pack(inner, url=url, per_file=2, shuffle=False, client=where.client)
     return Given(url, options={"loader": data.Npz()})
 
 
@@ -369,9 +369,9 @@ KINDS: dict[str, Callable[[Where], Given]] = {
     "list of paths": several_paths,
     "a loader": by_function,
     "files": from_files,
-    "export": exported,
-    "exported blocks": exported_lazy,
+    "packed rows": packed_rows,
+    "packed blocks": packed_blocks,
     "approach export": export_first,
-    "shards": packed,
+    "packed files": packed_files,
     "images": images,
 }

@@ -1,9 +1,6 @@
 class Source:
     def load(self, part): ...
 
-class BatchFiles(Source):
-    def __init__(self, url, storage_options=None): ...
-
 class Csv:
     def __init__(
         self,
@@ -64,21 +61,6 @@ class Standardize:
     def __init__(self, epsilon=0.0, *, per="feature", only=None): ...
     def fit(self, X, y=None, *, client=None, loader=None, storage_options=None): ...
 
-def export(
-    X,
-    y=None,
-    *,
-    url,
-    batch_size,
-    shuffle=True,
-    seed=0,
-    transform=None,
-    batches_per_file=1,
-    classes=None,
-    client=None,
-    storage_options=None,
-    overwrite=False,
-): ...
 def files(
     url,
     loader=None,
@@ -103,16 +85,20 @@ def image_folder(
     seed=0,
     storage_options=None,
 ): ...
-def pack_files(
-    paths,
+def pack(
+    X,
+    y=None,
     *,
     url,
-    files_per_shard,
-    root=None,
-    format="zip",
+    per_file,
+    shuffle=True,
     seed=0,
+    transform=None,
+    classes=None,
+    root=None,
     client=None,
     storage_options=None,
+    overwrite=False,
 ): ...
 def validate(
     X,

@@ -1,0 +1,338 @@
+"""Packed files: rows, or original files, in a few large files that are read as a whole.
+
+A folder of packed files has a manifest, written last, with the checksum of each file.
+Every packed file is a safetensors file. It holds either rows of the arrays of x and y,
+named as in the user's code (``x``, ``x['image']``), or the bytes of original files, by
+their paths relative to their root (``./cat/1.png``). An object store answers a request
+after tens of milliseconds, whatever its size, so that a hundred small files in one
+packed file take the time of one.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+import numpy as np
+import safetensors.numpy
+from typing_extensions import override
+
+from daskdl.data import batching
+from daskdl.data.batching import Rows, Tree
+from daskdl.data.manifest import File, Kind, Manifest, is_count, naming_damage
+from daskdl.data.named_columns import Columns, NamedRows
+from daskdl.data.source import SHOWN_ROWS, Source
+from daskdl.data.storage import OpenBytes, Store, joined
+from daskdl.data.tables import check_arrays
+from daskdl.errors import DataError
+
+KIND = Kind(
+    "daskdl packed files",
+    1,
+    "packed.json",
+    "daskdl.data.pack writes packed files",
+    "pack again with overwrite=True",
+)
+# Fingerprint of the data and options of an unfinished folder.
+ORIGIN = ".unfinished/origin.json"
+
+_ORIGINAL = "./"  # before the paths of original files, as safetensors reserves a name
+_DTYPES = {np.dtype(code).name for code in "?bBhHiIqQefd"}
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Structure, shapes and dtypes of rows.
+
+    Attributes:
+        x: A tree with the dtype of a row of each array.
+        y: Also; None without labels.
+    """
+
+    x: Tree
+    y: Tree
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Schema":
+        """The schema of some rows, trees of numpy arrays."""
+        check_arrays(*rows)
+        x, y = batching.mapped(_dtype_of_a_row, (rows[0], rows[1]))
+        return cls(x, y)
+
+    @classmethod
+    def from_json(
+        cls, content: Mapping[str, Any], row_bytes: float = math.inf
+    ) -> "Schema":
+        """Read what `to_json` returns.
+
+        Args:
+            content: Result of `to_json`.
+            row_bytes: Maximum size of a row.
+
+        Raises:
+            ValueError: If the content does not describe rows, or rows that are larger.
+        """
+        x, y = content["x"], content["y"]
+        schema = cls(_tree_of(x), None if y is None else _tree_of(y))
+        if not batching.leaves(schema.x) or not batching.leaves(schema.y):
+            raise ValueError(f"{content!r:.200} has no arrays")
+        if schema.record.itemsize > row_bytes:
+            raise ValueError("a row has more bytes than its file")
+        return schema
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        y = None if self.y is None else _json_of(self.y)
+        return {"x": _json_of(self.x), "y": y}
+
+    @functools.cached_property
+    def record(self) -> np.dtype:
+        """The dtype of a row: a field for each array, named as in the user's code."""
+        return np.dtype(
+            [(name, kind.base, kind.shape) for name, kind in self._fields.items()]
+        )
+
+    @functools.cached_property
+    def _fields(self) -> dict[str, np.dtype]:
+        return named_arrays((self.x, self.y))
+
+    def records(self, rows: Rows, order: np.ndarray) -> np.ndarray:
+        """Copy rows into records, in this order."""
+        records = np.empty(len(order), self.record)
+        for name, array in named_arrays(rows).items():
+            records[name] = array[order]
+        return records
+
+    def check(self, arrays: Mapping[str, np.ndarray], rows: int) -> None:
+        """Raise a ValueError if these are not the arrays of `rows` rows."""
+        if arrays.keys() != self._fields.keys():
+            raise ValueError(f"it has the arrays {[*arrays]!r:.200}")
+        for name, kind in self._fields.items():
+            got, listed = arrays[name], (kind.base, (rows, *kind.shape))
+            if (got.dtype, got.shape) != listed:
+                raise ValueError(
+                    f"{name} is {got.dtype} {got.shape}, and is listed as {listed}"
+                )
+
+    def rows(self, arrays: np.ndarray | Mapping[str, np.ndarray]) -> Rows:
+        """The trees x and y of records, or of arrays by name."""
+        ordered = (np.ascontiguousarray(arrays[name]) for name in self._fields)
+        return batching.filled((self.x, self.y), ordered)
+
+    def agreeing(self, before: "Schema | None", where: str) -> "Schema":
+        """Return this schema; a DataError if it differs from the former one."""
+        if before is not None and before.to_json() != self.to_json():
+            raise DataError(
+                f"rows of {where} are {self}, but those before are {before}; all rows "
+                "must be alike"
+            )
+        return self
+
+    @override
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{name}: {kind.base.name} {[*kind.shape]}"
+            for name, kind in self._fields.items()
+        )
+
+
+def named_arrays(rows: Rows) -> dict[str, Any]:
+    """The arrays of x, then of y, by their names in the user's code."""
+    return batching.named_both(rows, ("x", "y"))
+
+
+def _dtype_of_a_row(array: np.ndarray) -> np.dtype:
+    return np.dtype((array.dtype.newbyteorder("="), array.shape[1:]))
+
+
+def _json_of(tree: Tree) -> Any:
+    """A tree of dtypes as plain values; named tuples become plain ones."""
+    if isinstance(tree, dict):
+        for key in tree:
+            if not isinstance(key, str | int):
+                raise DataError(
+                    f"keys of dicts must be strings or whole numbers to be packed, got "
+                    f"{key!r}"
+                )
+        return {"dict": [[key, _json_of(child)] for key, child in tree.items()]}
+    if isinstance(tree, tuple):
+        return {"tuple": [_json_of(child) for child in tree]}
+    return [tree.base.name, [*tree.shape]]
+
+
+def _tree_of(content: Any) -> Tree:
+    match content:
+        case {"dict": [*pairs]} if all(isinstance(key, str | int) for key, _ in pairs):
+            return {key: _tree_of(child) for key, child in pairs}
+        case {"tuple": [*children]}:
+            return tuple(map(_tree_of, children))
+        case [dtype, [*shape]] if dtype in _DTYPES and all(map(is_count, shape)):
+            return np.dtype((dtype, tuple(shape)))
+    raise ValueError(f"{content!r:.200} describes no array")
+
+
+def check_files(files: Sequence[File], schema: Schema | None) -> None:
+    """Raise a ValueError unless each file lists its rows, or its original files."""
+    if not files:
+        raise ValueError("it lists no files")
+    for file in files:
+        details = file.details
+        if schema is not None:
+            as_listed = is_count(details["rows"], least=1)
+        else:
+            names = details["names"]
+            as_listed = _are_texts(names) and 0 < len({*names}) == len(names)
+        if not as_listed:
+            raise ValueError(f"contents of {file.name} are {dict(details)!r:.80}")
+
+
+def arrays_of_files(contents: Mapping[str, bytes]) -> dict[str, np.ndarray]:
+    """Original files, by their paths, as the arrays of a packed file."""
+    return {
+        f"{_ORIGINAL}{name}": np.frombuffer(content, np.uint8)
+        for name, content in contents.items()
+    }
+
+
+def _arrays_in(store: Store, file: File) -> dict[str, np.ndarray]:
+    """Read a packed file; a DataError if it is damaged."""
+    content = file.read(store, KIND.remedy)
+    with naming_damage(store.url_of(file.name), KIND.remedy):
+        return safetensors.numpy.load(content)
+
+
+@dataclass(frozen=True)
+class PackedFiles:
+    """Original files that are read together, in a packed file.
+
+    Attributes:
+        names: Their paths relative to their root.
+        store: The folder of the packed file.
+        file: The packed file, without details.
+        count: Number of all original files in the packed file.
+    """
+
+    names: Sequence[str]
+    store: Store
+    file: File
+    count: int
+
+    def url(self, number: int) -> str:
+        """A name of a file that looks like a path below the packed file."""
+        return joined(self.store.url_of(self.file.name), self.names[number])
+
+    def opener(self, header: bool = False) -> Callable[[int], BinaryIO]:
+        """Return a function that opens a file by its number.
+
+        The packed file is read at the first call, as a whole, whatever `header` says.
+        """
+        contents = functools.cache(self._contents)
+        return lambda number: OpenBytes(contents()[number], self.url(number))
+
+    def _contents(self) -> list[bytes]:
+        arrays = _arrays_in(self.store, self.file)
+        keys = [f"{_ORIGINAL}{name}" for name in self.names]
+        with naming_damage(self.store.url_of(self.file.name), KIND.remedy):
+            if len(arrays) != self.count or not arrays.keys() >= {*keys}:
+                raise ValueError(f"its files are not those listed: {[*arrays]!r:.200}")
+            return [arrays[key].tobytes() for key in keys]
+
+
+class PackedRows(Source):
+    """Packed rows; a part is a file.
+
+    Attributes:
+        rows: Number of rows in all files.
+        columns: Names of the columns of the tables that were packed.
+
+    Raises:
+        DataError: When a part is loaded, if its file is not as listed.
+    """
+
+    lengths: Sequence[int]
+    rows: int
+    first: Rows
+    columns: Columns
+
+    given = True
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        """Take the rows of a folder.
+
+        Raises:
+            ValueError: Or another error that `naming_damage` turns into a DataError, if
+                the manifest cannot be used.
+        """
+        content, files = manifest.content, manifest.files
+        # Memory is allocated for rows below: a row is not larger than an intact file.
+        intact = (file for file in files if store.size(file.name) == file.nbytes)
+        if (example := next(intact, None)) is None:
+            raise ValueError("it lists no file that exists in its full size")
+        self._schema = Schema.from_json(content["schema"], example.nbytes)
+        check_files(files, self._schema)
+        self._store, self._files = store, files
+        self.parts = len(files)
+        self.lengths = [file.details["rows"] for file in files]
+        self.rows = sum(self.lengths)
+        self.first = self._schema.rows(np.zeros(SHOWN_ROWS, self._schema.record))
+        classes = content["classes"]
+        if classes is not None and not _are_texts(classes):
+            raise ValueError(f"{classes!r:.80} are no names of classes")
+        self.classes = None if classes is None else tuple(classes)
+        self.columns = self._names = self._columns_of(content["columns"])
+
+    def _columns_of(self, content: Any) -> Columns:
+        """Read names of columns, one for each in the files."""
+        columns = {}
+        for place, names in dict(content).items():
+            field = "x" + place[1:] if place.startswith("X") else place
+            width = self._schema.record[field].shape[-1:]
+            if not _are_texts(names) or width != (len(names),):
+                raise ValueError(
+                    f"{names!r:.80} are no names of the columns of {place}"
+                )
+            columns[place] = tuple(names)
+        return columns
+
+    @override
+    def load(self, part: int) -> Rows:
+        file = self._files[part]
+        arrays = _arrays_in(self._store, file)
+        with naming_damage(self.name(part), KIND.remedy):
+            self._schema.check(arrays, file.details["rows"])
+        rows = NamedRows.of(self._schema.rows(arrays), self._names)
+        return rows.arranged(self.columns, self.name(part))
+
+    @override
+    def name(self, part: int) -> str:
+        return self._store.url_of(self._files[part].name)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
+
+
+def packed_in(store: Store) -> PackedRows | list[PackedFiles] | None:
+    """The packed files in a folder; None if it has none.
+
+    Raises:
+        DataError: If packing has not been finished, or the manifest cannot be used.
+    """
+    if not store.exists(KIND.name):
+        if not store.exists(ORIGIN):
+            return None
+        raise DataError(
+            f"packing to {store.url} has not been finished; run it again, and it "
+            "continues where it stopped"
+        )
+    manifest = Manifest.read(store, KIND)
+    with naming_damage(store.url_of(KIND.name), KIND.remedy):
+        if manifest.content["schema"] is not None:
+            return PackedRows(store, manifest)
+        check_files(manifest.files, None)
+        listed = [(file.details["names"], file) for file in manifest.files]
+        return [
+            PackedFiles(names, store, replace(file, details={}), len(names))
+            for names, file in listed
+        ]

@@ -319,6 +319,13 @@ def check_module(model: Any) -> None:
             f"{model!r}"
             + (f"; {SEVERAL}" if isinstance(model, list | tuple | dict) else "")
         )
+    for path, part in model.named_modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            name = f"model.{path}" if path else "model"
+            raise ModelError(
+                f"{name} is a DistributedDataParallel, which needs a process group; "
+                f"daskdl combines the updates of its replicas itself: use {name}.module"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ModelError(

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -177,6 +177,43 @@ def is_same_class(one: str, two: str) -> bool:
     if "__main__" in (one.partition(".")[0], two.partition(".")[0]):
         one, two = one.rpartition(".")[2], two.rpartition(".")[2]
     return one == two
+
+
+# Attributes in which wrappers of modules keep the module.
+WRAPPERS = {"_orig_mod": "torch.compile", "module": "torch.nn.DataParallel"}
+
+
+def differing_wrappers(saved: Iterable[str], here: Iterable[str]) -> str:
+    """Explain why names of tensors differ, if only wrappers of modules differ; else "".
+
+    Example:
+        >>> print(differing_wrappers(["_orig_mod.0.weight"], ["0.weight"]))
+        the saved model is wrapped in torch.compile, and this one is not wrapped: \
+'_orig_mod.0.weight' there is '0.weight' here; pass the model as it was saved, wrapped \
+in torch.compile
+        >>> differing_wrappers(["weight"], ["bias"])
+        ''
+    """
+
+    def by_plain_name(names: Iterable[str]) -> dict[str, str]:
+        return {
+            ".".join(part for part in name.split(".") if part not in WRAPPERS): name
+            for name in names
+        }
+
+    def state(name: str) -> str:
+        wrappers = [WRAPPERS[part] for part in name.split(".") if part in WRAPPERS]
+        return f"wrapped in {' and '.join(wrappers)}" if wrappers else "not wrapped"
+
+    theirs, ours = by_plain_name(saved), by_plain_name(here)
+    if theirs.keys() != ours.keys() or theirs == ours:
+        return ""
+    plain, name = next(item for item in theirs.items() if item not in ours.items())
+    return (
+        f"the saved model is {state(name)}, and this one is {state(ours[plain])}: "
+        f"{name!r} there is {ours[plain]!r} here; pass the model as it was saved, "
+        f"{state(name)}"
+    )
 
 
 @dataclass

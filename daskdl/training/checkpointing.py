@@ -39,6 +39,7 @@ from daskdl.saving.checkpoints import (
 from daskdl.training.base import (
     TrainingMaster,
     class_name,
+    differing_wrappers,
     is_same_class,
     others_in,
     trained_in,
@@ -265,6 +266,8 @@ class Fingerprint(NamedTuple):
                     f"{what} is of another {kind}: {theirs} there, and {ours} in this "
                     f"trainer; {remedy}"
                 )
+        if different := differing_wrappers(saved.tensors, self.tensors):
+            raise OptionError(f"{what} is of another model: {different}")
         for name in {**saved.tensors, **self.tensors}:
             ours = self.tensors.get(name, "missing")
             theirs = saved.tensors.get(name, "missing")

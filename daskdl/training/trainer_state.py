@@ -55,6 +55,7 @@ from daskdl.timeline import SPANS, Timeline
 from daskdl.training.base import (
     CompressionState,
     KeptResidual,
+    differing_wrappers,
     evaluating_in,
 )
 from daskdl.training.checkpointing import Fingerprint
@@ -380,10 +381,6 @@ def _decode_arguments(
 # ---- the model
 
 
-# What wrappers write before the names of a model's tensors.
-WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "torch.nn.DataParallel"}
-
-
 @dataclass(frozen=True)
 class ModelState:
     """The state of a module that its code does not create."""
@@ -423,7 +420,8 @@ class ModelState:
         except OptionError as error:
             raise SaveError(str(error)) from error
         saved, made = self._layout(), own._layout()
-        _check_wrapper(saved, made)
+        if different := differing_wrappers(saved, made):
+            raise SaveError(different)
         for name in {**made, **saved}:
             ours, theirs = saved.get(name, "missing"), made.get(name, "missing")
             if ours != theirs:
@@ -453,26 +451,6 @@ class ModelState:
     def _layout(self) -> dict[str, str]:
         tied = {name: f"tied to {one}" for name, one in self.ties.items()}
         return {name: described(one) for name, one in self.tensors.items()} | tied
-
-
-def _check_wrapper(saved: Mapping[str, str], made: Mapping[str, str]) -> None:
-    """Raise a SaveError if only one of the models is in a wrapper."""
-    for prefix, wrapper in WRAPPERS.items():
-        in_save, in_model = (
-            bool(names) and all(name.startswith(prefix) for name in names)
-            for names in (saved, made)
-        )
-        if in_save and not any(name.startswith(prefix) for name in made):
-            raise SaveError(
-                f"the save is of a model in {wrapper}, whose names begin with "
-                f"{prefix!r}, and the model has none: pass model={wrapper}(...) to "
-                "Trainer.load"
-            )
-        if in_model and not any(name.startswith(prefix) for name in saved):
-            raise SaveError(
-                f"the model is in {wrapper}, whose names begin with {prefix!r}, and "
-                "the save has none: pass the model without the wrapper to Trainer.load"
-            )
 
 
 # ---- state of the next fit

@@ -270,6 +270,32 @@ def test_a_message_says_what_to_type_instead(name):
     assert words in str(caught.value)
 
 
+@pytest.fixture
+def distributed():
+    """A module in DistributedDataParallel, in a group of one process."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("path", ["model", r"model\.0"])
+def test_distributed_data_parallel_is_refused(distributed, path):
+    model = distributed if path == "model" else nn.Sequential(distributed)
+    message = rf"^{path} is a DistributedDataParallel.*use {path}\.module"
+
+    for use in (
+        lambda: fit(model=model),
+        lambda: fit(model=lambda: model),
+        lambda: daskdl.evaluate(model, X, Y, client=False),
+        lambda: daskdl.predict(model, X, client=False),
+    ):
+        with pytest.raises(daskdl.ModelError, match=message):
+            use()
+
+    fit(model=distributed.module)
+
+
 def test_a_softmax_before_a_loss_of_logits_is_noticed():
     model = nn.Sequential(nn.Linear(4, 2), nn.Softmax(dim=1))
 

@@ -1,5 +1,7 @@
 """A trainer that was saved and loaded goes on as if it had not been."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -7,8 +9,10 @@ from torch.optim import lr_scheduler
 
 from daskdl import (
     AdaptiveThreshold,
+    Checkpoint,
     FixedThreshold,
     GradientSharing,
+    OptionError,
     ResidualClipping,
     SaveError,
     Trainer,
@@ -119,33 +123,65 @@ def test_a_loaded_trainer_predicts_and_scores_the_same(tmp_path):
     assert loaded.history_.steps[-1]["step"] == trainer.history_.steps[-1]["step"]
 
 
-def test_a_save_of_a_wrapped_model_names_the_wrapper(tmp_path):
-    wrapped = nn.DataParallel(nn.Linear(20, 4))
-    own = Trainer(wrapped, nn.CrossEntropyLoss(), "sgd", client=False, progress=False)
-    own.fit(X, Y)
-    own.save(tmp_path)
+# `torch.compile` as in use, but without a C compiler.
+compiled = functools.partial(torch.compile, backend="eager")
+WRAPPED = {
+    "plain": two_layers,
+    "compiled": lambda: compiled(two_layers()),
+    "data parallel": lambda: nn.DataParallel(two_layers()),
+    "a compiled part": lambda: nn.Sequential(*map(compiled, two_layers())),
+    "a parallel part": lambda: nn.Sequential(*map(nn.DataParallel, two_layers())),
+}
+PLACES = {
+    "plain": "not wrapped",
+    "compiled": r"wrapped in torch\.compile",
+    "data parallel": r"wrapped in torch\.nn\.DataParallel",
+    "a compiled part": r"wrapped in torch\.compile",
+    "a parallel part": r"wrapped in torch\.nn\.DataParallel",
+}
 
-    with pytest.raises(
-        SaveError, match=r"model in torch\.nn\.DataParallel, whose names"
-    ):
-        Trainer.load(tmp_path, model=nn.Linear(20, 4), client=False)
 
-    again = Trainer.load(
-        tmp_path, model=nn.DataParallel(nn.Linear(20, 4)), client=False
-    )
-    assert (again.predict(X) == own.predict(X)).all()
+class TestWrappers:
+    @pytest.mark.parametrize("model", WRAPPED.values(), ids=WRAPPED)
+    def test_a_wrapped_model_continues_bit_for_bit(self, model, tmp_path, one_thread):
+        without, saved = of_lambdas(model=model), of_lambdas(model=model)
+        checkpoint = Checkpoint(str(tmp_path / "checkpoints"))
+        stopped, resumed = (
+            of_lambdas(model=model, callbacks=[checkpoint]) for _ in range(2)
+        )
+        for trainer, epochs in ((without, 2), (saved, 1), (stopped, 1)):
+            fits(trainer, epochs)
+        saved.save(tmp_path / "save")
+        loaded = Trainer.load(tmp_path / "save", model=model(), client=False)
 
+        for trainer in (saved, loaded):
+            fits(trainer, 1)
+        resumed.fit(X, Y, epochs=2, batch_size=16, resume=True)
 
-def test_a_wrapped_model_refuses_the_save_of_a_plain_one(tmp_path):
-    plain = Trainer(
-        nn.Linear(20, 4), nn.CrossEntropyLoss(), "sgd", client=False, progress=False
-    )
-    plain.fit(X, Y)
-    plain.save(tmp_path)
-    wrapped = nn.DataParallel(nn.Linear(20, 4))
+        assert torch.equal(vector(loaded.model_), vector(saved.model_))
+        assert torch.equal(vector(resumed.model_), vector(without.model_))
 
-    with pytest.raises(SaveError, match=r"the model is in torch\.nn\.DataParallel"):
-        Trainer.load(tmp_path, model=wrapped, client=False)
+    @pytest.mark.parametrize("wrapper", [name for name in WRAPPED if name != "plain"])
+    @pytest.mark.parametrize("saved", [True, False], ids=["saved", "not saved"])
+    def test_a_save_of_another_wrapper_is_named(self, wrapper, saved, tmp_path):
+        names = (wrapper, "plain") if saved else ("plain", wrapper)
+        theirs, ours = (WRAPPED[name] for name in names)
+        checkpoint = Checkpoint(str(tmp_path / "checkpoints"))
+        trainer = of_lambdas(model=theirs, callbacks=[checkpoint])
+        fits(trainer, 1)
+        trainer.save(tmp_path / "save")
+        there, here = (PLACES[name] for name in names)
+        message = f"saved model is {there}, and this one is {here}.*saved, {there}"
 
-    again = Trainer.load(tmp_path, model=wrapped.module, client=False)
-    assert (again.predict(X) == plain.predict(X)).all()
+        with pytest.raises(SaveError, match=message):
+            Trainer.load(tmp_path / "save", model=ours, client=False)
+        with pytest.raises(OptionError, match=message):
+            of_lambdas(model=ours, callbacks=[checkpoint]).fit(X, Y, resume=True)
+
+    def test_a_wrapper_does_not_hide_another_difference(self, tmp_path):
+        trainer = of_lambdas(model=WRAPPED["compiled"])
+        fits(trainer, 1)
+        trainer.save(tmp_path)
+
+        with pytest.raises(SaveError, match=r"_orig_mod\.2.* is missing|missing in"):
+            Trainer.load(tmp_path, model=nn.Linear(20, 4), client=False)

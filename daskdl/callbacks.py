@@ -76,8 +76,38 @@ class Step(_StepFields):
         Args:
             reason: Added to ``history.stopping.details``; the middle of a text of more
                 than 500 characters is replaced.
+
+        Raises:
+            OptionError: If the reason is not a text.
         """
+        if not isinstance(reason, str):
+            raise OptionError(
+                f"reason of step.stop must be a text, got {reason!r}; leave it out if "
+                "there is none"
+            )
         self.stopped = reason
+
+
+def run_hook(hook: Callable[[Any], object], moment: Any) -> None:
+    """Call a hook; refuse True and False, with which callbacks elsewhere stop a fit.
+
+    Example:
+        >>> class Own(Callback):
+        ...     def on_step_end(self, step):
+        ...         return step.loss < 0.1
+        >>> run_hook(Own().on_step_end, Step(0, 0, 1, 0.5, 32, 0.01))
+        Traceback (most recent call last):
+        daskdl.errors.OptionError: Own.on_step_end returned False, and what a hook \
+returns does not stop a fit: call step.stop() in on_step_end, or use \
+daskdl.EarlyStopping
+    """
+    returned = hook(moment)
+    if isinstance(returned, bool):
+        raise OptionError(
+            f"{hook.__qualname__} returned {returned}, and what a hook returns does "
+            "not stop a fit: call step.stop() in on_step_end, or use "
+            "daskdl.EarlyStopping"
+        )
 
 
 class FitEnd(NamedTuple):
@@ -99,6 +129,8 @@ class Callback:
     `on_epoch_end`      on the client, when all replicas have ended an epoch
     `on_fit_end`        on the client, once, also when the fit ended early
     ==================  ======================================================
+
+    Hooks return nothing; True or False, which end a fit elsewhere, are an error.
 
     An instance that overrides a hook of the workers is pickled once, when the fit
     begins, and each replica has its own copy: attributes set by these hooks stay on

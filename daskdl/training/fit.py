@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
 from daskdl import errors
-from daskdl.callbacks import Callback, FitBegin, FitEnd, LayerMonitor
+from daskdl.callbacks import Callback, FitBegin, FitEnd, LayerMonitor, run_hook
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import is_number
 from daskdl.data import batching
@@ -697,7 +697,7 @@ def callback_scope(
     """
     with contextlib.ExitStack() as ending:
         for callback in callbacks:
-            callback.on_fit_begin(fit)
+            run_hook(callback.on_fit_begin, fit)
             ending.push(functools.partial(_end_callback, callback, history))
         yield
 
@@ -826,7 +826,7 @@ class ProgressReporter:
         for packed in event.report["client_payloads"]:
             add_telemetry(self._history, packed)
         for callback in self._callbacks:
-            callback.on_epoch_end(row)
+            run_hook(callback.on_epoch_end, row)
 
 
 # A suitable threshold sends 1 % of the entries or less. A threshold that half of the

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from daskdl import errors
-from daskdl.callbacks import EpochBegin, Step
+from daskdl.callbacks import EpochBegin, Step, run_hook
 from daskdl.channel.base import (
     BarrierResult,
     Channel,
@@ -456,7 +456,7 @@ class Replica:
         begin = EpochBegin(self._number, epoch, replicas, self.rate.value)
         self._spans.enter("callbacks")
         for callback in self._spec.callbacks:
-            callback.on_epoch_begin(begin)
+            run_hook(callback.on_epoch_begin, begin)
         totals, feed = self.totals, self._feed("train", epoch, self.totals)
 
         def rest() -> None:
@@ -503,7 +503,7 @@ class Replica:
             paused = enter("callbacks")
             step = Step(self._number, epoch, self.steps, loss, rows, rate)
             for callback in callbacks:
-                callback.on_step_end(step)
+                run_hook(callback.on_step_end, step)
             if step.stopped is not None:
                 reason = shown(f": {step.stopped}", MOST_REASON) if step.stopped else ""
                 where = f"at step {self.steps} of replica {self._number}"

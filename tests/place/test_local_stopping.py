@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import Callback, Checkpoint, EarlyStopping
+from daskdl import Callback, Checkpoint, EarlyStopping, OptionError
 from tests.support.problems import (
     check_shows_what_was_validated,
     kept,
@@ -101,6 +101,39 @@ class StopsAt(Callback):
     def on_step_end(self, step):
         if (step.replica, step.number) == (0, self.number):
             step.stop(self.reason)
+
+
+@pytest.mark.parametrize("reason", [None, 0, ["enough"]])
+def test_a_reason_that_is_not_a_text_is_refused(reason):
+    own = trainer(False, callbacks=[StopsAt(2, reason)])
+
+    with pytest.raises(OptionError, match=r"step\.stop must be a text, got .*leave it"):
+        own.fit(X, Y)
+
+
+class ReturnsAtSteps(Callback):
+    def on_step_end(self, step):
+        return step.number == 2
+
+
+class ReturnsAtBegins(Callback):
+    def on_epoch_begin(self, begin):
+        return begin.epoch > 3
+
+
+class ReturnsAtEpochs(Callback):
+    def on_epoch_end(self, row):
+        return row["loss"] < 0
+
+
+@pytest.mark.parametrize(
+    "callback", [ReturnsAtSteps(), ReturnsAtBegins(), ReturnsAtEpochs()]
+)
+def test_a_hook_that_returns_whether_to_stop_is_refused(callback):
+    own = trainer(False, callbacks=[callback])
+
+    with pytest.raises(OptionError, match=r"returned False.*call step\.stop\(\)"):
+        own.fit(X, Y)
 
 
 @pytest.mark.parametrize("replicas", [1, 3])

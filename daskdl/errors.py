@@ -33,8 +33,8 @@ def shown(text: str, limit: int = 200) -> str:
     if len(text) <= limit:
         return text
     half = max((limit - 24) // 2, 1)
-    more = len(text) - 2 * half
-    return f"{text[:half]} ... {more} more ... {text[-half:]}"
+    hidden = len(text) - 2 * half
+    return f"{text[:half]} ... {hidden} more ... {text[-half:]}"
 
 
 class DaskDLError(Exception):

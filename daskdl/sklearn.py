@@ -67,11 +67,11 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         """Clone as scikit-learn does, except for the client, which cannot be copied."""
         client, self.client = self.client, None
         try:
-            made: Self = super().__sklearn_clone__()
+            clone: Self = super().__sklearn_clone__()
         finally:
             self.client = client
-        made.client = client
-        return made
+        clone.client = client
+        return clone
 
     def _inputs(self, X: Any, **fitting: Any) -> Any:
         if is_lazy(X):

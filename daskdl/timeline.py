@@ -67,11 +67,11 @@ def merged(spans: Spans, width_s: float) -> Spans:
     begins = np.ones(len(spans), bool)
     begins[1:] = long[1:] | long[:-1] | (np.diff(spans["replica"]) != 0)
     begins[1:] |= np.diff(np.floor(spans["start"] / width_s)) != 0
-    first = np.flatnonzero(begins)
-    fewer = spans[first]
-    fewer["end"] = spans["end"][np.append(first[1:], len(spans)) - 1]
+    starts = np.flatnonzero(begins)
+    fewer = spans[starts]
+    fewer["end"] = spans["end"][np.append(starts[1:], len(spans)) - 1]
     for name in ACTIVITIES:
-        fewer[name] = np.add.reduceat(spans[name], first)
+        fewer[name] = np.add.reduceat(spans[name], starts)
     return fewer
 
 
@@ -202,9 +202,9 @@ class Timeline(Sequence[Mapping[str, Any]]):
                 raise ValueError(
                     f"spans need their replica, start and end, got {layout.names}"
                 )
-            found, spans = spans, np.zeros(len(spans), SPANS)
+            saved, spans = spans, np.zeros(len(spans), SPANS)
             for name in SPAN_COLUMNS.keys() & set(layout.names or ()):
-                spans[name] = found[name]
+                spans[name] = saved[name]
         self._parts.append(spans)
         self._count += len(spans)
         if self._count > MOST_SPANS:

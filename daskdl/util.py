@@ -89,7 +89,7 @@ def settle(future: "Future[T]", action: Callable[[], T]) -> None:
 DEFAULT_BYTES = 128 * 1024  # default of each setting in glibc
 
 
-class _Setting(NamedTuple):
+class MallocSetting(NamedTuple):
     """A malloc setting of glibc, see mallopt(3)."""
 
     number: int
@@ -99,10 +99,10 @@ class _Setting(NamedTuple):
 
 SETTINGS = (
     # glibc's limit: larger blocks are always mapped anew.
-    _Setting(-3, "MALLOC_MMAP_THRESHOLD_", 32 * 2**20),
-    _Setting(-1, "MALLOC_TRIM_THRESHOLD_", 2**30),
+    MallocSetting(-3, "MALLOC_MMAP_THRESHOLD_", 32 * 2**20),
+    MallocSetting(-1, "MALLOC_TRIM_THRESHOLD_", 2**30),
     # Heaps of threads are smaller. The padding is reserved, but not touched.
-    _Setting(-2, "MALLOC_TOP_PAD_", 64 * 2**20),
+    MallocSetting(-2, "MALLOC_TOP_PAD_", 64 * 2**20),
 )
 
 _lock = threading.Lock()
@@ -119,16 +119,16 @@ def freed_memory_kept() -> Iterator[None]:
     with _lock:
         _users.append(None)
         if len(_users) == 1:
-            _set({one.number: one.kept_bytes for one in SETTINGS})
+            _set({s.number: s.kept_bytes for s in SETTINGS})
     try:
         yield
     finally:
         with _lock:
             _users.pop()
             if not _users:
-                asked = [os.environ.get(one.variable, "") for one in SETTINGS]
-                sizes = [int(one) if one.isdigit() else DEFAULT_BYTES for one in asked]
-                _set({one.number: n for one, n in zip(SETTINGS, sizes, strict=True)})
+                asked = [os.environ.get(s.variable, "") for s in SETTINGS]
+                sizes = [int(n) if n.isdigit() else DEFAULT_BYTES for n in asked]
+                _set({s.number: n for s, n in zip(SETTINGS, sizes, strict=True)})
                 trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
                 if trim is not None:
                     trim(0)
@@ -159,32 +159,32 @@ def client_or_process(
     client: Client | Literal[False] | None,
 ) -> Iterator[Client | Literal[False]]:
     """Yield a synchronous client, or False; close a cluster started here on exit."""
-    found = running_client() if client is None else client
-    if found is None:
+    usable = running_client() if client is None else client
+    if usable is None:
         check_main_guard("client=False trains and predicts in this process instead")
-        with local_client() as own:
-            logger.info("no client was given: started %s", own.cluster)
-            yield own
+        with local_client() as started:
+            logger.info("no client was given: started %s", started.cluster)
+            yield started
         return
-    if found is not False:
-        if not isinstance(found, Client):
+    if usable is not False:
+        if not isinstance(usable, Client):
             raise OptionError(
-                f"client must be a distributed.Client, None or False, got {found!r}"
-                f"{_client_instead_of(found)}"
+                f"client must be a distributed.Client, None or False, got {usable!r}"
+                f"{_client_instead_of(usable)}"
             )
-        if found.status in ("closed", "closing"):
+        if usable.status in ("closed", "closing"):
             raise OptionError(
-                f"client must be running, got one whose status is {found.status!r}; "
+                f"client must be running, got one whose status is {usable.status!r}; "
                 "create another one, Client(...)"
             )
-        if found.asynchronous or found.status != "running":
+        if usable.asynchronous or usable.status != "running":
             raise OptionError(
                 "client must be synchronous and running, got one with status "
-                f"{found.status!r} and asynchronous={found.asynchronous}; use "
+                f"{usable.status!r} and asynchronous={usable.asynchronous}; use "
                 "Client(...) without asynchronous=True"
             )
-    with contextlib.nullcontext() if found is False else _slot_freed():
-        yield found
+    with contextlib.nullcontext() if usable is False else _slot_freed():
+        yield usable
 
 
 @contextlib.contextmanager
@@ -204,10 +204,10 @@ def _slot_freed() -> Iterator[None]:
         rejoin()
 
 
-def _client_instead_of(found: Any) -> str:
-    if isinstance(found, str):
-        return f"; write Client({found!r})"
-    return "; write Client(cluster)" if isinstance(found, Cluster) else ""
+def _client_instead_of(argument: Any) -> str:
+    if isinstance(argument, str):
+        return f"; write Client({argument!r})"
+    return "; write Client(cluster)" if isinstance(argument, Cluster) else ""
 
 
 def check_main_guard(alternative: str) -> None:
@@ -320,7 +320,7 @@ def installed_meanwhile(client: Client) -> Iterator[None]:
         elif wrong := mismatch(answer):
             places.setdefault(wrong, []).append(where)
     if places:
-        lines = [f"{_listed(where)}: {what}" for what, where in places.items()]
+        lines = [f"{_and_more(where)}: {what}" for what, where in places.items()]
         raise RunError(
             f"{OWN}; on the cluster:\n  " + "\n  ".join(lines[:MOST_NAMED]) + "\n"
             f"{REMEDY}"
@@ -343,27 +343,26 @@ async def _answers(client: Client) -> dict[str, Any]:
             (workers,) = (task.result() for task in done)
             asking = {scheduler: client.run_on_scheduler(_version_finder())}
             for address in sorted(workers):
-                own = client.run(
+                asking[f"worker {address}"] = client.run(
                     _version_finder(), workers=[address], on_error="return"
                 )
-                asking[f"worker {address}"] = own
-            asked = {asyncio.ensure_future(one): where for where, one in asking.items()}
+            asked = {asyncio.ensure_future(r): where for where, r in asking.items()}
             _, waiting = await asyncio.wait(asked, timeout=bound.seconds)
     finally:
         for task in asked:
             task.cancel()
     if waiting:
         # A process that still imports must not get tasks that need the same import.
-        silent = _listed(sorted(asked[task] for task in waiting))
+        silent = _and_more(sorted(asked[task] for task in waiting))
         raise WaitTimeoutError(
             f"no answer within {bound} to which daskdl and torch it has, from "
             f"{silent}: it hangs, or takes longer to import them"
         )
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for task, where in asked.items():
         answer = task.result()
-        found[where] = answer if where == scheduler else next(iter(answer.values()))
-    return found
+        answers[where] = answer if where == scheduler else next(iter(answer.values()))
+    return answers
 
 
 def _version_finder() -> Callable[[], Awaitable[Found]]:
@@ -374,15 +373,15 @@ def _version_finder() -> Callable[[], Awaitable[Found]]:
     """
 
     def find() -> Found:
-        found = {"daskdl": "", "torch": "", "error": ""}
+        versions = {"daskdl": "", "torch": "", "error": ""}
         try:
-            found["daskdl"] = importlib.import_module("daskdl.config").VERSION
-            found["torch"] = str(importlib.import_module("torch").__version__)
+            versions["daskdl"] = importlib.import_module("daskdl.config").VERSION
+            versions["torch"] = str(importlib.import_module("torch").__version__)
             for name in ("dask_backend", "gradient_sharing", "parameter_averaging"):
                 importlib.import_module(f"daskdl.training.{name}")
         except ImportError as error:
-            found["error"] = f"{type(error).__name__}: {error}"
-        return found
+            versions["error"] = f"{type(error).__name__}: {error}"
+        return versions
 
     async def find_in_a_thread() -> Found:
         return await asyncio.to_thread(find)
@@ -406,10 +405,10 @@ def arrival_plugin(name: str) -> WorkerPlugin:
             self.name = name
 
         async def setup(self, worker: Worker) -> None:
-            found = await find()
-            if found["daskdl"] == version and not found["error"]:
+            versions = await find()
+            if versions["daskdl"] == version and not versions["error"]:
                 importlib.import_module("daskdl.channel.worker").set_up(worker)
-            await worker.scheduler.daskdl_arrive(worker=worker.address, found=found)
+            await worker.scheduler.daskdl_arrive(worker=worker.address, found=versions)
 
         async def teardown(self, worker: Worker) -> None:
             # Dask also calls this before it sets up a plugin a second time, which can
@@ -434,16 +433,16 @@ def versions() -> dict[str, str]:
     }
 
 
-def mismatch(found: Found | Exception) -> str:
+def mismatch(versions: Found | Exception) -> str:
     """Return the reason why a process cannot take part in a run; empty if it can."""
-    if isinstance(found, Exception):
-        return f"{type(found).__name__}: {found}"
-    other = []
-    if found["daskdl"] not in ("", VERSION):
-        other.append(f"daskdl {found['daskdl']}")
-    if found["torch"] and _minor(found["torch"]) != _minor(torch.__version__):
-        other.append(f"torch {found['torch']}")
-    return " and ".join(other) or found["error"]
+    if isinstance(versions, Exception):
+        return f"{type(versions).__name__}: {versions}"
+    differing = []
+    if versions["daskdl"] not in ("", VERSION):
+        differing.append(f"daskdl {versions['daskdl']}")
+    if versions["torch"] and _minor(versions["torch"]) != _minor(torch.__version__):
+        differing.append(f"torch {versions['torch']}")
+    return " and ".join(differing) or versions["error"]
 
 
 def _minor(version: str) -> str:
@@ -456,6 +455,6 @@ def _minor(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def _listed(names: list[str]) -> str:
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _and_more(names: list[str]) -> str:
+    hidden = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {hidden} more" if hidden > 0 else "")

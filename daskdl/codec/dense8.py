@@ -52,7 +52,7 @@ def blocks(size: int) -> int:
 
 
 @compiled
-def _write(
+def _quantize_blocks(
     counts_N: npt.NDArray[np.int32],
     scales_B: npt.NDArray[np.int32],
     values_N: npt.NDArray[np.int8],
@@ -79,7 +79,7 @@ def _write(
 
 
 @compiled
-def _read(
+def _expand_blocks(
     scales_B: npt.NDArray[np.int32],
     values_N: npt.NDArray[np.int8],
     counts_N: npt.NDArray[np.int32],
@@ -125,7 +125,7 @@ def quantize(counts_N: npt.NDArray[np.int32]) -> Quantized:
     check_counts(counts_N)
     scales_B = np.empty(blocks(len(counts_N)), np.int32)
     values_N = np.empty(len(counts_N), np.int8)
-    _write(np.ascontiguousarray(counts_N), scales_B, values_N)
+    _quantize_blocks(np.ascontiguousarray(counts_N), scales_B, values_N)
     return Quantized(scales_B, values_N)
 
 
@@ -152,7 +152,7 @@ def counts_of(quantized: Quantized) -> npt.NDArray[np.int32]:
             f"for {values_N.shape}"
         )
     counts_N = np.empty(len(values_N), np.int32)
-    block, fault = _read(scales_B, values_N, counts_N)
+    block, fault = _expand_blocks(scales_B, values_N, counts_N)
     if block >= 0:
         scale = int(scales_B.view(np.uint32)[block])
         raise CodecError(FAULTS[fault].format(block=block, scale=scale))

@@ -176,8 +176,8 @@ def pack(
             length = np.array([len(leveled)], "<u4").view(np.uint8)
             body = np.concatenate([length, leveled, body])
         payload, flags = _compressed(kind, body)
-        own = levels_K if kind is Kind.LEVELS else None
-        return Body(kind, size, count, own, len(body), payload, flags)
+        leveled_K = levels_K if kind is Kind.LEVELS else None
+        return Body(kind, size, count, leveled_K, len(body), payload, flags)
 
     if kind is not None:
         return packed(kind)
@@ -332,7 +332,7 @@ def _positions(entries_K: Integers, size: int) -> Integers:
     return positions_K
 
 
-def _sizes(size: int, plan: golomb.Plan) -> dict[Kind, int]:
+def _sizes(size: int, plan: golomb.Packing) -> dict[Kind, int]:
     count = len(plan.gaps_K)
     if not count:
         return dict.fromkeys(ONE_QUANTUM, 0)
@@ -423,10 +423,10 @@ def decode(frame: Buffer, *, run: int | None = None, size: int | None = None) ->
         daskdl.errors.CodecError: frame of run 7, this is run 8
     """
     view, header = _open(frame)
-    found = _checksum(view)
-    if found != header.checksum:
+    checksum = _checksum(view)
+    if checksum != header.checksum:
         raise CodecError(
-            f"checksum is {found:#010x}, the header says {header.checksum:#010x}"
+            f"checksum is {checksum:#010x}, the header says {header.checksum:#010x}"
         )
     kind = _kind_of(header)
     reserved = header.reserved_byte, header.reserved_word
@@ -606,14 +606,14 @@ def _signed_entries(kind: Kind, body: Bytes, size: int, count: int) -> Integers:
 def _levels_of(body: Bytes, size: int, count: int) -> tuple[Bytes, Bytes]:
     """Read the levels; return them and the rest of the body, which is that of GAPS."""
     length = int.from_bytes(body[:LEVELS_OFFSET].tobytes(), "little")
-    rest = len(body) - LEVELS_OFFSET - length
+    gaps_bytes = len(body) - LEVELS_OFFSET - length
     signs = (count + 7) // 8
     least, most = (bytes_ + signs for bytes_ in golomb.length_range(size, count))
     fewest, highest = levels.length_range(count)
-    if not (fewest <= length <= highest and least <= rest <= most):
+    if not (fewest <= length <= highest and least <= gaps_bytes <= most):
         raise CodecError(
             f"levels of {count} entries must have {fewest} .. {highest} bytes, and "
-            f"positions and signs {least} .. {most}, got {length} and {rest}"
+            f"positions and signs {least} .. {most}, got {length} and {gaps_bytes}"
         )
     stop = LEVELS_OFFSET + length
     return levels.unpack(body[LEVELS_OFFSET:stop], count), body[stop:]

@@ -71,10 +71,12 @@ def best_rice(gaps_K: npt.NDArray[np.int32], silent: int) -> tuple[int, int]:
     bits = rice_bits(gaps_K, rice)
     step = 1
     while True:
-        other = rice + step
-        found = rice_bits(gaps_K, other) if 0 <= other <= MAX_RICE else bits
-        if found < bits:
-            rice, bits = other, found
+        neighbour = rice + step
+        neighbour_bits = (
+            rice_bits(gaps_K, neighbour) if 0 <= neighbour <= MAX_RICE else bits
+        )
+        if neighbour_bits < bits:
+            rice, bits = neighbour, neighbour_bits
         elif step == 1:
             step = -1
         else:
@@ -89,25 +91,25 @@ def plan_blocks(
     counts_B: npt.NDArray[np.int32],
     rices_B: npt.NDArray[np.int32],
 ) -> int:
-    """Fill the last three arrays, see :class:`Plan`; return the bits of the codes."""
+    """Fill the last three arrays of a `Packing`; return the bits of the codes."""
     bits = 0
-    first = 0
+    begin = 0
     for b in range(len(counts_B)):
-        last = first
+        last = begin
         following = b * block
         stop = following + block
         while last < len(positions_K) and positions_K[last] < stop:
             gaps_K[last] = positions_K[last] - following
             following = positions_K[last] + 1
             last += 1
-        count = last - first
+        count = last - begin
         counts_B[b] = count
         if count:
             silent = following - b * block - count
-            rice, more = best_rice(gaps_K[first:last], silent)
+            rice, block_bits = best_rice(gaps_K[begin:last], silent)
             rices_B[b] = rice
-            bits += more
-        first = last
+            bits += block_bits
+        begin = last
     return bits
 
 
@@ -140,29 +142,29 @@ def write_stream(
     ``words`` are zeros, one more than the bits fill. ``held`` has the bits before
     ``at`` in the word of ``at``.
     """
-    at = held = first = 0
+    at = held = begin = 0
     for b in range(len(counts_B)):
-        last = first + counts_B[b]
+        last = begin + counts_B[b]
         rice = int(rices_B[b])
         if headers:
             # One call: numba would compile it for each constant width.
-            header = 1 | (last - first - 1) << 1 | rice << (1 + COUNT_BITS)
-            full = last > first
+            header = 1 | (last - begin - 1) << 1 | rice << (1 + COUNT_BITS)
+            full = last > begin
             width = 1 + HEADER_BITS if full else 1
             at, held = write_bits(words, at, held, header if full else 0, width)
-        for i in range(first, last):
+        for i in range(begin, last):
             gap = int(gaps_K[i])
-            one = at + (gap >> rice)  # the words are zero already
+            one_at = at + (gap >> rice)  # the words are zero already
             words[at >> 5] = held
-            held = held if one >> 5 == at >> 5 else 0
+            held = held if one_at >> 5 == at >> 5 else 0
             value = 1 | (gap & ((1 << rice) - 1)) << 1
-            at, held = write_bits(words, one, held, value, 1 + rice)
-        first = last
+            at, held = write_bits(words, one_at, held, value, 1 + rice)
+        begin = last
     words[at >> 5] = held
     return at
 
 
-class Plan(NamedTuple):
+class Packing(NamedTuple):
     """Gaps, Rice parameters and length of a body to pack."""
 
     block: int  # parameters of a block, BLOCK or WHOLE
@@ -172,7 +174,7 @@ class Plan(NamedTuple):
     length: int  # bytes of the body, its first byte included
 
 
-def plan(size: int, positions_K: npt.NDArray[np.int32]) -> Plan:
+def plan(size: int, positions_K: npt.NDArray[np.int32]) -> Packing:
     """Choose the Rice parameters and count the bytes of the body.
 
     Args:
@@ -182,11 +184,12 @@ def plan(size: int, positions_K: npt.NDArray[np.int32]) -> Plan:
     Returns:
         The plan with the fewest bytes; of equals, one Rice parameter for all gaps.
     """
-    one, blocks = (plan_with(block, size, positions_K) for block in (WHOLE, BLOCK))
-    return one if one.length <= blocks.length else blocks
+    undivided = plan_with(WHOLE, size, positions_K)
+    in_blocks = plan_with(BLOCK, size, positions_K)
+    return undivided if undivided.length <= in_blocks.length else in_blocks
 
 
-def plan_with(block: int, size: int, positions_K: npt.NDArray[np.int32]) -> Plan:
+def plan_with(block: int, size: int, positions_K: npt.NDArray[np.int32]) -> Packing:
     """Count the bytes with one Rice parameter per ``block`` parameters."""
     blocks = -(-size // block)
     counts_B, rices_B = np.zeros(blocks, np.int32), np.zeros(blocks, np.int32)
@@ -194,10 +197,10 @@ def plan_with(block: int, size: int, positions_K: npt.NDArray[np.int32]) -> Plan
     bits = plan_blocks(positions_K, block, gaps_K, counts_B, rices_B)
     if block == BLOCK:
         bits += blocks + HEADER_BITS * int(np.count_nonzero(counts_B))
-    return Plan(block, gaps_K, counts_B, rices_B, 1 + (bits + 7) // 8)
+    return Packing(block, gaps_K, counts_B, rices_B, 1 + (bits + 7) // 8)
 
 
-def pack(found: Plan) -> npt.NDArray[np.uint8]:
+def pack(packing: Packing) -> npt.NDArray[np.uint8]:
     """Write the body of a plan with one entry or more.
 
     Example:
@@ -205,12 +208,12 @@ def pack(found: Plan) -> npt.NDArray[np.uint8]:
         >>> pack(plan(10, np.array([0, 3, 9], np.int32))).tobytes().hex(" ")
         '01 89 01'
     """
-    words = np.zeros((found.length - 1) // 4 + 1, np.uint32)
-    per_block = found.block == BLOCK
-    write_stream(words, found.gaps_K, found.counts_B, found.rices_B, per_block)
-    body = np.empty(found.length, np.uint8)
-    body[0] = PER_BLOCK if per_block else found.rices_B[0]
-    body[1:] = words.astype("<u4", copy=False).view(np.uint8)[: found.length - 1]
+    words = np.zeros((packing.length - 1) // 4 + 1, np.uint32)
+    per_block = packing.block == BLOCK
+    write_stream(words, packing.gaps_K, packing.counts_B, packing.rices_B, per_block)
+    body = np.empty(packing.length, np.uint8)
+    body[0] = PER_BLOCK if per_block else packing.rices_B[0]
+    body[1:] = words.astype("<u4", copy=False).view(np.uint8)[: packing.length - 1]
     return body
 
 
@@ -291,7 +294,7 @@ def read_blocks(
 ) -> int:
     """Fill ``positions_K`` block by block; return the next bit, or a fault."""
     at = 0
-    first = 0
+    begin = 0
     for start in range(0, size, BLOCK):
         if at + 1 > bits:
             return -(8 * start + PAST_END)
@@ -300,17 +303,17 @@ def read_blocks(
             continue
         if at + HEADER_BITS > bits:
             return -(8 * start + PAST_END)
-        last = first + read_bits(words, at, COUNT_BITS) + 1
+        last = begin + read_bits(words, at, COUNT_BITS) + 1
         rice = read_bits(words, at + COUNT_BITS, HEADER_BITS - COUNT_BITS)
         if rice > MAX_BLOCK_RICE:
             return -(8 * rice + BAD_RICE)
         stop = min(start + BLOCK, size)
-        block_K = positions_K[first:last]  # cut off at the end of positions_K
+        block_K = positions_K[begin:last]  # cut off at the end of positions_K
         at = read_block(words, bits, at + HEADER_BITS, rice, block_K, (start, stop))
         if at < 0:
             return at
-        first = last
-    return at if first == len(positions_K) else -(8 * first + BAD_COUNT)
+        begin = last
+    return at if begin == len(positions_K) else -(8 * begin + BAD_COUNT)
 
 
 def unpack(body: npt.NDArray[np.uint8], size: int, count: int) -> npt.NDArray[np.int32]:

@@ -50,7 +50,7 @@ def most_words(count: int) -> int:
 
 
 @compiled
-def _write(
+def _write_words(
     levels_K: npt.NDArray[np.uint8],
     frequencies_M: npt.NDArray[np.uint16],
     words: npt.NDArray[np.uint16],
@@ -110,12 +110,12 @@ def pack(levels_K: Bytes) -> Bytes:
     frequencies_M = frequencies(levels_K)
     highest = len(frequencies_M)
     words = np.empty(most_words(len(levels_K)), np.uint16)
-    state, at = _write(levels_K, frequencies_M, words)
+    state, at = _write_words(levels_K, frequencies_M, words)
     opening = np.array([highest], np.uint8)
     table = frequencies_M[:-1].astype("<u2").view(np.uint8)
-    first = np.array([state], "<u4").view(np.uint8)
+    state_bytes = np.array([state], "<u4").view(np.uint8)
     stream = words[at:].astype("<u2").view(np.uint8)
-    return np.concatenate([opening, table, first, stream])
+    return np.concatenate([opening, table, state_bytes, stream])
 
 
 # What the reader returns instead of the number of words it has read.
@@ -123,7 +123,7 @@ PAST_END, BAD_END = -1, -2
 
 
 @compiled
-def _read(
+def _read_words(
     levels_K: npt.NDArray[np.uint8],
     frequencies_M: npt.NDArray[np.uint16],
     words: npt.NDArray[np.uint16],
@@ -183,7 +183,7 @@ def unpack(packed: Bytes, count: int) -> Bytes:
         raise CodecError(f"state of the levels must be >= {LEAST_STATE}, got {state}")
     words = packed[opening:].copy().view("<u2").astype(np.uint16)
     levels_K = np.empty(count, np.uint8)
-    read = _read(levels_K, frequencies_M, words, state)
+    read = _read_words(levels_K, frequencies_M, words, state)
     if read == PAST_END:
         raise CodecError(f"levels of {count} entries run past their {len(words)} words")
     if read == BAD_END or read != len(words):

@@ -239,7 +239,7 @@ class Compressor:
                 "again after a change of grid"
             )
         if isinstance(update, PendingDense):
-            self.vector.apply_counts_(counts_of(update.quantized), own=True)
+            self.vector.apply_counts_(counts_of(update.quantized), from_residual=True)
             for pattern, threshold in update.thresholds.items():
                 self.groups[pattern].record(threshold, DENSE_DENSITY)
             return
@@ -262,9 +262,9 @@ class Compressor:
         samples = []
         for group in self.groups.values():
             size = group.residual.size
-            own = group.residual.sample(max(most * size // self.vector.size, 1))
+            residuals = group.residual.sample(max(most * size // self.vector.size, 1))
             threshold = math.nan if group.sent is None else group.sent.threshold
-            samples.append(Sample(size, own, threshold))
+            samples.append(Sample(size, residuals, threshold))
         return samples
 
     def continue_(self, sent: Mapping[str, Sent]) -> None:
@@ -277,7 +277,7 @@ class Compressor:
 
         The tensors are not copies and change later.
         """
-        shared, own = self.vector.state()
+        shared, replica_state = self.vector.state()
         groups = {
             pattern: {
                 "exchanges": group.exchanges,
@@ -286,7 +286,7 @@ class Compressor:
             }
             for pattern, group in self.groups.items()
         }
-        return shared, {**own, "clipped": self.clipped, "groups": groups}
+        return shared, {**replica_state, "clipped": self.clipped, "groups": groups}
 
     def restore_(
         self, shared: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
@@ -303,7 +303,7 @@ class Compressor:
         self.clipped = sum(part["clipped"] for part in parts)
         groups = parts[0]["groups"] if parts else {}
         for pattern in self.groups.keys() & groups.keys():
-            group, own = self.groups[pattern], groups[pattern]
-            group.exchanges = operator.index(own["exchanges"])
-            if own["threshold"] is not None:
-                group.sent = Sent(float(own["threshold"]), float(own["density"]))
+            group, saved = self.groups[pattern], groups[pattern]
+            group.exchanges = operator.index(saved["exchanges"])
+            if saved["threshold"] is not None:
+                group.sent = Sent(float(saved["threshold"]), float(saved["density"]))

@@ -63,7 +63,7 @@ class FlatParameters:
     slices: dict[str, slice]  # positions by parameter name, ascending
 
     def __init__(self, module: nn.Module) -> None:
-        layout = _layout(module)
+        layout = _trainable_groups(module)
         self.size = 0
         self.slices = {}
         for name, parameter in (pair for named in layout for pair in named):
@@ -79,7 +79,7 @@ class FlatParameters:
 Named = list[tuple[str, nn.Parameter]]
 
 
-def _layout(module: nn.Module) -> list[Named]:
+def _trainable_groups(module: nn.Module) -> list[Named]:
     groups: dict[tuple[torch.dtype, torch.device], Named] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
@@ -154,8 +154,8 @@ def empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
     length = size * dtype.itemsize
     memory = np.empty(length + ALIGNMENT, np.uint8)
-    first = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[first : first + length]).view(dtype)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + length]).view(dtype)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -202,7 +202,7 @@ def load_counts_(
         >>> layer.weight.tolist(), layer.bias.tolist()
         ([[0.75, 1.0]], [-1.5])
     """
-    parameters = [p for named in _layout(module) for _, p in named]
+    parameters = [p for named in _trainable_groups(module) for _, p in named]
     numels = [parameter.numel() for parameter in parameters]
     if len(counts_N) != sum(numels):
         raise ModelError(f"need {sum(numels)} parameters, got {len(counts_N)} values")
@@ -328,7 +328,9 @@ def average_untrained(
         if name in (FLOATING, INTEGER) or name.startswith(FROZEN)
     )
     return {
-        name: _average(name, [(own[name], n) for own, n in packed if name in own])
+        name: _average(
+            name, [(arrays[name], n) for arrays, n in packed if name in arrays]
+        )
         for name in names
     }
 
@@ -343,14 +345,14 @@ def _average(
         return np.asarray(np.max([array for array, _ in packed], axis=0))
     total = sum(examples for _, examples in packed)
     used = [(a, n if total else 1) for a, n in packed if n or not total]
-    first = used[0][0]
-    weighted, agreed = np.zeros(first.shape), np.ones(first.shape, bool)
+    values = used[0][0]
+    weighted, agreed = np.zeros(values.shape), np.ones(values.shape, bool)
     with np.errstate(invalid="ignore"):  # infinities of both signs average to NaN
         for array, examples in used:
             weighted += array * np.float64(examples)
-            agreed &= array == first
+            agreed &= array == values
     mean = weighted / sum(examples for _, examples in used)
-    return np.where(agreed, first, mean.astype(first.dtype))
+    return np.where(agreed, values, mean.astype(values.dtype))
 
 
 def load_untrained_(module: nn.Module, arrays: Mapping[str, Any]) -> None:
@@ -376,9 +378,9 @@ def _places(module: nn.Module) -> dict[str, tuple[torch.dtype, list[Tensor]]]:
     places = {FLOATING: (torch.float64, floating), INTEGER: (torch.int64, integer)}
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
-            own = _real(parameter.detach())
-            half = own.dtype in (torch.bfloat16, torch.float16)  # unknown to numpy
-            places[FROZEN + name] = (torch.float32 if half else own.dtype, [own])
+            tensor = _real(parameter.detach())
+            half = tensor.dtype in (torch.bfloat16, torch.float16)  # unknown to numpy
+            places[FROZEN + name] = (torch.float32 if half else tensor.dtype, [tensor])
     return places
 
 

@@ -111,8 +111,8 @@ class VectorGroup:
         positions_K = emitted_N.nonzero().squeeze(1)
         ahead_K = ahead_N[positions_K]
         # Integer product: float32 cannot hold positions above 2**24.
-        first = self.start + (where.start or 0) + 1
-        entries_K = ahead_K.sign().int() * (positions_K + first).int()
+        first_number = self.start + (where.start or 0) + 1
+        entries_K = ahead_K.sign().int() * (positions_K + first_number).int()
         levels_K = (ahead_K.abs() / quantum).clamp(1, most_levels(count))
         return entries_K, levels_K.to(torch.uint8)
 

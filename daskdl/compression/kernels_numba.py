@@ -54,18 +54,18 @@ def _loaded(builder: Any, address: Any, vector: ir.VectorType, align: int) -> An
 
 def _repeated(builder: Any, value: Any, vector: ir.VectorType) -> Any:
     nothing = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(nothing, value, ir.Constant(INT32, 0))
+    lane = builder.insert_element(nothing, value, ir.Constant(INT32, 0))
     zeros = ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES)
-    return builder.shuffle_vector(first, nothing, zeros)
+    return builder.shuffle_vector(lane, nothing, zeros)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def reached(
-    _: Any, local_N: Any, shared_N: Any, first: Any, quantum: Any, grid: Any
+    _: Any, local_N: Any, shared_N: Any, start: Any, quantum: Any, grid: Any
 ) -> Any:
-    """Compare 64 positions from ``first`` on, all within the vectors.
+    """Compare 64 positions from ``start`` on, all within the vectors.
 
-    Bit b of the result (uint64) is set if ``|local - shared * grid|`` at ``first + b``
+    Bit b of the result (uint64) is set if ``|local - shared * grid|`` at ``start + b``
     is at least ``quantum``.
     """
 
@@ -141,7 +141,7 @@ def _scan_(
     shared_N: Array,
     entries_K: Array,
     levels_K: Array,
-    first: int,
+    scan_from: int,
     base: int,
     step: tuple[float, float, float],
 ) -> tuple[int, int]:
@@ -152,7 +152,7 @@ def _scan_(
         shared_N: Int32.
         entries_K: Output, int32. Changed in place.
         levels_K: Output, uint8, whole quanta of the entries. Changed in place.
-        first: First position to scan.
+        scan_from: First position to scan.
         base: Position of the vector's first parameter.
         step: Least ``|local - shared * grid|`` of an entry, the grid, and the highest
             level, all in local's dtype.
@@ -163,11 +163,11 @@ def _scan_(
     """
     quantum, grid, most = step
     filled = 0
-    whole = local_N.size - local_N.size % LANES
-    for start in range(first, local_N.size, LANES):
+    full_lanes = local_N.size - local_N.size % LANES
+    for start in range(scan_from, local_N.size, LANES):
         if filled + min(LANES, local_N.size - start) > entries_K.size:
             return start, filled
-        if start < whole:
+        if start < full_lanes:
             ahead = start + POSITIONS_AHEAD
             for i in range(ahead, ahead + LANES, LINE // local_N.itemsize):
                 prefetch(local_N, i)
@@ -314,11 +314,12 @@ class NumbaGroup(VectorGroup):
         # Room for a density of 1/16, above the densities that thresholds aim at.
         room = min(local.size, local.size // 16 + LANES)
         parts: list[tuple[Tensor, Tensor]] = []
-        first = 0
-        while first < local.size or not parts:
+        scan_from = 0
+        while scan_from < local.size or not parts:
             entries_K, levels_K = np.empty(room, np.int32), np.empty(room, np.uint8)
-            outputs = (entries_K, levels_K, first)
-            first, filled = _scan_(local, shared, *outputs, base, step)
+            scan_from, filled = _scan_(
+                local, shared, entries_K, levels_K, scan_from, base, step
+            )
             part = (entries_K[:filled], levels_K[:filled])
             parts.append((torch.from_numpy(part[0]), torch.from_numpy(part[1])))
         if len(parts) == 1:
@@ -343,8 +344,9 @@ class NumbaGroup(VectorGroup):
             local.dtype.type(lead * bound),
         )
         levels = ONE_EACH if levels_K is None else levels_K.numpy()
-        what = (entries_K.numpy(), levels, self.start, count, lengths)
-        return float(_commit_(local, self.shared_N.numpy(), *what)) / lead
+        shared, entries = self.shared_N.numpy(), entries_K.numpy()
+        cut = _commit_(local, shared, entries, levels, self.start, count, lengths)
+        return float(cut) / lead
 
     @override
     def apply_(
@@ -357,8 +359,8 @@ class NumbaGroup(VectorGroup):
         local = self.local_N.numpy()
         levels = ONE_EACH if levels_K is None else levels_K.numpy()
         quantum = local.dtype.type(count * grid)
-        what = (entries_K.numpy(), levels, self.start, count, quantum)
-        _apply_(local, self.shared_N.numpy(), *what)
+        shared, entries = self.shared_N.numpy(), entries_K.numpy()
+        _apply_(local, shared, entries, levels, self.start, count, quantum)
 
     @override
     def apply_counts_(

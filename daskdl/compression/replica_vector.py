@@ -316,14 +316,14 @@ class ReplicaVector:
             if self._copied:
                 self._show_entries_(group, part_K)
 
-    def apply_counts_(self, counts_N: Counts, *, own: bool = False) -> None:
+    def apply_counts_(self, counts_N: Counts, *, from_residual: bool = False) -> None:
         """Move local and shared by a dense update, or by a sum of folded updates.
 
         Args:
             counts_N: Int32, shape (N,), steps of the grid.
-            own: The update is this replica's own: take it out of the residual.
+            from_residual: The update is this replica's: take it out of the residual.
         """
-        factor = 1.0 - self.lead if own else 1.0
+        factor = 1.0 - self.lead if from_residual else 1.0
         for group, where, part_N in self._split_counts(counts_N):
             group.apply_counts_(part_N, self.grid, factor, where)
         self._show_all_()
@@ -334,7 +334,7 @@ class ReplicaVector:
         At most half a step of residual remains, unless int32 limits the counts.
         """
         counts_N = self.residual_counts()
-        self.apply_counts_(counts_N, own=True)
+        self.apply_counts_(counts_N, from_residual=True)
         return counts_N
 
     def add_residual_(self, counts_N: Counts, grid: float) -> None:
@@ -402,8 +402,11 @@ class ReplicaVector:
         """
         groups = self._local_groups()
         shared = {"grid": self.grid, "shared": [group.shared_N for group in groups]}
-        own = {"local": [group.local_N for group in groups], "lead": self.lead}
-        return shared, own
+        replica_state = {
+            "local": [group.local_N for group in groups],
+            "lead": self.lead,
+        }
+        return shared, replica_state
 
     def restore_(
         self, shared: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]
@@ -501,13 +504,13 @@ class ResidualView:
         """Return the entries of a quantum of ``count`` steps, and their levels."""
         vector = self._vector
         vector._local_groups()  # raises inside `showing_shared`
-        found = [
+        entries_and_levels = [
             group.find(count, vector.grid, vector.lead, where)
             for group, where in self.ranges
         ]
         entries_K, levels_K = (
             torch.cat([part.cpu() for part in parts]).numpy()
-            for parts in zip(*found, strict=True)
+            for parts in zip(*entries_and_levels, strict=True)
         )
         return entries_K, levels_K
 
@@ -538,14 +541,14 @@ def ranges_by_pattern(
     assigned: Mapping[str, str],
 ) -> dict[str, list[tuple[VectorGroup, slice]]]:
     """Return the positions of each pattern; adjacent ranges are merged."""
-    found: dict[str, list[tuple[VectorGroup, slice]]] = {}
+    by_pattern: dict[str, list[tuple[VectorGroup, slice]]] = {}
     for group, vectors in zip(parameters.groups, vector.groups, strict=True):
         at, former = 0, None
         for name, numel in zip(group.names, group.numels, strict=True):
             pattern, where = assigned[name], slice(at, at + numel)
-            ranges = found.setdefault(pattern, [])
+            ranges = by_pattern.setdefault(pattern, [])
             if pattern == former:
                 where = slice(ranges.pop()[1].start, where.stop)
             ranges.append((vectors, where))
             at, former = where.stop, pattern
-    return found
+    return by_pattern

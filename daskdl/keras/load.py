@@ -71,18 +71,18 @@ def from_config(
         OptionError: If Keras 3 is missing, or does not run on PyTorch.
         OSError: If the file cannot be read.
     """
-    given, where = path_or_json, "the configuration"
-    if isinstance(given, str) and given.lstrip().startswith("{"):
-        config = _parsed(given, where)
-    elif isinstance(given, str | os.PathLike):
-        where = str(given)
-        config = _parsed(Path(given).read_bytes(), where)
-    elif isinstance(given, Mapping):
-        config = dict(given)
+    where = "the configuration"
+    if isinstance(path_or_json, str) and path_or_json.lstrip().startswith("{"):
+        config = _parsed(path_or_json, where)
+    elif isinstance(path_or_json, str | os.PathLike):
+        where = str(path_or_json)
+        config = _parsed(Path(path_or_json).read_bytes(), where)
+    elif isinstance(path_or_json, Mapping):
+        config = dict(path_or_json)
     else:
         raise ModelError(
             "path_or_json must be the path of a file, JSON, or the result of "
-            f"json.loads, got {given!r}"
+            f"json.loads, got {path_or_json!r}"
         )
     module = KerasModule(built(_understood(config, where), seeded=True))
     return _compiled(module, config)
@@ -135,9 +135,9 @@ def from_saved(path: str | os.PathLike[str]) -> KerasModule:
 
 def _compiled(module: KerasModule, config: JSON, compiled: JSON = None) -> KerasModule:
     """Keep what a model was compiled with; it is looked at when a trainer is made."""
-    own = config.get("compile_config") if compiled is None else compiled
-    if isinstance(own, Mapping):
-        module.__dict__["_compile_config"] = dict(own)
+    settings = config.get("compile_config") if compiled is None else compiled
+    if isinstance(settings, Mapping):
+        module.__dict__["_compile_config"] = dict(settings)
     return module
 
 
@@ -171,9 +171,9 @@ def _description(file: Path) -> bytes:
                 names = {entry.filename: entry for entry in archive.infolist()}
                 for missing in sorted({_CONFIG, _WEIGHTS} - names.keys()):
                     raise ModelError(f"{file} is no file of Keras 3: has no {missing}")
-                for other in sorted(names.keys() - _MEMBERS):
+                for extra in sorted(names.keys() - _MEMBERS):
                     raise ModelError(
-                        f"{file} has {other!r} beside the model; vocabularies and the "
+                        f"{file} has {extra!r} beside the model; vocabularies and the "
                         "like of preprocessing layers are not supported"
                     )
                 size = names[_CONFIG].file_size
@@ -239,10 +239,10 @@ def _fault_of_weights(file: Path, model: Any) -> str | None:
             size = archive.getinfo(_WEIGHTS).file_size
     if size <= most:
         with _opened(file) as weights:
-            found = _size_of(weights)
-        if isinstance(found, str):
-            return found
-        size = found
+            nbytes = _size_of(weights)
+        if isinstance(nbytes, str):
+            return nbytes
+        size = nbytes
     if size <= most:
         return None
     return f"they would take {size} bytes, and those of its model at most {most}"
@@ -259,14 +259,14 @@ def _size_of(weights: Any) -> int | str:
             link, at = group.get(name, getlink=True), f"{path}{name}"
             if not isinstance(link, h5py.HardLink):
                 return f"{at!r} is a {type(link).__name__}"
-            found = group[name]
-            if isinstance(found, h5py.Dataset):
-                if found.external or found.is_virtual:
+            member = group[name]
+            if isinstance(member, h5py.Dataset):
+                if member.external or member.is_virtual:
                     return f"the numbers of {at!r} are in another file"
-                if found.dtype.hasobject:
+                if member.dtype.hasobject:
                     return f"{at!r} has no numbers"
-                size += found.nbytes
-            elif found not in seen:
-                seen.add(found)
-                groups.append((f"{at}/", found))
+                size += member.nbytes
+            elif member not in seen:
+                seen.add(member)
+                groups.append((f"{at}/", member))
     return size

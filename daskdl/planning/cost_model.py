@@ -5,6 +5,7 @@ Pure: nothing is measured or sent.
 """
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -143,11 +144,11 @@ class Measured:
             return self.alone
         others = min(workers, self.most_at_once) - 1
         times = {}
-        for name, own in vars(self.alone).items():
+        for name, alone in vars(self.alone).items():
             if name.endswith("_s"):
                 slower = getattr(self.together, name)
-                time_s = own + (slower - own) * others / (self.processes - 1)
-                times[name] = max(time_s, min(own, slower))
+                time_s = alone + (slower - alone) * others / (self.processes - 1)
+                times[name] = max(time_s, min(alone, slower))
         return dataclasses.replace(self.alone, **times)
 
     def scaled(self, **factors: float) -> "Measured":
@@ -238,12 +239,14 @@ def predict(
     encode_s, apply_s = costs.encode_s / every, (workers - 1) * costs.apply_s / every
     training_s = costs.step_s + encode_s + apply_s
     # A longer step has more requests, up to one for each update.
-    cases = costs, master, unsent, link or HERE, workers
-    traffic = _traffic(*cases, training_s)
+    traffic_in = functools.partial(
+        _traffic, costs, master, unsent, link or HERE, workers
+    )
+    traffic = traffic_in(training_s)
     for _ in range(ROUNDS):
         before_s = traffic.messages_s
         step_s = training_s + before_s
-        traffic = _traffic(*cases, step_s)
+        traffic = traffic_in(step_s)
         if traffic.messages_s <= SETTLED * before_s:
             break
     busy_s = training_s + traffic.messages_s
@@ -267,8 +270,10 @@ def predict(
     elif efficiency >= GOOD:
         limit = "compute"
     rate, wait_s = workers * costs.rows / step_s, step_s - busy_s
-    spent = costs.step_s, encode_s, apply_s, traffic.messages_s, wait_s
-    return Prediction(workers, efficiency, rate, step_s, limit, carried, *spent)
+    return Prediction(
+        *(workers, efficiency, rate, step_s, limit, carried),
+        *(costs.step_s, encode_s, apply_s, traffic.messages_s, wait_s),
+    )
 
 
 def _traffic(

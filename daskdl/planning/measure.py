@@ -78,9 +78,10 @@ class LoopbackChannel(LocalChannel):
         timeouts = Timeouts.from_config()
         run = RunSpec(0, {0: "", 1: ""}, {}, None, 0, in_step, 0, 1, vars(timeouts))
         size = sum(group.flat.numel() for group in parameters.groups)
-        limits = OUTBOX_BYTES, INBOX_BYTES
         spec = ChannelSpec(
-            0, 0, size, grid_for(parameters), *limits, timeouts, in_step=in_step
+            *(0, 0, size, grid_for(parameters)),
+            *(OUTBOX_BYTES, INBOX_BYTES, timeouts),
+            in_step=in_step,
         )
         super().__init__(LocalRun(run), spec)
         self._sent: list[tuple[Message, NDArray[np.uint8]]] = []
@@ -268,7 +269,7 @@ class StepBenchmark:
         stats = self._exchange.stats()
         # Medians would hide pauses due to other work on the same cores, and the few
         # exchanges that send something where most send nothing.
-        means = {n: float(np.mean([own[n] for own in times])) for n in times[0]}
+        means = {n: float(np.mean([step[n] for step in times])) for n in times[0]}
         frame = np.zeros(max(1, round(means["update_bytes"])), np.uint8)
         requests = run_in_thread(
             lambda: asyncio.run(request_costs(frame)), "daskdl-plan"
@@ -369,7 +370,9 @@ def measure(
             benchmarks = [submit(_prepared, spec, workers=[w]) for w in workers]
             _wait(client, benchmarks, seconds)  # none measures before all are ready
             pairs = zip(benchmarks, workers, strict=True)
-            costs = [submit(_measured, own, workers=[w]) for own, w in pairs]
+            costs = [
+                submit(_measured, benchmark, workers=[w]) for benchmark, w in pairs
+            ]
             _wait(client, costs, seconds)
             return list(client.gather(costs))
         except KilledWorker as error:

@@ -216,7 +216,7 @@ def _spec(
         LabelCheck().check(y)
     except DataError as error:
         raise DataError(f"batch: {error}") from error
-    own = starting_model(model, seed=0)
+    start = starting_model(model, seed=0)
     rows = as_numpy(X), as_numpy(y)
     if loss is None:
         floating = rows[1].dtype.kind == "f"
@@ -224,13 +224,13 @@ def _spec(
     if optimizer is None:
         optimizer = functools.partial(torch.optim.SGD, lr=0.01)
     optimizer = optimizer_function(optimizer)
-    module = copied(own)
+    module = copied(start)
     check_training(module, loss, optimizer)
     run = dry_run(module, rows, None, loss)
     if run.labels is not None:
         run.labels.check(rows[1])
     threads = torch.get_num_threads() if threads is None else threads
-    return Packed(BenchmarkSpec(own, loss, optimizer, rows, master, threads), "model")
+    return Packed(BenchmarkSpec(start, loss, optimizer, rows, master, threads), "model")
 
 
 def _measure(spec: Packed[BenchmarkSpec], workers_here: int) -> Measured:
@@ -244,7 +244,7 @@ def _measure(spec: Packed[BenchmarkSpec], workers_here: int) -> Measured:
         return measured
     costs = measure(spec, processes, SLOWER * processes * took_s)
     means = {
-        name: sum(getattr(own, name) for own in costs) / processes
+        name: sum(getattr(cost, name) for cost in costs) / processes
         for name, value in vars(alone).items()
         if isinstance(value, float)
     }
@@ -278,24 +278,28 @@ def advise(
     if paying is None:
         best = max(several, key=lambda row: row.samples_per_s)
         verdict = "Does not pay" if best.speed <= 1 else "Hardly pays"
-        said = f"{verdict}: {_as_fast(best)} at best; {cause}."
+        summary = f"{verdict}: {_as_fast(best)} at best; {cause}."
     else:
-        said = f"Pays up to {_as_fast(paying)}; then {cause}."
+        summary = f"Pays up to {_as_fast(paying)}; then {cause}."
     remedies = []
     for kind in _changes(measured, master):
-        for how, changed, other in kind:  # the mildest change that helps is enough
+        for (
+            how,
+            changed,
+            changed_master,
+        ) in kind:  # the mildest change that helps is enough
             better = _paying(
-                [predict(changed, other, link, row.workers) for row in rows]
+                [predict(changed, changed_master, link, row.workers) for row in rows]
             )
             if better is not None and better.workers > now:
                 remedies.append(f"{better.workers} with {how}")
                 break
     if remedies:
-        return f"{said} It would pay up to {', '.join(remedies)}."
+        return f"{summary} It would pay up to {', '.join(remedies)}."
     others = [f"{LONGER[-1]} times the batch nor a tenth of the density"]
     if master.exchange_every != "auto":
         others.insert(0, f"exchange_every={master.exchange_every * LONGER[-1]}")
-    return f"{said} Neither {' nor '.join(others)} would change that."
+    return f"{summary} Neither {' nor '.join(others)} would change that."
 
 
 def _paying(rows: Sequence[Prediction]) -> Prediction | None:

@@ -18,7 +18,7 @@ from daskdl.channel.protocol import Natural, Positive, check
 from daskdl.data.manifest import Kind
 from daskdl.data.storage import Store
 from daskdl.errors import DataError, SaveError
-from daskdl.saving.folder import Folder, encode_tensors, folder_store, save_errors
+from daskdl.saving.folder import SaveFolder, encode_tensors, folder_store, save_errors
 from daskdl.saving.json_values import JsonValues
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 COMMON = "common"
 
 
-class Stamp(NamedTuple):
+class CheckpointStamp(NamedTuple):
     """Identity of a checkpoint; all parts of a checkpoint have the same stamp."""
 
     origin: str  # identity of the original fit; unchanged by resuming
@@ -46,7 +46,11 @@ class Copy(NamedTuple):
     tensors: Tensor | None  # bytes of the safetensors file; None without tensors
 
 
-_CONTENT = {"stamp": Stamp, "header": Mapping[str, Any], "state": Mapping[str, Any]}
+_CONTENT = {
+    "stamp": CheckpointStamp,
+    "header": Mapping[str, Any],
+    "state": Mapping[str, Any],
+}
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,14 @@ class Part:
         return f"{self.name}.json"
 
     @property
-    def _folder(self) -> Folder:
+    def _folder(self) -> SaveFolder:
         hint, remedy = "give the URL of checkpoints", "resume an older checkpoint"
         kind = Kind("daskdl checkpoint", 1, self.index, hint, remedy)
-        return Folder(self.store, kind, (self.name,))
+        return SaveFolder(self.store, kind, (self.name,))
 
     def copied(
         self,
-        stamp: Stamp,
+        stamp: CheckpointStamp,
         header: Mapping[str, Any],
         state: Mapping[str, Any],
         used: Copy | None = None,
@@ -94,29 +98,33 @@ class Part:
         files = {} if copy.tensors is None else {self.name: copy.tensors}
         self._folder.write(copy.content, files)
 
-    def header(self) -> tuple[Stamp, dict[str, Any]]:
+    def header(self) -> tuple[CheckpointStamp, dict[str, Any]]:
         """Read the header, without loading tensors."""
         return self._decoded(self._folder.content(), None)
 
-    def read(self) -> tuple[Stamp, dict[str, Any]]:
+    def read(self) -> tuple[CheckpointStamp, dict[str, Any]]:
         """Read header and state, merged into one mapping; errors as `header`."""
         content, tensors = self._folder.read()
         return self._decoded(content, tensors.get(self.name, {}))
 
     def _decoded(
         self, content: Any, tensors: dict[str, Tensor] | None
-    ) -> tuple[Stamp, dict[str, Any]]:
+    ) -> tuple[CheckpointStamp, dict[str, Any]]:
         """Decode the header, and with tensors the state, too."""
         names = ("header",) if tensors is None else ("header", "state")
         values = JsonValues(tensors or {})
         try:
-            own = {name: values.decode(content[name]) for name in names}
-            check({"stamp": content["stamp"], **own}, _CONTENT)
+            parts = {name: values.decode(content[name]) for name in names}
+            check({"stamp": content["stamp"], **parts}, _CONTENT)
         except (TypeError, LookupError, SaveError) as error:
             where = self.store.url_of(self.index)
             raise SaveError(f"{where} is damaged: {error}") from error
-        merged = {key: one for part in own.values() for key, one in part.items()}
-        return Stamp(*content["stamp"]), merged
+        merged = {
+            key: part_value
+            for part in parts.values()
+            for key, part_value in part.items()
+        }
+        return CheckpointStamp(*content["stamp"]), merged
 
 
 _NAME = re.compile(r"checkpoint-(\d{6,})")
@@ -126,7 +134,7 @@ class CompleteCheckpoint(NamedTuple):
     """A complete checkpoint."""
 
     store: Store
-    stamp: Stamp
+    stamp: CheckpointStamp
     header: dict[str, Any]  # header of the common part
 
     @property
@@ -155,8 +163,8 @@ class Series:
     def numbers(self) -> list[int]:
         """Return the numbers of all checkpoints, complete or not, ascending."""
         with save_errors("list", self.store):
-            found = map(_NAME.fullmatch, self.store.folders())
-            return sorted(int(match[1]) for match in found if match)
+            matches = map(_NAME.fullmatch, self.store.folders())
+            return sorted(int(match[1]) for match in matches if match)
 
     def newest(self) -> CompleteCheckpoint | None:
         """Return the newest complete checkpoint, or None.
@@ -166,9 +174,9 @@ class Series:
                 there; the user can give the URL of an older checkpoint.
         """
         for number in reversed(self.numbers()):
-            found = complete_at(self.folder(number))
-            if found is not None:
-                return found
+            checkpoint = complete_at(self.folder(number))
+            if checkpoint is not None:
+                return checkpoint
         return None
 
     def delete(self, number: int) -> None:
@@ -220,50 +228,50 @@ class CheckpointPlan:
 
     series: Series  # the folder of all checkpoints
     rule: Checkpoint  # the user's callback
-    origin: str  # see `Stamp`
+    origin: str  # see `CheckpointStamp`
     run: str
-    first: int  # number of the first checkpoint of the run
+    first_number: int  # of the first checkpoint of the run
     before: int = 0  # checkpoints of the fit before this run
 
-    def stamp(self, taken: int) -> Stamp:
+    def stamp(self, taken: int) -> CheckpointStamp:
         """Return the stamp of the next checkpoint."""
-        return Stamp(self.origin, self.run, self.first + taken)
+        return CheckpointStamp(self.origin, self.run, self.first_number + taken)
 
     def newest(self) -> CompleteCheckpoint | None:
         """Return the newest checkpoint of the fit; None if there is none."""
-        found = self.series.newest()
-        return found if found and found.stamp.origin == self.origin else None
+        newest = self.series.newest()
+        return newest if newest and newest.stamp.origin == self.origin else None
 
     def prune(self) -> None:
         """Delete checkpoints of the fit that are not kept, and older incomplete ones.
 
         Complete checkpoints of other fits stay, as do damaged checkpoints.
         """
-        series, own, incomplete = self.series, dict[int, CompleteCheckpoint](), []
+        series, of_fit, incomplete = self.series, dict[int, CompleteCheckpoint](), []
         for number in series.numbers():
             try:
-                found = complete_at(series.folder(number))
+                checkpoint = complete_at(series.folder(number))
             except SaveError as error:  # the user may want to inspect it
                 logger.warning("%s is left where it is", error)
                 continue
-            if found is None:
+            if checkpoint is None:
                 incomplete.append(number)
-            elif found.stamp.origin == self.origin:
-                own[number] = found
-        stale = [number for number in incomplete if number < max(own, default=0)]
-        for number in (*stale, *(own.keys() - self._kept(own))):
+            elif checkpoint.stamp.origin == self.origin:
+                of_fit[number] = checkpoint
+        stale = [number for number in incomplete if number < max(of_fit, default=0)]
+        for number in (*stale, *(of_fit.keys() - self._kept(of_fit))):
             series.delete(number)
 
-    def _kept(self, own: Mapping[int, CompleteCheckpoint]) -> set[int]:
+    def _kept(self, of_fit: Mapping[int, CompleteCheckpoint]) -> set[int]:
         """Return the numbers of the checkpoints to keep."""
-        rule, numbers = self.rule, sorted(own)
+        rule, numbers = self.rule, sorted(of_fit)
         kept = set(numbers if rule.keep_last is None else numbers[-rule.keep_last :])
         if rule.keep_every is not None:
-            counts = {number: own[number].header["count"] for number in numbers}
+            counts = {number: of_fit[number].header["count"] for number in numbers}
             kept |= {n for n, count in counts.items() if count % rule.keep_every == 0}
         if rule.keep_best is not None:
             sign = -1.0 if largest_is_best(rule.keep_best, rule.mode) else 1.0
-            scores = {number: sign * self._score(own[number]) for number in numbers}
+            scores = {number: sign * self._score(of_fit[number]) for number in numbers}
             scored = [number for number in numbers if math.isfinite(scores[number])]
             kept |= {min(scored, key=scores.__getitem__)} if scored else set()
         return kept
@@ -279,7 +287,7 @@ class CheckpointPlan:
                 "was lost while it wrote"
             )
 
-    def _score(self, one: CompleteCheckpoint) -> float:
-        rows: Sequence[Mapping[str, Any]] = one.header["rows"]
+    def _score(self, checkpoint: CompleteCheckpoint) -> float:
+        rows: Sequence[Mapping[str, Any]] = checkpoint.header["rows"]
         score = rows[-1].get(self.rule.keep_best or "") if rows else None
         return math.nan if score is None else float(score)

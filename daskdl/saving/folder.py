@@ -114,7 +114,7 @@ def decode_tensors(content: bytes) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Folder:
+class SaveFolder:
     """The folder of a save; only one process at a time may write to it."""
 
     store: Store
@@ -126,11 +126,11 @@ class Folder:
         with save_errors("write", self.store):
             listed = []
             for role, encoded in files.items():
-                own = encoded.numpy().data
-                file = File.of("", own, role=role)
+                data = encoded.numpy().data
+                file = File.of("", data, role=role)
                 name = f"{role}-{file.sha256[:DIGITS]}.safetensors"
                 listed.append(File(name, file.nbytes, file.sha256, file.details))
-                self.store.write(name, own)
+                self.store.write(name, data)
             Manifest(tuple(listed), content).write(self.store, self.kind)
             kept = {file.name for file in listed}
             self.store.delete(name for name in self._files() if name not in kept)

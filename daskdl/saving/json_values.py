@@ -82,8 +82,8 @@ class JsonValues:
         `name`; tensors are not copied.
         """
 
-        def inner(one: Any, step: Any) -> Json:
-            return self.encode(one, f"{name}.{step}", depth + 1)
+        def inner(item: Any, step: Any) -> Json:
+            return self.encode(item, f"{name}.{step}", depth + 1)
 
         if depth > DEEPEST:
             raise OptionError(f"{name} is nested in more than {DEEPEST} others")
@@ -104,7 +104,7 @@ class JsonValues:
             self.tensors[name] = value
             return {"tensor": name}
         if kind in (list, tuple):
-            items = [inner(one, i) for i, one in enumerate(value)]
+            items = [inner(item, i) for i, item in enumerate(value)]
             return items if kind is list else {"tuple": items}
         if kind in (dict, Counter):
             tag = "dict" if kind is dict else "counter"
@@ -125,7 +125,7 @@ class JsonValues:
         if content is None or type(content) in (bool, int, float, str):
             return content
         if type(content) is list:
-            return [self.decode(one, depth + 1) for one in content]
+            return [self.decode(item, depth + 1) for item in content]
         try:
             ((tag, inner),) = content.items()
             return self._decode_tagged(tag, inner, depth + 1)
@@ -233,8 +233,8 @@ class ArgumentValues(JsonValues):
             return {"normalization": value.to_dict()}
         if kind is functools.partial:
             of, arguments, keywords = (
-                self.encode(one, name, depth + 1)
-                for one in (value.func, list(value.args), value.keywords)
+                self.encode(part, name, depth + 1)
+                for part in (value.func, list(value.args), value.keywords)
             )
             return {"partial": {"of": of, "arguments": arguments, "keywords": keywords}}
         if isinstance(value, type | FunctionType):
@@ -243,7 +243,7 @@ class ArgumentValues(JsonValues):
                     return {"torch": f"{place}.{value.__name__}"}
             return {"import": reference(value)}
         if _is_frozen(kind):
-            own = kind in self.known.values()
+            known = kind in self.known.values()
             fields = {
                 f.name: self.encode(
                     getattr(value, f.name), f"{name}.{f.name}", depth + 1
@@ -251,7 +251,7 @@ class ArgumentValues(JsonValues):
                 for f in dataclasses.fields(value)
                 if f.init and f.compare  # others, such as credentials, are never saved
             }
-            named = kind.__name__ if own else reference(kind)
+            named = kind.__name__ if known else reference(kind)
             return {"object": {"class": named, "fields": fields}}
         return super()._encode_other(value, name, depth)
 
@@ -266,14 +266,15 @@ class ArgumentValues(JsonValues):
                 return Normalization.from_dict(inner)
             case "torch", str():
                 place, _, name = inner.rpartition(".")
-                found = _of_torch(_TORCH[place], name)
-                if found is not None:
-                    return found
+                named_value = _of_torch(_TORCH[place], name)
+                if named_value is not None:
+                    return named_value
             case "import", str():
                 return self._imported(inner)
-            case "partial", {"of": of, "arguments": list(own), "keywords": keywords}:
-                arguments, named = self.decode(own, depth), self.decode(keywords, depth)
-                return functools.partial(self.decode(of, depth), *arguments, **named)
+            case "partial", {"of": of, "arguments": list(values), "keywords": named}:
+                arguments = self.decode(values, depth)
+                keywords = self.decode(named, depth)
+                return functools.partial(self.decode(of, depth), *arguments, **keywords)
             case "object", {"class": str(name), "fields": dict(fields)}:
                 kind = self.known.get(name) or self._imported(name)
                 if not _is_frozen(kind):
@@ -289,7 +290,7 @@ class ArgumentValues(JsonValues):
         module = name.partition(":")[0]
         trusted = self.trusted
         if trusted is not None and not any(
-            f"{module}.".startswith(f"{one}.") for one in trusted
+            f"{module}.".startswith(f"{allowed}.") for allowed in trusted
         ):
             top = module.partition(".")[0]
             raise UntrustedError(
@@ -326,17 +327,17 @@ def imported(name: str) -> Any:
     """Import a class or function by its own ``module:qualname``."""
     module, _, path = name.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for step in path.split("."):
-            found = inspect.getattr_static(found, step)
+            value = inspect.getattr_static(value, step)
     except FAILURES as error:
         raise SaveError(
             f"{name} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    named = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
-    if not isinstance(found, type | FunctionType) or named != (module, path):
+    named = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(value, type | FunctionType) or named != (module, path):
         raise SaveError(f"{name} is no class or function of that module")
-    return found
+    return value
 
 
 def reference(value: type | FunctionType) -> str:
@@ -344,20 +345,22 @@ def reference(value: type | FunctionType) -> str:
     name = f"{value.__module__}:{value.__qualname__}"
     try:
         check_name(name)
-        found = imported(name)
+        value_of_name = imported(name)
     except SaveError as error:
         raise OptionError(str(error)) from error
-    if found is not value:
+    if value_of_name is not value:
         raise OptionError(f"{name} is something else by now")
     return name
 
 
 def _of_torch(place: Any, name: str) -> Any:
-    found = getattr(place, name, None)
-    if isinstance(found, type):
-        return found if issubclass(found, Optimizer | LRScheduler) else None
-    own = isinstance(found, FunctionType) and found.__module__ == "torch.nn.functional"
-    return found if own else None
+    value = getattr(place, name, None)
+    if isinstance(value, type):
+        return value if issubclass(value, Optimizer | LRScheduler) else None
+    functional = (
+        isinstance(value, FunctionType) and value.__module__ == "torch.nn.functional"
+    )
+    return value if functional else None
 
 
 def _is_frozen(kind: Any) -> bool:
@@ -379,11 +382,11 @@ def _loss_arguments(loss: nn.Module) -> dict[str, Any]:
     # Deprecated, and set from `reduction`.
     names = inspect.signature(kind).parameters.keys() - {"size_average", "reduce"}
     arguments = {name: getattr(loss, name) for name in sorted(names)}
-    own, again = (
-        {**vars(one), "_buffers": one._buffers.keys(), "training": True}
-        for one in (loss, kind(**arguments))
+    current, again = (
+        {**vars(module), "_buffers": module._buffers.keys(), "training": True}
+        for module in (loss, kind(**arguments))
     )
-    for name in own.keys() | again.keys():
-        if name not in own or name not in again or own[name] != again[name]:
+    for name in current.keys() | again.keys():
+        if name not in current or name not in again or current[name] != again[name]:
             raise OptionError(f"{name} of the loss is no argument of {kind.__name__}")
     return arguments

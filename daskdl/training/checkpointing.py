@@ -28,11 +28,11 @@ from daskdl.errors import OptionError, SaveError, WaitTimeoutError
 from daskdl.saving.checkpoints import (
     COMMON,
     CheckpointPlan,
+    CheckpointStamp,
     CompleteCheckpoint,
     Copy,
     Part,
     Series,
-    Stamp,
     complete_at,
     of_replica,
 )
@@ -316,7 +316,7 @@ class ResumePlan:
     """
 
     store: Store
-    stamp: Stamp
+    stamp: CheckpointStamp
     members: Sequence[int]
     epoch: int
     sync_point: SyncPoint | None

@@ -453,11 +453,11 @@ class GradientSharingExchange(Exchange):
         try:
             met = channel.barrier(f"{key}, known", {}, BarrierKind.AGREE)
         except Stopped:
-            vector.apply_counts_(own_N, own=True)
+            vector.apply_counts_(own_N, from_residual=True)
             raise
         if met.payloads.keys() != set(members):
             return kept
-        vector.apply_counts_(own_N, own=True)
+        vector.apply_counts_(own_N, from_residual=True)
         vector.apply_counts_(others_N)
         return kept._replace(delivered=True)
 

@@ -42,7 +42,7 @@ from daskdl.history import (
 )
 from daskdl.keras.module import KerasModule
 from daskdl.residuals import KeepResidual, ResidualClipping
-from daskdl.saving.folder import Folder, encode_tensors, folder_store
+from daskdl.saving.folder import SaveFolder, encode_tensors, folder_store
 from daskdl.saving.json_values import (
     FAILURES,
     ArgumentValues,
@@ -133,7 +133,7 @@ def save(
 ) -> None:
     """Save a fitted trainer; see `Trainer.save`."""
     check_flag("optimizer", optimizer)
-    folder = Folder(folder_store(url, storage_options), KIND, ROLES)
+    folder = SaveFolder(folder_store(url, storage_options), KIND, ROLES)
     trained, extra = JsonValues(), JsonValues()
     evaluating = evaluating_in(state.model, state.fit_state.evaluating)
     model = replace(ModelState.of(state.model), evaluating=list(evaluating))
@@ -176,7 +176,7 @@ def load(
             f"{', '.join(names)}"
         )
     modules = trusted_modules(trusted)
-    folder = Folder(folder_store(url, storage_options), KIND, ROLES)
+    folder = SaveFolder(folder_store(url, storage_options), KIND, ROLES)
     content, tensors = folder.read()
     with _naming(folder):
         check({name: content[name] for name in _CONTENT}, _CONTENT)
@@ -192,7 +192,7 @@ def load_history(url: Any, storage_options: Mapping[str, Any] | None = None) -> 
     Raises:
         SaveError: If the save is missing, damaged, foreign or too new.
     """
-    folder = Folder(folder_store(url, storage_options), KIND, ROLES)
+    folder = SaveFolder(folder_store(url, storage_options), KIND, ROLES)
     content, tensors = folder.read()
     with _naming(folder):
         values = JsonValues(tensors.get("extra", {}))
@@ -200,7 +200,7 @@ def load_history(url: Any, storage_options: Mapping[str, Any] | None = None) -> 
 
 
 @contextlib.contextmanager
-def _naming(folder: Folder) -> Iterator[None]:
+def _naming(folder: SaveFolder) -> Iterator[None]:
     """Turn errors of a damaged save into a SaveError that names its folder."""
     try:
         yield

@@ -13,8 +13,8 @@ from daskdl.errors import DataError, OptionError, SaveError
 from daskdl.saving.checkpoints import (
     COMMON,
     CheckpointPlan,
+    CheckpointStamp,
     Part,
-    Stamp,
     complete_at,
     of_replica,
 )
@@ -34,7 +34,7 @@ def put(series, number, members=(0, 1), origin="fit", run="run", **said):
     Args:
         said: Of the common part, in place of what is said otherwise.
     """
-    stamp, folder = Stamp(origin, run, number), series.folder(number)
+    stamp, folder = CheckpointStamp(origin, run, number), series.folder(number)
     for replica in members:
         put_part(series, stamp, replica)
     said = {"members": list(members), "count": number, "rows": [], **said}
@@ -86,7 +86,7 @@ class TestNewest:
     def test_parts_of_two_checkpoints_are_not_one(self, series):
         put(series, 1)
         put(series, 2)
-        put_part(series, Stamp("fit", "another run", 2), 1)
+        put_part(series, CheckpointStamp("fit", "another run", 2), 1)
 
         assert series.newest().stamp.number == 1
 
@@ -150,10 +150,10 @@ class TestPrune:
     def test_checkpoints_of_other_fits_and_unfinished_ones_stay(self, series):
         for number in (1, 2):
             put(series, number, origin="another fit")
-        put_part(series, Stamp("fit", "run", 3), 0)  # broken off
+        put_part(series, CheckpointStamp("fit", "run", 3), 0)  # broken off
         for number in (4, 5):
             put(series, number)
-        put_part(series, Stamp("fit", "run", 6), 1)
+        put_part(series, CheckpointStamp("fit", "run", 6), 1)
 
         plan_of(series).prune()
 
@@ -256,7 +256,7 @@ class TestParts:
     def test_a_part_of_another_checkpoint_is_refused(self, in_memory):
         stamp = put(in_memory, 1)
         plan = resuming(in_memory.folder(1), stamp, [0, 1])
-        put_part(in_memory, Stamp("fit", "another run", 1), 1)
+        put_part(in_memory, CheckpointStamp("fit", "another run", 1), 1)
 
         start_state(plan, 0, 2)
         with pytest.raises(SaveError, match=r"replica-1.json is of another checkpoint"):

@@ -13,8 +13,8 @@ from daskdl.errors import SaveError, WaitTimeoutError
 from daskdl.saving.checkpoints import (
     COMMON,
     CheckpointPlan,
+    CheckpointStamp,
     Part,
-    Stamp,
     complete_at,
     of_replica,
 )
@@ -106,7 +106,7 @@ class TestParts:
 
         found = complete_at(series.folder(1))
         assert (found.members, found.header["count"]) == ([0, 1], 1)
-        assert found.stamp == Stamp("fit", "run", 1)
+        assert found.stamp == CheckpointStamp("fit", "run", 1)
         assert Part(found.store, of_replica(1)).read()[1]["x"].tolist() == [1.0]
 
     def test_a_departed_replica_has_no_part(self, series):
@@ -168,7 +168,7 @@ def test_arrays_are_copied_as_tensors(series):
     array.flags.writeable = False
     part = Part(series.folder(1), of_replica(0))
 
-    part.write(part.copied(Stamp("fit", "run", 1), {}, {"random": [array]}))
+    part.write(part.copied(CheckpointStamp("fit", "run", 1), {}, {"random": [array]}))
 
     assert part.read()[1]["random"][0].tolist() == [1.0, 1.0]
 

@@ -13,7 +13,7 @@ from daskdl.data.manifest import Kind, Manifest
 from daskdl.data.storage import Store
 from daskdl.saving.folder import (
     DTYPES,
-    Folder,
+    SaveFolder,
     decode_tensors,
     encode_tensors,
     folder_store,
@@ -31,7 +31,7 @@ class Died(BaseException):
 def folder(request, tmp_path):
     kind = request.param
     url = str(tmp_path / "save") if kind == "local" else f"{kind}:/{tmp_path}"
-    yield Folder(folder_store(url), KIND, ("model", "extra"))
+    yield SaveFolder(folder_store(url), KIND, ("model", "extra"))
     Store(url).delete_all()
 
 
@@ -111,7 +111,7 @@ class TestFolder:
         write(folder, 1)
 
         with pytest.raises(SaveError, match="has the role 'model'"):
-            Folder(folder.store, KIND, ("other",)).read()
+            SaveFolder(folder.store, KIND, ("other",)).read()
 
     def test_storage_errors_contain_the_url(self, folder, monkeypatch):
         with pytest.raises(

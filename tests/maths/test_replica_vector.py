@@ -271,7 +271,7 @@ class TestSnapshot:
         vector.set_scale_(0.25)
         module.step(8 * GRID, 0.0)
 
-        vector.apply_counts_(np.array([2, 0], np.int32), own=True)
+        vector.apply_counts_(np.array([2, 0], np.int32), from_residual=True)
 
         assert module.first.tolist() == [2 * GRID, 0.0]  # ahead of shared by nothing
         assert vector.residual_counts().tolist() == [0, 0]

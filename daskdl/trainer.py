@@ -26,7 +26,9 @@ from daskdl.data.inputs import (
     ReadOptions,
     batch_options,
     compose,
+    scaling_of,
     source_of,
+    warn_of_scaling,
 )
 from daskdl.errors import OptionError
 from daskdl.evaluation.evaluate import evaluate_model
@@ -414,7 +416,10 @@ class Trainer:
             spec, y = spec.weighted(), Weighted(y, sample_weight)
         resumed = resume_plan(resume, self.callbacks, storage_options)
         if resumed is not None:
-            spec = replace(spec, read=replace(spec.read, columns=resumed.columns))
+            read = replace(
+                spec.read, columns=resumed.columns, scaled_by=resumed.scaled_by
+            )
+            spec = replace(spec, read=read)
         sources = spec.sources(X, y, validation, self.classes_)
         model = getattr(self, "model_", None) if resumed is None else None
         if model is None:
@@ -478,7 +483,8 @@ class Trainer:
             *(None, loader, "raise", storage_options, label),
             epochs=epochs,
         )
-        source = source_of(X, None, spec.read, labelled=False)
+        read = replace(spec.read, scaled_by=None)  # only the rows count
+        source = source_of(X, None, read, labelled=False)
         with client_or_process(self.client) as client:
             return steps_of_replica(spec, source, client, validation)
 
@@ -773,6 +779,7 @@ class Trainer:
         transform = compose(transform, self.transform)
         read = ReadOptions(transform=transform, columns=self._state.columns)
         columns = read.expected_columns  # refuses a normalizer of other columns
+        warn_of_scaling(scaling_of(None, transform), self._state.scaled_by)
         predictor = Predictor(
             self._trained_model(),
             replicas=replicas,
@@ -882,7 +889,7 @@ class Trainer:
     ) -> tuple[Any, ReadOptions]:
         transform = compose(transform, self.transform)
         X, read = ReadOptions.scoring(X, size, transform, *how)
-        return X, replace(read, columns=self._state.columns)
+        return X, self._after_fits(read)
 
     def _fit_spec(
         self,
@@ -908,8 +915,12 @@ class Trainer:
         transform = compose(transform, self.transform)
         size, collate_fn = own.pop("batch_size"), own.pop("collate_fn")
         read = ReadOptions(size, transform, loader, collate_fn, *how)
-        read = replace(read, columns=self._state.columns)
-        return X, self._spec(read=read, **own, **others)
+        return X, self._spec(read=self._after_fits(read), **own, **others)
+
+    def _after_fits(self, read: ReadOptions) -> ReadOptions:
+        """Add what the rows are compared with: those of the last fit."""
+        state = self._state
+        return replace(read, columns=state.columns, scaled_by=state.scaled_by)
 
     def _spec(self, **fit: Any) -> FitSpec:
         """Check the options of this trainer, and those of one fit."""

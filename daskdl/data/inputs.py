@@ -8,6 +8,7 @@ import copy
 import functools
 import logging
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -79,6 +80,8 @@ class ReadOptions:
     storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     label: Any = None  # column or key of the labels; None: no labels, or they are y
     columns: Columns | None = None  # that the model was trained on; None: none yet
+    # Digests of the normalizers of the rows that the model was trained on.
+    scaled_by: Sequence[str] | None = None  # None: not trained, or nothing to compare
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size)
@@ -243,6 +246,41 @@ def _fitted(transform: Transform | None) -> Iterator[FittedTransform]:
         yield from _fitted(transform.then)
 
 
+def scaling_of(source: Source | None, transform: Transform | None) -> tuple[str, ...]:
+    """Return the digests of the normalizers that rows go through, in order.
+
+    Args:
+        source: The rows; None: rows that no normalizer has changed.
+        transform: Applied to them.
+    """
+    before = () if source is None else source.scaled_by
+    return (*before, *(fitted.digest for fitted in _fitted(transform)))
+
+
+def warn_of_scaling(scaled_by: Sequence[str], trained: Sequence[str] | None) -> None:
+    """Warn of rows that are scaled twice, or otherwise than those of the training.
+
+    Rows that are scaled before they are given, and never by a normalizer, are not
+    known as such: so the training rows may lack a normalizer that others have.
+    """
+    if len({*scaled_by}) < len(scaled_by):
+        warnings.warn(
+            "rows are scaled twice by the same normalizer: give it only once, to "
+            "daskdl.data.pack, to the Trainer or as transform= of its method",
+            stacklevel=3,
+        )
+    if trained is None or not Counter(trained) - Counter(scaled_by):
+        return
+    other = "scaled by another one" if {*scaled_by} - {*trained} else "not scaled by it"
+    warnings.warn(
+        "the model is trained on rows that a normalizer scaled, in packed files or as "
+        f"transform= of fit, and these rows are {other}: give the normalizer as "
+        "transform= here too, or pack them with it; with Trainer(..., transform=) "
+        "it scales the rows of all methods",
+        stacklevel=3,
+    )
+
+
 def source_of(
     X: Any,
     y: Any = None,
@@ -267,11 +305,13 @@ def source_of(
 
     Warns:
         UserWarning: If only the data, or only those that the model was trained on, have
-            names of columns.
+            names of columns. If the rows are scaled twice, or otherwise than those that
+            the model was trained on.
     """
     source = _unarranged(
         X, y, read, shuffle_seed, labelled, accumulate=accumulate, classes=classes
     )
+    warn_of_scaling(scaling_of(source, read.transform), read.scaled_by)
     expected = read.expected_columns
     trained = None if read.columns is None else expected
     return matched(source, expected, trained, classes)

@@ -7,6 +7,7 @@ no names: its columns are taken by position.
 """
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -37,10 +38,15 @@ def few(names: Any, most: int = SHOWN_NAMES) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
-class FittedTransform:
+class FittedTransform(ABC):
     """A transform that was fitted on data with these columns."""
 
     columns: Columns
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """A text that transforms with the same results have in common."""
 
 
 def names_of(table: Any) -> tuple[str, ...] | None:

@@ -6,6 +6,7 @@ order in which parts are finished.
 
 import contextlib
 import functools
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -190,6 +191,11 @@ class Scaling:
     def __reduce__(self) -> Any:
         return Scaling, (self.shift, self.scale, self.offset)  # read only there as well
 
+    def rounded(self) -> tuple[Any, ...]:
+        """Return shift, scale and offset as plain numbers of float32."""
+        numbers = (self.shift, self.scale, np.array(self.offset))
+        return tuple(array.astype(np.float32).tolist() for array in numbers)
+
     def _check(self, values: Tensor) -> None:
         row = tuple(values.shape[1:])
         fits = len(row) == self.shift.ndim and all(
@@ -269,6 +275,19 @@ class Normalization(FittedTransform):
             DataError: If x has another structure, or rows of another shape.
         """
         return self._mapped(Scaling.inverse, x)
+
+    @property
+    @override
+    def digest(self) -> str:
+        """The first digits of a SHA-256 of the numbers, rounded to float32.
+
+        The same rows in other parts differ in the last digits of their statistics.
+        """
+        rounded = [
+            (name, None if scaling is None else scaling.rounded())
+            for name, scaling in batching.named(self.scalings, "x")
+        ]
+        return hashlib.sha256(repr(rounded).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists, dicts, strings and numbers, which JSON holds exactly."""

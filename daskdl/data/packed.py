@@ -281,6 +281,9 @@ class PackedRows(Source):
             raise ValueError(f"{classes!r:.80} are no names of classes")
         self.classes = None if classes is None else tuple(classes)
         self.columns = self._names = self._columns_of(content["columns"])
+        if not _are_texts(content["scaled_by"]):
+            raise ValueError("scaled_by must be a list of texts")
+        self.scaled_by = tuple(content["scaled_by"])
 
     def _columns_of(self, content: Any) -> Columns:
         """Read names of columns, one for each in the files."""

@@ -41,7 +41,13 @@ from daskdl.data import batching, storage
 from daskdl.data.batching import Rows
 from daskdl.data.checks import LabelCheck, stream_readable
 from daskdl.data.distribute import answers_of, map_parts, workers_of
-from daskdl.data.inputs import ReadOptions, keeps_columns, source_of, with_columns
+from daskdl.data.inputs import (
+    ReadOptions,
+    keeps_columns,
+    scaling_of,
+    source_of,
+    with_columns,
+)
 from daskdl.data.manifest import File, Manifest, is_count, naming_damage
 from daskdl.data.packed import (
     KIND,
@@ -461,6 +467,7 @@ def _pack_rows(
     details = {
         "classes": None if classes is None else [*map(str, classes)],
         "columns": dict(columns or {}),
+        "scaled_by": [*scaling_of(source, options.transform)],
         "made_from": made_from,
     }
     return _pack(buckets, progress, client, details)
@@ -573,7 +580,7 @@ def _pack_originals(
     if manifest := _begin(store, made_from, overwrite):
         return manifest
     originals = Originals(folder, names, int(options.per_file))
-    details = {"classes": None, "columns": {}, "made_from": made_from}
+    details = {"classes": None, "columns": {}, "scaled_by": [], "made_from": made_from}
     return _pack(originals, Progress(store), client, details)
 
 

@@ -102,6 +102,8 @@ class Source(ABC):
             not known before a part is loaded.
         trained: Names of the columns that a model was trained on, with which those of
             the first rows are still to be compared; None: there is nothing to compare.
+        scaled_by: Digests of the normalizers that the rows went through when they were
+            written, in order.
         here: Whether the rows are in this process's memory.
         left_out: Number of unreadable examples, which are in no part; each file of a
             part of unknown length counts as one example.
@@ -119,6 +121,7 @@ class Source(ABC):
     classes: Sequence[str] | None = None
     columns: Columns | None = NO_COLUMNS
     trained: Columns | None = None
+    scaled_by: Sequence[str] = ()
     here: bool = False
     left_out: int = 0
     unlike: Sequence[Kinds] | None = None

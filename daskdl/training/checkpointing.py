@@ -291,6 +291,7 @@ _HEADER = {
     "sync_point": SyncPoint | None,
     "epochs_before": Natural,
     "columns": Mapping[str, Sequence[str]],
+    "scaled_by": Sequence[str],
     "kind": str,
     "fingerprint": tuple[Mapping[str, str], str, str | None],
 }
@@ -310,6 +311,7 @@ class ResumePlan:
         decision: Early-stopping decision after the last row.
         epochs_before: Epochs of earlier fits of the trainer.
         columns: Names of the columns of the tables that the model is trained on.
+        scaled_by: Digests of the normalizers that its rows went through.
         count: Checkpoints of the fit up to and including this one.
         kind: Kind of the replicas' exchanges.
         fingerprint: Fingerprint of the fit.
@@ -324,6 +326,7 @@ class ResumePlan:
     decision: StoppingDecision
     epochs_before: int
     columns: Columns
+    scaled_by: Sequence[str]
     count: int
     kind: str
     fingerprint: Fingerprint
@@ -349,6 +352,7 @@ class ResumePlan:
                 decision=StoppingDecision.of(header["stopping"]),
                 fingerprint=Fingerprint(*header["fingerprint"]),
                 columns={place: tuple(names) for place, names in columns},
+                scaled_by=tuple(header["scaled_by"]),
                 **{name: header[name] for name in same},
             )
 

@@ -43,7 +43,12 @@ from daskdl.data.checks import (
     of_validation,
     unweighted,
 )
-from daskdl.data.inputs import infer_metadata, matched, merge_small_parts
+from daskdl.data.inputs import (
+    infer_metadata,
+    matched,
+    merge_small_parts,
+    scaling_of,
+)
 from daskdl.data.named_columns import NO_COLUMNS
 from daskdl.data.packing import PackOptions, temporarily_packed
 from daskdl.data.source import Source, is_known, rows_in
@@ -160,7 +165,11 @@ class FitRun:
         self._spec = spec
         self._model = model
         if resume is not None:
-            state = FitState(epochs=resume.epochs_before, columns=resume.columns)
+            state = FitState(
+                epochs=resume.epochs_before,
+                columns=resume.columns,
+                scaled_by=resume.scaled_by,
+            )
         self._state = state
         self._resume = resume
         self._assigned = False  # the initial replicas have been submitted
@@ -197,6 +206,7 @@ class FitRun:
             self.classes, self._rows = train.classes, rows_in(train)
             # Those of packed files do not have the names of every kind of data.
             self._columns = counted["train"].columns or NO_COLUMNS
+            self._scaled_by = scaling_of(sources["train"], spec.read.transform)
             if spec.drop_last and self._rows is not None and self._rows < size:
                 raise DataError(
                     f"drop_last=True leaves nothing to train on: batch_size={size}, "
@@ -329,6 +339,7 @@ class FitRun:
             epochs_before=state.epochs,
             evaluating=state.evaluating,
             columns=self._columns,
+            scaled_by=self._scaled_by,
             rows=run.rows,
             evaluation=evaluation,
             layers=only(LayerMonitor, spec.callbacks),
@@ -640,6 +651,7 @@ class FitRun:
             class_count=self._class_count,
             residual=residual,
             columns=self._columns,
+            scaled_by=self._scaled_by,
         )
 
 

@@ -45,6 +45,7 @@ from daskdl.data.dask_collections import pair
 from daskdl.data.inputs import (
     Approach,
     ReadOptions,
+    scaling_of,
     split_rows,
     unified,
     weighted_source,
@@ -177,6 +178,8 @@ class FitState:
             fit; `model_` is all in evaluation mode.
         columns: Names of the columns of tables, in the order that the model was trained
             on; None before the first fit.
+        scaled_by: Digests of the normalizers that the rows of the last fit went
+            through; None before the first fit.
     """
 
     optimizer: TrainedOptimizer | None = None
@@ -186,6 +189,7 @@ class FitState:
     residual: KeptResidual | None = None
     evaluating: Collection[str] = ()
     columns: Columns | None = None
+    scaled_by: Sequence[str] | None = None
 
     def continued(
         self, model: nn.Module, optimizer: Optimizer, scheduling: Scheduling
@@ -425,6 +429,7 @@ class FitSpec:
                 columns = train.columns
                 if columns is not None:
                     read = replace(read, columns={**(read.columns or {}), **columns})
+                read = replace(read, scaled_by=scaling_of(train, read.transform))
                 read = read if y is None else replace(read, label=None)
                 own = weighted_source(x, y, read, labelled=labelled, classes=classes)
                 check_same_classes(own, classes)
@@ -485,6 +490,7 @@ class ReplicaSpec(FitSpec):
         epochs_before: Epochs of earlier fits of the same trainer.
         evaluating: Paths of the submodules that stay in evaluation mode.
         columns: Names of the columns of the tables that the model is trained on.
+        scaled_by: Digests of the normalizers that its rows go through.
         rows: Two rows of X and y for the warm-up.
         evaluation: Epochs in which the agreed model is scored, and the rule for early
             stopping.
@@ -512,6 +518,7 @@ class ReplicaSpec(FitSpec):
     epochs_before: int = 0
     evaluating: Collection[str] = ()
     columns: Columns = field(default_factory=dict)
+    scaled_by: Sequence[str] = ()
     rows: Rows
     evaluation: EvaluationPlan
     layers: LayerMonitor | None = None

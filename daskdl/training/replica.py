@@ -738,6 +738,7 @@ class Replica:
             "sync_point": None if sync_point is None else sync_point.to_wire(),
             "epochs_before": self._spec.epochs_before,
             "columns": dict(self._spec.columns),
+            "scaled_by": list(self._spec.scaled_by),
             "kind": self.exchange.kind,
             "fingerprint": list(fingerprint),
             "stopping": self.stopper.decision.values(),

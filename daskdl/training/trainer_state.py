@@ -145,6 +145,7 @@ def save(
         "classes": None if state.classes is None else list(state.classes),
         "class_count": state.fit_state.class_count,
         "columns": dict(state.fit_state.columns or {}),
+        "scaled_by": list(state.fit_state.scaled_by or ()),
         "history": extra.encode(_history_values(state.history), "history"),
     }
     tensors = (model.tensors, trained.tensors, extra.tensors)
@@ -158,6 +159,7 @@ _CONTENT = {
     "classes": Sequence[str] | None,
     "class_count": Natural | None,
     "columns": Mapping[str, Sequence[str]],
+    "scaled_by": Sequence[str],
 }
 
 
@@ -239,6 +241,7 @@ def _decode(
         class_count=content["class_count"],
         evaluating=evaluating_in(model),
         columns=columns,
+        scaled_by=tuple(content["scaled_by"]),
     )
     if content["fit"] is not None:
         fit = JsonValues(tensors.get("optimizer", {})).decode(content["fit"])

@@ -160,7 +160,7 @@ def resumed_with(kept, folder, change):
     return outcome(kind, folder)
 
 
-FIELDS = ["epoch", "sync_point", "rows", "stopping", "epochs_before"]
+FIELDS = ["epoch", "sync_point", "rows", "stopping", "epochs_before", "scaled_by"]
 FIELDS += ["kind", "fingerprint", "count", "members"]
 
 

@@ -540,7 +540,9 @@ class TestRows:
         with pytest.raises(DataError, match=rf"is damaged: .*{message}.*; pack again"):
             files(tmp_path).load(0)
 
-    @pytest.mark.parametrize("field", ["schema", "classes", "columns", "made_from"])
+    @pytest.mark.parametrize(
+        "field", ["schema", "classes", "columns", "scaled_by", "made_from"]
+    )
     def test_a_missing_field_of_the_manifest_is_named(self, tmp_path, field):
         pack_rows(tmp_path)
         change_manifest(str(tmp_path), lambda m: m["content"].pop(field))

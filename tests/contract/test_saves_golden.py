@@ -15,8 +15,8 @@ from tests.golden import make_trainer_v1 as saves
 
 # Of the manifests, which have those of the other files.
 SHA256 = {
-    saves: "bf3a490eb58ce6e29f3c43b520cc24bf5709846d1d64a86bac884f5c14918764",
-    checkpoints: "966b79fa8cded06a3d3ebb21f950ab61d3af4824224d02ae760d496a8a20cb0a",
+    saves: "df8ed49c60d5164bfae17fa9d30fe21545ae609c64b219814a9ce8d2f04d5adf",
+    checkpoints: "40ce80f4c86b1ed15afac818d5260e500859e32ea218208d94f0594ecd0ebe6c",
 }
 
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, T
 import numpy as np
 from typing_extensions import override
 
-from daskdl import report
+from daskdl import plots, report
 from daskdl.errors import ModelError, OptionError
-from daskdl.evaluation import plots
 from daskdl.report import Line
 from daskdl.timeline import SPANS, Timeline
 

@@ -45,9 +45,10 @@ from daskdl.data.checks import (
 )
 from daskdl.errors import ChannelError, DivergedError, OptionError, shown
 from daskdl.evaluation.evaluate import Score, added, score_batches
-from daskdl.history import StepRow, Thinned
+from daskdl.history import StepRow
 from daskdl.objective import Batch, OwnStep
 from daskdl.serialization import Packed, copied
+from daskdl.thinned import Thinned
 from daskdl.timeline import SpanLog
 from daskdl.training.base import (
     Choice,

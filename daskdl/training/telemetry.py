@@ -28,10 +28,10 @@ from daskdl.history import (
     History,
     LayerRow,
     StepRow,
-    Thinned,
     pack_rows,
     unpack_rows,
 )
+from daskdl.thinned import Thinned
 from daskdl.timeline import SpanLog
 from daskdl.training.base import Choice, ExchangeStats
 

@@ -105,7 +105,7 @@ class TestWhereItRuns:
             [sys.executable, "-c", OWN_CLUSTER],
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=240,  # ends a hang; a busy machine needs over 80 s to start all
             check=False,
             cwd=Path(__file__).parents[2],
         )

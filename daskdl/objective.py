@@ -84,11 +84,11 @@ def loss_and_logs(returned: Any) -> tuple[Any, Logs]:
             )
         returned = logs.pop("loss")
     match returned:
-        case tuple((loss, Mapping() as own)):
-            returned, logs = loss, dict(own)
+        case tuple((loss, Mapping() as returned_logs)):
+            returned, logs = loss, dict(returned_logs)
     for name, value in logs.items():
-        one = isinstance(value, Tensor) and value.numel() == 1
-        if not one and not isinstance(value, Real):
+        single = isinstance(value, Tensor) and value.numel() == 1
+        if not single and not isinstance(value, Real):
             shown = (
                 f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
             )
@@ -192,17 +192,17 @@ def model_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Any, Any]:
         ModelError: If the output has no loss.
     """
     x, y = batch
-    own = x.get("labels") if isinstance(x, Mapping) else None
-    labels = own if y is None else y
-    more: dict[str, Any] = {}
-    if y is not None and own is not None:
+    labels_in_x = x.get("labels") if isinstance(x, Mapping) else None
+    labels = labels_in_x if y is None else y
+    labels_argument: dict[str, Any] = {}
+    if y is not None and labels_in_x is not None:
         raise ModelError("X has 'labels', and y is given, too; leave out one of them")
-    if y is None and isinstance(own, Tensor) and own.dtype in _INTEGERS:
-        labels = own.long()  # class indices, as `to_device` makes them of y
+    if y is None and isinstance(labels_in_x, Tensor) and labels_in_x.dtype in _INTEGERS:
+        labels = labels_in_x.long()  # class indices, as `to_device` makes them of y
         x = {**x, "labels": labels}
     elif y is not None:
-        x, more = _labelled(module, x, y)
-    output = call(module, x, **more)
+        x, labels_argument = _labelled(module, x, y)
+    output = call(module, x, **labels_argument)
     fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
     loss = fields.get("loss")
     if loss is None:
@@ -272,7 +272,7 @@ _signatures = WeakKeyDictionary()
 _ways: WeakKeyDictionary[nn.Module, dict[Any, Way]] = WeakKeyDictionary()
 
 
-def call(module: nn.Module, x: Any, **more: Any) -> Any:
+def call(module: nn.Module, x: Any, **arguments: Any) -> Any:
     """Run a model on x.
 
     A dict is passed by keyword if forward takes its keys and names at least one of
@@ -294,8 +294,8 @@ def call(module: nn.Module, x: Any, **more: Any) -> Any:
     """
     way = way_of(module, x)
     if way == "keywords":
-        return module(**_fields(x), **more)
-    return module(*(x if way == "positions" else (x,)), **more)
+        return module(**_fields(x), **arguments)
+    return module(*(x if way == "positions" else (x,)), **arguments)
 
 
 def way_of(module: nn.Module, x: Any) -> Way:
@@ -321,22 +321,22 @@ def _way(module: nn.Module, x: Any) -> Way:
         return "one"
     if type(x) is not tuple:
         fields = _fields(x)
-        given = [name for name in fields if name in _named(signature)]
+        taken = [name for name in fields if name in _keyword_names(signature)]
         unknown = _unknown(signature, fields)
         alone = _binds(signature, None)
-        if (given or not alone) and not unknown and _binds(signature, **fields):
+        if (taken or not alone) and not unknown and _binds(signature, **fields):
             return "keywords"
         if isinstance(x, Mapping):
             # forward(batch, mask=None) may get {"ids": ..., "mask": ...} as its batch,
             # and forward(x) may get {"x": ..., "size": ...}.
             names = list(signature.parameters)
-            if given and not (alone and (names[0] not in fields or not names[1:])):
+            if taken and not (alone and (names[0] not in fields or not names[1:])):
                 wrong = [f"{key!r} is none of them" for key in unknown]
                 wrong += [
                     f"{name!r} is missing"
                     for name, parameter in signature.parameters.items()
                     if parameter.default is _EMPTY
-                    and name in _named(signature)
+                    and name in _keyword_names(signature)
                     and name not in fields
                 ]
                 raise ModelError(
@@ -366,9 +366,11 @@ def takes(module: nn.Module) -> str:
     if signature is not None:
         inputs = signature.parameters.values()
         names = [
-            f"*{one.name}" if one.kind is one.VAR_POSITIONAL else repr(one.name)
-            for one in inputs
-            if one.kind is not one.VAR_KEYWORD
+            f"*{parameter.name}"
+            if parameter.kind is parameter.VAR_POSITIONAL
+            else repr(parameter.name)
+            for parameter in inputs
+            if parameter.kind is not parameter.VAR_KEYWORD
         ]
     return f"forward of {type(module).__name__} takes {', '.join(names)}"
 
@@ -388,11 +390,11 @@ def _inspected(module: nn.Module) -> inspect.Signature | None:
         return inspect.Signature(
             [
                 inspect.Parameter(
-                    own.name,
-                    kinds[own.kwarg_only],
-                    default=None if own.has_default_value() else _EMPTY,
+                    argument.name,
+                    kinds[argument.kwarg_only],
+                    default=None if argument.has_default_value() else _EMPTY,
                 )
-                for own in schema.arguments[1:]
+                for argument in schema.arguments[1:]
             ]
         )
     try:
@@ -407,7 +409,7 @@ def _inspected(module: nn.Module) -> inspect.Signature | None:
     return signature
 
 
-def _named(signature: inspect.Signature) -> list[str]:
+def _keyword_names(signature: inspect.Signature) -> list[str]:
     """Return the arguments that can be passed by keyword and have a name."""
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     return [n for n, p in signature.parameters.items() if p.kind in kinds]
@@ -423,12 +425,12 @@ def _binds(signature: inspect.Signature, *values: Any, **named: Any) -> bool:
 
 def _unknown(signature: inspect.Signature, fields: Mapping[Any, Any]) -> list[Any]:
     """Return the keys that are no arguments."""
-    known: set[Any] = set(_named(signature))
+    known: set[Any] = set(_keyword_names(signature))
     for parameter in signature.parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             # transformers write **kwargs: Unpack[Options], with the keys of Options.
             options = typing.get_args(parameter.annotation)[:1]
             if not any(map(typing.is_typeddict, options)):
                 return [key for key in fields if not isinstance(key, str)]
-            known |= {name for one in options for name in one.__annotations__}
+            known |= {name for option in options for name in option.__annotations__}
     return [key for key in fields if key not in known]

@@ -184,9 +184,9 @@ def _remade(reference: bytes | _Kept, state: Mapping[str, _PartState]) -> nn.Mod
             "model must make a new module at each call, got one that it has returned "
             "before, or that has layers of such a one"
         )
-    found, expected = _layout(_state_of(module)), _layout(state)
-    for path in {**expected, **found}:
-        new, old = found.get(path, "nothing"), expected.get(path, "nothing")
+    current, expected = _layout(_state_of(module)), _layout(state)
+    for path in {**expected, **current}:
+        new, old = current.get(path, "nothing"), expected.get(path, "nothing")
         if new != old:
             raise ModelError(
                 "model must make the same module at each call, since it cannot be "
@@ -195,16 +195,16 @@ def _remade(reference: bytes | _Kept, state: Mapping[str, _PartState]) -> nn.Mod
             )
     module = module.cpu()
     for path, part in module.named_modules():
-        own = state[path]
+        part_state = state[path]
         with torch.no_grad():
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    parameter.copy_(own.parameters[name])
-                    parameter.requires_grad_(name in own.trained)
-        part._buffers.update(own.buffers)
-        vars(part).update(own.plain)
-        for one in own.extra:
-            part.set_extra_state(one)
+                    parameter.copy_(part_state.parameters[name])
+                    parameter.requires_grad_(name in part_state.trained)
+        part._buffers.update(part_state.buffers)
+        vars(part).update(part_state.plain)
+        for extra in part_state.extra:
+            part.set_extra_state(extra)
     _note_maker(module, function)
     return module
 
@@ -227,18 +227,18 @@ def _state_of(module: nn.Module) -> dict[str, _PartState]:
 
 def _layout(states: Mapping[str, _PartState]) -> dict[str, str]:
     """Describe the modules, parameters and buffers that a copy must have, by path."""
-    found = {}
+    described = {}
     for path, state in states.items():
-        found[path] = f"a {state.kind}"
+        described[path] = f"a {state.kind}"
         at = f"{path}." if path else ""
         for name, value in state.parameters.items():
             form = "None"
             if value is not None:
                 dtype = str(value.dtype).removeprefix("torch.")
                 form = f"{dtype} {tuple(value.shape)}"
-            found[at + name] = f"a parameter {form}"
-        found |= {at + name: "a buffer" for name in state.buffers}
-    return found
+            described[at + name] = f"a parameter {form}"
+        described |= {at + name: "a buffer" for name in state.buffers}
+    return described
 
 
 # ---- packs
@@ -389,11 +389,11 @@ def _with_same_tensors(module: nn.Module) -> nn.Module:
     if _maker_of(module) is None:
         tensors = [*module.parameters(), *module.buffers()]
         return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
-    own = copied(module)
-    for mine, theirs in zip(own.modules(), module.modules(), strict=True):
+    sharing = copied(module)
+    for mine, theirs in zip(sharing.modules(), module.modules(), strict=True):
         for name, tensor in (*theirs._parameters.items(), *theirs._buffers.items()):
             setattr(mine, name, tensor)
-    return own
+    return sharing
 
 
 def _packed(content: Any, argument: str, kept: list[_Kept] | None) -> bytes:

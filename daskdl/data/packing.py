@@ -464,7 +464,7 @@ def _pack_rows(
     buckets = Buckets(store, names, schema, plan, options.transform)
     classes = source.classes if options.classes is None else options.classes
     columns = source.columns if keeps_columns(options.transform) else None
-    details = {
+    details: dict[str, Any] = {
         "classes": None if classes is None else [*map(str, classes)],
         "columns": dict(columns or {}),
         "scaled_by": [*scaling_of(source, options.transform)],

@@ -593,10 +593,18 @@ class TestClassesOfParts:
         with pytest.raises(daskdl.DataError, match=message):
             self.classifier().fit(self.parts(str, str, str))
 
-    def test_known_categories_of_a_dask_frame_are_a_label(self):
+    @pytest.mark.parametrize(
+        "known",
+        [
+            lambda table: table.assign(y=table["y"].astype("category").cat.as_known()),
+            lambda table: table.astype({"y": "category"}).categorize(["y"]),
+        ],
+        ids=["as_known", "categorize"],
+    )
+    def test_known_categories_of_a_dask_frame_are_a_label(self, known):
         own = self.classifier()
         table = dd.from_pandas(FRAME.assign(y=self.NAMES), npartitions=3)
 
-        own.fit(table.assign(y=table["y"].astype("category").cat.as_known()), label="y")
+        own.fit(known(table), label="y")
 
         assert own.classes_ == ("no", "yes")

@@ -464,7 +464,7 @@ def _pack_rows(
     buckets = Buckets(store, names, schema, plan, options.transform)
     classes = source.classes if options.classes is None else options.classes
     columns = source.columns if keeps_columns(options.transform) else None
-    details: dict[str, Any] = {
+    details = {
         "classes": None if classes is None else [*map(str, classes)],
         "columns": dict(columns or {}),
         "scaled_by": [*scaling_of(source, options.transform)],
@@ -580,7 +580,12 @@ def _pack_originals(
     if manifest := _begin(store, made_from, overwrite):
         return manifest
     originals = Originals(folder, names, int(options.per_file))
-    details = {"classes": None, "columns": {}, "scaled_by": [], "made_from": made_from}
+    details: dict[str, Any] = {
+        "classes": None,
+        "columns": {},
+        "scaled_by": [],
+        "made_from": made_from,
+    }
     return _pack(originals, Progress(store), client, details)
 
 

@@ -128,11 +128,13 @@ class Channel(ABC):
 
     Attributes:
         has_dashboard: Whether somebody may look at what `report_live` sends.
+        has_client: Whether a client on another machine fetches what `keep_state` keeps.
         clock: Times the waits.
         on_wait: Called after each wait with its cause, start and end.
     """
 
     has_dashboard: ClassVar[bool] = False
+    has_client: ClassVar[bool] = False
 
     def __init__(self, inbox: Inbox, spec: ChannelSpec) -> None:
         self._inbox = inbox

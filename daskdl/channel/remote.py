@@ -61,6 +61,7 @@ class RemoteChannel(Channel):
     """The channel of one replica, over Dask's connections."""
 
     has_dashboard = True
+    has_client = True
 
     def __init__(self, plugin: ChannelWorkerPlugin, spec: ChannelSpec) -> None:
         end = plugin.open(spec)

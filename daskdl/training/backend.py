@@ -42,13 +42,8 @@ from daskdl.thresholds import average_sent
 from daskdl.training.base import CompressionState, Parameters, TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.replica import (
-    REST,
-    SHARED,
-    FitResult,
-    Replica,
-    process_environment,
-)
+from daskdl.training.replica import FitResult, Replica, process_environment
+from daskdl.training.state import ReplicaState, decoded
 from daskdl.training.telemetry import Reports, reports_of
 from daskdl.training.tree_reduce import total_of
 from daskdl.util import settle
@@ -286,21 +281,22 @@ class AgreedState(NamedTuple):
     """A state on which all replicas agreed."""
 
     epoch: int  # the epoch at whose end they agreed, counted from 0
-    arrays: Arrays
+    arrays: Arrays  # encoded; see `Replica`
 
     @property
     def parameters(self) -> Parameters:
-        """The agreed parameters, unpacked."""
-        pack: Packed[Parameters] = Packed.of(np.asarray(self.arrays[REST]), "model_")
-        parameters = pack.unpack()
-        if SHARED in self.arrays:
-            return replace(parameters, shared_N=self.arrays[SHARED])
-        exact = dict(parameters.exact or {})
-        for name, like in exact.items():
-            if name in self.arrays:
-                flat = torch.from_numpy(self.arrays[name].copy())
-                exact[name] = flat.view(like.dtype).reshape(like.shape)
-        return replace(parameters, exact=exact)
+        """The agreed parameters."""
+        return Parameters.from_values(decoded(self.arrays).common["model"])
+
+    def start(self, rows: Sequence[Mapping[str, Any]]) -> ReplicaState:
+        """Return the state for the replicas of another run, without the parameters.
+
+        Args:
+            rows: Rows of the history up to the epoch.
+        """
+        header, common, per_replica = decoded(self.arrays)
+        common = {name: value for name, value in common.items() if name != "model"}
+        return ReplicaState({**header, "rows": rows}, common, per_replica)
 
 
 REPORT_BYTES = 2**26  # more than a report with telemetry and states of metrics takes

@@ -579,13 +579,19 @@ class EarlyStopper:
             "best": None if self._best is None else self._best.values(),
         }
 
-    def restore_(self, values: Mapping[str, Any], epoch: int) -> None:
-        """Continue from `values`; only its time if the monitor differs."""
+    def restore_(self, values: Mapping[str, Any], epoch: int | None) -> None:
+        """Continue from `values`; only its time if the monitor differs.
+
+        Args:
+            values: Result of `values`.
+            epoch: The next epoch, if another rule may be in force now; None: the
+                decision stays.
+        """
         self._began_at = self._now() - values["elapsed_s"]
         if values["monitor"] != self._monitor:
             return
         self.decision = StoppingDecision.of(values["decision"])
-        if self.over:  # a rule with more patience may continue
+        if self.over and epoch is not None:  # a rule with more patience may continue
             self.decision = self._plan.conclude(
                 epoch - 1, self.decision, values["elapsed_s"]
             )

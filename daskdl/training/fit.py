@@ -89,14 +89,13 @@ from daskdl.training.epoch_control import (
     only,
 )
 from daskdl.training.fit_spec import (
-    EndOfEpoch,
     FitSpec,
     FitState,
     ReplicaSpec,
     TrainedOptimizer,
 )
 from daskdl.training.replica import FitResult, check_device
-from daskdl.training.telemetry import Reports, RowLog, add_telemetry
+from daskdl.training.telemetry import RowLog, add_telemetry
 from daskdl.training.tree_reduce import load_optimizer_
 from daskdl.util import guarded, installed_meanwhile, text_of, versions
 
@@ -175,7 +174,6 @@ class FitRun:
         self._assigned = False  # the initial replicas have been submitted
         self._agreed: AgreedState | None = None  # the newest that reached the client
         self._agreed_epoch: int | None = None  # epoch of a fetched result
-        self._reports: dict[int, Reports] = {}  # by epoch, from `_agreed` on
         self._deserted = False  # no replica of the current run is left
         self._losses: Counter[str] = Counter()  # of all replicas, by what follows
         self._failure: Exception | None = None
@@ -478,7 +476,7 @@ class FitRun:
         if checkpoint is not None:
             resume = ResumePlan.of(checkpoint)
             plan = checkpoints_of(callbacks, resume)
-            sent = replace(sent, checkpoints=plan, resume=resume, followed=None)
+            sent = replace(sent, checkpoints=plan, resume=resume, start=None)
             return sent, f"from {resume.store.url}"
         sent = replace(sent, checkpoints=checkpoints_of(callbacks, self._resume))
         if agreed is None:
@@ -486,7 +484,6 @@ class FitRun:
         model, epoch = copied(self._model), agreed.epoch
         agreed.parameters.load_into(model)
         rows = [dict(row) for row in self.history if row["epoch"] <= epoch]
-        followed = EndOfEpoch(epoch, self._reports[epoch], rows)
         sent = replace(
             sent,
             model=model,
@@ -494,21 +491,17 @@ class FitRun:
             optimizer_state=None,
             residual=None,
             resume=None,
-            followed=followed,
+            start=agreed.start(rows),
         )
-        return sent, f"after epoch {epoch}, with a new state of the optimizer"
+        return sent, f"after epoch {epoch}"
 
     def _handle_event(self, event: Event, reporter: "ProgressReporter") -> None:
         match event:
             case StepProgress():
                 reporter.show(event)
-            case EpochEnded(epoch):
+            case EpochEnded():
                 reporter.end_epoch(event)
                 self._backend.show(self.history[-1])
-                agreed = self._backend.agreed or self._agreed
-                oldest = -1 if agreed is None else agreed.epoch
-                kept = {e: own for e, own in self._reports.items() if e >= oldest}
-                self._reports = {**kept, epoch: event.reports}
             case ReplicaJoined(replica, worker):
                 self.history.run.join(replica, worker)
             case ReplicaGone(replica, reason):
@@ -785,12 +778,12 @@ class ProgressReporter:
 
     def begin(self, spec: ReplicaSpec) -> None:
         """Begin with the first epoch of a run."""
-        resume, followed = spec.resume, spec.followed
+        resume, start = spec.resume, spec.start
         self._epoch, self._decision = spec.first_epoch, StoppingDecision()
         if resume is not None:
             self._decision = resume.decision
-        elif followed is not None:
-            self._decision = self._evaluation.decide(followed.epoch, followed.reports)
+        elif start is not None:
+            self._decision = StoppingDecision.of(start.header["stopping"])
         self._scores = self._evaluation.scores(self._history)
         self._bar.n = sum(self._history.column("examples"))
 

@@ -72,7 +72,7 @@ from daskdl.training.epoch_control import (
     hyperparameters,
 )
 from daskdl.training.optimizer_step import Stepping
-from daskdl.training.telemetry import Reports
+from daskdl.training.state import ReplicaState
 
 logger = logging.getLogger(__name__)
 
@@ -461,14 +461,6 @@ def _check_device(device: Any) -> None:
         )
 
 
-class EndOfEpoch(NamedTuple):
-    """What replicas need to go on after an epoch, beside the agreed model."""
-
-    epoch: int  # counted from 0
-    reports: Reports  # of all replicas
-    rows: Sequence[dict[str, Any]]  # of the history up to this epoch
-
-
 # Concurrent loading of small remote files hides latency; a replica has one core.
 MOST_LOAD_THREADS = 4
 
@@ -505,8 +497,9 @@ class ReplicaSpec(FitSpec):
         checkpoints: Plan for writing checkpoints; None: the run writes none.
         resume: The checkpoint that the run resumes; None: it starts from `model`.
         secret: Secret of the run, see `check_secret`.
-        followed: The end of an epoch to which `model` belongs, if an earlier run of the
-            fit has lost all its replicas; None: the fit begins with `model`.
+        start: The state that goes with `model`, if an earlier run of the fit has lost
+            all its replicas; its header has the first epoch to train. None: the fit
+            begins with `model`.
     """
 
     run: int
@@ -532,14 +525,14 @@ class ReplicaSpec(FitSpec):
     checkpoints: CheckpointPlan | None = None
     resume: ResumePlan | None = None
     secret: int = field(default_factory=lambda: secrets.randbits(64), repr=False)
-    followed: "EndOfEpoch | None" = None
+    start: ReplicaState | None = None
 
     @property
     def first_epoch(self) -> int:
         """The first epoch to train, counted from 0."""
         if self.resume is not None:
             return self.resume.epoch
-        return 0 if self.followed is None else self.followed.epoch + 1
+        return 0 if self.start is None else int(self.start.header["epoch"])
 
     @property
     def load_threads(self) -> int:

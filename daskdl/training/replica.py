@@ -30,7 +30,6 @@ from daskdl.channel.base import (
 from daskdl.channel.leasing import SyncPoint
 from daskdl.channel.protocol import (
     MOST_TEXT,
-    Arrays,
     BarrierKind,
     LiveReport,
     ValidatedWork,
@@ -47,7 +46,7 @@ from daskdl.errors import ChannelError, DivergedError, OptionError, shown
 from daskdl.evaluation.evaluate import Score, added, score_batches
 from daskdl.history import StepRow
 from daskdl.objective import Batch, OwnStep
-from daskdl.serialization import Packed, copied
+from daskdl.serialization import copied
 from daskdl.thinned import Thinned
 from daskdl.timeline import SpanLog
 from daskdl.training.base import (
@@ -87,6 +86,7 @@ from daskdl.training.state import (
     ALONE,
     ReplicaState,
     StartState,
+    copied_state,
     decoded,
     encoded,
     restoring,
@@ -143,24 +143,6 @@ class FitResult:
 MOST_REASON = 500  # characters of `Step.stop`, sent with every later lease request
 MOST_SCORED, SCORED_EVERY = 4, 64
 LIVE_S = 1.0  # least time between two reports for the dashboard, in an epoch
-
-SHARED, REST = ".shared", ".rest"  # torch forbids such names of tensors
-
-
-def arrays_of(parameters: Parameters) -> Arrays:
-    """Return parameters as arrays for the client; large arrays are not copied."""
-    if parameters.shared_N is not None:
-        rest = replace(parameters, shared_N=None)
-        return {REST: Packed(rest, "model_").payload, SHARED: parameters.shared_N}
-    exact = dict(parameters.exact or {})
-    arrays = {}
-    for name, tensor in exact.items():
-        dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-        if dense and tensor.numel():
-            arrays[name] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-            exact[name] = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
-    rest = replace(parameters, exact=exact)
-    return {**arrays, REST: Packed(rest, "model_").payload}
 
 
 class Replica:
@@ -222,7 +204,7 @@ class Replica:
         self._choice = Choice()
         self._kept: Thinned[Batch] = Thinned(MOST_SCORED)  # of this sync interval
         self.first_epoch = spec.first_epoch
-        self.met = spec.followed is not None
+        self.met = spec.start is not None
 
     def run(self) -> FitResult:
         """Join the run, train, and leave.
@@ -260,6 +242,8 @@ class Replica:
             header = dict(state.header)
         elif self._spec.resume is not None:
             start = self._read_checkpoint(self._spec.resume, joined.members)
+        elif self._spec.start is not None:
+            start = StartState.of(self._spec.start, "the state on the client")
         self._build(joined.members, start, header, joins=step is not None)
         if start is not None:
             self._load_(start)
@@ -298,7 +282,7 @@ class Replica:
         self.module = train_(spec.model.to(self._device), spec.evaluating)
         self._untrained = Untrained(self.module)  # before loading, as on the client
         if start is not None:
-            if not joins:
+            if spec.resume is not None and not joins:
                 check_checkpoint(start, self.module)
             with restoring(start.common.at):
                 load_tensors_(self.module, start.tensors)
@@ -344,15 +328,10 @@ class Replica:
         )
         torch.manual_seed(spec.seed + number)
         self.stopper = EarlyStopper(spec.evaluation)
-        followed = spec.followed
-        if followed is not None and not joins:
-            elapsed_s = max(report.elapsed_s for report in followed.reports)
-            self.stopper = EarlyStopper(spec.evaluation, elapsed_s)
-            self._decide(followed.epoch, followed.reports, None)
         self.checkpoints = None
         if spec.checkpoints is not None:
             rows: Sequence[Mapping[str, Any]]
-            rows = () if followed is None else followed.rows
+            rows = () if spec.start is None else spec.start.header["rows"]
             rows = rows if spec.resume is None else spec.resume.rows
             self.checkpoints = CheckpointWriter(
                 spec.checkpoints,
@@ -380,9 +359,9 @@ class Replica:
 
     def _resume(self, start: StartState) -> None:
         """Continue for the replicas of a checkpoint; errors name file and field."""
+        resume, stopping = self._spec.resume, start.common.values["early_stopping"]
         with restoring(f"{start.common.at}: early_stopping"):
-            stopping = start.common.values["early_stopping"]
-            self.stopper.restore_(stopping, self._spec.first_epoch)
+            self.stopper.restore_(stopping, None if resume is None else resume.epoch)
         for part, at in start.parts[:1]:
             self.steps = part["steps"]
             with restoring(f"{at}: loss_watch"):
@@ -652,21 +631,49 @@ class Replica:
         self.interval += 1
         seen = sum(report.seen for report in reports)
         self.weight = self.seen / seen if seen else 0.0
-        agreed = self.agreed
-        self._decide(epoch, reports, agreed)
-        self._channel.keep_state(epoch, functools.partial(arrays_of, agreed))
+        self._decide(epoch, reports)
+        if self._channel.has_client:
+            state = self._agreed_state(epoch)
+            self._channel.keep_state(epoch, functools.partial(encoded, state))
         if self.checkpoints is not None:
             over = self.stopper.over or epoch + 1 == self._spec.epochs
             make = functools.partial(self._checkpoint, epoch + 1)
             self._spans.enter("checkpoint")
             self.checkpoints.end_epoch(epoch, gathered, reports, over, make)
 
-    def _decide(self, epoch: int, reports: Reports, agreed: Parameters | None) -> None:
+    def _agreed_state(self, epoch: int) -> ReplicaState:
+        """Return the state at the end of an epoch, copied, for the client.
+
+        After the loss of all replicas, the fit goes on from it: the model and the
+        counters are equal on all replicas, the optimizer is that of this one.
+        """
+        sent, steps = self.exchange.result().compression
+        header = {
+            "kind": ALONE,
+            "epoch": epoch + 1,
+            "stopping": self.stopper.decision.values(),
+        }
+        common = {
+            "model": self.agreed.values(),
+            "exchange": {
+                "sent": {p: (s.threshold, s.density) for p, s in sent.items()},
+                "made": steps,
+            },
+            "early_stopping": self.stopper.values(),
+        }
+        steering = {
+            "optimizer": state_of(self.optimizer),
+            "schedule": self.rate.values(),
+            "scaler": self.stepper.values(),
+        }
+        return ReplicaState(header, common, copied_state(steering))
+
+    def _decide(self, epoch: int, reports: Reports) -> None:
         """Step the scheduler, and decide whether the fit continues."""
         evaluation = self._spec.evaluation
         scored = evaluation.scored(epoch) or not evaluation.validates
         self.rate.end_epoch(reports, scored=scored)
-        self.stopper.end_epoch(epoch, reports, agreed)
+        self.stopper.end_epoch(epoch, reports, self.agreed)
 
     def _report(self, epoch: int) -> EpochReport:
         validated = self._validate(epoch)

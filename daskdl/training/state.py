@@ -5,6 +5,7 @@ checkpoint. Plain values and tensors; nothing is copied before it is encoded.
 """
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,21 @@ class PickledValues(JsonValues):
         return packed.unpack()
 
 
+def copied_state(state: State) -> State:
+    """Copy a state; its tensors come to the CPU."""
+
+    def copy_of(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.detach().to("cpu", copy=True)
+        if type(value) is dict:
+            return {name: copy_of(item) for name, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(map(copy_of, value))
+        return copy.deepcopy(value)
+
+    return {name: copy_of(value) for name, value in state.items()}
+
+
 VALUES, TENSORS = "values", "tensors"  # names of the arrays of an encoded state
 
 
@@ -143,7 +159,8 @@ class StartState(NamedTuple):
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the module, by name."""
         common = self.common.values
-        return {**common["tensors"], **common["exchange"].get(PARAMETERS, {})}
+        parameters = common["exchange"].get(PARAMETERS, {})
+        return {**common.get("tensors", {}), **parameters}
 
     @property
     def optimizer(self) -> LoadedPart:

@@ -5,7 +5,14 @@ import pytest
 import torch
 
 from daskdl.errors import SaveError
-from daskdl.training.state import LoadedPart, ReplicaState, StartState, decoded, encoded
+from daskdl.training.state import (
+    LoadedPart,
+    ReplicaState,
+    StartState,
+    copied_state,
+    decoded,
+    encoded,
+)
 
 
 class Moments:
@@ -87,3 +94,14 @@ def test_a_damaged_part_is_named(common, own, message):
 
     with pytest.raises(SaveError, match=message):
         start.check({"grid": 1.0}, {"steps": 0})
+
+
+def test_a_copied_state_stays():
+    moment, steps = torch.zeros(2), [1, 2]
+    copy = copied_state({"state": {0: (moment, steps)}})
+
+    moment.add_(1)
+    steps.append(3)
+
+    assert copy["state"][0][0].tolist() == [0.0, 0.0]
+    assert copy["state"][0][1] == [1, 2]

@@ -17,7 +17,7 @@ from daskdl.history import StepRow
 from daskdl.timeline import SpanLog
 from daskdl.training.backend import AgreedState, LocalBackend
 from daskdl.training.base import Parameters
-from daskdl.training.replica import arrays_of
+from daskdl.training.state import ReplicaState, encoded
 from daskdl.training.telemetry import LayerLog, StepLog, telemetry_of
 from tests.support.problems import kept, rows, trainer
 from tests.support.promises import EarlyEnds, FailAt, Interrupt, Place
@@ -257,7 +257,8 @@ class TestBackend:
                 result, parameters=Parameters(), telemetry=telemetry
             )
 
-        state = AgreedState(0, arrays_of(brought))
+        model = ReplicaState({}, {"model": brought.values()}, {})
+        state = AgreedState(0, encoded(model))
         self.change(collect=collect, agreed=property(lambda self: state))
         own = trainer(False, master=TWO, telemetry_every=1)
 

@@ -276,6 +276,25 @@ class TestInterrupted:
 
         assert sorted(read_rows(url)) == list(range(100))
 
+    def test_buckets_of_other_rows_are_made_again(self, monkeypatch, url, small):
+        monkeypatch.setattr(packing, "token_of", lambda value: "same")
+        interrupted(monkeypatch, pack_rows, url, MANIFEST)
+        Store(url).delete([".unfinished/part-000002.json"])
+
+        pack_rows(url, Numbered((30, 0, 16, 3, 51)))  # the part has a row less
+
+        assert sorted(read_rows(url)) == [row for row in range(100) if row != 46]
+
+    def test_a_record_that_lacks_a_file_is_made_again(self, monkeypatch, url, small):
+        interrupted(monkeypatch, pack_rows, url, MANIFEST)
+        record = json.loads(Store(url).read(".unfinished/bucket-000001.json"))
+        del record["files"][1]
+        Store(url).write(".unfinished/bucket-000001.json", json.dumps(record).encode())
+
+        pack_rows(url)
+
+        assert sorted(read_rows(url)) == list(range(100))
+
     @pytest.mark.parametrize("finished", [True, False])
     @pytest.mark.parametrize(
         ("make", "change", "message"),
@@ -647,13 +666,20 @@ class TestRows:
         with pytest.raises(DataError, match="keep the number of rows, got 3 of 4"):
             pack_rows(url, transform=lambda b: (b[1][1:],) * 2, overwrite=True)
 
-    def test_a_transform_whose_files_differ_is_refused(self, url):
-        def uneven(rows):
-            x, y = rows
-            return x["pair"][0].to(torch.float64 if len(y) == 4 else torch.float32), y
+    @pytest.mark.parametrize(
+        ("alike", "where"), [(1, "packed-000001.safetensors"), (3, "bucket 1")]
+    )
+    def test_a_transform_whose_files_differ_is_refused(self, url, small, alike, where):
+        calls = []
 
-        with pytest.raises(DataError, match=r"packed-000002.* are x: float32 .*before"):
-            pack_rows(url, Numbered([9]), transform=uneven)
+        def uneven(rows):
+            calls.append(rows)
+            x, y = rows
+            few = len(calls) <= alike
+            return x["pair"][0].to(torch.float64 if few else torch.float32), y
+
+        with pytest.raises(DataError, match=rf"{where} are x: float32 .*before are x"):
+            pack_rows(url, Numbered([24]), transform=uneven)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
+
+# Public in fact since torch 2.0: "Extending PyTorch" describes it under this name.
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from daskdl.config import is_number
 from daskdl.data import batching
@@ -548,10 +553,10 @@ def dry_run(
                     found[:] = model_loss(module, batch)
                     return found[0]
 
-                _run_loss("the model's loss", own_loss, shapes)
+                _run_loss("the model's loss", own_loss, shapes, x, y)
                 _, output, labels = found
                 return DryRun(shown, batch, output, labels, None, unchanged)
-            logs = _run_loss("step", lambda: step.function(module, batch), shapes)
+            logs = _run_loss("step", lambda: step.function(module, batch), shapes, x, y)
             return DryRun(shown, batch, None, y, None, unchanged, logs)
         if y is None and loss is not None:
             raise DataError(
@@ -570,9 +575,10 @@ def dry_run(
         copied_loss = Packed(loss, "loss").unpack()
         shapes = f"the output being {described(output)} and the labels {described(y)}"
         remedy = functools.partial(_label_remedy, loss, output, labels_of)
-        _run_loss("loss", lambda: copied_loss(output, y), shapes, remedy)
+        _run_loss(
+            "loss", lambda: copied_loss(output, y), shapes, output, labels_of, remedy
+        )
         _check_scores(unweighted(loss), output)
-        _warn_of_broadcasting(copied_loss, output, y)
         labels = accepted if transform is None else None
         return DryRun(shown, batch, output, y, accepted.classes, labels)
 
@@ -639,88 +645,100 @@ def _check_scores(loss: Any, output: Any) -> None:
         )
 
 
-def _warn_of_broadcasting(loss: Any, output: Any, y: Tree) -> None:
-    """Warn of a loss that pairs the output of each row with the labels of all rows.
+_OUTPUTS, _LABELS = frozenset({"outputs"}), frozenset({"labels"})
 
-    Outputs (n, 1) and labels (n,) are broadcast to (n, n). The loss is compared with
-    the mean and the sum of the losses of single rows, in which nothing is paired: it
-    equals neither of them, and does with labels in the shape of the outputs. The values
-    of outputs and labels are varied, as equal rows would hide the difference.
+
+class _RowPairs(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices operations that pair each row of one tensor with all rows of another.
+
+    Outputs (n, 1) and labels (n,) are broadcast to (n, n): an operation of a tensor
+    that is computed from the outputs alone and one that is computed from the labels
+    alone, of different numbers of axes, has a result larger than both.
     """
-    labels = y.labels if isinstance(y, Weighted) else y
-    try:
-        same = batching.mapped(
-            lambda label, out: label.shape == out.shape, labels, output
-        )
-        if all(batching.leaves(same)):
-            return
-        outputs = batching.mapped(_varied, output)
-        labels = batching.mapped(_varied_labels, labels)
-        reshaped = batching.mapped(
-            lambda label, out: label.reshape(out.shape), labels, outputs
-        )
-        count = batching.length(outputs)
 
-        def value(outputs: Tree, labels: Tree) -> float:
-            if isinstance(y, Weighted):
-                weights = torch.ones(batching.length(labels))
-                labels = Weighted(labels, weights)
-            with torch.no_grad(), warnings.catch_warnings(), preserved_random_state():
-                warnings.simplefilter("ignore")
-                return float(loss(outputs, labels))
+    def __init__(self, outputs: Tree, labels: Tree) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: tuple[torch.Size, torch.Size] | None = None  # of the first such
+        # By id; the tensors are kept, so that no other tensor gets their id.
+        self._computed_from: dict[int, tuple[Tensor, frozenset[str]]] = {}
+        self._rows = batching.length(outputs)
+        self._note(_tensors(batching.leaves(outputs)), _OUTPUTS)
+        self._note(_tensors(batching.leaves(labels)), _LABELS)
 
-        broadcast, right = value(outputs, labels), value(outputs, reshaped)
-        single = [slice(i, i + 1) for i in range(count)]
-        each = [
-            value(batching.rows(outputs, cut), batching.rows(labels, cut))
-            for cut in single
+    def _note(self, tensors: Iterable[Tensor], sources: frozenset[str]) -> None:
+        for tensor in tensors:
+            self._computed_from[id(tensor)] = tensor, sources
+
+    @override
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        operands = [
+            self._computed_from[id(value)]
+            for value in _tensors(args, kwargs)
+            if id(value) in self._computed_from
         ]
-    except USER_ERRORS:  # other structures, or a loss that takes no such labels
-        return
+        sources = frozenset[str]().union(*(origin for _, origin in operands))
+        self._note(_tensors(result), sources)
+        if isinstance(result, Tensor) and self.shapes is None:
+            for (left, of_left), (right, of_right) in combinations(operands, 2):
+                if {of_left, of_right} == {_OUTPUTS, _LABELS} and self._paired(
+                    left, right, result
+                ):
+                    pair = (left, right) if of_left == _OUTPUTS else (right, left)
+                    self.shapes = pair[0].shape, pair[1].shape
+        return result
 
-    def is_of_rows(number: float) -> bool:
-        total = sum(each)  # NaN if rows are infinite
-        by_rows = total, total / count
-        return any(math.isclose(number, expected, rel_tol=1e-4) for expected in by_rows)
-
-    if is_of_rows(broadcast) or not is_of_rows(right):
-        return
-    warnings.warn(
-        "loss pairs the output of each row with the labels of all rows, as outputs of "
-        f"shape {_shapes_of_rows(output)} and labels of shape "
-        f"{_shapes_of_rows(y.labels if isinstance(y, Weighted) else y)} are broadcast; "
-        "give the labels the shape of the outputs, as y.reshape(-1, 1) does for (n, "
-        "1), or end forward with squeeze(-1)",
-        stacklevel=2,
-    )
+    def _paired(self, left: Tensor, right: Tensor, result: Tensor) -> bool:
+        return (
+            left.ndim != right.ndim
+            and all(side.ndim and len(side) == self._rows for side in (left, right))
+            and result.numel() > max(left.numel(), right.numel())
+        )
 
 
-def _shapes_of_rows(tree: Tree) -> str:
-    """Describe shapes with n for the number of rows.
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    """Return the tensors among the arguments or results of an operation."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(*value)
+        elif isinstance(value, dict):
+            yield from _tensors(*value.values())
+
+
+def _without_pairs(
+    argument: str, run: Callable[[], Any], outputs: Tree, labels: Tree
+) -> Any:
+    """Run a loss or a step, and warn if it pairs each row with the labels of others."""
+    pairs = _RowPairs(outputs, labels)
+    try:
+        with pairs:
+            value = run()
+    except USER_ERRORS:  # also where a function, such as a compiled one, refuses a mode
+        return run()
+    if pairs.shapes is not None:
+        of_outputs, of_labels = map(_shape_of_rows, pairs.shapes)
+        warnings.warn(
+            f"{argument} pairs the output of each row with the labels of all rows, as "
+            f"outputs of shape {of_outputs} and labels of shape {of_labels} are "
+            "broadcast; give the labels the shape of the outputs, as y.reshape(-1, 1) "
+            "does for (n, 1), or end forward with squeeze(-1)",
+            stacklevel=2,
+        )
+    return value
+
+
+def _shape_of_rows(shape: Sequence[int]) -> str:
+    """Describe a shape, with n for the number of rows.
 
     Example:
-        >>> _shapes_of_rows({"a": torch.ones(2, 1), "b": torch.ones(2)})
-        '(n, 1), (n,)'
+        >>> _shape_of_rows((2, 1)), _shape_of_rows((2,))
+        ('(n, 1)', '(n,)')
     """
-    shapes = [["n", *map(str, leaf.shape[1:])] for leaf in batching.leaves(tree)]
-    return ", ".join(
-        f"({', '.join(shape)}{',' * (len(shape) == 1)})" for shape in shapes
-    )
-
-
-def _varied(output: Any) -> Any:
-    """Return outputs that differ from row to row, in the range that they have."""
-    steps = torch.linspace(0, 1, len(output)).reshape(-1, *[1] * (output.ndim - 1))
-    return output.float() * (1 - steps / 2) + steps / 10
-
-
-def _varied_labels(labels: Any) -> Any:
-    """Return labels that differ from row to row; 0 and 1 stay 0 and 1."""
-    steps = torch.arange(len(labels)).reshape(-1, *[1] * (labels.ndim - 1))
-    if bool(((labels == 0) | (labels == 1)).all()):
-        steps = steps % 2
-        return (labels[:1] - steps).abs().to(labels.dtype)
-    return (labels[:1] + steps).to(labels.dtype)
+    return f"({', '.join(['n', *map(str, shape[1:])])}{',' * (len(shape) == 1)})"
 
 
 def transformed_batch(rows: Rows, transform: Transform | None) -> Batch:
@@ -760,6 +778,8 @@ def _run_loss(
     argument: str,
     run: Callable[[], Any],
     shapes: str,
+    inputs: Tree,
+    labels: Tree,
     remedy_of: Callable[[], str] = str,
 ) -> Sequence[str]:
     """Check a loss, or what a step returns; return the names of what it logs."""
@@ -767,7 +787,7 @@ def _run_loss(
         with torch.no_grad(), warnings.catch_warnings():
             # For (n,) and (n, 1) torch only warns, and then trains on n * n pairs.
             warnings.filterwarnings("error", "Using a target size")
-            value = run()
+            value = _without_pairs(argument, run, inputs, labels)
     except ModelError:
         raise
     except USER_ERRORS as error:

@@ -203,6 +203,11 @@ class Flat(nn.Linear):
         return super().forward(x).squeeze(-1)
 
 
+def ranking(out, y):
+    better = (y[:, None] > y[None]).float()
+    return (functional.softplus(out.T - out) * better).mean()
+
+
 class TestBroadcasting:
     """Outputs (n, 1) and labels (n,) make a matrix of (n, n) pairs."""
 
@@ -217,8 +222,44 @@ class TestBroadcasting:
             (poisson_by_hand, COLUMN, LABELS),
             (nn.PoissonNLLLoss(), COLUMN, LABELS),
             (WeightedLoss(nn.PoissonNLLLoss()), COLUMN, Weighted(LABELS, LABELS + 1)),
+            (lambda out, y: squares(out, y).sqrt(), COLUMN, LABELS),
+            (lambda out, y: (out - y).abs().median(), COLUMN, LABELS),
+            (
+                lambda out, y: 1 - (out * y.float()).mean() / (y**2).mean(),
+                COLUMN,
+                LABELS,
+            ),
+            (lambda out, y: torch.log(torch.cosh(out.exp() - y)).max(), COLUMN, LABELS),
+            (
+                OwnStep(lambda model, batch: squares(model(batch[0]), batch[1])),
+                COLUMN,
+                LABELS,
+            ),
+            (
+                OwnStep(
+                    lambda model, batch: {
+                        "loss": squares(model(batch[0])[:, 0], batch[1]).sqrt(),
+                        "a": 1.0,
+                    }
+                ),
+                COLUMN,
+                LABELS[:, None],
+            ),
         ],
-        ids=["own", "(n,) and (n, 1)", "integers", "sum", "of torch", "weights"],
+        ids=[
+            "own",
+            "(n,) and (n, 1)",
+            "integers",
+            "sum",
+            "of torch",
+            "weights",
+            "rmse",
+            "median",
+            "ratio",
+            "largest",
+            "step",
+            "step with logs",
+        ],
     )
     @pytest.mark.parametrize("count", [1, 6])
     def test_is_warned_of(self, loss, model, y, count):
@@ -247,8 +288,36 @@ class TestBroadcasting:
             (lambda out, y: squares(out.flatten(), y.flatten()), COLUMN, LABELS),
             (lambda out, y: ((out - out.T) * (y - y[:, None])).mean(), COLUMN, LABELS),
             (functional.cross_entropy, linear(3), CLASSES),
+            # Ranking: all pairs of outputs, with all pairs of labels.
+            (ranking, COLUMN, LABELS),
+            (lambda out, y: squares(out, y[:, None]).sqrt(), COLUMN, LABELS),
+            (lambda out, y: (out * y.bincount(minlength=3)).mean(), linear(3), CLASSES),
+            (
+                lambda out, y: (out * functional.one_hot(y, 3)).mean(),
+                linear(3),
+                CLASSES,
+            ),
+            (
+                OwnStep(lambda model, batch: squares(model(batch[0])[:, 0], batch[1])),
+                COLUMN,
+                LABELS,
+            ),
+            (OwnStep(own_step), linear(3), CLASSES),
         ],
-        ids=["columns", "flat", "squeezes", "flattens", "of pairs", "classes"],
+        ids=[
+            "columns",
+            "flat",
+            "squeezes",
+            "flattens",
+            "of pairs",
+            "classes",
+            "ranking",
+            "rmse",
+            "class weights",
+            "one-hot",
+            "step",
+            "step of classes",
+        ],
     )
     @pytest.mark.filterwarnings("error")
     def test_is_not_suspected_where_rows_are_compared_alone(self, loss, model, y):

@@ -327,7 +327,7 @@ class Replica:
             spec.read.batch_size,
         )
         torch.manual_seed(spec.seed + number)
-        self.stopper = EarlyStopper(spec.evaluation)
+        self.stopper = EarlyStopper(spec.evaluation, now=channel.clock.now)
         self.checkpoints = None
         if spec.checkpoints is not None:
             rows: Sequence[Mapping[str, Any]]
@@ -342,6 +342,7 @@ class Replica:
                     spec.size,
                     spec.evaluation.columns,
                     header.get("rows", rows),
+                    now=channel.clock.now,
                     left_out=spec.left_out,
                 ),
                 header.get("checkpoints", 0),

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from daskdl.callbacks import Callback
 from daskdl.data.batching import Transform, Weighted
 from daskdl.data.checks import optimizer_function
-from daskdl.data.formats import Loader
 from daskdl.data.inputs import (
     Approach,
     OnBad,
@@ -72,6 +71,11 @@ _INSTEAD = {
             "fit(..., epochs=3)",
         ),
         ("batch_size", "fit(..., batch_size=32)"),
+        (
+            "loader storage_options",
+            "fit(daskdl.data.files(url, loader=loader, storage_options=options), ...)",
+        ),
+        ("collate_fn", "fit(daskdl.data.dataset(dataset, collate_fn=collate_fn), ...)"),
         ("train_dataloader train_dataloaders train_dataset", "fit(dataset)"),
         ("resume_from_checkpoint ckpt_path", "fit(..., resume=folder)"),
         ("criterion loss_fn loss_function", "Trainer(..., loss=loss)"),
@@ -125,10 +129,7 @@ def predict(
     postprocess: Postprocess | None = None,
     keyed: bool | None = None,
     transform: Transform | None = None,
-    loader: Loader | Callable[..., Any] | None = None,
-    collate_fn: Callable[..., Any] | None = None,
     label: Any = None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Apply any model to every row, as :meth:`Trainer.predict` does.
 
@@ -143,10 +144,7 @@ def predict(
         postprocess: Applied to the outputs of each batch, see :meth:`Trainer.predict`.
         keyed: Whether outputs have keys, see :meth:`Trainer.predict`.
         transform: Applied to each batch, see :class:`Trainer`.
-        loader: For files, see :meth:`Trainer.fit`.
-        collate_fn: For datasets, see :meth:`Trainer.fit`.
         label: Column, or key, of `X` to leave out.
-        storage_options: fsspec options for paths and URLs, such as credentials.
 
     Returns:
         The outputs in order, lazy if the data are lazy, see :meth:`Trainer.predict`.
@@ -161,9 +159,7 @@ def predict(
         >>> predict(nn.Flatten(), np.zeros((2, 3, 4)), client=False).shape
         (2, 12)
     """
-    X, read = ReadOptions.scoring(
-        X, batch_size, transform, loader, collate_fn, "raise", storage_options, label
-    )
+    X, read = ReadOptions.scoring(X, batch_size, transform, label)
     return predict_with(
         model,
         X,
@@ -326,11 +322,8 @@ class Trainer:
         shuffle: bool | None = None,
         drop_last: bool | None = None,
         transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
         label: Any = None,
         on_bad_batch: OnBad = "raise",
-        storage_options: Mapping[str, Any] | None = None,
         prefetch: int = 2,
         approach: Approach = "direct",
         resume: Any = None,
@@ -366,26 +359,21 @@ class Trainer:
                 None: as in a `DataLoader`, else False.
             transform: Applied to each batch before the trainer's own transform, also to
                 batches of `validation`.
-            loader: Makes (x, y) from a file: a function of the open binary file, or a
-                reader of `daskdl.data`; None: chosen by file extension.
-            collate_fn: Makes (x, y) from a list of `batch_size` items of a dataset.
-                None: that of a `DataLoader`, if any.
             label: Column of a table, or key of dicts, with the labels; all others are
                 inputs. It holds for `validation` too.
             on_bad_batch: ``"skip"``: parts that cannot be read are left out, and
                 counted in `history_`.
-            storage_options: fsspec options, such as credentials, for X and
-                `validation` if they are paths or URLs; they reach the workers.
             prefetch: Number of batches to load ahead, in whole parts and at least the
                 next part; 0: no prefetching.
             approach: ``"export"``: pack the rows first, read the packed files in all
                 epochs, and delete them at the end; ``daskdl.export.url`` sets the
                 folder.
             resume: URL of one checkpoint, or of a folder in which a
-                :class:`~daskdl.Checkpoint` wrote several, of which the newest is used.
-                Training continues from there instead of from `model_`, and `epochs`
-                includes the epochs before the checkpoint. True: the folder of the
-                `Checkpoint` among `callbacks`, if it has a checkpoint yet.
+                :class:`~daskdl.Checkpoint` wrote several, of which the newest is used;
+                or a `Checkpoint`, for a URL that needs `storage_options`. Training
+                continues from there instead of from `model_`, and `epochs` includes
+                the epochs before the checkpoint. True: the folder of the `Checkpoint`
+                among `callbacks`, if it has a checkpoint yet.
 
         Returns:
             One row for each epoch, as in `history_`.
@@ -406,15 +394,20 @@ class Trainer:
                 the client; a note of the error identifies it.
         """
         X, spec = self._fit_spec(
-            *(X, batch_size, collate_fn, shuffle, drop_last),
-            *(transform, loader, on_bad_batch, storage_options, label),
+            X,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            transform=transform,
+            label=label,
+            on_bad_batch=on_bad_batch,
             epochs=epochs,
             prefetch=prefetch,
             approach=approach,
         )
         if sample_weight is not None:
             spec, y = spec.weighted(), Weighted(y, sample_weight)
-        resumed = resume_plan(resume, self.callbacks, storage_options)
+        resumed = resume_plan(resume, self.callbacks)
         if resumed is not None:
             read = replace(
                 spec.read, columns=resumed.columns, scaled_by=resumed.scaled_by
@@ -443,10 +436,7 @@ class Trainer:
         *,
         validation: Any = None,
         drop_last: bool | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
         label: Any = None,
-        storage_options: Mapping[str, Any] | None = None,
     ) -> int:
         """Return how many steps each replica will make in a fit, for schedules.
 
@@ -464,10 +454,7 @@ class Trainer:
             batch_size: See :meth:`fit`.
             validation: See :meth:`fit`; only a fraction of the rows counts.
             drop_last: See :meth:`fit`.
-            loader: See :meth:`fit`.
-            collate_fn: See :meth:`fit`.
             label: See :meth:`fit`.
-            storage_options: See :meth:`fit`.
 
         Raises:
             DataError: If the data cannot be used.
@@ -479,9 +466,7 @@ class Trainer:
             12
         """
         X, spec = self._fit_spec(
-            *(X, batch_size, collate_fn, None, drop_last),
-            *(None, loader, "raise", storage_options, label),
-            epochs=epochs,
+            X, batch_size=batch_size, drop_last=drop_last, label=label, epochs=epochs
         )
         read = replace(spec.read, scaled_by=None)  # only the rows count
         source = source_of(X, None, read, labelled=False)
@@ -519,11 +504,8 @@ class Trainer:
         sample_weight: Any = None,
         batch_size: int | None = None,
         transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
         label: Any = None,
         on_bad_batch: OnBad = "raise",
-        storage_options: Mapping[str, Any] | None = None,
     ) -> Evaluation:
         """Evaluate `model_` in one pass, on the cluster or in this process.
 
@@ -546,11 +528,8 @@ class Trainer:
                 memory; not with metrics, of which those of the trainer are left out.
             batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             transform: See :meth:`fit`.
-            loader: For files, see :meth:`fit`.
-            collate_fn: For datasets, see :meth:`fit`.
             label: Column, or key, of `X` that has the labels, see :meth:`fit`.
             on_bad_batch: Treatment of parts that cannot be read, see :meth:`fit`.
-            storage_options: fsspec options for paths and URLs, see :meth:`fit`.
 
         Returns:
             A dict of all metrics over all rows, which prints as a report; with a
@@ -562,10 +541,7 @@ class Trainer:
             ModelError: If the model, its outputs or the loss cannot be used.
             OptionError: If another argument cannot be used.
         """
-        X, read = self._read(
-            *(X, batch_size, transform, loader, collate_fn, on_bad_batch),
-            *(storage_options, label),
-        )
+        X, read = self._read(X, batch_size, transform, label, on_bad_batch)
         if metrics is None and sample_weight is None:
             metrics = self.metrics or None
         return evaluate_model(
@@ -602,11 +578,8 @@ class Trainer:
         regularization: bool = False,
         batch_size: int | None = None,
         transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
         label: Any = None,
         on_bad_batch: OnBad = "raise",
-        storage_options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Compute the loss of each example, as the loss of a batch of one.
 
@@ -623,13 +596,10 @@ class Trainer:
                 a Keras model, stand for: the same number for each example.
             batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             transform: See :meth:`fit`.
-            loader: For files, see :meth:`fit`.
-            collate_fn: For datasets, see :meth:`fit`.
             label: Column, or key, of `X` that has the labels, see :meth:`fit`.
             on_bad_batch: Treatment of parts that cannot be read. With ``"skip"`` the
                 scores of a part, or of the bad files of a part of several, are NaN if
                 the number of their rows is known, else left out.
-            storage_options: fsspec options for paths and URLs, see :meth:`fit`.
 
         Returns:
             One float64 number per example, in order: a tensor for tensors, a pandas
@@ -641,10 +611,7 @@ class Trainer:
             OptionError: If an option does not apply to the data, or if the optimizer's
                 weight decay, such as AdamW's, is not a term of the loss.
         """
-        X, read = self._read(
-            *(X, batch_size, transform, loader, collate_fn, on_bad_batch),
-            *(storage_options, label),
-        )
+        X, read = self._read(X, batch_size, transform, label, on_bad_batch)
         model = self._trained_model()
         penalty = penalty_of(model, self.optimizer_) if regularization else 0.0
         return score_examples(
@@ -669,10 +636,7 @@ class Trainer:
         postprocess: Postprocess | None = None,
         keyed: bool | None = None,
         transform: Transform | None = None,
-        loader: Loader | Callable[..., Any] | None = None,
-        collate_fn: Callable[..., Any] | None = None,
         label: Any = None,
-        storage_options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Apply `model_(x)` to every row, on the cluster or in this process.
 
@@ -693,10 +657,7 @@ class Trainer:
                 path or URL of the file if each file is one example, else a pair of
                 that and the row in the file.
             transform: See :meth:`fit`; its y is None.
-            loader: For files, see :meth:`fit`.
-            collate_fn: For datasets, see :meth:`fit`.
             label: Column, or key, of `X` to leave out, such as that of the labels.
-            storage_options: fsspec options for paths and URLs, see :meth:`fit`.
 
         Returns:
             The outputs in order: for Dask's collections a lazy collection of the same
@@ -712,10 +673,7 @@ class Trainer:
             OptionError: If the outputs would be lazy and there is no cluster to compute
                 them.
         """
-        X, read = self._read(
-            *(X, batch_size, transform, loader, collate_fn, "raise"),
-            *(storage_options, label),
-        )
+        X, read = self._read(X, batch_size, transform, label)
         return predict_with(
             self._trained_model(),
             X,
@@ -885,37 +843,44 @@ class Trainer:
         return objective
 
     def _read(
-        self, X: Any, size: int | None, transform: Transform | None, *how: Any
+        self,
+        X: Any,
+        batch_size: int | None,
+        transform: Transform | None,
+        label: Any,
+        on_bad_batch: OnBad = "raise",
     ) -> tuple[Any, ReadOptions]:
         transform = compose(transform, self.transform)
-        X, read = ReadOptions.scoring(X, size, transform, *how)
+        X, read = ReadOptions.scoring(X, batch_size, transform, label, on_bad_batch)
         return X, self._after_fits(read)
 
     def _fit_spec(
         self,
         X: Any,
+        *,
         batch_size: int | None,
-        collate_fn: Callable[..., Any] | None,
-        shuffle: bool | None,
         drop_last: bool | None,
-        transform: Transform | None,
-        loader: Any,
-        *how: Any,
-        **others: Any,
+        label: Any,
+        shuffle: bool | None = None,
+        transform: Transform | None = None,
+        on_bad_batch: OnBad = "raise",
+        **options: Any,
     ) -> tuple[Any, FitSpec]:
         """Return the data, the dataset of a `DataLoader`, and the options of a fit."""
-        given = {
+        passed = {
             "batch_size": batch_size,
-            "collate_fn": collate_fn,
             "shuffle": shuffle,
             "drop_last": drop_last,
         }
-        usual = {"batch_size": 32, "shuffle": True, "drop_last": False}
-        X, own = batch_options(X, given, usual)
-        transform = compose(transform, self.transform)
-        size, collate_fn = own.pop("batch_size"), own.pop("collate_fn")
-        read = ReadOptions(size, transform, loader, collate_fn, *how)
-        return X, self._spec(read=self._after_fits(read), **own, **others)
+        defaults = {"batch_size": 32, "shuffle": True, "drop_last": False}
+        X, batches = batch_options(X, passed, defaults)
+        read = ReadOptions(
+            batches.pop("batch_size"),
+            compose(transform, self.transform),
+            on_bad_batch,
+            label,
+        )
+        return X, self._spec(read=self._after_fits(read), **batches, **options)
 
     def _after_fits(self, read: ReadOptions) -> ReadOptions:
         """Add what the rows are compared with: those of the last fit."""

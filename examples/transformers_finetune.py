@@ -84,9 +84,9 @@ def main():
         trainer = daskdl.Trainer(
             BertForMaskedLM(config), optimizer=adamw, client=client
         )
-        history = trainer.fit(
-            items, epochs=5, collate_fn=DataCollatorForLanguageModeling(tokenizer)
-        )
+        hide_words = DataCollatorForLanguageModeling(tokenizer)
+        sentences = daskdl.data.dataset(items, collate_fn=hide_words)
+        history = trainer.fit(sentences, epochs=5)
         first, *_, last = history.column("loss")
         print(f"hidden words: loss {first:.2f}, then {last:.2f}")
         trainer.model_.save_pretrained(folder)

@@ -155,10 +155,9 @@ def main() -> None:
         )
         with contextlib.suppress(EnoughError):
             trainer.fit(
-                pattern,
+                daskdl.data.files(pattern, load_mapped),
                 epochs=10**6,
                 batch_size=own.task.batch_size,
-                loader=load_mapped,
             )
         print_summary(own, meeting, parts=parts(trainer.history_.steps))
 

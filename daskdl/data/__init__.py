@@ -10,7 +10,7 @@ from daskdl.data.images import image_folder
 from daskdl.data.normalize import MinMax, Normalization, Standardize
 from daskdl.data.packing import pack
 from daskdl.data.source import Facts, Source
-from daskdl.data.torch_datasets import Stream
+from daskdl.data.torch_datasets import Stream, dataset
 from daskdl.data.validate import Report, validate
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "Source",
     "Standardize",
     "Stream",
+    "dataset",
     "files",
     "image_folder",
     "pack",

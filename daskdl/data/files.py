@@ -275,6 +275,9 @@ def files(
     """
     if loader is not None:
         formats.check_loader(loader)
+    if not isinstance(storage_options, Mapping | None):
+        kind = type(storage_options).__name__  # it may hold credentials
+        raise OptionError(f"storage_options must be a dict or None, got a {kind}")
     if files_per_part is not None:
         check_count("files_per_part", files_per_part)
         if not one_example:
@@ -312,5 +315,5 @@ def _reader_for(urls: Iterable[str]) -> Reader:
     known, got = (", ".join(map(repr, one)) for one in (_READERS, suffixes[:10]))
     raise DataError(
         f"files without a loader must all be of one of {known}, got {got}, as "
-        f"{paths[0]}; give a loader=, or a pattern="
+        f"{paths[0]}; use daskdl.data.files(X, loader=...), or pattern=..."
     )

@@ -10,8 +10,8 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal, Self
 
@@ -40,7 +40,6 @@ from daskdl.data.dask_collections import (
 )
 from daskdl.data.distribute import map_parts
 from daskdl.data.files import files
-from daskdl.data.formats import Loader, check_loader
 from daskdl.data.named_columns import (
     NO_COLUMNS,
     Columns,
@@ -53,6 +52,7 @@ from daskdl.data.source import Facts, Source, facts_of, is_known
 from daskdl.data.storage import are_paths
 from daskdl.data.tables import InMemory, is_dask_array, is_frame
 from daskdl.data.torch_datasets import (
+    CollatedDataset,
     Collation,
     IterableStyle,
     MapStyle,
@@ -74,10 +74,7 @@ class ReadOptions:
 
     batch_size: int = 32
     transform: Transform | None = None
-    loader: Loader | Callable[..., Any] | None = None
-    collate_fn: Callable[..., Any] | None = None
     on_bad_batch: OnBad = "raise"
-    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
     label: Any = None  # column or key of the labels; None: no labels, or they are y
     columns: Columns | None = None  # that the model was trained on; None: none yet
     # Digests of the normalizers of the rows that the model was trained on.
@@ -86,15 +83,10 @@ class ReadOptions:
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size)
         check_choice("on_bad_batch", self.on_bad_batch, ("raise", "skip"))
-        if self.loader is not None:
-            check_loader(self.loader)
-        for name in ("transform", "collate_fn"):
-            value = getattr(self, name)
-            if value is not None and not callable(value):
-                raise OptionError(f"{name} must be a function or None, got {value!r}")
-        if not isinstance(self.storage_options, Mapping | None):
-            kind = type(self.storage_options).__name__  # it may hold credentials
-            raise OptionError(f"storage_options must be a dict or None, got a {kind}")
+        if self.transform is not None and not callable(self.transform):
+            raise OptionError(
+                f"transform must be a function or None, got {self.transform!r}"
+            )
         if isinstance(self.label, list | np.ndarray) or is_frame(self.label):
             raise OptionError(
                 "label must be the name of one column, got a "
@@ -108,18 +100,15 @@ class ReadOptions:
         X: Any,
         batch_size: int | None,
         transform: Transform | None,
-        loader: Any,
-        collate_fn: Callable[..., Any] | None,
-        *others: Any,
+        label: Any,
+        on_bad_batch: OnBad = "raise",
     ) -> tuple[Any, Self]:
         """Return the data, the dataset of a `DataLoader`, and the options to score it.
 
-        A `DataLoader` brings its batch size, else 64, and its collate function.
+        The batch size is that of a `DataLoader`, else 64.
         """
-        given = {"batch_size": batch_size, "collate_fn": collate_fn}
-        X, own = batch_options(X, given, {"batch_size": 64})
-        how = own["batch_size"], transform, loader, own["collate_fn"]
-        return X, cls(*how, *others)
+        X, batches = batch_options(X, {"batch_size": batch_size}, {"batch_size": 64})
+        return X, cls(batches["batch_size"], transform, on_bad_batch, label)
 
     @property
     def expected_columns(self) -> Columns:
@@ -192,6 +181,8 @@ batch_size=2: leave it out, or give X.dataset
     if isinstance(X, DataLoader):
         said = loader_options(X)._asdict()
         X = said["dataset"]
+        if said["collate_fn"] is not None:
+            X = CollatedDataset(X, said["collate_fn"])
         if said["drop_last"] and "drop_last" not in given:
             raise OptionError(
                 "a DataLoader with drop_last=True leaves rows out, and each row is "
@@ -362,8 +353,11 @@ def _unarranged(
     """Make a source from the user's data as they are."""
     X, y, read = unified(X, y, read)
     y, names = tables.number_labels(y, "y", classes)
-    if isinstance(X, list) and read.collate_fn is not None and not is_lazy_list(X):
-        X, y = Items(X, y), None
+    collate_fn = None
+    if isinstance(X, CollatedDataset):
+        X, collate_fn = X.dataset, X.collate_fn
+        if isinstance(X, list):
+            X, y = Items(X, y), None
     paths, dataset = are_paths(X), is_map_style(X) or is_iterable_style(X)
     lazy = is_bag(X) or is_lazy_list(X)
     if y is not None and (paths or dataset or isinstance(X, Source)):
@@ -371,22 +365,18 @@ def _unarranged(
         if paths:
             shown = f"paths or URLs of files, which bring their labels; {tables.TEXT}"
         raise DataError(f"y must not be given with {shown}")
-    if not dataset and read.collate_fn is not None:
-        raise OptionError("collate_fn is for lists and torch Datasets, got other data")
-    if not paths and read.loader is not None:
-        raise OptionError("loader is for paths and URLs, got other data")
     if isinstance(X, Source):
         return X
     source: Source
     if dataset:
-        collation = Collation(read.collate_fn, read.batch_size, labelled, read.label)
+        collation = Collation(collate_fn, read.batch_size, labelled, read.label)
         if is_iterable_style(X):
             return IterableStyle(X, collation)
         source = MapStyle(X, collation, shuffle_seed, classes, read.skips)
         source.classes = names or source.classes
         return source
     if paths:
-        return files(X, read.loader, storage_options=read.storage_options)
+        return files(X)
     if lazy:
         return pairs(X)
     leaves = batching.named_both((X, y)).values()
@@ -406,9 +396,7 @@ def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
     unchanged, and so are results of this function.
     """
     if isinstance(X, DataLoader):  # of validation, or of a pass over all rows
-        own: dict[str, Any] = {"batch_size": None, "collate_fn": None}
-        X, own = batch_options(X, own, {"collate_fn": read.collate_fn})
-        read = replace(read, **own)
+        X, _ = batch_options(X, {"batch_size": None}, {})
     if isinstance(X, Delayed) or is_future(X):
         X, y = [X], y if y is None else [y]
     if isinstance(X, Mapping) and any(is_map_style(one) for one in X.values()):
@@ -424,17 +412,26 @@ def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
     y = _stacked(y, "y")
     if lazy or are_paths(X):
         return X, y, read
-    if not isinstance(X, list):
-        return _stacked(X, "X"), y, read
-    if y is not None and batching.is_leaf(y) and len(X) != len(y):
-        raise DataError(
-            f"X and y must have the same length, got {len(X)} and {len(y)}; a list has "
-            "an item for each example, and several inputs are a tuple, tuple(X)"
+    examples = X.dataset if isinstance(X, CollatedDataset) else X
+    if examples is not X and is_lazy_list(examples):
+        raise OptionError(
+            "daskdl.data.dataset is for items in memory, got a list of Delayed objects "
+            "and futures: collate the items in their tasks, and give the list itself"
         )
-    if read.collate_fn is None and y is None and X:
+    if not isinstance(examples, list):
+        return _stacked(X, "X"), y, read
+    if y is not None and batching.is_leaf(y) and len(examples) != len(y):
+        raise DataError(
+            f"X and y must have the same length, got {len(examples)} and {len(y)}; a "
+            "list has an item for each example, and several inputs are a tuple, "
+            "tuple(X)"
+        )
+    if X is not examples:
+        return X, y, read
+    if y is None and X:
         X, y = unzipped(X, "X")
         y = _stacked(y, "y")
-    return X if read.collate_fn else _stacked(X, "X"), y, read
+    return _stacked(X, "X"), y, read
 
 
 def _label_apart(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
@@ -445,16 +442,15 @@ def _label_apart(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptio
     if are_paths(X) or isinstance(X, Source):
         raise OptionError(
             f"label={label!r} is for tables, dicts and datasets; for files give "
-            f"loader=daskdl.data.Csv(label={label!r}), or Parquet, Npz, ..."
+            f"daskdl.data.files(X, loader=daskdl.data.Csv(label={label!r})), or "
+            "Parquet, Npz, ..."
         )
-    if is_map_style(X) or is_iterable_style(X):
+    if isinstance(X, CollatedDataset) or is_map_style(X) or is_iterable_style(X):
         return X, y, read
     if is_bag(X) or is_lazy_list(X):
         X = with_label(X, label)
     elif not isinstance(X, list):
         X, y = tables.split_label(X, label)
-    elif read.collate_fn is not None:
-        return X, y, read
     else:
         X = [tables.split_label(item, label) for item in X]
     return X, y, replace(read, label=None)
@@ -475,7 +471,8 @@ def _stacked(tree: Tree, name: str) -> Tree:
         except ValueError as error:
             raise DataError(
                 f"the items of {name} must all have one shape: {error}; pad them to "
-                "one, or give a collate_fn; several inputs are a tuple, tuple(X)"
+                f"one, or give daskdl.data.dataset({name}, collate_fn=...); several "
+                "inputs are a tuple, tuple(X)"
             ) from error
 
     if batching.is_leaf(tree) and not isinstance(tree, list):
@@ -741,6 +738,10 @@ def split_rows(
         order = np.random.default_rng([seed, rows]).permutation(rows)
         return np.sort(order[count:]), np.sort(order[:count])
 
+    if isinstance(X, CollatedDataset):
+        shares = split_rows(X.dataset, y, fraction, seed)
+        rest, chosen = ((replace(X, dataset=x), labels) for x, labels in shares)
+        return rest, chosen
     if is_map_style(X) and hasattr(X, "__len__"):
         # Datasets of Hugging Face keep their columns and classes.
         own = type(X).__module__.partition(".")[0] == "datasets"

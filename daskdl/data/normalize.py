@@ -22,7 +22,7 @@ from daskdl.config import check_choice
 from daskdl.data import batching
 from daskdl.data.batching import Tree
 from daskdl.data.distribute import map_parts
-from daskdl.data.inputs import ReadOptions, source_of, with_columns
+from daskdl.data.inputs import source_of, with_columns
 from daskdl.data.named_columns import NO_COLUMNS, Columns, FittedTransform
 from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.tables import as_numpy
@@ -471,8 +471,6 @@ class Normalizer(ABC):
         y: Any = None,
         *,
         client: Any = None,
-        loader: Any = None,
-        storage_options: Mapping[str, Any] | None = None,
     ) -> Normalization:
         """Compute the statistics in one pass over the data, each part in place.
 
@@ -480,8 +478,6 @@ class Normalizer(ABC):
             X: Any data that `Trainer.fit` takes.
             y: Labels; not read.
             client: None: the default client, if there is one. False: no cluster.
-            loader: As in `Trainer.fit`, for paths.
-            storage_options: As in `Trainer.fit`, for paths and URLs.
 
         Returns:
             The scaling of x, to be used as a `transform`.
@@ -491,8 +487,7 @@ class Normalizer(ABC):
                 parts do not fit together, or if the data cannot be used.
             OptionError: If x lacks a key of `only`.
         """
-        read = ReadOptions(loader=loader, storage_options=storage_options)
-        source = with_columns(source_of(X, y, read, labelled=False), client)
+        source = with_columns(source_of(X, y, labelled=False), client)
         found = _of_all(source, self.per, self.only, client)
         columns = (source.columns or NO_COLUMNS).items()
         return Normalization(

@@ -671,7 +671,7 @@ def pack(
     elif root is not None:
         raise OptionError(f"root is for paths of files, got {root!r} and other data")
     else:
-        read = ReadOptions(per_file, storage_options=storage_options)
+        read = ReadOptions(per_file)
         source = source_of(X, y, read, labelled=False)
         made_from = options.fingerprint(source, (X, y))
         manifest = _begin(store, made_from, overwrite) or _pack_rows(

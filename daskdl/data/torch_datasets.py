@@ -49,7 +49,10 @@ from daskdl.data.source import SHOWN_ROWS, Separate, Source
 from daskdl.data.tables import as_numpy, check_array, number_labels, split_label
 from daskdl.errors import DataError, OptionError
 
-PAIR = "for several inputs ((x1, x2), y), or use a collate_fn that returns (x, y)"
+PAIR = (
+    "for several inputs ((x1, x2), y), or use daskdl.data.dataset(X, collate_fn=...) "
+    "with a function that returns (x, y)"
+)
 LABEL = (
     "say which key has the labels, label=...; a model that returns its own loss needs "
     "none: Trainer(loss=None)"
@@ -106,9 +109,9 @@ def _collated(items: list[Any]) -> Any:
         return collate(items, collate_fn_map=functions)
     except (RuntimeError, TypeError, KeyError) as error:
         raise DataError(
-            "items of the dataset cannot be put together: "
-            f"{type(error).__name__}: {error}; make them arrays and numbers of equal "
-            "shapes in tuples and dicts, or use a collate_fn"
+            f"items of the dataset cannot be collated: {type(error).__name__}: {error}"
+            "; make them arrays and numbers of equal shapes in tuples and dicts, or "
+            "use daskdl.data.dataset(X, collate_fn=...)"
         ) from error
 
 
@@ -135,7 +138,7 @@ def _tree(value: Any, name: str) -> Tree:
         raise DataError(
             f"{name} of a dataset's items must be made of tensors, arrays and numbers "
             f"in tuples and dicts, got {_outline(value)}; convert it in the dataset, "
-            "or use a collate_fn"
+            "or use daskdl.data.dataset(X, collate_fn=...)"
         )
     children = value.items() if isinstance(value, Mapping) else enumerate(value)
     inner = {key: _tree(child, f"{name}[{key!r}]") for key, child in children}
@@ -363,6 +366,61 @@ def split_stream(source: Source, parts: int) -> Source:
     return own
 
 
+@dataclass(frozen=True)
+class CollatedDataset:
+    """A dataset, or a list of examples, whose items a function collates."""
+
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any] | None  # None: torch's default
+
+
+def dataset(
+    dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None
+) -> CollatedDataset:
+    """Take the items of a dataset, or of a list, through a collate function.
+
+    A torch dataset without one, and a `DataLoader`, are given to `Trainer.fit` as they
+    are.
+
+    Args:
+        dataset: A torch dataset, map-style or iterable; a dataset of Hugging Face; a
+            `daskdl.data.Stream`; or a list with an item for each example, whose labels
+            may be given as y.
+        collate_fn: Makes (x, y), or x alone, from a list of `batch_size` items, with
+            one row for each item; it runs on the workers. None: torch's default.
+
+    Returns:
+        Data for `Trainer.fit` and everything else that takes data.
+
+    Raises:
+        OptionError: If an argument cannot be used.
+
+    Example:
+        >>> def padded(items):
+        ...     rows, labels = zip(*items)
+        ...     x = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        ...     return x, torch.tensor(labels)
+        >>> texts = [(torch.ones(2), 0), (torch.ones(3), 1)]
+        >>> dataset(texts, collate_fn=padded).collate_fn(texts)[0].shape
+        torch.Size([2, 3])
+    """
+    if isinstance(dataset, DataLoader):
+        raise OptionError(
+            "a DataLoader has its own collate_fn: give the DataLoader itself, or "
+            "daskdl.data.dataset(loader.dataset, collate_fn=...)"
+        )
+    if not (
+        isinstance(dataset, list) or is_iterable_style(dataset) or is_map_style(dataset)
+    ):
+        raise OptionError(
+            "dataset must be a torch Dataset or a list of examples, got a "
+            f"{type(dataset).__name__}"
+        )
+    if collate_fn is not None and not callable(collate_fn):
+        raise OptionError(f"collate_fn must be a function or None, got {collate_fn!r}")
+    return CollatedDataset(dataset, collate_fn)
+
+
 def is_iterable_style(value: Any) -> bool:
     """Whether a value is a dataset that can only be read from its beginning."""
     return isinstance(value, IterableDataset | Stream)
@@ -527,7 +585,8 @@ class MapStyle(Source):
             if kind == "O" and isinstance(column[0], np.ndarray):
                 raise DataError(
                     f"rows of the column {name!r} of X differ in length: pad them, or "
-                    "give a collate_fn that does, as DataCollatorWithPadding"
+                    "use daskdl.data.dataset(X, collate_fn=...) with a function that "
+                    "does, as DataCollatorWithPadding"
                 )
             if kind not in "biuf":
                 held = f"such as {str(column[0])!r}" if kind != "V" else "a structure"

@@ -7,7 +7,7 @@ files, each bad file is named.
 import functools
 import heapq
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from daskdl.data.batching import Rows
 from daskdl.data.checks import UNREADABLE, blames_data
 from daskdl.data.distribute import map_parts
 from daskdl.data.files import GroupedFiles
-from daskdl.data.inputs import ReadOptions, source_of, with_columns
+from daskdl.data.inputs import source_of, with_columns
 from daskdl.data.source import STREAMED_ROWS, Source
 from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, OptionError, ShapeError
@@ -396,9 +396,7 @@ def validate(
     shapes: Any = None,
     dtypes: Any = None,
     labels: Any = None,
-    loader: Callable[..., Any] | None = None,
     client: Any = None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Load all data once, on the cluster, and find bad parts and rows.
 
@@ -413,9 +411,7 @@ def validate(
         dtypes: Likewise; as ``numpy.dtype`` takes them, or dtypes of torch.
         labels: A number n of classes, 0 to n - 1; a range; or a set of numbers. For
             several outputs a tree like y.
-        loader: As in `Trainer.fit`, for paths. If it raises, the part is unreadable.
         client: None: the default client, if there is one. False: no cluster.
-        storage_options: For fsspec, such as credentials; the workers use them too.
 
     Returns:
         Counts and the first offenders. Labels are missing if they are NaN, or if there
@@ -442,8 +438,7 @@ def validate(
         part 0  1    non-finite     x is nan
     """
     expected = Expectations.of(shapes, dtypes, labels)
-    read = ReadOptions(loader=loader, storage_options=storage_options)
-    source = source_of(X, y, read, labelled=False)  # missing labels are counted
+    source = source_of(X, y, labelled=False)  # missing labels are counted
     source = with_columns(source, client)
     if isinstance(source, InMemory):  # as one part: its rows are the user's
         source = InMemory(*source.whole, batch_size=sum(source.lengths))

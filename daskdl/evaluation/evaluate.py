@@ -32,7 +32,6 @@ from daskdl.data.batching import (
 )
 from daskdl.data.checks import LabelCheck, ShapeCheck
 from daskdl.data.distribute import map_parts, workers_of
-from daskdl.data.formats import Loader
 from daskdl.data.inputs import OnBad, ReadOptions, infer_metadata, weighted_source
 from daskdl.data.source import Source
 from daskdl.data.torch_datasets import split_stream
@@ -76,11 +75,8 @@ def evaluate(
     client: Client | Literal[False] | None = None,
     batch_size: int | None = None,
     transform: Transform | None = None,
-    loader: Loader | Callable[..., Any] | None = None,
-    collate_fn: Callable[..., Any] | None = None,
     label: Any = None,
     on_bad_batch: OnBad = "raise",
-    storage_options: Mapping[str, Any] | None = None,
 ) -> Evaluation:
     """Evaluate any model in one pass, as :meth:`Trainer.evaluate` does.
 
@@ -97,11 +93,8 @@ def evaluate(
             temporary `LocalCluster`; False: this process.
         batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
         transform: Applied to each batch, see :class:`Trainer`.
-        loader: For files, see :meth:`Trainer.fit`.
-        collate_fn: For datasets, see :meth:`Trainer.fit`.
         label: Column, or key, of `X` that has the labels, see :meth:`Trainer.fit`.
         on_bad_batch: Treatment of unreadable parts, see :meth:`Trainer.fit`.
-        storage_options: fsspec options for paths and URLs, see :meth:`Trainer.fit`.
 
     Returns:
         A dict of all metrics over all rows, which prints as a report.
@@ -118,16 +111,7 @@ def evaluate(
         >>> evaluate(nn.Identity(), rows, labels, client=False)
         {'accuracy': 1.0}
     """
-    X, read = ReadOptions.scoring(
-        X,
-        batch_size,
-        transform,
-        loader,
-        collate_fn,
-        on_bad_batch,
-        storage_options,
-        label,
-    )
+    X, read = ReadOptions.scoring(X, batch_size, transform, label, on_bad_batch)
     return evaluate_model(
         model,
         X,

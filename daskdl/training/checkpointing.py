@@ -376,24 +376,20 @@ class ResumePlan:
         )
 
 
-def resume_plan(
-    resume: Any,
-    callbacks: Sequence[Callback],
-    storage_options: Mapping[str, Any] | None = None,
-) -> ResumePlan | None:
+def resume_plan(resume: Any, callbacks: Sequence[Callback]) -> ResumePlan | None:
     """Find the checkpoint that a fit resumes; None if it resumes none."""
     if resume is None or resume is False:
         return None
-    url = resume
-    if resume is True:
-        rule: Checkpoint | None = only(Checkpoint, callbacks)
-        if rule is None:
-            raise OptionError(
-                "resume=True needs a Checkpoint among the callbacks, got none; give "
-                "the URL of the checkpoints"
-            )
-        url, storage_options = rule.url, rule.storage_options or storage_options
-    series = Series.at(url, storage_options)
+    rule = only(Checkpoint, callbacks) if resume is True else resume
+    if rule is None:
+        raise OptionError(
+            "resume=True needs a Checkpoint among the callbacks, got none; give "
+            "the URL of the checkpoints"
+        )
+    if isinstance(rule, Checkpoint):
+        series = Series.at(rule.url, rule.storage_options)
+    else:
+        series = Series.at(rule)
     found = complete_at(series.store) or series.newest()
     if found is not None:
         return ResumePlan.of(found)

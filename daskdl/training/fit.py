@@ -323,11 +323,10 @@ class FitRun:
             values.encode(optimizer.state_dict(), "the state of the optimizer")
             rate = LearningRate(optimizer, spec.scheduling)
             values.encode(rate.values(), "the state of the scheduler")
-        # Callbacks of the client and the loader may not be picklable.
+        # Callbacks of the client may not be picklable.
         callbacks = [one for one in spec.callbacks if one.runs_on_workers]
-        read = replace(spec.read, loader=None, collate_fn=None, storage_options=None)
         return ReplicaSpec(
-            **{**vars(spec), "callbacks": callbacks, "read": read, "metrics": None},
+            **{**vars(spec), "callbacks": callbacks, "metrics": None},
             run=secrets.randbits(63),
             model=self._model,
             optimizer_state=None if trained is None else trained.optimizer.state_dict(),

@@ -25,7 +25,6 @@ from tests.support.kinds import (
     blocks,
     files,
     frame,
-    load,
     save_npz,
     tables,
 )
@@ -131,7 +130,6 @@ def test_so_are_models_losses_optimizers_and_callbacks(untouched, options, messa
 
 
 OPTIONS = {
-    "loader": ({}, {"loader": load}, "loader is for paths and URLs, got other data"),
     "stopping": (
         {"callbacks": [EarlyStopping(patience=1)]},
         {},
@@ -212,7 +210,7 @@ def damaged_npz(where):
 
 
 def npz(where, loader):
-    return Given(files(where, ".npz", save_npz), options={"loader": loader})
+    return Given(daskdl_data.files(files(where, ".npz", save_npz), loader))
 
 
 def missing_value(where):

@@ -112,8 +112,8 @@ def test_from_s3_with_options_that_workers_do_not_have(client, bucket, s3_endpoi
     without.fit(X, Y, epochs=3, batch_size=BATCH)
 
     own = with_checkpoints(client, f"{url}-b", **chosen)
-    resume = {"resume": f"{url}/checkpoint-000001", "storage_options": options}
-    own.fit(X, Y, epochs=3, batch_size=BATCH, **resume)
+    resume = Checkpoint(f"{url}/checkpoint-000001", storage_options=options)
+    own.fit(X, Y, epochs=3, batch_size=BATCH, resume=resume)
 
     check_same(own, without)
     for _ in range(2):  # the second over the first

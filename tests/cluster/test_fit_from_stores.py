@@ -44,7 +44,7 @@ def fit(client, trained, data, *more, **options):
 
 
 def test_from_a_server(client, trained, on_s3):
-    fit(client, trained, on_s3.url, storage_options=on_s3.options)
+    fit(client, trained, files(on_s3.url, storage_options=on_s3.options))
 
     assert trained.by_epoch() == [ALL] * EPOCHS
     assert trained.replicas() == {0, 1}

@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 import daskdl
+from daskdl.data import dataset
 from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
 from daskdl.data.normalize import Standardize
 
@@ -161,10 +162,10 @@ def test_lists_go_through_a_collate_function():
     ragged = [np.ones(1 + i % 3, np.float32) for i in range(ROWS)]
 
     for x, y in ((ragged, Y), (list(zip(ragged, Y, strict=True)), None)):
-        source = source_of(x, y, ReadOptions(4, collate_fn=padded))
+        source = source_of(dataset(x, collate_fn=padded), y, ReadOptions(4))
         assert [source.load(p)[0].shape for p in range(2)] == [(4, 3), (4, 3)]
         assert source.load(1)[1].tolist() == Y[4:].tolist()
-    _, _, labels = rows(ragged[:2], NAMES[:2].tolist(), collate_fn=padded)
+    _, _, labels = rows(dataset(ragged[:2], collate_fn=padded), NAMES[:2].tolist())
     assert labels.tolist() == NUMBERS[:2].tolist()
 
 
@@ -277,7 +278,7 @@ def test_a_subclass_with_its_own_iteration_is_refused():
 
 @pytest.mark.parametrize(
     "options",
-    [{"batch_size": 5}, {"shuffle": True}, {"drop_last": True}, {"collate_fn": padded}],
+    [{"batch_size": 5}, {"shuffle": True}, {"drop_last": True}],
     ids=lambda options: next(iter(options)),
 )
 def test_an_argument_that_contradicts_the_loader_is_refused(options):
@@ -286,7 +287,7 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
 
     with pytest.raises(daskdl.OptionError, match=f"^{name}=.* contradicts the Data"):
         trainer().fit(own, **options)
-    trainer().fit(own, batch_size=4, shuffle=False, drop_last=False, collate_fn=shifted)
+    trainer().fit(own, batch_size=4, shuffle=False, drop_last=False)
     with pytest.raises(daskdl.OptionError, match="drop_last=True leaves rows out"):
         trainer().fit(X, Y, validation=loader(drop_last=True))
 
@@ -298,7 +299,7 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
          "item for each example, and several inputs are a tuple, tuple.X."),
         ([X, X[:, :1]], None, {}, "items of X must all have one shape: .* several "
          "inputs are a tuple"),
-        ([[1.0], [2.0, 3.0]], [0, 1], {}, "items of X .* or give a collate_fn"),
+        ([[1.0], [2.0, 3.0]], [0, 1], {}, "items of X .* give daskdl.data.dataset"),
         ([(X[0], 0), X[1]], None, {}, "must all be pairs .* got 1 of 2 without y"),
         ([], None, {}, "X must not be empty, got an empty list"),
         (bag(X), Y, {}, "y must be a bag, partitioned as X is, got a ndarray"),
@@ -312,7 +313,8 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
         (X, None, {"label": 0}, "label=0 names a column of a table or a key of dicts, "
          "got a numpy.ndarray; give the labels as y"),
         (DATASET, None, {"label": "y"}, "names a column .* or a key of dicts, got a"),
-        ("a.csv", None, {"label": "price"}, "loader=daskdl.data.Csv.label='price'"),
+        ("a.csv", None, {"label": "price"},
+         "daskdl.data.files.X, loader=daskdl.data.Csv.label='price'"),
         (Dicts(), None, {}, "got a dict with the keys .'a', 'b', 'price'.; say which "
          "key has the labels, label=..."),
         ({"train": DATASET, "test": DATASET}, None, {}, "X is a dict with the datasets "

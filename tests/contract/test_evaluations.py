@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchmetrics.classification import MulticlassAccuracy
 
 import daskdl
+from daskdl.data import dataset
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation.evaluate import score_batches
 from daskdl.metrics import (
@@ -192,7 +193,7 @@ class TestLossAndAccuracy:
         weight = np.arange(1.0, 20) if padded == "weighted" else np.ones(19)
         data, options = (x, y), {"transform": trimmed}
         if padded == "collated":
-            data, options = (items,), {"collate_fn": collated}
+            data, options = (dataset(items, collate_fn=collated),), {}
         if padded == "weighted":
             options["sample_weight"] = weight
         loss = nn.CrossEntropyLoss()

@@ -158,7 +158,9 @@ def test_unknown_and_mixed_extensions_are_refused(tmp_path, names):
     with pytest.raises(DataError, match=r"one of '\.npy', .*ensors', got ") as raised:
         files(tmp_path)
 
-    assert f"as {tmp_path}/{names[0]}; give a loader=" in str(raised.value)
+    assert f"as {tmp_path}/{names[0]}; use daskdl.data.files(X, loader=...)" in str(
+        raised.value
+    )
 
 
 def test_lengths_are_looked_up_and_empty_files_are_passed_over(folder):

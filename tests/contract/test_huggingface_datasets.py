@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 import daskdl
+from daskdl.data import dataset
 from daskdl.data.inputs import ReadOptions, source_of
 
 ROWS = 8
@@ -100,7 +101,7 @@ def test_columns_of_a_format_and_transforms_are_kept():
 
 
 def test_items_go_through_a_collate_function_in_their_own_format():
-    source = read(RAGGED, "labels", collate_fn=padded)
+    source = read(dataset(RAGGED, collate_fn=padded), "labels")
 
     x, y = source.load(0)
     assert x["ids"].shape == (4, 3)
@@ -161,7 +162,7 @@ def test_a_model_is_fitted_evaluated_and_asked():
          "datasets 'train', 'test'; give one of them, X.'train'., and others"),
         (DATA, None, "keys .'ids', 'size', 'label'.; say which key has the labels"),
         (DATA, "cost", "label='cost' must be a column of X, which has 'ids', 'size'"),
-        (RAGGED, "label", "'ids' of X differ in length: pad them, or give a collate_"),
+        (RAGGED, "label", "'ids' of X differ in length: pad them, or use daskdl.data"),
         (Dataset.from_dict({"a": NAMES, "label": LABELS}), "label",
          "column 'a' of X holds no numbers, but such as 'dog': .*remove_columns.'a'"),
         (Dataset.from_dict({"a": [1, 2], "label": ["a", None]}), "label",

@@ -213,7 +213,7 @@ MISTAKES = {
     ),
     "rows of different lengths": (
         lambda: fit([X[0], X[1, :2]], [0, 1]),
-        "give a collate_fn",
+        "give daskdl.data.dataset(X, collate_fn=...)",
     ),
     "label and y": (lambda: fit(table(price=1), Y, label="price"), "leave one out"),
     "weights for some rows": (lambda: fit(sample_weight=[1.0]), "each of 40 rows"),
@@ -445,6 +445,9 @@ class TestLossesWithTrainableTensors:
                 ("max_epochs", "fit(..., epochs=3) instead"),
                 ("verbose", "Trainer(..., progress=True) instead"),
                 ("callbacks", "Trainer(..., callbacks=[callback]) instead"),
+                ("loader", "fit(daskdl.data.files(url, loader=loader, storage_options"),
+                ("storage_options", "fit(daskdl.data.files(url, loader=loader, stor"),
+                ("collate_fn", "fit(daskdl.data.dataset(dataset, collate_fn=collate_"),
                 ("learning_rate", "Trainer(..., lr=0.1) instead"),
             ]
         ],
@@ -464,6 +467,10 @@ class TestLossesWithTrainableTensors:
         (
             lambda: trainer().predict(X, verbose=0),
             "Trainer.predict() has no argument 'verbose'; write Trainer(..., progress=",
+        ),
+        (
+            lambda: trainer().score_examples("x.csv", loader=3),
+            "Trainer.score_examples() has no argument 'loader'; write fit(daskdl.data.",
         ),
         (
             lambda: trainer().evaluate(X, Y, verbose=0),

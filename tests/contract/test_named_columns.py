@@ -14,7 +14,16 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import daskdl
-from daskdl.data import Csv, MinMax, Normalization, Npz, Parquet, Standardize, pack
+from daskdl.data import (
+    Csv,
+    MinMax,
+    Normalization,
+    Npz,
+    Parquet,
+    Standardize,
+    files,
+    pack,
+)
 from daskdl.data import validate as validate_data
 
 WEIGHTS = torch.tensor([[1.0, 10.0, 100.0]])
@@ -57,12 +66,12 @@ def written(tables, folder, write):
 
 def csv(tables, folder):
     url = written(tables, folder, lambda t, path: t.to_csv(path, index=False))
-    return url, None, {"loader": Csv(label="y", label_dtype="float32")}
+    return files(url, Csv(label="y", label_dtype="float32")), None, {}
 
 
 def parquet(tables, folder):
     url = written(tables, folder, lambda t, path: t.to_parquet(path, index=False))
-    return url, None, {"loader": Parquet(label="y")}
+    return files(url, Parquet(label="y")), None, {}
 
 
 def delayed_parts(tables, folder):
@@ -123,9 +132,7 @@ def evaluated(own, X, y, options):
 
 
 def validated(own, X, y, options):
-    loader = options.get("loader")
-    data = daskdl.data.files(X, loader) if loader else X
-    validation = data if y is None else (data, y)
+    validation = X if y is None else (X, y)
     return own.fit(FRAME, Y, validation=validation)[-1]["val_loss"]
 
 
@@ -228,9 +235,7 @@ class TestPartsThatDiffer:
         message = r"X of .*1.*missing: 'c'; unexpected: 'd'; rename"
         with pytest.raises(daskdl.DataError, match=message):
             trainer().fit(X, y, **options)
-        report = validate_data(
-            X, y, client=False, **{k: v for k, v in options.items() if k == "loader"}
-        )
+        report = validate_data(X, y, client=False)
         assert report.counts["unreadable"] == 1
 
 
@@ -339,14 +344,14 @@ class UnnamedStream(IterableDataset):
 def npz(x, y, folder):
     folder.mkdir()
     np.savez(folder / "0.npz", x=x, y=y)
-    return str(folder / "*.npz"), None, {"loader": Npz("x", "y")}
+    return files(folder / "*.npz", Npz("x", "y")), None, {}
 
 
 def csv_by_index(x, y, folder):
     table = pd.DataFrame(x, columns=["p", "q", "r"])
     url = written([(table, y)], folder, lambda t, path: t.to_csv(path, index=False))
     reader = Csv(features=[0, 1, 2], label="y", label_dtype="float32")
-    return url, None, {"loader": reader}
+    return files(url, reader), None, {}
 
 
 # Data whose columns have no names, in the order of the training data.
@@ -477,7 +482,7 @@ class TestArraysAndTables:
         reader = Csv(features=[1, 2, 0], label="y", label_dtype="float32")
 
         with pytest.warns(UserWarning, match="X of .*x.csv has no names of columns"):
-            loss = trained().evaluate(str(tmp_path / "x.csv"), loader=reader)["loss"]
+            loss = trained().evaluate(files(tmp_path / "x.csv", reader))["loss"]
 
         assert loss < 1e-3
 

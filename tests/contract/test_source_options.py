@@ -8,10 +8,13 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from dask import delayed
 from torch import nn
+from torch.utils.data import DataLoader
 
 import daskdl
-from daskdl.data.inputs import ReadOptions, compose
+from daskdl.data import dataset, files
+from daskdl.data.inputs import ReadOptions, compose, source_of
 from daskdl.data.normalize import Standardize
 from daskdl.data.storage import Store
 from daskdl.errors import OptionError
@@ -27,9 +30,6 @@ from tests.support import s3
         ("on_bad_batch", "ignore", "on_bad_batch must be 'raise' or 'skip', got 'ign"),
         ("on_bad_batch", None, "on_bad_batch must be 'raise' or 'skip', got None"),
         ("transform", 3, "transform must be a function or None, got 3"),
-        ("loader", "csv", "loader must be a function load(file) -> (x, y) of an"),
-        ("collate_fn", [], "collate_fn must be a function or None, got []"),
-        ("storage_options", [("secret", 1)], "must be a dict or None, got a list"),
     ],
     ids=repr,
 )
@@ -38,12 +38,36 @@ def test_an_option_is_refused_by_name(option, value, message):
         ReadOptions(**{"batch_size": 1, option: value})
 
 
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda: files("x.csv", "csv"), "loader must be a function load(file) -> "),
+        (lambda: files("x", storage_options=[("key", "secret")]), "None, got a list"),
+        (lambda: dataset([1], collate_fn=[]), "collate_fn must be a function or None"),
+        (lambda: dataset(np.eye(2)), "a torch Dataset or a list of examples, got a nd"),
+        (lambda: dataset("x.csv"), "a torch Dataset or a list of examples, got a str"),
+        (lambda: dataset(DataLoader([1])), "daskdl.data.dataset(loader.dataset, coll"),
+        (
+            lambda: source_of(dataset([delayed(1)])),
+            "items in memory, got a list of Del",
+        ),
+    ],
+    ids=["loader", "options", "collate_fn", "array", "path", "DataLoader", "Delayed"],
+)
+def test_a_reader_is_refused_by_name_before_anything_is_read(read, message):
+    with pytest.raises(OptionError, match=re.escape(message)) as caught:
+        read()
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("word", "skips"), [("raise", False), ("skip", True)])
 def test_only_one_word_leaves_parts_out(word, skips):
     assert ReadOptions(1, on_bad_batch=word).skips is skips
 
 
-def test_storage_options_open_the_store_in_each_call(bucket, s3_endpoint, tmp_path):
+def test_files_with_storage_options_are_read_by_each_method(
+    bucket, s3_endpoint, tmp_path
+):
     url, storage = f"{bucket}/rows", s3.options(s3_endpoint)
     content = io.BytesIO()
     np.savez(content, x=np.eye(3, dtype="float32"), y=np.arange(3))
@@ -55,20 +79,18 @@ def test_storage_options_open_the_store_in_each_call(bucket, s3_endpoint, tmp_pa
         client=False,
         progress=False,
     )
-    own = {"storage_options": storage}
+    rows = files(url, storage_options=storage)
 
-    history = trainer.fit(np.eye(3), np.arange(3), validation=url, **own)
+    history = trainer.fit(np.eye(3), np.arange(3), validation=rows)
 
     assert history.column("val_loss") == [pytest.approx(1.0, abs=3)]
-    assert 0 <= trainer.evaluate(url, **own)["accuracy"] <= 1
-    assert "accuracy" in daskdl.evaluate(trainer.model_, url, client=False, **own)
-    assert len(trainer.score_examples(url, **own)) == 3
-    assert len(trainer.predict(url, **own)) == 3
-    assert len(daskdl.predict(trainer.model_, url, client=False, **own)) == 3
-    assert Standardize().fit(url, client=False, **own).scalings.shift == pytest.approx(
-        np.full(3, 1 / 3)
-    )
-    assert "secret" not in repr(ReadOptions(1, **own))
+    assert 0 <= trainer.evaluate(rows)["accuracy"] <= 1
+    assert "accuracy" in daskdl.evaluate(trainer.model_, rows, client=False)
+    assert len(trainer.score_examples(rows)) == 3
+    assert len(trainer.predict(rows)) == 3
+    assert len(daskdl.predict(trainer.model_, rows, client=False)) == 3
+    shift = Standardize().fit(rows, client=False).scalings.shift
+    assert shift == pytest.approx(np.full(3, 1 / 3))
 
 
 def doubled(batch):

@@ -20,7 +20,7 @@ from daskdl.data.inputs import (
 )
 from daskdl.data.tables import InMemory
 from daskdl.data.torch_datasets import IterableStyle, MapStyle
-from daskdl.errors import DataError, OptionError
+from daskdl.errors import DataError
 from tests.support.sources import Parts
 
 X = np.arange(8.0).reshape(4, 2)
@@ -110,17 +110,6 @@ def test_a_source_is_taken_as_it_is():
     source = Parts((X, Y))
 
     assert source_of(source) is source
-
-
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [("loader", PAIRED[kind][0]) for kind in PAIRED if kind != "path"]
-    + [("collate_fn", PAIRED[kind][0]) for kind in ("bag", "own", "path")]
-    + [(name, values) for name in ("loader", "collate_fn") for values in (X, lazy())],
-)
-def test_an_option_of_other_data_is_refused(name, data):
-    with pytest.raises(OptionError, match=f"^{name} is for .*, got other data$"):
-        source_of(data, None, ReadOptions(**{name: list}))
 
 
 def test_tables_among_arrays_become_arrays_and_names_of_labels_are_kept():

@@ -26,6 +26,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 import daskdl
 from daskdl.data import Stream
+from daskdl.data import dataset as collated
 from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.torch_datasets import Collation, split_stream, worker_info
 from daskdl.errors import DataError, OptionError
@@ -127,7 +128,7 @@ def test_parts_are_64ths_that_load_at_once(dataset, lengths):
 
 @pytest.mark.parametrize("dataset", [Squares(10), tensors(10)], ids=["items", "tensor"])
 def test_a_part_is_one_call_of_the_users_collate_function(dataset):
-    source = source_of(dataset, read=ReadOptions(4, collate_fn=padded))
+    source = source_of(collated(dataset, padded), read=ReadOptions(4))
 
     assert source.lengths == [4, 4, 2]
     assert [source.load(part)[0].shape for part in range(3)] == [
@@ -248,10 +249,10 @@ def test_dtypes_are_those_of_torch():
         ([("cat", 1)], "x of a dataset's items is text, such as 'cat'; make numbers of "
          "it in the dataset"),
         ([({"a": ()}, 1)], "x['a'] of a dataset's items must be made of"),
-        ([(1, None)], "items of the dataset cannot be put together: TypeError"),
+        ([(1, None)], "items of the dataset cannot be collated: TypeError"),
         ([(torch.ones(2), 0), (torch.ones(3), 0)], "of equal shapes in tuples and "
-         "dicts, or use a collate_fn"),
-        ([({"a": 1}, 0), ({"b": 1}, 0)], "cannot be put together: KeyError"),
+         "dicts, or use daskdl.data.dataset(X, collate_fn=...)"),
+        ([({"a": 1}, 0), ({"b": 1}, 0)], "cannot be collated: KeyError"),
         ([(torch.tensor(1j), 0)], "x must hold real numbers"),
     ],
     ids=["dict", "string", "nothing", "none", "ragged", "keys", "complex"],
@@ -409,7 +410,7 @@ def test_items_are_asked_for_when_they_are_needed_and_checked(trained):
 def test_the_users_collate_function_gets_its_batch_size():
     stream = Stream(lambda k, n: [(torch.tensor(i), 0) for i in range(1, 6)], 1)
 
-    source = source_of(stream, read=ReadOptions(2, collate_fn=padded))
+    source = source_of(collated(stream, padded), read=ReadOptions(2))
 
     assert [x.shape for x, _ in source.stream(0, 100)] == [(2, 3), (2, 5), (1, 6)]
 

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from daskdl.data import Csv, Parquet, Report, image_folder, pack
+from daskdl.data import Csv, Parquet, Report, files, image_folder, pack
 from daskdl.data.batching import named_both
 from daskdl.data.storage import Store
 from daskdl.data.validate import KINDS, Offender, validate
@@ -363,7 +363,7 @@ def test_rows_of_files_are_numbered_in_each(tmp_path, write, loader):
     for part, rows in enumerate(cut(pd.DataFrame({"a": X[:, 0], "y": Y}))):
         write(rows, tmp_path / f"{part}", index=False)
 
-    report = validate(str(tmp_path), loader=loader, labels=3, client=False)
+    report = validate(files(tmp_path, loader), labels=3, client=False)
 
     assert_found(report, [f"{tmp_path}/{i}" for i in range(PARTS)])
     assert report.files == PARTS
@@ -436,13 +436,13 @@ def test_packed_files_that_are_damaged_or_gone_are_named(tmp_path):
 
 def test_files_on_a_server_are_read_with_the_options(s3_endpoint, bucket):
     store = Store(f"{bucket}/x", s3.options(s3_endpoint))
-    options = {"client": False, "storage_options": store.options}
     store.write("a.csv", b"a,y\n1,0\n2,1\n")
     store.write("b.csv", b"a,y\n1,7\n")
     packed = f"{store.url}-packed"
-    pack(store.url, url=packed, per_file=1, **options)
+    pack(store.url, url=packed, per_file=1, client=False, storage_options=store.options)
 
     for url in (store.url, packed):
-        report = validate(url, labels=2, loader=Csv(label="y"), **options)
+        rows = files(url, Csv(label="y"), storage_options=store.options)
+        report = validate(rows, labels=2, client=False)
 
         assert (report.rows, counted(report)) == (3, {"invalid label": 1})

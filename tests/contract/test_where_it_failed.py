@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from daskdl import Trainer
+from daskdl.data import dataset
 from daskdl.errors import ModelError
 
 
@@ -72,7 +73,7 @@ def test_collate_fn_gets_the_items_of_one_batch():
         torch.zeros(40, 2), torch.zeros(40, dtype=torch.int64)
     )
 
-    trainer(accumulate=2).fit(data, batch_size=4, collate_fn=collate)
+    trainer(accumulate=2).fit(dataset(data, collate_fn=collate), batch_size=4)
 
     assert sizes == {2, 4}  # two to rehearse with
 

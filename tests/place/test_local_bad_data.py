@@ -358,7 +358,7 @@ WAYS_TO_GIVE_ITEMS = {
     "a loader": lambda data: (DataLoader(data, batch_size=8), {"batch_size": None}),
     "a subset": lambda data: (Subset(data, range(128)), {}),
     "joined": lambda data: (ConcatDataset([data]), {}),
-    "collated": lambda data: (data, {"collate_fn": together}),
+    "collated": lambda data: (daskdl.data.dataset(data, collate_fn=together), {}),
 }
 give = pytest.mark.parametrize(
     "give", WAYS_TO_GIVE_ITEMS.values(), ids=WAYS_TO_GIVE_ITEMS
@@ -424,12 +424,13 @@ class TestBadItems:
         assert all(line.startswith("item 70 of the dataset") for line in logged)
 
     @pytest.mark.parametrize("bad", [0, 70])
-    @pytest.mark.parametrize("options", [{}, {"collate_fn": together}])
-    def test_have_no_score_and_keep_their_places(self, bad, options):
+    @pytest.mark.parametrize("collate_fn", [None, together])
+    def test_have_no_score_and_keep_their_places(self, bad, collate_fn):
         own = trainer(False)
         own.fit(*rows(64))
 
-        scores = own.score_examples(Torn({bad}), on_bad_batch="skip", **options)
+        data = daskdl.data.dataset(Torn({bad}), collate_fn=collate_fn)
+        scores = own.score_examples(data, on_bad_batch="skip")
 
         expected = own.score_examples(Torn(()))
         expected[bad] = np.nan

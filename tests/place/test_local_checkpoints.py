@@ -358,7 +358,7 @@ def test_fewer_and_more_replicas_resume_from_the_same_model(before, after, url):
     ends, goes_on = one_of(url, master=after), one_of(f"{url}-later", master=after)
 
     fits(ends, 2, resume=True)  # nothing is left to train
-    history = fits(goes_on, resume=at(url, 2))
+    history = fits(goes_on, resume=Checkpoint(at(url, 2)))
 
     # No residual is lost: steps of the grid, rounded once for each replica.
     ours, theirs = (dict(t.model_.named_parameters()) for t in (ends, whole))

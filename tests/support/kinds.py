@@ -249,18 +249,19 @@ def as_frame(x, y):
 
 
 def npy(where):
-    options = {"loader": data.Npy(label_column=-1), "transform": eighths}
-    return Given(files(where, ".npy", save_table), options=options)
+    url = files(where, ".npy", save_table)
+    source = data.files(url, data.Npy(label_column=-1))
+    return Given(source, options={"transform": eighths})
 
 
 def csv(where):
     url = files(where, ".csv", lambda path, x, y: as_frame(x, y).to_csv(path, index=0))
-    return Given(url, options={"loader": data.Csv(label="label")})
+    return Given(data.files(url, data.Csv(label="label")))
 
 
 def parquet(where):
     url = files(where, ".parquet", lambda path, x, y: as_frame(x, y).to_parquet(path))
-    return Given(url, options={"loader": data.Parquet(label="label")})
+    return Given(data.files(url, data.Parquet(label="label")))
 
 
 def safetensors(where):
@@ -276,10 +277,6 @@ one_loads = threading.Lock()
 def load(file):
     with one_loads, np.load(file) as arrays:
         return arrays["x"], torch.from_numpy(arrays["y"])
-
-
-def by_function(where):
-    return Given(files(where, ".npz", save_npz), options={"loader": load})
 
 
 def from_files(where):
@@ -314,7 +311,7 @@ def packed_files(where):
     inner = files(where._replace(folder=where.folder / "in"), ".npz", save_npz)
     url = str(where.folder / "out")
     data.pack(inner, url=url, per_file=2, shuffle=False, client=where.client)
-    return Given(url, options={"loader": data.Npz()})
+    return Given(data.files(url, data.Npz()))
 
 
 def images(where):
@@ -360,14 +357,13 @@ KINDS: dict[str, Callable[[Where], Given]] = {
     "dict of labels": dict_labels,
     "TensorDataset": dataset_of_tensors,
     "Dataset": lambda where: Given(Items()),
-    "collate_fn": lambda where: Given(Items(), options={"collate_fn": collate}),
+    "collate_fn": lambda where: Given(data.dataset(Items(), collate_fn=collate)),
     ".npy": npy,
     ".npz": lambda where: Given(files(where, ".npz", save_npz)),
     ".csv": csv,
     ".parquet": parquet,
     ".safetensors": safetensors,
     "list of paths": several_paths,
-    "a loader": by_function,
     "files": from_files,
     "packed rows": packed_rows,
     "packed blocks": packed_blocks,

@@ -739,9 +739,11 @@ def split_rows(
         return np.sort(order[count:]), np.sort(order[:count])
 
     if isinstance(X, CollatedDataset):
-        shares = split_rows(X.dataset, y, fraction, seed)
-        rest, chosen = ((replace(X, dataset=x), labels) for x, labels in shares)
-        return rest, chosen
+        (train_X, train_y), (held_X, held_y) = split_rows(X.dataset, y, fraction, seed)
+        return (
+            (replace(X, dataset=train_X), train_y),
+            (replace(X, dataset=held_X), held_y),
+        )
     if is_map_style(X) and hasattr(X, "__len__"):
         # Datasets of Hugging Face keep their columns and classes.
         own = type(X).__module__.partition(".")[0] == "datasets"

@@ -13,7 +13,7 @@ from daskdl.compression import replica_vector
 from tests.sim import mutations, oracle, scenario, seeds
 from tests.sim.fit import Cluster, Setup
 from tests.sim.scenario import Fate, Fault, Scenario
-from tests.sim.world import Violation
+from tests.sim.world import Trace, Violation
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +115,15 @@ def test_a_mutation_changes_one_place(name):
     compile(
         mutations.changed(spec.loader.get_data(spec.origin), mutation), name, "exec"
     )
+
+
+@pytest.mark.slow
+def test_a_seed_repeats_whatever_steps_take():
+    """Replicas join, and the size of what they get decides how long they wait."""
+    digests = set()
+    for _ in range(3):
+        trace = Trace()
+        seeds.run_seed(582, trace)
+        digests.add(trace.digest)
+
+    assert len(digests) == 1

@@ -267,10 +267,11 @@ class Compressor:
             samples.append(Sample(size, residuals, threshold))
         return samples
 
-    def continue_(self, sent: Mapping[str, Sent]) -> None:
-        """Continue from the outcomes of an earlier run, by pattern."""
+    def continue_(self, sent: Mapping[str, tuple[float, float]]) -> None:
+        """Continue from thresholds and densities of an earlier run, by pattern."""
         for pattern in self.groups.keys() & sent.keys():
-            self.groups[pattern].sent = sent[pattern]
+            threshold, density = sent[pattern]
+            self.groups[pattern].sent = Sent(float(threshold), float(density))
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state shared by all replicas, and this replica's own state.

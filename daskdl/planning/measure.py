@@ -35,18 +35,13 @@ from daskdl.objective import Objective
 from daskdl.planning.cost_model import MEASURED_EVERY, Costs
 from daskdl.serialization import Packed
 from daskdl.thresholds import Residual, Sent, ThresholdAlgorithm
-from daskdl.training.base import (
-    CompressionState,
-    KeptResidual,
-    ReplicaContext,
-    evaluating_in,
-    train_,
-)
+from daskdl.training.base import ReplicaContext, evaluating_in, train_
 from daskdl.training.checkpointing import run_in_thread
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepper, Stepping, is_adaptive
 from daskdl.training.replica import process_environment
+from daskdl.training.state import State
 
 SETTLING = 100  # most exchanges until thresholds have settled
 SETTLING_S = 1.0  # most seconds, with gradients; and again without
@@ -154,8 +149,7 @@ class StepBenchmark:
     def _attach(
         self,
         master: GradientSharing,
-        compression: CompressionState | None = None,
-        residual: KeptResidual | None = None,
+        carried: State | None = None,
     ) -> None:
         parameters = FlatParameters(self._module)
         self._channel = LoopbackChannel(parameters, master.synchronous)
@@ -165,10 +159,10 @@ class StepBenchmark:
                 self._channel,
                 replica=0,
                 members=[0],  # it takes the residual; the other joins at once
-                compression=compression,
-                residual=residual,
             )
         )
+        if carried is not None:
+            self._exchange.load_(carried, [])
 
     def _settle(self) -> None:
         """Bring thresholds to their values after some hundred exchanges.
@@ -186,10 +180,7 @@ class StepBenchmark:
             self._settles(rules, lambda: self._repeat(moved))
             for parameter, values in zip(parameters, before, strict=True):
                 parameter.detach().copy_(values)
-        result, grid = self._exchange.result(), self._exchange.agreed().grid
-        assert result.residual_N is not None
-        residual = KeptResidual(result.residual_N, grid, {}, 0)
-        self._attach(self._master, result.compression, residual)
+        self._attach(self._master, self._exchange.carried(ended=True))
 
     def _settles(
         self, rules: Mapping[str, _Hastened], exchange: Callable[[], object]

@@ -14,13 +14,11 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from typing_extensions import override
 
 from daskdl.channel.leasing import (
@@ -38,12 +36,12 @@ from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import OptionError, SaveError
 from daskdl.history import Row
 from daskdl.serialization import Packed
-from daskdl.thresholds import average_sent
-from daskdl.training.base import CompressionState, Parameters, TrainingMaster
+from daskdl.thresholds import Sent, average_sent
+from daskdl.training.base import Parameters, TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.replica import FitResult, Replica, process_environment
-from daskdl.training.state import ReplicaState, decoded
+from daskdl.training.state import ReplicaState, State, decoded
 from daskdl.training.telemetry import Reports, reports_of
 from daskdl.training.tree_reduce import total_of
 from daskdl.util import settle
@@ -223,11 +221,12 @@ def merge(results: Sequence[FitResult]) -> FitResult:
     agreed = [result for result in results if result.parameters][:1]
     used = restored or ended or agreed or results[:1]
     states = [one.optimizer for one in ended if one.optimizer is not None]
-    left = [one.compression for one in results if one.compression is not None]
+    carried = [result.carried for result in results if result.carried]
+    residuals = [r.carried for r in used if "residual" in r.carried]
     return FitResult(
-        _sum([result.parameters for result in used]),
+        used[0].parameters,
         (total_of([arrays for arrays, _ in states]), states[0][1]) if states else None,
-        average_compression(left) if left else None,
+        _merge_carried(carried, residuals) if carried else {},
         ended[0].schedule if ended else b"",  # equal on all replicas
         [packed for result in results for packed in result.telemetry],
         bool(restored),
@@ -236,30 +235,28 @@ def merge(results: Sequence[FitResult]) -> FitResult:
     )
 
 
-def average_compression(states: Sequence[CompressionState]) -> CompressionState:
-    """Average the compression states of replicas, for the next fit.
+def _merge_carried(carried: Sequence[State], residuals: Sequence[State]) -> State:
+    """Merge what replicas carry to the next fit, see `Exchange.carried`.
 
-    Returns:
-        For each pattern the mean over the replicas that sent updates of it, and the
-        largest number of steps.
+    For each pattern the mean over the replicas that sent updates of it, the largest
+    number of steps, and the sum of some replicas' residuals.
     """
-    patterns = dict.fromkeys(pattern for state in states for pattern in state.sent)
-    means = {p: average_sent([one.sent.get(p) for one in states]) for p in patterns}
-    sent = {pattern: mean for pattern, mean in means.items() if mean is not None}
-    return CompressionState(sent, max(state.steps for state in states))
-
-
-def _sum(parts: Sequence[Parameters]) -> Parameters:
-    first = parts[0]
-    if first.shared_N is None:
-        return first
-    total_N: NDArray[np.int64] = np.zeros(first.shared_N.shape, np.int64)
-    for part in parts:
-        if part.residual_N is not None:
-            total_N += part.residual_N
-    bounds = np.iinfo(np.int32)
-    residual_N = np.clip(total_N, bounds.min, bounds.max).astype(np.int32)
-    return replace(first, residual_N=residual_N if residual_N.any() else None)
+    patterns = dict.fromkeys(p for state in carried for p in state["sent"])
+    sent = {}
+    for pattern in patterns:
+        outcomes = [s["sent"].get(pattern) for s in carried]
+        mean = average_sent([outcome and Sent(*outcome) for outcome in outcomes])
+        if mean is not None:
+            sent[pattern] = mean.threshold, mean.density
+    merged = {"made": max(state["made"] for state in carried), "sent": sent}
+    if residuals:
+        total_N = sum(state["residual"].long() for state in residuals)
+        assert isinstance(total_N, torch.Tensor), "there is a residual"
+        bounds = torch.iinfo(torch.int32)
+        counts_N = total_N.clamp(bounds.min, bounds.max).int()
+        if counts_N.any():
+            merged |= {"residual": counts_N, "grid": residuals[0]["grid"]}
+    return merged
 
 
 def most_replicas(source: Source, spec: ReplicaSpec) -> int:

@@ -32,7 +32,6 @@ from daskdl.compression.flat import (
 )
 from daskdl.config import Timeouts, check_bound, check_whole
 from daskdl.evaluation.evaluate import Score
-from daskdl.thresholds import Sent
 from daskdl.training.state import (
     ALONE,
     MODEL,
@@ -223,8 +222,6 @@ class Parameters:
     Attributes:
         exact: State dict of one replica's module, on the CPU, or None.
         shared_N: Parameters agreed on by all replicas, int32, steps of `grid`, or None.
-        residual_N: Residual of this replica, or summed over all replicas, int32, steps
-            of `grid`, or None. Not part of the model.
         grid: Parameter units per step.
         untrained: With `shared_N`, averaged buffers and the frozen parameters that the
             model has changed; see `Untrained`.
@@ -234,7 +231,6 @@ class Parameters:
 
     exact: Mapping[str, Any] | None = None
     shared_N: NDArray[np.int32] | None = None
-    residual_N: NDArray[np.int32] | None = None
     grid: float = 0.0
     untrained: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     hidden: Mapping[str, Tensor] = field(default_factory=dict)
@@ -271,7 +267,7 @@ class Parameters:
             return cls(exact=values["exact"], hidden=values["hidden"])
         untrained = {n: tensor.numpy() for n, tensor in values["untrained"].items()}
         shared_N, grid = values["shared"].numpy(), values["grid"]
-        return cls(None, shared_N, None, grid, untrained)
+        return cls(None, shared_N, grid, untrained)
 
     def load_into(self, module: nn.Module) -> None:
         """Load into a module; do nothing if no parameters are present."""
@@ -314,93 +310,39 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
     return tensor.dtype, tensor.shape
 
 
-class CompressionState(NamedTuple):
-    """Compression state that one fit passes to the next."""
+def share_of(
+    counts_N: NDArray[np.int32], place: int, replicas: int
+) -> NDArray[np.int32]:
+    """Return one replica's share of counts; all shares sum exactly to the counts.
 
-    sent: Mapping[str, Sent]  # outcome of the last exchange, by pattern
-    steps: int  # over all fits, of the replica with the most steps
-
-    @classmethod
-    def of(cls, common: State) -> "CompressionState":
-        """Read it from the common state of a run's only replica."""
-        check_like({"sent": {}, "made": 0}, common, "exchange")
-        rules = common["sent"].items()
-        return cls({p: Sent(float(t), float(d)) for p, (t, d) in rules}, common["made"])
-
-
-class ExchangeResult(NamedTuple):
-    """State of an exchange at the end of a fit, without the agreed parameters."""
-
-    compression: CompressionState = CompressionState({}, 0)
-    residual_N: NDArray[np.int32] | None = None  # int32, steps of the agreed grid
-
-
-@dataclass(frozen=True, eq=False)
-class KeptResidual:
-    """The residuals of all replicas at the end of a fit, kept for the next fit.
-
-    Attributes:
-        counts_N: Sum of the residuals, int32, steps of `grid`, in the order of
-            FlatParameters.
-        grid: Parameter units per step, a power of two.
-        layout: `layout_of` the module at the end of the fit.
-        checksum: `checksum_of` the module at the end of the fit.
+    Args:
+        counts_N: Counts to share.
+        place: Index of the replica among all, from 0. The first replicas get the
+            remainder of the division.
+        replicas: Number of replicas.
 
     Example:
-        >>> layer = nn.Linear(2, 1, bias=False)
         >>> counts_N = np.array([5, -5], np.int32)
-        >>> kept = KeptResidual.beside(layer, counts_N, 0.5)
-        >>> [kept.share_N(place, replicas=2).tolist() for place in (0, 1)]
+        >>> [share_of(counts_N, place, replicas=2).tolist() for place in (0, 1)]
         [[3, -2], [2, -3]]
     """
-
-    counts_N: NDArray[np.int32]
-    grid: float
-    layout: Mapping[str, str]
-    checksum: int
-
-    @classmethod
-    def beside(
-        cls, module: nn.Module, counts_N: NDArray[np.int32], grid: float
-    ) -> "KeptResidual":
-        """Create for a fit that ended with the parameters of `module`."""
-        return cls(counts_N, grid, layout_of(module), checksum_of(module))
-
-    def fits(self, module: nn.Module) -> bool:
-        """Return whether a module has the same trainable parameters and values."""
-        same = list(self.layout.items()) == list(layout_of(module).items())
-        return same and self.checksum == checksum_of(module)
-
-    def share_N(self, place: int, replicas: int) -> NDArray[np.int32]:
-        """Return one initial replica's share; all shares sum exactly to `counts_N`.
-
-        Args:
-            place: Index of the replica among the initial replicas, from 0. The first
-                replicas get the remainder of the division.
-            replicas: Number of initial replicas.
-        """
-        whole_N, left_N = np.divmod(self.counts_N, np.int32(replicas))
-        return whole_N + (left_N > place)
-
-    def deliver_(self, module: nn.Module) -> None:
-        """Add the whole residual to a module's parameters."""
-        load_counts_(module, self.counts_N, self.grid, add=True)
+    whole_N, left_N = np.divmod(counts_N, np.int32(replicas))
+    return whole_N + (left_N > place)
 
 
-def layout_of(module: nn.Module) -> dict[str, str]:
-    """Return dtype and shape of the trainable parameters by name, in order.
-
-    Example:
-        >>> layout_of(nn.Linear(2, 1))
-        {'weight': 'float32 (1, 2)', 'bias': 'float32 (1,)'}
-    """
-    return {name: described(tensor) for name, tensor in trained_in(module).items()}
+def deliver_(module: nn.Module, carried: State) -> None:
+    """Add the whole residual of an earlier fit to a module's parameters."""
+    load_counts_(module, carried["residual"].numpy(), carried["grid"], add=True)
 
 
 def checksum_of(module: nn.Module) -> int:
-    """Return a CRC-32 of the trainable parameters' values, on any device."""
+    """Return a CRC-32 of the trainable parameters, on any device.
+
+    Of their names, dtypes, shapes and values, in order.
+    """
     checksum = 0
-    for tensor in trained_in(module).values():
+    for name, tensor in trained_in(module).items():
+        checksum = zlib.crc32(f"{name} {described(tensor)}".encode(), checksum)
         octets = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
         checksum = zlib.crc32(octets.numpy().data, checksum)
     return checksum
@@ -417,11 +359,8 @@ class ReplicaContext:
         replica: Number of the replica in the run.
         members: Numbers of all initial replicas, ascending; for a joining replica only
             its own.
-        compression: Compression state of an earlier fit, or None.
         joins: Whether the replica joins a run that others have begun.
         optimizer: Optimizer of the module; the exchange may change its state.
-        residual: Summed residual of an earlier fit, which the initial replicas deliver;
-            or None.
         untrained: The buffers, and the frozen parameters that the model itself changes.
     """
 
@@ -429,10 +368,8 @@ class ReplicaContext:
     channel: Channel
     replica: int
     members: Sequence[int] = field(default_factory=list)
-    compression: CompressionState | None = None
     joins: bool = False
     optimizer: Optimizer | None = None
-    residual: KeptResidual | None = None
     untrained: Untrained = None  # type: ignore[assignment]  # from `module`
 
     def __post_init__(self) -> None:
@@ -587,15 +524,25 @@ class Exchange(ABC):
         """Continue from a `state`; called once, before the first step.
 
         Args:
-            common: Common state, of this `kind` of exchange or of a run's only replica.
-                The module already has its ``"parameters"``.
+            common: Common state, of this `kind` of exchange or of a run's only replica,
+                or what replicas of an earlier fit have `carried`. The module already
+                has its ``"parameters"``.
             per_replica: States of the replicas that this one continues for: in a
                 resumed fit one, several or none; for a joining replica none.
         """
 
-    def result(self) -> ExchangeResult:
-        """Return the state at the end of a fit, without the agreed parameters."""
-        return ExchangeResult()
+    def carried(self, *, ended: bool) -> State:
+        """Return what the next fit starts from, beside the agreed parameters.
+
+        Args:
+            ended: Whether the fit has ended; else there is no residual.
+
+        Returns:
+            ``"made"``, the steps over all fits; ``"sent"``, threshold and density of
+            the last exchange by pattern; perhaps ``"residual"``, int32 in steps of
+            ``"grid"``, which is summed over all replicas for the next fit.
+        """
+        return {"made": 0, "sent": {}}
 
     def leave(self) -> None:  # noqa: B027
         """Deliver unshared progress; the replica leaves before the end of the fit."""
@@ -609,17 +556,13 @@ class SoloExchange(Exchange):
     def __init__(self, context: ReplicaContext, scale: float) -> None:
         super().__init__(context)
         self.learning_rate_scale = self.update_scale = scale
-        self._compression = context.compression or CompressionState({}, 0)
+        self._made, self._sent = 0, dict[str, Any]()
         self._start: Parameters | None = None
-        if context.residual is not None:  # there is no replica to share it with
-            self._start = Parameters.of(context.module)
-            context.residual.deliver_(context.module)
 
     @override
     def after_step(self, interval: int, examples: int) -> None:
         self._stats.steps += 1
-        sent, steps = self._compression
-        self._compression = CompressionState(sent, steps + 1)
+        self._made += 1
 
     @override
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
@@ -632,18 +575,20 @@ class SoloExchange(Exchange):
 
     @override
     def state(self) -> ExchangeState:
-        sent, made = self._compression
-        rules = {p: (s.threshold, s.density) for p, s in sent.items()}
-        common = {PARAMETERS: trained_in(self.context.module), "made": made}
-        return ExchangeState({**common, "sent": rules}, {})
+        parameters = {PARAMETERS: trained_in(self.context.module)}
+        return ExchangeState({**parameters, **self.carried(ended=False)}, {})
 
     @override
     def load_(self, common: State, per_replica: Sequence[State]) -> None:
-        self._compression = CompressionState.of(common)
+        check_like({"made": 0, "sent": {}}, common, "exchange")
+        self._made, self._sent = common["made"], common["sent"]
+        if "residual" in common:  # there is no replica to share it with
+            self._start = Parameters.of(self.context.module)
+            deliver_(self.context.module, common)
 
     @override
-    def result(self) -> ExchangeResult:
-        return ExchangeResult(self._compression)
+    def carried(self, *, ended: bool) -> State:
+        return {"made": self._made, "sent": self._sent}
 
 
 class TrainingMaster(ABC):

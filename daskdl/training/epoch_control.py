@@ -140,7 +140,6 @@ class LearningRate:
         self,
         optimizer: Optimizer,
         scheduling: Scheduling,
-        before: bytes = b"",
         epochs: int = 1,
     ) -> None:
         self._optimizer = optimizer
@@ -149,8 +148,6 @@ class LearningRate:
         self.scheduler = scheduling.of(optimizer)
         self._count = self._count_before = 0  # steps over all fits
         self._held = 0  # steps at the end of a cycle
-        self.load_(before)
-        self._count_before = self._count  # steps before this run
         self._epochs = epochs
 
     def state(self) -> bytes:
@@ -171,6 +168,11 @@ class LearningRate:
         self._count_before = values["before"]
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(saved)
+
+    def carried(self) -> dict[str, Any] | None:
+        """Return `values` for the next fit, whose first step follows."""
+        values = self.values()
+        return values and {**values, "before": self._count}
 
     def values(self) -> dict[str, Any] | None:
         """Return the state within a fit as plain values; None without a scheduler."""

@@ -79,7 +79,7 @@ from daskdl.training.backend import (
     TaskFailed,
     replicas_here,
 )
-from daskdl.training.base import KeptResidual, Parameters, trained_in
+from daskdl.training.base import Parameters, checksum_of, trained_in
 from daskdl.training.checkpointing import ResumePlan, checkpoints_of
 from daskdl.training.dask_backend import assign_workers, dask_backend
 from daskdl.training.epoch_control import (
@@ -311,7 +311,7 @@ class FitRun:
     ) -> ReplicaSpec:
         """Make the specification for the replicas."""
         spec, state, resume = self._spec, self._state, self._resume
-        flat, trained = FlatParameters(copied(self._model)), state.optimizer
+        flat = FlatParameters(copied(self._model))
         spec.master.check(flat)
         if resume is not None:
             optimizer = spec.optimizer_for(self._model)
@@ -329,10 +329,7 @@ class FitRun:
             **{**vars(spec), "callbacks": callbacks, "metrics": None},
             run=secrets.randbits(63),
             model=self._model,
-            optimizer_state=None if trained is None else trained.optimizer.state_dict(),
-            schedule=b"" if trained is None else trained.schedule(spec.scheduling),
-            compression=state.compression,
-            residual=state.residual,
+            start=None if resume is not None else state.start(spec.scheduling),
             epochs_before=state.epochs,
             evaluating=state.evaluating,
             columns=self._columns,
@@ -487,8 +484,6 @@ class FitRun:
             sent,
             model=model,
             grid=grid_for(FlatParameters(copied(model))),
-            optimizer_state=None,
-            residual=None,
             resume=None,
             start=agreed.start(rows),
         )
@@ -626,22 +621,21 @@ class FitRun:
             load_optimizer_(optimizer, *result.optimizer)
             trained.rate.load_(result.schedule)
         elif former is not None:  # the run ended early
-            optimizer.load_state_dict(former.optimizer.state_dict())
-            trained.rate.load_(former.schedule(scheduling))
-        residual = before.residual  # belongs to the initial model
-        if result.met:
-            counts_N, grid = result.parameters.residual_N, result.parameters.grid
-            residual = None
-            if counts_N is not None:
-                residual = KeptResidual.beside(model, counts_N, grid)
-        compression = result.compression or before.compression
+            steering = former.steering(scheduling)
+            optimizer.load_state_dict(steering["optimizer"])
+            trained.rate.restore_(steering["schedule"])
+        carried, checksum = {**before.carried, **result.carried}, before.checksum
+        if result.met:  # else a former residual belongs to the initial model
+            for name in {"residual", "grid"} - result.carried.keys():
+                carried.pop(name, None)
+            checksum = checksum_of(model)
         return replace(
             before,
             optimizer=trained,
-            compression=compression,
+            carried=carried,
+            checksum=checksum,
             epochs=epochs,
             class_count=self._class_count,
-            residual=residual,
             columns=self._columns,
             scaled_by=self._scaled_by,
         )
@@ -781,7 +775,7 @@ class ProgressReporter:
         self._epoch, self._decision = spec.first_epoch, StoppingDecision()
         if resume is not None:
             self._decision = resume.decision
-        elif start is not None:
+        elif start is not None and spec.goes_on:
             self._decision = StoppingDecision.of(start.header["stopping"])
         self._scores = self._evaluation.scores(self._history)
         self._bar.n = sum(self._history.column("examples"))

@@ -58,12 +58,7 @@ from daskdl.keras.module import as_module
 from daskdl.objective import Objective, OwnStep
 from daskdl.saving.checkpoints import CheckpointPlan
 from daskdl.serialization import copied, made
-from daskdl.training.base import (
-    CompressionState,
-    KeptResidual,
-    TrainingMaster,
-    evaluating_in,
-)
+from daskdl.training.base import TrainingMaster, checksum_of, evaluating_in
 from daskdl.training.checkpointing import ResumePlan, parameters_of
 from daskdl.training.epoch_control import (
     EvaluationPlan,
@@ -72,7 +67,7 @@ from daskdl.training.epoch_control import (
     hyperparameters,
 )
 from daskdl.training.optimizer_step import Stepping
-from daskdl.training.state import ReplicaState
+from daskdl.training.state import ALONE, ReplicaState, State
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +110,14 @@ class TrainedOptimizer(NamedTuple):
         rate = LearningRate(optimizer, scheduling)
         return cls(optimizer, rate, scheduling, made, parameters_of(optimizer, model))
 
-    def schedule(self, scheduling: Scheduling) -> bytes:
-        """Return the scheduler's state; empty if the next fit has other scheduling."""
-        return self.rate.state() if scheduling == self.scheduling else b""
+    def steering(self, scheduling: Scheduling) -> State:
+        """Return the state for the next fit; no schedule if it has other scheduling."""
+        same = scheduling == self.scheduling
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.rate.carried() if same else None,
+            "scaler": {},
+        }
 
     def continued(
         self, optimizer: Optimizer, scheduling: Scheduling, model: nn.Module
@@ -170,10 +170,10 @@ class FitState:
 
     Attributes:
         optimizer: Optimizer of the last fit, or None.
-        compression: State of thresholds after the last fit that used any.
+        carried: What the replicas left, see `Exchange.carried`.
+        checksum: Checksum of the parameters that a residual in `carried` belongs to.
         epochs: Number of epochs of all fits.
         class_count: Number of classes in the last fit; None without class labels.
-        residual: Unsent residuals of the last fit; None: there are none.
         evaluating: Paths of the submodules that stayed in evaluation mode in the last
             fit; `model_` is all in evaluation mode.
         columns: Names of the columns of tables, in the order that the model was trained
@@ -183,10 +183,10 @@ class FitState:
     """
 
     optimizer: TrainedOptimizer | None = None
-    compression: CompressionState | None = None
+    carried: State = field(default_factory=dict)
+    checksum: int = 0
     epochs: int = 0
     class_count: int | None = None
-    residual: KeptResidual | None = None
     evaluating: Collection[str] = ()
     columns: Columns | None = None
     scaled_by: Sequence[str] | None = None
@@ -198,20 +198,32 @@ class FitState:
         trained = self.optimizer
         if trained is not None:
             trained = trained.continued(optimizer, scheduling, model)
-        residual = self.residual
-        if residual is not None and not residual.fits(model):
+        carried = self.carried_to(model)
+        if carried.keys() != self.carried.keys():
             logger.warning(
                 "model_ has other trainable parameters, or other values in them, than "
                 "at the end of the last fit: residuals that had not been sent are "
                 "dropped"
             )
-            residual = None
         evaluating = evaluating_in(model, self.evaluating)
         if evaluating:
             logger.info("submodules that stay in evaluation mode: %s", evaluating)
-        return replace(
-            self, optimizer=trained, residual=residual, evaluating=evaluating
-        )
+        return replace(self, optimizer=trained, carried=carried, evaluating=evaluating)
+
+    def carried_to(self, model: nn.Module) -> State:
+        """Return `carried`, with a residual only if it belongs to the model."""
+        if "residual" not in self.carried or self.checksum == checksum_of(model):
+            return self.carried
+        return {name: self.carried[name] for name in ("made", "sent")}
+
+    def start(self, scheduling: Scheduling) -> ReplicaState | None:
+        """Return the state that replicas start from; None: they have none."""
+        trained = self.optimizer
+        if trained is None and not self.carried:
+            return None
+        common = {"exchange": {"made": 0, "sent": {}, **self.carried}}
+        steering = {} if trained is None else trained.steering(scheduling)
+        return ReplicaState({"kind": ALONE, "epoch": 0}, common, steering)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -475,10 +487,6 @@ class ReplicaSpec(FitSpec):
     Attributes:
         run: Identity of the run.
         model: The initial model, on the CPU.
-        optimizer_state: Initial state dict of the optimizer, or None.
-        schedule: State of the scheduler after earlier fits; empty: its initial state.
-        compression: State of thresholds that an earlier fit left, or None.
-        residual: Unsent residuals of an earlier fit, or None.
         epochs_before: Epochs of earlier fits of the same trainer.
         evaluating: Paths of the submodules that stay in evaluation mode.
         columns: Names of the columns of the tables that the model is trained on.
@@ -497,17 +505,13 @@ class ReplicaSpec(FitSpec):
         checkpoints: Plan for writing checkpoints; None: the run writes none.
         resume: The checkpoint that the run resumes; None: it starts from `model`.
         secret: Secret of the run, see `check_secret`.
-        start: The state that goes with `model`, if an earlier run of the fit has lost
-            all its replicas; its header has the first epoch to train. None: the fit
-            begins with `model`.
+        start: The state that goes with `model`: of an earlier fit, or of this one, if
+            an earlier run of it has lost all its replicas. Its header has the first
+            epoch to train. None: replicas begin with `model` alone.
     """
 
     run: int
     model: nn.Module
-    optimizer_state: dict[str, Any] | None = None
-    schedule: bytes = b""
-    compression: CompressionState | None = None
-    residual: KeptResidual | None = None
     epochs_before: int = 0
     evaluating: Collection[str] = ()
     columns: Columns = field(default_factory=dict)
@@ -533,6 +537,11 @@ class ReplicaSpec(FitSpec):
         if self.resume is not None:
             return self.resume.epoch
         return 0 if self.start is None else int(self.start.header["epoch"])
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether an earlier run of the fit has lost all its replicas."""
+        return self.start is not None and self.start.header["epoch"] > 0
 
     @property
     def load_threads(self) -> int:

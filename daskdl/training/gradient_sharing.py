@@ -48,15 +48,14 @@ from daskdl.thresholds import (
 )
 from daskdl.training.base import (
     Choice,
-    CompressionState,
     Exchange,
-    ExchangeResult,
     ExchangeStats,
     Parameters,
     ReplicaContext,
     StepStats,
     TrainingMaster,
     check_places,
+    share_of,
 )
 from daskdl.training.optimizer_step import has_sparse_gradients, is_adaptive
 from daskdl.training.pace import (
@@ -103,7 +102,6 @@ class GradientSharingExchange(Exchange):
     kind = SHARING
 
     def __init__(self, context: ReplicaContext, options: "GradientSharing") -> None:
-        sent, made = context.compression or CompressionState({}, 0)
         super().__init__(context)
         self._options = options
         self._channel = context.channel
@@ -114,7 +112,6 @@ class GradientSharingExchange(Exchange):
             options.threshold,
             options.residual,
             options.apply,
-            sent,
         )
         self._vector = self._compressor.vector
         names = {name: name for name in parameters.slices}
@@ -135,7 +132,7 @@ class GradientSharingExchange(Exchange):
         # their steps add up.
         self.adds_up = self._adapts and has_sparse_gradients(context.module)
         self._now = time.perf_counter
-        self._made = made  # steps before `_step` counts: in earlier fits, or alone
+        self._made = 0  # steps before `_step` counts: in earlier fits, or alone
         self._step = 0  # steps of this fit, aligned on all replicas at each sync
         self._unshared = 0  # steps since the last accepted exchange
         self._due = False  # steps were made since the last attempted exchange
@@ -152,11 +149,6 @@ class GradientSharingExchange(Exchange):
 
         self._replicas = 0
         self._scale_for(len(context.members))
-        if context.residual is not None:
-            members = context.members
-            place, initial = members.index(context.replica), len(members)
-            share_N = context.residual.share_N(place, initial)
-            self._vector.add_residual_(share_N, context.residual.grid)
         self._begin()
 
     def _begin(self) -> None:
@@ -186,9 +178,15 @@ class GradientSharingExchange(Exchange):
             self._replicas = 0  # the restored state has its own scale
             self._made, self._step = common["made"], common["step"]
             self._clipped_before = self._compressor.clipped
-        else:  # of a replica that was alone
-            sent, self._made = CompressionState.of(common)
-            self._compressor.continue_(sent)
+        else:  # of a replica that was alone, or of an earlier fit
+            check_like({"made": 0, "sent": {}}, common, "exchange")
+            self._made = common["made"]
+            self._compressor.continue_(common["sent"])
+        if "residual" in common:
+            members, replica = self.context.members, self.context.replica
+            counts_N = common["residual"].numpy()
+            share_N = share_of(counts_N, members.index(replica), len(members))
+            self._vector.add_residual_(share_N, common["grid"])
         self._begin()
 
     # ---- a step
@@ -579,9 +577,16 @@ class GradientSharingExchange(Exchange):
         return ExchangeState(common, {**own, **waiting})
 
     @override
-    def result(self) -> ExchangeResult:
-        compression = CompressionState(self._compressor.sent, self._made + self._step)
-        return ExchangeResult(compression, self._vector.residual_counts())
+    def carried(self, *, ended: bool) -> State:
+        sent = {
+            pattern: (outcome.threshold, outcome.density)
+            for pattern, outcome in self._compressor.sent.items()
+        }
+        carried = {"made": self._made + self._step, "sent": sent}
+        if not ended:
+            return carried
+        residual = torch.from_numpy(self._vector.residual_counts())
+        return {**carried, "residual": residual, "grid": self._vector.grid}
 
     @override
     def leave(self) -> None:

@@ -20,15 +20,14 @@ from daskdl.codec import Stamp
 from daskdl.config import check_flag, check_whole
 from daskdl.errors import OptionError
 from daskdl.training.base import (
-    CompressionState,
     Exchange,
-    ExchangeResult,
     Parameters,
     ReplicaContext,
     StepStats,
     TrainingMaster,
     check_places,
     checksum_of,
+    deliver_,
     trained_in,
 )
 from daskdl.training.state import (
@@ -168,7 +167,7 @@ class AveragingExchange(Exchange):
         self._options = options
         self._channel = context.channel
         self._replica = context.replica
-        self.reduce_state = state = ReduceState(
+        self.reduce_state = ReduceState(
             context.module,
             context.optimizer if options.average_optimizer else None,
             options.outer,
@@ -183,25 +182,25 @@ class AveragingExchange(Exchange):
         self._trained = 0  # steps of this fit
         self._since = 0  # steps since the last mean
         self._untrained = context.untrained
-        self._made = 0 if context.compression is None else context.compression.steps
+        self._made = 0  # steps over all fits
         self._sent_bytes, self._sent_kind = 0, ""  # sent in this step
         self._wait_s = 0.0  # waited in this step
         self.exchanged = False
         self._start: Parameters | None = None
-        if context.residual is not None:  # whole, on every initial replica
-            self._start = self.agreed()
-            context.residual.deliver_(context.module)
-            if state.outer is not None:
-                state.outer.follow_()
 
     @override
     def load_(self, common: State, per_replica: Sequence[State]) -> None:
         check_like({"made": 0}, common, "exchange")
         self._made = common["made"]
-        if "met" not in common:  # of a replica that was alone
+        outer = self.reduce_state.outer
+        if "residual" in common:  # whole, on every initial replica
+            self._start = self.agreed()
+            deliver_(self.context.module, common)
+            if outer is not None:
+                outer.follow_()
+        if "met" not in common:  # of a replica that was alone, or of an earlier fit
             return
         check_like({"outer": None, "met": 0}, common, "exchange")
-        outer = self.reduce_state.outer
         if common["outer"] is not None and outer is not None:
             outer.restore_(common["outer"])
         if not self.context.joins:
@@ -353,8 +352,8 @@ class AveragingExchange(Exchange):
         return ExchangeState(common, {})
 
     @override
-    def result(self) -> ExchangeResult:
-        return ExchangeResult(CompressionState({}, self._made))
+    def carried(self, *, ended: bool) -> State:
+        return {"made": self._made, "sent": {}}
 
 
 @dataclass(frozen=True)

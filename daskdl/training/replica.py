@@ -12,7 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -51,7 +51,6 @@ from daskdl.thinned import Thinned
 from daskdl.timeline import SpanLog
 from daskdl.training.base import (
     Choice,
-    CompressionState,
     Exchange,
     Parameters,
     ReplicaContext,
@@ -86,6 +85,7 @@ from daskdl.training.state import (
     ALONE,
     ReplicaState,
     StartState,
+    State,
     copied_state,
     decoded,
     encoded,
@@ -114,10 +114,10 @@ class FitResult:
     """The result of one replica, or the merged result of all replicas.
 
     Attributes:
-        parameters: The agreed parameters, and the unsent residual.
+        parameters: The agreed parameters.
         optimizer: One replica's weighted share of the optimizer state, or the sum of
             all shares, and the `rest_of` one optimizer; None if the run did not finish.
-        compression: State of the compression; None if no replica left any.
+        carried: See `Exchange.carried`; empty if no replica carries anything.
         schedule: State of the scheduler; empty without scheduler or optimizer.
         telemetry: Packed step rows and spans that were not reported before, see
             `telemetry_of`; one for each replica.
@@ -130,7 +130,7 @@ class FitResult:
 
     parameters: Parameters
     optimizer: tuple[Reduced, Mapping[str, Any]] | None = None
-    compression: CompressionState | None = None
+    carried: State = field(default_factory=dict)
     schedule: bytes = b""
     telemetry: Sequence[bytes] = ()
     restored: bool = False
@@ -204,7 +204,7 @@ class Replica:
         self._choice = Choice()
         self._kept: Thinned[Batch] = Thinned(MOST_SCORED)  # of this sync interval
         self.first_epoch = spec.first_epoch
-        self.met = spec.start is not None
+        self.met = spec.goes_on
 
     def run(self) -> FitResult:
         """Join the run, train, and leave.
@@ -247,10 +247,10 @@ class Replica:
         self._build(joined.members, start, header, joins=step is not None)
         if start is not None:
             self._load_(start)
-            if step is None:
-                self._resume(start)
-            else:
+            if step is not None:
                 self._catch_up(start, step)
+            elif self._spec.resume is not None or self._spec.goes_on:
+                self._resume(start)
         self._channel.serve_snapshot(self.snapshot)
         self._joined = True
 
@@ -289,17 +289,15 @@ class Replica:
             self._untrained.look()
         self._layers.watch(self.module)
         self.optimizer = spec.optimizer_for(self.module)
-        if spec.optimizer_state is not None:
-            self.optimizer.load_state_dict(spec.optimizer_state)
+        if start is not None:
+            self._load_optimizer_(start)
         context = ReplicaContext(
             self.module,
             channel,
             number,
             members,
-            compression=spec.compression if start is None else None,
             joins=joins,
             optimizer=self.optimizer,
-            residual=spec.residual if start is None else None,
             untrained=self._untrained,
         )
         scale, alone = spec.master.solo_scale, len(members) == 1 and not joins
@@ -315,9 +313,7 @@ class Replica:
             with restoring(f"{files}: exchange"):
                 self.exchange.load_(common, parts)
         self.agreed = self.exchange.agreed()
-        self.rate = LearningRate(
-            self.optimizer, spec.scheduling, spec.schedule, spec.epochs
-        )
+        self.rate = LearningRate(self.optimizer, spec.scheduling, spec.epochs)
         self.stepper = Stepper(
             self.module,
             spec.objective,
@@ -331,7 +327,7 @@ class Replica:
         self.checkpoints = None
         if spec.checkpoints is not None:
             rows: Sequence[Mapping[str, Any]]
-            rows = () if spec.start is None else spec.start.header["rows"]
+            rows = () if spec.start is None else spec.start.header.get("rows", ())
             rows = rows if spec.resume is None else spec.resume.rows
             self.checkpoints = CheckpointWriter(
                 spec.checkpoints,
@@ -350,13 +346,23 @@ class Replica:
 
     def _load_(self, start: StartState) -> None:
         """Load what steers the training; errors name the file and the field."""
-        optimizer, (donor, at) = start.optimizer, start.donor
-        with restoring(f"{optimizer.at}: optimizer"):
-            restore_optimizer_(self.optimizer, optimizer.values)
-        with restoring(f"{at}: schedule"):
-            self.rate.restore_(donor["schedule"])
+        donor, at = start.donor
+        if donor.get("schedule") is not None:
+            self._load_optimizer_(start)  # a new scheduler has changed the rate
+            with restoring(f"{at}: schedule"):
+                self.rate.restore_(donor["schedule"])
         with restoring(f"{at}: scaler"):
-            self.stepper.restore_(donor["scaler"])
+            self.stepper.restore_(donor.get("scaler", {}))
+
+    def _load_optimizer_(self, start: StartState) -> None:
+        state = start.optimizer
+        if state is None:  # the trainer has another optimizer now
+            return
+        with restoring(f"{state.at}: optimizer"):
+            if self._spec.resume is None:
+                self.optimizer.load_state_dict(dict(state.values))
+            else:
+                restore_optimizer_(self.optimizer, state.values)
 
     def _resume(self, start: StartState) -> None:
         """Continue for the replicas of a checkpoint; errors name file and field."""
@@ -392,10 +398,9 @@ class Replica:
     def snapshot(self) -> dict[str, Any]:
         """Return the state that a joining replica starts from."""
         if isinstance(self.exchange, SoloExchange):
-            # The joining replica is the second one. The residual is delivered already.
+            # The joining replica is the second one.
             alone = self.exchange.state()
-            context = replace(self.exchange.context, residual=None)
-            self.exchange = self._spec.master.attach(context)
+            self.exchange = self._spec.master.attach(self.exchange.context)
             self.exchange.load_(alone.common, [])
         admitted = self.exchange.admit()
         self._untrained.look()
@@ -648,7 +653,6 @@ class Replica:
         After the loss of all replicas, the fit goes on from it: the model and the
         counters are equal on all replicas, the optimizer is that of this one.
         """
-        sent, steps = self.exchange.result().compression
         header = {
             "kind": ALONE,
             "epoch": epoch + 1,
@@ -656,10 +660,7 @@ class Replica:
         }
         common = {
             "model": self.agreed.values(),
-            "exchange": {
-                "sent": {p: (s.threshold, s.density) for p, s in sent.items()},
-                "made": steps,
-            },
+            "exchange": self.exchange.carried(ended=False),
             "early_stopping": self.stopper.values(),
         }
         steering = {
@@ -776,19 +777,19 @@ class Replica:
             )
         return FitResult(
             self.agreed,
-            compression=self.exchange.result().compression,
+            carried=self.exchange.carried(ended=False),
             telemetry=telemetry,
             met=self.met,
             finished=False,
         )
 
     def _finished(self) -> FitResult:
-        """Return the result at the end, with the residual."""
-        left, best = self.exchange.result(), self.stopper.best()
+        """Return the result at the end, with the residual of the agreed parameters."""
+        best = self.stopper.best()
         return FitResult(
-            best or replace(self.agreed, residual_N=left.residual_N),
+            best or self.agreed,
             (optimizer_arrays(self.optimizer, self.weight), rest_of(self.optimizer)),
-            left.compression,
+            self.exchange.carried(ended=best is None),
             self.rate.state(),
             [telemetry_of(self._log, self._layers, self._spans)],
             restored=best is not None,

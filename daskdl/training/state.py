@@ -1,7 +1,8 @@
 """The state of a replica, in the one form that checkpoints and messages carry.
 
-A replica starts from such a state when it joins a run, and when it resumes a
-checkpoint. Plain values and tensors; nothing is copied before it is encoded.
+A replica starts from such a state when it joins a run, when it resumes a checkpoint,
+after the loss of all replicas, and in a later fit of a trainer. Plain values and
+tensors; nothing is copied before it is encoded.
 """
 
 import contextlib
@@ -163,17 +164,19 @@ class StartState(NamedTuple):
         return {**common.get("tensors", {}), **parameters}
 
     @property
-    def optimizer(self) -> LoadedPart:
-        """State dict of the optimizer."""
-        part = self.common if "optimizer" in self.common.values else self.donor
-        return LoadedPart(part.values["optimizer"], part.at)
+    def optimizer(self) -> LoadedPart | None:
+        """State dict of the optimizer; None: a new optimizer has to begin."""
+        for values, at in (self.common, self.donor):
+            if "optimizer" in values:
+                return LoadedPart(values["optimizer"], at)
+        return None
 
     def check(self, common: State, per_replica: State) -> None:
         """Check the parts against a state of the same form, see `check_like`."""
         check_like(common, self.common.values, f"{self.common.at}: its state")
         for part in (*self.parts, self.donor):
             check_like(per_replica, part.values, f"{part.at}: its state")
-        if "optimizer" not in {**self.donor.values, **self.common.values}:
+        if self.optimizer is None:
             where = f"{self.common.at}, {self.donor.at}"
             raise SaveError(f"{where}: optimizer is missing")
 

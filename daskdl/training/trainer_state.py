@@ -52,12 +52,7 @@ from daskdl.saving.json_values import (
     trusted_modules,
 )
 from daskdl.timeline import SPANS, Timeline
-from daskdl.training.base import (
-    CompressionState,
-    KeptResidual,
-    differing_wrappers,
-    evaluating_in,
-)
+from daskdl.training.base import checksum_of, differing_wrappers, evaluating_in
 from daskdl.training.checkpointing import Fingerprint
 from daskdl.training.epoch_control import Scheduling, hyperparameters
 from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
@@ -484,25 +479,29 @@ def scheduling_of(arguments: Mapping[str, Any]) -> Scheduling:
 _FIT = {
     "fingerprint": tuple[Mapping[str, str], str, str | None],
     "hyperparameters": Sequence[Mapping[str, Any]],
-    "optimizer": Mapping[str, Any],
-    "scheduler": tuple[Natural, Mapping[str, Any]] | None,
-    "thresholds": Mapping[str, tuple[float, float]] | None,
-    "steps": Natural,
-    "residual": tuple[Tensor, float] | None,
+    "common": Mapping[str, Any],
+    "per_replica": Mapping[str, Any],
 }
+_EXCHANGE = {"made": Natural, "sent": Mapping[str, tuple[float, float]]}
+_RESIDUAL = {"residual": Tensor, "grid": float}
+_STEERING = {
+    "optimizer": Mapping[str, Any],
+    "schedule": Mapping[str, Any] | None,
+    "scaler": Mapping[str, Any],
+}
+_SCHEDULE = {"count": Natural, "before": Natural, "state": Mapping[str, Any]}
 
 
 _fingerprint = functools.partial(Fingerprint.of, persistent_only=True)
 
 
 def _fit_values(state: TrainerState) -> dict[str, Any]:
-    """Return the state from which the next fit continues, as plain values."""
+    """Return the state from which the next fit starts, as plain values."""
     fit, scheduling = state.fit_state, scheduling_of(state.arguments)
-    trained, compression, residual = fit.optimizer, fit.compression, fit.residual
+    trained = fit.optimizer
     if trained is None:
         raise OptionError("the trainer has no optimizer_; fit it, or optimizer=False")
-    position = trained.rate.position() if trained.scheduling == scheduling else None
-    scheduler = None if position is None else trained.rate.scheduler
+    scheduler = trained.rate.scheduler if trained.scheduling == scheduling else None
     fingerprint = _fingerprint(state.model, trained.optimizer, scheduler)
     made = new_optimizer(state.arguments, state.model)
     _fingerprint(state.model, made, scheduler).check(
@@ -510,17 +509,13 @@ def _fit_values(state: TrainerState) -> dict[str, Any]:
         "the state after the last fit",
         "save without it, optimizer=False, or fit first",
     )
-    if residual is not None and not residual.fits(state.model):
-        residual = None
+    start = replace(fit, carried=fit.carried_to(state.model)).start(scheduling)
+    assert start is not None, "there is an optimizer"
     return {
         "fingerprint": list(fingerprint),
         "hyperparameters": trained.made,
-        "optimizer": trained.optimizer.state_dict(),
-        "scheduler": position and tuple(position),
-        "thresholds": compression
-        and {p: (s.threshold, s.density) for p, s in compression.sent.items()},
-        "steps": 0 if compression is None else compression.steps,
-        "residual": residual and (torch.from_numpy(residual.counts_N), residual.grid),
+        "common": start.common,
+        "per_replica": start.per_replica,
     }
 
 
@@ -535,35 +530,36 @@ def _continued(
         "the save",
         "to train on with others, make a new Trainer with the model_ of a loaded one",
     )
+    exchange, steering = fit["common"]["exchange"], fit["per_replica"]
+    check({name: exchange[name] for name in _EXCHANGE}, _EXCHANGE)
+    check({name: steering[name] for name in _STEERING}, _STEERING)
     try:
-        optimizer.load_state_dict(fit["optimizer"])
+        optimizer.load_state_dict(steering["optimizer"])
     except USER_ERRORS as error:
         raise SaveError(f"the optimizer refuses its state: {error}") from error
-    if fit["scheduler"] is not None:
-        steps, own = fit["scheduler"]
+    schedule = steering["schedule"]
+    if schedule is not None:
+        check({name: schedule[name] for name in _SCHEDULE}, _SCHEDULE)
+        own = schedule["state"]
         wrong = [name for name in own if callable(getattr(rate.scheduler, name, None))]
         if wrong:
             raise SaveError(f"the state of the scheduler has {wrong}")
         try:
-            rate.go_on_(steps, own)
+            rate.go_on_(schedule["count"], own)
         except USER_ERRORS as error:
             raise SaveError(f"the scheduler refuses its state: {error}") from error
-    compression = residual = None
-    if fit["thresholds"] is not None:
-        sent = {
-            pattern: thresholds.Sent(*own) for pattern, own in fit["thresholds"].items()
-        }
-        if not all(0 < one.threshold < math.inf for one in sent.values()):
-            raise SaveError(f"its thresholds are {sent!r:.200}")
-        compression = CompressionState(sent, fit["steps"])
-    if fit["residual"] is not None:
-        counts, grid = fit["residual"]
+    sent = exchange["sent"]
+    if not all(0 < threshold < math.inf for threshold, _ in sent.values()):
+        raise SaveError(f"its thresholds are {sent!r:.200}")
+    if "residual" in exchange:
+        check({name: exchange[name] for name in _RESIDUAL}, _RESIDUAL)
+        counts, grid = exchange["residual"], exchange["grid"]
         size = sum(p.numel() for p in trainable(model))
         if described(counts) != f"int32 ({size},)" or not 0 < grid < math.inf:
             raise SaveError(f"its residual is {described(counts)}, in steps of {grid}")
-        residual = KeptResidual.beside(model, counts.numpy(), grid)
     trained = trained._replace(made=list(fit["hyperparameters"]))
-    return replace(state, optimizer=trained, compression=compression, residual=residual)
+    checksum = checksum_of(model)
+    return replace(state, optimizer=trained, carried=exchange, checksum=checksum)
 
 
 # ---- history

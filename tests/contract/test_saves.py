@@ -155,7 +155,7 @@ def test_all_state_is_restored_and_can_be_saved_again(tmp_path):
 
     for loaded in (back(one, tmp_path), back(back(one, tmp_path), tmp_path)):
         check_goes_on(loaded, one)
-        assert loaded.fit_state.compression == one.fit_state.compression
+        assert loaded.fit_state.carried == one.fit_state.carried
         assert (loaded.fit_state.epochs, loaded.fit_state.class_count) == (2, 2)
         assert loaded.classes == ["no", "yes"]
         assert math.isnan(loaded.history[0]["loss"])
@@ -347,7 +347,7 @@ def test_without_optimizer_state_the_next_fit_starts_with_new_state(tmp_path):
     assert states(trained.optimizer) == {}
     assert trained.optimizer.param_groups[0]["lr"] == 0.01
     assert trained.rate.position()[0] == 0
-    assert loaded.fit_state.compression is None
+    assert loaded.fit_state.carried == {}
     assert loaded.fit_state.epochs == 2
     assert not list(tmp_path.glob("optimizer-*"))
 
@@ -614,13 +614,17 @@ def of_loss(value):
     return ("arguments", "loss"), {"value": value}
 
 
+EXCHANGE = "fit", "dict", 2, 1, "dict", 0, 1, "dict"
+PER_REPLICA = "fit", "dict", 3, 1, "dict"
+
+
 @pytest.mark.parametrize(
     ("steps", "wrong"),
     [
-        (("fit", "dict", 2, 1), {"dict": []}),
-        (("fit", "dict", 3, 1, "tuple", 1), {"dict": [["step", 3]]}),
-        (("fit", "dict", 4, 1), {"dict": [["*", {"tuple": [-1.0, 0.5]}]]}),
-        (("fit", "dict", 6, 1), {"tuple": [{"tensor": "x"}, 1.0]}),
+        ((*PER_REPLICA, 0, 1), {"dict": []}),
+        ((*PER_REPLICA, 1, 1, "dict", 2, 1), {"dict": [["step", 3]]}),
+        ((*EXCHANGE, 1, 1), {"dict": [["*", {"tuple": [-1.0, 0.5]}]]}),
+        ((*EXCHANGE, 0), ["residual", {"tensor": "x"}]),
         (("arguments", "own"), {"value": 1}),
         of_loss({"dict": [[[], 2]]}),
         of_loss({"dtype": "Tensor"}),

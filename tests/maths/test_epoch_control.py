@@ -26,6 +26,15 @@ def sgd(module=None, lr=1.0):
     return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
 
 
+def later(first, scheduling, module=None):
+    """Return the rate in the next fit."""
+    optimizer = sgd() if module is None else sgd(module)
+    rate = LearningRate(optimizer, scheduling)
+    optimizer.load_state_dict(first._optimizer.state_dict())
+    rate.restore_(first.carried())
+    return rate
+
+
 def halved(optimizer):
     return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
@@ -142,7 +151,7 @@ class TestAgreement:
         first = LearningRate(sgd(module), Scheduling(make))
         end_epoch(first)
 
-        second = LearningRate(sgd(module), Scheduling(make), first.state())
+        second = later(first, Scheduling(make), module)
         for _ in range(2):
             end_epoch(second)
 
@@ -181,7 +190,7 @@ def note(own, loss):
 def model(epoch):
     """Return an agreed model, identified by its one parameter."""
     untrained = {"floating buffers": np.zeros(1)}
-    return Parameters(None, np.array([epoch], np.int32), None, 0.5, untrained)
+    return Parameters(None, np.array([epoch], np.int32), 0.5, untrained)
 
 
 def train(loss_by_epoch, stopper):
@@ -200,7 +209,7 @@ class TestLearningRate:
     def test_a_joining_replica_gets_the_steps_before_the_run(self):
         first = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
         end_epoch(first)
-        second = LearningRate(sgd(), Scheduling(KINDS["StepLR"]), first.state())
+        second = later(first, Scheduling(KINDS["StepLR"]))
         end_epoch(second)
         third = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
 
@@ -212,7 +221,7 @@ class TestLearningRate:
         donor = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
         for _ in range(3):  # epochs of an earlier fit
             end_epoch(donor)
-        joining = LearningRate(sgd(), Scheduling(KINDS["StepLR"]), donor.state())
+        joining = later(donor, Scheduling(KINDS["StepLR"]))
 
         joining.catch_up_(2)
 

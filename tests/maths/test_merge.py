@@ -10,9 +10,7 @@ from torch import nn
 
 from daskdl.errors import OptionError
 from daskdl.objective import OwnStep, objective_of
-from daskdl.thresholds import Sent
 from daskdl.training.backend import merge
-from daskdl.training.base import CompressionState as Left
 from daskdl.training.base import Parameters, load_tensors_, others_in, trained_in
 from daskdl.training.replica import FitResult
 from daskdl.training.tree_reduce import optimizer_arrays, rest_of
@@ -21,14 +19,20 @@ GRID = 2.0**-24
 NOTHING = Parameters()
 
 
-def shared(counts, residual=None, mark=0.0):
-    residual_N = None if residual is None else np.array(residual, np.int32)
+def shared(counts, mark=0.0):
     untrained = {"floating buffers": np.array([mark])}
-    return Parameters(None, np.array(counts, np.int32), residual_N, GRID, untrained)
+    return Parameters(None, np.array(counts, np.int32), GRID, untrained)
 
 
-def result(parameters, *, finished=True, outcome=None, optimizer=None):
-    return FitResult(parameters, optimizer, outcome, finished=finished)
+def carried(made=0, sent=None, residual=None):
+    own = {"made": made, "sent": sent or {}}
+    if residual is None:
+        return own
+    return {**own, "residual": torch.tensor(residual).int(), "grid": GRID}
+
+
+def result(parameters, *, finished=True, optimizer=None, **own):
+    return FitResult(parameters, optimizer, carried(**own), finished=finished)
 
 
 def merged(*results):
@@ -36,24 +40,36 @@ def merged(*results):
 
 
 def test_residuals_are_summed_and_the_agreed_parameters_kept():
-    parameters = merged(
-        result(shared([10, 20, 30], [1, 0, -3])),
-        result(shared([10, 20, 30], [0, -2, -4])),
-    ).parameters
+    whole = merged(
+        result(shared([10, 20, 30]), residual=[1, 0, -3]),
+        result(shared([10, 20, 30]), residual=[0, -2, -4]),
+    )
 
-    assert parameters.shared_N.tolist() == [10, 20, 30]
-    assert parameters.residual_N.tolist() == [1, -2, -7]
-    assert parameters.residual_N.dtype == parameters.shared_N.dtype == np.int32
-    assert parameters.grid == GRID
+    assert whole.parameters.shared_N.tolist() == [10, 20, 30]
+    assert whole.parameters.grid == whole.carried["grid"] == GRID
+    assert whole.carried["residual"].tolist() == [1, -2, -7]
+    assert whole.carried["residual"].dtype == torch.int32
+
+
+def test_a_sum_of_residuals_stays_within_their_type():
+    whole = merged(*[result(shared([0]), residual=[2**31 - 1])] * 2)
+
+    assert whole.carried["residual"].tolist() == [2**31 - 1]
+
+
+def test_residuals_of_zero_are_not_carried():
+    whole = merged(*[result(shared([0]), residual=[r]) for r in (3, -3)])
+
+    assert "residual" not in whole.carried
 
 
 def test_the_best_epoch_is_taken_without_residuals():
     best = dataclasses.replace(result(shared([7])), restored=True)
 
-    final = merged(result(shared([10], [1])), best, dataclasses.replace(best))
+    final = merged(result(shared([10]), residual=[1]), best, dataclasses.replace(best))
 
     assert final.parameters.shared_N.tolist() == [7]
-    assert final.parameters.residual_N is None
+    assert "residual" not in final.carried
     assert final.restored
 
 
@@ -80,8 +96,8 @@ def test_the_optimizer_state_is_the_sum_of_the_weighted_shares():
         return optimizer_arrays(optimizer, weight), rest_of(optimizer)
 
     final = merged(
-        result(shared([1], [0]), optimizer=share(1.0, 0.75)),
-        result(shared([1], [0]), optimizer=share(3.0, 0.25)),
+        result(shared([1]), optimizer=share(1.0, 0.75)),
+        result(shared([1]), optimizer=share(3.0, 0.25)),
     )
 
     ((key, momentum),) = final.optimizer[0].items()
@@ -90,17 +106,13 @@ def test_the_optimizer_state_is_the_sum_of_the_weighted_shares():
 
 def test_thresholds_are_averaged_over_replicas_that_have_sent():
     final = merged(
-        result(
-            shared([1]),
-            finished=False,
-            outcome=Left({"*": Sent(1.0, 0.25)}, 7),
-        ),
-        result(shared([1], [0]), outcome=Left({"*": Sent(2.0, 0.75)}, 5)),
-        result(shared([1], [0]), outcome=Left({}, 6)),
-        result(NOTHING, finished=False),
+        result(shared([1]), finished=False, made=7, sent={"*": (1.0, 0.25)}),
+        result(shared([1]), made=5, sent={"*": (2.0, 0.75)}),
+        result(shared([1]), made=6),
+        FitResult(NOTHING, finished=False),
     )
 
-    assert final.compression == Left({"*": Sent(1.5, 0.5)}, steps=7)
+    assert final.carried == {"made": 7, "sent": {"*": (1.5, 0.5)}}
 
 
 class Net(nn.Module):

@@ -330,8 +330,8 @@ class Recording(Exchange):
             local=vector(self._seat.module).numpy(),
         )
 
-    def result(self):
-        return self._inner.result()
+    def carried(self, *, ended):
+        return self._inner.carried(ended=ended)
 
 
 @dataclass(frozen=True)

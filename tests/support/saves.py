@@ -9,10 +9,8 @@ from torch import nn
 
 from daskdl import History, Trainer
 from daskdl.history import BINS, LayerRow, LayerTable, RunRecord, StepRow
-from daskdl.thresholds import Sent
 from daskdl.timeline import SpanLog, Timeline
 from daskdl.training import trainer_state
-from daskdl.training.base import CompressionState
 from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
 from daskdl.training.telemetry import EpochReport, EpochTotals
 from daskdl.training.trainer_state import (
@@ -51,8 +49,8 @@ def fitted(model=layers, steps=3, **options):
         totals = EpochTotals(loss_sum=3.0 - i, examples=1)
         trained.rate.end_epoch([EpochReport(totals=totals, scheduled=i)])
     optimizer.zero_grad(set_to_none=True)
-    sent = CompressionState({"*": Sent(1e-3, 0.25)}, 7)
-    standing = FitState(trained, sent, 2, 2)
+    carried = {"made": 7, "sent": {"*": (1e-3, 0.25)}}
+    standing = FitState(trained, carried, epochs=2, class_count=2)
     history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
     history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])
     history.layers = LayerTable(["0.weight", "0.bias"])

@@ -1,7 +1,5 @@
 """What a model is compiled with: losses, optimizers and metrics are those of Keras."""
 
-import json
-
 import h5py
 import numpy as np
 import pytest
@@ -373,54 +371,23 @@ class TestNames:
 
 # ---- files of Keras 2
 
-DENSE = {
-    "class_name": "Dense",
-    "config": {
-        "name": "kind",
-        "trainable": True,
-        "batch_input_shape": [None, 4],
-        "dtype": "float32",
-        "units": 3,
-        "activation": "softmax",
-        "use_bias": True,
-    },
-}
-NORMS = {
-    "class_name": "BatchNormalization",
-    "config": {"name": "norms", "axis": [1], "momentum": 0.9, "epsilon": 0.001},
-}
-TRAINING = {
-    "loss": {
-        "class_name": "SparseCategoricalCrossentropy",
-        "config": {"reduction": "auto", "name": "l", "from_logits": False},
-    },
-    "metrics": [
-        [
-            {
-                "class_name": "MeanMetricWrapper",
-                "config": {
-                    "name": "accuracy",
-                    "dtype": "float32",
-                    "fn": "sparse_categorical_accuracy",
-                },
-            }
-        ]
-    ],
-    "weighted_metrics": None,
-    "loss_weights": None,
-    "optimizer_config": {
-        "class_name": "Adam",
-        "config": {
-            "name": "Adam",
-            "learning_rate": 0.0020000000949949026,
-            "decay": 0.0,
-            "beta_1": 0.9,
-            "beta_2": 0.999,
-            "epsilon": 1e-07,
-            "amsgrad": False,
-        },
-    },
-}
+MODEL = """
+{"class_name": "Sequential", "config": {"name": "s", "layers": [
+  {"class_name": "Dense", "config": {"name": "kind", "trainable": true, "units": 3,
+    "batch_input_shape": [null, 4], "dtype": "float32", "activation": "softmax"}},
+  {"class_name": "BatchNormalization", "config": {"name": "norms", "axis": [1],
+    "momentum": 0.9, "epsilon": 0.001}}]}}
+"""
+TRAINING = """
+{"loss": {"class_name": "SparseCategoricalCrossentropy",
+    "config": {"reduction": "auto", "name": "l", "from_logits": false}},
+  "metrics": [[{"class_name": "MeanMetricWrapper", "config": {"name": "accuracy",
+    "dtype": "float32", "fn": "sparse_categorical_accuracy"}}]],
+  "weighted_metrics": null, "loss_weights": null,
+  "optimizer_config": {"class_name": "Adam", "config": {"name": "Adam",
+    "learning_rate": 0.0020000000949949026, "decay": 0.0, "beta_1": 0.9,
+    "beta_2": 0.999, "epsilon": 1e-07, "amsgrad": false}}}
+"""
 WEIGHTS = {
     "kind": {"kernel:0": random(7, 4, 3).numpy(), "bias:0": random(8, 3).numpy()},
     "norms": {
@@ -433,14 +400,11 @@ WEIGHTS = {
 }
 
 
-def written_by_keras_2(path, config=None, training=TRAINING):
+def written_by_keras_2(path):
     """A whole model as Keras 2.4 saved it."""
-    layers = [DENSE, NORMS]
-    model = {"class_name": "Sequential", "config": {"name": "s", "layers": layers}}
     with h5py.File(path, "w") as file:
         file.attrs["keras_version"], file.attrs["backend"] = "2.4.0", "tensorflow"
-        file.attrs["model_config"] = json.dumps(model if config is None else config)
-        file.attrs["training_config"] = json.dumps(training)
+        file.attrs["model_config"], file.attrs["training_config"] = MODEL, TRAINING
         weights = file.create_group("model_weights")
         weights.attrs["layer_names"] = [name.encode() for name in WEIGHTS]
         weights.attrs["backend"], weights.attrs["keras_version"] = b"tensorflow", b"2.4"
@@ -470,10 +434,7 @@ class TestHdf5:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (
-                lambda f: f.attrs.pop("model_config"),
-                r"has no model, .*load_weights\(path",
-            ),
+            (lambda f: f.attrs.pop("model_config"), "has no model, .*load_weights"),
             (lambda f: f.attrs.update(model_config="{"), "model_config is no JSON"),
             (lambda f: f.attrs.update(model_config=3), "model_config is no text"),
             (lambda f: f.pop("model_weights"), "has not the weights of its model"),

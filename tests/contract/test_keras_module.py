@@ -1,7 +1,6 @@
 """A Keras model is a module like any other, and saved as Keras saves it."""
 
 import copy
-import pickle
 import random
 
 import numpy as np
@@ -79,18 +78,18 @@ class TestParts:
     def test_trained_weights_are_parameters_and_others_are_buffers(self):
         module = KerasModule(normalised())
 
-        assert [name for name, _ in module.named_parameters()] == [
-            "first/kernel",
-            "first/bias",
-            "normal/gamma",
-            "normal/beta",
-            "last/kernel",
-            "last/bias",
+        trained = [
+            f"{layer}/{name}"
+            for layer, names in (
+                ("first", ("kernel", "bias")),
+                ("normal", ("gamma", "beta")),
+                ("last", ("kernel", "bias")),
+            )
+            for name in names
         ]
-        assert [name for name, _ in module.named_buffers()] == [
-            "normal/moving_mean",
-            "normal/moving_variance",
-        ]
+        statistics = ["normal/moving_mean", "normal/moving_variance"]
+        assert [name for name, _ in module.named_parameters()] == trained
+        assert [name for name, _ in module.named_buffers()] == statistics
 
     def test_parameters_of_layers_with_one_name_have_different_names(self):
         cells = [layers.SimpleRNNCell(2, name="cell") for _ in range(2)]
@@ -105,34 +104,26 @@ class TestParts:
 
 
 class TestModes:
-    def test_batch_statistics_are_used_only_in_training(self):
+    def test_evaluation_is_what_keras_predicts_and_only_training_changes_statistics(
+        self,
+    ):
         module = KerasModule(normalised())
         before = moving_mean(module).clone()
 
-        module.eval()(ROWS)
+        with torch.inference_mode():
+            outputs = module.eval()(ROWS).numpy()
+        by_keras = module.predict(ROWS.numpy(), verbose=0)
         still = moving_mean(module).clone()
         module.train()(ROWS)
 
+        np.testing.assert_array_equal(outputs, by_keras)
         assert torch.equal(before, still)
         assert not torch.equal(before, moving_mean(module))
 
-    def test_evaluation_is_what_keras_predicts(self):
-        module = KerasModule(normalised()).eval()
-
-        with torch.inference_mode():
-            own = module(ROWS).numpy()
-
-        np.testing.assert_array_equal(own, module.predict(ROWS.numpy(), verbose=0))
-
     @pytest.mark.parametrize(
         "layer",
-        [
-            layers.Dropout(0.5),
-            layers.Dropout(0.5, seed=3),
-            layers.GaussianNoise(1.0),
-            layers.SpatialDropout1D(0.5, seed=3),
-        ],
-        ids=["dropout", "seeded", "noise", "spatial"],
+        [layers.Dropout(0.5, seed=3), layers.GaussianNoise(1.0)],
+        ids=["seeded", "noise"],
     )
     def test_random_layers_use_torchs_generator(self, layer):
         model = keras.Sequential([keras.Input((4, 64)), layer, layers.Dense(1)])
@@ -176,12 +167,8 @@ class TestSharedMemory:
 class TestPickling:
     @pytest.mark.parametrize(
         "copied",
-        [
-            copy.deepcopy,
-            lambda module: pickle.loads(pickle.dumps(module)),
-            lambda module: PackedModel(module).unpack(),
-        ],
-        ids=["deepcopy", "pickle", "packed"],
+        [copy.deepcopy, lambda module: PackedModel(module).unpack()],
+        ids=["deepcopy", "packed"],
     )
     def test_a_copy_computes_the_same_in_its_own_memory(self, copied):
         module = KerasModule(everything()).eval()
@@ -244,26 +231,26 @@ class TestStructure:
 
 
 class TestPenalty:
-    def test_the_penalty_is_that_of_the_regularizers(self):
-        module = KerasModule(normalised(kernel_regularizer=keras.regularizers.L2(0.5)))
-        kernel = dict(module.named_parameters())["first/kernel"]
+    def test_the_penalty_is_that_of_the_last_forward_pass(self):
+        both = {"kernel_regularizer": keras.regularizers.L2(0.5)}
+        module = KerasModule(normalised(activity_regularizer="l2", **both))
+        kernel, bias = (
+            dict(module.named_parameters())[f"first/{name}"]
+            for name in ("kernel", "bias")
+        )
 
+        module(ROWS + 1)
         module(ROWS)
         penalty = module.penalty()
         penalty.backward()
 
-        torch.testing.assert_close(penalty, 0.5 * kernel.detach().square().sum())
-        torch.testing.assert_close(kernel.grad, kernel.detach())
-
-    def test_the_penalty_is_that_of_the_last_forward_pass(self):
-        module = KerasModule(normalised(activity_regularizer="l2"))
-
-        module(ROWS)
-        module(ROWS)
-        twice = module.penalty()
-        module(ROWS)
-
-        torch.testing.assert_close(twice, module.penalty())
+        output = ROWS @ kernel.detach() + bias.detach()
+        activity = 0.01 * output.square().sum() / len(ROWS)
+        torch.testing.assert_close(
+            penalty, 0.5 * kernel.detach().square().sum() + activity
+        )
+        expected = kernel.detach() + 0.02 * ROWS.mT @ output / len(ROWS)
+        torch.testing.assert_close(kernel.grad, expected)
 
 
 class Mine(keras.Model):
@@ -308,25 +295,15 @@ def test_random_generators_are_restored():
     assert torch.equal(after, before[1])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"units": -3}, "-3"),
-        ({"nonsense": 1}, "nonsense"),
-    ],
-    ids=str,
-)
-def test_errors_of_keras_are_reported(settings, message):
+def test_errors_of_keras_are_reported():
     config = described(model())
-    config["config"]["layers"][1]["config"].update(settings)
+    config["config"]["layers"][1]["config"]["units"] = -3
 
-    with pytest.raises(ModelError, match=f"cannot make the model: .*{message}"):
+    with pytest.raises(ModelError, match=r"cannot make the model: .*-3"):
         built(config, seeded=False)
 
 
-SCORES = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 3.0]], requires_grad=True)
-
-
+SCORES = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 3.0]])
 LABELS = torch.tensor([0, 1])
 
 
@@ -349,17 +326,6 @@ def test_a_probability_of_zero_has_a_finite_loss():
     loss = CrossEntropyOfProbabilities()(certain, torch.tensor([0]))
 
     assert 16 < loss < 17
-
-
-def test_keras_loads_what_was_saved(tmp_path):
-    own = small()
-
-    own.save(tmp_path / "own.keras")
-
-    loaded = keras.saving.load_model(tmp_path / "own.keras")
-    np.testing.assert_array_equal(
-        loaded.predict(ROWS.numpy(), verbose=0), own.predict(ROWS.numpy(), verbose=0)
-    )
 
 
 def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):

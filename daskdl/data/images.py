@@ -234,10 +234,11 @@ def _class_folders(
     labels: Any,
     all_there: bool,
 ) -> Classes:
-    """The class is the folder of the image, or follows from the user's labels."""
+    """The class is the outermost folder of the image, or what the user's labels say."""
     of = {}
+    depth = 0 if split is None else len(PurePosixPath(split).parts)
     for name in images:
-        folder = PurePosixPath(name).parent
+        path = PurePosixPath(name)
         if isinstance(labels, Mapping):
             if name not in labels:
                 where = files.url_of(name)
@@ -245,15 +246,15 @@ def _class_folders(
             of[name] = str(labels[name])
         elif labels is not None:
             of[name] = str(labels(name))
-        elif str(folder) in {".", split}:
+        elif len(path.parts) == depth + 1:
             raise DataError(
                 f"{files.url_of(name)} is in no class folder; put it into one, give "
                 "labels=function of its path, or labels=False for images without labels"
             )
         else:
-            of[name] = folder.name
+            of[name] = path.parts[depth]
     if labels is None and all_there:
-        used = {PurePosixPath(name).parts[0 if split is None else 1] for name in images}
+        used = {PurePosixPath(name).parts[depth] for name in images}
         there = [n for n in files.folders(split or "") if not n.startswith(_NOT_OURS)]
         empty = [name for name in there if name not in used]
         if empty:
@@ -353,7 +354,8 @@ def image_folder(
         scale: Factor for values of 0 to 255, which makes them float32; None: uint8.
         split: Only images in this folder: "train", "val", "test", ...
         labels: The class of an image by its path relative to ``url``: a function or a
-            table. None: the folder it is in. False: no labels.
+            table. None: the outermost folder below ``url``, or below `split`. False: no
+            labels.
         classes: Names of the classes in the order of their numbers, as in
             ``source.classes`` of the training data; an image of another class is
             refused. None: the names found, sorted; for TinyImageNet, the names in

@@ -72,6 +72,24 @@ def test_it_knows_its_lengths_and_what_a_row_is_like(url):
     assert [part.dtype for part in source.load(0)] == [np.float32, np.int64]
 
 
+@pytest.mark.parametrize("split", [None, "train"])
+def test_folders_within_a_class_are_of_the_class(tmp_path, split):
+    """As in torchvision's `ImageFolder`."""
+    names = [
+        "cat/images/1.png",
+        "cat/2.png",
+        "dog/images/1.png",
+        "dog/old/images/2.png",
+    ]
+    folder(tmp_path, [f"{split}/{name}" if split else name for name in names])
+
+    source = image_folder(tmp_path, split=split)
+
+    inner = [path.removeprefix("train/") for path in source.paths]
+    _, y = source.load(0)
+    assert [source.classes[label] for label in y] == [path[:3] for path in inner]
+
+
 def test_classes_are_mixed_in_the_same_order_each_time(tmp_path):
     folder(tmp_path, NAMES)
 

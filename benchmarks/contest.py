@@ -24,7 +24,7 @@ from benchmarks.namespaces import UNLIMITED, Place, end_tree, hosts, unavailable
 from benchmarks.report import bars
 from benchmarks.results import ROOT, Question, Result, medians
 from benchmarks.work import WORKS
-from daskdl.util import SETTINGS
+from daskdl.process_settings import SETTINGS
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ import daskdl
 from benchmarks.clusters import local_client, spread
 from benchmarks.results import Question, medians
 from benchmarks.work import BATCH, cnn, mlp, perceptron
+from daskdl.process_settings import freed_memory_kept
 from daskdl.serialization import PackedModel
-from daskdl.util import freed_memory_kept
 
 BLOCK = 64 * BATCH  # rows: 12.8 MB, a tenth of what Dask recommends
 WORKERS = 2

@@ -27,7 +27,7 @@ from benchmarks import clusters
 from benchmarks.report import bars
 from benchmarks.results import Question, medians
 from benchmarks.work import WORKS, Task, batches, plain_speed, plain_step
-from daskdl.util import freed_memory_kept
+from daskdl.process_settings import freed_memory_kept
 
 
 def data(work: Task, rows: int) -> tuple[np.ndarray, np.ndarray]:

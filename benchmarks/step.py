@@ -25,7 +25,7 @@ import daskdl
 from benchmarks.clusters import local_client, trainer
 from benchmarks.results import Question, in_turns, median_ratio, medians
 from benchmarks.work import BATCH, batches, mlp, plain_speed, plain_step, samples, sgd
-from daskdl.util import freed_memory_kept
+from daskdl.process_settings import freed_memory_kept
 
 EPOCHS, COUNTED = 12, 4
 

@@ -1,7 +1,7 @@
-"""Guarded calls, memory retention in glibc, and the choice of a client or a cluster.
+"""Guarded calls, and the choice of a client or a cluster.
 
 `guarded` and `settle` turn exceptions into values, with the only broad excepts in
-daskdl; `freed_memory_kept` tunes malloc. Every process of a cluster must have the same
+daskdl. Every process of a cluster must have the same
 daskdl, and torch of the same minor version: `check_installed` compares them, and
 workers that join later are checked when they arrive.
 """
@@ -9,17 +9,14 @@ workers that join later are checked when they arrive.
 import ast
 import asyncio
 import contextlib
-import ctypes
 import importlib
 import logging
-import os
 import platform
 import sys
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import dask
 import dask.config
@@ -84,61 +81,6 @@ def settle(future: "Future[T]", action: Callable[[], T]) -> None:
         future.set_exception(error)
     finally:
         del future, action  # the traceback refers to this frame: break the cycle
-
-
-DEFAULT_BYTES = 128 * 1024  # default of each setting in glibc
-
-
-class MallocSetting(NamedTuple):
-    """A malloc setting of glibc, see mallopt(3)."""
-
-    number: int
-    variable: str  # environment variable
-    kept_bytes: int  # value that keeps freed memory
-
-
-SETTINGS = (
-    # glibc's limit: larger blocks are always mapped anew.
-    MallocSetting(-3, "MALLOC_MMAP_THRESHOLD_", 32 * 2**20),
-    MallocSetting(-1, "MALLOC_TRIM_THRESHOLD_", 2**30),
-    # Heaps of threads are smaller. The padding is reserved, but not touched.
-    MallocSetting(-2, "MALLOC_TOP_PAD_", 64 * 2**20),
-)
-
-_lock = threading.Lock()
-_users: list[None] = []
-
-
-@contextlib.contextmanager
-def freed_memory_kept() -> Iterator[None]:
-    """Keep freed memory for reuse, instead of returning it to the system.
-
-    Works for blocks up to 32 MiB under glibc; has no effect elsewhere. When the last
-    context exits, it returns the memory and restores the settings.
-    """
-    with _lock:
-        _users.append(None)
-        if len(_users) == 1:
-            _set({s.number: s.kept_bytes for s in SETTINGS})
-    try:
-        yield
-    finally:
-        with _lock:
-            _users.pop()
-            if not _users:
-                asked = [os.environ.get(s.variable, "") for s in SETTINGS]
-                sizes = [int(n) if n.isdigit() else DEFAULT_BYTES for n in asked]
-                _set({s.number: n for s, n in zip(SETTINGS, sizes, strict=True)})
-                trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-                if trim is not None:
-                    trim(0)
-
-
-def _set(sizes: Mapping[int, int]) -> None:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for number, size in sizes.items():
-            mallopt(number, size)
 
 
 # A terminal sends SIGINT to the workers too; the client shuts them down instead.

@@ -53,8 +53,9 @@ from daskdl.objective import (
     on_device,
     scored,
 )
+from daskdl.process_settings import freed_memory_kept
 from daskdl.serialization import Packed, PackedModel
-from daskdl.util import client_or_process, freed_memory_kept
+from daskdl.util import client_or_process
 
 if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib, about 90 MB
     from daskdl.evaluation.metric_state import MetricSpec, PartStates

@@ -45,8 +45,8 @@ from daskdl.errors import (
     WaitTimeoutError,
 )
 from daskdl.objective import call
+from daskdl.process_settings import torch_threads
 from daskdl.serialization import Packed, PackedModel
-from daskdl.training.replica import torch_threads
 from daskdl.util import guarded, text_of
 
 logger = logging.getLogger(__name__)

@@ -40,12 +40,12 @@ from daskdl.inference.lazy import (
     with_first_rows,
 )
 from daskdl.objective import call, picked
+from daskdl.process_settings import freed_memory_kept
 from daskdl.serialization import PackedModel
 from daskdl.util import (
     check_installed,
     check_outlives,
     client_or_process,
-    freed_memory_kept,
 )
 
 Postprocess = Callable[[Tree], Tree]

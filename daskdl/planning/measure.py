@@ -33,6 +33,7 @@ from daskdl.data.checks import optimizer_of, preserved_random_state, trainable
 from daskdl.errors import DivergedError, RunError, WaitTimeoutError
 from daskdl.objective import Objective
 from daskdl.planning.cost_model import MEASURED_EVERY, Costs
+from daskdl.process_settings import process_environment
 from daskdl.serialization import Packed
 from daskdl.thresholds import Residual, Sent, ThresholdAlgorithm
 from daskdl.training.base import ReplicaContext, evaluating_in, train_
@@ -40,7 +41,6 @@ from daskdl.training.checkpointing import run_in_thread
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepper, Stepping, is_adaptive
-from daskdl.training.replica import process_environment
 from daskdl.training.state import State
 
 SETTLING = 100  # most exchanges until thresholds have settled

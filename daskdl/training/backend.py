@@ -35,12 +35,13 @@ from daskdl.data.source import Source, rows_in
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import OptionError, SaveError
 from daskdl.history import Row
+from daskdl.process_settings import process_environment
 from daskdl.serialization import Packed
 from daskdl.thresholds import Sent, average_sent
 from daskdl.training.base import Parameters, TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.replica import FitResult, Replica, process_environment
+from daskdl.training.replica import FitResult, Replica
 from daskdl.training.state import ReplicaState, State, decoded
 from daskdl.training.telemetry import Reports, reports_of
 from daskdl.training.tree_reduce import total_of

@@ -47,6 +47,7 @@ from daskdl.data.source import Source
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import ChannelError, WaitTimeoutError
 from daskdl.history import Row
+from daskdl.process_settings import process_environment
 from daskdl.serialization import Packed
 from daskdl.training.backend import (
     POLL_S,
@@ -66,7 +67,7 @@ from daskdl.training.backend import (
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import WorkerStore
 from daskdl.training.fit_spec import ReplicaSpec
-from daskdl.training.replica import FitResult, Replica, process_environment, warm_up
+from daskdl.training.replica import FitResult, Replica, warm_up
 from daskdl.util import OWN, REMEDY, arrival_plugin, mismatch
 
 logger = logging.getLogger(__name__)

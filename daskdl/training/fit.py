@@ -62,6 +62,7 @@ from daskdl.errors import (
 )
 from daskdl.evaluation.evaluate import has_accuracy, metrics_for
 from daskdl.history import COLUMNS, History, LayerTable, Row, RunRecord, Stopping
+from daskdl.process_settings import check_device
 from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.timeline import Timeline
@@ -94,7 +95,7 @@ from daskdl.training.fit_spec import (
     ReplicaSpec,
     TrainedOptimizer,
 )
-from daskdl.training.replica import FitResult, check_device
+from daskdl.training.replica import FitResult
 from daskdl.training.telemetry import RowLog, add_telemetry
 from daskdl.training.tree_reduce import load_optimizer_
 from daskdl.util import guarded, installed_meanwhile, text_of, versions

@@ -1,19 +1,12 @@
-"""The training loop of one replica: join, build, train each epoch, report, leave.
-
-Also changes and restores the process settings that replicas share: torch's threads, its
-random generators and the CUDA device.
-"""
+"""The training loop of one replica: join, build, train each epoch, report, leave."""
 
 import contextlib
 import functools
 import math
-import threading
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +35,11 @@ from daskdl.data.checks import (
     preserved_random_state,
     transformed_batch,
 )
-from daskdl.errors import ChannelError, DivergedError, OptionError, shown
+from daskdl.errors import ChannelError, DivergedError, shown
 from daskdl.evaluation.evaluate import Score, added, score_batches
 from daskdl.history import StepRow
 from daskdl.objective import Batch, OwnStep
+from daskdl.process_settings import generators, restore_generators
 from daskdl.serialization import copied
 from daskdl.thinned import Thinned
 from daskdl.timeline import SpanLog
@@ -103,7 +97,7 @@ from daskdl.training.telemetry import (
     telemetry_of,
 )
 from daskdl.training.tree_reduce import Reduced, optimizer_arrays, rest_of
-from daskdl.util import freed_memory_kept, guarded, text_of
+from daskdl.util import guarded, text_of
 
 if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib
     from daskdl.evaluation.metric_state import MetricSpec
@@ -871,148 +865,3 @@ def warm_up(spec: ReplicaSpec, device: torch.device) -> None:
         stepper.backward([batch])
         stepper.update(scale=1.0)
         spec.master.warm_up(device, floating_dtype(module))
-
-
-# ---- process settings shared by replicas
-
-T = TypeVar("T")
-
-
-class _Setting(Generic[T]):
-    """A setting of the process that replicas change; the last one restores it."""
-
-    def __init__(self, read: Callable[[], T], write: Callable[[T], object]) -> None:
-        self._read = read
-        self._write = write
-        self._lock = threading.Lock()
-        self._found: list[T] = []  # the original value, once per active replica
-
-    @contextlib.contextmanager
-    def kept(self, now: T | None = None) -> Iterator[None]:
-        """Context manager: restore the setting when the last replica leaves."""
-        with self._lock:
-            self._found.append(self._found[0] if self._found else self._read())
-            if now is not None:
-                self._write(now)
-        try:
-            yield
-        finally:
-            with self._lock:
-                found = self._found.pop()
-                if not self._found:
-                    self._write(found)
-
-
-def _read_generator(device: torch.device) -> Tensor:
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
-    return torch.get_rng_state()
-
-
-def _write_generator(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
-@functools.cache
-def _generator(device: torch.device) -> _Setting[Tensor]:
-    return _Setting(
-        lambda: _read_generator(device), lambda state: _write_generator(device, state)
-    )
-
-
-@contextlib.contextmanager
-def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Context manager: restore the random generators of the CPU and the device."""
-    with contextlib.ExitStack() as stack:
-        for each in {torch.device("cpu"), device}:
-            stack.enter_context(_generator(each).kept())
-        yield
-
-
-def generators(device: torch.device) -> dict[str, Tensor]:
-    """Return the current random states of the CPU and the device, by device type."""
-    return {e.type: _read_generator(e) for e in {torch.device("cpu"), device}}
-
-
-def restore_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the result of `generators`, for the device types in use."""
-    for each in {torch.device("cpu"), device}:
-        if each.type in states:
-            _write_generator(each, states[each.type])
-
-
-_threads = _Setting(torch.get_num_threads, torch.set_num_threads)
-
-
-def torch_threads(count: int) -> AbstractContextManager[None]:
-    """Context manager: set the number of torch's threads."""
-    return _threads.kept(count)
-
-
-_lock_devices = threading.Lock()
-_users_devices: Counter[int] = Counter()  # active replicas, by CUDA device number
-
-
-@contextlib.contextmanager
-def device_for(device: str) -> Iterator[torch.device]:
-    """Context manager: choose the device of a replica.
-
-    A CUDA device becomes the calling thread's current device, for user code that names
-    ``"cuda"`` without a number.
-
-    Args:
-        device: ``"auto"`` takes the first CUDA device with the fewest replicas of this
-            process, and the CPU without CUDA. Else the name of a torch device.
-
-    Raises:
-        OptionError: If this process does not have the device.
-    """
-    found, number = torch.device("cpu"), None
-    if device != "auto":
-        check_device(device)
-        found = torch.device(device)
-    elif count := _device_count():
-        with _lock_devices:
-            number = min(range(count), key=_users_devices.__getitem__)
-            _users_devices[number] += 1
-        found = torch.device("cuda", number)
-    cuda = found.type == "cuda" and found.index is not None
-    try:
-        with torch.cuda.device(found) if cuda else contextlib.nullcontext():
-            yield found
-    finally:
-        if number is not None:
-            with _lock_devices:
-                _users_devices[number] -= 1
-
-
-def _device_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def check_device(device: str) -> None:
-    """Check that this process has a CUDA device."""
-    if device == "auto" or torch.device(device).type != "cuda":
-        return
-    count = _device_count()
-    if (torch.device(device).index or 0) >= count:
-        raise OptionError(
-            f"device={device!r} is not there: torch finds {count} CUDA devices in this "
-            "process; take device='auto', which is CUDA where there is one and else "
-            "the CPU, or have the device on all workers"
-        )
-
-
-@contextlib.contextmanager
-def process_environment(device: str, threads: int) -> Iterator[torch.device]:
-    """Set up the process for a replica; the last replica to leave restores it."""
-    with (
-        device_for(device) as found,
-        torch_threads(threads),
-        freed_memory_kept(),
-        random_state_kept(found),
-    ):
-        yield found

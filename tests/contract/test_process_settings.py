@@ -9,8 +9,12 @@ import psutil
 import pytest
 import torch
 
-from daskdl.training.replica import device_for, random_state_kept, torch_threads
-from daskdl.util import freed_memory_kept
+from daskdl.process_settings import (
+    device_for,
+    freed_memory_kept,
+    random_state_kept,
+    torch_threads,
+)
 
 
 @pytest.fixture

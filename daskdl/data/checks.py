@@ -57,7 +57,6 @@ from daskdl.errors import (
     ModelError,
     OptionError,
 )
-from daskdl.history import check_log_names
 from daskdl.losses import ROUNDING, aligned, facts_of, scale_of
 from daskdl.objective import (
     Logs,
@@ -799,7 +798,6 @@ def _run_loss(
     logs: Logs = {}
     if argument == "step":
         value, logs = loss_and_logs(value)
-        check_log_names(logs)
     if not isinstance(value, Tensor):
         raise ModelError(f"{argument} must return a tensor, got {value!r}")
     if value.numel() != 1 or not value.is_floating_point():

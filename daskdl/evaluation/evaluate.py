@@ -161,6 +161,7 @@ def evaluate_model(
             checks.check_same_classes(source, classes)
         packed = PackedModel(model, here=cluster is False)
         run = checks.dry_run(packed.unpack(), source.first, read.transform, objective)
+        check_log_names(run.logs)
         output, labels_seen = scored(run.output), run.y
         specs: tuple[MetricSpec, ...] = ()
         if sets:

@@ -29,6 +29,7 @@ from daskdl.evaluation.evaluate import (
     warn_of_unscored,
     without_gradients,
 )
+from daskdl.history import check_log_names
 from daskdl.inference.lazy import (
     Ask,
     Examples,
@@ -236,6 +237,7 @@ def _scorer(
     with checks.preserved_random_state():
         module = packed.unpack()
         run = checks.dry_run(module, source.first, read.transform, objective)
+        check_log_names(run.logs)
         if run.labels is not None:
             run.labels.check_source(source)
         check_rows_kept(run.batch, SHOWN_ROWS)

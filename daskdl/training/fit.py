@@ -61,7 +61,15 @@ from daskdl.errors import (
     SaveError,
 )
 from daskdl.evaluation.evaluate import has_accuracy, metrics_for
-from daskdl.history import COLUMNS, History, LayerTable, Row, RunRecord, Stopping
+from daskdl.history import (
+    COLUMNS,
+    History,
+    LayerTable,
+    Row,
+    RunRecord,
+    Stopping,
+    check_log_names,
+)
 from daskdl.process_settings import check_device
 from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import Packed, PackedModel, copied
@@ -271,6 +279,7 @@ class FitRun:
         module = copied(model)
         check_training(module, objective, spec.optimizer)
         run = dry_run(module, train.first, transform, objective)
+        check_log_names(run.logs)
         check_held_tensors(module, run.batch, objective)
         if run.labels is not None:
             run.labels.check_source(train)
@@ -282,6 +291,7 @@ class FitRun:
         if validation is not None:
             with of_validation():
                 own = dry_run(module, validation.first, transform, objective)
+                check_log_names(own.logs)
                 if own.labels is not None:
                     own.labels.check_source(validation)
                 accuracy = has_accuracy(objective, own.output, own.y)

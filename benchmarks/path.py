@@ -13,9 +13,13 @@ Counted:  Calls of functions of daskdl, by `sys.setprofile` in all threads, whil
           pass, so that updates travel one by one. A module is on the path if one of its
           functions is called at least once in two updates; others (heartbeats, leases,
           telemetry, progress) are listed apart.
+          Two replicas on threads of this process, with ``client=False``, train the same
+          model: once with an exchange in each step, and once with intervals that they
+          choose, where only steps without an exchange count.
 Run:      python -m benchmarks path --top 20
 """
 
+import contextlib
 import functools
 import inspect
 import opcode
@@ -24,10 +28,12 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from statistics import median
 from types import CodeType, FrameType
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,6 +52,7 @@ RESUMABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 START = bytes([opcode.opmap["RESUME"], 0])
 
 Function = tuple[str, str]  # module, qualified name
+PUBLISH: Function = ("daskdl.channel.base", "Channel.publish")
 
 
 @dataclass(eq=False)
@@ -96,8 +103,35 @@ class Calls:
             self.thread().calls[function] += 1
 
 
-def counted(routing: str, steps: int) -> Calls:
-    """Calls of a fit."""
+@contextlib.contextmanager
+def cluster() -> Iterator[Client]:
+    """Client of a cluster with workers in this process."""
+    with (
+        LocalCluster(
+            n_workers=REPLICAS,
+            processes=False,
+            threads_per_worker=1,
+            dashboard_address=None,
+        ) as workers,
+        Client(workers, set_as_default=False) as client,
+    ):
+        yield client
+
+
+def counted(
+    place: AbstractContextManager[Client | Literal[False]],
+    steps: int,
+    pause_s: float,
+    **options: Any,
+) -> Calls:
+    """Calls of a fit.
+
+    Args:
+        place: Gives the `client` of the trainer. Entered when calls are profiled.
+        steps: Steps to count, per replica.
+        pause_s: Pause at each forward pass, in seconds.
+        options: Of `GradientSharing`.
+    """
     calls, lock, ready = Calls(), threading.Lock(), set()
 
     def forward(module: nn.Module, _: object) -> None:
@@ -113,7 +147,7 @@ def counted(routing: str, steps: int) -> Calls:
                 ready.add(thread)
                 calls.counting = len(ready) == REPLICAS
         if calls.counting or thread.forwards <= SKIPPED:
-            time.sleep(PAUSE_S)
+            time.sleep(pause_s)
 
     rng = np.random.default_rng(0)
     rows = REPLICAS * (2 * SKIPPED + 5 * steps // 4) * BATCH
@@ -123,20 +157,12 @@ def counted(routing: str, steps: int) -> Calls:
     threading.setprofile(calls.profile)  # of the threads that start from now on
     sys.setprofile(calls.profile)
     try:
-        with (
-            LocalCluster(
-                n_workers=REPLICAS,
-                processes=False,
-                threads_per_worker=1,
-                dashboard_address=None,
-            ) as cluster,
-            Client(cluster, set_as_default=False) as client,
-        ):
+        with place as client:
             daskdl.Trainer(
                 functools.partial(nn.Linear, FEATURES, OUTPUTS),
                 nn.MSELoss(),
                 functools.partial(torch.optim.SGD, lr=0.05),
-                master=daskdl.GradientSharing(routing=routing),
+                master=daskdl.GradientSharing(**options),
                 client=client,
                 progress=False,
             ).fit(x, y.astype(np.float32), batch_size=BATCH)
@@ -145,6 +171,31 @@ def counted(routing: str, steps: int) -> Calls:
         threading.setprofile(None)
         hook.remove()
     return calls
+
+
+def steps_on_threads(steps: int, *, exchanging: bool) -> list[Counter[Function]]:
+    """Calls of each step with an exchange, or without, of replicas on threads."""
+    calls = counted(
+        contextlib.nullcontext(False),
+        steps,
+        PAUSE_S if exchanging else 0.0,
+        exchange_every=1 if exchanging else "auto",
+        replicas_per_worker=REPLICAS,
+    )
+    return [
+        step
+        for thread in calls.threads
+        for step in thread.steps
+        if (PUBLISH in step) == exchanging
+    ]
+
+
+def list_functions(steps: Sequence[Counter[Function]]) -> None:
+    """Print the median calls per step of each function, if there are any."""
+    for function in dict.fromkeys(function for step in steps for function in step):
+        calls = median(step[function] for step in steps)
+        if calls:
+            print(f"{calls:>12g}  {'.'.join(function)}")
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -161,9 +212,18 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--top", type=int, default=25, help="functions to list (%(default)s)"
     )
+    parser.add_argument(
+        "--threads", action="store_true", help="list all functions of steps on threads"
+    )
     asked = parser.parse_args(arguments)
 
-    calls = counted(asked.routing, asked.steps)
+    on_threads = {
+        exchanging: steps_on_threads(asked.steps, exchanging=exchanging)
+        for exchanging in (True, False)
+    }
+    calls = counted(
+        cluster(), asked.steps, PAUSE_S, exchange_every=1, routing=asked.routing
+    )
     replicas = [thread for thread in calls.threads if thread.steps]
     if len(replicas) < REPLICAS:
         raise SystemExit(f"{REPLICAS - len(replicas)} replicas made no step")
@@ -197,6 +257,14 @@ def main(arguments: Sequence[str]) -> None:
         per_step = median(step.total() for step in thread.steps)
         own = median(len({module for module, _ in step}) for step in thread.steps)
         print(f"{number:<7}{len(thread.steps):>8}{per_step:>12.0f}{own:>14.0f}")
+
+    print("\non threads       steps  calls/step")
+    for exchanging, counts_of_steps in on_threads.items():
+        per_step = median(step.total() for step in counts_of_steps)
+        title = "exchange" if exchanging else "no exchange"
+        print(f"{title:15}{len(counts_of_steps):>7}{per_step:>12.0f}")
+        if asked.threads:
+            list_functions(counts_of_steps)
 
     print(f"\n{'calls per update':>24}\n{'training':>12}{'elsewhere':>12}  function")
     print(f"{in_training.total() / updates:>12.2f}", end="")

@@ -29,22 +29,23 @@ class _Setting(Generic[T]):
         self._read = read
         self._write = write
         self._lock = threading.Lock()
-        self._found: list[T] = []  # the original value, once per active replica
+        self._originals: list[T] = []  # the original value, once per active replica
 
     @contextlib.contextmanager
     def kept(self, now: T | None = None) -> Iterator[None]:
         """Context manager: restore the setting when the last replica leaves."""
         with self._lock:
-            self._found.append(self._found[0] if self._found else self._read())
+            original = self._originals[0] if self._originals else self._read()
+            self._originals.append(original)
             if now is not None:
                 self._write(now)
         try:
             yield
         finally:
             with self._lock:
-                found = self._found.pop()
-                if not self._found:
-                    self._write(found)
+                original = self._originals.pop()
+                if not self._originals:
+                    self._write(original)
 
 
 def _read_generator(device: torch.device) -> Tensor:
@@ -114,19 +115,20 @@ def device_for(device: str) -> Iterator[torch.device]:
     Raises:
         OptionError: If this process does not have the device.
     """
-    found, number = torch.device("cpu"), None
+    chosen = torch.device("cpu")
+    number = None
     if device != "auto":
         check_device(device)
-        found = torch.device(device)
+        chosen = torch.device(device)
     elif count := _device_count():
         with _lock_devices:
             number = min(range(count), key=_users_devices.__getitem__)
             _users_devices[number] += 1
-        found = torch.device("cuda", number)
-    cuda = found.type == "cuda" and found.index is not None
+        chosen = torch.device("cuda", number)
+    cuda = chosen.type == "cuda" and chosen.index is not None
     try:
-        with torch.cuda.device(found) if cuda else contextlib.nullcontext():
-            yield found
+        with torch.cuda.device(chosen) if cuda else contextlib.nullcontext():
+            yield chosen
     finally:
         if number is not None:
             with _lock_devices:
@@ -209,9 +211,9 @@ def _set_malloc(sizes: Mapping[int, int]) -> None:
 def process_environment(device: str, threads: int) -> Iterator[torch.device]:
     """Set up the process for a replica; the last replica to leave restores it."""
     with (
-        device_for(device) as found,
+        device_for(device) as chosen,
         torch_threads(threads),
         freed_memory_kept(),
-        random_state_kept(found),
+        random_state_kept(chosen),
     ):
-        yield found
+        yield chosen

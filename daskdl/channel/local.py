@@ -5,6 +5,7 @@ updates into the inboxes of all others itself.
 """
 
 import contextlib
+import functools
 import math
 import threading
 from collections import Counter, defaultdict
@@ -189,7 +190,7 @@ class LocalChannel(Channel):
         with self._changed:
             self.check()
             outbox = state.join(self._replica, self._run.now())
-            outbox.on_offer = lambda: self._deliver(outbox)
+            outbox.on_offer = functools.partial(self._deliver, outbox)
             self._deliver(outbox)
             self._changed.notify_all()
             bound = self._timeouts.bound("join")

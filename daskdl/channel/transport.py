@@ -60,11 +60,13 @@ async def awaited(
 
 
 class Clock:
-    """The time of this process, and conditions on which its threads wait."""
+    """The time of this process, and conditions on which its threads wait.
 
-    def now(self) -> float:
-        """Return the seconds since some moment; never goes back."""
-        return time.monotonic()
+    Attributes:
+        now: Returns the seconds since some moment; never goes back.
+    """
+
+    now: Callable[[], float] = staticmethod(time.monotonic)
 
     def condition(self) -> threading.Condition:
         """Make a reentrant condition; time-outs of its waits are by this clock."""

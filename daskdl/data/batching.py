@@ -20,14 +20,14 @@ Rows = tuple[Tree, Tree]  # x and y, trees of arrays with rows along the first a
 Batch = tuple[Tree, Tree]  # x and y, trees of tensors
 Transform = Callable[[Batch], Batch]
 Kinds = tuple[tuple[str, tuple[int, ...], str], ...]  # see `kinds`
+# Nearly every tree is one of these; functions that run several times a step ask for
+# them first.
+ARRAYS = (Tensor, np.ndarray)
 
 
 def is_leaf(tree: Tree) -> bool:
     """Whether a tree is an array, and has no children."""
-    # The first is nearly always true, and cheaper.
-    return isinstance(tree, Tensor | np.ndarray) or not isinstance(
-        tree, Mapping | tuple
-    )
+    return isinstance(tree, ARRAYS) or not isinstance(tree, Mapping | tuple)
 
 
 class Weighted(NamedTuple):
@@ -73,9 +73,10 @@ def mapped(function: Callable[..., Any], tree: T, *others: Tree) -> T:
     """
     if tree is None:
         return tree
-    if all(map(is_leaf, (tree, *others))):
-        made: T = function(tree, *others)  # nearly always, and several times a step
-        return made
+    alone = isinstance(tree, ARRAYS) and not others
+    if alone or all(map(is_leaf, (tree, *others))):
+        result: T = function(tree, *others)
+        return result
     parts = [dict(_children(tree)), *(dict(_children(other)) for other in others)]
     if any(part.keys() != parts[0].keys() for part in parts):
         shown = ", ".join(outline(other) for other in (tree, *others))
@@ -117,7 +118,7 @@ def outline(tree: Tree) -> str:
 
 def length(tree: Tree) -> int:
     """Return the number of rows: the length of the first array."""
-    return len(tree if is_leaf(tree) else leaves(tree)[0])
+    return len(tree if isinstance(tree, ARRAYS) else leaves(tree)[0])
 
 
 def nbytes(both: Rows) -> int:
@@ -126,9 +127,9 @@ def nbytes(both: Rows) -> int:
 
 def rows(tree: T, which: Any) -> T:
     """Select rows of each array by a slice or indices."""
-    leaf: Any = tree
-    if tree is not None and is_leaf(leaf):
-        chosen: T = leaf[which]  # nearly always, and several times a step
+    if isinstance(tree, ARRAYS):
+        array: Any = tree
+        chosen: T = array[which]
         return chosen
     return mapped(lambda leaf: leaf[which], tree)
 

@@ -186,13 +186,13 @@ def label_weights(loss: Any, y: Tree) -> Tensor | None:
     For class indices, it is 0 for ignored labels, and the weight of the class for
     others.
     """
-    ignored = None if isinstance(loss, ModelLoss) else ignored_label(loss)
-    if ignored is None or not isinstance(y, Tensor):
+    if isinstance(loss, ModelLoss) or not isinstance(y, Tensor):
         return None
-    if hasattr(loss, "aligned"):  # of Keras, which takes indices as floats too
-        if ignored < 0:  # and one-hot rows, where it ignores no class
-            return None
-    elif y.is_floating_point() or y.dtype == torch.bool:  # probabilities of classes
+    keras = hasattr(loss, "aligned")  # takes indices as floats, and one-hot rows
+    if not keras and (y.is_floating_point() or y.dtype == torch.bool):
+        return None  # numbers, or probabilities of classes
+    ignored = ignored_label(loss)
+    if ignored is None or (keras and ignored < 0):  # one-hot rows: none is ignored
         return None
     counted: Tensor = y != ignored
     if isinstance(loss, functools.partial):

@@ -60,6 +60,7 @@ from daskdl.training.base import (
 from daskdl.training.optimizer_step import has_sparse_gradients, is_adaptive
 from daskdl.training.pace import (
     ADAPTIVE,
+    EACH_STEP,
     EAGER,
     LOCKSTEP,
     LOCKSTEP_ADAPTIVE,
@@ -763,7 +764,7 @@ class GradientSharing(TrainingMaster):
         if self.exchange_every != "auto":
             return ExchangePace.fixed(self.exchange_every)
         if self.apply == "strict":
-            return ExchangePace.fixed(1)
+            return EACH_STEP
         if self.max_staleness == 0:
             return LOCKSTEP_ADAPTIVE if adaptive else LOCKSTEP
         pace = ADAPTIVE if adaptive else EAGER
@@ -780,7 +781,24 @@ class GradientSharing(TrainingMaster):
         """
         if self.max_staleness != "auto":
             return self.max_staleness
-        return max(8, 2 * (every or self.pace().longest_after(made)))
+        return max(8, 2 * (every or self.longest_interval(made)))
+
+    def longest_interval(self, made: int) -> int:
+        """Return the most steps between two exchanges of any replica.
+
+        Args:
+            made: Steps made, over all fits.
+
+        Example:
+            >>> sharing = GradientSharing()
+            >>> [sharing.longest_interval(made) for made in (0, 10**6)]
+            [16, 64]
+            >>> GradientSharing(exchange_every=12).longest_interval(10**6)
+            12
+        """
+        if self.exchange_every != "auto":
+            return self.exchange_every
+        return self.pace().longest_after(made)
 
     def announces(self, step: int) -> bool:
         """Return whether replicas announce a completed step, as others may wait for it.
@@ -813,7 +831,7 @@ class GradientSharing(TrainingMaster):
             >>> GradientSharing(exchange_every=1).least_lead(7, 3)
             3
         """
-        every = self.pace().longest_after(made + step)
+        every = self.longest_interval(made + step)
         if self.exchange_every == "auto":
             return max(0, known - (every - 1))
         announced, ahead = step - known, self.staleness_bound(step) or 0

@@ -507,14 +507,14 @@ class Stepper:
             for (_, y), count in zip(group, rows, strict=True)
         ]
         totals = [sum(terms) for terms in zip(*weights, strict=True)]
+        group_rows = sum(rows)
         parts = []
         for batch, terms, count in zip(group, weights, rows, strict=True):
             with self._normalizing(count):
-                share = count / sum(rows)
-                parts.append(self._backward(batch, terms, totals, share))
+                parts.append(self._backward(batch, count, terms, totals, group_rows))
         # Read only at the end: reading waits for the accelerator.
         loss = sum(float(part) for part in parts)
-        return GroupLoss(loss, loss_weight(totals, sum(rows)))
+        return GroupLoss(loss, loss_weight(totals, group_rows))
 
     def _normalizing(self, rows: int) -> contextlib.AbstractContextManager[None]:
         """Return the context for forward and backward passes of a batch."""
@@ -525,12 +525,16 @@ class Stepper:
     def _backward(
         self,
         batch: Batch,
+        rows: int,
         weights: Sequence[float],
         totals: Sequence[float],
-        share: float,
+        group_rows: int,
     ) -> Tensor:
-        """Compute the gradients of a batch with a share of the rows of its group."""
-        rows, objective = length(batch[0]), self._objective
+        """Compute the gradients of a batch of `rows` of the `group_rows` of its group.
+
+        The weights and totals are those of `batch_mean`.
+        """
+        objective = self._objective
         x, y = to_device(*batch, self._device, self._dtype)
         loss: Tensor
         with self._autocast:
@@ -553,7 +557,7 @@ class Stepper:
                 raise
             penalty = None if self._penalty is None else self._penalty()
             if penalty is not None:
-                loss = loss + penalty * share
+                loss = loss + penalty * (rows / group_rows)
         if not loss.requires_grad:
             raise ModelError(
                 "the loss has no gradient: compute it from the model's output by "

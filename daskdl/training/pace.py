@@ -112,6 +112,7 @@ ADAPTIVE = ExchangePace(share=0.1, first_share=0.1, first_longest=16, longest=64
 # In lockstep, results are reproducible, so no measured time may decide.
 LOCKSTEP = ExchangePace(share=0.0, first_share=0.0, first_longest=1, longest=16)
 LOCKSTEP_ADAPTIVE = LOCKSTEP.at_most(2)
+EACH_STEP = ExchangePace.fixed(1)
 
 
 class MeasuredInterval:

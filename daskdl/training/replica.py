@@ -450,8 +450,8 @@ class Replica:
             self._kept = Thinned(MOST_SCORED)
             groups = feed.groups(rest, self._spec.stepping.accumulate)
             for number, group in enumerate(groups):
-                if self._chooses:
-                    self._keep(number, group[0])
+                if number % SCORED_EVERY == 0 and self._chooses:
+                    self._keep(number // SCORED_EVERY, group[0])
                 self._step(epoch, group, feed.rows)
             totals.seconds += self._spans.enter("other") - started
             if feed.sync_point is None:
@@ -543,8 +543,7 @@ class Replica:
         return self.exchange.chooses and type(self._spec.objective) is not OwnStep
 
     def _keep(self, number: int, batch: Batch) -> None:
-        number, rest = divmod(number, SCORED_EVERY)
-        if not rest and self._kept.wants(number):
+        if self._kept.wants(number):
             self._kept.add(number, cloned(batch))
 
     def _score(self) -> Score:

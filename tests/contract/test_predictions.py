@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import daskdl
-from daskdl.data import files, image_folder, pack_files
+from daskdl.data import files, image_folder, pack
 from daskdl.errors import DataError, ModelError, OptionError
 from tests.support.pictures import folder
 
@@ -361,12 +361,12 @@ class TestFiles:
         pairs, url = row_files(tmp_path / "rows"), f"{tmp_path}/rows"
         if packed:
             target = f"{tmp_path}/packed"
-            pack_files(url, url=target, files_per_shard=2, client=False)
+            pack(url, url=target, per_file=2, client=False)
             url = target
 
         bag = predict(Both(), files(url), keyed=True).compute()
 
-        outputs = {(url.partition("::")[0][-5:], row): y for (url, row), y in bag}
+        outputs = {(url[-5:], row): y for (url, row), y in bag}
         assert len(bag) == len(pairs)
         for (url, row), x in pairs:
             output = outputs[url[-5:], row]

@@ -130,7 +130,7 @@ def _open_run(
     client.register_plugin(ChannelSchedulerPlugin())
     client.register_plugin(ChannelWorkerPlugin())
     timeouts = Timeouts.from_config()
-    run, secret = secrets.randbits(63), secrets.randbits(64)
+    run, secret = secrets.randbits(63), secrets.randbits(63)
     spec = {
         "run": run,
         "secret": secret,

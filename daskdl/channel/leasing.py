@@ -81,16 +81,6 @@ class SyncPoint(NamedTuple):
     remaining: Sequence[RemainingWork]
     departed: Sequence[TrainedWork] = ()  # of gone replicas in this epoch
 
-    @classmethod
-    def from_wire(cls, fields: Sequence[Any]) -> Self:
-        """Read a sync point from its wire form, in which tuples have no names."""
-        order, remaining, departed = fields
-        work = [
-            RemainingWork(replica, tuple(Range(*one) for one in ranges))
-            for replica, ranges in remaining
-        ]
-        return cls(order, work, departed)
-
     def to_wire(self) -> list[Any]:
         """The sync point as plain lists."""
         remaining = [[r, [list(one) for one in own]] for r, own in self.remaining]
@@ -152,7 +142,7 @@ class RunSpec:
     """Specification of a run by its client; plain values, sent as a dict.
 
     Attributes:
-        run: Id of the run, a random unsigned 64-bit integer.
+        run: Id of the run, a random integer of 63 bits.
         replicas: Worker address of each initial replica.
         sizes: Sizes of each phase ("train", "validation").
         seed: Seed of the order of the training parts; None keeps their order.
@@ -197,16 +187,10 @@ class RunSpec:
     @classmethod
     def from_wire(cls, fields: Mapping[str, Any]) -> Self:
         """Read a specification from its wire form, in which tuples have no names."""
-        check(fields, hints_of(cls))
-        sizes = {phase: PartitionSizes(*own) for phase, own in fields["sizes"].items()}
-        intervals = SyncIntervals(*fields.get("intervals", WHOLE_EPOCHS))
-        if intervals.resumed is not None:
-            resumed = SyncPoint.from_wire(intervals.resumed)
-            intervals = intervals._replace(resumed=resumed)
-        spec = cls(**{**fields, "sizes": sizes, "intervals": intervals})
-        if not spec.replicas or "train" not in sizes:
+        spec = cls(**check(fields, hints_of(cls)))
+        if not spec.replicas or "train" not in spec.sizes:
             raise ValueError("a run needs replicas, and data to train on")
-        if any(len(rows) != len(keys) for rows, keys, *_ in sizes.values()):
+        if any(len(rows) != len(keys) for rows, keys, *_ in spec.sizes.values()):
             raise ValueError("each part has one number of rows and one key")
         Timeouts(**spec.timeouts)
         return spec

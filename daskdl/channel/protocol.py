@@ -15,12 +15,13 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import NoneType, UnionType
+from types import UnionType
 from typing import (
     Annotated,
     Any,
     NamedTuple,
     TypedDict,
+    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -30,6 +31,7 @@ from typing import (
 
 import numpy as np
 from distributed.protocol import Serialize, Serialized, deserialize, serialize
+from msgspec import Meta, ValidationError, convert, defstruct
 from numpy.typing import NDArray
 
 from daskdl import errors
@@ -39,15 +41,19 @@ from daskdl.errors import shown
 
 logger = logging.getLogger(__name__)
 
-COUNTS = range(2**63)  # no counter of a run gets larger
-Natural = Annotated[int, COUNTS]
-Positive = Annotated[int, range(1, 2**63)]
-IntervalNumber = Annotated[int, range(-1, 2**63)]
-RunId = Annotated[int, range(2**64)]  # drawn at random
-Token = Annotated[int, range(2**64)]  # the same, for a run or a task; kept secret
+LARGEST = 2**63 - 1  # no counter or id is larger
+Natural = Annotated[int, Meta(ge=0, le=LARGEST)]
+Positive = Annotated[int, Meta(ge=1, le=LARGEST)]
+IntervalNumber = Annotated[int, Meta(ge=-1, le=LARGEST)]
+RunId = Natural  # drawn at random
+Token = Natural  # drawn at random, for a run or a task; kept secret
 
 
 # ---- validation
+
+T = TypeVar("T")
+
+BUILTIN_TYPES = (bytes,)  # otherwise text is taken for bytes in base 64
 
 
 def hints_of(kind: Any) -> Mapping[str, Any]:
@@ -57,119 +63,90 @@ def hints_of(kind: Any) -> Mapping[str, Any]:
     return hints
 
 
-def check(fields: Mapping[str, Any], hints: Mapping[str, Any]) -> None:
-    """Check the fields of a message against annotations.
+def read(value: Any, kind: type[T]) -> T:
+    """Convert a value of a message to a NamedTuple, or to another type.
+
+    Example:
+        >>> read([3, 1], PeerProgress)
+        PeerProgress(step=3, sequence=1, interval=-1)
+        >>> read([3, -1], PeerProgress)
+        Traceback (most recent call last):
+        TypeError: invalid [3, -1]: Expected `int` >= 0 - at `$[1]`
+    """
+    try:
+        return convert(value, kind, builtin_types=BUILTIN_TYPES)
+    except ValidationError as error:
+        raise TypeError(f"invalid {reprlib.repr(value)}: {error}") from error
+
+
+def reader(
+    hints: Mapping[str, Any],
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return a function that checks fields against annotations and converts them.
+
+    Fields may be missing. Unknown fields are refused, also those of a TypedDict. Lists
+    become tuples and NamedTuples, but fields with a TypedDict are returned unchanged.
+
+    Example:
+        >>> read_fields = reader({"progress": PeerProgress, "cut": Sequence[Natural]})
+        >>> read_fields({"progress": [3, 1]})
+        {'progress': PeerProgress(step=3, sequence=1, interval=-1)}
+        >>> read_fields({"cut": [0, "x"]})
+        Traceback (most recent call last):
+        TypeError: invalid cut [0, 'x']: Expected `int`, got `str` - at `$.cut[1]`
+    """
+    closed = {name: _closed(hint) for name, hint in hints.items()}
+    unchanged = {name for name, hint in hints.items() if closed[name] is not hint}
+    kind: Any = TypedDict("Fields", closed, total=False)  # type: ignore[misc]
+
+    def read_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            values: dict[str, Any] = convert(fields, kind, builtin_types=BUILTIN_TYPES)
+        except ValidationError:
+            for name, value in fields.items():
+                _check_field(name, value, kind)
+            raise
+        if len(values) < len(fields):
+            raise TypeError(f"unknown fields: {sorted(fields.keys() - values.keys())}")
+        for name in unchanged:
+            if name in fields:
+                values[name] = fields[name]
+        return values
+
+    return read_fields
+
+
+def check(fields: Mapping[str, Any], hints: Mapping[str, Any]) -> dict[str, Any]:
+    """Check fields against annotations and return them converted, see `reader`.
 
     Example:
         >>> check({"step": 3, "last": -1}, {"step": Natural, "last": IntervalNumber})
+        {'step': 3, 'last': -1}
         >>> check({"step": -1}, {"step": Natural})
         Traceback (most recent call last):
-        TypeError: step must be int >= 0, got -1
-        >>> check({"cut": [[0, "x"]]}, {"cut": Sequence[tuple[Natural, Natural]]})
-        Traceback (most recent call last):
-        TypeError: cut must be Sequence[tuple[int >= 0, int >= 0]], got [[0, 'x']]
+        TypeError: invalid step -1: Expected `int` >= 0 - at `$.step`
     """
-    for name, value in fields.items():
-        if name not in hints:
-            raise TypeError(f"there is no field {reprlib.repr(name)}")
-        if not validator(hints[name])(value):
-            wanted, got = _words(hints[name]), reprlib.repr(value)
-            raise TypeError(f"{name} must be {wanted}, got {got}")
+    return reader(hints)(fields)
 
 
-@functools.cache
-def validator(hint: Any) -> Callable[[Any], bool]:
-    """Compile an annotation to a function that checks whether a value matches it.
-
-    Tuples may arrive as lists, and a NamedTuple without its field names.
-
-    Example:
-        >>> valid = validator(Sequence[tuple[Natural, str]])
-        >>> valid([[0, "a"]]), valid([(0, "a", 1)]), valid("a")
-        (True, False, False)
-    """
-    names = {"__name__": __name__, "SEQUENCES": (list, tuple)}
-    function: Callable[[Any], bool] = eval(
-        f"lambda value: {_condition(hint, 'value', names)}", names
-    )
-    return function
+def _check_field(name: str, value: Any, kind: Any) -> None:
+    try:
+        convert({name: value}, kind, builtin_types=BUILTIN_TYPES)
+    except ValidationError as error:
+        raise TypeError(f"invalid {name} {reprlib.repr(value)}: {error}") from error
 
 
-def message_validator(hints: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], bool]:
-    """Compile annotations to a check of a message, which may lack some fields."""
-    names = {"__name__": __name__, "SEQUENCES": (list, tuple), "known": hints.keys()}
-    fields = [
-        f"({name!r} not in value or {_condition(hint, f'value[{name!r}]', names)})"
-        for name, hint in hints.items()
-    ]
-    function: Callable[[Mapping[str, Any]], bool] = eval(
-        f"lambda value: {' and '.join(['value.keys() <= known', *fields])}", names
-    )
-    return function
-
-
-def _condition(hint: Any, value: str, names: dict[str, Any]) -> str:
-    """Return a Python expression that is true if a value matches its annotation."""
-
-    def named(constant: Any) -> str:
-        name = f"_{len(names)}"
-        names[name] = constant
-        return name
-
-    def each(values: str, condition: Callable[[str], str]) -> str:
-        one = named(None)  # a unique name
-        return f"all({condition(one)} for {one} in {values})"
-
-    def of(inner: Any) -> Callable[[str], str]:
-        return lambda expression: _condition(inner, expression, names)
-
-    kind, arguments = get_origin(hint) or hint, get_args(hint)
-    if kind is Any:
-        return "True"
-    if kind is Annotated:
-        base, allowed = arguments
-        return f"({of(base)(value)} and {value} in {named(allowed)})"
-    if kind in (Union, UnionType):
-        return f"({' or '.join(of(one)(value) for one in arguments)})"
-    if kind is NoneType:
-        return f"{value} is None"
-    if kind is Sequence or (kind is tuple and arguments[-1] is Ellipsis):
-        inner = of(arguments[0] if arguments else Any)  # a str is no sequence here
-        return f"(isinstance({value}, SEQUENCES) and {each(value, inner)})"
-    if kind in (Mapping, dict):
-        key, inner_hint = arguments or (Any, Any)
-        keys = each(value, of(key))
-        values = each(f"{value}.values()", of(inner_hint))
-        return f"(isinstance({value}, dict) and {keys} and {values})"
-    if is_typeddict(kind):
-        fields = hints_of(kind)
-        parts = [of(one)(f"{value}[{name!r}]") for name, one in fields.items()]
-        same = f"{value}.keys() == {named(fields.keys())}"
-        return f"({' and '.join([f'isinstance({value}, dict)', same, *parts])})"
-    if inspect.isclass(kind) and issubclass(kind, tuple):
-        inner_hints = arguments or tuple(hints_of(kind).values())
-        parts = [of(one)(f"{value}[{i}]") for i, one in enumerate(inner_hints)]
-        long = f"isinstance({value}, SEQUENCES) and len({value}) == {len(inner_hints)}"
-        return f"({' and '.join([long, *parts])})"
-    kinds = named((int, float) if kind is float else kind)
-    bool_too = "" if kind is bool else f" and not isinstance({value}, bool)"
-    return f"(isinstance({value}, {kinds}){bool_too})"
-
-
-WORDS = {
-    repr(Natural): "int >= 0",
-    repr(Positive): "int >= 1",
-    repr(IntervalNumber): "int >= -1",
-    repr(RunId): "int of 64 bits",  # and of `Token`
-}
-
-
-def _words(hint: Any) -> str:
-    """Format an annotation for error messages."""
-    text = hint.__name__ if inspect.isclass(hint) else repr(hint)
-    for long, short in WORDS.items():
-        text = text.replace(long, short)
-    return text.replace("collections.abc.", "").replace("typing.", "")
+def _closed(hint: Any) -> Any:
+    """Replace each TypedDict in an annotation by a struct that has no other fields."""
+    if is_typeddict(hint):
+        fields = [(name, _closed(inner)) for name, inner in hints_of(hint).items()]
+        return defstruct(hint.__name__, fields, forbid_unknown_fields=True)
+    arguments = get_args(hint)
+    closed = tuple(map(_closed, arguments))
+    if closed == arguments:
+        return hint
+    origin = get_origin(hint)
+    return Union[closed] if origin is UnionType else origin[closed]  # noqa: UP007
 
 
 # ---- requests and answers
@@ -229,14 +206,13 @@ class Guard:
     def of(self, handler: Handler) -> Handler:
         """Wrap a handler; the result also answers messages that it cannot read."""
         hints = {"run": RunId, "secret": Token, "token": Token, **hints_of(handler)}
-        valid = message_validator(hints)
+        read_fields = reader(hints)
 
         @functools.wraps(handler)
         async def guarded(**fields: Any) -> Fields:
             try:
-                if not valid(fields):
-                    check(fields, hints)
-                return {"status": Answer.OK.value, **await handler(**fields)}
+                values = read_fields(fields)
+                return {"status": Answer.OK.value, **await handler(**values)}
             except GoneError as error:
                 return {"status": Answer.UNKNOWN.value, "reason": str(error)}
             except TimeoutError:  # the sender may retry
@@ -353,6 +329,12 @@ class ValidatedWork(TypedDict):
 
 Work = TrainedWork | ValidatedWork
 
+# Types to `read` the work of a phase as.
+WORK: Mapping[str, Any] = {
+    "train": _closed(TrainedWork),
+    "validation": _closed(ValidatedWork),
+}
+
 
 class LiveReport(NamedTuple):
     """A replica's numbers while it trains, for the dashboard.
@@ -388,22 +370,13 @@ ERRORS = frozenset(
 
 
 MOST_TEXT = 100_000  # characters; longer messages and tracebacks are shortened
-
-
-class _Short:
-    """The texts of at most `MOST_TEXT` characters, for annotations."""
-
-    def __contains__(self, text: str) -> bool:
-        return len(text) <= MOST_TEXT
-
-
-Text = Annotated[str, _Short()]
+Text = Annotated[str, Meta(max_length=MOST_TEXT)]
 
 
 class Failure(TypedDict):
     """An exception that ends a replica, as text: nobody unpickles it."""
 
-    type: Annotated[str, ERRORS]
+    type: Annotated[str, Meta(pattern=rf"\A({'|'.join(sorted(ERRORS))})\Z")]
     error: Text  # name of the exception's class, with its module
     summary: Text
     notes: Sequence[Text]  # see `BaseException.add_note`
@@ -419,12 +392,15 @@ class WorkerVersions(TypedDict):
     error: str
 
 
-# Generation; replica and worker address of each member.
-Members = tuple[Natural, Sequence[tuple[Natural, str]]]
+class Members(NamedTuple):
+    """The members of one generation."""
+
+    generation: Natural
+    workers: Sequence[tuple[Natural, str]]  # replica, address of its worker
 
 
 class MessageKind(enum.StrEnum):
-    """Type of a message; plain strings on the wire, as the scheduler requires."""
+    """Type of a message; a plain string on the wire."""
 
     UPDATE = "update"  # payload: an encoded frame
     PROGRESS = "progress"  # origin has completed `step`; payload: its last interval
@@ -438,13 +414,13 @@ class MessageKind(enum.StrEnum):
 class Message(NamedTuple):
     """A message in a queue between replicas, in order for each origin."""
 
-    kind: str  # a MessageKind
-    origin: int  # replica that the message is about
-    sequence: int  # update: its number, from 1; progress: the last number; else 0
-    step: int  # steps the origin had completed
-    nbytes: int  # bytes of the payload
+    kind: MessageKind
+    origin: Natural  # replica that the message is about
+    sequence: Natural  # update: its number, from 1; progress: the last number; else 0
+    step: Natural  # steps the origin had completed
+    nbytes: Natural  # bytes of the payload
     payload: Any = None  # a frame, never unpacked by the scheduler; or plain values
-    generation: int = 0  # in a mesh, generation in which the origin sent it
+    generation: Natural = 0  # in a mesh, generation in which the origin sent it
 
     @classmethod
     def update(
@@ -459,24 +435,16 @@ class Message(NamedTuple):
             nbytes: Bytes of the frame.
             payload: The frame, as it is sent.
         """
-        kind = MessageKind.UPDATE.value
+        kind = MessageKind.UPDATE
         return cls(kind, stamp.origin, stamp.sequence, completed, nbytes, payload)
 
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> "Message":
         """Read a message that arrived over the wire."""
-        message = cls(*fields)
-        numbers = (*message[1:5], message.generation)
-        if not all(type(n) is int and n in COUNTS for n in numbers):  # no bool
-            raise ValueError(
-                f"a message needs whole numbers >= 0, got {reprlib.repr(numbers)}"
-            )
-        kind = MessageKind(message.kind)
-        if kind in _PAYLOADS:
-            valid, words = _PAYLOADS[kind]
-            if not valid(message.payload):
-                raise ValueError(f"{words}, got {reprlib.repr(message.payload)}")
-        return message._replace(kind=kind.value)
+        message = read(fields, cls)
+        if message.kind in PAYLOADS:
+            read(message.payload, PAYLOADS[message.kind])
+        return message
 
     def to_wire(self) -> tuple[Any, ...]:
         """Return the fields, with an array payload serialised."""
@@ -497,9 +465,9 @@ class Message(NamedTuple):
             raise ValueError(f"a frame of {self.nbytes} bytes came with {nbytes}")
 
 
-_PAYLOADS = {
-    MessageKind.PROGRESS: (validator(IntervalNumber), "progress needs an interval"),
-    MessageKind.MEMBERS: (validator(Members), "it needs members"),
+PAYLOADS: Mapping[str, Any] = {  # others are checked where they are used
+    MessageKind.PROGRESS: IntervalNumber,
+    MessageKind.MEMBERS: Members,
 }
 
 

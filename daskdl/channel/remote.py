@@ -42,6 +42,7 @@ from daskdl.channel.protocol import (
     Work,
     compact,
     join,
+    read,
     unwrap,
     unwrap_arrays,
     wrap_arrays,
@@ -406,10 +407,10 @@ class RemoteChannel(Channel):
         if wait:
             self._idle_payload = None
         if answer["lease"] is not None:
-            ranges = tuple(Range(*one) for one in answer["ranges"])
+            ranges = read(answer["ranges"], tuple[Range, ...])
             return Lease(answer["lease"], ranges, dict(answer["keys"]), answer["ahead"])
         sync_point = answer["sync_point"]
-        return None if sync_point is None else SyncPoint.from_wire(sync_point)
+        return None if sync_point is None else read(sync_point, SyncPoint)
 
     def missing(self, phase: str, part: int, key: str) -> str:
         """Return the current key of a part that does not arrive.

@@ -444,7 +444,7 @@ class Routing(ABC):
         step, sequence, interval = progress
         # A published update of this step carries the same progress.
         if interval > former.interval or step != self._published_step:
-            kind = MessageKind.PROGRESS.value
+            kind = MessageKind.PROGRESS
             with self._lock:
                 message = Message(
                     kind, self._replica, sequence, step, 0, interval, self.generation

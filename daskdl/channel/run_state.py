@@ -20,14 +20,14 @@ from daskdl.channel.leasing import (
 )
 from daskdl.channel.protocol import (
     MESSAGE_BYTES,
+    WORK,
     BarrierKind,
     GoneError,
     Message,
     MessageKind,
     PeerProgress,
-    TrainedWork,
     Work,
-    check,
+    read,
 )
 from daskdl.channel.transport import Outbox
 from daskdl.config import Bound, Timeouts
@@ -385,7 +385,7 @@ class RunState:
             return
         member.active = True
         member.progress = member.progress._replace(step=step)
-        self._send(Message(MessageKind.JOINED.value, replica, 0, step, 0), but=replica)
+        self._send(Message(MessageKind.JOINED, replica, 0, step, 0), but=replica)
         self.post("joined", replica=replica, worker=member.worker)
 
     def lose(self, replica: int, why: str, now: float) -> None:
@@ -437,9 +437,7 @@ class RunState:
         for leases in self.leases.values():
             leases.lose(replica)
         self._idle.pop(replica, None)
-        self._send(
-            Message(MessageKind.FAILED.value, replica, 0, member.progress.step, 0)
-        )
+        self._send(Message(MessageKind.FAILED, replica, 0, member.progress.step, 0))
         self._send_topology()
         self._complete_barriers()
 
@@ -449,7 +447,7 @@ class RunState:
                 box.offer(message, force=True)
 
     def _send_topology(self) -> None:
-        self._send(Message(MessageKind.MEMBERS.value, 0, 0, 0, 0, self.topology()))
+        self._send(Message(MessageKind.MEMBERS, 0, 0, 0, 0, self.topology()))
 
     # ---- updates and progress
 
@@ -502,7 +500,7 @@ class RunState:
         member.advance(progress.step, 0, progress.interval)
         if member.progress != before:  # not announced by an update
             step, sequence, interval = member.progress
-            kind = MessageKind.PROGRESS.value
+            kind = MessageKind.PROGRESS
             self._send(Message(kind, origin, sequence, step, 0, interval), but=origin)
         return accepted
 
@@ -588,7 +586,7 @@ class RunState:
                     f"cannot arrive at {key!r:.80}"
                 )
         if kind == BarrierKind.RESUME:
-            check({"work": payload["work"]}, {"work": TrainedWork})
+            read(payload["work"], WORK["train"])
             self._work[replica] = {"train": payload["work"]}
         barrier = self.barriers.setdefault(key, OpenBarrier())
         barrier.kinds.add(kind)
@@ -633,7 +631,7 @@ class RunState:
             if self.spec.relayed:
                 self._agreements += 1
                 barrier.passed_on = number = self._agreements
-                self._send(Message(MessageKind.PASSED_ON.value, 0, number, 0, 0))
+                self._send(Message(MessageKind.PASSED_ON, 0, number, 0, 0))
         elif kind == BarrierKind.SYNC:
             departed = self._work_of_departed(payloads.keys() - gone.keys())
             trained = [work["train"] for work in departed if "train" in work]
@@ -860,5 +858,5 @@ class RunState:
         """Stop the run: every replica has to leave. The first reason is kept."""
         if self.stopped is None:
             self.stopped = reason
-            self._send(Message(MessageKind.STOP.value, 0, 0, 0, len(reason), reason))
+            self._send(Message(MessageKind.STOP, 0, 0, 0, len(reason), reason))
             self.post("stopped", summary=reason)

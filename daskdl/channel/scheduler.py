@@ -26,6 +26,7 @@ from daskdl.channel.protocol import (
     MESSAGE_BYTES,
     NAME,
     OF_REPLICAS,
+    WORK,
     Acknowledgement,
     Answer,
     BarrierKind,
@@ -42,12 +43,11 @@ from daskdl.channel.protocol import (
     PeerProgress,
     RunId,
     Token,
-    TrainedWork,
-    ValidatedWork,
     WorkerVersions,
     check_secret,
     handlers_of,
     nbytes_of,
+    read,
 )
 from daskdl.channel.run_state import AT_FIRST, RunState
 from daskdl.channel.transport import (
@@ -434,7 +434,7 @@ class LiveRun:
     async def handle_publish(
         self,
         replica: Natural,
-        messages: Sequence[Sequence[Any]],
+        messages: Sequence[Message],
         progress: PeerProgress,
         acknowledgement: Acknowledgement | None = None,
         live: LiveReport | None = None,
@@ -448,28 +448,27 @@ class LiveRun:
         """
         state = self.state
         member = state.members.taking_part(replica)
-        updates = [Message.from_wire(fields) for fields in messages]
-        for update in updates:
+        for update in messages:
             if update.kind != MessageKind.UPDATE or update.origin != replica:
                 raise ValueError(f"replica {replica} must not publish {update[:3]}")
             update.check_size()
         member.heartbeat_at = self.now()
         if live is not None:
-            self.record.report(replica, LiveReport(*live), self.now())
-        reached, accepted = PeerProgress(*progress), 0
-        if updates or acknowledgement is None:
-            accepted = state.publish(replica, updates, reached, leaves=leaves)
+            self.record.report(replica, live, self.now())
+        accepted = 0
+        if messages or acknowledgement is None:
+            accepted = state.publish(replica, messages, progress, leaves=leaves)
         if acknowledgement is None:
             return {"accepted": accepted}
         received = dict(acknowledgement["received"])
         generation = acknowledgement["generation"]
         adopted_at = acknowledgement["adopted_at"]
-        if state.acknowledge(replica, reached, generation, adopted_at, received):
+        if state.acknowledge(replica, progress, generation, adopted_at, received):
             self.notify()
         return {
             "accepted": accepted,
             "received_by_all": state.received_by_all(replica),
-            "peers": [(r, *progress) for r, progress in state.progress()],
+            "peers": [(peer, *reached) for peer, reached in state.progress()],
         }
 
     async def handle_lease(
@@ -479,7 +478,7 @@ class LiveRun:
         epoch: Natural,
         finished: Sequence[FinishedLease],
         wait: bool,
-        work: TrainedWork | ValidatedWork | None = None,
+        work: Any = None,
         idle_payload: Any = None,
     ) -> Fields:
         """Take back a replica's finished leases and lease the next rows to it.
@@ -490,6 +489,8 @@ class LiveRun:
         state, members = self.state, self.state.members
         worker = members.taking_part(replica).worker
         self._check_size(work, idle_payload)
+        if work is not None:
+            read(work, WORK[phase])
         now = self.now()
         state.give_back(replica, phase, epoch, finished, now, work, idle_payload)
         self.notify()  # rows may be free for others, or the interval may be over
@@ -551,7 +552,7 @@ class LiveRun:
         state.members.taking_part(replica)
         self._check_size(payload, client_payload)
         if live is not None:
-            self.record.report(replica, LiveReport(*live), self.now())
+            self.record.report(replica, live, self.now())
         barrier = state.arrive(key, replica, payload, client_payload, kind)
         self.notify()
         await self.until(lambda: barrier.complete)

@@ -432,7 +432,6 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         self._worker: Worker | None = None  # None: not set up on a Dask worker
         self._pace: Pace | None = None  # likewise
         self._guard = Guard(self._count)
-        self._shared = self._guard.of(self._share)
 
     @override
     def setup(self, worker: Worker) -> None:
@@ -454,6 +453,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     def attach(self, transport: Transport) -> None:
         """Answer the requests to a server."""
         self._transport = transport
+        # Not in `__init__`: Dask pickles the plugin, and a guarded handler has types.
+        self._shared = self._guard.of(self._share)
         for operation, handler in handlers_of(self).items():
             transport.handlers[operation] = self._guard.of(self._of_members(handler))
 

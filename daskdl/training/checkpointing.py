@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from daskdl.callbacks import Callback, Checkpoint
 from daskdl.channel.base import BarrierResult, Channel
 from daskdl.channel.leasing import SyncPoint
-from daskdl.channel.protocol import Natural, WaitCause, check
+from daskdl.channel.protocol import Natural, WaitCause, check, read
 from daskdl.config import Bound, Timeouts
 from daskdl.data.named_columns import Columns
 from daskdl.data.storage import Store
@@ -348,7 +348,7 @@ class ResumePlan:
             return cls(
                 store=found.store,
                 stamp=found.stamp,
-                sync_point=None if point is None else SyncPoint.from_wire(point),
+                sync_point=None if point is None else read(point, SyncPoint),
                 decision=StoppingDecision.of(header["stopping"]),
                 fingerprint=Fingerprint(*header["fingerprint"]),
                 columns={place: tuple(names) for place, names in columns},

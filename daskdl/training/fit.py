@@ -476,7 +476,7 @@ class FitRun:
 
     def _following(self) -> tuple[ReplicaSpec, str]:
         """Specify the run after the loss of all replicas, and say where it begins."""
-        run, secret = secrets.randbits(63), secrets.randbits(64)
+        run, secret = secrets.randbits(63), secrets.randbits(63)
         sent = replace(self._sent, run=run, secret=secret)
         callbacks, agreed = self._spec.callbacks, self._agreed
         checkpoint = None if sent.checkpoints is None else sent.checkpoints.newest()

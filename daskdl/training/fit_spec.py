@@ -528,7 +528,7 @@ class ReplicaSpec(FitSpec):
     timeouts: Timeouts
     checkpoints: CheckpointPlan | None = None
     resume: ResumePlan | None = None
-    secret: int = field(default_factory=lambda: secrets.randbits(64), repr=False)
+    secret: int = field(default_factory=lambda: secrets.randbits(63), repr=False)
     start: ReplicaState | None = None
 
     @property
@@ -567,5 +567,5 @@ class ReplicaSpec(FitSpec):
             self.master.fan_out,
             self.master.synchronous,
             self.secret,
-            secrets.randbits(64),
+            secrets.randbits(63),
         )

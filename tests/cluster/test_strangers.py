@@ -58,7 +58,6 @@ LEGAL = {
     "replica": [None],
     "acknowledgement": [None],
     "live": [None],
-    "spec run": [HUGE],
 }
 # Other answers than a refusal: an unknown run or replica; closing it is no error.
 INSTEAD = {"run": ["unknown", "ok"], "replica": ["unknown"]}

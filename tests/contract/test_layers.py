@@ -62,6 +62,7 @@ OUTSIDE = {
         "bokeh",
         "dask",
         "distributed",
+        "msgspec",
         "numpy",
         "prometheus_client",
         "tornado",

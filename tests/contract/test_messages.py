@@ -31,7 +31,7 @@ def test_a_message_arrives_as_it_was_sent(as_sent):
     message = Message.from_wire(as_sent(UPDATE))
 
     assert message == Message("update", 1, 2, 3, 4, b"abcd")
-    assert type(message.kind) is str
+    assert message.kind is MessageKind.UPDATE
 
 
 @pytest.mark.parametrize("kind", MessageKind)
@@ -39,30 +39,31 @@ def test_every_kind_of_message_can_be_read(kind):
     payloads = {MessageKind.PROGRESS: 5, MessageKind.MEMBERS: (3, ((0, "tcp://a"),))}
     payload = payloads.get(kind)
 
-    assert Message.from_wire((str(kind), 0, 0, 0, 0, payload)).kind == kind.value
+    assert Message.from_wire((str(kind), 0, 0, 0, 0, payload)).kind is kind
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (("nonsense", *UPDATE[1:]), "'nonsense' is not a valid MessageKind"),
-        (("update", -1, 2, 3, 4), "whole numbers >= 0, got (-1, 2, 3, 4, 0)"),
-        (("update", 1, 2.5, 3, 4), "whole numbers >= 0, got (1, 2.5, 3, 4, 0)"),
-        (("update", 1, 2, 3, None), "whole numbers >= 0, got (1, 2, 3, None, 0)"),
-        (("update", 1, 2, 3, 4, None, -1), "numbers >= 0, got (1, 2, 3, 4, -1)"),
-        (("progress", 1, 0, 3, 0, "x"), "progress needs an interval, got 'x'"),
-        (("members", 0, 0, 0, 0), "it needs members, got None"),
-        (("members", 0, 0, 0, 0, (3, (("0", "a"),))), "it needs members, got (3"),
+        (("nonsense", *UPDATE[1:]), "Invalid enum value 'nonsense' - at `$[0]`"),
+        (("update", -1, 2, 3, 4), "-1, 2, 3, 4): Expected `int` >= 0 - at `$[1]`"),
+        (("update", True, 2, 3, 4), "Expected `int`, got `bool` - at `$[1]`"),
+        (("update", 1, 2**63, 3, 4), f"Expected `int` <= {2**63 - 1} - at `$[2]`"),
+        (("update", 1, 2.5, 3, 4), "Expected `int`, got `float` - at `$[2]`"),
+        (("update", 1, 2, 3, None), "Expected `int`, got `null` - at `$[4]`"),
+        (("update", 1, 2, 3, 4, None, -1), "Expected `int` >= 0 - at `$[6]`"),
+        (("progress", 1, 0, 3, 0, "x"), "invalid 'x': Expected `int`, got `str`"),
+        (("members", 0, 0, 0, 0), "invalid None: Expected `array`, got `null`"),
+        (("members", 0, 0, 0, 0, (3, (("0", "a"),))), "got `str` - at `$[1][0][0]`"),
+        ((), "Expected `array` of length 5 to 7, got 0"),
+        (UPDATE[:4], "Expected `array` of length 5 to 7, got 4"),
+        ((*UPDATE, 7, 8), "Expected `array` of length 5 to 7, got 8"),
+        (None, "Expected `array`, got `null`"),
+        (5, "Expected `array`, got `int`"),
     ],
 )
 def test_invalid_fields_are_refused(fields, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Message.from_wire(fields)
-
-
-@pytest.mark.parametrize("fields", [(), UPDATE[:4], (*UPDATE, 7, 8), None, 5])
-def test_another_number_of_fields_is_refused(fields):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match=re.escape(message)):
         Message.from_wire(fields)
 
 
@@ -131,7 +132,7 @@ def test_a_failure_is_text():
     ],
 )
 def test_a_failure_that_is_more_than_bounded_text_is_refused(changed):
-    with pytest.raises(TypeError, match="failure must be"):
+    with pytest.raises(TypeError, match="invalid failure "):
         check({"failure": {**FAILURE, **changed}}, {"failure": Failure})
 
 

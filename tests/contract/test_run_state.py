@@ -13,7 +13,7 @@ from daskdl.channel.leasing import (
     SyncIntervals,
     SyncPoint,
 )
-from daskdl.channel.protocol import BarrierKind, Message, PeerProgress
+from daskdl.channel.protocol import BarrierKind, Message, PeerProgress, read
 from daskdl.channel.run_state import LEAVING_BYTES, LEAVING_UPDATES, RunState
 from daskdl.training.telemetry import EpochTotals
 from tests.support.run_states import EACH, TIMEOUTS, joined, plan_of, queued, update
@@ -405,7 +405,7 @@ def test_a_plan_and_its_sync_point_survive_the_wire():
             return {key: sent(one) for key, one in value.items()}
         return [*map(sent, value)] if isinstance(value, list | tuple) else value
 
-    assert SyncPoint.from_wire(sent(sync_point.to_wire())) == sync_point
+    assert read(sent(sync_point.to_wire()), SyncPoint) == sync_point
     again = RunSpec.from_wire(sent(vars(plan)))
     assert again.intervals == plan.intervals
     assert again.order != dataclasses.replace(again, seed=5).order

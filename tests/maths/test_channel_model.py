@@ -128,7 +128,7 @@ class Crowd:
             return
         member.published += 1
         self.published.add((number, member.published))
-        item = Message(MessageKind.UPDATE.value, number, member.published, 0, 100)
+        item = Message(MessageKind.UPDATE, number, member.published, 0, 100)
         assert member.take(item)
         self._forward(member, member.book.current.generation, item)
 

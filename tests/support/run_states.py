@@ -57,7 +57,7 @@ def joined(replicas=3, now=100.0, **options):
 
 
 def update(origin, sequence, step=0, nbytes=100):
-    kind = MessageKind.UPDATE.value
+    kind = MessageKind.UPDATE
     return Message(kind, origin, sequence, step, nbytes, f"frame {origin} {sequence}")
 
 
@@ -77,12 +77,12 @@ def sparse(origin, sequence, entries, step=None):
 
 def item_of(update, nbytes=64):
     stamp = update.stamp
-    kind = MessageKind.UPDATE.value
+    kind = MessageKind.UPDATE
     return Message(kind, stamp.origin, stamp.sequence, stamp.step, nbytes)
 
 
 def control(kind, origin=0, step=0, payload=None, sequence=0):
-    return Message(kind.value, origin, sequence, step, 0, payload)
+    return Message(kind, origin, sequence, step, 0, payload)
 
 
 def put(inbox, origin, sequence, step=None):

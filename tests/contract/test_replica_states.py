@@ -34,7 +34,7 @@ class Moments:
         [Moments(1, 2)],
         {"deep": {("x", 1): b"bytes"}},
     ],
-    ids=str,
+    ids=["plain", "dtype", "set", "an object", "nested"],
 )
 def test_any_values_arrive(value):
     state = ReplicaState({"kind": "model"}, {"value": value}, {"value": value})

@@ -539,14 +539,14 @@ class MeshTopology:
         if root is None or index is None:
             return ()
         count = len(self.members)
-        first = self.fan_out * ((index - root) % count) + 1
-        positions = range(first, min(first + self.fan_out, count))
+        nearest = self.fan_out * ((index - root) % count) + 1
+        positions = range(nearest, min(nearest + self.fan_out, count))
         return tuple(self.members[(root + p) % count] for p in positions)
 
     def _index(self, replica: int) -> int | None:
         index = bisect_left(self.members, replica)
-        found = index < len(self.members) and self.members[index] == replica
-        return index if found else None
+        is_member = index < len(self.members) and self.members[index] == replica
+        return index if is_member else None
 
 
 @dataclass(frozen=True)
@@ -620,9 +620,9 @@ class BlobParts:
         stop = min(start + PART_BYTES, self.nbytes)
         cut = []
         for view_B, end in zip(self._views_B, self._ends, strict=True):
-            first = end - view_B.size
-            if first < stop and end > start:
-                cut.append(view_B[max(start - first, 0) : stop - first])
+            begin = end - view_B.size
+            if begin < stop and end > start:
+                cut.append(view_B[max(start - begin, 0) : stop - begin])
         if len(cut) == 1:
             return cut[0]
         return np.concatenate(cut) if cut else np.empty(0, np.uint8)
@@ -709,7 +709,7 @@ def nbytes_of(value: Any) -> int:
     if isinstance(value, Serialize):
         return nbytes_of(value.data)
     if isinstance(value, Mapping):
-        return 8 + sum(nbytes_of(key) + nbytes_of(own) for key, own in value.items())
+        return 8 + sum(nbytes_of(key) + nbytes_of(item) for key, item in value.items())
     if isinstance(value, list | tuple):
         return 8 + sum(map(nbytes_of, value))
     if isinstance(value, str | bytes):

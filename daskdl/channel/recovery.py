@@ -176,9 +176,9 @@ class Repairs:
 
     def _helpers(self, origin: int) -> list[int]:
         """The origin first, which keeps its updates; in a mesh, then the others."""
-        own = self._connection.spec.replica
+        replica = self._connection.spec.replica
         workers = self._routing.workers
-        others = [r for r in sorted(workers) if r not in (own, origin)]
+        others = [r for r in sorted(workers) if r not in (replica, origin)]
         if self._routing.relayed:
             others = []  # they keep only their own updates
         return [origin, *others] if origin in workers else others
@@ -225,7 +225,7 @@ class Repairs:
         with contextlib.suppress(TypeError, ValueError, LookupError):
             messages = [Message.from_wire(fields) for fields in answer["messages"]]
         wanted = (MessageKind.UPDATE, origin)
-        messages = [one for one in messages if (one.kind, one.origin) == wanted]
+        messages = [m for m in messages if (m.kind, m.origin) == wanted]
         for message in messages:
             taken = await self._take(message)  # meanwhile others change `repaired`
             self.repaired += taken
@@ -322,16 +322,16 @@ def donors(have: Have, asker: int) -> list[int]:
         >>> donors(have, asker=2), donors(have, asker=0)
         ([0, 1], [])
     """
-    own = {replica: have[replica].get(replica, NOTHING) for replica in have}
+    published = {replica: have[replica].get(replica, NOTHING) for replica in have}
     groups: dict[Hashable, list[int]] = {}
     for replica in sorted(have):
         groups.setdefault(_comparable(have[replica]), []).append(replica)
-    fit = [group for group in groups.values() if not missing(have[group[0]], own)]
+    fit = [group for group in groups.values() if not missing(have[group[0]], published)]
     if not fit:
         raise ChannelError(
             "updates are out of reach: no replica has received all that the others "
-            f"have published, {own}, and those do not keep them any more; if the fit "
-            "writes checkpoints, continue from the last one with fit(resume=...)"
+            f"have published, {published}, and those do not keep them any more; if the "
+            "fit writes checkpoints, continue from the last one with fit(resume=...)"
         )
     same = max(fit, key=lambda group: _count(have[group[0]]))
     return [] if asker in same else _rotated(same, asker)

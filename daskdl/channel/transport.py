@@ -207,10 +207,10 @@ class Pace:
         """Set the intervals; False: as Dask's configuration has them."""
         with _pacing:
             for name in LEAST_MS.keys() & self._callbacks.keys():
-                own = self._callbacks[name]
-                configured = self._configured.setdefault(name, own.callback_time)
+                callback = self._callbacks[name]
+                configured = self._configured.setdefault(name, callback.callback_time)
                 least = LEAST_MS[name] if training else 0
-                own.callback_time = max(configured, least)
+                callback.callback_time = max(configured, least)
 
 
 CHECKABLE = ("tcp", "tls")  # protocols that refuse a connection to a closed port
@@ -428,7 +428,7 @@ class RetransmitBuffer:
         self.nbytes = 0
         self._evicts = evicts
         self._messages: deque[Message] = deque()  # oldest first
-        self._found: dict[int, dict[int, Message]] = {}  # by origin, sequence
+        self._kept: dict[int, dict[int, Message]] = {}  # by origin, sequence
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -442,7 +442,7 @@ class RetransmitBuffer:
         """Append an update; a duplicate changes nothing."""
         nbytes = message.nbytes + MESSAGE_BYTES
         with self._lock:
-            of_origin = self._found.setdefault(message.origin, {})
+            of_origin = self._kept.setdefault(message.origin, {})
             too_large = self._evicts and nbytes > self.limit_bytes
             if too_large or message.sequence in of_origin:
                 return
@@ -465,14 +465,14 @@ class RetransmitBuffer:
 
     def _forget_oldest(self) -> None:
         oldest = self._messages.popleft()
-        del self._found[oldest.origin][oldest.sequence]
+        del self._kept[oldest.origin][oldest.sequence]
         self.nbytes -= oldest.nbytes + MESSAGE_BYTES
 
     def find(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Return the requested updates that are still kept, ascending."""
         wanted = sorted(set(sequences))
         with self._lock:
-            of_origin = self._found.get(origin, {})
+            of_origin = self._kept.get(origin, {})
             return [of_origin[sequence] for sequence in wanted if sequence in of_origin]
 
 
@@ -513,12 +513,12 @@ class SendLoop:
         self._beat_s = beat_s
         self._bound = bound
         self._destination = destination
-        self._more = asyncio.Event()
+        self._wake = asyncio.Event()
         self._answered_at: float | None = None  # time of the last answer, loop's clock
 
     def wake(self) -> None:
         """Send soon. Event loop."""
-        self._more.set()
+        self._wake.set()
 
     async def run(self) -> None:
         """Send messages until cancelled."""
@@ -528,13 +528,13 @@ class SendLoop:
                 # Not `wait_for`, which before Python 3.12 loses a cancellation that
                 # arrives together with the wake-up.
                 async with asyncio.timeout(self._beat_s):
-                    await self._more.wait()
-            self._more.clear()
+                    await self._wake.wait()
+            self._wake.clear()
             batch = self._outbox.head(BATCH_BYTES)
             accepted = await self._send_surely(batch)
             self._outbox.drop(accepted)
             if len(self._outbox):
-                self._more.set()
+                self._wake.set()
             # Refused messages are sent again, so back off while all are refused.
             full = batch and not accepted
             longest_s = BACK_OFF * self._pace_s

@@ -40,18 +40,14 @@ def evaluate(output, y, metrics, loss=None, **options):
     )
 
 
-def averaged(**options):
-    rates = {"precision": sk.precision_score, "recall": sk.recall_score}
-    rates["f1"] = sk.f1_score
-    return {
-        f"{name}_{average}": functools.partial(function, average=average, **options)
-        for name, function in rates.items()
-        for average in ("macro", "micro", "weighted")
-    }
-
-
 RATES = {"precision": sk.precision_score, "recall": sk.recall_score, "f1": sk.f1_score}
+AVERAGED = {
+    f"{name}_{average}": functools.partial(function, average=average)
+    for name, function in RATES.items()
+    for average in ("macro", "micro", "weighted")
+}
 MACRO = {n: functools.partial(f, average="macro") for n, f in RATES.items()}
+SPECIFICITY = functools.partial(sk.recall_score, pos_label=0)
 SINGLE = {
     "accuracy": sk.accuracy_score,
     "acc": sk.accuracy_score,
@@ -59,7 +55,7 @@ SINGLE = {
     "matthews_corrcoef": sk.matthews_corrcoef,
     "cohen_kappa": sk.cohen_kappa_score,
     "confusion_matrix": sk.confusion_matrix,
-    **averaged(),
+    **AVERAGED,
 }
 ERRORS = {
     "mse": sk.mean_squared_error,
@@ -79,13 +75,11 @@ CASES = {
     "column": (LOGITS[:, None], BITS[:, None], BINARY, LOGITS > 0, RATES),
     "two scores": (
         *(torch.stack([-LOGITS, LOGITS], 1), BITS.long(), CROSS, LOGITS > 0),
-        SINGLE
-        | RATES
-        | {"specificity": functools.partial(sk.recall_score, pos_label=0)},
+        {**SINGLE, **RATES, "specificity": SPECIFICITY},
     ),
     "several labels": (
         *(MANY_LOGITS, MANY, BINARY, MANY_LOGITS > 0),
-        {"exact_match": sk.accuracy_score, **MACRO, **averaged()}
+        {"exact_match": sk.accuracy_score, **MACRO, **AVERAGED}
         | {"confusion_matrix": sk.multilabel_confusion_matrix},
     ),
     "numbers": (PREDICTED, NUMBERS, SQUARES, PREDICTED, ERRORS),

@@ -38,11 +38,6 @@ class Both(nn.Module):
         return {"sum": x.sum(dim=1), "parts": (2 * x, x[:, :1].to(torch.int32))}
 
 
-class Columns(nn.Module):
-    def forward(self, x):
-        return {"sum": x.sum(dim=1), "first": x[:, 0].to(torch.int32)}
-
-
 class OfTwo(nn.Module):
     def forward(self, x):
         return x["one"] + x["other"][0]

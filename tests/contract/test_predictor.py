@@ -2,11 +2,8 @@
 
 import asyncio
 import contextlib
-import inspect
-import re
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import dask
 import dask.array as da
@@ -504,17 +501,3 @@ def test_closing_waits_no_longer_than_stop_and_not_after_an_error(gate, stop_s, 
 
     with pytest.raises(RunError, match="closed before this call was answered"):
         answer.result(0)
-
-
-def test_the_page_lists_the_options_with_their_defaults():
-    page = Path(__file__).parents[2] / "docs" / "inference.md"
-    rows = dict(re.findall(r"^\| `(\w+)` \| `(.*?)` \|", page.read_text(), re.M))
-
-    parameters = inspect.signature(Predictor).parameters.values()
-    options = {p.name: repr(p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
-    of_trainer = inspect.signature(Trainer.predictor).parameters.values()
-
-    assert rows == {k: v for k, v in options.items() if k != "client"}
-    assert rows == {
-        p.name: repr(p.default) for p in of_trainer if p.kind is p.KEYWORD_ONLY
-    }

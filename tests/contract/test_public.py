@@ -156,11 +156,20 @@ def test_the_page_of_options_says_which_options_other_methods_have(method, headi
 
 
 def test_functions_have_the_arguments_of_methods():
-    predict, evaluate = map(arguments_of, (daskdl.predict, daskdl.evaluate))
+    client = {"client": "None"}
+    for function, method, extra in (
+        (daskdl.predict, daskdl.Trainer.predict, client),
+        (daskdl.evaluate, daskdl.Trainer.evaluate, client | {"loss": "None"}),
+        (daskdl.Predictor, daskdl.Trainer.predictor, client),
+    ):
+        assert arguments_of(function) == arguments_of(method) | extra
 
-    more = {"client": "None"}
-    assert predict == arguments_of(daskdl.Trainer.predict) | more
-    assert evaluate == arguments_of(daskdl.Trainer.evaluate) | more | {"loss": "None"}
+
+def test_the_page_on_inference_lists_the_options_of_a_predictor():
+    rows = table("inference.md", "Serving")
+
+    defaults = {name: cells[0].strip("`") for name, cells in rows.items()}
+    assert defaults == arguments_of(daskdl.Trainer.predictor)
 
 
 def test_the_page_of_options_lists_the_configuration():

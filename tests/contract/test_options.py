@@ -272,6 +272,12 @@ def test_arguments_that_fail_in_the_dry_run_are_refused(options, error, message)
         fit(options)
 
 
+def test_names_that_a_step_cannot_log_are_refused_before_the_training():
+    # A replica would begin its message with its number.
+    with pytest.raises(ModelError, match=r"^step cannot log 'density'"):
+        fit({"loss": None, "step": logging(density=1.0)})
+
+
 SHARING = [
     *[
         (

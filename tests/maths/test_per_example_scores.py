@@ -153,19 +153,18 @@ class TestKeys:
         np.testing.assert_allclose(series, losses(own), **CLOSE)
 
     @pytest.mark.parametrize("key", [True, None])
-    def test_scores_of_a_bag_with_keys_are_pairs(self, own, key):
-        scores = own.score_examples(keyed_pairs(), key=key)
+    @pytest.mark.parametrize("data", [keyed_pairs, keyed_lists])
+    def test_scores_of_a_bag_or_of_delayed_lists_with_keys_are_pairs(
+        self, own, data, key
+    ):
+        scores = own.score_examples(data(), key=key)
 
-        assert isinstance(scores, db.Bag)
-        names, values = zip(*now(scores), strict=True)
-        assert list(names) == IDS
-        np.testing.assert_allclose(values, losses(own), **CLOSE)
-
-    @pytest.mark.parametrize("key", [True, None])
-    def test_scores_of_delayed_lists_with_keys_are_pairs(self, own, key):
-        scores = own.score_examples(keyed_lists(), key=key)
-
-        names, values = zip(*itertools.chain(*dask.compute(*scores)), strict=True)
+        scored = now(scores)
+        if data is keyed_pairs:
+            assert isinstance(scores, db.Bag)
+        else:
+            scored = itertools.chain(*scored)
+        names, values = zip(*scored, strict=True)
         assert list(names) == IDS
         np.testing.assert_allclose(values, losses(own), **CLOSE)
 

@@ -11,10 +11,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from distributed import Client
+from distributed import Client, Future
 from torch import nn
 
-from daskdl.data.dask_collections import is_lazy
 from daskdl.errors import DataError, OptionError
 from daskdl.keras.compiled import resolved_loss
 from daskdl.losses import facts_of
@@ -74,7 +73,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return clone
 
     def _inputs(self, X: Any, **fitting: Any) -> Any:
-        if is_lazy(X):
+        example = X[0] if isinstance(X, list) and X else X
+        if isinstance(example, Future) or hasattr(type(example), "__dask_graph__"):
             raise DataError(
                 f"X must be in memory, got a {type(X).__name__}, which scikit-learn's "
                 "tools would compute: train on it with daskdl.Trainer"

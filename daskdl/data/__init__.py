@@ -7,10 +7,11 @@ are; the page on data describes them.
 from daskdl.data.files import files
 from daskdl.data.formats import Csv, Npy, Npz, Parquet, Safetensors
 from daskdl.data.images import image_folder
+from daskdl.data.inputs import dataset
 from daskdl.data.normalize import MinMax, Normalization, Standardize
 from daskdl.data.packing import pack
 from daskdl.data.source import Facts, Source
-from daskdl.data.torch_datasets import Stream, dataset
+from daskdl.data.torch_datasets import Stream
 from daskdl.data.validate import Report, validate
 
 __all__ = [

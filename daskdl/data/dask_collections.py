@@ -8,7 +8,6 @@ import copy
 import functools
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ from daskdl.data.batching import Rows, Tree
 from daskdl.data.distribute import check_annotations
 from daskdl.data.named_columns import Columns, NamedRows, columns_in, few
 from daskdl.data.source import Facts, Member, PartGraph, Source, culled
-from daskdl.data.tables import as_numpy, is_dask_array, is_frame
+from daskdl.data.tables import as_numpy
 from daskdl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -46,40 +45,24 @@ MOST_WAIT_S = 5.0  # until it is checked that workers can run what is waited for
 Finish = Callable[..., Rows]  # takes the values of a part, and its number `part`
 
 
-# ---- kinds, without importing a collection
-
-
 def is_future(value: Any) -> bool:
     """Whether a value is a future of a Dask client."""
     return type(value).__module__ == "distributed.client"
 
 
-def is_dask_frame(value: Any) -> bool:
-    """Whether a value is a ``dask.dataframe``, or a column of one."""
-    module = sys.modules.get("dask.dataframe")
-    return module is not None and isinstance(value, module.DataFrame | module.Series)
+def _is_array(collection: Any) -> bool:
+    """Whether a collection is a ``dask.array``, asked without importing Dask's."""
+    return hasattr(type(collection), "numblocks")
 
 
-def is_bag(value: Any) -> bool:
-    """Whether a value is a ``dask.bag``."""
-    module = sys.modules.get("dask.bag")
-    return module is not None and isinstance(value, module.Bag)
+def is_frame(collection: Any) -> bool:
+    """Whether a collection is a ``dask.dataframe``, or a column of one."""
+    return hasattr(type(collection), "divisions")
 
 
-def is_lazy_list(value: Any) -> bool:
-    """Whether a value is a list of Delayed objects and futures."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(part, Delayed) or is_future(part) for part in value)
-    )
-
-
-def is_lazy(value: Any) -> bool:
-    """Whether a value is a collection, or a tree with one: outputs are then lazy."""
-    if is_bag(value) or is_lazy_list(value):
-        return True
-    return any(is_dask_array(x) or is_dask_frame(x) for x in batching.leaves(value))
+def is_partitioned(value: Any) -> bool:
+    """Whether a value is a ``dask.array`` or a ``dask.dataframe``."""
+    return _is_array(value) or is_frame(value)
 
 
 # ---- one graph
@@ -215,11 +198,9 @@ class Partitions:
 
 
 def _number_of_partitions(collection: Any) -> int:
-    if isinstance(collection, list):
-        return len(collection)
-    if is_dask_array(collection):
-        return int(collection.numblocks[0])
-    return int(collection.npartitions)
+    # An array is chunked along its first axis alone.
+    listed = isinstance(collection, list)
+    return len(collection) if listed else int(collection.npartitions)
 
 
 def _apply_to_list(finish: Callable[[Any], Rows], values: list[Any]) -> Rows:
@@ -305,7 +286,7 @@ def _planned(collections: Sequence[Any]) -> Planned:
         return _planned_list(first)
     if others:
         return _planned_columns(collections)
-    if is_dask_frame(first):
+    if is_frame(first):
         return _planned_frame(first)
     graph, keys = first.__dask_graph__(), list(flatten(first.__dask_keys__()))
     tasks = dict(first.__dask_optimize__(graph, keys))
@@ -337,8 +318,8 @@ def _planned_frame(frame: Any) -> Planned:
 
 def _planned_columns(collections: Sequence[Any]) -> Planned:
     """Plan several arrays and dataframes; a part is the list of their partitions."""
-    frames = [one for one in collections if is_dask_frame(one)]
-    arrays = [one for one in collections if is_dask_array(one)]
+    frames = [one for one in collections if is_frame(one)]
+    arrays = [one for one in collections if _is_array(one)]
     tables = Planned({}, [], {})
     if frames:
         import dask.dataframe
@@ -363,9 +344,7 @@ def _planned_columns(collections: Sequence[Any]) -> Planned:
     columns = [tables.keys, *blocks] if frames else blocks
     _check_shuffled_together(tasks, columns)
     name = f"part-{tokenize(columns)}"
-    places = sorted(
-        range(len(collections)), key=lambda i: is_dask_array(collections[i])
-    )
+    places = sorted(range(len(collections)), key=lambda i: _is_array(collections[i]))
     keys = []
     for part, values in enumerate(zip(*columns, strict=True)):
         keys.append((name, part))
@@ -444,6 +423,8 @@ class Collections(Source):
 
     apart = True
     given = True
+    lazy = True
+    named = False
 
     def __init__(
         self,
@@ -576,10 +557,9 @@ def _arranged(
 def _as_array(
     value: Any, name: str, classes: Sequence[str] | None = None, label: bool = False
 ) -> np.ndarray:
-    if is_frame(value):
-        return tables.columns_of(value, name, classes, label)
-    tables.check_values(value, name)
-    return as_numpy(value)
+    array = tables.array_of(value, name, classes, label)
+    tables.check_values(array, name)
+    return as_numpy(array)
 
 
 def _same_length(rows: Rows, part: int) -> Rows:
@@ -650,11 +630,11 @@ def columns(x: Tree, y: Tree) -> Collections:
 
 def _checked(value: Any, name: str) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
     """Names of labels, or None; and a row of zeros, or None if its shape is unknown."""
-    if is_dask_frame(value):
+    if is_frame(value):
         classes = tables.check_columns(value._meta, name, name.startswith("y"))
         meta = tables.columns_of(value._meta, name, classes)
         return classes, np.zeros((1, *meta.shape[1:]), meta.dtype)
-    if not is_dask_array(value):
+    if not _is_array(value):
         raise DataError(
             f"{name} is in memory and the other data are Dask's; use "
             f"dask.array.from_array({name}, chunks=...) with the chunks of the others, "
@@ -671,7 +651,7 @@ def _aligned(named: Mapping[str, Any]) -> tuple[Sequence[Any], tuple[int, ...] |
     chunks = {
         name: tuple(map(int, value.chunks[0]))
         for name, value in named.items()
-        if is_dask_array(value) and not any(map(math.isnan, value.chunks[0]))
+        if _is_array(value) and not any(map(math.isnan, value.chunks[0]))
     }
     tables.check_lengths({name: sum(rows) for name, rows in chunks.items()})
     lengths = next(iter(chunks.values()), None)
@@ -682,7 +662,7 @@ def _aligned(named: Mapping[str, Any]) -> tuple[Sequence[Any], tuple[int, ...] |
         ]
         return rechunked, lengths
     counts = {
-        name: int(value.numblocks[0] if is_dask_array(value) else value.npartitions)
+        name: int(value.numblocks[0] if _is_array(value) else value.npartitions)
         for name, value in named.items()
     }
     if len(set(counts.values())) > 1:
@@ -708,47 +688,51 @@ class _Pairs:
         if self.examples:
             return _same_length(stacked(list(value), f"part {part}"), part)
         x, y = pair(value)
-        where, classes = f"part {part}", None
-        if is_frame(y):
-            classes = tables.check_columns(y, f"y of {where}", label=True)
+        where = f"part {part}"
+        classes = tables.label_classes(y, f"y of {where}")
         labels = None if y is None else _arrays(y, "y", where, classes)
         rows = _arrays(x, "X", where), labels
         return NamedRows.of(_same_length(rows, part), columns_in(x, y), classes)
 
 
-def pairs(parts: Any) -> Collections:
-    """Make a source of a bag of examples, or of a list of Delayed and futures of rows.
+class Pairs(Collections):
+    """Parts of a bag of examples, or of a list of Delayed objects and futures of rows.
 
     Examples and rows are pairs (x, y), or x alone.
+
+    Attributes:
+        bag: Whether parts are lists of examples, as in a bag.
     """
-    source = Collections(Partitions(parts), _Pairs(is_bag(parts)))
-    source.columns = None  # parts may be tables
-    return source
+
+    columns = None  # parts may be tables
+
+    def __init__(self, collection: Any, *, bag: bool) -> None:
+        super().__init__(Partitions(collection), _Pairs(bag))
+        self.bag = bag
 
 
-def paired(X: Any, y: Any) -> Any:
-    """Make one collection of pairs of two bags, or lists of Delayed and futures."""
-    if is_bag(X) and is_bag(y):
-        parts = X.npartitions, y.npartitions
-    elif is_lazy_list(X) and is_lazy_list(y):
-        parts = len(X), len(y)
-    else:
-        kind = "bag" if is_bag(X) else "list of Delayed objects and futures"
-        raise DataError(
-            f"y must be a {kind}, partitioned as X is, got a {type(y).__name__}; or "
-            "let X have pairs (x, y), and leave y out"
-        )
-    if parts[0] != parts[1]:
-        raise DataError(
-            f"X and y must have the same partitions, got {parts[0]} and {parts[1]}; "
-            "take them from one collection, or repartition them"
-        )
-    if is_bag(X):
-        return X.map_partitions(_zipped, y)
+def paired_bags(X: Any, y: Any) -> Any:
+    """Make a bag of pairs of two bags with the same partitions."""
+    _check_paired(X.npartitions, y.npartitions)
+    return X.map_partitions(_zipped, y)
+
+
+def paired_lists(X: Sequence[Any], y: Sequence[Any]) -> list[Delayed]:
+    """Make a list of Delayed pairs of two lists of Delayed objects and futures."""
+    _check_paired(len(X), len(y))
     planned = _planned_list(X), _planned_list(y)
     tasks = {key: task for side in planned for key, task in side.tasks.items()}
     _check_shuffled_together(tasks, [side.keys for side in planned])
-    return [delayed(_both, pure=False)(*one) for one in zip(X, y, strict=True)]
+    both = delayed(_both, pure=False)
+    return [both(x, labels) for x, labels in zip(X, y, strict=True)]
+
+
+def _check_paired(parts_of_x: int, parts_of_y: int) -> None:
+    if parts_of_x != parts_of_y:
+        raise DataError(
+            f"X and y must have the same partitions, got {parts_of_x} and {parts_of_y}"
+            "; take them from one collection, or repartition them"
+        )
 
 
 def _both(x: Any, y: Any) -> tuple[Any, Any]:
@@ -763,13 +747,6 @@ def _zipped(xs: Any, ys: Any) -> list[tuple[Any, Any]]:
             f"{len(xs)} and {len(ys)}"
         )
     return list(zip(xs, ys, strict=True))
-
-
-def with_label(X: Any, label: Any) -> Any:
-    """Turn a bag of dicts, or Delayed tables and dicts, into pairs (x, y)."""
-    if is_bag(X):
-        return X.map(tables.split_label, label)
-    return [delayed(tables.split_label, pure=False)(part, label) for part in X]
 
 
 def pair(value: Any) -> tuple[Tree, Tree]:
@@ -831,12 +808,7 @@ def stack(examples: Sequence[Tree]) -> Tree:
         return np.asarray(examples)  # faster
     if any(leaf is None for one in examples for leaf in batching.leaves(one)):
         raise ValueError("a value is None")
-    if any(is_frame(leaf) for one in examples for leaf in batching.leaves(one)):
-        raise DataError(
-            "an example must be made of arrays and numbers, got a table or a series, "
-            "whose names would be lost: give row[names].to_numpy(), with the same "
-            "names for all examples, or tables of many rows in a list of Delayed"
-        )
+    tables.check_no_tables(examples)
 
     def stacked(*leaves: Any) -> np.ndarray:
         return np.stack(

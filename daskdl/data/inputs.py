@@ -1,42 +1,41 @@
 """The user's data: arguments for reading, a `Source` for each type, and its metadata.
 
-A new kind of data is a subclass of :class:`~daskdl.data.source.Source` and a line in
-:func:`source_of`.
+A new kind of data is a subclass of :class:`~daskdl.data.source.Source` and a row in the
+table of kinds, which :func:`source_of` asks once; nothing behind it asks for the kind.
 """
 
 import copy
 import functools
 import logging
 import math
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, NoReturn, Self
 
 import numpy as np
-from dask.delayed import Delayed
+from dask.delayed import Delayed, delayed
 from distributed import Client
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from daskdl.config import check_choice, check_count
 from daskdl.data import batching, tables
 from daskdl.data.batching import Batch, Transform, Tree, Weighted
 from daskdl.data.checks import UNREADABLE, is_left_out, join_readable, load_each
 from daskdl.data.dask_collections import (
+    Pairs,
     Share,
     columns,
-    is_bag,
-    is_dask_frame,
+    is_frame,
     is_future,
-    is_lazy_list,
-    paired,
-    pairs,
+    is_partitioned,
+    paired_bags,
+    paired_lists,
     stack,
     unzipped,
-    with_label,
 )
 from daskdl.data.distribute import map_parts
 from daskdl.data.files import files
@@ -50,14 +49,13 @@ from daskdl.data.named_columns import (
 )
 from daskdl.data.source import Facts, Source, facts_of, is_known
 from daskdl.data.storage import are_paths
-from daskdl.data.tables import InMemory, is_dask_array, is_frame
+from daskdl.data.tables import InMemory
 from daskdl.data.torch_datasets import (
     CollatedDataset,
     Collation,
     IterableStyle,
     MapStyle,
-    is_iterable_style,
-    is_map_style,
+    Stream,
     loader_options,
 )
 from daskdl.errors import DataError, ModelError, OptionError
@@ -87,7 +85,9 @@ class ReadOptions:
             raise OptionError(
                 f"transform must be a function or None, got {self.transform!r}"
             )
-        if isinstance(self.label, list | np.ndarray) or is_frame(self.label):
+        if isinstance(self.label, Sized) and not isinstance(
+            self.label, str | bytes | tuple
+        ):
             raise OptionError(
                 "label must be the name of one column, got a "
                 f"{type(self.label).__name__}; give several labels, or their values, "
@@ -272,6 +272,341 @@ def warn_of_scaling(scaled_by: Sequence[str], trained: Sequence[str] | None) -> 
     )
 
 
+# ---- the kinds of data
+
+
+def _is_dataset(X: Any) -> bool:
+    torch_style = isinstance(X, Dataset | Stream)  # an IterableDataset is a Dataset
+    return torch_style or hasattr(X, "__getitems__")
+
+
+def _is_bag(X: Any) -> bool:
+    bag = sys.modules.get("dask.bag")
+    return bag is not None and isinstance(X, bag.Bag)
+
+
+def _is_lazy_list(X: Any) -> bool:
+    return (
+        isinstance(X, list)
+        and bool(X)
+        and all(isinstance(part, Delayed) or is_future(part) for part in X)
+    )
+
+
+def _has_datasets(X: Any) -> bool:
+    return isinstance(X, Mapping) and any(map(_is_dataset, X.values()))
+
+
+class _Reading(NamedTuple):
+    """How `source_of` was asked to read X and y; see there."""
+
+    read: ReadOptions
+    labelled: bool
+    shuffle_seed: int | None
+    step_rows: int
+    classes: Sequence[str] | None
+
+
+def _without_y(X: Any, y: Any) -> tuple[Any, Any]:
+    if y is not None:
+        raise DataError(
+            f"y must not be given with a {type(X).__name__}, which brings its labels"
+        )
+    return X, None
+
+
+def _paths_alone(X: Any, y: Any) -> tuple[Any, Any]:
+    if y is not None:
+        raise DataError(
+            "y must not be given with paths or URLs of files, which bring their "
+            f"labels; {tables.TEXT}"
+        )
+    return X, None
+
+
+def _items_with_y(X: CollatedDataset, y: Any) -> tuple[Any, Any]:
+    if not isinstance(X.dataset, list):
+        return X, _without_y(X.dataset, y)[1]
+    y = _stacked(y, "y")
+    _check_items(X.dataset, y)
+    return X, y
+
+
+def _choose_dataset(X: Any, y: Any) -> NoReturn:
+    raise DataError(
+        f"X is a {type(X).__name__} with the datasets {few(list(X))}; give one of "
+        f"them, X[{next(iter(X))!r}], and others as validation"
+    )
+
+
+def _bag_of_pairs(X: Any, y: Any) -> tuple[Any, Any]:
+    if y is None:
+        return X, None
+    if not _is_bag(y):
+        raise DataError(_UNPAIRED.format("bag", type(y).__name__))
+    return paired_bags(X, y), None
+
+
+def _list_of_pairs(X: Any, y: Any) -> tuple[Any, Any]:
+    if y is None:
+        return X, None
+    if not _is_lazy_list(y):
+        kind = "list of Delayed objects and futures"
+        raise DataError(_UNPAIRED.format(kind, type(y).__name__))
+    return paired_lists(X, y), None
+
+
+_UNPAIRED = (
+    "y must be a {}, partitioned as X is, got a {}; or let X have pairs (x, y), and "
+    "leave y out"
+)
+
+
+def _examples(X: Any, y: Any) -> tuple[Any, Any]:
+    y = _stacked(y, "y")
+    _check_items(X, y)
+    if y is None and X:
+        X, y = unzipped(X, "X")
+        y = _stacked(y, "y")
+    return _stacked(X, "X"), y
+
+
+def _check_items(items: Sequence[Any], y: Any) -> None:
+    if y is not None and batching.is_leaf(y) and len(items) != len(y):
+        raise DataError(
+            f"X and y must have the same length, got {len(items)} and {len(y)}; a list "
+            "has an item for each example, and several inputs are a tuple, tuple(X)"
+        )
+
+
+def _arrays(X: Any, y: Any) -> tuple[Any, Any]:
+    return _stacked(X, "X"), _stacked(y, "y")
+
+
+def _files_have_none(X: Any, label: Any) -> NoReturn:
+    raise OptionError(
+        f"label={label!r} is for tables, dicts and datasets; for files give "
+        f"daskdl.data.files(X, loader=daskdl.data.Csv(label={label!r})), or Parquet, "
+        "Npz, ..."
+    )
+
+
+def _label_of_bag(X: Any, label: Any) -> tuple[Any, Any]:
+    return X.map(tables.split_label, label), None
+
+
+def _label_of_parts(X: Any, label: Any) -> tuple[Any, Any]:
+    split = delayed(tables.split_label, pure=False)
+    return [split(part, label) for part in X], None
+
+
+def _label_of_items(X: Any, label: Any) -> tuple[Any, Any]:
+    return [tables.split_label(item, label) for item in X], None
+
+
+def _source_of_dataset(X: Any, y: Any, reading: _Reading) -> Source:
+    collate_fn = None
+    if isinstance(X, CollatedDataset):
+        X, collate_fn = X.dataset, X.collate_fn
+        X = Items(X, y) if isinstance(X, list) else X
+    read = reading.read
+    collation = Collation(collate_fn, read.batch_size, reading.labelled, read.label)
+    if isinstance(X, IterableDataset | Stream):
+        return IterableStyle(X, collation)
+    return MapStyle(X, collation, reading.shuffle_seed, reading.classes, read.skips)
+
+
+def _source_of_arrays(X: Tree, y: Tree, reading: _Reading) -> Source:
+    leaves = batching.named_both((X, y)).values()
+    if any(is_partitioned(leaf) for leaf in leaves):
+        return columns(X, y)
+    classes = tables.label_classes(y, "y")
+    arrays = [
+        tables.array_of(leaf, name, *((classes, True) if name.startswith("y") else ()))
+        for name, leaf in batching.named_both((X, y)).items()
+    ]
+    x, labels = batching.filled((X, y), arrays)
+    tables.check_arrays(x, labels)
+    source = InMemory(
+        x, labels, reading.step_rows, reading.shuffle_seed, columns_in(X, y)
+    )
+    source.classes = classes
+    return source
+
+
+class _Kind(NamedTuple):
+    """A kind of data, a row of the table `_KINDS`.
+
+    Attributes:
+        holds: Whether X is of this kind.
+        prepare: Brings X and y, maybe None, to the form that `source` takes; may be
+            called again with its results. Refuses a y that the kind cannot have.
+        label_apart: Takes the column or key of the labels out of X; returns X and y.
+            None: items keep it until they are collated.
+        source: Makes the source of prepared data.
+    """
+
+    holds: Callable[[Any], bool]
+    prepare: Callable[[Any, Any], tuple[Any, Any]]
+    label_apart: Callable[[Any, Any], tuple[Any, Any]] | None
+    source: Callable[[Any, Any, _Reading], Source]
+
+
+# In this order: the first kind that holds.
+_KINDS = (
+    _Kind(
+        lambda X: isinstance(X, Source),
+        _without_y,
+        _files_have_none,
+        lambda X, y, reading: X,
+    ),
+    _Kind(are_paths, _paths_alone, _files_have_none, lambda X, y, reading: files(X)),
+    _Kind(
+        lambda X: isinstance(X, CollatedDataset),
+        _items_with_y,
+        None,
+        _source_of_dataset,
+    ),
+    _Kind(_is_dataset, _without_y, None, _source_of_dataset),
+    _Kind(_has_datasets, _choose_dataset, None, _source_of_dataset),
+    _Kind(
+        _is_bag,
+        _bag_of_pairs,
+        _label_of_bag,
+        lambda X, y, reading: Pairs(X, bag=True),
+    ),
+    _Kind(
+        _is_lazy_list,
+        _list_of_pairs,
+        _label_of_parts,
+        lambda X, y, reading: Pairs(X, bag=False),
+    ),
+    _Kind(lambda X: isinstance(X, list), _examples, _label_of_items, _source_of_arrays),
+    _Kind(lambda X: True, _arrays, tables.split_label, _source_of_arrays),
+)
+
+
+def _kind_of(X: Any) -> _Kind:
+    return next(kind for kind in _KINDS if kind.holds(X))
+
+
+def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
+    """Bring the forms in which people have data to those that sources are made of.
+
+    A `DataLoader` becomes its dataset; a Delayed object a list of one; two bags, or
+    lists of Delayed, one of pairs; labels that are a column of X become y; and lists of
+    examples arrays, unless there is a collate function. Other data are returned
+    unchanged, and so are results of this function.
+    """
+    if isinstance(X, DataLoader):  # of validation, or of a pass over all rows
+        X, _ = batch_options(X, {"batch_size": None}, {})
+    if isinstance(X, Delayed) or is_future(X):
+        X, y = [X], y if y is None else [y]
+    kind = _kind_of(X)
+    if read.label is not None:
+        if y is not None:
+            raise OptionError(
+                f"label={read.label!r} and y both give labels; leave one out"
+            )
+        if kind.label_apart is not None:
+            X, y = kind.label_apart(X, read.label)
+            read = replace(read, label=None)
+    X, y = kind.prepare(X, y)
+    return X, y, read
+
+
+def _stacked(tree: Tree, name: str) -> Tree:
+    """Make arrays of the lists of examples in a tree."""
+
+    def array(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, list) or _is_lazy_list(leaf):
+            return leaf
+        if not leaf:
+            raise DataError(f"{name} must not be empty, got an empty list")
+        try:
+            return stack(leaf)
+        except DataError:
+            raise
+        except ValueError as error:
+            raise DataError(
+                f"the items of {name} must all have one shape: {error}; pad them to "
+                f"one, or give daskdl.data.dataset({name}, collate_fn=...); several "
+                "inputs are a tuple, tuple(X)"
+            ) from error
+
+    if batching.is_leaf(tree) and not isinstance(tree, list):
+        return tree
+    return batching.filled(
+        tree, [array(place, leaf) for place, leaf in batching.named(tree, name)]
+    )
+
+
+class Items(Dataset[Any]):
+    """A list of examples for a collate function, with or without labels apart."""
+
+    def __init__(self, X: Sequence[Any], y: Any) -> None:
+        self._x, self._y = X, y
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __getitem__(self, index: int) -> Any:
+        if self._y is None:
+            return self._x[index]
+        return self._x[index], batching.rows(self._y, index)
+
+
+def dataset(
+    dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None
+) -> CollatedDataset:
+    """Take the items of a dataset, or of a list, through a collate function.
+
+    A torch dataset without one, and a `DataLoader`, are given to `Trainer.fit` as they
+    are.
+
+    Args:
+        dataset: A torch dataset, map-style or iterable; a dataset of Hugging Face; a
+            `daskdl.data.Stream`; or a list with an item for each example, whose labels
+            may be given as y.
+        collate_fn: Makes (x, y), or x alone, from a list of `batch_size` items, with
+            one row for each item; it runs on the workers. None: torch's default.
+
+    Returns:
+        Data for `Trainer.fit` and everything else that takes data.
+
+    Raises:
+        OptionError: If an argument cannot be used.
+
+    Example:
+        >>> import torch
+        >>> def padded(items):
+        ...     rows, labels = zip(*items)
+        ...     x = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        ...     return x, torch.tensor(labels)
+        >>> texts = [(torch.ones(2), 0), (torch.ones(3), 1)]
+        >>> dataset(texts, collate_fn=padded).collate_fn(texts)[0].shape
+        torch.Size([2, 3])
+    """
+    if isinstance(dataset, DataLoader):
+        raise OptionError(
+            "a DataLoader has its own collate_fn: give the DataLoader itself, or "
+            "daskdl.data.dataset(loader.dataset, collate_fn=...)"
+        )
+    if _is_lazy_list(dataset):
+        raise OptionError(
+            "dataset must have its items in memory, got a list of Delayed objects and "
+            "futures: collate the items in their tasks, and give the list itself"
+        )
+    if not (isinstance(dataset, list) or _is_dataset(dataset)):
+        raise OptionError(
+            "dataset must be a torch Dataset or a list of examples, got a "
+            f"{type(dataset).__name__}"
+        )
+    if collate_fn is not None and not callable(collate_fn):
+        raise OptionError(f"collate_fn must be a function or None, got {collate_fn!r}")
+    return CollatedDataset(dataset, collate_fn)
+
+
 def source_of(
     X: Any,
     y: Any = None,
@@ -299,9 +634,12 @@ def source_of(
             names of columns. If the rows are scaled twice, or otherwise than those that
             the model was trained on.
     """
-    source = _unarranged(
-        X, y, read, shuffle_seed, labelled, accumulate=accumulate, classes=classes
-    )
+    X, y, read = unified(X, y, read)
+    y, label_names = tables.number_labels(y, "y", classes)
+    step_rows = read.batch_size * accumulate
+    reading = _Reading(read, labelled, shuffle_seed, step_rows, classes)
+    source = _kind_of(X).source(X, y, reading)
+    source.classes = label_names or source.classes
     warn_of_scaling(scaling_of(source, read.transform), read.scaled_by)
     expected = read.expected_columns
     trained = None if read.columns is None else expected
@@ -338,176 +676,6 @@ def matched(
         arranged = copy.copy(arranged)
         arranged.trained = trained
     return arranged
-
-
-def _unarranged(
-    X: Any,
-    y: Any,
-    read: ReadOptions,
-    shuffle_seed: int | None,
-    labelled: bool,
-    *,
-    accumulate: int,
-    classes: Sequence[str] | None,
-) -> Source:
-    """Make a source from the user's data as they are."""
-    X, y, read = unified(X, y, read)
-    y, names = tables.number_labels(y, "y", classes)
-    collate_fn = None
-    if isinstance(X, CollatedDataset):
-        X, collate_fn = X.dataset, X.collate_fn
-        if isinstance(X, list):
-            X, y = Items(X, y), None
-    paths, dataset = are_paths(X), is_map_style(X) or is_iterable_style(X)
-    lazy = is_bag(X) or is_lazy_list(X)
-    if y is not None and (paths or dataset or isinstance(X, Source)):
-        shown = f"a {type(X).__name__}, which brings its labels"
-        if paths:
-            shown = f"paths or URLs of files, which bring their labels; {tables.TEXT}"
-        raise DataError(f"y must not be given with {shown}")
-    if isinstance(X, Source):
-        return X
-    source: Source
-    if dataset:
-        collation = Collation(collate_fn, read.batch_size, labelled, read.label)
-        if is_iterable_style(X):
-            return IterableStyle(X, collation)
-        source = MapStyle(X, collation, shuffle_seed, classes, read.skips)
-        source.classes = names or source.classes
-        return source
-    if paths:
-        return files(X)
-    if lazy:
-        return pairs(X)
-    leaves = batching.named_both((X, y)).values()
-    if any(is_dask_array(leaf) or is_dask_frame(leaf) for leaf in leaves):
-        return columns(X, y)
-    source = _in_memory(X, y, read.batch_size * accumulate, shuffle_seed)
-    source.classes = names or source.classes
-    return source
-
-
-def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
-    """Bring the forms in which people have data to those that sources are made of.
-
-    A `DataLoader` becomes its dataset; a Delayed object a list of one; two bags, or
-    lists of Delayed, one of pairs; labels that are a column of X become y; and lists of
-    examples arrays, unless there is a collate function. Other data are returned
-    unchanged, and so are results of this function.
-    """
-    if isinstance(X, DataLoader):  # of validation, or of a pass over all rows
-        X, _ = batch_options(X, {"batch_size": None}, {})
-    if isinstance(X, Delayed) or is_future(X):
-        X, y = [X], y if y is None else [y]
-    if isinstance(X, Mapping) and any(is_map_style(one) for one in X.values()):
-        raise DataError(
-            f"X is a {type(X).__name__} with the datasets {few(list(X))}; give "
-            f"one of them, X[{next(iter(X))!r}], and others as validation"
-        )
-    lazy = is_bag(X) or is_lazy_list(X)
-    if lazy and y is not None:
-        X, y = paired(X, y), None
-    if read.label is not None:
-        X, y, read = _label_apart(X, y, read)
-    y = _stacked(y, "y")
-    if lazy or are_paths(X):
-        return X, y, read
-    examples = X.dataset if isinstance(X, CollatedDataset) else X
-    if examples is not X and is_lazy_list(examples):
-        raise OptionError(
-            "daskdl.data.dataset is for items in memory, got a list of Delayed objects "
-            "and futures: collate the items in their tasks, and give the list itself"
-        )
-    if not isinstance(examples, list):
-        return _stacked(X, "X"), y, read
-    if y is not None and batching.is_leaf(y) and len(examples) != len(y):
-        raise DataError(
-            f"X and y must have the same length, got {len(examples)} and {len(y)}; a "
-            "list has an item for each example, and several inputs are a tuple, "
-            "tuple(X)"
-        )
-    if X is not examples:
-        return X, y, read
-    if y is None and X:
-        X, y = unzipped(X, "X")
-        y = _stacked(y, "y")
-    return _stacked(X, "X"), y, read
-
-
-def _label_apart(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
-    """Split X into inputs and labels; items of datasets are split when collated."""
-    label = read.label
-    if y is not None:
-        raise OptionError(f"label={label!r} and y both give labels; leave one out")
-    if are_paths(X) or isinstance(X, Source):
-        raise OptionError(
-            f"label={label!r} is for tables, dicts and datasets; for files give "
-            f"daskdl.data.files(X, loader=daskdl.data.Csv(label={label!r})), or "
-            "Parquet, Npz, ..."
-        )
-    if isinstance(X, CollatedDataset) or is_map_style(X) or is_iterable_style(X):
-        return X, y, read
-    if is_bag(X) or is_lazy_list(X):
-        X = with_label(X, label)
-    elif not isinstance(X, list):
-        X, y = tables.split_label(X, label)
-    else:
-        X = [tables.split_label(item, label) for item in X]
-    return X, y, replace(read, label=None)
-
-
-def _stacked(tree: Tree, name: str) -> Tree:
-    """Make arrays of the lists of examples in a tree."""
-
-    def array(name: str, leaf: Any) -> Any:
-        if not isinstance(leaf, list) or is_lazy_list(leaf):
-            return leaf
-        if not leaf:
-            raise DataError(f"{name} must not be empty, got an empty list")
-        try:
-            return stack(leaf)
-        except DataError:
-            raise
-        except ValueError as error:
-            raise DataError(
-                f"the items of {name} must all have one shape: {error}; pad them to "
-                f"one, or give daskdl.data.dataset({name}, collate_fn=...); several "
-                "inputs are a tuple, tuple(X)"
-            ) from error
-
-    if batching.is_leaf(tree) and not isinstance(tree, list):
-        return tree
-    return batching.filled(tree, [array(*one) for one in batching.named(tree, name)])
-
-
-class Items(Dataset[Any]):
-    """A list of examples for a collate function, with or without labels apart."""
-
-    def __init__(self, X: Sequence[Any], y: Any) -> None:
-        self._x, self._y = X, y
-
-    def __len__(self) -> int:
-        return len(self._x)
-
-    def __getitem__(self, index: int) -> Any:
-        if self._y is None:
-            return self._x[index]
-        return self._x[index], batching.rows(self._y, index)
-
-
-def _in_memory(X: Tree, y: Tree, step_rows: int, shuffle_seed: int | None) -> Source:
-    classes = tables.check_columns(y, "y", label=True) if is_frame(y) else None
-    arrays = []
-    for name, leaf in batching.named_both((X, y)).items():
-        array, label = leaf, name.startswith("y")
-        if is_frame(leaf):
-            array = tables.columns_of(leaf, name, classes if label else None, label)
-        arrays.append(array)
-    x, labels = batching.filled((X, y), arrays)
-    tables.check_arrays(x, labels)
-    source = InMemory(x, labels, step_rows, shuffle_seed, columns_in(X, y))
-    source.classes = classes
-    return source
 
 
 def weighted_source(X: Any, y: Any, read: ReadOptions, **options: Any) -> Source:
@@ -744,52 +912,39 @@ def split_rows(
             (replace(X, dataset=train_X), train_y),
             (replace(X, dataset=held_X), held_y),
         )
-    if is_map_style(X) and hasattr(X, "__len__"):
+    if _is_dataset(X) and hasattr(X, "__len__"):
         # Datasets of Hugging Face keep their columns and classes.
-        own = type(X).__module__.partition(".")[0] == "datasets"
-        take = X.select if own else functools.partial(Subset, X)
-        rest, chosen = (take(which.tolist()) for which in parts_of(len(X)))
-        return (rest, y), (chosen, y)
+        arrow = type(X).__module__.partition(".")[0] == "datasets"
+        take = X.select if arrow else functools.partial(Subset, X)
+        train_items, held_items = (take(rows.tolist()) for rows in parts_of(len(X)))
+        return (train_items, y), (held_items, y)
     leaves = batching.named_both((X, y))
-    if leaves and all(map(is_dask_frame, leaves.values())):
-        whole = columns(X, y)
-        shares = (
-            whole.finished(Share(whole.finish, fraction, seed, second))
+    if leaves and all(map(is_frame, leaves.values())):
+        source = columns(X, y)
+        train_share, held_share = (
+            source.finished(Share(source.finish, fraction, seed, second))
             for second in (False, True)
         )
-        rest, chosen = ((share, None) for share in shares)
-        return rest, chosen
+        return (train_share, None), (held_share, None)
+    lengths = {}
     for name, leaf in leaves.items():
-        listed = isinstance(leaf, list) and not is_lazy_list(leaf)
-        arrays = isinstance(leaf, np.ndarray | Tensor) or is_dask_array(leaf)
-        if not (listed or arrays or is_frame(leaf)):
+        length = None if _is_lazy_list(leaf) else tables.row_count(leaf)
+        if length is None:
             raise DataError(
                 f"validation={fraction!r} splits arrays, tensors, lists, tables, "
                 "datasets with a length, Dask arrays and dataframes, but not "
                 f"{name}, a {type(leaf).__name__}; split it yourself, and give "
                 "validation=(X, y) or data that include labels"
             )
-    lengths = {
-        name: leaf.shape[0] if hasattr(leaf, "shape") else len(leaf)
-        for name, leaf in leaves.items()
-    }
+        lengths[name] = length
     if any(map(math.isnan, lengths.values())):
         raise DataError(
             f"validation={fraction!r} needs the lengths of the chunks, which Dask does "
             "not know; call compute_chunk_sizes() first, or give validation=(X, y)"
         )
     tables.check_lengths(lengths)
-    split = [
-        [_taken(leaf, which) for leaf in leaves.values()]
-        for which in parts_of(next(iter(lengths.values())))
-    ]
-    rest, chosen = (batching.filled((X, y), one) for one in split)
-    return rest, chosen
-
-
-def _taken(leaf: Any, which: np.ndarray) -> Any:
-    if isinstance(leaf, list):
-        return [leaf[i] for i in which]
-    if is_frame(leaf):
-        return leaf.iloc[which] if hasattr(leaf, "iloc") else leaf.take(which)
-    return leaf[which]
+    train, held = (
+        batching.filled((X, y), [tables.take(leaf, rows) for leaf in leaves.values()])
+        for rows in parts_of(next(iter(lengths.values())))
+    )
+    return train, held

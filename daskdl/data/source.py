@@ -110,6 +110,8 @@ class Source(ABC):
         unlike: Kinds of the rows of each part, see `daskdl.data.batching.kinds`; None:
             the parts have rows of one kind.
         given: Whether the user has chosen the parts, so that they may be small.
+        lazy: Whether the rows are Dask's, so that outputs for them are lazy, too.
+        named: Whether the names of the parts identify the rows for users, as URLs do.
         apart: Whether each part is sent by itself, as `packed` returns it, to the
             worker that loads it; otherwise each worker gets the whole source once.
     """
@@ -126,6 +128,8 @@ class Source(ABC):
     left_out: int = 0
     unlike: Sequence[Kinds] | None = None
     given: bool = False
+    lazy: bool = False
+    named: bool = True
     apart: bool = False
 
     @abstractmethod

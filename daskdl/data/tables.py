@@ -81,7 +81,7 @@ def _remedy_for_dtype(array: Any, argument: str) -> str:
         remedy = "convert it, for example with {X}.to(torch.float32)"
     elif array.dtype.kind in "UST" or isinstance(first, str | bytes):
         remedy = _remedy_for_text(argument)
-        if is_dask_array(array) and argument.startswith("y"):
+        if _is_dask_array(array) and argument.startswith("y"):
             remedy = (
                 "number the classes, {X}.map_blocks(lambda block: "
                 "numpy.searchsorted(names, block), dtype='int64') with sorted names"
@@ -110,7 +110,7 @@ _LARGEST_ITEM_BYTES = 8
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
-def is_dask_array(value: Any) -> bool:
+def _is_dask_array(value: Any) -> bool:
     """Whether a value is a ``dask.array``, without importing Dask."""
     module = sys.modules.get("dask.array")
     return module is not None and isinstance(value, module.Array)
@@ -129,13 +129,13 @@ def check_array(value: Any, argument: str) -> float:
 dask.array, got a list; convert it with numpy.asarray(X)
     """
     check_values(value, argument)
-    if is_dask_array(value):
+    if _is_dask_array(value):
         _check_chunks(value, argument)
     if 0 in value.shape:
         raise DataError(
             f"{argument} must not be empty, got the shape {tuple(value.shape)}"
         )
-    return value.shape[0] if is_dask_array(value) else len(value)
+    return value.shape[0] if _is_dask_array(value) else len(value)
 
 
 def check_structure(X: Tree, y: Tree) -> None:
@@ -185,7 +185,7 @@ def check_values(value: Any, argument: str) -> None:
             f"{argument} is a masked array, whose mask would be ignored; "
             f"fill it with {argument}.filled(...)"
         )
-    if not (isinstance(value, np.ndarray | Tensor) or is_dask_array(value)):
+    if not (isinstance(value, np.ndarray | Tensor) or _is_dask_array(value)):
         name = "None" if value is None else _type_name(value)
         article = "" if value is None else "an " if name[0] in "aeio" else "a "
         remedy = next((then for holds, then in _REMEDIES if holds(value)), _ROW_EACH)
@@ -259,6 +259,7 @@ class InMemory(Source):
     first: Rows
     here = True
     apart = True
+    named = False
 
     def __init__(
         self,
@@ -335,7 +336,7 @@ _UNKNOWN = "__UNKNOWN_CATEGORIES__"  # Dask's name for categories to be computed
 _ARROW = ("Table", "RecordBatch", "ChunkedArray", "Array")
 
 
-def is_frame(value: Any) -> bool:
+def _is_frame(value: Any) -> bool:
     """Whether a value is a pandas dataframe or series, or a pyarrow table or array."""
     pandas, arrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
     if pandas is not None and isinstance(value, pandas.DataFrame | pandas.Series):
@@ -345,13 +346,56 @@ def is_frame(value: Any) -> bool:
     )
 
 
+def array_of(
+    value: Any, argument: str, classes: Sequence[str] | None = None, label: bool = False
+) -> Any:
+    """Convert a frame to an array, see `columns_of`; return other values unchanged."""
+    return columns_of(value, argument, classes, label) if _is_frame(value) else value
+
+
+def label_classes(y: Any, argument: str) -> tuple[str, ...] | None:
+    """Return the categories of labels; None for labels without, and for arrays."""
+    return check_columns(y, argument, label=True) if _is_frame(y) else None
+
+
+def check_no_tables(examples: Iterable[Tree]) -> None:
+    """Refuse examples that are tables, whose names would be lost."""
+    if any(
+        _is_frame(leaf) for example in examples for leaf in batching.leaves(example)
+    ):
+        raise DataError(
+            "an example must be made of arrays and numbers, got a table or a series, "
+            "whose names would be lost: give row[names].to_numpy(), with the same "
+            "names for all examples, or tables of many rows in a list of Delayed"
+        )
+
+
+def row_count(value: Any) -> int | None:
+    """Return the number of rows of an array, a table or a list.
+
+    NaN if Dask does not know it; None if the value is something else.
+    """
+    if isinstance(value, np.ndarray | Tensor) or _is_dask_array(value):
+        return value.shape[0] if value.ndim else None
+    return len(value) if isinstance(value, list) or _is_frame(value) else None
+
+
+def take(value: Any, rows: np.ndarray) -> Any:
+    """Return some rows of an array, a table or a list, as the same type."""
+    if isinstance(value, list):
+        return [value[i] for i in rows]
+    if _is_frame(value):
+        return value.iloc[rows] if hasattr(value, "iloc") else value.take(rows)
+    return value[rows]
+
+
 def check_columns(
     frame: Any, argument: str, label: bool = False
 ) -> tuple[str, ...] | None:
     """Refuse columns that are not numbers; looks only at dtypes.
 
     Args:
-        frame: See `is_frame`; also the empty ``_meta`` of a ``dask.dataframe``.
+        frame: Of pandas or pyarrow; also the empty ``_meta`` of a ``dask.dataframe``.
         argument: Its name in the user's call.
         label: Whether the frame holds labels: a single column may be categorical.
 
@@ -512,7 +556,7 @@ def number_labels(
 
 def _texts(y: Any, argument: str) -> np.ndarray | None:
     """Labels as an array of str; None if they are not text."""
-    if is_frame(y):
+    if _is_frame(y):
         y = _as_pandas(y)
         if y.ndim > 1 or not (y.dtype == object or y.dtype.type is str):
             return None
@@ -552,7 +596,7 @@ def columns_of(
     floats, and so do booleans.
 
     Args:
-        frame: See `is_frame`.
+        frame: Of pandas or pyarrow.
         argument: Its name in the user's call.
         classes: Result of `check_columns`: categories become their numbers.
         label: Whether the frame holds labels: missing ones become NaN.

@@ -269,6 +269,7 @@ class IterableStyle(Source):
     """
 
     sequential = True
+    named = False
     lengths = None
 
     def __init__(
@@ -374,58 +375,6 @@ class CollatedDataset:
     collate_fn: Callable[[list[Any]], Any] | None  # None: torch's default
 
 
-def dataset(
-    dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None
-) -> CollatedDataset:
-    """Take the items of a dataset, or of a list, through a collate function.
-
-    A torch dataset without one, and a `DataLoader`, are given to `Trainer.fit` as they
-    are.
-
-    Args:
-        dataset: A torch dataset, map-style or iterable; a dataset of Hugging Face; a
-            `daskdl.data.Stream`; or a list with an item for each example, whose labels
-            may be given as y.
-        collate_fn: Makes (x, y), or x alone, from a list of `batch_size` items, with
-            one row for each item; it runs on the workers. None: torch's default.
-
-    Returns:
-        Data for `Trainer.fit` and everything else that takes data.
-
-    Raises:
-        OptionError: If an argument cannot be used.
-
-    Example:
-        >>> def padded(items):
-        ...     rows, labels = zip(*items)
-        ...     x = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
-        ...     return x, torch.tensor(labels)
-        >>> texts = [(torch.ones(2), 0), (torch.ones(3), 1)]
-        >>> dataset(texts, collate_fn=padded).collate_fn(texts)[0].shape
-        torch.Size([2, 3])
-    """
-    if isinstance(dataset, DataLoader):
-        raise OptionError(
-            "a DataLoader has its own collate_fn: give the DataLoader itself, or "
-            "daskdl.data.dataset(loader.dataset, collate_fn=...)"
-        )
-    if not (
-        isinstance(dataset, list) or is_iterable_style(dataset) or is_map_style(dataset)
-    ):
-        raise OptionError(
-            "dataset must be a torch Dataset or a list of examples, got a "
-            f"{type(dataset).__name__}"
-        )
-    if collate_fn is not None and not callable(collate_fn):
-        raise OptionError(f"collate_fn must be a function or None, got {collate_fn!r}")
-    return CollatedDataset(dataset, collate_fn)
-
-
-def is_iterable_style(value: Any) -> bool:
-    """Whether a value is a dataset that can only be read from its beginning."""
-    return isinstance(value, IterableDataset | Stream)
-
-
 PARTS = 64  # desired: at the end of an epoch, replicas wait for 1/64 of it at most
 LEAST_ITEMS = 64  # fewer are not worth a request to the scheduler
 # A part should load in well under a second. An item takes 10 to 100 us; decoding an
@@ -453,6 +402,7 @@ class MapStyle(Source):
 
     lengths: list[int]
     first: Rows
+    named = False
 
     def __init__(
         self,
@@ -463,7 +413,7 @@ class MapStyle(Source):
         skips: bool = False,
     ) -> None:
         # Columns are read together; with a function of the user, items are his.
-        self._arrow = is_arrow(dataset) and collation.function is None
+        self._arrow = _is_arrow(dataset) and collation.function is None
         self._arrow &= not (self._arrow and dataset.format["type"] == "custom")
         if self._arrow:
             self.classes = _class_names(dataset, collation.label, classes)
@@ -639,7 +589,7 @@ class _Collated:
             return None
 
 
-def is_arrow(value: Any) -> bool:
+def _is_arrow(value: Any) -> bool:
     """Whether a value is a ``datasets.Dataset`` of Hugging Face."""
     module = sys.modules.get("datasets.arrow_dataset")
     return module is not None and isinstance(value, module.Dataset)
@@ -659,13 +609,6 @@ def _class_names(
             raise DataError(f"column {label!r} of X has missing labels; drop the rows")
         names = sorted(found)
     return names
-
-
-def is_map_style(value: Any) -> bool:
-    """Whether a value is a torch dataset with indices, or has ``__getitems__``."""
-    if isinstance(value, IterableDataset):
-        return False
-    return isinstance(value, Dataset) or hasattr(value, "__getitems__")
 
 
 def _tensors_of(dataset: Any, indices: Sequence[int]) -> tuple[Tensor, ...] | None:
@@ -734,9 +677,9 @@ def loader_options(loader: "DataLoader[Any]") -> LoaderOptions:
 
 def _sampled(dataset: Any, sampler: Any) -> tuple[Any, bool | None]:
     """The items that a sampler takes, and whether in random order."""
-    if is_iterable_style(dataset):
+    if isinstance(dataset, IterableDataset | Stream):
         return dataset, None
-    if not is_map_style(dataset):
+    if not isinstance(dataset, Dataset) and not hasattr(dataset, "__getitems__"):
         dataset = Subset(dataset, range(len(dataset)))  # a list, or an own class
     kind = type(sampler)
     if kind is SequentialSampler:
@@ -747,7 +690,7 @@ def _sampled(dataset: Any, sampler: Any) -> tuple[Any, bool | None]:
     chosen = sampler.indices if kind is SubsetRandomSampler else sampler
     if isinstance(chosen, list | tuple | range | np.ndarray | Tensor):
         items = [int(i) for i in chosen]
-        own = dataset.select(items) if is_arrow(dataset) else Subset(dataset, items)
+        own = dataset.select(items) if _is_arrow(dataset) else Subset(dataset, items)
         return own, kind is SubsetRandomSampler
     remedy = (
         "give the items that it chooses, torch.utils.data.Subset(X.dataset, "

@@ -10,18 +10,19 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from dask.base import is_dask_collection
 from dask.delayed import delayed
 from distributed import Client
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from daskdl.data import batching, checks, dask_collections
+from daskdl.data import batching, checks
 from daskdl.data import source as sources
 from daskdl.data.batching import Batch, Rows, Tree
-from daskdl.data.dask_collections import Collections
-from daskdl.data.inputs import ReadOptions, infer_metadata, source_of, unified
+from daskdl.data.dask_collections import Collections, Pairs, is_frame
+from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
 from daskdl.data.source import SHOWN_ROWS, Separate, Source
-from daskdl.data.tables import as_numpy, is_dask_array, is_frame
+from daskdl.data.tables import InMemory, as_numpy
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation.evaluate import (
     Scorer,
@@ -56,70 +57,55 @@ def score_examples(
     classes: Sequence[str] | None = None,
 ) -> Any:
     """Compute the loss of each example, see :meth:`daskdl.Trainer.score_examples`."""
-    X, y, read = unified(X, y, read)
-    X, keys = keys_apart(X, key)
-    if dask_collections.is_lazy(X):
+    checks.check_module(model)
+    checks.check_loss(objective)
+    inputs, column = column_apart(X, key)
+    labelled = not isinstance(objective, OwnStep)
+    source = source_of(inputs, y, read, labelled=labelled, classes=classes)
+    keys = column or keys_of(source, key, type(X).__name__)
+    if source.lazy:
         check_outlives(client)
         if read.skips:
             raise OptionError(
                 "on_bad_batch must be 'raise' for Dask's collections, because their "
                 "scores are computed later"
             )
+    checks.check_same_classes(source, classes)
+    if isinstance(source, Pairs):
+        source = Examples(source, key if isinstance(key, bool) else None)
+    if keys is not None and keys.lazy and isinstance(source, Collections):
+        source = source.beside(keys.values)
     with client_or_process(client) as cluster:
-        source = _source(model, objective, X, y, read, cluster, key, keys, classes)
+        if read.skips:
+            source = infer_metadata(source, cluster, skips=True)
+        else:
+            source = with_first_rows(source, cluster)
         if keys is not None:
             keys.check(source)
-        here = cluster is False and not dask_collections.is_lazy(X)
+        here = cluster is False and not source.lazy
         scorer = _scorer(model, objective, source, read, penalty=penalty, here=here)
-        if isinstance(source, Collections) and dask_collections.is_lazy(X):
+        if isinstance(source, Collections):
             losses = scorer.checked_losses
             if keys is not None:
                 return keys.index_lazily(source, losses, cluster)
-            return lazy_outputs(X, source, losses, np.zeros(0), cluster)
+            return lazy_outputs(source, losses, np.zeros(0), cluster)
         parts = dict(map_split(source, scorer, cluster))
         warn_of_unscored(read, [part for part in parts if not len(parts[part])])
         for part, rows in enumerate(source.lengths or ()):
             unread = np.full(rows - len(parts[part]), np.nan)
             parts[part] = np.concatenate([parts[part], unread])
         in_order = (parts[part] for part in sorted(parts))
-        scores = _like(X, np.concatenate([np.zeros(0), *in_order]))
-    return scores if keys is None else keys.index(scores)
-
-
-def _source(
-    model: nn.Module,
-    objective: Objective,
-    X: Any,
-    y: Any,
-    read: ReadOptions,
-    client: Client | Literal[False],
-    key: Any,
-    keys: "Keys | None",
-    classes: Sequence[str] | None,
-) -> Source:
-    """Return a source with rows for a dry run; `Examples` for bags and lists."""
-    checks.check_module(model)
-    checks.check_loss(objective)
-    labelled = not isinstance(objective, OwnStep)
-    source = source_of(X, y, read, labelled=labelled, classes=classes)
-    checks.check_same_classes(source, classes)
-    if dask_collections.is_bag(X) or dask_collections.is_lazy_list(X):
-        trained = source.trained
-        source = Examples(X, key if isinstance(key, bool) else None)
-        source = source.arranged(read.expected_columns, classes)
-        source.trained = trained
-    if keys is not None and keys.lazy and isinstance(source, Collections):
-        source = source.beside(keys.values)
-    if read.skips:
-        return infer_metadata(source, client, skips=True)
-    return with_first_rows(source, client)
+        scores = np.concatenate([np.zeros(0), *in_order])
+    if keys is not None:
+        return keys.index(scores)
+    return _like(X, scores) if isinstance(source, InMemory) else scores
 
 
 def _like(X: Any, scores: np.ndarray) -> Any:
     """Return scores as a tensor, a pandas series or an array, like X."""
     if all(isinstance(leaf, Tensor) for leaf in batching.leaves(X)):
         return torch.from_numpy(scores)
-    if is_frame(X) and hasattr(X, "index"):
+    if hasattr(X, "iloc"):
         import pandas
 
         return pandas.Series(scores, index=X.index, name="score")
@@ -472,57 +458,62 @@ def _check_pandas() -> None:
         ) from error
 
 
-def keys_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
-    """Separate data and keys; bags and lists of Delayed objects keep their pairs."""
-    kind = type(key).__name__
-    examples = dask_collections.is_bag(X) or dask_collections.is_lazy_list(X)
-    if isinstance(key, bool) and not examples:
+def column_apart(X: Any, key: Any) -> tuple[Any, Keys | None]:
+    """Take the column that `key` names, if it is a text, out of a table."""
+    if not isinstance(key, str):
+        return X, None
+    if not hasattr(X, "iloc") or X.ndim != 2:
+        raise OptionError(
+            f"key={key!r} must name a column of a table, and X is a "
+            f"{type(X).__name__}; pass a sequence with one value for each row"
+        )
+    if key not in X.columns:
+        raise OptionError(
+            f"key={key!r} must name a column of X, which has {list(X.columns)}"
+        )
+    column = X[key] if is_dask_collection(X) else X[key].tolist()
+    return X.drop(columns=[key]), Keys(column, key)
+
+
+def keys_of(source: Source, key: Any, kind: str) -> Keys | None:
+    """Return the keys in a sequence or a ``dask.array``; None if there are none.
+
+    `kind` is the type of the user's data, for messages.
+    """
+    if isinstance(key, bool) and not isinstance(source, Pairs):
         raise OptionError(
             f"key={key} says whether a bag, or a list of Delayed objects and futures, "
-            f"has pairs (key, example), and X is a {type(X).__name__}"
+            f"has pairs (key, example), and X is a {kind}"
         )
     if key is None or isinstance(key, bool):
-        return X, None
-    if isinstance(key, str):
-        frame = dask_collections.is_dask_frame(X) or (
-            is_frame(X) and hasattr(X, "iloc")
-        )
-        if not frame or X.ndim != 2:
-            raise OptionError(
-                f"key={key!r} must name a column of a table, and X is a "
-                f"{type(X).__name__}; pass a sequence with one value for each row"
-            )
-        if key not in X.columns:
-            raise OptionError(
-                f"key={key!r} must name a column of X, which has {list(X.columns)}"
-            )
-        column = X[key] if dask_collections.is_dask_frame(X) else X[key].tolist()
-        return X.drop(columns=[key]), Keys(column, key)
-    if is_dask_array(key):
-        return X, Keys(_cut_alike(X, key))
-    if dask_collections.is_lazy(X):
+        return None
+    if is_dask_collection(key) and hasattr(key, "chunks"):
+        return Keys(_cut_alike(source, key, kind))
+    if source.lazy:
         raise OptionError(
             "key must be lazy if X is lazy: the name of a column, a one-dimensional "
             "dask.array, or True for a bag, or a list of Delayed objects and futures, "
-            f"of pairs (key, example); got a {kind}"
+            f"of pairs (key, example); got a {type(key).__name__}"
         )
     if isinstance(key, Tensor):
         key = as_numpy(key)
     if np.ndim(key) != 1 and not isinstance(key, list | tuple):
         raise OptionError(
             "key must be the name of a column, or have one value for each row along "
-            f"one axis, got a {kind}"
+            f"one axis, got a {type(key).__name__}"
         )
-    return X, Keys(key.tolist() if hasattr(key, "tolist") else list(key))
+    return Keys(key.tolist() if hasattr(key, "tolist") else list(key))
 
 
-def _cut_alike(X: Any, key: Any) -> Any:
-    """Rechunk a ``dask.array`` of keys like the first array of X."""
-    array = batching.leaves(X)[0]
-    if not is_dask_array(array) or key.ndim != 1:
+def _cut_alike(source: Source, key: Any, kind: str) -> Any:
+    """Rechunk a ``dask.array`` of keys like the first array of a source."""
+    array = None
+    if isinstance(source, Collections) and not isinstance(source, Pairs):
+        array = source.partitions.collections[0]
+    if is_frame(array) or array is None or key.ndim != 1:
         raise OptionError(
             "a key that is a dask.array must be one-dimensional, and X a dask.array, "
-            f"got {key.ndim} axes and X is a {type(array).__name__}"
+            f"got {key.ndim} axes and X is a {kind}"
         )
     if not np.isnan([*array.chunks[0], *key.chunks[0]]).any():
         if len(array) != len(key):

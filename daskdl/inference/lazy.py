@@ -24,13 +24,12 @@ from typing_extensions import override
 
 from daskdl.data import batching, dask_collections
 from daskdl.data.batching import Rows, Tree
-from daskdl.data.dask_collections import Collections, Finish, is_bag
+from daskdl.data.dask_collections import Collections, Finish, Pairs, is_frame
 from daskdl.data.distribute import map_parts, new_key, workers_of
 from daskdl.data.files import GroupedFiles
 from daskdl.data.named_columns import Columns as Names
 from daskdl.data.named_columns import NamedRows
 from daskdl.data.source import STREAMED_ROWS, Facts, Source, facts_of
-from daskdl.data.tables import is_dask_array
 from daskdl.errors import DataError, ModelError
 from daskdl.serialization import Packed
 
@@ -175,11 +174,10 @@ class Examples(Collections):
     `keyed` says whether examples are pairs (key, x); None: the first example decides.
     """
 
-    def __init__(self, collection: Any, keyed: bool | None) -> None:
-        pairs, bag = dask_collections.pairs(collection), is_bag(collection)
+    def __init__(self, pairs: Pairs, keyed: bool | None) -> None:
         super().__init__(pairs.partitions, _unread)
-        self.columns = pairs.columns
-        self.reader = ExampleReader(pairs.finish, bag, keyed)
+        self.columns, self.trained = pairs.columns, pairs.trained
+        self.reader = ExampleReader(pairs.finish, pairs.bag, keyed)
 
     @override
     def _arrange_(
@@ -303,7 +301,6 @@ def _outputs_of_part(
 
 
 def lazy_outputs(
-    X: Any,
     source: Collections,
     ask: Ask,
     empty: Tree,
@@ -317,9 +314,9 @@ def lazy_outputs(
     """
     parts = partition_outputs(source, ask, client)
     if isinstance(source, Examples):
-        return _bag(parts) if is_bag(X) else parts
-    collection = batching.leaves(X)[0]
-    if is_dask_array(collection):
+        return _bag(parts) if source.reader.bag else parts
+    collection = source.partitions.collections[0]
+    if not is_frame(collection):
         chunks = collection.chunks[0]
         leaves = enumerate(batching.leaves(empty))
         return batching.filled(empty, [_array(parts, i, x, chunks) for i, x in leaves])

@@ -9,25 +9,17 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from dask.delayed import Delayed
 from distributed import Client
 from torch import Tensor, nn
 
 from daskdl.config import is_whole
 from daskdl.data import batching, checks
 from daskdl.data.batching import Rows, Transform, Tree
-from daskdl.data.dask_collections import (
-    Collections,
-    is_bag,
-    is_future,
-    is_lazy,
-    is_lazy_list,
-)
+from daskdl.data.dask_collections import Collections, Pairs
 from daskdl.data.distribute import map_parts, workers_of
-from daskdl.data.inputs import ReadOptions, source_of, unified
+from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.source import Source
-from daskdl.data.storage import are_paths
-from daskdl.data.tables import InMemory, as_numpy, is_frame
+from daskdl.data.tables import InMemory, as_numpy
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import ModelError, OptionError
 from daskdl.inference.lazy import (
@@ -71,23 +63,24 @@ def predict(
     If the outputs are a single table with as many columns as `names`, the columns get
     these names.
     """
-    single = isinstance(X, Delayed) or is_future(X)
-    X, _, read = unified(X, None, read)
-    _check_options(X, output, postprocess, keyed)
+    _check_options(output, postprocess, keyed)
     checks.check_module(model)
-    of_files = are_paths(X) or isinstance(X, Source)
-    lazy = is_lazy(X) or (of_files and keyed is True)
+    source = source_of(X, None, read, labelled=False)
+    if keyed and not (source.named or isinstance(source, Pairs)):
+        raise OptionError(
+            "keyed=True is for files, and for a bag, or a list of Delayed objects and "
+            f"futures, of pairs (key, x); got a {type(X).__name__}"
+        )
+    by_file = source.named and keyed is True
+    lazy = source.lazy or by_file
     if lazy:
         check_outlives(client)
     with client_or_process(client) as cluster:
         if cluster is not False:
             check_installed(cluster)
             workers_of(cluster)  # at least one
-        source = source_of(X, None, read, labelled=False)
-        if is_bag(X) or is_lazy_list(X):
-            trained = source.trained
-            source = Examples(X, keyed).arranged(read.expected_columns)
-            source.trained = trained
+        if isinstance(source, Pairs):
+            source = Examples(source, keyed)
         source = with_first_rows(source, cluster)
         packed = PackedModel(model, here=cluster is False and not lazy)
         none = no_outputs(packed.unpack(), source, read.transform, output, postprocess)
@@ -96,15 +89,16 @@ def predict(
             packed, none, read.batch_size, read.transform, output, postprocess, exact
         )
         empty = batching.mapped(as_numpy, none)
-        if of_files and lazy:
+        if by_file:
             return keyed_by_file(source, predictor.outputs, cluster)
-        if isinstance(source, Collections) and lazy:
+        if isinstance(source, Collections):
             ask = predictor.outputs
-            outputs = lazy_outputs(X, source, ask, empty, cluster, names=names)
+            outputs = lazy_outputs(source, ask, empty, cluster, names=names)
+            single = isinstance(outputs, list) and not isinstance(X, list)
             return outputs[0] if single else outputs
         if cluster is not False:
             source = split_stream(source, 1)  # otherwise outputs are in no order
-        pandas = is_frame(X) and hasattr(X, "iloc")
+        pandas = isinstance(source, InMemory) and hasattr(X, "iloc")
         if pandas:
             check_tabular(empty, "pandas.DataFrame; use X.to_numpy()")
         if cluster is not False and isinstance(source, InMemory):
@@ -114,7 +108,8 @@ def predict(
     outputs = batching.joined([parts[part] for part in sorted(parts)])
     if pandas:
         return pandas_of(outputs, X, names)
-    if not all(isinstance(leaf, Tensor) for leaf in batching.leaves(X)):
+    in_memory = isinstance(source, InMemory)
+    if not in_memory or not all(isinstance(x, Tensor) for x in batching.leaves(X)):
         return outputs
     return batching.mapped(
         lambda empty, array: torch.from_numpy(array).to(empty.dtype), none, outputs
@@ -122,7 +117,7 @@ def predict(
 
 
 def _check_options(
-    X: Any, output: Any, postprocess: Postprocess | None, keyed: bool | None
+    output: Any, postprocess: Postprocess | None, keyed: bool | None
 ) -> None:
     if not (output is None or isinstance(output, str) or is_whole(output)):
         raise OptionError(
@@ -136,12 +131,6 @@ def _check_options(
         )
     if keyed not in (True, False, None):
         raise OptionError(f"keyed must be True, False or None, got {keyed!r}")
-    of_pairs = is_bag(X) or is_lazy_list(X)
-    if keyed and not (of_pairs or are_paths(X) or isinstance(X, Source)):
-        raise OptionError(
-            "keyed=True is for files, and for a bag, or a list of Delayed objects and "
-            f"futures, of pairs (key, x); got a {type(X).__name__}"
-        )
 
 
 def no_outputs(

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import torch
+from dask.base import is_dask_collection
 from distributed import Client
 from torch import Tensor, nn
 from typing_extensions import override
@@ -30,12 +31,10 @@ from daskdl.data.checks import check_module
 from daskdl.data.inputs import ReadOptions
 from daskdl.data.named_columns import NO_COLUMNS, Columns, NamedRows, columns_in
 from daskdl.data.tables import (
+    array_of,
     as_numpy,
     check_array,
     check_structure,
-    columns_of,
-    is_dask_array,
-    is_frame,
 )
 from daskdl.errors import (
     BusyError,
@@ -91,15 +90,13 @@ class Call:
         names, rows = columns_in(x, None), {}
         x = batching.filled(
             x,
-            [
-                columns_of(leaf, name) if is_frame(leaf) else leaf
-                for name, leaf in batching.named(x, "X")
-            ],
+            [array_of(leaf, name) for name, leaf in batching.named(x, "X")],
         )
         for name, leaf in batching.named(x, "X"):
-            if is_dask_array(leaf):
+            if is_dask_collection(leaf):
                 raise DataError(
-                    f"{name} must be in memory, got a dask.array; use predict"
+                    f"{name} must be in memory, got a {type(leaf).__name__} of Dask; "
+                    "use predict"
                 )
             rows[name] = int(check_array(leaf, name))
         if len(set(rows.values())) > 1:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from dask.base import is_dask_collection
 from dask.system import CPU_COUNT
 from torch import nn
 from torch.nn import functional
@@ -19,7 +20,7 @@ from typing_extensions import override
 
 from daskdl.config import check_type, check_whole, is_whole
 from daskdl.data.checks import LabelCheck, check_training, dry_run, optimizer_function
-from daskdl.data.tables import as_numpy, check_arrays, is_dask_array
+from daskdl.data.tables import as_numpy, check_arrays
 from daskdl.errors import DataError, OptionError
 from daskdl.objective import Loss
 from daskdl.planning.cost_model import Measured, Network, Prediction, predict
@@ -208,8 +209,8 @@ def _spec(
 ) -> Packed[BenchmarkSpec]:
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise OptionError(f"batch must be a tuple (X, y), got a {type(batch).__name__}")
-    if any(is_dask_array(part) for part in batch):
-        raise DataError("batch must be in memory, got a dask.array; use compute()")
+    if any(map(is_dask_collection, batch)):
+        raise DataError("batch must be in memory, got data of Dask; use compute()")
     X, y = batch
     try:
         check_arrays(X, y)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from daskdl.data.dask_collections import Collections
+from daskdl.data.dask_collections import Collections, Pairs
 from daskdl.data.files import LoadedFiles
 from daskdl.data.inputs import (
     ReadOptions,
@@ -40,8 +40,8 @@ def lazy(values=X):
 PAIRED = {
     "map style": (TensorDataset(torch.zeros(2), torch.zeros(2)), MapStyle),
     "iterable": (Counting(), IterableStyle),
-    "bag": (dask.bag.from_sequence([(1, 2)]), Collections),
-    "delayed": ([dask.delayed((X, Y))], Collections),
+    "bag": (dask.bag.from_sequence([(1, 2)]), Pairs),
+    "delayed": ([dask.delayed((X, Y))], Pairs),
     "own": (Parts((X, Y)), Parts),
     "path": ("memory://daskdl-sources/*.npz", LoadedFiles),
 }

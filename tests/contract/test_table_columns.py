@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from dask.dataframe.utils import make_meta
 
-from daskdl.data.tables import check_columns, columns_of, is_frame
+from daskdl.data.tables import array_of, check_columns, columns_of
 from daskdl.errors import DataError
 
 DAY = pd.Timestamp("2024-01-01")
@@ -299,5 +299,5 @@ def test_categories_of_a_dask_dataframe_must_be_known(label):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_frames_are_known_from_other_kinds(value, expected):
-    assert is_frame(value) is expected
+def test_frames_become_arrays_and_other_kinds_stay(value, expected):
+    assert (array_of(value, "X") is not value) is expected

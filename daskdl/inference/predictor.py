@@ -95,8 +95,7 @@ class Call:
         for name, leaf in batching.named(x, "X"):
             if is_dask_collection(leaf):
                 raise DataError(
-                    f"{name} must be in memory, got a {type(leaf).__name__} of Dask; "
-                    "use predict"
+                    f"{name} must be in memory, got a Dask collection; use predict"
                 )
             rows[name] = int(check_array(leaf, name))
         if len(set(rows.values())) > 1:

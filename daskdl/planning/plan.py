@@ -210,7 +210,7 @@ def _spec(
     if not isinstance(batch, tuple) or len(batch) != 2:
         raise OptionError(f"batch must be a tuple (X, y), got a {type(batch).__name__}")
     if any(map(is_dask_collection, batch)):
-        raise DataError("batch must be in memory, got data of Dask; use compute()")
+        raise DataError("batch must be in memory, got a Dask collection; use compute()")
     X, y = batch
     try:
         check_arrays(X, y)

@@ -45,7 +45,10 @@ LATENCY = "latency_s must be seconds >= 0, got "
         ),
         (
             {"batch": (da.from_array(X.numpy()), Y)},
-            *(DataError, "batch must be in memory, got a dask.array; use compute()"),
+            *(
+                DataError,
+                "batch must be in memory, got a Dask collection; use compute()",
+            ),
         ),
         ({"batch": (X[:, :2], Y)}, ModelError, "model failed on 2 rows of X"),
     ],

@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -522,6 +522,19 @@ class Inbox:
             self.unreadable.setdefault(origin, {})[sequence] = message.step
             if gone:
                 self.skip_unreadable(origin)
+
+    def lack_all(self, origin: int, sequences: Iterable[int]) -> None:
+        """Record that the origin of missing updates has none of them.
+
+        A joining replica does not know yet whose updates arrive unreadable.
+        """
+        with self.changed:
+            known = self.received.by_origin().get(origin, NOTHING)
+            lacking = [s for s in sequences if not contains(known, s)]
+            self.unreadable[origin] = {
+                **dict.fromkeys(lacking, 0),
+                **self.unreadable.get(origin, {}),
+            }
 
     def skip_unreadable(self, origin: int) -> list[int]:
         """Wait no more for the unreadable updates of an origin; return them."""

@@ -16,7 +16,7 @@ from tests.sim.mutations import MUTATIONS, apply
 CHOSEN = (
     *(0, 1, 2, 3, 4, 5, 7, 14, 15, 17, 19, 20, 22, 31, 41, 44, 56, 77, 79, 82, 86, 122),
     *(150, 156, 241, 333, 391, 423, 868),
-    *(66, 92, 115, 162, 169, 194),  # damaged updates, replaced and not
+    *(66, 92, 115, 162, 169, 194, 647),  # damaged updates, replaced and not
     *(9, 149, 240),  # snapshots over narrow links
 )
 

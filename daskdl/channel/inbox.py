@@ -8,7 +8,7 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -509,32 +509,20 @@ class Inbox:
 
         Progress of its origin, from this update on, counts once it has arrived or is
         skipped. An update of a replica that is unknown here, or one that is far ahead,
-        is none of this run.
+        is none of this run; a replica that is joining does not know the others yet.
         """
         origin, sequence = message.origin, message.sequence
         with self.changed:
             gone, received = origin in self.peers.failed, self.received
             ahead = sequence - received.complete(origin)
             known = contains(received.by_origin().get(origin, NOTHING), sequence)
-            if not (gone or origin in self.peers.announced) or known or ahead > MOST:
+            told = gone or origin in self.peers.announced
+            if not (told or self.joining) or known or ahead > MOST:
                 return
             self.in_order = False
             self.unreadable.setdefault(origin, {})[sequence] = message.step
             if gone:
                 self.skip_unreadable(origin)
-
-    def lack_all(self, origin: int, sequences: Iterable[int]) -> None:
-        """Record that the origin of missing updates has none of them.
-
-        A joining replica does not know yet whose updates arrive unreadable.
-        """
-        with self.changed:
-            known = self.received.by_origin().get(origin, NOTHING)
-            lacking = [s for s in sequences if not contains(known, s)]
-            self.unreadable[origin] = {
-                **dict.fromkeys(lacking, 0),
-                **self.unreadable.get(origin, {}),
-            }
 
     def skip_unreadable(self, origin: int) -> list[int]:
         """Wait no more for the unreadable updates of an origin; return them."""

@@ -67,8 +67,6 @@ class Repairs:
                 if sequences and helper is not None:
                     came = await self.ask(helper, origin, sequences)
                     self._vain[origin] = 0 if came else self._vain.get(origin, 0) + 1
-                    if came == 0 and helper == origin:  # then it will never have them
-                        self._inbox.lack_all(origin, sequences)
 
         asking: dict[int, asyncio.Task[None]] = {}
         try:

@@ -42,7 +42,7 @@ PARTS = {
         "tests/cluster/test_small_parts.py",
         "tests/cluster/test_scattered_parts.py",
         "tests/cluster/test_shuffled_data.py",
-        "tests/cluster/test_packed_files.py",
+        "tests/cluster/test_packing.py",
         "tests/cluster/test_lazy_data.py",
         "tests/cluster/test_bigger_than_memory.py",
         "tests/cluster/test_predict*.py",

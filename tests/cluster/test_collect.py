@@ -25,7 +25,7 @@ def left(client, worker, replica, residual):
     """A replica's task that has come to its end."""
 
     def task():
-        return Packed(result(shared([1, 1], residual)), "result")
+        return Packed(result(shared([1, 1]), residual=residual), "result")
 
     future = client.submit(task, key=f"daskdl-left-{replica}", workers=[worker])
     future.result(PATIENCE_S)
@@ -37,8 +37,7 @@ def by_name(*tasks):
 
 
 def total(final):
-    parameters = final.parameters
-    return (parameters.shared_N + parameters.residual_N).tolist()
+    return (final.parameters.shared_N + final.carried["residual"].numpy()).tolist()
 
 
 def test_results_are_joined_on_the_workers(client):

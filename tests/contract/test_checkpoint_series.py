@@ -66,7 +66,19 @@ def plan_of(series, keep_last=1, **options):
 def resuming(store, stamp, members):
     made_of = Fingerprint({}, "", None)
     return ResumePlan(
-        store, stamp, members, 1, None, [], StoppingDecision(), 0, {}, 1, ALONE, made_of
+        store,
+        stamp,
+        members,
+        1,
+        None,
+        [],
+        StoppingDecision(),
+        0,
+        {},
+        {},
+        1,
+        ALONE,
+        made_of,
     )
 
 

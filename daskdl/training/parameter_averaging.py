@@ -198,7 +198,7 @@ class AveragingExchange(Exchange):
             deliver_(self.context.module, common)
             if outer is not None:
                 outer.follow_()
-        if "met" not in common:  # of a replica that was alone, or of an earlier fit
+        if not common.keys() & {"met", "outer"}:  # of a lone replica, or an earlier fit
             return
         check_like({"outer": None, "met": 0}, common, "exchange")
         if common["outer"] is not None and outer is not None:

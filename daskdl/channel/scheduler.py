@@ -702,7 +702,9 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         self._transport = transport
         guard = Guard(self._count)
         of_runs = handlers_of(LiveRun)
-        handlers = {name: self._of_run(name, one) for name, one in of_runs.items()}
+        handlers = {
+            name: self._of_run(name, method) for name, method in of_runs.items()
+        }
         for operation, handler in {**handlers, **handlers_of(self)}.items():
             transport.handlers[operation] = guard.of(handler)
 

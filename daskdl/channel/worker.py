@@ -113,7 +113,7 @@ class BlobServer:
         name = f"{SNAPSHOT}{next(self._numbers)}"
         await self.publish(name, BlobParts(arrays))
         self._readers[name] = reader
-        published = [n for n, one in self._readers.items() if one == reader]
+        published = [n for n, of in self._readers.items() if of == reader]
         for former in published[:-SNAPSHOTS_KEPT]:
             del self._readers[former], self._blobs[former]
         return name
@@ -126,7 +126,7 @@ class BlobServer:
     async def drop_snapshots(self, readers: Collection[int]) -> None:
         """Drop the snapshots for these replicas."""
         async with self._changed:
-            for name in [n for n, one in self._readers.items() if one in readers]:
+            for name in [n for n, of in self._readers.items() if of in readers]:
                 del self._readers[name], self._blobs[name]
 
     async def keep_state(self, epoch: int, make: Callable[[], Arrays] | None) -> None:

@@ -318,8 +318,8 @@ def _planned_frame(frame: Any) -> Planned:
 
 def _planned_columns(collections: Sequence[Any]) -> Planned:
     """Plan several arrays and dataframes; a part is the list of their partitions."""
-    frames = [one for one in collections if is_frame(one)]
-    arrays = [one for one in collections if _is_array(one)]
+    frames = [data for data in collections if is_frame(data)]
+    arrays = [data for data in collections if _is_array(data)]
     tables = Planned({}, [], {})
     if frames:
         import dask.dataframe

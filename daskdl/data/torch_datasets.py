@@ -690,8 +690,10 @@ def _sampled(dataset: Any, sampler: Any) -> tuple[Any, bool | None]:
     chosen = sampler.indices if kind is SubsetRandomSampler else sampler
     if isinstance(chosen, list | tuple | range | np.ndarray | Tensor):
         items = [int(i) for i in chosen]
-        own = dataset.select(items) if _is_arrow(dataset) else Subset(dataset, items)
-        return own, kind is SubsetRandomSampler
+        chosen_items = (
+            dataset.select(items) if _is_arrow(dataset) else Subset(dataset, items)
+        )
+        return chosen_items, kind is SubsetRandomSampler
     remedy = (
         "give the items that it chooses, torch.utils.data.Subset(X.dataset, "
         "list(X.sampler))"

@@ -572,10 +572,10 @@ class GradientSharingExchange(Exchange):
 
     @override
     def state(self) -> ExchangeState:
-        shared, own = self._compressor.state()
+        shared, residuals = self._compressor.state()
         common = {"compressor": shared, "made": self._made, "step": self._step}
         waiting = {"unshared": self._unshared, "due": self._due}
-        return ExchangeState(common, {**own, **waiting})
+        return ExchangeState(common, {**residuals, **waiting})
 
     @override
     def carried(self, *, ended: bool) -> State:

@@ -540,12 +540,14 @@ def _continued(
     schedule = steering["schedule"]
     if schedule is not None:
         check({name: schedule[name] for name in _SCHEDULE}, _SCHEDULE)
-        own = schedule["state"]
-        wrong = [name for name in own if callable(getattr(rate.scheduler, name, None))]
+        saved = schedule["state"]
+        wrong = [
+            name for name in saved if callable(getattr(rate.scheduler, name, None))
+        ]
         if wrong:
             raise SaveError(f"the state of the scheduler has {wrong}")
         try:
-            rate.go_on_(schedule["count"], own)
+            rate.go_on_(schedule["count"], saved)
         except USER_ERRORS as error:
             raise SaveError(f"the scheduler refuses its state: {error}") from error
     sent = exchange["sent"]

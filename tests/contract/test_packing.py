@@ -726,7 +726,7 @@ FILES = {f"{'abc'[i % 3]}/{i}.txt": f"file {i}".encode() for i in range(11)}
 class TestOriginalFiles:
     @pytest.fixture
     def root(self, tmp_path):
-        return fill(tmp_path / "root", FILES)
+        return fill(tmp_path / "inputs", FILES)
 
     @pytest.fixture
     def target(self, tmp_path):
@@ -813,11 +813,11 @@ class TestOriginalFiles:
     @pytest.mark.parametrize(
         ("X", "inner"),
         [
-            ("{}/root", "{}/root"),
-            ("{}/root", "{}/root/packed"),
-            ("{}/root", "file://{}/root/a/../packed"),
-            ("{}/root", "{}/link/packed"),
-            ("{}/link", "{}/root"),
+            ("{}/inputs", "{}/inputs"),
+            ("{}/inputs", "{}/inputs/packed"),
+            ("{}/inputs", "file://{}/inputs/a/../packed"),
+            ("{}/inputs", "{}/link/packed"),
+            ("{}/link", "{}/inputs"),
             ("{}/link", "{}/link/packed"),
         ],
     )

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from daskdl.config import check_choice, check_flag, check_whole, is_number
 from daskdl.errors import OptionError
-from daskdl.history import COLUMNS, History
+from daskdl.observe.history import COLUMNS, History
 
 
 class FitBegin(NamedTuple):

@@ -17,6 +17,18 @@ from daskdl.callbacks import (
     Step,
     TensorBoard,
 )
+from daskdl.compression.residuals import (
+    KeepResidual,
+    ResidualClipping,
+    ResidualPostProcessor,
+)
+from daskdl.compression.thresholds import (
+    AdaptiveThreshold,
+    FixedThreshold,
+    SampledThreshold,
+    TargetSparsityThreshold,
+    ThresholdAlgorithm,
+)
 from daskdl.config import VERSION as __version__
 from daskdl.errors import (
     BusyError,
@@ -34,19 +46,11 @@ from daskdl.errors import (
 )
 from daskdl.evaluation.evaluate import evaluate
 from daskdl.evaluation.report import Evaluation
-from daskdl.history import History, LayerTable, RunRecord, StepTable, Stopping
 from daskdl.inference.predictor import Predictor
+from daskdl.observe.history import History, LayerTable, RunRecord, StepTable, Stopping
+from daskdl.observe.timeline import Timeline
 from daskdl.planning.cost_model import Network
 from daskdl.planning.plan import Plan, plan
-from daskdl.residuals import KeepResidual, ResidualClipping, ResidualPostProcessor
-from daskdl.thresholds import (
-    AdaptiveThreshold,
-    FixedThreshold,
-    SampledThreshold,
-    TargetSparsityThreshold,
-    ThresholdAlgorithm,
-)
-from daskdl.timeline import Timeline
 from daskdl.trainer import Trainer, predict
 from daskdl.training.base import Exchange, ReplicaContext, TrainingMaster
 from daskdl.training.gradient_sharing import GradientSharing

@@ -36,13 +36,13 @@ from daskdl.evaluation.per_example import (
     score_examples,
 )
 from daskdl.evaluation.report import Evaluation
-from daskdl.history import History
 from daskdl.inference.predict import Postprocess
 from daskdl.inference.predict import predict as predict_with
 from daskdl.inference.predictor import Predictor
 from daskdl.keras.compiled import Compiled, resolved_loss
 from daskdl.losses import class_probabilities, facts_of
 from daskdl.objective import Loss, Objective, objective_of
+from daskdl.observe.history import History
 from daskdl.training import trainer_state
 from daskdl.training.base import TrainingMaster
 from daskdl.training.checkpointing import resume_plan

@@ -25,8 +25,8 @@ from daskdl.channel.leasing import RunSpec
 from daskdl.channel.protocol import LiveReport
 from daskdl.channel.run_state import Member, Membership
 from daskdl.errors import shown
-from daskdl.report import Html, number, table
-from daskdl.thinned import Thinned
+from daskdl.observe.report import Html, number, table
+from daskdl.observe.thinned import Thinned
 
 logger = logging.getLogger(__name__)
 

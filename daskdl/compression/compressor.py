@@ -30,14 +30,14 @@ from daskdl.compression.replica_vector import (
     ResidualView,
     ranges_by_pattern,
 )
-from daskdl.errors import OptionError
-from daskdl.residuals import ResidualPostProcessor
-from daskdl.thresholds import (
+from daskdl.compression.residuals import ResidualPostProcessor
+from daskdl.compression.thresholds import (
     DENSE_DENSITY,
     LayerThresholds,
     Sent,
     ThresholdAlgorithm,
 )
+from daskdl.errors import OptionError
 
 Frame = npt.NDArray[np.uint8]
 

@@ -515,12 +515,12 @@ class ResidualView:
         return entries_K, levels_K
 
     def tensor(self) -> Tensor:
-        """See :class:`daskdl.thresholds.Residual`."""
+        """See :class:`daskdl.compression.thresholds.Residual`."""
         device = self.ranges[0][0].flat.device
         return torch.cat([self._vector.residual(*r).to(device) for r in self.ranges])
 
     def sample(self, most: int) -> Tensor:
-        """See :class:`daskdl.thresholds.Residual`."""
+        """See :class:`daskdl.compression.thresholds.Residual`."""
         apart = RUN * max(-(-self.size // most), 1)
         parts, since = [], 0  # positions since the last run began
         for group, where in self.ranges:  # evenly spaced over all ranges together

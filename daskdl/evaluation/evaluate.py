@@ -37,7 +37,6 @@ from daskdl.data.source import Source
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, OptionError
 from daskdl.evaluation.report import Evaluation
-from daskdl.history import check_log_names
 from daskdl.keras.compiled import OutputLosses, resolved_loss
 from daskdl.losses import aligned, facts_of
 from daskdl.objective import (
@@ -53,6 +52,7 @@ from daskdl.objective import (
     on_device,
     scored,
 )
+from daskdl.observe.history import check_log_names
 from daskdl.process_settings import freed_memory_kept
 from daskdl.serialization import Packed, PackedModel
 from daskdl.util import client_or_process

@@ -30,7 +30,6 @@ from daskdl.evaluation.evaluate import (
     warn_of_unscored,
     without_gradients,
 )
-from daskdl.history import check_log_names
 from daskdl.inference.lazy import (
     Ask,
     Examples,
@@ -40,6 +39,7 @@ from daskdl.inference.lazy import (
 )
 from daskdl.keras.module import CrossEntropyOfProbabilities
 from daskdl.objective import Objective, OwnStep, Penalised, batch_loss, call, scored
+from daskdl.observe.history import check_log_names
 from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.util import check_outlives, client_or_process
 

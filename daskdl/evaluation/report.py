@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 from typing_extensions import override
 
-from daskdl import plots
 from daskdl.errors import OptionError
+from daskdl.observe import plots
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -28,6 +28,7 @@ from daskdl.channel.leasing import RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import ChannelSpec, Message, PeerProgress, unwrap, wrap
 from daskdl.compression.flat import FlatParameters, grid_for
+from daskdl.compression.thresholds import Residual, Sent, ThresholdAlgorithm
 from daskdl.config import Timeouts
 from daskdl.data.checks import optimizer_of, preserved_random_state, trainable
 from daskdl.errors import DivergedError, RunError, WaitTimeoutError
@@ -35,7 +36,6 @@ from daskdl.objective import Objective
 from daskdl.planning.cost_model import MEASURED_EVERY, Costs
 from daskdl.process_settings import process_environment
 from daskdl.serialization import Packed
-from daskdl.thresholds import Residual, Sent, ThresholdAlgorithm
 from daskdl.training.base import ReplicaContext, evaluating_in, train_
 from daskdl.training.checkpointing import run_in_thread
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES

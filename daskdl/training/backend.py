@@ -30,14 +30,14 @@ from daskdl.channel.leasing import (
 )
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import Arrays
+from daskdl.compression.thresholds import Sent, average_sent
 from daskdl.config import Bound
 from daskdl.data.source import Source, rows_in
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import OptionError, SaveError
-from daskdl.history import Row
+from daskdl.observe.history import Row
 from daskdl.process_settings import process_environment
 from daskdl.serialization import Packed
-from daskdl.thresholds import Sent, average_sent
 from daskdl.training.base import Parameters, TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.fit_spec import ReplicaSpec

@@ -26,7 +26,7 @@ from daskdl.callbacks import (
 from daskdl.config import check_choice
 from daskdl.data.checks import USER_ERRORS, optimizer_of
 from daskdl.errors import OptionError
-from daskdl.history import COLUMNS, NOT_AGREED, Reason
+from daskdl.observe.history import COLUMNS, NOT_AGREED, Reason
 from daskdl.serialization import Packed, copied
 from daskdl.training.base import Parameters
 from daskdl.training.state import check_like

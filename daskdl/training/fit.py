@@ -61,7 +61,7 @@ from daskdl.errors import (
     SaveError,
 )
 from daskdl.evaluation.evaluate import has_accuracy, metrics_for
-from daskdl.history import (
+from daskdl.observe.history import (
     COLUMNS,
     History,
     LayerTable,
@@ -70,10 +70,10 @@ from daskdl.history import (
     Stopping,
     check_log_names,
 )
+from daskdl.observe.timeline import Timeline
 from daskdl.process_settings import check_device
 from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import Packed, PackedModel, copied
-from daskdl.timeline import Timeline
 from daskdl.training.backend import (
     AgreedState,
     Backend,

@@ -37,15 +37,15 @@ from daskdl.compression.replica_vector import (
     ResidualView,
     ranges_by_pattern,
 )
-from daskdl.config import check_choice, check_type, check_whole, is_number
-from daskdl.errors import CodecError, DivergedError, OptionError
-from daskdl.evaluation.evaluate import Score
-from daskdl.residuals import KeepResidual, ResidualPostProcessor
-from daskdl.thresholds import (
+from daskdl.compression.residuals import KeepResidual, ResidualPostProcessor
+from daskdl.compression.thresholds import (
     LayerThresholds,
     SampledThreshold,
     ThresholdAlgorithm,
 )
+from daskdl.config import check_choice, check_type, check_whole, is_number
+from daskdl.errors import CodecError, DivergedError, OptionError
+from daskdl.evaluation.evaluate import Score
 from daskdl.training.base import (
     Choice,
     Exchange,

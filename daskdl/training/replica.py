@@ -37,12 +37,12 @@ from daskdl.data.checks import (
 )
 from daskdl.errors import ChannelError, DivergedError, shown
 from daskdl.evaluation.evaluate import Score, added, score_batches
-from daskdl.history import StepRow
 from daskdl.objective import Batch, OwnStep
+from daskdl.observe.history import StepRow
+from daskdl.observe.thinned import Thinned
+from daskdl.observe.timeline import SpanLog
 from daskdl.process_settings import generators, restore_generators
 from daskdl.serialization import copied
-from daskdl.thinned import Thinned
-from daskdl.timeline import SpanLog
 from daskdl.training.base import (
     Choice,
     Exchange,

@@ -22,7 +22,7 @@ from daskdl.compression.compressor import Sample
 from daskdl.compression.flat import working_dtype
 from daskdl.errors import DataError
 from daskdl.evaluation.evaluate import Score, Sums, added, means
-from daskdl.history import (
+from daskdl.observe.history import (
     BINS,
     COLUMNS,
     History,
@@ -31,8 +31,8 @@ from daskdl.history import (
     pack_rows,
     unpack_rows,
 )
-from daskdl.thinned import Thinned
-from daskdl.timeline import SpanLog
+from daskdl.observe.thinned import Thinned
+from daskdl.observe.timeline import SpanLog
 from daskdl.training.base import Choice, ExchangeStats
 
 # Residuals sampled for one row. Ten of them are above the highest percentile.
@@ -468,8 +468,8 @@ def validation(reports: Reports) -> dict[str, float]:
 def columns_of(reports: Reports) -> dict[str, Any]:
     """Return the columns of an epoch that follow from the reports alone.
 
-    So replicas and the client agree on them; see `daskdl.history.NOT_AGREED` for the
-    others.
+    Replicas and the client agree on them; `daskdl.observe.history.NOT_AGREED` lists the
+    other columns.
     """
     stats = [report.exchange for report in reports]
     thresholds = [s.threshold for s in stats if not math.isnan(s.threshold)]

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from daskdl import callbacks, thresholds
+from daskdl import callbacks
 from daskdl.channel.protocol import Natural, check
+from daskdl.compression import thresholds
+from daskdl.compression.residuals import KeepResidual, ResidualClipping
 from daskdl.config import check_flag
 from daskdl.data.checks import (
     USER_ERRORS,
@@ -30,7 +32,8 @@ from daskdl.data.checks import (
 from daskdl.data.inputs import Compose
 from daskdl.data.manifest import Kind
 from daskdl.errors import DaskDLError, OptionError, SaveError
-from daskdl.history import (
+from daskdl.keras.module import KerasModule
+from daskdl.observe.history import (
     History,
     LayerRow,
     LayerTable,
@@ -40,8 +43,7 @@ from daskdl.history import (
     layout_of,
     unpack_rows,
 )
-from daskdl.keras.module import KerasModule
-from daskdl.residuals import KeepResidual, ResidualClipping
+from daskdl.observe.timeline import SPANS, Timeline
 from daskdl.saving.folder import SaveFolder, encode_tensors, folder_store
 from daskdl.saving.json_values import (
     FAILURES,
@@ -51,7 +53,6 @@ from daskdl.saving.json_values import (
     UntrustedError,
     trusted_modules,
 )
-from daskdl.timeline import SPANS, Timeline
 from daskdl.training.base import checksum_of, differing_wrappers, evaluating_in
 from daskdl.training.checkpointing import Fingerprint
 from daskdl.training.epoch_control import Scheduling, hyperparameters

@@ -14,7 +14,7 @@ from daskdl.callbacks import (
     PrintProgress,
 )
 from daskdl.errors import OptionError
-from daskdl.history import History, Stopping
+from daskdl.observe.history import History, Stopping
 
 
 class Counting(Callback):

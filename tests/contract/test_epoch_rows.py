@@ -9,7 +9,7 @@ from daskdl.callbacks import EarlyStopping
 from daskdl.channel.base import ChannelStats
 from daskdl.errors import DataError
 from daskdl.evaluation.evaluate import Score
-from daskdl.history import COLUMNS
+from daskdl.observe.history import COLUMNS
 from daskdl.training.base import Choice, ExchangeStats
 from daskdl.training.epoch_control import EvaluationPlan
 from daskdl.training.telemetry import (

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from daskdl import history
 from daskdl.compression.compressor import Sample
-from daskdl.history import (
+from daskdl.observe import history
+from daskdl.observe.history import (
     COLUMNS,
     LAYER_COLUMNS,
     STEP_COLUMNS,

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from daskdl import Callback, GradientSharing, OptionError, ParameterAveraging, Trainer
+from daskdl.compression.thresholds import AdaptiveThreshold, FixedThreshold
 from daskdl.errors import ModelError
-from daskdl.thresholds import AdaptiveThreshold, FixedThreshold
 from tests.support.problems import shown
 
 
@@ -291,8 +291,8 @@ SHARING = [
             [("*", FixedThreshold())],
         )
     ],
-    ("residual", 5.0, "must be a daskdl.residuals.ResidualPostProcessor"),
-    ("residual", None, "must be a daskdl.residuals.ResidualPostProcessor"),
+    ("residual", 5.0, "must be a daskdl.compression.residuals.ResidualPostProcessor"),
+    ("residual", None, "must be a daskdl.compression.residuals.ResidualPostProcessor"),
     *[
         ("apply", value, "must be 'eager' or 'strict'")
         for value in ("lazy", None, True, ["eager"])

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from daskdl import OptionError
-from daskdl.history import COLUMNS, History, LayerTable, RunRecord, StepRow, Stopping
-from daskdl.timeline import ACTIVITIES, SPANS, Timeline
+from daskdl.observe.history import (
+    COLUMNS,
+    History,
+    LayerTable,
+    RunRecord,
+    StepRow,
+    Stopping,
+)
+from daskdl.observe.timeline import ACTIVITIES, SPANS, Timeline
 from tests.contract.test_history import layer_row
 
 BEGAN = 1_700_000_000.0

@@ -30,8 +30,8 @@ from daskdl import (
 from daskdl.data import MinMax, Standardize
 from daskdl.data.checks import optimizer_function
 from daskdl.data.inputs import Compose
-from daskdl.history import Stopping
 from daskdl.keras import CrossEntropyOfProbabilities
+from daskdl.observe.history import Stopping
 from daskdl.training import trainer_state
 from daskdl.training.trainer_state import KNOWN, save
 from tests.support.keras_models import small

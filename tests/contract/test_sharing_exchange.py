@@ -10,9 +10,9 @@ from torch import nn
 
 from daskdl import codec
 from daskdl.channel.base import BarrierResult, Channel, DrainResult, Stopped
+from daskdl.compression.residuals import KeepResidual, ResidualClipping
+from daskdl.compression.thresholds import FixedThreshold
 from daskdl.evaluation.evaluate import Score
-from daskdl.residuals import KeepResidual, ResidualClipping
-from daskdl.thresholds import FixedThreshold
 from daskdl.training.base import ReplicaContext
 from daskdl.training.gradient_sharing import GradientSharing, loss_of
 

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from daskdl import timeline
 from daskdl.channel.protocol import WaitCause
-from daskdl.timeline import ACTIVITIES, SPAN_COLUMNS, SPANS, SpanLog, Timeline
+from daskdl.observe import timeline
+from daskdl.observe.timeline import ACTIVITIES, SPAN_COLUMNS, SPANS, SpanLog, Timeline
 
 BEGAN = 1_700_000_000.0
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from daskdl.thresholds import Sent
+from daskdl.compression.thresholds import Sent
 from tests.support.public_files import (
     write_cifar10,
     write_fashion_mnist,

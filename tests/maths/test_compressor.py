@@ -16,9 +16,8 @@ from daskdl import codec
 from daskdl.codec import counts_of
 from daskdl.compression.kernels import GUARD
 from daskdl.compression.replica_vector import MAX_COUNT
-from daskdl.errors import OptionError
-from daskdl.residuals import ResidualClipping, ResidualPostProcessor
-from daskdl.thresholds import (
+from daskdl.compression.residuals import ResidualClipping, ResidualPostProcessor
+from daskdl.compression.thresholds import (
     DENSE_DENSITY,
     AdaptiveThreshold,
     FixedThreshold,
@@ -26,6 +25,7 @@ from daskdl.thresholds import (
     Sent,
     ThresholdAlgorithm,
 )
+from daskdl.errors import OptionError
 from tests.support.updates import GRID, Vector, make, proposed
 
 

@@ -19,8 +19,8 @@ from daskdl import codec
 from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
 from daskdl.compression.replica_vector import fold_
-from daskdl.residuals import KeepResidual, ResidualClipping
-from daskdl.thresholds import AdaptiveThreshold, FixedThreshold
+from daskdl.compression.residuals import KeepResidual, ResidualClipping
+from daskdl.compression.thresholds import AdaptiveThreshold, FixedThreshold
 
 SIZES = {"a": (5, 3), "b": (8,), "c": (2, 2, 2)}
 # Roundings of hundreds of events in the working type, at values below 8.

@@ -6,9 +6,8 @@ import pickle
 import pytest
 import torch
 
-from daskdl.errors import OptionError
-from daskdl.residuals import KeepResidual, ResidualClipping
-from daskdl.thresholds import (
+from daskdl.compression.residuals import KeepResidual, ResidualClipping
+from daskdl.compression.thresholds import (
     DENSE_DENSITY,
     AdaptiveThreshold,
     FixedThreshold,
@@ -16,6 +15,7 @@ from daskdl.thresholds import (
     TargetSparsityThreshold,
     average_sent,
 )
+from daskdl.errors import OptionError
 
 ALGORITHMS = [
     AdaptiveThreshold(),

@@ -13,8 +13,8 @@ import torch
 from distributed.utils_test import poll_for
 
 from daskdl import Callback, ModelError, ReplicaError, RunError, WaitTimeoutError
-from daskdl.history import StepRow
-from daskdl.timeline import SpanLog
+from daskdl.observe.history import StepRow
+from daskdl.observe.timeline import SpanLog
 from daskdl.training.backend import AgreedState, LocalBackend
 from daskdl.training.base import Parameters
 from daskdl.training.state import ReplicaState, encoded

@@ -11,7 +11,7 @@ from distributed.utils_test import poll_for
 from tqdm.auto import tqdm
 
 from daskdl import Trainer
-from daskdl.history import COLUMNS
+from daskdl.observe.history import COLUMNS
 from tests.support.problems import kept, mlp, rows, sgd, trainer
 from tests.support.recording import Notes, vector
 

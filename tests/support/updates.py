@@ -11,8 +11,8 @@ from daskdl.codec import Kind, SparseUpdate, Stamp
 from daskdl.compression.compressor import Compressor
 from daskdl.compression.flat import FlatParameters
 from daskdl.compression.replica_vector import ReplicaVector
-from daskdl.residuals import KeepResidual
-from daskdl.thresholds import FixedThreshold
+from daskdl.compression.residuals import KeepResidual
+from daskdl.compression.thresholds import FixedThreshold
 
 GRID = 2.0**-24
 STAMP = Stamp(run=1, origin=2, sequence=3, step=4)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from daskdl.timeline import ACTIVITIES, Spans
+from daskdl.observe.timeline import ACTIVITIES, Spans
 
 MOST_POINTS = 500  # of a line of a chart
 MOST_NAMED = 8  # lines of a chart with a name and a color of their own

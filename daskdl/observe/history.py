@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, T
 import numpy as np
 from typing_extensions import override
 
-from daskdl import plots, report
 from daskdl.errors import ModelError, OptionError
-from daskdl.report import Line
-from daskdl.thinned import Thinned
-from daskdl.timeline import SPANS, Timeline
+from daskdl.observe import plots, report
+from daskdl.observe.report import Line
+from daskdl.observe.thinned import Thinned
+from daskdl.observe.timeline import SPANS, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure

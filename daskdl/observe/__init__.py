@@ -1,0 +1,1 @@
+"""Record of a fit for its user: history, timeline, plots and HTML report."""

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 
-import dask.config
 import pytest
 from distributed import Client
 
@@ -136,52 +135,3 @@ def test_a_new_worker_imports_daskdl_in_a_thread(grown):
         if name.split(".")[0] in packages and thread == of_the_loop
     ]
     assert on_the_loop == []
-
-
-async def refuse(**fields):
-    """What keeps a newcomer from joining."""
-    raise ValueError("no newcomer today")
-
-
-def test_a_worker_whose_replica_could_not_join_gets_another_one(growing, logged):
-    handlers = growing.cluster.scheduler.handlers
-
-    def grow():
-        join = handlers["daskdl_join"]
-
-        async def refuse_once(**fields):
-            handlers["daskdl_join"] = join
-            return {"status": "refused", "reason": "no newcomer yet"}
-
-        handlers["daskdl_join"] = refuse_once
-        growing.cluster.scale(2)
-
-    def over(row):
-        return row["replicas"] == 2 or row["epoch"] > 4000
-
-    script = Script((1, grow), (over, enough))
-    with dask.config.set({"daskdl.timeouts.request": "5s"}):
-        script.run(trainer(growing), X, Y)
-
-    assert script.rows[-1]["replicas"] == 2
-    (message,) = logged("no newcomer yet")
-    assert any(f"no replica on {worker}" in message for worker in growing.nthreads())
-
-
-def test_the_client_reports_why_a_worker_does_not_join(growing, logged):
-    handlers = growing.cluster.scheduler.handlers
-
-    def grow():
-        handlers["daskdl_join"] = refuse
-        growing.cluster.scale(2)
-
-    what = "no newcomer today"
-    script = Script(
-        (1, grow), (lambda row: logged(what) or row["epoch"] > 2000, enough)
-    )
-    script.run(trainer(growing), X, Y)
-
-    (first,) = {row["replicas"] for row in script.rows}
-    assert first == 1
-    (message,) = logged(what)
-    assert any(worker in message for worker in growing.nthreads())

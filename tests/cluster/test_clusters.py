@@ -1,5 +1,6 @@
 """Workers that are processes or threads, and a cluster started by a fit."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,12 +14,16 @@ import torch
 from distributed import Event
 from torch import nn
 
-from daskdl import Callback
+from daskdl import Callback, ParameterAveraging
 from tests.support.clusters import cluster_of
-from tests.support.problems import kept, parameters_of, rows, trainer
+from tests.support.problems import adam, kept, parameters_of, rows, trainer
 from tests.support.recording import Notes, executed
 
 X, Y = rows()
+
+
+def nesterov(parameters):
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.5, nesterov=True)
 
 
 def test_workers_here_are_forks_of_a_process_without_threads(client):
@@ -56,16 +61,36 @@ class Held(Callback):
 
 
 class TestWhereItRuns:
-    def test_threads_of_one_process_are_workers_too(self, client, threads):
-        results = []
-        for where in (client, threads):
-            own = trainer(where, model=averaged, master=kept(max_staleness=0))
-            history = own.fit(X, Y, epochs=3, batch_size=16)
-            assert history.column("replicas") == [2] * 3
-            results.append(parameters_of(own.model_))
+    @pytest.mark.parametrize(
+        "master",
+        [
+            kept(max_staleness=0),
+            ParameterAveraging(frequency=2, fan_out=1),
+            ParameterAveraging(frequency=2, outer=nesterov),
+        ],
+        ids=["sharing", "averaging", "averaging, outer"],
+    )
+    def test_processes_threads_and_a_fit_without_a_cluster_agree_bit_for_bit(
+        self, client, threads, master
+    ):
+        local = dataclasses.replace(master, replicas_per_worker=2)
+        fits = [
+            trainer(where, model=averaged, master=own, optimizer=adam)
+            for where, own in ((client, master), (threads, master), (False, local))
+        ]
+        for own in fits:
+            own.fit(X, Y, epochs=3, batch_size=16, validation=(X, Y))
 
-        for name, value in results[0].items():
-            np.testing.assert_array_equal(value, results[1][name])
+        first, *others = fits
+        expected = parameters_of(first.model_)
+        assert first.history_.column("replicas") == [2] * 3
+        assert first.history_[0]["sent_bytes"] > 0
+        for other in others:
+            for name, value in parameters_of(other.model_).items():
+                np.testing.assert_array_equal(value, expected[name], err_msg=name)
+            for column in ("loss", "examples", "val_loss", "density", "replicas"):
+                found = other.history_.column(column)
+                assert found == first.history_.column(column), column
 
     def test_the_default_client_is_used(self, client, tmp_path):
         notes = Notes(tmp_path)

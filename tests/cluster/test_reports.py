@@ -9,6 +9,7 @@ from daskdl import Callback, ReplicaError
 from tests.support.problems import rows, trainer
 from tests.support.promises import FailAt
 from tests.support.recording import Notes
+from tests.support.watched import note, notes
 
 X, Y = rows()
 
@@ -45,6 +46,34 @@ def test_on_epoch_end_runs_on_the_client_and_is_not_pickled(client):
     history = trainer(client, callbacks=[keep]).fit(X, Y, epochs=3)
 
     assert keep.rows == list(history)
+
+
+class Counted(Callback):
+    """Counts how often it is pickled; each copy notes the process it is in."""
+
+    def __init__(self, folder):
+        self.folder, self.pickled = str(folder), 0
+
+    def __getstate__(self):
+        self.pickled += 1
+        return {"folder": self.folder}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        note(self.folder, "unpickled")
+
+    def on_epoch_begin(self, epoch):
+        """Without a hook of replicas, a callback stays on the client."""
+
+
+def test_a_callback_is_pickled_once_and_unpickled_by_each_replica(client, tmp_path):
+    counted = Counted(tmp_path)
+
+    trainer(client, callbacks=[counted]).fit(X, Y, epochs=3)
+
+    assert counted.pickled == 1
+    pids = [line["pid"] for line in notes(tmp_path, "unpickled")]
+    assert sorted(pids) == sorted(client.run(os.getpid).values())
 
 
 # ---- exceptions of the user's code on workers

@@ -1,6 +1,7 @@
 """Fits on many small parts, which are leased and loaded together, among threads."""
 
 import collections
+import logging
 
 import dask
 import dask.array as da
@@ -50,7 +51,8 @@ def test_without_shuffling_the_steps_are_those_of_arrays_in_memory(tmp_path, kin
 
 @KINDS
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_every_row_is_trained_on_once_in_each_epoch(tmp_path, kind, replicas):
+def test_every_row_is_trained_on_once_in_each_epoch(tmp_path, kind, replicas, caplog):
+    caplog.set_level(logging.INFO, "daskdl")
     trained = TrainedRows(tmp_path)
     master = daskdl.GradientSharing(replicas_per_worker=replicas)
     own = trainer(False, master=master, loss=trained, callbacks=[trained])
@@ -58,6 +60,7 @@ def test_every_row_is_trained_on_once_in_each_epoch(tmp_path, kind, replicas):
     own.fit(*kind(tmp_path / "data", NUMBERS), epochs=2, batch_size=32)
 
     assert trained.by_epoch() == [collections.Counter(range(COUNT))] * 2
+    assert "240 parts are put together to 80" in caplog.messages
 
 
 def test_parts_of_different_shapes_are_not_merged():
@@ -86,3 +89,19 @@ def test_a_bad_part_is_named_or_left_out_alone(tmp_path):
     history = trainer(False).fit(url, on_bad_batch="skip")
     assert history.column("examples") == [COUNT - EACH]
     assert history.column("skipped_examples") == [EACH]
+
+
+def test_a_part_that_cannot_be_computed_goes_alone(tmp_path):
+    """Its length is known, as of an array whose blocks are computed again."""
+    x, numbers = lazy(tmp_path, NUMBERS)
+    numbers = numbers.map_blocks(
+        lambda block: 1 / 0 if 50 in block else block, meta=NUMBERS[:0]
+    )
+    trained = TrainedRows(tmp_path)
+    own = trainer(False, loss=trained, callbacks=[trained])
+
+    history = own.fit(x, numbers, epochs=2, on_bad_batch="skip")
+
+    rest = collections.Counter(n for n in range(COUNT) if n not in (50, 51))
+    assert trained.by_epoch() == [rest] * 2
+    assert history.column("skipped_examples") == [EACH] * 2

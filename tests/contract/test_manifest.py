@@ -86,6 +86,14 @@ def test_a_damaged_manifest_is_refused_with_the_remedy(store, spoil):
     assert store.url_of("notes.json") in str(error.value)
 
 
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"null"])
+def test_json_of_something_else_is_refused(store, content):
+    store.write("notes.json", content)
+
+    with pytest.raises(DataError, match="not of the format 'daskdl notes'; write not"):
+        Manifest.read(store, KIND)
+
+
 def test_a_folder_without_one_is_named(store):
     with pytest.raises(DataError, match=r"notes\.json"):
         Manifest.read(store, KIND)

@@ -1,7 +1,6 @@
 """A fitted trainer, saved and loaded: all of it comes back, or is asked for."""
 
 import functools
-import json
 import math
 import sys
 from collections import Counter
@@ -35,7 +34,8 @@ from daskdl.observe.history import Stopping
 from daskdl.training import trainer_state
 from daskdl.training.trainer_state import KNOWN, save
 from tests.support.keras_models import small
-from tests.support.saves import fitted, layers, load, signed
+from tests.support.manifests import at
+from tests.support.saves import fitted, layers, load, tamper
 
 
 class Net(nn.Module):
@@ -125,13 +125,12 @@ def states(optimizer):
 
 
 def change(folder, steps, wrong):
-    """Write something else into the JSON of a save, with a checksum that fits."""
-    index = json.loads((folder / "trainer.json").read_text())
-    inner = index["content"]
-    for step in steps[:-1]:
-        inner = inner[step]
-    inner[steps[-1]] = wrong
-    (folder / "trainer.json").write_bytes(signed(index))
+    """Put something else into the content of a save."""
+
+    def put(content):
+        at(content, steps[:-1])[steps[-1]] = wrong
+
+    tamper(folder, put)
 
 
 def check_goes_on(loaded, one):
@@ -665,10 +664,12 @@ def test_invalid_content_is_an_error_with_the_url(tmp_path, steps, wrong):
 @pytest.mark.parametrize("field", trainer_state._HISTORY)
 def test_a_missing_field_of_the_history_is_an_error_that_names_it(tmp_path, field):
     save(fitted(scheduler=stepped), tmp_path, True)
-    index = json.loads((tmp_path / "trainer.json").read_text())
-    pairs = index["content"]["history"]["dict"]
-    pairs[:] = [pair for pair in pairs if pair[0] != field]
-    (tmp_path / "trainer.json").write_bytes(signed(index))
+
+    def without(content):
+        pairs = content["history"]["dict"]
+        pairs[:] = [pair for pair in pairs if pair[0] != field]
+
+    tamper(tmp_path, without)
 
     with pytest.raises(SaveError, match=f"cannot load {tmp_path}: .*'{field}'"):
         load(tmp_path, {}, ["tests"])

@@ -546,7 +546,7 @@ def test_the_grid_changes_unless_a_replica_joins(present, factor):
     grown = Case().exchange.state().common
     grown["compressor"]["shared"][0].fill_(2**28 + 1)
     case = Case(shared=grown, channel=Meeting())
-    case.exchange._channel.sync(0, GRID)  # as its snapshot says
+    case.channel.sync(0, GRID)  # as its snapshot says
     case.channel.present = present
 
     case.exchange.sync(0, 1, ended=True)

@@ -30,7 +30,7 @@ def later(first, scheduling, module=None):
     """Return the rate in the next fit."""
     optimizer = sgd() if module is None else sgd(module)
     rate = LearningRate(optimizer, scheduling)
-    optimizer.load_state_dict(first._optimizer.state_dict())
+    optimizer.load_state_dict(first.scheduler.optimizer.state_dict())
     rate.restore_(first.carried())
     return rate
 
@@ -61,15 +61,8 @@ KINDS = {
 
 
 def groups_of(rate):
-    return [{k: v for k, v in g.items() if k != "params"} for g in groups(rate)]
-
-
-def groups(rate):
-    return rate._optimizer.param_groups
-
-
-def rate_of(rate):
-    return groups(rate)[0]["lr"]
+    groups = rate.scheduler.optimizer.param_groups
+    return [{k: v for k, v in g.items() if k != "params"} for g in groups]
 
 
 def made_step(rate):
@@ -92,7 +85,7 @@ def test_without_a_scheduler_nothing_changes():
     end_epoch(rate)
     rate.catch_up_(3)
 
-    assert (rate.scheduler, rate.state(), rate_of(rate)) == (None, b"", 1.0)
+    assert (rate.scheduler, rate.state(), rate.value) == (None, b"", 1.0)
     assert rate.report()["scheduled"] == 0
 
 
@@ -215,7 +208,8 @@ class TestLearningRate:
 
         third.restore_(travelled(second.values()))
 
-        assert (third._count, third._count_before) == (2, 1)
+        values = third.values()
+        assert (values["count"], values["before"]) == (2, 1)
 
     def test_a_joining_replica_adds_the_epochs_of_this_fit_to_those_before(self):
         donor = LearningRate(sgd(), Scheduling(KINDS["StepLR"]))
@@ -226,7 +220,7 @@ class TestLearningRate:
         joining.catch_up_(2)
 
         assert joining.values()["count"] == 3 + 2
-        assert rate_of(joining) == 0.5 ** (3 + 2)
+        assert joining.value == 0.5 ** (3 + 2)
 
     @pytest.mark.parametrize(
         "scheduling",

@@ -1,8 +1,10 @@
 """Manifests whose checksum is right, whatever they say."""
 
 import copy
+import functools
 import hashlib
 import json
+import operator
 
 from daskdl.errors import DataError
 
@@ -23,15 +25,13 @@ def variants(content, keys=None):
     are deleted.
     `keys` are those of the outermost dict whose values change; None: all.
     """
-    for place in _places(content):
+    for place in paths_in(content):
         if not place or (keys is not None and place[0] not in keys):
             continue
-        *inner, last = place
+        *outer, last = place
         for wrong in (*WRONG, "one more", "deleted"):
             changed = copy.deepcopy(content)
-            parent = changed
-            for key in inner:
-                parent = parent[key]
+            parent = at(changed, outer)
             if wrong == "deleted" and isinstance(parent, dict):
                 del parent[last]
             elif wrong == "one more" and type(parent[last]) is int:
@@ -43,6 +43,11 @@ def variants(content, keys=None):
             yield f"{place} {wrong!r}", changed
 
 
+def at(value, path):
+    """The value at a path."""
+    return functools.reduce(operator.getitem, path, value)
+
+
 def outcome(load):
     """The rows that a function loads, or the message of its DataError."""
     try:
@@ -51,9 +56,10 @@ def outcome(load):
         return str(error)
 
 
-def _places(value, before=()):
+def paths_in(value, before=()):
+    """Yield the path of each value in dicts, lists and tuples, the whole first."""
     yield before
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, child in items:
-            yield from _places(child, (*before, key))
+            yield from paths_in(child, (*before, key))

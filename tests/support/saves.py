@@ -1,6 +1,5 @@
-"""Fitted trainers made without a fit, and manifests that are tampered with."""
+"""Fitted trainers made without a fit, and saves with other content."""
 
-import hashlib
 import json
 from dataclasses import fields
 
@@ -18,6 +17,7 @@ from daskdl.training.trainer_state import (
     new_optimizer,
     scheduling_of,
 )
+from tests.support.manifests import sealed
 
 NAMES = [f.name for f in fields(Trainer) if f.init and f.name != "client"]
 
@@ -71,9 +71,9 @@ def load(url, passed, trusted=()):
     return trainer_state.load(str(url), NAMES, passed, trusted)
 
 
-def signed(index):
-    """A manifest as an attacker would write it: with a right checksum."""
-    index = {name: value for name, value in index.items() if name != "sha256"}
-    text = json.dumps(index, sort_keys=True)
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    return json.dumps({**index, "sha256": digest}).encode()
+def tamper(folder, change):
+    """Change the content of a saved trainer, and seal its manifest again."""
+    path = folder / "trainer.json"
+    index = json.loads(path.read_text())
+    change(index["content"])
+    path.write_bytes(sealed(index))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import Checkpoint, ParameterAveraging
+from daskdl import ParameterAveraging
 from tests.support.averaged import averaged_loop
 from tests.support.problems import (
     adam,
@@ -157,22 +157,6 @@ def test_compression_sends_about_a_quarter_of_the_bytes(optimizer, options):
         assert max(few / many for few, many in pairs) < 0.27 + 1 / 30
     assert set(own.steps.column("kind")) == {"DENSE8"}
     assert 0 < min(own.steps.column("residual_norm")) < 0.1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("outer", [None, nesterov], ids=["mean", "outer"])
-def test_a_compressed_fit_that_is_resumed_goes_on_bit_for_bit(tmp_path, outer):
-    master = averaging(3, frequency=2, compression="dense8", outer=outer)
-    whole, first, second = (
-        trainer(False, master=master, model=with_buffers) for _ in range(3)
-    )
-    first.callbacks = [Checkpoint(str(tmp_path))]
-
-    whole.fit(X, Y, epochs=3, batch_size=16)
-    first.fit(X, Y, epochs=1, batch_size=16)
-    second.fit(X, Y, epochs=3, batch_size=16, resume=str(tmp_path))
-
-    check_close(second, parameters_of(whole.model_), rtol=0)
 
 
 def test_the_optimizer_of_the_trainer_is_the_averaged_one():

@@ -1,6 +1,7 @@
 """A fit among threads that goes on from a checkpoint is the one that was never stopped.
 
-Each test of that trains to the end once, and once more from a checkpoint on the way.
+Each test of that trains to the end once, and once more from a checkpoint on the way. A
+trainer that was saved and loaded goes on as the one that was saved, too.
 """
 
 import functools
@@ -90,6 +91,31 @@ class Mixed(nn.Module):
 
     def forward(self, x):
         return self.last(self.first(x).double())
+
+
+def by_layer(parameters):
+    groups = [{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(parameters)]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+# `torch.compile` as in use, but without a C compiler.
+compiled = functools.partial(torch.compile, backend="eager")
+# Models and what an error calls them.
+WRAPPED = {
+    "compiled": (lambda: compiled(net()), r"wrapped in torch\.compile"),
+    "data parallel": (
+        lambda: nn.DataParallel(net()),
+        r"wrapped in torch\.nn\.DataParallel",
+    ),
+    "a compiled part": (
+        lambda: nn.Sequential(*map(compiled, net())),
+        r"wrapped in torch\.compile",
+    ),
+    "a parallel part": (
+        lambda: nn.Sequential(*map(nn.DataParallel, net())),
+        r"wrapped in torch\.nn\.DataParallel",
+    ),
+}
 
 
 @pytest.fixture
@@ -194,6 +220,8 @@ CASES = {
     },
     "tied and frozen": {"model": Tied},
     "two types": {"model": Mixed},
+    "groups of parameters": {"optimizer": by_layer},
+    **{name: {"model": model} for name, (model, _) in WRAPPED.items()},
 }
 
 
@@ -235,15 +263,46 @@ def test_a_fit_resumed_within_an_epoch_is_the_same(master, which, url, one_threa
 
 
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-def test_a_fit_that_is_resumed_is_the_same(options, url, one_thread):
+def test_a_resumed_fit_and_a_loaded_trainer_are_the_same(
+    options, url, one_thread, tmp_path
+):
     whole, resumed = one_of(url, **options), one_of(f"{url}-later", **options)
     fits(whole)
+    whole.save(tmp_path)
+    loaded = loaded_from(tmp_path, **{"model": net, "optimizer": adam, **options})
 
     fits(resumed, resume=at(url, 1))
 
     every = getattr(whole.master, "exchange_every", 1)
-    assert_same(resumed, whole, TIMES if every in (1, "auto") else TIMES | PACE)
+    but = TIMES if every in (1, "auto") else TIMES | PACE
+    assert_same(resumed, whole, but)
     assert Series.at(f"{url}-later").numbers() == [1, 2]
+    assert_same(loaded, whole, set())
+    whole.callbacks = []
+    for trainer in (whole, loaded):
+        fits(trainer, 2)
+    assert_same(loaded, whole, but)
+
+
+def loaded_from(folder, **passed):
+    """A trainer from a save, without its checkpoints."""
+    names = ("model", "optimizer", "scheduler", "loss")
+    passed = {"loss": nn.CrossEntropyLoss(), "callbacks": [], **passed}
+    chosen = {name: passed[name] for name in (*names, "callbacks") if name in passed}
+    return Trainer.load(folder, client=False, trusted=["tests"], **chosen)
+
+
+def test_a_loaded_trainer_predicts_and_scores_the_same(url, tmp_path):
+    trainer = one_of(url)
+    trainer.telemetry_every = 1
+    fits(trainer, 1)
+    trainer.save(tmp_path)
+
+    loaded = Trainer.load(tmp_path, client=False, trusted=["tests"])
+
+    assert (loaded.predict(X) == trainer.predict(X)).all()
+    assert loaded.evaluate(X, Y) == trainer.evaluate(X, Y)
+    assert loaded.history_.steps[-1]["step"] == trainer.history_.steps[-1]["step"]
 
 
 class TestWhere:
@@ -435,6 +494,29 @@ def with_mask(mask):
 
 
 class TestRefused:
+    @pytest.mark.parametrize("wrapper", WRAPPED)
+    @pytest.mark.parametrize("saved", [True, False], ids=["saved", "not saved"])
+    def test_a_save_of_another_wrapper_is_named(self, wrapper, saved, url, tmp_path):
+        both = WRAPPED[wrapper], (net, "not wrapped")
+        (theirs, there), (ours, here) = both if saved else both[::-1]
+        trainer = one_of(url, model=theirs)
+        fits(trainer, 1)
+        trainer.save(tmp_path)
+
+        message = f"saved model is {there}, and this one is {here}.*saved, {there}"
+        with pytest.raises(SaveError, match=message):
+            loaded_from(tmp_path, model=ours)
+        with pytest.raises(OptionError, match=message):
+            fits(one_of(url, model=ours), resume=True)
+
+    def test_a_wrapper_does_not_hide_another_difference(self, url, tmp_path):
+        trainer = one_of(url, model=WRAPPED["compiled"][0])
+        fits(trainer, 1)
+        trainer.save(tmp_path)
+
+        with pytest.raises(SaveError, match=r"_orig_mod\.2.* is missing|missing in"):
+            loaded_from(tmp_path, model=nn.Linear(6, 4))
+
     @pytest.mark.parametrize(
         ("before", "after", "message"),
         [

@@ -14,7 +14,6 @@ PARTS = {
         "tests/cluster/test_kills.py",
         "tests/cluster/test_all_lost.py",
         "tests/cluster/test_lost_while_reading.py",
-        "tests/cluster/test_arrivals.py",
         "tests/cluster/test_elastic.py",
         "tests/cluster/test_starting.py",
         "tests/cluster/test_waits.py",

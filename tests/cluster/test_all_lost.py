@@ -1,20 +1,17 @@
 """Fits that lose replicas, one or all of them: retired, killed, or cut off."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import dask
 import pytest
 import torch
-from distributed import Client, get_worker
+from distributed import get_worker
 from distributed.utils_test import poll_for
 
 from daskdl import (
@@ -28,7 +25,7 @@ from daskdl import (
 )
 from daskdl.channel.protocol import NAME
 from daskdl.channel.transport import SchedulerOverDask
-from tests.support.clusters import EnoughError, cluster_of
+from tests.support.clusters import EnoughError, ProcessCluster, cluster_of
 from tests.support.problems import kept, mlp, normalised, rows, sgd, trainer
 
 X, Y = rows()
@@ -210,59 +207,26 @@ def test_when_all_retire_the_last_agreed_model_and_the_checkpoint_are_left(
 
 @pytest.mark.slow
 def test_a_lost_scheduler_is_noticed_at_once_and_the_model_is_kept(tmp_path):
-    with Processes(tmp_path) as processes, processes.client() as client:
+    with ProcessCluster(tmp_path) as cluster:
+        for _ in range(2):
+            cluster.grow()
+        client, scheduler = cluster.client, cluster.processes[0]
+        address = client.scheduler.address
         own = trainer(client, callbacks=[Checkpoint(tmp_path / "c"), Held()])
-        own.callbacks.append(after_epoch(ACTS_AFTER, processes.kill_scheduler))
+        own.callbacks.append(after_epoch(ACTS_AFTER, scheduler.kill))
 
         with pytest.raises(ChannelError) as caught:
             own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
 
     message = str(caught.value)
     assert re.fullmatch(
-        rf"the scheduler at {processes.address} was lost: .*; it last answered "
+        rf"the scheduler at {address} was lost: .*; it last answered "
         r"\d+\.\d s ago",
         message,
     )
     assert str(tmp_path) in "".join(caught.value.__notes__)
     own.client = False
     check_kept(own, caught.value)
-
-
-class Processes:
-    """A scheduler and two workers, each in its own process."""
-
-    def __init__(self, folder):
-        self._file = folder / "scheduler.json"
-
-    def __enter__(self):
-        self._stack = contextlib.ExitStack()
-        self._scheduler = self._start("scheduler", "--port", "0")
-        for _ in range(2):
-            self._start("worker", "--nthreads", "1", "--no-nanny")
-        return self
-
-    def __exit__(self, *_):
-        self._stack.close()
-
-    def _start(self, kind, *options):
-        command = [sys.executable, "-m", f"distributed.cli.dask_{kind}", *options]
-        command += ["--scheduler-file", str(self._file), "--no-dashboard"]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        self._stack.callback(process.wait)
-        self._stack.callback(process.kill)
-        return process
-
-    def kill_scheduler(self):
-        self._scheduler.kill()
-        self._scheduler.wait()
-
-    @contextlib.contextmanager
-    def client(self):
-        poll_for(self._file.exists, timeout=60, period=0.1)
-        with Client(scheduler_file=str(self._file), set_as_default=False) as client:
-            client.wait_for_workers(2, timeout=60)
-            self.address = client.scheduler.address
-            yield client
 
 
 def replaced(client):

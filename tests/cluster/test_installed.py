@@ -2,20 +2,21 @@
 
 import contextlib
 import importlib
+import logging
 import os
 import re
 import signal
-import subprocess
 import sys
+import threading
 
 import dask
 import pytest
 import torch
-from distributed import Client
 from distributed.utils_test import poll_for
 from torch import nn
 
 import daskdl
+from tests.support.clusters import ProcessCluster, Script, enough
 from tests.support.problems import mlp, rows, trainer
 
 X, Y = rows()
@@ -192,25 +193,10 @@ def test_workers_import_daskdl_while_the_client_tries_the_model(client, monkeypa
 
 @pytest.fixture
 def apart(tmp_path):
-    """A client of a scheduler in its own process, with one worker."""
-    file = str(tmp_path / "scheduler.json")
-    common = ["--scheduler-file", file, "--no-dashboard"]
-    commands = [
-        ["distributed.cli.dask_scheduler", "--port=0", *common],
-        ["distributed.cli.dask_worker", "--nthreads=1", "--no-nanny", *common],
-    ]
-    processes = [
-        subprocess.Popen([sys.executable, "-m", *command], cwd=os.getcwd())
-        for command in commands
-    ]
-    try:
-        with Client(scheduler_file=file, set_as_default=False) as client:
-            client.wait_for_workers(1, timeout=60)
-            yield client
-    finally:
-        for process in reversed(processes):
-            process.terminate()
-            process.wait(30)
+    """A scheduler in a process of its own, and a worker."""
+    with ProcessCluster(tmp_path) as cluster:
+        cluster.grow()
+        yield cluster
 
 
 @pytest.mark.slow
@@ -223,11 +209,96 @@ def apart(tmp_path):
     ids=["missing", "older"],
 )
 def test_a_scheduler_with_wrong_packages_is_named(apart, change, what):
-    apart.run_on_scheduler(*change)
+    apart.client.run_on_scheduler(*change)
 
     with pytest.raises(daskdl.RunError) as caught:
-        fit(apart)
+        fit(apart.client)
 
-    where = re.escape(f"the scheduler, {apart.scheduler.address}: {what}")
+    where = re.escape(f"the scheduler, {apart.client.scheduler.address}: {what}")
     assert re.search(where, str(caught.value))
     assert "worker" not in str(caught.value).split("\n")[1]
+
+
+# ---- workers that come during a fit
+
+OLD_DASKDL = "import daskdl.config; daskdl.config.VERSION = '0.0.9'"
+OLD_TORCH = "import torch; torch.__version__ = '1.13.1+cu117'"
+NO_DASKDL = "import sys; sys.modules['daskdl'] = None"
+# In which threads modules are looked for: what is imported before is not.
+WATCHED = """
+import sys, threading
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        sys.imported.append((name, threading.current_thread().name))
+
+sys.imported = []
+sys.meta_path.insert(0, Watch())
+"""
+
+
+MANY, LABELS = rows(count=960)
+
+
+@pytest.fixture
+def logged():
+    """Warnings of the client so far that match a pattern."""
+    messages = []
+    handler, logger = logging.Handler(logging.WARNING), logging.getLogger("daskdl")
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    yield lambda pattern: [m for m in messages if re.search(pattern, m)]
+    logger.removeHandler(handler)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preload", "what"),
+    [
+        (OLD_DASKDL, r"daskdl 0\.0\.9"),
+        (OLD_TORCH, r"torch 1\.13\.1\+cu117"),
+        (NO_DASKDL, r"ModuleNotFoundError: .*daskdl"),
+    ],
+    ids=["older daskdl", "older torch", "no daskdl"],
+)
+def test_a_worker_with_other_versions_takes_no_part_and_is_reported(
+    apart, logged, preload, what
+):
+    first = set(apart.client.nthreads())
+    script = Script(
+        (1, lambda: apart.grow(preload)),
+        (lambda row: logged(what) or row["epoch"] > 2000, apart.grow),  # one with all
+        (2, enough),
+    )
+    script.run(trainer(apart.client), MANY, LABELS)
+
+    (message,) = logged(what)
+    workers = set(apart.client.nthreads())
+    (address,) = (worker for worker in workers - first if worker in message)
+    assert f"worker {address} has joined the cluster, and is not used" in message
+    assert f"the client has daskdl {daskdl.__version__} and torch" in message
+    assert "install the same daskdl" in message
+    assert max(row["replicas"] for row in script.rows) == 2
+    assert len(workers) == 3
+
+
+@pytest.mark.slow
+def test_a_new_worker_imports_daskdl_in_a_thread(apart):
+    script = Script((1, lambda: apart.grow(WATCHED)), (2, enough))
+
+    script.run(trainer(apart.client), MANY, LABELS)
+
+    def imported():
+        return getattr(sys, "imported", None), threading.main_thread().name
+
+    answers = apart.client.run(imported).values()
+    ((modules, of_the_loop),) = (one for one in answers if one[0] is not None)
+    threads = dict(reversed(modules))  # where each was looked for first
+    assert {"daskdl", "torch", "daskdl.training.dask_backend"} <= threads.keys()
+    packages = ("daskdl", "torch", "numba")
+    on_the_loop = [
+        name
+        for name, thread in threads.items()
+        if name.split(".")[0] in packages and thread == of_the_loop
+    ]
+    assert on_the_loop == []

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import subprocess
 import sys
 import threading
 import time
@@ -36,6 +37,59 @@ def cluster_of(workers, **options):
         Client(cluster, set_as_default=False) as client,
     ):
         yield client
+
+
+def end(process, within_s=30):
+    """End a process, by force if it does not end by itself."""
+    process.terminate()
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class ProcessCluster:
+    """A scheduler and workers, each a process of its own, as ``dask worker`` starts it.
+
+    Args:
+        folder: Of the scheduler file, of preloads, and of the logs.
+
+    Attributes:
+        processes: The scheduler, and each worker so far.
+        client: A client.
+    """
+
+    def __init__(self, folder):
+        self._folder, self._file = folder, str(folder / "scheduler.json")
+        self.processes = []
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            self._ends = stack
+            self._start("scheduler", "--port=0")
+            client = Client(scheduler_file=self._file, set_as_default=False)
+            self.client = stack.enter_context(client)
+            self._ends = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info):
+        self._ends.close()
+
+    def _start(self, kind, *options):
+        command = [sys.executable, "-m", f"distributed.cli.dask_{kind}", *options]
+        command += ["--scheduler-file", self._file, "--no-dashboard"]
+        with (self._folder / f"log-{len(self.processes)}").open("w") as log:
+            process = subprocess.Popen(command, stderr=log)
+        self.processes.append(process)
+        self._ends.callback(end, process)
+
+    def grow(self, preload=""):
+        """Start one more worker, and wait until Dask knows it."""
+        file = self._folder / f"preload-{len(self.processes)}.py"
+        file.write_text(preload)
+        self._start("worker", "--nthreads=1", "--no-nanny", "--preload", str(file))
+        self.client.wait_for_workers(len(self.processes) - 1, timeout=60)
 
 
 class EnoughError(Exception):

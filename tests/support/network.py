@@ -11,6 +11,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from benchmarks.namespaces import unavailable
+from tests.support.clusters import end
 
 
 def skip_if_unavailable():
@@ -21,7 +22,6 @@ def skip_if_unavailable():
 ROOT = Path(__file__).parents[2]
 PORT = 8786  # of the scheduler, the only one on its network
 START_S = 60
-LEAVE_S = 30  # for workers to end
 
 # A link is down for 20 s. Dask closes a connection after 30 s without data, and up to
 # 9 s may have passed before.
@@ -65,19 +65,7 @@ def _running(commands):
         "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": TCP,
     }
     with contextlib.ExitStack() as ends:
-        processes = []
-        ends.callback(_end, processes)
         for command in commands:
-            processes += [subprocess.Popen(command, env=environment)]
+            process = subprocess.Popen(command, env=environment)
+            ends.callback(end, process)
         yield
-
-
-def _end(processes):
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        try:
-            process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -80,7 +80,7 @@ def member(
         while next_at < began + seconds:
             time.sleep(max(0.0, next_at - time.monotonic()))
             offered += 1
-            if not channel.publish(encode, offered):
+            if channel.publish(encode, offered) is None:
                 published.pop((own.replica, channel.published + 1), None)
             channel.progress(offered)
             channel.drain()

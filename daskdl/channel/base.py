@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from daskdl import codec
-from daskdl.channel.inbox import Inbox, Received
+from daskdl.channel.inbox import DrainResult, Inbox, Received
 from daskdl.channel.leasing import Finished, Lease, SyncPoint
 from daskdl.channel.protocol import (
     Arrays,
@@ -94,14 +94,6 @@ class ChannelStats:
         waits_s = {c: ours.get(c, 0.0) + theirs.get(c, 0.0) for c in ours | theirs}
         counts = {name: count + more[name] for name, count in own.items()}
         return ChannelStats(**counts, waits_s=waits_s)
-
-
-class DrainResult(NamedTuple):
-    """Updates to apply, in an order that does not depend on arrival."""
-
-    updates: list[codec.Update]
-    folded_N: NDArray[np.int32] | None  # grid counts; None if nothing was folded
-    received: Mapping[int, Received] = {}  # all updates received so far, by origin
 
 
 class Stopped(BaseException):  # not an error: unwinds a wait
@@ -217,8 +209,8 @@ class Channel(ABC):
 
     def publish(
         self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
-    ) -> bool:
-        """Broadcast an update to all other replicas; False if the outbox is full.
+    ) -> Frame | None:
+        """Broadcast an update to all other replicas.
 
         Args:
             encode: Makes the frame for a stamp; the frame must not change afterwards
@@ -227,6 +219,9 @@ class Channel(ABC):
             partial: More updates of this step follow; receivers count one step less.
             force: Ignore the bounds and wait until the update is sent. For a leaving
                 replica; works even after the run was stopped.
+
+        Returns:
+            The frame; None if the outbox is full.
         """
         sequence = self._inbox.own.sequence + 1
         stamp = codec.Stamp(self._spec.run, self._replica, sequence, step)
@@ -236,12 +231,11 @@ class Channel(ABC):
             Message.update(stamp, completed, frame.nbytes), frame, force
         ):
             self._stats.withheld += 1
-            return False
+            return None
         self._stats.sent_bytes += frame.nbytes
         self._stats.frames += 1
-        return True
+        return frame
 
-    @abstractmethod
     def progress(self, step: int, interval: int = -1) -> None:
         """Announce the progress of this replica.
 
@@ -249,20 +243,30 @@ class Channel(ABC):
             step: Completed steps.
             interval: Last completed sync interval.
         """
+        former = self._inbox.own
+        progress = PeerProgress(step, former.sequence, max(interval, former.interval))
+        if progress != former:  # else the last update carries it
+            self._announce(progress)
 
     def drain(self, up_to_step: int | None = None) -> DrainResult:
-        """Drain pending updates; also return the set of updates received so far.
+        """Drain pending updates.
 
         Args:
             up_to_step: Last step to drain, so that replicas in step do not apply
                 updates of later steps early. None: all.
         """
+        with self._inbox.changed:
+            return self._inbox.pending.take(up_to_step)
+
+    def drain_for_snapshot(self) -> tuple[DrainResult, dict[int, Received]]:
+        """Drain pending updates; also return all updates received so far, by origin."""
         inbox = self._inbox
-        with inbox.changed:
-            updates, folded_N = inbox.pending.take(up_to_step)
-            received = inbox.received.by_origin()
-        received[self._replica] = (inbox.own.sequence, ())
-        return DrainResult(updates, folded_N, received)
+        with inbox.changed:  # no update may arrive in between
+            received = {
+                **inbox.received.by_origin(),
+                self._replica: (self.published, ()),
+            }
+            return inbox.pending.take(), received
 
     def sync(self, step: int, grid: float) -> None:
         """Adopt the step and grid that all replicas begin with or agreed on.
@@ -314,21 +318,15 @@ class Channel(ABC):
             Steps ahead of the slowest peer; 0 if behind it.
         """
         inbox = self._inbox
-
-        def lead() -> int:
-            with inbox.changed:
-                slowest = inbox.peers.slowest(interval)
-            return 0 if slowest is None else max(step - slowest, 0)
-
-        ahead = lead()
-        if max_staleness is None or ahead <= max_staleness:
-            return ahead
+        lead = inbox.lead(step, interval)
+        if max_staleness is None or lead <= max_staleness:
+            return lead
         self._wait_for_others(
             WaitCause.STALENESS,
-            lambda: lead() <= max_staleness,
+            lambda: inbox.lead(step, interval) <= max_staleness,
             lambda: {peer: p.step for peer, p in inbox.peers.progress.items()},
         )
-        return lead()
+        return inbox.lead(step, interval)
 
     def wait(self, cause: WaitCause, future: Any, timeout_s: float | None) -> bool:
         """Wait for a future of another thread.
@@ -471,7 +469,14 @@ class Channel(ABC):
 
     @abstractmethod
     def _queue(self, message: Message, frame: Frame, force: bool) -> bool:
-        """Queue a message with the frame as its payload; False if there is no room."""
+        """Queue a message with the frame as its payload; False if there is no room.
+
+        If it is accepted, it advances this replica's progress in the inbox.
+        """
+
+    @abstractmethod
+    def _announce(self, progress: PeerProgress) -> None:
+        """Set this replica's progress in the inbox, and announce it to the others."""
 
     def _wait_until(
         self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None

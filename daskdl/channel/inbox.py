@@ -9,7 +9,8 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,6 +205,13 @@ MOST_STEPS = 2  # with pending updates, if replicas take each step together
 UPDATE_BYTES = 440  # memory overhead of an update, see test_queue_memory
 
 
+class DrainResult(NamedTuple):
+    """Updates to apply, in an order that does not depend on arrival."""
+
+    updates: list[Update]
+    folded_N: NDArray[np.int32] | None  # grid counts; None if nothing was folded
+
+
 class PendingUpdates:
     """Updates that have arrived and are not applied yet.
 
@@ -268,10 +276,8 @@ class PendingUpdates:
         ):
             self._merge()
 
-    def take(
-        self, up_to_step: int | None = None
-    ) -> tuple[list[Update], NDArray[np.int32] | None]:
-        """Take all updates, or only those up to a step; see :class:`DrainResult`."""
+    def take(self, up_to_step: int | None = None) -> DrainResult:
+        """Take all updates, or only those up to a step."""
         last = math.inf if up_to_step is None else up_to_step
         now = [update for *_, update in self._waiting if update.stamp.step <= last]
         self._waiting = [one for one in self._waiting if one[-1].stamp.step > last]
@@ -281,7 +287,8 @@ class PendingUpdates:
         due = [self._folded.pop(bucket) for bucket in [*self._folded] if bucket <= last]
         for other_N in due[1:]:
             due[0] += other_N
-        return sorted(now, key=lambda u: u.stamp), due[0] if due else None
+        updates = sorted(now, key=attrgetter("stamp"))
+        return DrainResult(updates, due[0] if due else None)
 
     def clear(self) -> None:
         """Drop all pending updates."""
@@ -357,11 +364,6 @@ class Peers:
         self.failed.add(origin)
         self.announced.pop(origin, None)
         self.progress.pop(origin, None)
-
-    def slowest(self, interval: int) -> int | None:
-        """Return the least step among replicas that have not completed an interval."""
-        progress = self.progress.values()
-        return min((p.step for p in progress if p.interval < interval), default=None)
 
     def described(self) -> str:
         """Format the last announcement of each replica and its age, for messages."""
@@ -524,6 +526,11 @@ class Inbox:
             if gone:
                 self.skip_unreadable(origin)
 
+    def sent(self, message: Message) -> None:
+        """Advance this replica's progress by its next update."""
+        step, _, interval = self.own
+        self.own = PeerProgress(max(step, message.step), message.sequence, interval)
+
     def skip_unreadable(self, origin: int) -> list[int]:
         """Wait no more for the unreadable updates of an origin; return them."""
         with self.changed:
@@ -568,6 +575,18 @@ class Inbox:
             news = self.peers.announce(origin, progress, complete)
             self.changed.notify_all()
             return news
+
+    def lead(self, step: int, interval: int) -> int:
+        """Return the number of steps ahead of the slowest peer; 0 if behind it.
+
+        Args:
+            step: Completed steps.
+            interval: Peers that have completed this sync interval do not count.
+        """
+        with self.changed:
+            progress = self.peers.progress.values()
+            steps = [p.step for p in progress if p.interval < interval]
+        return max(step - min(steps, default=step), 0)
 
     def begin(
         self, received: Mapping[int, Received], grid: float, cut: Mapping[int, int]
@@ -625,15 +644,10 @@ class SharedFrame:
     """A received frame for several replicas of a run, decoded once."""
 
     def __init__(self, payload: Any) -> None:
-        self._payload = payload
-        self._update: codec.Update | None = None
+        self.payload = payload
+        self._update: Update | None = None
 
-    @property
-    def frame(self) -> Any:
-        """The frame, unwrapped."""
-        return unwrap(self._payload)
-
-    def decode(self, message: Message, spec: ChannelSpec, grid: float) -> codec.Update:
+    def decode(self, message: Message, spec: ChannelSpec, grid: float) -> Update:
         """Return the update for one replica; it must not be changed.
 
         Raises:
@@ -641,17 +655,25 @@ class SharedFrame:
         """
         try:
             if self._update is None:
-                frame = self.frame
+                frame = unwrap(self.payload)
                 self._update = codec.decode(frame, run=spec.run, size=spec.size)
         except (TypeError, ValueError, LookupError) as error:  # not bytes
             raise CodecError(str(error)) from error
-        update = self._update
-        if update.stamp[1:3] != (message.origin, message.sequence):
-            raise CodecError(f"sent as {message[1:3]}, stamped {update.stamp[1:3]}")
-        if isinstance(update, codec.SparseUpdate):
-            count_of(update.threshold, grid)
-            return update
-        return to_grid(update, grid)
+        return on_grid(self._update, message, grid)
+
+
+def on_grid(update: Update, message: Message, grid: float) -> Update:
+    """Return a decoded update in steps of a grid.
+
+    Raises:
+        CodecError: If it is not the update of the message, or not on the grid.
+    """
+    if update.stamp[1:3] != (message.origin, message.sequence):
+        raise CodecError(f"sent as {message[1:3]}, stamped {update.stamp[1:3]}")
+    if isinstance(update, codec.SparseUpdate):
+        count_of(update.threshold, grid)
+        return update
+    return to_grid(update, grid)
 
 
 def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) -> None:

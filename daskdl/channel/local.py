@@ -5,7 +5,6 @@ updates into the inboxes of all others itself.
 """
 
 import contextlib
-import functools
 import math
 import threading
 from collections import Counter, defaultdict
@@ -14,6 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from daskdl import codec
 from daskdl.channel.base import (
     ActivateResult,
     BarrierResult,
@@ -23,7 +23,7 @@ from daskdl.channel.base import (
     JoinResult,
     MakeSnapshot,
 )
-from daskdl.channel.inbox import Inbox, SharedFrame, refuse
+from daskdl.channel.inbox import Inbox, on_grid, refuse
 from daskdl.channel.leasing import Finished, Lease, RunSpec, SyncPoint
 from daskdl.channel.protocol import (
     Arrays,
@@ -152,6 +152,27 @@ class LocalRun:
         self.changed.notify_all()
 
 
+class Delivery(Outbox):
+    """Delivers messages to a replica at once, in the thread of their sender."""
+
+    def __init__(self, spec: ChannelSpec, inbox: Inbox) -> None:
+        super().__init__(math.inf)
+        self._spec = spec
+        self._inbox = inbox
+
+    @override
+    def offer(self, message: Message, *, force: bool = False) -> bool:
+        if message.kind != MessageKind.UPDATE:
+            if message.kind != MessageKind.MEMBERS:
+                self._inbox.note(message)
+        elif isinstance(message.payload, Exception):
+            refuse(message, message.payload, self._spec, self._inbox)
+            self._inbox.skip_unreadable(message.origin)  # there is no other copy
+        else:
+            self._inbox.put(message, message.payload)
+        return True
+
+
 class LocalChannel(Channel):
     """The channel of one replica among threads.
 
@@ -189,9 +210,8 @@ class LocalChannel(Channel):
         state = self._state
         with self._changed:
             self.check()
-            outbox = state.join(self._replica, self._run.now())
-            outbox.on_offer = functools.partial(self._deliver, outbox)
-            self._deliver(outbox)
+            delivery = Delivery(self._spec, self._inbox)
+            state.join(self._replica, self._run.now(), delivery)
             self._changed.notify_all()
             bound = self._timeouts.bound("join")
             if not self._wait_until(
@@ -205,19 +225,6 @@ class LocalChannel(Channel):
                 if peer != self._replica:
                     self._inbox.announce(peer, PeerProgress())
         return JoinResult(members, None)
-
-    def _deliver(self, outbox: Outbox) -> None:
-        """Move queued messages to the inbox; runs in the thread of their sender."""
-        for item in outbox.head(outbox.nbytes):
-            if item.kind == MessageKind.UPDATE:
-                if isinstance(item.payload, Exception):
-                    refuse(item, item.payload, self._spec, self._inbox)
-                    self._inbox.skip_unreadable(item.origin)  # there is no other copy
-                else:
-                    self._inbox.put(item, item.payload)
-            elif item.kind != MessageKind.MEMBERS:
-                self._inbox.note(item)
-            outbox.drop(1)
 
     @override
     def activate(self, step: int) -> ActivateResult:
@@ -246,28 +253,27 @@ class LocalChannel(Channel):
         return True
 
     @override
-    def _queue(self, item: Message, frame: Frame, force: bool) -> bool:
-        grid = self._inbox.pending.grid
+    def _queue(self, message: Message, frame: Frame, force: bool) -> bool:
+        spec, inbox = self._spec, self._inbox
         try:  # decoded once for all replicas, outside the lock
-            update: Any = SharedFrame(frame).decode(item, self._spec, grid)
+            update = codec.decode(frame.data, run=spec.run, size=spec.size)
+            payload: Any = on_grid(update, message, inbox.pending.grid)
         except CodecError as error:
-            update = error
+            payload = error
         with self._changed:
-            self._publish([item._replace(payload=update)])
-            self._inbox.own = self._inbox.own._replace(sequence=item.sequence)
+            inbox.sent(message)
+            self._publish([message._replace(payload=payload)])
         return True
 
-    def _publish(self, items: Sequence[Message]) -> None:
-        self._state.members.replicas[self._replica].heartbeat_at = self._run.now()
-        self._state.publish(self._replica, items, self._inbox.own)
-
     @override
-    def progress(self, step: int, interval: int = -1) -> None:
+    def _announce(self, progress: PeerProgress) -> None:
         with self._changed:
-            former = self._inbox.own
-            interval = max(interval, former.interval)
-            self._inbox.own = PeerProgress(step, former.sequence, interval)
+            self._inbox.own = progress
             self._publish([])
+
+    def _publish(self, messages: Sequence[Message]) -> None:
+        self._state.members.replicas[self._replica].heartbeat_at = self._run.now()
+        self._state.publish(self._replica, messages, self._inbox.own)
 
     # ---- requests
 

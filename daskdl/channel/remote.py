@@ -368,10 +368,8 @@ class RemoteChannel(Channel):
         return accepted
 
     @override
-    def progress(self, step: int, interval: int = -1) -> None:
-        own = self._inbox.own
-        interval = max(interval, own.interval)
-        self._routing.announce(PeerProgress(step, own.sequence, interval))
+    def _announce(self, progress: PeerProgress) -> None:
+        self._routing.announce(progress)
 
     @override
     def report_live(self, live: LiveReport) -> None:
@@ -567,12 +565,8 @@ class RemoteChannel(Channel):
 
     def _compare(self, key: str) -> tuple[Have, Last]:
         """Stop deliveries; return each survivor's updates, and the gone replicas."""
-        own = {self._replica: (self.published, ())}
-        received: Mapping[int, Received] = {**self._inbox.hold(), **own}
-        payload = [
-            [o, last, list(more)] for o, (last, more) in sorted(received.items())
-        ]
-        met = self.barrier(key, {"received": payload}, BarrierKind.AGREE)
+        received = {**self._inbox.hold(), self._replica: (self.published, ())}
+        met = self.barrier(key, {"received": received}, BarrierKind.AGREE)
         survivors = sorted(met.payloads.keys() - met.gone.keys())
         return {r: _received(met.payloads[r]) for r in survivors}, met.gone
 
@@ -630,5 +624,8 @@ class RemoteChannel(Channel):
 
 def _received(payload: Mapping[str, Any]) -> dict[int, Received]:
     """Received updates in a payload or snapshot, by origin; empty entries left out."""
-    received = ((o, (last, tuple(more))) for o, last, more in payload["received"])
-    return {o: own for o, own in received if any(own)}
+    return {
+        origin: (complete, tuple(beyond))
+        for origin, (complete, beyond) in payload["received"].items()
+        if complete or beyond
+    }

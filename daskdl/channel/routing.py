@@ -339,7 +339,6 @@ class Routing(ABC):
         self._neighbours: dict[int, Neighbour] = {}
         self._ended = False
         self._adopted_at = 0  # last own update when the generation was adopted
-        self._published_step = -1
         self._unreported: dict[int, int] = {}  # bytes by origin since the last beat
 
     # ---- for subclasses
@@ -430,27 +429,24 @@ class Routing(ABC):
                 return False
             message = message._replace(generation=self.generation)
             self.own.keep(message)
-            self.inbox.own = self.inbox.own._replace(sequence=message.sequence)
-            self._published_step = message.step
             for destination in [self.to_scheduler] if force else self.destinations():
                 destination.offer(message)
+            self.inbox.sent(message)  # last: heartbeats must not overtake the update
         if not self.relayed and self.own.nbytes > self.own.limit_bytes // 2:
             self.to_scheduler.wake()  # its answer has the acknowledgements
         return True
 
     def announce(self, progress: PeerProgress) -> None:
         """Announce the progress of this replica."""
-        former, self.inbox.own = self.inbox.own, progress
+        self.inbox.own = progress
         step, sequence, interval = progress
-        # A published update of this step carries the same progress.
-        if interval > former.interval or step != self._published_step:
-            kind = MessageKind.PROGRESS
-            with self._lock:
-                message = Message(
-                    kind, self._replica, sequence, step, 0, interval, self.generation
-                )
-                for destination in self.destinations():
-                    destination.announce(message)
+        kind = MessageKind.PROGRESS
+        with self._lock:
+            message = Message(
+                kind, self._replica, sequence, step, 0, interval, self.generation
+            )
+            for destination in self.destinations():
+                destination.announce(message)
 
     @property
     def queue(self) -> Outbox | RetransmitBuffer:

@@ -354,8 +354,8 @@ class RunState:
 
     # ---- membership
 
-    def join(self, replica: int, now: float) -> Outbox:
-        """Add a replica to the members; return its queue of messages."""
+    def join(self, replica: int, now: float, outbox: Outbox) -> None:
+        """Add a replica to the members, with an empty queue of messages to it."""
         members = self.members
         member, started = members.replicas[replica], members.started
         if started:
@@ -367,10 +367,9 @@ class RunState:
                 one.heartbeat_at = now
         members.generation += 1
         member.joined, member.heartbeat_at, member.joined_at = True, now, now
-        self.outboxes[replica] = Outbox(self.spec.relay_bytes)
+        self.outboxes[replica] = outbox
         if members.started:
             self._send_topology()
-        return self.outboxes[replica]
 
     def topology(self) -> tuple[int, list[tuple[int, str]]]:
         """The generation, and each present replica with its worker."""

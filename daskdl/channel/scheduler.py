@@ -52,6 +52,7 @@ from daskdl.channel.protocol import (
 from daskdl.channel.run_state import AT_FIRST, RunState
 from daskdl.channel.transport import (
     BATCH_BYTES,
+    Outbox,
     Pace,
     SchedulerOverDask,
     SchedulerTransport,
@@ -399,7 +400,7 @@ class LiveRun:
             ask = functools.partial(self._ask, worker)
             self._batchers[worker] = WorkerBatcher(worker, ask, bound)
         self._batchers[worker].replicas.add(replica)
-        outbox = state.join(replica, self.now())
+        outbox = Outbox(state.spec.relay_bytes)
         loop = SendLoop(
             outbox,
             functools.partial(self._batchers[worker].deliver, replica),
@@ -409,7 +410,7 @@ class LiveRun:
             destination=f"replica {replica} on {worker}",
         )
         outbox.on_offer = loop.wake
-        loop.wake()  # the membership may be queued already
+        state.join(replica, self.now(), outbox)
 
         def failed(error: Exception) -> None:
             if isinstance(error, OSError):  # a closing worker, not yet removed by Dask

@@ -266,8 +266,9 @@ class ReplicaEndpoint:
         """Copy the frame of a message out of its buffer, which may hold a batch."""
         if self.routing.relayed and not self.inbox.joining:
             return message  # decoded at once, not kept
-        shared = message.payload if isinstance(message.payload, SharedFrame) else None
-        payload = message.payload if shared is None else shared.frame
+        payload = message.payload
+        if isinstance(payload, SharedFrame):
+            payload = payload.payload
         try:
             return message._replace(payload=owned(payload))
         except (TypeError, ValueError):  # not bytes: refused later

@@ -83,13 +83,15 @@ class LoopbackChannel(LocalChannel):
         self._inbox.announce(1, PeerProgress())
 
     @override
-    def progress(self, step: int, interval: int = -1) -> None:
-        self._inbox.announce(1, PeerProgress(step))
+    def _announce(self, progress: PeerProgress) -> None:
+        self._inbox.own = progress
+        self._inbox.announce(1, PeerProgress(progress.step))
 
     @override
     def _queue(self, message: Message, frame: NDArray[np.uint8], force: bool) -> bool:
         self._sent.append((message, frame))
-        self._inbox.own = self._inbox.own._replace(sequence=message.sequence)
+        self._inbox.sent(message)
+        self._inbox.announce(1, PeerProgress(message.step))
         return True
 
     def receive(self) -> int:

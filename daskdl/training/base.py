@@ -504,10 +504,10 @@ class Exchange(ABC):
 
         Returns:
             Plain values for its channel: ``"received"``, the updates of each replica
-            that the state includes; ``"grid"``, parameter units per count; ``"step"``,
-            steps completed.
+            that the state includes, see `ReceivedSet.by_origin`; ``"grid"``, parameter
+            units per count; ``"step"``, steps completed.
         """
-        return {"received": [], "grid": 1.0, "step": 0}
+        return {"received": {}, "grid": 1.0, "step": 0}
 
     def state(self) -> ExchangeState:
         """Return the state for `load_`, of plain values and tensors.

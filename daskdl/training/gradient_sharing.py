@@ -17,7 +17,8 @@ from torch import nn
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import BarrierResult, DrainResult, Stopped
+from daskdl.channel.base import BarrierResult, Stopped
+from daskdl.channel.inbox import DrainResult
 from daskdl.channel.protocol import FAN_OUT, BarrierKind
 from daskdl.channel.routing import ROUTINGS
 from daskdl.compression.compressor import (
@@ -297,19 +298,13 @@ class GradientSharingExchange(Exchange):
             if frames and self._in_step:  # wait: lockstep must publish all updates
                 self._has_room()
             started = self._now()
-            frame: Frame | None = None
-
-            def encode(stamp: codec.Stamp, update: PendingUpdate = update) -> Frame:
-                nonlocal frame
-                frame = update.encode(stamp)
-                return frame
-
-            partial = update is not updates[-1]
-            if not self._channel.publish(encode, self._step, partial=partial):
+            frame = self._channel.publish(
+                update.encode, self._step, partial=update is not updates[-1]
+            )
+            if frame is None:
                 break
             # Only published updates leave the residual.
             self._compressor.commit_(update)
-            assert frame is not None, "it was published"
             frames.append(frame)
             self._encode_s += self._now() - started
         return frames
@@ -560,14 +555,11 @@ class GradientSharingExchange(Exchange):
 
     @override
     def admit(self) -> dict[str, Any]:
-        pending = self._channel.drain()
+        pending, received = self._channel.drain_for_snapshot()
         self._apply(pending)
         if self._sole:
             self._vector.flush_residual_()
         self._sole, self._served = False, True
-        received = [
-            [o, last, list(more)] for o, (last, more) in pending.received.items()
-        ]
         return {"received": received, "grid": self._vector.grid, "step": self._step}
 
     @override

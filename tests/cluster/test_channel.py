@@ -53,7 +53,7 @@ async def test_a_large_frame_is_decoded_outside_the_event_loop(c, s, a, b, monke
             "decode",
             lambda *frame: threads.append(threading.get_ident()) or decode(*frame),
         )
-        assert run.channels[0].publish(lambda _: frame, stamp.step)
+        assert run.channels[0].publish(lambda _: frame, stamp.step) is not None
         await in_thread(run.channels[1].wait_for_updates, {0: 1})
 
         assert threads != [threading.get_ident()]

@@ -157,7 +157,7 @@ class TestUpdates:
         async with a_run() as run:
             damaged = frame_of(run.next_stamp(0), 1)
             damaged[-1] ^= 1
-            assert run.channels[0].publish(lambda _: damaged, 0)
+            assert run.channels[0].publish(lambda _: damaged, 0) is not None
             assert publish(run.channels[0], 2)
             arrived = []
 

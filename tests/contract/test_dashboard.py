@@ -22,6 +22,7 @@ from daskdl.channel.dashboard import (
 from daskdl.channel.leasing import PartitionSizes
 from daskdl.channel.protocol import LiveReport
 from daskdl.channel.run_state import RunState
+from daskdl.channel.transport import Outbox
 from tests.sim.world import Process, World
 from tests.support.run_states import plan_of
 
@@ -44,7 +45,7 @@ def run_of(replicas=2, joined=100.0, rows=(500, 500), **more):
     spec = dataclasses.replace(spec, sizes=sizes)
     state = RunState(spec, 100.0)
     for replica in range(replicas):
-        state.join(replica, joined)
+        state.join(replica, joined, Outbox(math.inf))
     return state, RunRecord(spec, state.members, 100.0)
 
 

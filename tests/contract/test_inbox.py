@@ -150,11 +150,12 @@ class TestBeforeTheSnapshot:
 
 class TestProgress:
     def test_nobody_waits_for_replicas_that_have_completed_the_interval(self):
-        peers = Peers()
-        peers.announce(1, PeerProgress(step=3, sequence=0, interval=0))
-        peers.announce(2, PeerProgress(step=5, sequence=0, interval=-1))
+        inbox = filled()
+        inbox.announce(1, PeerProgress(step=3, sequence=0, interval=0))
+        inbox.announce(2, PeerProgress(step=5, sequence=0, interval=-1))
 
-        assert [peers.slowest(interval) for interval in (1, 0)] == [3, 5]
+        assert [inbox.lead(7, interval) for interval in (1, 0, -1)] == [4, 2, 0]
+        assert inbox.lead(4, 0) == 0
 
     def test_a_step_counts_once_no_earlier_update_is_missing(self):
         inbox = filled((1, 1), (1, 3), in_order=False)
@@ -266,7 +267,7 @@ def channels(count=3, **options):
 def publish(channel, *entries, step=0, count=1):
     entries_K = np.array(sorted(entries, key=abs), np.int32)
     frame = lambda stamp: codec.encode(stamp, SIZE, count * GRID, entries_K)  # noqa: E731
-    assert channel.publish(frame, step)
+    assert channel.publish(frame, step) is not None
 
 
 def stamps(drained):

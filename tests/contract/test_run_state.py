@@ -1,6 +1,7 @@
 """What the scheduler decides about a run, a call at a time."""
 
 import dataclasses
+import math
 import re
 
 import pytest
@@ -15,6 +16,7 @@ from daskdl.channel.leasing import (
 )
 from daskdl.channel.protocol import BarrierKind, Message, PeerProgress, read
 from daskdl.channel.run_state import LEAVING_BYTES, LEAVING_UPDATES, RunState
+from daskdl.channel.transport import Outbox
 from daskdl.training.telemetry import EpochTotals
 from tests.support.run_states import EACH, TIMEOUTS, joined, plan_of, queued, update
 
@@ -416,7 +418,7 @@ def test_a_plan_and_its_sync_point_survive_the_wire():
 
 def newcomer(state):
     replica = state.members.assign("tcp://worker-new")
-    state.join(replica, 100.0)
+    state.join(replica, 100.0, Outbox(math.inf))
     return replica
 
 
@@ -486,17 +488,17 @@ def test_a_retried_activation_changes_nothing():
 
 def test_no_heartbeat_is_missed_before_all_have_joined():
     state = RunState(plan_of(2))
-    state.join(0, now=100.0)
+    state.join(0, 100.0, Outbox(math.inf))
 
     assert state.members.timed_out(140) == []
-    state.join(1, now=150.0)
+    state.join(1, 150.0, Outbox(math.inf))
     assert state.members.timed_out(145) == []
     assert state.members.timed_out(151) == [0, 1]
 
 
 def test_a_run_is_given_up_if_not_all_join_in_time():
     state = RunState(plan_of(2), now=10.0)
-    state.join(0, 10.0)
+    state.join(0, 10.0, Outbox(math.inf))
     state.check_deadlines(10.0 + TIMEOUTS.join)
     assert state.stopped is None
 

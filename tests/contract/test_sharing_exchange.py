@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from daskdl import codec
-from daskdl.channel.base import BarrierResult, Channel, DrainResult, Stopped
+from daskdl.channel.base import BarrierResult, Channel, Stopped
+from daskdl.channel.inbox import DrainResult
 from daskdl.compression.residuals import KeepResidual, ResidualClipping
 from daskdl.compression.thresholds import FixedThreshold
 from daskdl.evaluation.evaluate import Score
@@ -33,7 +34,7 @@ class Room(Channel):
     """
 
     closing = False
-    _queue = None  # `publish` needs none
+    _queue = _announce = None  # `publish` and `progress` need none
 
     def __init__(self):
         self.frames = []
@@ -66,10 +67,10 @@ class Room(Channel):
         self.now += 10
         frame = encode(codec.Stamp(1, 0, self.published + 1, step))
         if self.room <= 0:
-            return False
+            return None
         self.room -= 1
         self.frames.append(Published(codec.decode(frame), partial))
-        return True
+        return frame
 
     def progress(self, step, interval=-1):
         self.progressed.append(step)
@@ -77,6 +78,9 @@ class Room(Channel):
     def drain(self, up_to_step=None):
         self.now += self.drained_s
         return DrainResult([], None)
+
+    def drain_for_snapshot(self):
+        return self.drain(), {}
 
     def link_s_per_byte(self):
         return self.s_per_byte

@@ -44,7 +44,8 @@ def damaged_once(server, monkeypatch):
 
 def publish_damaged(channel, entry, step=0):
     """Publish an update of which no readable copy is left."""
-    return channel.publish(lambda stamp: flipped(frame_of(stamp, entry)), step)
+    encode = lambda stamp: flipped(frame_of(stamp, entry))  # noqa: E731
+    return channel.publish(encode, step) is not None
 
 
 def serve(run, *replicas):

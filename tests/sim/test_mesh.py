@@ -225,7 +225,7 @@ async def test_a_survivor_that_cannot_get_an_update_takes_a_current_state(
         def snapshot():
             served.append(make())
             if outdated and len(served) == 1:
-                return {**served[0], "received": [[2, 1, []]]}
+                return {**served[0], "received": {2: (1, ())}}
             return served[-1]
 
         run.channels[0].serve_snapshot(snapshot)
@@ -240,7 +240,7 @@ async def test_a_survivor_that_cannot_get_an_update_takes_a_current_state(
         (state,) = loaded
         assert len(served) == 1 + outdated
         assert state["total_N"].tolist()[:3] == [1, 1, 0]
-        assert (2, 2, ()) in state["received"]
+        assert state["received"][2] == (2, ())
         assert rest == [0] * 9
         assert [run.received(replica, 2) for replica in (0, 1)] == [(2, ())] * 2
 

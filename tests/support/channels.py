@@ -102,9 +102,8 @@ def item_of(stamp, frame):
 def publish(channel, *entries, step=0, count=1, **options):
     """Publish entries, by default position 1; return whether they were accepted."""
     entries = entries or (1,)
-    return channel.publish(
-        lambda stamp: frame_of(stamp, *entries, count=count), step, **options
-    )
+    encode = lambda stamp: frame_of(stamp, *entries, count=count)  # noqa: E731
+    return channel.publish(encode, step, **options) is not None
 
 
 def totals(drained, first=SIZE):
@@ -213,11 +212,10 @@ def applied_by(channel):
 
     def make():
         nonlocal total_N
-        drained = channel.drain()
-        received = drained.received
+        drained, received = channel.drain_for_snapshot()
         total_N = total_N + np.array(totals(drained), np.int32)
         return {
-            "received": [[o, last, list(more)] for o, (last, more) in received.items()],
+            "received": received,
             "grid": GRID,
             "step": 3,
             "total_N": total_N,

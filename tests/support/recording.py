@@ -118,15 +118,8 @@ class RecordingChannel:
         return getattr(self._inner, name)
 
     def publish(self, encode, step, **options):
-        frames = []
-
-        def keep(stamp):
-            frames.append(encode(stamp))
-            return frames[-1]
-
-        accepted = self._inner.publish(keep, step, **options)
-        if accepted:
-            (frame,) = frames
+        frame = self._inner.publish(encode, step, **options)
+        if frame is not None:
             update = codec.decode(frame.tobytes())
             self.sent.append(update.stamp[1:3])
             self.kinds.append(int(frame[5]))
@@ -135,10 +128,14 @@ class RecordingChannel:
                 own = self._inner._inbox.own
                 self._inner._inbox.own = own._replace(sequence=own.sequence - 1)
                 self._inner.publish(lambda _: frame, step, **options)
-        return accepted
+        return frame
 
     def drain(self, up_to_step=None):
         return self._note(self._inner.drain(up_to_step))
+
+    def drain_for_snapshot(self):
+        drained, received = self._inner.drain_for_snapshot()
+        return self._note(drained), received
 
     def _note(self, arrived):
         for update in arrived.updates:

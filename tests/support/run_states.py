@@ -8,6 +8,7 @@ from daskdl.channel.inbox import Inbox
 from daskdl.channel.leasing import PartitionSizes, RunSpec
 from daskdl.channel.protocol import MESSAGE_BYTES, ChannelSpec, Message, MessageKind
 from daskdl.channel.run_state import RunState
+from daskdl.channel.transport import Outbox
 from daskdl.codec import Kind, SparseUpdate, Stamp
 from daskdl.config import Timeouts
 
@@ -50,7 +51,7 @@ def plan_of(replicas=3, keys=KEYS, timeouts=TIMEOUTS, **options):
 def joined(replicas=3, now=100.0, **options):
     state = RunState(plan_of(replicas, **options))
     for replica in state.spec.replicas:
-        state.join(replica, now)
+        state.join(replica, now, Outbox(state.spec.relay_bytes))
     for box in state.outboxes.values():
         box.drop(len(box))  # the memberships
     return state

@@ -1,13 +1,15 @@
-"""The record of a fit: a row per epoch, samples of steps and layers, and its report.
+"""The record of a fit: one row per epoch, samples of steps and layers, and a report.
 
-Replicas send step rows in packed form; beyond a bound the rows are thinned evenly.
+Replicas send the rows of steps and layers in packed form. Tables have a maximum size;
+beyond it, they drop rows evenly.
 """
 
+import functools
 import html
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -36,10 +38,10 @@ class Stopping:
         monitor: The name of the score; None without :class:`~daskdl.EarlyStopping`.
         reason: Why the fit ended early: a callback ``"stopped"`` it, the score was
             ``"not_finite"`` or reached the ``"target"``, ``"patience"`` was used up, or
-            ``"max_seconds"`` had passed. None: it did not end early.
+            ``"max_seconds"`` had passed. None if the fit ran all epochs.
         details: The reason as text; empty without a reason.
-        scores: Score of each checked epoch, by epoch, from 0.
-        best_epoch: The epoch with the best score; None: no score was finite.
+        scores: Score of each checked epoch, by epoch, counted from 0.
+        best_epoch: The epoch with the best score; None if no score was finite.
         best_score: Score of the best epoch; NaN without one.
         restored: Whether the fit returned the model of the best epoch.
     """
@@ -58,13 +60,14 @@ class RunRecord:
     """The circumstances of a fit; `history.run`.
 
     Attributes:
-        began: Unix time of its beginning; 0: no fit has begun.
-        seconds: Seconds that it took; NaN before its end.
+        began: Unix time at the start of the fit; 0 if no fit has started.
+        seconds: Duration of the fit, seconds; NaN until it ends.
         options: The options of trainer and fit as text, by name, without credentials.
         versions: Versions of packages and of the platform, by name, on the client.
-        replicas: By number, the ``"worker"`` of each replica, when it was assigned
-            there (``"joined"``) and when it ``"left"``, both in seconds of the fit, and
-            the ``"reason"``. None and empty for those that stayed.
+        replicas: By replica number, a dict with the ``"worker"``, the times at which
+            the replica ``"joined"`` and ``"left"``, in seconds since the start of the
+            fit, and the ``"reason"`` why it left. For a replica that stayed, ``"left"``
+            is None and ``"reason"`` is empty.
         error: The error that ended the fit, with its notes; empty without one.
     """
 
@@ -76,17 +79,13 @@ class RunRecord:
     error: str = ""
 
     def join(self, replica: int, worker: str) -> None:
-        """Record that a replica was assigned to a worker, now."""
-        now = time.time() - self.began
-        self.replicas[replica] = {
-            "worker": worker,
-            "joined": now,
-            "left": None,
-            "reason": "",
-        }
+        """Record that a replica is assigned to a worker now."""
+        joined = time.time() - self.began
+        record = {"worker": worker, "joined": joined, "left": None, "reason": ""}
+        self.replicas[replica] = record
 
     def leave(self, replica: int, reason: str) -> None:
-        """Record that a replica has left, now; a later reason replaces a former one."""
+        """Record that a replica leaves now; a later reason replaces an earlier one."""
         record = self.replicas.get(replica)
         if record is not None:
             if record["left"] is None:
@@ -96,7 +95,8 @@ class RunRecord:
 
 Row = Mapping[str, Any]
 
-# About 600 bytes of memory per row of a step, 830 of a layer: 17 MB at most.
+# A row takes about 600 bytes of memory in a table of steps, 830 in a table of layers:
+# 17 MB at most.
 MOST_ROWS = 20_000
 
 STEP_COLUMNS: Mapping[str, str] = {
@@ -106,10 +106,10 @@ STEP_COLUMNS: Mapping[str, str] = {
     "loss": "mean over the labels of this step; 0 if none counts",
     "learning_rate": "rate of the first parameter group in this step",
     "threshold": "threshold of the last exchange, mean over patterns, parameter units",
-    "density": "parameters sent in this step / parameters; 1: sent whole; NaN: "
-    "no exchange",
+    "density": "parameters sent in this step / parameters; 1 if all were sent; NaN "
+    "without an exchange",
     "sent_bytes": "bytes of the frames published in this step",
-    "kind": "kind of the largest of these frames; None: nothing was sent",
+    "kind": "kind of the largest of these frames; None if nothing was sent",
     "residual_norm": "Euclidean norm of the residual, parameter units; "
     "estimated from a sample",
     "residual_p50": "median of abs(residual) / threshold",
@@ -117,10 +117,11 @@ STEP_COLUMNS: Mapping[str, str] = {
     "residual_p99": "99th percentile of abs(residual) / threshold",
     "staleness": "steps ahead of the slowest replica when the step began; a "
     "lower bound",
-    "wait_s": "seconds waited for other replicas, because of max_staleness or for room",
-    "encode_s": "seconds for finding, packing and publishing entries",
-    "apply_s": "seconds for applying the updates of others",
-    "step_s": "seconds for the whole step, including these",
+    "wait_s": "seconds spent waiting for other replicas, because of max_staleness or "
+    "for room in the outbox",
+    "encode_s": "seconds spent finding, packing and publishing entries",
+    "apply_s": "seconds spent applying the updates of other replicas",
+    "step_s": "duration of the step in seconds, including these",
 }
 
 
@@ -154,21 +155,22 @@ LAYER_COLUMNS: Mapping[str, str] = {
     "replica": "number of the replica",
     "name": "name of the parameter tensor in the model",
     "parameter_norm": "Euclidean norm of the parameter, after the optimizer step",
-    "gradient_norm": "the same of its gradient, as the optimizer got it; NaN: it has "
-    "none",
-    "update_norm": "the same of the optimizer step: the parameter after it less before",
+    "gradient_norm": "Euclidean norm of the gradient given to the optimizer; NaN "
+    "without one",
+    "update_norm": "Euclidean norm of the optimizer step (parameter after the step "
+    "minus before)",
     "ratio": "update_norm / parameter_norm",
-    "residual_norm": "Euclidean norm of the residual after the exchange; NaN: there is "
-    "none",
+    "residual_norm": "Euclidean norm of the residual after the exchange; NaN without "
+    "one",
     "parameter_low": "smallest value of the parameter",
-    "parameter_high": "largest value",
-    "parameter_counts": "values in each of 20 equal bins from low to high",
-    "gradient_low": "the same of its gradient",
-    "gradient_high": "the same",
-    "gradient_counts": "the same",
-    "update_low": "the same of the optimizer step",
-    "update_high": "the same",
-    "update_counts": "the same",
+    "parameter_high": "largest value of the parameter",
+    "parameter_counts": "number of values in each of 20 equal bins from low to high",
+    "gradient_low": "smallest value of the gradient",
+    "gradient_high": "largest value of the gradient",
+    "gradient_counts": "number of values in each of 20 equal bins from low to high",
+    "update_low": "smallest value of the optimizer step",
+    "update_high": "largest value of the optimizer step",
+    "update_counts": "number of values in each of 20 equal bins from low to high",
 }
 NORMS = ("parameter_norm", "gradient_norm", "update_norm", "ratio", "residual_norm")
 
@@ -179,7 +181,7 @@ class LayerRow(NamedTuple):
     epoch: int
     step: int
     replica: int
-    layer: int  # place among the names of all trainable parameters
+    layer: int  # index into the names of all trainable parameters
     parameter_norm: float
     parameter_low: float
     parameter_high: float
@@ -207,16 +209,16 @@ _FIELD = {int: "<i8", float: "<f8", str | None: "S8", bytes: f"|V{4 * BINS}"}
 
 
 def layout_of(kind: type[R]) -> np.dtype[Any]:
-    """Return the wire layout of rows of a kind, and of the number of each.
+    """Return the wire layout of a numbered row: little-endian, without padding.
 
-    Little-endian, no padding. The scheduler never unpacks rows.
+    The scheduler never unpacks rows.
     """
     fields = [(name, _FIELD[type]) for name, type in kind.__annotations__.items()]
     return np.dtype([("number", "<i8"), *fields])
 
 
 def pack_rows(numbered: Sequence[tuple[int, R]]) -> bytes:
-    """Pack rows of one kind and their numbers, see `layout_of`."""
+    """Pack numbered rows of one kind, see `layout_of`."""
     if not numbered:
         return b""
 
@@ -230,30 +232,30 @@ def pack_rows(numbered: Sequence[tuple[int, R]]) -> bytes:
 def unpack_rows(
     packed: bytes, kind: type[R], layout: np.dtype[Any] | None = None
 ) -> list[tuple[int, R]]:
-    """Unpack rows from :func:`pack_rows`, perhaps of another release.
+    """Unpack rows from :func:`pack_rows`.
 
-    In its layout, missing columns get their defaults, and unknown ones are ignored.
+    If another release packed them, `layout` is the layout of that release: missing
+    columns get their defaults, and unknown columns are ignored.
     """
-    own = layout_of(kind)
-    layout = own if layout is None else layout
-    places = {name: i for i, name in enumerate(layout.names or ())}
-    known = [name for name in own.names or () if name in places]
-    if "number" not in known or any(layout[name] != own[name] for name in known):
+    current = layout_of(kind)
+    layout = current if layout is None else layout
+    known = [name for name in current.names or () if name in (layout.names or ())]
+    if "number" not in known or any(layout[name] != current[name] for name in known):
         raise ValueError(f"no numbered rows of {kind.__name__}: {layout}")
-    at, rows = places["number"], []
-    for values in np.frombuffer(packed, layout).tolist():
-        fields = {name: values[places[name]] for name in known[1:]}
+    rows = []
+    for number, *values in np.frombuffer(packed, layout)[known].tolist():
+        fields = dict(zip(known[1:], values, strict=True))
         if "kind" in fields:
             fields["kind"] = fields["kind"].decode() or None
         try:
-            rows.append((values[at], kind(**fields)))
+            rows.append((number, kind(**fields)))
         except TypeError as error:
             raise ValueError(f"no rows of {kind.__name__}: {error}") from error
     return rows
 
 
 class _Table(Sequence[Row], Generic[R]):
-    """Rows of one kind from all replicas, as mappings; at most `MOST_ROWS`."""
+    """At most `MOST_ROWS` rows of one kind from all replicas, as mappings."""
 
     _columns: ClassVar[Mapping[str, str]]
 
@@ -261,7 +263,7 @@ class _Table(Sequence[Row], Generic[R]):
         self._rows: Thinned[R] = Thinned(MOST_ROWS)
 
     def extend(self, numbered: Iterable[tuple[int, R]]) -> None:
-        """Add rows, each with its number within its replica."""
+        """Add rows with their numbers within their replicas."""
         for number, row in numbered:
             self._rows.add(number, row)
 
@@ -305,7 +307,7 @@ class StepTable(_Table[StepRow]):
 
     Every row has the keys of :data:`STEP_COLUMNS`. The rows of an epoch are added when
     the epoch ends, in ascending order of replica. The table holds at most 20,000 rows:
-    beyond that, it drops every second row of each replica, among new rows too.
+    beyond that, it drops every second row of each replica, also of those added later.
 
     Example:
         >>> table = StepTable()
@@ -320,22 +322,18 @@ class StepTable(_Table[StepRow]):
 class LayerTable(_Table[LayerRow]):
     """Samples of each trainable parameter tensor; a sequence of mappings.
 
-    :class:`~daskdl.LayerMonitor` asks for them. Every row has the keys of
-    :data:`LAYER_COLUMNS`; those of a step are in the order of the model's parameters.
-    The rows of an epoch are added when the epoch ends, in ascending order of replica.
-    The table holds at most 20,000 rows, or one step of each replica: beyond that, it
-    drops every second step, among new ones too.
+    A :class:`~daskdl.LayerMonitor` takes them. Every row has the keys of
+    :data:`LAYER_COLUMNS`; the rows of a step are in the order of the model's
+    parameters. The rows of an epoch are added when the epoch ends, in ascending order
+    of replica. The table holds at most 20,000 rows, or one step of each replica if that
+    is more: beyond that, it drops every second step, also of those added later.
 
-    NaN, infinities and values beyond 1e37 are in no bin of a histogram.
-
-    Args:
-        names: Names of all trainable parameters, in the order of the model.
+    Histograms do not count NaN, infinities and values beyond 1e37.
 
     Attributes:
-        names: The same.
+        names: Names of all trainable parameters, in the order of the model.
     """
 
-    names: Sequence[str]
     _columns = LAYER_COLUMNS
 
     def __init__(self, names: Iterable[str] = ()) -> None:
@@ -360,54 +358,55 @@ class LayerTable(_Table[LayerRow]):
     def means(self) -> dict[str, dict[int, dict[str, float]]]:
         """Return norms and ratio by name and step: means over the replicas.
 
-        Replicas make the same step at different times; one that has no row of a step
-        does not count.
+        A mean covers the replicas that have a row of the step.
         """
-        found: dict[str, dict[int, list[list[float]]]] = {}
+        samples: dict[str, dict[int, list[list[float]]]] = {}
         for _, row in self._rows.numbered:
-            own = found.setdefault(self.names[row.layer], {}).setdefault(row.step, [])
-            own.append([getattr(row, name) for name in NORMS])
+            by_step = samples.setdefault(self.names[row.layer], {})
+            norms = [getattr(row, name) for name in NORMS]
+            by_step.setdefault(row.step, []).append(norms)
         return {
             layer: {
                 step: dict(zip(NORMS, map(fmean, zip(*rows, strict=True)), strict=True))
-                for step, rows in sorted(own.items())
+                for step, rows in sorted(by_step.items())
             }
-            for layer, own in found.items()
+            for layer, by_step in samples.items()
         }
 
 
 COLUMNS: Mapping[str, str] = {
     "epoch": "counted from 0",
     "loss": "mean training loss, weighted by the labels that count, or by examples",
-    "examples": "examples trained on, by all replicas",
+    "examples": "examples that all replicas trained on",
     "seconds": "from the end of the previous epoch to the end of this one",
     "examples_per_s": "examples / seconds",
     "density": "parameters sent / parameters, mean over exchanges and "
-    "replicas; 1: sent whole",
+    "replicas; 1 if all were sent",
     "threshold": "mean of the replicas' (and patterns') last thresholds, "
     "parameter units",
     "learning_rate": "rate of the first parameter group at the end of the epoch",
-    "rate_factor": "factor on it with adaptive optimizers, mean over steps",
-    "sent_bytes": "bytes of updates, of residuals sent to compare models, and of "
-    "averaged buffers, by all replicas",
-    "received_bytes": "bytes of the same received, by all replicas",
-    "dense_bytes": "bytes that sending every update whole would have taken",
+    "rate_factor": "factor by which adaptive optimizers multiply the learning rate, "
+    "mean over steps",
+    "sent_bytes": "bytes that all replicas sent: updates, residuals for the comparison "
+    "of models, and averaged buffers",
+    "received_bytes": "bytes of the same kinds that all replicas received",
+    "dense_bytes": "bytes that dense updates would have taken, with every parameter",
     "shared_loss": "loss of shared at the end of the epoch, on a few training batches "
-    "of each replica; NaN: no other model was considered",
-    "delivered_loss": "the same for shared plus all residuals; estimated if they were "
-    "not sent",
+    "of each replica; NaN if no other model was considered",
+    "delivered_loss": "loss of shared plus all residuals, on the same batches; an "
+    "estimate if the residuals were not sent",
     "delivered": "whether training continued from shared plus all residuals",
     "staleness": "steps ahead of the slowest replica, mean over steps; a lower bound",
-    "waits": "seconds waited by cause, over all replicas",
-    "clipped": "mass removed by residual clipping, sum of |removed|",
+    "waits": "seconds spent waiting, by cause, over all replicas",
+    "clipped": "progress removed by residual clipping, sum of |removed|",
     "replicas": "replicas that completed the epoch",
     "repeated_pieces": "leases trained on again because their replica was lost",
-    "skipped_examples": "examples left out because they could not be read, "
+    "skipped_examples": "examples that could not be read and were skipped, with "
     'on_bad_batch="skip"',
     "refused_messages": "messages that could not be read and were dropped",
     "repaired_updates": "updates that did not arrive and were requested again",
     "withheld": "exchanges skipped because earlier updates were still unsent",
-    "folds": "how often a full inbox was folded into one vector",
+    "folds": "times that a full inbox was folded into one vector",
 }
 
 
@@ -428,17 +427,20 @@ def check_log_names(names: Iterable[Any]) -> None:
     """Refuse names of a step's logs that cannot be columns of a history."""
     for name in names:
         if not isinstance(name, str):
-            raise ModelError(f"step must log by names that are text, got {name!r}")
-        if name in COLUMNS or name.startswith("val_"):
-            why = "is a column of the history already"
-            if name not in COLUMNS:
-                why = "is kept for scores of the validation data"
+            raise ModelError(f"the names of logs must be strings, got {name!r}")
+        if name in COLUMNS:
             raise ModelError(
-                f"step cannot log {name!r}, which {why}; choose another name"
+                f"step cannot log {name!r}, which is already a column of the history; "
+                "choose another name"
+            )
+        if name.startswith("val_"):
+            raise ModelError(
+                f"step cannot log {name!r}: the prefix val_ is reserved for scores of "
+                "the validation data; choose another name"
             )
 
 
-# Of the tables and charts of a report.
+# Columns of the tables in reports and notebooks.
 MAIN_COLUMNS = (
     "epoch",
     "loss",
@@ -464,22 +466,23 @@ SUMMED = (
     "withheld",
     "folds",
 )
-MOST_EPOCHS = 200  # rows of the table of a report
-MOST_LAYERS = 200  # the same
-MOST_SHOWN = 5  # of the first rows, and of the last ones, in a notebook
+MOST_EPOCHS = 200  # rows of the table of epochs in a report
+MOST_LAYERS = 200  # rows of its table of layers
+MOST_SHOWN = 5  # first rows, and as many last rows, in a notebook
 
 
 class History(Sequence[Row]):
     """The rows of a fit, one per epoch, oldest first; a sequence of mappings.
 
-    Every row has the keys of :data:`COLUMNS`, what a step logs, and with validation
-    data ``val_loss``, for classification ``val_accuracy``, and ``val_NAME`` of each
-    log: NaN in epochs without an evaluation, see :class:`~daskdl.Evaluate`.
+    Every row has the keys of :data:`COLUMNS` and the values that a step logs. With
+    validation data, a row also has ``val_loss``, for classification ``val_accuracy``,
+    and ``val_NAME`` for each log: NaN in epochs without an evaluation, see
+    :class:`~daskdl.Evaluate`.
 
     Attributes:
         steps: A sample of the steps of each replica.
         layers: Samples of each parameter tensor, with :class:`~daskdl.LayerMonitor`.
-        timeline: What each replica did when.
+        timeline: The activities of each replica over time.
         run: Options, versions, replicas, and the error if there was one.
         stopping: Why the fit ended early, and the record of early stopping; None
             without either, and until the fit ends.
@@ -490,40 +493,33 @@ class History(Sequence[Row]):
         (0.25, [0.5, 0.25])
     """
 
-    steps: StepTable
-    layers: LayerTable
-    timeline: Timeline
-    run: RunRecord
-    stopping: Stopping | None
-
     def __init__(self, rows: Sequence[Row] = ()) -> None:
         self._rows = list(rows)
         self.steps = StepTable()
         self.layers = LayerTable()
         self.timeline = Timeline()
         self.run = RunRecord()
-        self.stopping = None
+        self.stopping: Stopping | None = None
 
     def append(self, row: Row) -> None:
         """Add the row of an epoch."""
         self._rows.append(row)
 
     def drop_from(self, epoch: int) -> None:
-        """Remove the rows of an epoch and of those after it, to train them again."""
+        """Remove the rows of an epoch and of later ones, which are trained again."""
         self._rows = [row for row in self._rows if row["epoch"] < epoch]
 
     def column(self, name: str) -> list[Any]:
-        """Return one column over all epochs, NaN in those that lack it."""
+        """Return one column over all epochs, NaN in epochs without a value."""
         if self._rows and not any(name in row for row in self._rows):
             raise KeyError(name)
         return [row.get(name, math.nan) for row in self._rows]
 
     @property
     def _scores(self) -> list[str]:
-        """Names of the columns beside :data:`COLUMNS`: logs and validation scores."""
-        return [
-            *dict.fromkeys(n for row in self._rows for n in row if n not in COLUMNS)
-        ]
+        """Names of logs and validation scores: all columns not in :data:`COLUMNS`."""
+        names = dict.fromkeys(name for row in self._rows for name in row)
+        return [name for name in names if name not in COLUMNS]
 
     def to_pandas(self) -> Any:
         """Return the rows as a `pandas.DataFrame`, indexed by epoch; needs pandas."""
@@ -547,31 +543,32 @@ class History(Sequence[Row]):
         last = self._rows[-1]
         return f"History({len(self)} epochs, last loss {last['loss']:.4g})"
 
-    # ---- pictures
+    # ---- tables and plots
 
     def _repr_html_(self) -> str:
-        shown: Sequence[int] = range(len(self))
-        if len(self) > 2 * MOST_SHOWN:
-            shown = [*shown[:MOST_SHOWN], *shown[-MOST_SHOWN:]]
-        few = f"<p>{html.escape(repr(self))}</p>"
-        return few + self._table(shown) if self._rows else few
+        rows = self._rows
+        if len(rows) > 2 * MOST_SHOWN:
+            rows = [*rows[:MOST_SHOWN], *rows[-MOST_SHOWN:]]
+        return f"<p>{html.escape(repr(self))}</p>" + self._table(rows)
 
-    def _table(self, shown: Iterable[int]) -> str:
-        columns = [name for name in MAIN_COLUMNS if name in self._rows[-1]]
+    def _table(self, rows: Sequence[Row]) -> str:
+        """Render some of the rows; empty without rows."""
+        columns = [name for name in MAIN_COLUMNS if rows and name in self._rows[-1]]
         columns[2:2] = self._scores
-        rows = [[self._rows[i].get(name, math.nan) for name in columns] for i in shown]
-        return report.table(rows, columns)
+        cells = [[row.get(name, math.nan) for name in columns] for row in rows]
+        return report.table(cells, columns)
 
     def plot(self, *columns: str) -> "Figure":
-        """Draw columns by epoch into a new figure, which notebooks show.
+        """Plot columns by epoch into a new figure, which notebooks show.
 
         Args:
-            *columns: Names of columns with numbers, a picture for each; the score of
-                the validation data is drawn beside ``"loss"`` and each log. None: loss,
-                logs, accuracy, speed, and density.
+            *columns: Names of numeric columns, one plot for each; plots of ``"loss"``
+                and of logs also show the score of the validation data. Without names:
+                loss, logs, accuracy, speed, and density.
 
         Raises:
-            OptionError: If there is no such column, no epoch, or no matplotlib.
+            OptionError: If a column does not exist or is not numeric, if the history
+                has no epochs, or if matplotlib is not installed.
 
         Example:
             >>> history = History([{"epoch": 0, "loss": 0.5}])
@@ -579,82 +576,77 @@ class History(Sequence[Row]):
             [<Axes: ...]
         """
         if not self._rows:
-            raise OptionError("there is nothing to draw in a history without epochs")
-        usual = ("loss", *self._charted, "examples_per_s", "density")
+            raise OptionError("a history without epochs has nothing to plot")
         last = self._rows[-1]
+        numeric = [name for name, x in last.items() if isinstance(x, int | float)]
         for name in columns:
-            if not isinstance(last.get(name), int | float):
-                numbers = [n for n in last if isinstance(last[n], int | float)]
+            if name not in numeric:
                 raise OptionError(
-                    f"columns must be among {', '.join(map(repr, numbers))}, got "
+                    f"columns must be among {', '.join(map(repr, numeric))}, got "
                     f"{name!r}"
                 )
+        usual = ("loss", *self._charted, "examples_per_s", "density")
         chosen = columns or tuple(name for name in usual if name in last)
+        return plots.figure_of([functools.partial(self._plot, n) for n in chosen])
 
-        def picture(name: str) -> "Callable[[SubFigure], None]":
-            def draw(figure: "SubFigure") -> None:
-                axes = figure.add_subplot()
-                axes.set_prop_cycle(color=plots.COLORS)
-                axes.set(title=name, xlabel="epoch")
-                for line in self._lines(name):
-                    axes.plot(line.x, line.y, marker=".", label=line.name)
-                if len(axes.lines) > 1:
-                    axes.legend(frameon=False)
-
-            return draw
-
-        return plots.figure_of([picture(name) for name in chosen])
+    def _plot(self, name: str, figure: "SubFigure") -> None:
+        axes = figure.add_subplot()
+        axes.set_prop_cycle(color=plots.COLORS)
+        axes.set(title=name, xlabel="epoch")
+        for line in self._lines(name):
+            axes.plot(line.x, line.y, marker=".", label=line.name)
+        if len(axes.lines) > 1:
+            axes.legend(frameon=False)
 
     def _lines(self, name: str) -> list[Line]:
-        """Return a column by epoch, and beside it the score of the validation data."""
+        """Return a column by epoch, and the score of the validation data if any."""
         lines = []
-        for one in (name, f"val_{name}"):
-            rows = [(row["epoch"], row[one]) for row in self._rows if one in row]
+        for column in (name, f"val_{name}"):
+            rows = [(row["epoch"], row[column]) for row in self._rows if column in row]
             if rows:
-                lines.append(Line(one, *zip(*rows, strict=True)))
+                lines.append(Line(column, *zip(*rows, strict=True)))
         return lines
 
     @property
     def _charted(self) -> list[str]:
-        """Logs and scores with a picture of their own."""
+        """Logs and scores with a plot of their own."""
         scores = self._scores
-        beside = {f"val_{name}" for name in ("loss", *scores)}
-        return [name for name in scores if name not in beside]
+        paired = {f"val_{name}" for name in ("loss", *scores)}
+        return [name for name in scores if name not in paired]
 
     # ---- the report
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write a report of the fit: one HTML file that needs no network.
 
-        It has a summary, the error if the fit ended with one, curves, layers if there
-        are samples of them, where the time went, the timeline of each replica, who
-        joined and left, epochs, options and versions. It grows to a few megabytes at
-        most.
+        The report has a summary, the error if the fit ended with one, curves, layers if
+        they were sampled, where the time went, the timeline of each replica, the
+        replicas that joined and left, epochs, options and versions. The file has a few
+        megabytes at most.
 
         Args:
-            path: File to write; an existing one is replaced.
+            path: File to write; an existing file is replaced.
 
         Raises:
-            OSError: If it cannot be written.
+            OSError: If the file cannot be written.
         """
         Path(path).write_text(self._page(), encoding="utf-8")
 
     def _page(self) -> str:
         run, timeline = self.run, self.timeline
         left = {
-            replica: (own["left"], own["reason"])
-            for replica, own in run.replicas.items()
-            if own["left"] is not None
+            replica: (record["left"], record["reason"])
+            for replica, record in run.replicas.items()
+            if record["left"] is not None
         }
         spans = ""
         if len(timeline):
             packed = np.frombuffer(timeline.packed(), SPANS)
             spans = report.timeline(packed, timeline.began, left)
-        each = -(-len(self) // MOST_EPOCHS) or 1
-        shown = [*range(0, len(self), each)]
-        if self._rows and shown[-1] != len(self) - 1:
-            shown.append(len(self) - 1)
-        of = f", {len(shown)} of {len(self)}" if len(shown) < len(self) else ""
+        last = len(self) - 1
+        shown = [*range(0, last, -(-len(self) // MOST_EPOCHS) or 1), last]
+        epochs = [self._rows[i] for i in shown] if self._rows else []
+        count = f", {len(epochs)} of {len(self)}" if len(epochs) < len(self) else ""
         when = time.strftime(" of %Y-%m-%d %H:%M:%S", time.localtime(run.began))
         return report.page(
             "daskdl: fit" + (when if run.began else ""),
@@ -666,7 +658,7 @@ class History(Sequence[Row]):
                 ("Where the time went", report.shares(timeline.seconds())),
                 ("Timeline", spans),
                 ("Replicas", self._replica_table()),
-                (f"Epochs{of}", self._table(shown) if self._rows else ""),
+                (f"Epochs{count}", self._table(epochs)),
                 ("Options", report.table(run.options.items())),
                 ("Versions", report.table(run.versions.items())),
             ],
@@ -683,11 +675,11 @@ class History(Sequence[Row]):
             facts += [(name, rows[-1][name]) for name in names if name in rows[-1]]
         if self.stopping is not None:
             best = self.stopping.best_epoch
-            facts.append(("early stopping", self.stopping.details or "did not end it"))
+            facts.append(("early stopping", self.stopping.details or "all epochs ran"))
             if self.stopping.monitor is not None:
                 facts.append(("best epoch", "none" if best is None else best))
         if run.replicas:
-            gone = sum(own["left"] is not None for own in run.replicas.values())
+            gone = sum(r["left"] is not None for r in run.replicas.values())
             facts += [("replicas", len(run.replicas)), ("of which left", gone)]
         for name in SUMMED:
             if any(name in row for row in rows):
@@ -701,14 +693,13 @@ class History(Sequence[Row]):
         return facts
 
     def _charts(self) -> str:
-        steps: dict[int, tuple[list[int], list[float]]] = {}
-        for step in zip(
-            *map(self.steps.column, ("replica", "step", "loss")), strict=True
-        ):
-            own = steps.setdefault(step[0], ([], []))
-            own[0].append(step[1])
-            own[1].append(step[2])
-        by_step = [Line(f"replica {r}", *own) for r, own in sorted(steps.items())]
+        losses: dict[int, list[tuple[int, float]]] = {}
+        for row in self.steps:
+            losses.setdefault(row["replica"], []).append((row["step"], row["loss"]))
+        by_step = [
+            Line(f"replica {replica}", *zip(*points, strict=True))
+            for replica, points in sorted(losses.items())
+        ]
         charts = [report.chart("loss", "epoch", self._lines("loss"))]
         charts.append(report.chart("loss of single steps", "step", by_step))
         charted = (*self._charted, *CHARTED)
@@ -716,7 +707,7 @@ class History(Sequence[Row]):
         return "".join(charts)
 
     def _layer_charts(self) -> str:
-        """Return norms by step, and the histograms of the newest sample."""
+        """Return charts of the norms, and the histograms of the newest sample."""
         charts, means = [], self.layers.means()
         for title, name in (
             ("log10 of update norm / parameter norm", "ratio"),
@@ -724,19 +715,22 @@ class History(Sequence[Row]):
             ("norm of the residual", "residual_norm"),
         ):
             lines = []
-            for layer, steps in means.items():
-                values = [own[name] for own in steps.values()]
+            for layer, by_step in means.items():
+                values = [norms[name] for norms in by_step.values()]
                 if name == "ratio":
                     values = [math.log10(v) if v > 0 else math.nan for v in values]
-                lines.append(Line(layer, list(steps), values))
+                lines.append(Line(layer, list(by_step), values))
             charts.append(report.chart(title, "step", lines))
         newest = max(self.layers, key=lambda row: (row["step"], -row["replica"]))
         sample = [
-            [row["name"], *(row[name] for name in NORMS)]
-            + [
-                report.histogram(*(row[f"{of}_{end}"] for end in ends))
-                for of in ("parameter", "gradient", "update")
-                for ends in [("low", "high", "counts")]
+            [
+                *(row["name"], *(row[name] for name in NORMS)),
+                *(
+                    report.histogram(
+                        row[f"{x}_low"], row[f"{x}_high"], row[f"{x}_counts"]
+                    )
+                    for x in ("parameter", "gradient", "update")
+                ),
             ]
             for row in self.layers
             if (row["step"], row["replica"]) == (newest["step"], newest["replica"])
@@ -755,15 +749,15 @@ class History(Sequence[Row]):
         run, timeline = self.run, self.timeline
         rows = []
         for replica in sorted({*run.replicas, *timeline.replicas}):
-            own = run.replicas.get(replica, {})
-            left = own.get("left")
+            record = run.replicas.get(replica, {})
+            left = record.get("left")
             rows.append(
                 (
                     replica,
-                    own.get("worker", ""),
-                    own.get("joined", math.nan),
+                    record.get("worker", ""),
+                    record.get("joined", math.nan),
                     "" if left is None else left,
-                    own.get("reason", ""),
+                    record.get("reason", ""),
                     report.bar(timeline.seconds(replica)),
                 )
             )

@@ -1,4 +1,4 @@
-"""A bounded sequence of rows, also for the scheduler, which must not import torch."""
+"""A bounded sequence of rows; without torch, for the scheduler."""
 
 from typing import Generic, TypeVar
 
@@ -8,9 +8,9 @@ T = TypeVar("T")
 class Thinned(Generic[T]):
     """A bounded, evenly thinned sequence of numbered rows, in order of arrival.
 
-    Beyond `most` rows, only rows with even numbers are kept, then only every fourth
-    number, then every eighth, and so on. Rows with equal numbers are kept or dropped
-    together. The last of them stay, even if they alone are more than `most`.
+    Beyond `most` rows, only rows with even numbers stay, then only every fourth number,
+    then every eighth, and so on. Rows with equal numbers stay or go together; the rows
+    of the last remaining number stay, even if they exceed `most`.
 
     Attributes:
         numbered: The rows with their numbers.
@@ -29,7 +29,7 @@ class Thinned(Generic[T]):
         return number % self._stride == 0
 
     def add(self, number: int, row: T) -> None:
-        """Add a row, unless its number is thinned out."""
+        """Add a row if its number is wanted."""
         if not self.wants(number):
             return
         self.numbered.append((number, row))

@@ -1,7 +1,7 @@
-"""What each replica of a fit did when, as spans of time.
+"""The activities of each replica of a fit, as spans of time.
 
-Hides how a training loop records its activities between two lines, and how spans are
-merged evenly so that few remain and no time is lost.
+A training loop records an activity in half a microsecond. Neighbouring spans are merged
+so that few remain, without losing time.
 """
 
 import time
@@ -15,7 +15,7 @@ from typing_extensions import override
 ACTIVITIES: Mapping[str, str] = {
     "compute": "forward pass, backward pass and optimizer",
     "exchange": "finding, packing and publishing entries, applying the updates of "
-    "others, and agreeing with them",
+    "other replicas, and agreeing with them",
     "data": "leasing rows, and cutting and transforming batches",
     "callbacks": "callbacks that run on workers",
     "comparison": "scoring models at the end of an epoch, with compare_models",
@@ -24,24 +24,24 @@ ACTIVITIES: Mapping[str, str] = {
     "setup": "building the model, and restoring its state",
     "other": "reports and decisions between epochs",
     "wait_staleness": "waiting for a replica that is max_staleness steps behind",
-    "wait_room": "waiting for the last update to be passed on, with max_staleness=0",
-    "wait_lease": "waiting for a lease; at the end of an epoch, for those of others",
+    "wait_room": "waiting until the last update is passed on, with max_staleness=0",
+    "wait_lease": "waiting for a lease; at the end of an epoch, for leases of others",
     "wait_gather": "waiting for the slowest replica, at a barrier",
-    "wait_fetch": "waiting for the sums of others, while parameters are averaged",
-    "wait_flush": "waiting for the last update to be passed on, when an epoch ends",
+    "wait_fetch": "waiting for the sums of other replicas, in parameter averaging",
+    "wait_flush": "waiting until the last update is passed on, at the end of an epoch",
     "wait_updates": "waiting for updates in flight, at the end of an epoch",
-    "wait_checkpoint": "waiting for a checkpoint to be written or read",
-    "wait_data": "waiting for a part to be loaded, computed or moved",
+    "wait_checkpoint": "waiting until a checkpoint is written or read",
+    "wait_data": "waiting until a part is loaded, computed or moved",
     "wait_missing": "waiting for a part that was lost with its worker",
-    "wait_repair": "waiting for updates that others have, after a loss",
+    "wait_repair": "waiting for updates that other replicas have, after a loss",
     "wait_join": "waiting for the other replicas at the start, or to join",
     "wait_snapshot": "waiting for the state of another replica, when joining",
     "wait_activate": "waiting for the end of a barrier, when joining",
 }
 SPAN_COLUMNS: Mapping[str, str] = {
     "replica": "number of the replica",
-    "start": "seconds since the fit began",
-    "end": "the same",
+    "start": "start of the span, in seconds since the fit began",
+    "end": "end of the span, in seconds since the fit began",
 } | {name: f"seconds of {what}" for name, what in ACTIVITIES.items()}
 
 # Layout of packed spans: little-endian, no padding; times are Unix times.
@@ -57,9 +57,9 @@ LEAST_S = 1e-3  # shorter activities are merged from the beginning
 
 
 def merged(spans: Spans, width_s: float) -> Spans:
-    """Merge spans of one replica that begin within the same multiple of a width.
+    """Merge the spans of a replica that start in the same interval of this width.
 
-    They are ordered by replica and start. One as long as the width stays as it is.
+    Spans are ordered by replica and start. A span of at least this width is not merged.
     """
     if not len(spans):
         return spans
@@ -76,9 +76,10 @@ def merged(spans: Spans, width_s: float) -> Spans:
 
 
 def bounded(spans: Spans, most: int, width_s: float) -> tuple[Spans, float]:
-    """Merge spans until there are at most `most`, or one for each replica.
+    """Merge spans until at most `most` are left, or one for each replica.
 
-    Returns the spans, ordered by replica and start, and the width they were merged by.
+    Returns:
+        The spans, ordered by replica and start, and the width of the last merge.
     """
     spans = spans[np.lexsort((spans["start"], spans["replica"]))]
     most = max(most, len(np.unique(spans["replica"])))
@@ -89,11 +90,11 @@ def bounded(spans: Spans, most: int, width_s: float) -> tuple[Spans, float]:
 
 
 class SpanLog:
-    """Records what one replica does, from now on without a gap.
+    """Records the activities of one replica, from now on without a gap.
 
-    An activity that is shorter than the current width shares a span with its
-    neighbours; a longer one has a span of its own. The width grows with the recorded
-    time, so that a replica reports few spans however long it trains.
+    An activity shorter than the current width shares a span with its neighbours; a
+    longer activity has a span of its own. The width grows with the recorded time, so a
+    replica reports few spans, however long it trains.
     """
 
     def __init__(
@@ -112,10 +113,7 @@ class SpanLog:
         self._spans: list[tuple[float, ...]] = []
 
     def enter(self, activity: str) -> float:
-        """Begin an activity, which ends the current one; return the time.
-
-        Takes about half a microsecond.
-        """
+        """End the current activity and begin another; return the time."""
         now = self._now()
         spent, width = now - self._since, self._width
         if spent >= width or now - self._start >= width:
@@ -127,7 +125,7 @@ class SpanLog:
         return now
 
     def wait(self, cause: str, started: float, ended: float) -> None:
-        """Record a wait within the current activity, which then goes on."""
+        """Record a wait within the current activity, which continues afterwards."""
         activity = self._activity
         self._end_activity(started)
         self._activity = f"wait_{cause}"
@@ -166,12 +164,12 @@ class SpanLog:
 
 
 class Timeline(Sequence[Mapping[str, Any]]):
-    """What each replica did when; a sequence of mappings, one for each span of time.
+    """The activities of each replica; a sequence of mappings, one per span of time.
 
     Every row has the keys of :data:`SPAN_COLUMNS`. Rows are ordered by replica and
-    start. A long activity is a row of its own; shorter ones next to each other share a
-    row, which has the seconds of each. There are at most 32,768 rows: beyond that,
-    neighbours are merged, and the seconds stay complete.
+    start. A long activity has a row of its own; consecutive shorter activities share a
+    row, with the seconds of each. The timeline holds at most 32,768 rows: beyond that,
+    neighbouring rows are merged, which keeps the sums of seconds.
 
     Example:
         >>> log = SpanLog(replica=0)
@@ -193,14 +191,14 @@ class Timeline(Sequence[Mapping[str, Any]]):
 
         Args:
             packed: A whole number of spans.
-            layout: Layout of the spans, perhaps of another release: activities that
-                are missing have taken no time, and unknown ones are ignored.
+            layout: Layout of the spans. If another release packed them, missing
+                activities have taken no time, and unknown activities are ignored.
         """
         spans = np.frombuffer(packed, layout)
         if layout != SPANS:
             if not {"replica", "start", "end"} <= set(layout.names or ()):
                 raise ValueError(
-                    f"spans need their replica, start and end, got {layout.names}"
+                    f"spans must have replica, start and end, got {layout.names}"
                 )
             saved, spans = spans, np.zeros(len(spans), SPANS)
             for name in SPAN_COLUMNS.keys() & set(layout.names or ()):
@@ -208,9 +206,10 @@ class Timeline(Sequence[Mapping[str, Any]]):
         self._parts.append(spans)
         self._count += len(spans)
         if self._count > MOST_SPANS:
-            self._all()
+            self._merged()
 
-    def _all(self) -> Spans:
+    def _merged(self) -> Spans:
+        """Return all spans in one array; merge spans if there are too many."""
         if len(self._parts) > 1:
             spans = np.concatenate(self._parts)
             spans, self._width = bounded(spans, MOST_SPANS, self._width)
@@ -219,21 +218,21 @@ class Timeline(Sequence[Mapping[str, Any]]):
 
     def packed(self) -> bytes:
         """Return all spans, packed."""
-        return self._all().tobytes()
+        return self._merged().tobytes()
 
     @property
     def replicas(self) -> list[int]:
-        """Replicas with any span, ascending."""
-        numbers: list[int] = np.unique(self._all()["replica"]).tolist()
+        """Replicas with at least one span, in ascending order."""
+        numbers: list[int] = np.unique(self._merged()["replica"]).tolist()
         return numbers
 
     def seconds(self, replica: int | None = None) -> dict[str, float]:
         """Return the seconds of each activity that occurred.
 
         Args:
-            replica: Number of a replica; None: the sum over all.
+            replica: Number of a replica; None for the sum over all replicas.
         """
-        spans = self._all()
+        spans = self._merged()
         if replica is not None:
             spans = spans[spans["replica"] == replica]
         sums = {name: float(spans[name].sum(dtype=np.float64)) for name in ACTIVITIES}
@@ -243,7 +242,7 @@ class Timeline(Sequence[Mapping[str, Any]]):
         """Return the rows as a `pandas.DataFrame`; needs pandas."""
         import pandas as pd
 
-        spans = self._all()
+        spans = self._merged()
         columns = {name: spans[name] for name in SPAN_COLUMNS}
         columns["start"] = columns["start"] - self.began
         columns["end"] = columns["end"] - self.began
@@ -253,14 +252,14 @@ class Timeline(Sequence[Mapping[str, Any]]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        row = dict(zip(SPAN_COLUMNS, self._all()[index].item(), strict=True))
+        row = dict(zip(SPAN_COLUMNS, self._merged()[index].item(), strict=True))
         row["start"] -= self.began
         row["end"] -= self.began
         return row
 
     @override
     def __len__(self) -> int:
-        return len(self._all())
+        return len(self._merged())
 
     @override
     def __repr__(self) -> str:

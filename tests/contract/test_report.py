@@ -309,5 +309,5 @@ class TestInNotebooks:
             history.plot(column)
 
     def test_without_epochs_there_is_nothing_to_draw(self):
-        with pytest.raises(OptionError, match="nothing to draw"):
+        with pytest.raises(OptionError, match="nothing to plot"):
             History().plot()

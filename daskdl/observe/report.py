@@ -1,7 +1,7 @@
-"""A page about a run, as one HTML file that needs nothing else.
+"""Parts of a report about a run, in HTML that needs no other file.
 
-Hides HTML, the drawing of charts as inline SVG, and the script that draws timelines. No
-text that is passed in is taken for markup.
+Charts are inline SVG; a script in the page draws timelines. All text that is passed in
+is escaped.
 """
 
 import html
@@ -9,16 +9,17 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from daskdl.observe.timeline import ACTIVITIES, Spans
 
-MOST_POINTS = 500  # of a line of a chart
-MOST_NAMED = 8  # lines of a chart with a name and a color of their own
-WIDTH, HEIGHT = 420, 180  # of a chart, in its own units
+MOST_POINTS = 500  # of a line in a chart
+MOST_NAMED = 8  # lines in a chart that has a legend
+WIDTH, HEIGHT = 420, 180  # of a chart, in units of its view box
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 8, 22  # margins
 
-# Okabe and Ito's palette; waits are warm.
+# Okabe and Ito's palette; waits have warm colors.
 _LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _COLORS = {
     "compute": "#0072b2",
@@ -45,22 +46,22 @@ _COLORS = {
     "wait_snapshot": "#c9ada7",
     "wait_activate": "#bfa58a",
 }
-assert _COLORS.keys() == ACTIVITIES.keys(), "each activity has a color"
+assert _COLORS.keys() == ACTIVITIES.keys(), "each activity needs a color"
 
 
 class Html(NamedTuple):
-    """What :func:`table` does not escape."""
+    """Markup that :func:`table` does not escape."""
 
     html: str
 
 
-def named(activity: str) -> str:
-    """Name an activity for readers."""
+def label_of(activity: str) -> str:
+    """Return the name of an activity as readers see it."""
     return activity.replace("wait_", "wait: ")
 
 
 def number(value: Any) -> str:
-    """Format a number with few digits; NaN is "-", other values are text.
+    """Format a number with few digits; NaN is "-", other values become text.
 
     Example:
         >>> [number(value) for value in (0.123456, 12345.6, float("nan"), 1e-7, "a")]
@@ -76,18 +77,19 @@ def number(value: Any) -> str:
 
 
 def table(rows: Iterable[Sequence[Any]], columns: Sequence[str] = ()) -> str:
-    """Render a table, empty without rows; the first cell of a row is its name.
+    """Render a table; the first cell of each row is its name.
 
-    A cell that is :class:`Html` stays as it is.
+    Cells of type :class:`Html` are not escaped. Without rows, the result is empty.
     """
 
     def row(cells: Sequence[Any], tag: str) -> str:
-        first, *others = (
+        name, *values = (
             cell.html if isinstance(cell, Html) else html.escape(number(cell))
             for cell in cells
         )
-        rest = "".join(f"<{tag}>{cell}</{tag}>" for cell in others)
-        return f"<tr><th>{first}</th>{rest}</tr>"
+        return (
+            f"<tr><th>{name}</th>{''.join(f'<{tag}>{v}</{tag}>' for v in values)}</tr>"
+        )
 
     head = f"<thead>{row(columns, 'th')}</thead>" if columns else ""
     body = "".join(row(cells, "td") for cells in rows)
@@ -96,7 +98,7 @@ def table(rows: Iterable[Sequence[Any]], columns: Sequence[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart: points with finite y, in order of x."""
+    """A line of a chart; points are in order of x, and y may be NaN or infinite."""
 
     name: str
     x: Sequence[float]
@@ -104,15 +106,12 @@ class Line:
 
     @property
     def points(self) -> list[tuple[float, float]]:
-        """The points to draw: those that are finite, or means of as many as needed."""
-        found = [
-            (x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(y)
-        ]
-        each = -(-len(found) // MOST_POINTS) or 1
-        parts = [found[i : i + each] for i in range(0, len(found), each)]
+        """The finite points; if there are too many, means of neighbouring points."""
+        xy = [(x, y) for x, y in zip(self.x, self.y, strict=True) if math.isfinite(y)]
+        each = -(-len(xy) // MOST_POINTS) or 1
         return [
-            (sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part))
-            for part in parts
+            (fmean(x for x, _ in part), fmean(y for _, y in part))
+            for part in (xy[i : i + each] for i in range(0, len(xy), each))
         ]
 
 
@@ -121,17 +120,18 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
     least = (high - low) / most
     step = 10.0 ** math.floor(math.log10(least))
     step *= next(factor for factor in (1, 2, 5, 10) if factor * step >= least)
-    first, last = math.ceil(low / step), math.floor(high / step)
-    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
+    multiples = range(math.ceil(low / step), math.floor(high / step) + 1)
+    return [float(f"{i * step:.12g}") for i in multiples]
 
 
 def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
-    """Draw lines, the first few with their names; empty without a finite point.
+    """Draw a chart of lines; empty without finite points.
 
-    The y axis is logarithmic if all values are positive and span a factor of 100.
+    A chart of 2 to `MOST_NAMED` lines has a legend. The y axis is logarithmic if all
+    values are positive and span a factor of more than 100.
     """
     drawn = [(line.name, line.points) for line in lines]
-    points = [point for _, own in drawn for point in own]
+    points = [point for _, line_points in drawn for point in line_points]
     if not points:
         return ""
     low, high = min(y for _, y in points), max(y for _, y in points)
@@ -140,7 +140,7 @@ def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
     bottom, top = scale(low), scale(high)
     pad = 0.05 * (top - bottom) or 0.05 * abs(top) or 0.5
     bottom, top = bottom - pad, top + pad
-    left, right = min(x for x, _ in points), max(x for x, _ in points)
+    left, right = float(min(points)[0]), float(max(points)[0])
     if left == right:
         left, right = left - 0.5, right + 0.5
 
@@ -162,24 +162,24 @@ def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
         f'<text x="{LEFT - 4}" y="{at_y(y) + 3:.1f}" class="y">{number(y)}</text>'
         for y in marks
     ]
-    whole = all(x == int(x) for x in (left, right))
-    for x in _ticks(left, right, 6):
-        if whole and x != int(x):
-            continue
-        parts.append(f'<text x="{at_x(x):.1f}" y="{HEIGHT - 8}" class="x">{x:g}</text>')
-    for i, (_, own) in enumerate(drawn):
-        path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in own)
-        shape = f'd="M{path}"' if len(own) > 1 else f'd="M{path}h0"'
-        color = _LINES[i % len(_LINES)]
-        if own:
-            hint = f"<title>{html.escape(drawn[i][0])}</title>"
-            parts.append(f'<path class="line" stroke="{color}" {shape}>{hint}</path>')
-    few = drawn if 1 < len(drawn) <= MOST_NAMED else []
-    legend = "".join(
-        f'<span><i style="background:{_LINES[i % len(_LINES)]}"></i>'
-        f"{html.escape(name)}</span>"
-        for i, (name, _) in enumerate(few)
-    )
+    whole_numbers = left.is_integer() and right.is_integer()
+    parts += [
+        f'<text x="{at_x(x):.1f}" y="{HEIGHT - 8}" class="x">{x:g}</text>'
+        for x in _ticks(left, right, 6)
+        if x.is_integer() or not whole_numbers
+    ]
+    legend = ""
+    for i, (line_name, line_points) in enumerate(drawn):
+        color, hint = _LINES[i % len(_LINES)], html.escape(line_name)
+        if 1 < len(drawn) <= MOST_NAMED:
+            legend += f'<span><i style="background:{color}"></i>{hint}</span>'
+        if line_points:
+            path = "L".join(f"{at_x(x):.1f} {at_y(y):.1f}" for x, y in line_points)
+            dot = "h0" if len(line_points) == 1 else ""
+            parts.append(
+                f'<path class="line" stroke="{color}" d="M{path}{dot}">'
+                f"<title>{hint}</title></path>"
+            )
     name = html.escape(title)
     return (
         f"<figure><figcaption>{name} <small>by {html.escape(x_name)}</small> "
@@ -189,13 +189,14 @@ def chart(title: str, x_name: str, lines: Sequence[Line]) -> str:
 
 
 def histogram(low: float, high: float, counts: Sequence[int]) -> Html:
-    """Draw the counts of equal bins, with the bounds below; "-" without any."""
+    """Draw the counts of equal bins above their bounds; "-" if all counts are 0."""
     most = max(counts)
     if not most:
         return Html("-")
-    wide = WIDTH / len(counts)
+    bin_width = WIDTH / len(counts)
     path = "".join(
-        f"M{i * wide:.0f} {HEIGHT}v{-HEIGHT * count / most:.0f}h{wide:.0f}V{HEIGHT}"
+        f"M{i * bin_width:.0f} {HEIGHT}v{-HEIGHT * count / most:.0f}h{bin_width:.0f}"
+        f"V{HEIGHT}"
         for i, count in enumerate(counts)
         if count
     )
@@ -211,19 +212,19 @@ def _swatch(activity: str) -> str:
 
 
 def shares(seconds: Mapping[str, float]) -> str:
-    """Render seconds by activity, if any, as a table with the share of each."""
+    """Render seconds by activity as a table with the share of each; may be empty."""
     total = sum(seconds.values())
     if not total:
         return ""
     rows = "".join(
-        f'<tr data-activity="{name}"><th>{_swatch(name)}{named(name)}</th>'
+        f'<tr data-activity="{name}"><th>{_swatch(name)}{label_of(name)}</th>'
         f"<td>{spent:,.3f}</td><td>{100 * spent / total:.1f} %</td>"
         f'<td class="text">{html.escape(ACTIVITIES[name])}</td></tr>'
         for name, spent in sorted(seconds.items(), key=lambda item: -item[1])
     )
     return (
         '<table class="shares"><thead><tr><th>activity</th><th>seconds</th>'
-        f'<th>share</th><th class="text">what it is</th></tr></thead>{rows}</table>'
+        f'<th>share</th><th class="text">meaning</th></tr></thead>{rows}</table>'
     )
 
 
@@ -232,16 +233,20 @@ def bar(seconds: Mapping[str, float]) -> Html:
     total = sum(seconds.values()) or 1.0
     parts = "".join(
         f'<i style="width:{100 * spent / total:.2f}%;background:{_COLORS[name]}" '
-        f'title="{named(name)}: {spent:,.3g} s, {100 * spent / total:.1f} %"></i>'
+        f'title="{label_of(name)}: {spent:,.3g} s, {100 * spent / total:.1f} %"></i>'
         for name, spent in seconds.items()
     )
     return Html(f'<div class="bar">{parts}</div>')
 
 
 def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) -> str:
-    """Render spans, ordered by replica and start, which a script draws.
+    """Render spans as data, with a script that draws them.
 
-    The fit `began` at a Unix time; `left` has second and reason of who left it.
+    Args:
+        spans: Ordered by replica and start.
+        began: Unix time at the start of the fit.
+        left: By replica that left the fit, the time in seconds since the start of the
+            fit, and the reason.
     """
     used = [name for name in ACTIVITIES if spans[name].any()]
     rows: dict[int, list[Any]] = {}
@@ -253,32 +258,31 @@ def timeline(spans: Spans, began: float, left: Mapping[int, tuple[float, str]]) 
         for place, column in enumerate(columns):
             if column[i] > 1e-3 * (end - start):
                 parts += (place, float(f"{column[i]:.3g}"))
-        own = rows.setdefault(replica, [])
-        own.append([round(start, 5), round(end, 5), *parts])
+        span = [round(start, 5), round(end, 5), *parts]
+        rows.setdefault(replica, []).append(span)
     data = {
-        "names": [named(name) for name in used],
+        "names": [label_of(name) for name in used],
         "colors": [_COLORS[name] for name in used],
         "rows": [
-            {"replica": replica, "left": left.get(replica), "spans": own}
-            for replica, own in rows.items()
+            {"replica": replica, "left": left.get(replica), "spans": row}
+            for replica, row in rows.items()
         ],
     }
-    # "<" cannot end the element then.
+    # Escaped, so that no text can close the script element.
     packed = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    legend = "".join(f"<span>{_swatch(name)}{named(name)}</span>" for name in used)
+    legend = "".join(f"<span>{_swatch(name)}{label_of(name)}</span>" for name in used)
     return (
         f'<p class="legend">{legend}</p><div id="timeline"><canvas></canvas>'
-        "<output></output></div><p><small>Turn the wheel to zoom, drag to move, "
-        "double-click to see all. A column shows the shares of a stretch of time in "
-        "which several short activities alternate. × marks where a replica left."
-        "</small></p>"
+        "<output></output></div><p><small>Scroll to zoom, drag to move, double-click "
+        "to see all. Where short activities alternate, a column shows their shares. "
+        "× marks the time at which a replica left.</small></p>"
         f'<script type="application/json" id="spans">{packed}</script>'
         f"<script>{_SCRIPT}</script>"
     )
 
 
 def page(title: str, sections: Iterable[tuple[str, str]]) -> str:
-    """Render a page of headings and HTML; sections without HTML are left out."""
+    """Render a page from headings and HTML; sections without HTML are left out."""
     body = "".join(
         f"<section><h2>{html.escape(heading)}</h2>{content}</section>"
         for heading, content in sections
@@ -346,7 +350,7 @@ const all = [from, to];
 let wide = 1;
 const x_of = time => LEFT + (time - from) / (to - from) * (wide - LEFT);
 const time_of = x => from + (x - LEFT) / (wide - LEFT) * (to - from);
-const first = (spans, time) => {  // of those that end after a time
+const first_after = (spans, time) => {  // index of the first span that ends after time
   let low = 0, high = spans.length;
   while (low < high) {
     const middle = low + high >> 1;
@@ -384,20 +388,20 @@ function draw() {
       if (total) column(began, 1, top, parts, total);
       parts.fill(0); total = 0;
     };
-    for (let i = first(spans, from); i < spans.length && spans[i][0] < to; i++) {
-      const one = spans[i];
-      const left = Math.max(x_of(one[0]), LEFT), right = Math.min(x_of(one[1]), wide);
-      const pixel = Math.floor(left), length = one[1] - one[0];
-      if (right - left < 1) {  // several in a pixel
+    for (let i = first_after(spans, from); i < spans.length && spans[i][0] < to; i++) {
+      const span = spans[i], length = span[1] - span[0];
+      const left = Math.max(x_of(span[0]), LEFT), right = Math.min(x_of(span[1]), wide);
+      const pixel = Math.floor(left);
+      if (right - left < 1) {  // several spans in a pixel
         if (pixel != began) flush();
         began = pixel;
-        for (let j = 2; j < one.length; j += 2) {
-          parts[one[j]] += one[j + 1]; total += one[j + 1];
+        for (let j = 2; j < span.length; j += 2) {
+          parts[span[j]] += span[j + 1]; total += span[j + 1];
         }
         continue;
       }
       flush();
-      for (let j = 2; j < one.length; j += 2) parts[one[j]] = one[j + 1];
+      for (let j = 2; j < span.length; j += 2) parts[span[j]] = span[j + 1];
       column(left, right - left, top, parts, length || 1);
       parts.fill(0);
     }
@@ -444,15 +448,15 @@ canvas.addEventListener("pointermove", event => {
   }
   const row = data.rows[Math.floor(event.offsetY / tall)];
   const time = time_of(event.offsetX);
-  const one = row && row.spans[first(row.spans, time)];
+  const span = row && row.spans[first_after(row.spans, time)];
   out.style.display = "none";
-  if (!one || one[0] > time || event.offsetX < LEFT) return;
-  const length = one[1] - one[0], lines = [];
-  for (let j = 2; j < one.length; j += 2) {
-    const share = (100 * one[j + 1] / (length || 1)).toFixed(1);
-    lines.push(`${data.names[one[j]]}: ${one[j + 1]} s, ${share} %`);
+  if (!span || span[0] > time || event.offsetX < LEFT) return;
+  const length = span[1] - span[0], lines = [];
+  for (let j = 2; j < span.length; j += 2) {
+    const share = (100 * span[j + 1] / (length || 1)).toFixed(1);
+    lines.push(`${data.names[span[j]]}: ${span[j + 1]} s, ${share} %`);
   }
-  const when = `replica ${row.replica}, ${one[0]} to ${one[1]} s`;
+  const when = `replica ${row.replica}, ${span[0]} to ${span[1]} s`;
   const why = row.left ? `\\nleft at ${row.left[0].toFixed(1)} s: ${row.left[1]}` : "";
   out.textContent = when + "\\n" + lines.join("\\n") + why;
   out.style.display = "block";

@@ -47,7 +47,8 @@ from daskdl.errors import (
 from daskdl.evaluation.evaluate import evaluate
 from daskdl.evaluation.report import Evaluation
 from daskdl.inference.predictor import Predictor
-from daskdl.observe.history import History, LayerTable, RunRecord, StepTable, Stopping
+from daskdl.observe.history import History, RunRecord, Stopping
+from daskdl.observe.tables import LayerTable, StepTable
 from daskdl.observe.timeline import Timeline
 from daskdl.planning.cost_model import Network
 from daskdl.planning.plan import Plan, plan

@@ -26,7 +26,7 @@ from daskdl.channel.protocol import LiveReport
 from daskdl.channel.run_state import Member, Membership
 from daskdl.errors import shown
 from daskdl.observe.report import Html, number, table
-from daskdl.observe.thinned import Thinned
+from daskdl.observe.tables import Thinned
 
 logger = logging.getLogger(__name__)
 

@@ -35,7 +35,7 @@ from daskdl.config import Bound
 from daskdl.data.source import Source, rows_in
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import OptionError, SaveError
-from daskdl.observe.history import Row
+from daskdl.observe.tables import Row
 from daskdl.process_settings import process_environment
 from daskdl.serialization import Packed
 from daskdl.training.base import Parameters, TrainingMaster

@@ -66,7 +66,7 @@ class Choice(NamedTuple):
 
 
 class StepStats(NamedTuple):
-    """Measurements of one step's exchange; columns of `history.STEP_COLUMNS`."""
+    """Measurements of one step's exchange; columns of `tables.STEP_COLUMNS`."""
 
     threshold: float = math.nan
     density: float = math.nan

@@ -46,7 +46,7 @@ from daskdl.data.distribute import (
 from daskdl.data.source import Source
 from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import ChannelError, WaitTimeoutError
-from daskdl.observe.history import Row
+from daskdl.observe.tables import Row
 from daskdl.process_settings import process_environment
 from daskdl.serialization import Packed
 from daskdl.training.backend import (

@@ -64,12 +64,11 @@ from daskdl.evaluation.evaluate import has_accuracy, metrics_for
 from daskdl.observe.history import (
     COLUMNS,
     History,
-    LayerTable,
-    Row,
     RunRecord,
     Stopping,
     check_log_names,
 )
+from daskdl.observe.tables import LayerTable, Row
 from daskdl.observe.timeline import Timeline
 from daskdl.process_settings import check_device
 from daskdl.saving.json_values import JsonValues

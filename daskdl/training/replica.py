@@ -38,8 +38,7 @@ from daskdl.data.checks import (
 from daskdl.errors import ChannelError, DivergedError, shown
 from daskdl.evaluation.evaluate import Score, added, score_batches
 from daskdl.objective import Batch, OwnStep
-from daskdl.observe.history import StepRow
-from daskdl.observe.thinned import Thinned
+from daskdl.observe.tables import StepRow, Thinned
 from daskdl.observe.timeline import SpanLog
 from daskdl.process_settings import generators, restore_generators
 from daskdl.serialization import copied

@@ -22,16 +22,15 @@ from daskdl.compression.compressor import Sample
 from daskdl.compression.flat import working_dtype
 from daskdl.errors import DataError
 from daskdl.evaluation.evaluate import Score, Sums, added, means
-from daskdl.observe.history import (
+from daskdl.observe.history import COLUMNS, History
+from daskdl.observe.tables import (
     BINS,
-    COLUMNS,
-    History,
     LayerRow,
     StepRow,
+    Thinned,
     pack_rows,
     unpack_rows,
 )
-from daskdl.observe.thinned import Thinned
 from daskdl.observe.timeline import SpanLog
 from daskdl.training.base import Choice, ExchangeStats
 

@@ -33,16 +33,8 @@ from daskdl.data.inputs import Compose
 from daskdl.data.manifest import Kind
 from daskdl.errors import DaskDLError, OptionError, SaveError
 from daskdl.keras.module import KerasModule
-from daskdl.observe.history import (
-    History,
-    LayerRow,
-    LayerTable,
-    RunRecord,
-    StepRow,
-    Stopping,
-    layout_of,
-    unpack_rows,
-)
+from daskdl.observe.history import History, RunRecord, Stopping
+from daskdl.observe.tables import LayerRow, LayerTable, StepRow, layout_of, unpack_rows
 from daskdl.observe.timeline import SPANS, Timeline
 from daskdl.saving.folder import SaveFolder, encode_tensors, folder_store
 from daskdl.saving.json_values import (

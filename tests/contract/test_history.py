@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from daskdl.compression.compressor import Sample
-from daskdl.observe import history
-from daskdl.observe.history import (
-    COLUMNS,
+from daskdl.observe import tables
+from daskdl.observe.history import COLUMNS, History
+from daskdl.observe.tables import (
     LAYER_COLUMNS,
     STEP_COLUMNS,
-    History,
     LayerRow,
     LayerTable,
     StepRow,
@@ -125,7 +124,7 @@ class TestStepTable:
     def test_every_second_row_of_each_replica_goes_if_there_are_too_many(
         self, monkeypatch
     ):
-        monkeypatch.setattr(history, "MOST_ROWS", 6)
+        monkeypatch.setattr(tables, "MOST_ROWS", 6)
 
         own = table(rows(4), rows(4, replica=1))
 
@@ -182,7 +181,7 @@ class TestLayerTable:
         assert math.isnan(means["a"][10]["residual_norm"])
 
     def test_one_step_of_each_replica_stays_however_many_rows_it_has(self, monkeypatch):
-        monkeypatch.setattr(history, "MOST_ROWS", 6)
+        monkeypatch.setattr(tables, "MOST_ROWS", 6)
         rows = [
             layer_row(10 * number, replica, layer)
             for replica in range(2)

@@ -20,7 +20,8 @@ import daskdl.keras
 import daskdl.metrics
 import daskdl.sklearn
 from daskdl.channel.protocol import WaitCause
-from daskdl.observe.history import COLUMNS, STEP_COLUMNS
+from daskdl.observe.history import COLUMNS
+from daskdl.observe.tables import STEP_COLUMNS
 from tests.support.problems import rows, trainer
 
 SNAPSHOT = Path(__file__).with_name("interface.txt")

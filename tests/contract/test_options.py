@@ -218,7 +218,10 @@ TRIED = [
             (lambda model, batch: 1.0, "step must return a tensor, got 1.0"),
             (logging(kl=torch.ones(2)), "one element, got 'kl': shape (2,); return"),
             (logging(density=1.0), "step cannot log 'density', which is already a col"),
-            (logging(val_kl=1.0), "step cannot log 'val_kl': the prefix val_ is reserve"),
+            (
+                logging(val_kl=1.0),
+                "step cannot log 'val_kl': the prefix val_ is res",
+            ),
             (
                 lambda model, batch: {"kl": batch[0].mean()},
                 "step must return a dict with 'loss', got the keys ['kl']",

@@ -18,7 +18,8 @@ import daskdl.metrics
 import daskdl.sklearn
 from daskdl.channel import protocol
 from daskdl.config import FILE
-from daskdl.observe.history import COLUMNS, LAYER_COLUMNS, STEP_COLUMNS
+from daskdl.observe.history import COLUMNS
+from daskdl.observe.tables import LAYER_COLUMNS, STEP_COLUMNS
 from daskdl.observe.timeline import SPAN_COLUMNS
 
 ROOT = Path(__file__).parents[2]

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 
 from daskdl import OptionError
-from daskdl.observe.history import (
-    COLUMNS,
-    History,
-    LayerTable,
-    RunRecord,
-    StepRow,
-    Stopping,
-)
+from daskdl.observe.history import COLUMNS, History, RunRecord, Stopping
+from daskdl.observe.tables import LayerTable, StepRow
 from daskdl.observe.timeline import ACTIVITIES, SPANS, Timeline
 from tests.contract.test_history import layer_row
 

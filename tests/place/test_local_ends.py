@@ -13,7 +13,7 @@ import torch
 from distributed.utils_test import poll_for
 
 from daskdl import Callback, ModelError, ReplicaError, RunError, WaitTimeoutError
-from daskdl.observe.history import StepRow
+from daskdl.observe.tables import StepRow
 from daskdl.observe.timeline import SpanLog
 from daskdl.training.backend import AgreedState, LocalBackend
 from daskdl.training.base import Parameters

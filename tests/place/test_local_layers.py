@@ -14,7 +14,7 @@ from daskdl import (
     TensorBoard,
     Trainer,
 )
-from daskdl.observe.history import BINS
+from daskdl.observe.tables import BINS
 from daskdl.training import telemetry
 from tests.contract.test_report import page_of
 from tests.support.problems import SIZE, kept, mlp, parameters_of, plain, rows, trainer

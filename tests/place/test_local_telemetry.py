@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from daskdl import Callback, DivergedError
-from daskdl.observe.history import STEP_COLUMNS
+from daskdl.observe.tables import STEP_COLUMNS
 from tests.support.problems import kept, parameters_of, rows, trainer
 from tests.support.recording import Notes
 

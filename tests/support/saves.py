@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from daskdl import History, Trainer
-from daskdl.observe.history import BINS, LayerRow, LayerTable, RunRecord, StepRow
+from daskdl.observe.history import RunRecord
+from daskdl.observe.tables import BINS, LayerRow, LayerTable, StepRow
 from daskdl.observe.timeline import SpanLog, Timeline
 from daskdl.training import trainer_state
 from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model

@@ -26,7 +26,7 @@ from daskdl import (
 from daskdl.channel.protocol import NAME
 from daskdl.channel.transport import SchedulerOverDask
 from tests.support.clusters import EnoughError, ProcessCluster, cluster_of
-from tests.support.problems import kept, mlp, normalised, rows, sgd, trainer
+from tests.support.problems import halved, kept, mlp, normalised, rows, sgd, trainer
 
 X, Y = rows()
 WITHIN_S = 60
@@ -233,11 +233,6 @@ def replaced(client):
     """Let all workers close, and then start two others."""
     retire(client)
     client.cluster.scale(4)
-
-
-def halved(optimizer):
-    """A schedule by epoch: the rate shows how many epochs it has seen."""
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
 class SeenRates(Callback):

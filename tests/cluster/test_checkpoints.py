@@ -3,7 +3,6 @@
 Which moment a process is killed at, and what is then there, is in `test_kills`.
 """
 
-import contextlib
 import functools
 import os
 import re
@@ -15,7 +14,7 @@ import pytest
 import torch
 from distributed.utils_test import poll_for
 
-from daskdl import Checkpoint, ParameterAveraging, SaveError, Trainer, WaitTimeoutError
+from daskdl import Checkpoint, ParameterAveraging, SaveError, Trainer
 from daskdl.saving.checkpoints import COMMON, Part, Series, complete_at, of_replica
 from tests.support import s3
 from tests.support.clusters import Script, TookPart, cluster_of, enough
@@ -166,42 +165,6 @@ def test_on_more_or_fewer_workers_each_row_is_trained_on_once(
         assert [set(rows) for rows in epochs] == [set(numbers)] * 2
         assert [rows.total() for rows in epochs] == [len(X)] * 2
     assert history[3]["loss"] < history[1]["loss"] < history[0]["loss"]
-
-
-def ends_at_part(number):
-    """In a worker: its process ends when it is to write its part of a checkpoint."""
-    write = Part.write
-
-    def end(part, copy):
-        if part.store.url.endswith(f"-{number:06d}"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(part, copy)
-
-    Part.write = end
-
-
-@pytest.mark.slow
-def test_an_unwritten_part_leaves_the_previous_checkpoint(client, another, tmp_path):
-    master = kept(max_staleness=0)
-    without = with_checkpoints(client, tmp_path / "a", master=master)
-    without.fit(X, Y, epochs=3, batch_size=BATCH)
-    with cluster_of(2) as doomed:
-        own = with_checkpoints(doomed, tmp_path / "b", master=master)
-        doomed.run(ends_at_part, 3, workers=sorted(doomed.nthreads())[1:])
-        # Where the other had come to its end before, there is nobody left.
-        with contextlib.suppress(WaitTimeoutError):
-            own.fit(X, Y, epochs=3, batch_size=BATCH)
-    series = Series.at(tmp_path / "b")
-    assert Part(series.folder(3), COMMON).header()[1]["members"] == [0, 1]
-
-    newest = series.newest()
-    own = with_checkpoints(another, tmp_path / "b", master=master)
-    own.fit(X, Y, epochs=3, batch_size=BATCH, resume=True)
-
-    assert newest.stamp.number == 2
-    check_same(own, without)
-    assert series.numbers() == [1, 2, 4]  # what was broken off is gone
-    assert series.newest().members == [0, 1]
 
 
 def each(folder, every="4 steps"):

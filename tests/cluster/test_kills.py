@@ -21,7 +21,7 @@ from distributed import Client, Scheduler, Worker
 from distributed.utils_test import poll_for
 from torch import nn
 
-from daskdl import Checkpoint, DaskDLError
+from daskdl import Checkpoint
 from daskdl.saving.checkpoints import COMMON, Part, Series, complete_at, of_replica
 from tests.support.problems import adam, kept, rows, trainer
 
@@ -39,7 +39,6 @@ X, Y = rows(count=320)
 TEST_X, TEST_Y = rows(count=1000, seed=0)
 CHECKPOINTS = "checkpoints"
 RESULT = "result.pt"
-FAILURE = "failure.txt"
 
 
 def model():
@@ -81,7 +80,7 @@ def work(address, number, folder):
 
 
 def fit(address, folder, resume, keep_last):
-    """Train, and leave the result or the failure in a folder."""
+    """Train, and leave the result in a folder."""
     folder = Path(folder)
     with (
         dask.config.set({"daskdl.timeouts.rejoin": "2s"}),
@@ -95,12 +94,7 @@ def fit(address, folder, resume, keep_last):
             master=kept(max_staleness=0),
             callbacks=[Checkpoint(folder / CHECKPOINTS, EVERY, keep_last=keep_last)],
         )
-        try:
-            own.fit(X, Y, epochs=EPOCHS, batch_size=16, resume=resume)
-        except DaskDLError as error:
-            said = "\n".join([repr(error), *getattr(error, "__notes__", ())])
-            Path(folder, FAILURE).write_text(said)
-            raise
+        own.fit(X, Y, epochs=EPOCHS, batch_size=16, resume=resume)
         result = {
             "epochs": own.history_.column("epoch"),
             "model": own.model_.state_dict(),
@@ -167,11 +161,6 @@ class Processes:
         log = self._folder / "client.log"
         assert self.client.exitcode == 0, log.read_text()
         return torch.load(self._folder / RESULT)
-
-    def failure(self):
-        """How the client said that it failed."""
-        self.wait()
-        return (self._folder / FAILURE).read_text()
 
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,6 @@
 """A cluster with TLS: daskdl uses Dask's own connections, so nobody else gets in.
 
-That the messages of a foreign run are refused, whoever sends them, is tested in
-`test_channel_damage.py`; here that it holds for who has the certificate too.
+`test_channel_damage.py` tests that requests of a foreign run are refused.
 """
 
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 from distributed import Client
 from distributed.security import Security
 
-from daskdl.channel import protocol
 from daskdl.channel.protocol import NAME
 from tests.support.clusters import cluster_of, still_left_behind
 from tests.support.problems import kept, rows, trainer
@@ -116,28 +114,6 @@ def test_a_client_with_the_certificate_can_connect(secured):
         secured.scheduler.address, security=secured.security, set_as_default=False
     ) as other:
         assert trainer(other).fit(X[:64], Y[:64]).column("replicas") == [2]
-
-
-@pytest.mark.parametrize("operation", [protocol.PUBLISH, protocol.STOP, protocol.LEASE])
-def test_a_foreign_run_is_unknown_to_the_scheduler(secured, operation):
-    trainer(secured).fit(X[:64], Y[:64])
-
-    async def ask():
-        return await getattr(secured.scheduler, operation)(run=7)
-
-    assert secured.sync(ask) == {"status": "unknown", "reason": "no run 7 here"}
-
-
-def test_a_foreign_run_is_unknown_to_a_worker(secured):
-    trainer(secured).fit(X[:64], Y[:64])
-    worker = sorted(secured.nthreads())[0]
-
-    async def deliver(dask_scheduler):
-        request = dask_scheduler.rpc(worker).daskdl_deliver
-        return await request(run=7, replica=0, messages=[])
-
-    answer = secured.run_on_scheduler(deliver)
-    assert answer == {"status": "unknown", "reason": "no replica 0 of run 7 here"}
 
 
 def state(client):

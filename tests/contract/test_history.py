@@ -22,6 +22,7 @@ from daskdl.observe.tables import (
 )
 from daskdl.training import telemetry
 from daskdl.training.telemetry import SHARE, StepLog, measured, spread_of
+from tests.support.problems import Clock
 
 ROWS = [
     dict.fromkeys(COLUMNS, 0) | {"epoch": 0, "loss": 0.5, "waits": {"room": 1.0}},
@@ -264,16 +265,6 @@ def test_rows_of_another_release_have_defaults_and_no_unknown_columns(kind):
 
     assert (number, row.replica) == (1, 1)
     assert math.isnan(row.residual_norm)
-
-
-class Clock:
-    """A clock that the test advances."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def run(log, clock, steps, step_s, row_s=0.0):

@@ -16,7 +16,7 @@ from tests.golden import make_trainer_v1 as saves
 # Of the manifests, which have those of the other files.
 SHA256 = {
     saves: "5a4a757b909f566c55cc5d35b125a3a1a955f8ff006e6ea799907c417d8ed35e",
-    checkpoints: "40ce80f4c86b1ed15afac818d5260e500859e32ea218208d94f0594ecd0ebe6c",
+    checkpoints: "696ded1df26a4bbbcc72fb20703de235f9ece448551e72be5d26b967d8a5f279",
 }
 
 

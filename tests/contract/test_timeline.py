@@ -8,18 +8,9 @@ import pytest
 from daskdl.channel.protocol import WaitCause
 from daskdl.observe import timeline
 from daskdl.observe.timeline import ACTIVITIES, SPAN_COLUMNS, SPANS, SpanLog, Timeline
+from tests.support.problems import Clock
 
 BEGAN = 1_700_000_000.0
-
-
-class Clock:
-    """A clock that the test advances."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def log_of(clock, replica=0):

@@ -19,6 +19,7 @@ from daskdl.training.epoch_control import (
 )
 from daskdl.training.optimizer_step import Stepper, Stepping
 from daskdl.training.telemetry import EpochReport, EpochTotals
+from tests.support.problems import Clock, halved, plateau
 
 
 def sgd(module=None, lr=1.0):
@@ -33,14 +34,6 @@ def later(first, scheduling, module=None):
     optimizer.load_state_dict(first.scheduler.optimizer.state_dict())
     rate.restore_(first.carried())
     return rate
-
-
-def halved(optimizer):
-    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-
-def plateau(optimizer):
-    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
 
 
 KINDS = {
@@ -166,14 +159,6 @@ class TestAgreement:
 
 
 CPU = torch.device("cpu")
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
 
 
 def note(own, loss):

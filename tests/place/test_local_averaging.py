@@ -10,6 +10,7 @@ from tests.support.averaged import averaged_loop
 from tests.support.problems import (
     adam,
     mlp,
+    nesterov,
     parameters_of,
     plain,
     plain_loop,
@@ -28,10 +29,6 @@ def with_buffers():
     return nn.Sequential(
         nn.Linear(20, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)
     )
-
-
-def nesterov(parameters):
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def averaging(replicas, **options):

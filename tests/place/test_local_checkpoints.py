@@ -30,7 +30,7 @@ from daskdl import (
     Trainer,
 )
 from daskdl.saving.checkpoints import COMMON, Part, Series, complete_at, of_replica
-from tests.support.problems import adam, rows, sgd
+from tests.support.problems import adam, halved, nesterov, rows, sgd
 
 X, Y = rows(120, features=6)
 TEST = rows(
@@ -50,10 +50,6 @@ def sharing(replicas=2, **options):
 
 def averaging(replicas=2, **options):
     return ParameterAveraging(3, replicas_per_worker=replicas, **options)
-
-
-def nesterov(parameters):
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class Adam(torch.optim.Adam):
@@ -470,10 +466,6 @@ def test_a_fit_goes_on_with_or_without_an_adapted_rate(adapts, url):
         not adapts,
         adapts,
     ]
-
-
-def halved(optimizer):
-    return lr_scheduler.StepLR(optimizer, 1)
 
 
 def cosine(optimizer):

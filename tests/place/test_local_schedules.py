@@ -10,17 +10,9 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import OneCycleLR
 
 from daskdl import Callback, OptionError
-from tests.support.problems import ShardedStream, kept, rows, trainer
+from tests.support.problems import ShardedStream, halved, kept, plateau, rows, trainer
 
 X, Y = rows()
-
-
-def halved(optimizer):
-    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-
-def plateau(optimizer):
-    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
 
 
 def slowly(optimizer):

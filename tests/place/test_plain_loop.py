@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 from daskdl import ParameterAveraging
 from tests.support.problems import (
     adam,
+    halved,
     kept,
     mlp,
     normalised,
@@ -65,10 +66,6 @@ def test_with_options_of_a_step(one_thread, model, options):
     loop = {"model": model, "optimizer": adam, "seed": 3}
 
     check_plain(trainer(False, **loop, **options), {**loop, "more": options})
-
-
-def halved(optimizer):
-    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
 
 
 def warmed(optimizer):

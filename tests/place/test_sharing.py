@@ -51,8 +51,32 @@ def lone(one_thread):
     return Place(False, replicas=1)
 
 
+LAYERS = {"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold(initial=1e-3)}
+OPTIONS = [
+    {},
+    {"exchange_every": 3},
+    {"max_staleness": 0},
+    {"max_staleness": None},
+    {"warmup_steps": 6},
+    {"warmup_steps": 6, "exchange_every": 4},
+    {"warmup_steps": 6, "max_staleness": 0},
+    {"threshold": LAYERS},
+    {"threshold": LAYERS, "max_staleness": 0},
+    {"threshold": LAYERS, "warmup_steps": 6, "max_staleness": None},
+    {"warmup_steps": 10**6},
+    {"warmup_steps": 10**6, "max_staleness": 0},
+]
+
+
 class TestConservation(promises.Conservation):
-    pass
+    atol = ATOL
+
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    def test_at_every_step_and_at_the_end(self, place, tmp_path, options):
+        super().test_at_every_step_and_at_the_end(place, tmp_path, options)
+
+        for epoch in range(3):
+            check_barrier(records(tmp_path, epoch))
 
 
 class TestAgreement(promises.Agreement):
@@ -72,40 +96,12 @@ class TestFitAgain(promises.FitAgain):
         return Place(False, replicas=2, per_worker=2)
 
 
-LAYERS = {"*.bias": FixedThreshold(1e-3), "*": AdaptiveThreshold(initial=1e-3)}
-OPTIONS = [
-    {"warmup_steps": 6},
-    {"warmup_steps": 6, "exchange_every": 4},
-    {"warmup_steps": 6, "max_staleness": 0},
-    {"threshold": LAYERS},
-    {"threshold": LAYERS, "max_staleness": 0},
-    {"threshold": LAYERS, "warmup_steps": 6, "max_staleness": None},
-    {"warmup_steps": 10**6},
-    {"warmup_steps": 10**6, "max_staleness": 0},
-]
-
-
 def shared_out(replicas=3, **options):
     """Return a master of some replicas among threads."""
     return kept(replicas_per_worker=replicas, **options)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_nothing_is_lost_and_all_agree(tmp_path, options):
-    own = trainer(
-        False, master=Recorded(str(tmp_path), shared_out(**options), atol=ATOL)
-    )
-
-    own.fit(X, Y, epochs=2, batch_size=8)
-
-    ends = records(tmp_path, epoch=1)
-    expected = ends[0]["start"] + sum(end["progress"] for end in ends.values())
-    for epoch in range(2):
-        check_barrier(records(tmp_path, epoch))
-    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
-
-
-IN_STEP = [{"max_staleness": 0}, OPTIONS[2], OPTIONS[4], OPTIONS[7]]
+IN_STEP = [one for one in OPTIONS if one.get("max_staleness") == 0]
 
 
 @pytest.mark.parametrize("options", IN_STEP, ids=str)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.optim import lr_scheduler
 from torch.utils.data import IterableDataset, get_worker_info
 
 from daskdl import AdaptiveThreshold, GradientSharing, KeepResidual, Trainer
@@ -54,6 +55,30 @@ def adam(parameters):
 
 def plain(parameters):
     return torch.optim.SGD(parameters, lr=0.02)
+
+
+def nesterov(parameters):
+    """An outer optimizer of parameter averaging."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def halved(optimizer):
+    """A schedule by epoch: the rate shows how many epochs it has seen."""
+    return lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+
+def plateau(optimizer):
+    return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+
+
+class Clock:
+    """A clock that the test advances."""
+
+    def __init__(self, now=100.0):
+        self.now = now
+
+    def __call__(self):
+        return self.now
 
 
 def trainer(client, **options):

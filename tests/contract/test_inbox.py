@@ -44,6 +44,15 @@ class TestBarrier:
         assert [inbox.holds_back(m) for m in messages] == [False, False, True]
         assert [put(inbox, 1, sequence) for sequence in (2, 3)] == [True, False]
 
+    def test_what_was_agreed_on_before_is_not_admitted_at_the_next_barrier(self):
+        inbox = filled()
+        inbox.hold()
+        inbox.barrier.open({1: (1, ())})
+
+        inbox.hold()
+
+        assert not put(inbox, 1, 1)
+
     def test_afterwards_all_updates_are_admitted(self):
         inbox = filled()
         inbox.hold()

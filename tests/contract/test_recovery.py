@@ -227,6 +227,13 @@ def test_a_replica_does_not_ask_itself_for_its_own_updates():
     assert helpers(0, [4, 5], have, alive=[0, 1], asker=0) == [1]
 
 
+def test_the_origin_comes_first_and_lost_replicas_are_not_asked():
+    have = dict.fromkeys(range(4), {0: (5, ())})
+
+    assert helpers(0, [4], have, alive=[0, 1, 3], asker=3) == [0, 1]
+    assert helpers(0, [4], have, alive=[1, 3], asker=3) == [1]
+
+
 @with_repairs
 async def test_in_a_relay_only_the_origin_keeps_its_updates(inbox, peers):
     peers.routing.relayed = True

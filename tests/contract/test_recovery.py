@@ -228,7 +228,7 @@ def test_a_replica_does_not_ask_itself_for_its_own_updates():
 
 
 def test_the_origin_comes_first_and_lost_replicas_are_not_asked():
-    have = dict.fromkeys(range(4), {0: (5, ())})
+    have = {replica: {0: (5, ())} for replica in range(4)}
 
     assert helpers(0, [4], have, alive=[0, 1, 3], asker=3) == [0, 1]
     assert helpers(0, [4], have, alive=[1, 3], asker=3) == [1]

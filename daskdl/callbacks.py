@@ -420,7 +420,7 @@ class Checkpoint(Callback):
     def __post_init__(self) -> None:
         if not isinstance(self.url, str | os.PathLike) or not os.fspath(self.url):
             raise OptionError(
-                f"url must be a URL or a path of a folder, got {self.url!r}"
+                f"url must be the URL or path of a folder, got {self.url!r}"
             )
         # Text, so that a trainer with this callback can be saved.
         object.__setattr__(self, "url", os.fspath(self.url))

@@ -39,20 +39,18 @@ class ModelLoss(OwnStep):
 Objective = Loss | OwnStep
 
 
-def objective_of(loss: Any, step: Any) -> Any:
+def objective_of(loss: Any, step: Any) -> Objective:
     """Return the objective for a trainer's `loss` and `step`.
 
     A loss is returned unchecked; without both, it is the model's own.
     """
     if loss is not None and step is not None:
         raise OptionError(
-            "loss must be left out if a step is given, which computes it, got "
-            f"loss={loss!r}"
+            f"loss must be None with step=, which computes the loss, got {loss!r}"
         )
-    if loss is None and step is None:
-        return ModelLoss(_loss_alone)
     if step is None:
-        return loss
+        objective: Objective = ModelLoss(_loss_alone) if loss is None else loss
+        return objective
     if not callable(step):
         raise OptionError(
             "step must be a function of (model, (x, y)) that returns the batch's mean "
@@ -196,7 +194,9 @@ def model_loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Any, Any]:
     labels = labels_in_x if y is None else y
     labels_argument: dict[str, Any] = {}
     if y is not None and labels_in_x is not None:
-        raise ModelError("X has 'labels', and y is given, too; leave out one of them")
+        raise ModelError(
+            "labels are passed both as y and as X['labels']; leave out one of them"
+        )
     if y is None and isinstance(labels_in_x, Tensor) and labels_in_x.dtype in _INTEGERS:
         labels = labels_in_x.long()  # class indices, as `to_device` makes them of y
         x = {**x, "labels": labels}

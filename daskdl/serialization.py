@@ -5,8 +5,8 @@ cannot serialise every tensor. This module uses ``torch.save`` with cloudpickle 
 each storage is written once, lambdas and classes of a notebook are included, and
 tensors of an accelerator arrive on the CPU.
 
-A module that cannot be pickled but was made by a function travels as the function and
-the module's state; the function is called again on arrival. Other modules with
+A module that cannot be pickled but was created by a function travels as the function
+and the module's state; the function is called again on arrival. Other modules with
 parametrizations are parametrized again on arrival.
 """
 
@@ -31,7 +31,7 @@ from daskdl.errors import ModelError
 
 T = TypeVar("T")
 
-IMPORTING_S = 10.0  # another thread may take to import a package
+IMPORTING_S = 10.0  # longest wait for another thread that imports the same package
 RETRY_S = 0.05
 
 _PLAIN = (bool, int, float, str)
@@ -47,7 +47,7 @@ _PICKLING_ERRORS = (
 
 
 class _Kept:
-    """A value that stays in this process: it is pickled as a reference."""
+    """A value that stays in this process and is pickled as a reference."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -72,8 +72,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     written with its original class, and parametrized again on arrival.
     """
 
-    remakes = False  # write a module that a function has made as the function
-    kept: list[_Kept] | None = None  # referenced values, if the bytes stay here
+    remakes = False  # whether a module that a function created is written as it
+    kept: list[_Kept] | None = None  # referenced values; None: the bytes may travel
 
     @override
     def reducer_override(self, obj: Any) -> Any:
@@ -83,8 +83,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if function is not None and self.kept is not None:
             return _remade, (self._keep(function), _state_of(obj))
         if function is not None:
-            # In a separate pickle that writes modules in full: the function may refer
-            # to the module that it made.
+            # A separate pickle with modules in full: the function may refer to the
+            # module that it created.
             written = io.BytesIO()
             _Pickler(written).dump(function)
             return _remade, (written.getvalue(), _state_of(obj))
@@ -92,8 +92,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _copied, (self._keep(copy.deepcopy(obj).cpu()),)
         if parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
-            # Before Python 3.11, object has no __getstate__.
-            state: Callable[[Any], Any] = getattr(kind, "__getstate__", vars)
+            # The class that torch adds refuses to be pickled.
+            state: Callable[[Any], Any] = kind.__getstate__
             return _bare, (kind,), state(obj), None, None, _parametrize_
         return super().reducer_override(obj)
 
@@ -108,13 +108,13 @@ class _RemakingPickler(_Pickler):
 
 
 class _PartState(NamedTuple):
-    """State of a submodule that may have changed since the submodule was made."""
+    """State of a submodule that may have changed since the submodule was created."""
 
     kind: str  # name of its class
-    parameters: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
     trained: list[str]  # parameters that are not frozen
     buffers: dict[str, Tensor | None]
-    plain: dict[str, Any]  # attributes that are numbers or text
+    plain: dict[str, Any]  # attributes that are numbers or strings
     extra: list[Any]  # result of `get_extra_state`, if the class defines it
 
 
@@ -128,22 +128,23 @@ def _bare(kind: type[nn.Module]) -> nn.Module:
 
 def _parametrize_(module: nn.Module, state: dict[str, Any]) -> None:
     module.__setstate__(state)  # type: ignore[no-untyped-call]
-    # As torch registers a parametrization, without computing the inverse again.
+    # Private in torch since 1.9. The public function, `register_parametrization`,
+    # would replace the original tensors by the inverse of the parametrization.
     parametrize._inject_new_class(module)
     assert isinstance(module.parametrizations, nn.ModuleDict)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)
 
 
-# ---- modules that a function has made
+# ---- modules that a function has created
 
 MAKER = "_daskdl_maker"  # attribute of the module that holds the function
-# All submodules of made modules in this process. No two made modules may share one.
-_parts_made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Submodules of all created modules in this process; no two modules may share one.
+_created_parts: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Maker:
-    """The function that made a module; copies of the module do not keep it."""
+    """The function that created a module; copies of the module do not keep it."""
 
     def __init__(self, function: Callable[[], nn.Module]) -> None:
         self.function = function
@@ -154,7 +155,7 @@ class _Maker:
 
 
 def made(function: Callable[[], nn.Module]) -> nn.Module:
-    """Make a module with a function that is called again for copies of the module."""
+    """Create a module with a function that is called again for copies of the module."""
     module = function()
     if isinstance(module, nn.Module):
         _note_maker(module, function)
@@ -163,7 +164,7 @@ def made(function: Callable[[], nn.Module]) -> nn.Module:
 
 def _note_maker(module: nn.Module, function: Callable[[], nn.Module]) -> None:
     vars(module)[MAKER] = _Maker(function)
-    _parts_made.update(module.modules())
+    _created_parts.update(module.modules())
 
 
 def _maker_of(value: Any) -> Callable[[], nn.Module] | None:
@@ -172,35 +173,34 @@ def _maker_of(value: Any) -> Callable[[], nn.Module] | None:
 
 
 def _remade(reference: bytes | _Kept, state: Mapping[str, _PartState]) -> nn.Module:
-    """Make a module again with its function, and load the original's state."""
+    """Create a module with its function again, and load the original's state."""
     function: Callable[[], nn.Module] = (
         reference.value if isinstance(reference, _Kept) else pickle.loads(reference)
     )
     module = function()
     if not isinstance(module, nn.Module):
         raise ModelError(f"model must return a torch.nn.Module, got {module!r}")
-    if any(part in _parts_made for part in module.modules()):
+    if any(part in _created_parts for part in module.modules()):
         raise ModelError(
-            "model must make a new module at each call, got one that it has returned "
-            "before, or that has layers of such a one"
+            "model must return a new module at each call, got an earlier result, or "
+            "one that shares layers with an earlier result"
         )
     current, expected = _layout(_state_of(module)), _layout(state)
     for path in {**expected, **current}:
-        new, old = current.get(path, "nothing"), expected.get(path, "nothing")
+        new, old = current.get(path, "missing"), expected.get(path, "missing")
         if new != old:
             raise ModelError(
-                "model must make the same module at each call, since it cannot be "
-                f"pickled and is made wherever it is needed; {path or 'it'} is {new} "
-                f"now, and was {old}"
+                "model must return the same kind of module at each call, because the "
+                "module cannot be pickled and the function runs again wherever it is "
+                f"needed; {path or 'the module'} is {new}, but was {old} before"
             )
     module = module.cpu()
     for path, part in module.named_modules():
         part_state = state[path]
         with torch.no_grad():
-            for name, parameter in part._parameters.items():
-                if parameter is not None:
-                    parameter.copy_(part_state.parameters[name])
-                    parameter.requires_grad_(name in part_state.trained)
+            for name, parameter in _parameters(part).items():
+                parameter.copy_(part_state.parameters[name])
+                parameter.requires_grad_(name in part_state.trained)
         part._buffers.update(part_state.buffers)
         vars(part).update(part_state.plain)
         for extra in part_state.extra:
@@ -209,18 +209,28 @@ def _remade(reference: bytes | _Kept, state: Mapping[str, _PartState]) -> nn.Mod
     return module
 
 
+def _parameters(part: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a submodule, without those of its children."""
+    return dict(part.named_parameters(recurse=False, remove_duplicate=False))
+
+
 def _state_of(module: nn.Module) -> dict[str, _PartState]:
     states = {}
     for path, part in module.named_modules():
-        parameters, buffers = part._parameters, part._buffers
-        own_extra = type(part).get_extra_state is not nn.Module.get_extra_state
+        parameters = _parameters(part)
+        has_extra = type(part).get_extra_state is not nn.Module.get_extra_state
+        # `_buffers` is private in all versions of torch: `named_buffers` leaves out
+        # buffers that are None, which the original may have replaced by tensors.
+        buffers = {
+            n: None if b is None else b.detach() for n, b in part._buffers.items()
+        }
         states[path] = _PartState(
-            type(part).__qualname__,
-            {n: None if p is None else p.detach() for n, p in parameters.items()},
-            [n for n, p in parameters.items() if p is not None and p.requires_grad],
-            {n: None if b is None else b.detach() for n, b in buffers.items()},
-            {n: value for n, value in vars(part).items() if type(value) in _PLAIN},
-            [part.get_extra_state()] if own_extra else [],
+            kind=type(part).__qualname__,
+            parameters={n: p.detach() for n, p in parameters.items()},
+            trained=[n for n, p in parameters.items() if p.requires_grad],
+            buffers=buffers,
+            plain={n: v for n, v in vars(part).items() if type(v) in _PLAIN},
+            extra=[part.get_extra_state()] if has_extra else [],
         )
     return states
 
@@ -230,14 +240,11 @@ def _layout(states: Mapping[str, _PartState]) -> dict[str, str]:
     described = {}
     for path, state in states.items():
         described[path] = f"a {state.kind}"
-        at = f"{path}." if path else ""
+        prefix = f"{path}." if path else ""
         for name, value in state.parameters.items():
-            form = "None"
-            if value is not None:
-                dtype = str(value.dtype).removeprefix("torch.")
-                form = f"{dtype} {tuple(value.shape)}"
-            described[at + name] = f"a parameter {form}"
-        described |= {at + name: "a buffer" for name in state.buffers}
+            dtype = str(value.dtype).removeprefix("torch.")
+            described[prefix + name] = f"a parameter {dtype} {tuple(value.shape)}"
+        described |= {prefix + name: "a buffer" for name in state.buffers}
     return described
 
 
@@ -250,15 +257,15 @@ class Packed(Generic[T]):
     Args:
         content: Value to pack, not changed; any value that cloudpickle can write.
         argument: Name of the value in the user's call, for messages.
-        here: The pack stays in this process, so modules that cannot be pickled are
-            allowed if they were made by a function or can be copied.
+        here: The bytes stay in this process, so modules that cannot be pickled are
+            allowed if a function created them or they can be copied.
     """
 
     argument: str
     payload: np.ndarray  # uint8; Dask transfers arrays without a copy
     _content: T | None
     _lock: threading.Lock
-    _kept: list[_Kept]  # values that the payload refers to; empty: it may be pickled
+    _kept: list[_Kept]  # values to which the payload refers; empty: it may be pickled
 
     def __init__(self, content: T, argument: str, *, here: bool = False) -> None:
         self.argument = argument
@@ -281,8 +288,8 @@ class Packed(Generic[T]):
         except (ImportError, AttributeError) as error:
             raise ModelError(
                 f"{self.argument} cannot be unpacked here: {error}; every worker "
-                "needs the modules it was written in: install them there, use "
-                "client.upload_file, or cloudpickle.register_pickle_by_value"
+                "needs the Python modules that define it: install them there, or use "
+                "client.upload_file or cloudpickle.register_pickle_by_value"
             ) from error
 
     def _loaded(self) -> T:
@@ -295,8 +302,8 @@ class Packed(Generic[T]):
                     weights_only=False,
                 )
             except ImportError as error:
-                # Another thread is importing the same package, whose modules import
-                # each other, as those of dask.array do.
+                # Another thread may be importing the same package, with circular
+                # imports such as those of dask.array.
                 unfinished = "partially initialized module" in str(error)
                 if not unfinished or time.monotonic() > deadline:
                     raise
@@ -307,8 +314,8 @@ class Packed(Generic[T]):
     def shared(self, prepare: Callable[[T], T] | None = None) -> T:
         """Return one copy for all calls, unpacked at the first call.
 
-        Threads share the copy, so it must not be changed; :meth:`unpack` returns a copy
-        to train.
+        Threads share the copy and must not change it; :meth:`unpack` returns a copy to
+        train.
         """
         with self._lock:
             if self._content is None:
@@ -319,7 +326,7 @@ class Packed(Generic[T]):
     def opened(self, prepare: Callable[[T], T] | None = None) -> T:
         """Return the same as `shared` and free the bytes; pickling then fails.
 
-        Thus the process holds only one copy of the value.
+        The process then holds only one copy of the value.
         """
         content = self.shared(prepare)
         with self._lock:
@@ -337,9 +344,9 @@ class Packed(Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._kept:
-            raise pickle.PicklingError(f"{self.argument} stays in this process")
+            raise pickle.PicklingError(f"{self.argument} cannot leave this process")
         if not self.payload.nbytes:
-            raise pickle.PicklingError(f"{self.argument} was opened, to stay here")
+            raise pickle.PicklingError(f"{self.argument} has already been opened")
         return {"argument": self.argument, "payload": self.payload}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -380,7 +387,7 @@ class PackedModel(Packed[nn.Module]):
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a copy on the CPU, made as for replicas but within this process."""
+    """Return a copy on the CPU, as a replica in this process gets it."""
     return PackedModel(module, here=True).unpack()
 
 
@@ -389,20 +396,21 @@ def _with_same_tensors(module: nn.Module) -> nn.Module:
     if _maker_of(module) is None:
         tensors = [*module.parameters(), *module.buffers()]
         return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
-    sharing = copied(module)
-    for mine, theirs in zip(sharing.modules(), module.modules(), strict=True):
-        for name, tensor in (*theirs._parameters.items(), *theirs._buffers.items()):
-            setattr(mine, name, tensor)
-    return sharing
+    copy_of_module = copied(module)
+    for target, part in zip(copy_of_module.modules(), module.modules(), strict=True):
+        buffers = part.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in (*_parameters(part).items(), *buffers):
+            setattr(target, name, tensor)
+    return copy_of_module
 
 
 def _packed(content: Any, argument: str, kept: list[_Kept] | None) -> bytes:
-    """Write a value with the first pickler that works."""
+    """Write a value with the first pickler that can."""
     errors: list[Exception] = []
-    ways: list[type[Any]] = [_Pickler, _RemakingPickler]
+    picklers: list[type[Any]] = [_Pickler, _RemakingPickler]
     if kept is not None:
-        ways.append(type("_StayingPickler", (_RemakingPickler,), {"kept": kept}))
-    for pickler in ways:
+        picklers.append(type("_StayingPickler", (_RemakingPickler,), {"kept": kept}))
+    for pickler in picklers:
         buffer = io.BytesIO()
         module = types.SimpleNamespace(Pickler=pickler, __name__=__name__)
         try:
@@ -427,12 +435,12 @@ def _refusal(content: Any, argument: str, here: bool) -> ModelError:
     )
     reason = None if function is None else _pickling_error(function, _Pickler)
     if reason is not None:
-        message += f"; nor can the function that makes the model: {reason}"
-    message += "; create it when it is first used, or leave it out in __getstate__"
+        message += f"; nor can the function that creates the model: {reason}"
+    message += "; create it on first use, or exclude it in __getstate__"
     if function is None and isinstance(content, nn.Module):
         message += (
-            "; or give a Trainer a function that makes the model, which is then called "
-            "where a copy is needed"
+            "; or pass a function that creates the model to Trainer, which then calls "
+            "it wherever a copy is needed"
         )
     return ModelError(message)
 
@@ -441,7 +449,7 @@ def _unpicklable(
     value: Any, path: str, pickler: type[Any], seen: frozenset[int] = frozenset()
 ) -> Iterator[str]:
     """Yield the innermost attributes that cannot be pickled, as paths with types."""
-    seen |= {id(value)}  # objects may refer to each other
+    seen |= {id(value)}  # values may contain each other
     for step, part in _parts(value):
         if id(part) not in seen and _pickling_error(part, pickler):
             kind = type(part)
@@ -451,7 +459,7 @@ def _unpicklable(
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module):
-        # Submodules by the names that the user writes, not as items of a dictionary.
+        # Named as the user writes them, not as items of `_modules`.
         for name, child in value.named_children():
             yield f".{name}", child
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
 """The main interface: :class:`Trainer` and :func:`predict`.
 
 This module collects the user's options and delegates to training, evaluation,
-inference and saving; the function works without a trainer, for any model.
+inference and saving. :func:`predict` works for any model, without a trainer.
 """
 
 import functools
@@ -57,7 +57,7 @@ from daskdl.util import client_or_process
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Keywords of other libraries, or of another call: what to write instead.
+# What to write instead of keywords of other libraries, or of another call.
 _INSTEAD = {
     keyword: call
     for keywords, call in [
@@ -100,8 +100,8 @@ _INSTEAD = {
 }
 
 
-def _with_answers(function: Callable[P, T]) -> Callable[P, T]:
-    """Make a foreign keyword end in an error that says what to write instead."""
+def _with_hints(function: Callable[P, T]) -> Callable[P, T]:
+    """Refuse keywords of other libraries with an error that says what to write."""
     keywords = inspect.signature(function).parameters.keys()
 
     @functools.wraps(function)
@@ -118,7 +118,7 @@ def _with_answers(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-@_with_answers
+@_with_hints
 def predict(
     model: nn.Module,
     X: Any,
@@ -175,56 +175,58 @@ def predict(
 class Trainer:
     """Train a PyTorch model on a Dask cluster, or with threads of this process.
 
-    With ``client=False`` there is no cluster and no scheduler: the replicas are
+    With ``client=False`` there is neither a cluster nor a scheduler: the replicas are
     ``replicas_per_worker`` threads of this process; see the page on how it works.
 
     Args:
         model: An `nn.Module`, which is copied, or a function that returns one; the
             function runs again for each copy of a module that cannot be pickled. For
-            Keras models see `daskdl.keras`; if it is compiled, it has the defaults of
-            loss, optimizer and metrics. Submodules in evaluation mode, such as a frozen
-            backbone, stay in it; a model that is all in evaluation mode is trained.
-        loss: ``loss(model(x), y)``, a scalar tensor; or the name of one, such as
-            ``"cross_entropy"``, ``"mse"`` or one of Keras, a loss of Keras, or a dict
-            of these by output, whose sum it is. Of an output with ``logits``, as
-            transformers' models return it, the loss and metrics get these. None: the
-            model gets y as ``labels``, or finds labels in x, and returns an object or
-            a dict with ``loss``; data then need no y. None, too, if `step` is given.
+            Keras models see `daskdl.keras`; a compiled one sets the defaults of loss,
+            optimizer and metrics. Submodules in evaluation mode, such as a frozen
+            backbone, stay in it; if all are in evaluation mode, all are trained.
+        loss: A function ``loss(model(x), y)`` that returns a scalar tensor; the name of
+            one, such as ``"cross_entropy"``, ``"mse"`` or one of Keras' names; a loss
+            of Keras; or a dict of these by output, which are summed. If the output has
+            ``logits``, like those of transformers' models, the loss and the metrics
+            receive them. None: the model receives y as ``labels``, or finds labels in
+            x, and returns an object or a dict with ``loss``; y is then optional. Leave
+            `loss` out as well if you pass `step`.
         optimizer: A class of `torch.optim` or its name, such as ``"adamw"``, with `lr`;
-            or a function that makes an optimizer from a list of the trainable
+            or a function that creates an optimizer from a list of the trainable
             parameters, or from the model, if its argument is called ``module`` or
             ``model``. Required. It may change between fits: new hyperparameters take
             effect and the state is kept; another class, other parameters, or an option
             that needs other state, such as amsgrad, resets the state.
-        lr: Learning rate of an optimizer given as a class or its name, > 0; None: the
-            default of the class. Other options: `functools.partial` of the class, or a
-            function.
-        master: Training master: how replicas exchange updates.
+        lr: Learning rate of an optimizer passed as a class or a name, > 0; None: the
+            default of the class. For other options, pass a `functools.partial` of the
+            class, or a function.
+        master: Training master, which decides how replicas exchange updates.
         client: A synchronous `distributed.Client`; None: the default client, else a
             temporary `LocalCluster`; False: no cluster, see above.
-        device: Device of the replicas: ``"auto"`` is CUDA on workers that have it,
-            with devices divided evenly among the worker's replicas, else the CPU; or a
-            torch device.
+        device: Device of the replicas: a torch device; or ``"auto"``, which is CUDA on
+            workers that have it, with the devices divided evenly among the worker's
+            replicas, and else the CPU.
         seed: Seeds model initialisation (if `model` is a function), shuffling and
             dropout: replica i seeds torch with ``seed + i``.
         callbacks: See :class:`daskdl.Callback`.
         progress: Show a progress bar; None: at a terminal and in a notebook.
-        autocast: Training computes forward passes under `torch.autocast` in this
-            dtype, ``torch.bfloat16``, or ``torch.float16`` with a
-            `torch.amp.GradScaler` for each replica. Evaluation and prediction compute
-            in the model's own dtype.
-        accumulate: Batches of `batch_size` rows for each optimizer step; with a mean
-            loss the step equals that of one large batch, also if a loss of torch or
-            Keras ignores labels or has class weights.
+        autocast: dtype of the forward passes in training, under `torch.autocast`:
+            ``torch.bfloat16``, or ``torch.float16`` with a `torch.amp.GradScaler` for
+            each replica. Evaluation and prediction use the model's own dtype.
+        accumulate: Batches of `batch_size` rows per optimizer step; with a mean loss
+            the step equals that of one large batch, even if a loss of torch or Keras
+            ignores labels or has class weights.
         clip_grad_norm: Largest total norm of the gradients, > 0, applied after
             accumulation and before the optimizer step; None: no clipping.
-        step: ``step(model, (x, y))`` returns the mean loss of a batch, a scalar tensor,
-            for models whose forward pass is not ``model(x)``. ``(loss, logs)``, or a
-            dict with ``"loss"``, also logs other numbers or scalar tensors of the
-            batch: their means over the examples become columns of the history, and
-            `val_NAME` on validation data. Validation and evaluation report only these.
-        scheduler: Makes a `torch.optim.lr_scheduler.LRScheduler` from an optimizer. At
-            the end of an epoch all replicas continue from the most advanced schedule.
+        step: Function ``step(model, (x, y))`` that returns the mean loss of a batch, a
+            scalar tensor, for models whose forward pass is not ``model(x)``. It may
+            also return ``(loss, logs)``, or a dict with ``"loss"``, to log other
+            numbers or scalar tensors of the batch: their means over the examples become
+            columns of the history, and `val_NAME` on validation data. Validation and
+            evaluation report only these.
+        scheduler: Function that creates a `torch.optim.lr_scheduler.LRScheduler` from
+            an optimizer. At the end of an epoch all replicas continue from the most
+            advanced schedule.
         scheduler_every: Step the scheduler after each ``"epoch"``, or each ``"step"``
             of a replica.
         scheduler_monitor: Column of the history that `ReduceLROnPlateau` gets, see
@@ -232,23 +234,23 @@ class Trainer:
             ``"loss"`` without validation data.
         telemetry_every: Steps of a replica per row of `history.steps`; ``"auto"``: 10,
             or more so that rows take less than 1 % of the time; None: no rows.
-        transform: Callable that maps a batch (x, y) of tensors, or of tuples and dicts
+        transform: Function that maps a batch (x, y) of tensors, or of tuples and dicts
             of tensors, to a batch, such as a fitted `daskdl.data.Standardize`. It runs
             on the worker, on every batch for training, evaluation and prediction; y is
             None without labels.
         metrics: Metrics of the validation data in each fit, `val_NAME` in the history,
             and the default of `metrics` in :meth:`evaluate`.
-        max_loss_rise: The fit ends with a `DivergedError` when a replica's loss stays
-            more than ``max_loss_rise * max(1, |first loss|)`` above its first loss;
-            None: no limit.
+        max_loss_rise: Largest rise of a replica's loss, in units of
+            ``max(1, |first loss|)``, above its first loss; if the loss stays higher,
+            the fit ends with a `DivergedError`. None: no limit.
 
     Attributes:
         model_: The trained model, an ordinary module on the CPU, in evaluation mode.
         optimizer_: Optimizer of `model_`, with the replicas' averaged state.
         scheduler_: Scheduler of `optimizer_`, or None; the next fit continues from it.
         history_: The rows of the last fit.
-        classes_: Names of the labels 0, 1, ... if the data of the last fit name them;
-            labels that are text are numbered in their order.
+        classes_: Names of the labels 0, 1, ..., if the data of the last fit name them;
+            string labels are numbered in this order.
 
     Raises:
         OptionError: If an option is out of range.
@@ -268,7 +270,7 @@ class Trainer:
 
     model: nn.Module | Callable[[], nn.Module]
     loss: Any = None
-    # A default only because `loss` before it has one.
+    # Required; it has a default because `loss`, before it, has one.
     optimizer: str | Callable[..., Optimizer] = None  # type: ignore[assignment]
     _: KW_ONLY
     lr: float | None = None
@@ -297,19 +299,19 @@ class Trainer:
     classes_: Sequence[str] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        own = Compiled.of(self.model)
-        if own is not None and self.loss is None and self.step is None:
-            self.loss = own.loss
+        compiled = Compiled.of(self.model)
+        if compiled is not None and self.loss is None and self.step is None:
+            self.loss = compiled.loss
         self.loss = resolved_loss(self.loss)
-        if own is not None:
-            if self.optimizer is None and own.optimizer is not None:
-                self.optimizer = own.optimizer
+        if compiled is not None:
+            if self.optimizer is None and compiled.optimizer is not None:
+                self.optimizer = compiled.optimizer
             if self.metrics is None and self.step is None:
-                self.metrics = own.metrics_beside(self.loss)
+                self.metrics = compiled.metrics_beside(self.loss)
         self._spec()
         self._state = FitState()
 
-    @_with_answers
+    @_with_hints
     def fit(
         self,
         X: Any,
@@ -333,25 +335,25 @@ class Trainer:
         Args:
             X: Inputs, rows first: numpy arrays, torch tensors, pandas and pyarrow
                 tables, `dask.array`, `dask.dataframe`, or tuples and dicts of these,
-                which the model gets by position and by keyword if its forward takes
+                which the model receives by position and by keyword if its forward takes
                 them, else as one argument.
                 Or inputs and labels together: `dask.bag`, lists of Delayed objects
                 and futures, torch datasets, a `DataLoader`, paths and URLs,
                 `daskdl.data` sources; see the page on data. A list has an item for
                 each example.
-            y: Labels of the same length and types; text becomes class numbers.
+            y: Labels of the same length and types; strings become class numbers.
             epochs: Number of passes over the data, >= 1.
             batch_size: Rows per batch of each replica, >= 1. None: those of a
                 `DataLoader`, or 32.
-            validation: (X, y), or data that include labels. The agreed model is scored
-                on them after each epoch, or in the epochs of an
-                :class:`~daskdl.Evaluate`. Or a fraction of the rows, such as 0.1, which
-                are chosen at random from the trainer's seed, and not trained on.
+            validation: Pair (X, y), or data that include labels, on which the agreed
+                model is scored after each epoch, or in the epochs of an
+                :class:`~daskdl.Evaluate`. Or a fraction of the rows, such as 0.1, drawn
+                with the trainer's seed and excluded from training.
             sample_weight: Weight of each row in the loss, >= 0, for data in memory: an
-                array, tensor or series. The loss of a step is the sum of weight * loss
-                over the sum of the weights, and so is that of an epoch in the history.
-                `validation` may be (X, y, sample_weight) then; of a
-                fraction of the rows, the weights count.
+                array, tensor or series. The loss of a step, and of an epoch in the
+                history, is the sum of weight * loss over the sum of the weights.
+                `validation` may then be (X, y, sample_weight); a fraction of the rows
+                keeps the weights.
             shuffle: New random order in each epoch, from the seed. None: as in a
                 `DataLoader`, else True.
             drop_last: Leave out incomplete batches, at the end of a replica's epoch and
@@ -359,39 +361,39 @@ class Trainer:
                 None: as in a `DataLoader`, else False.
             transform: Applied to each batch before the trainer's own transform, also to
                 batches of `validation`.
-            label: Column of a table, or key of dicts, with the labels; all others are
-                inputs. It holds for `validation` too.
-            on_bad_batch: ``"skip"``: parts that cannot be read are left out, and
-                counted in `history_`.
+            label: Column of a table, or key of dicts, with the labels, also in
+                `validation`; all others are inputs.
+            on_bad_batch: What to do with parts that cannot be read: ``"raise"`` an
+                error, or ``"skip"`` them and count them in `history_`.
             prefetch: Number of batches to load ahead, in whole parts and at least the
                 next part; 0: no prefetching.
-            approach: ``"export"``: pack the rows first, read the packed files in all
-                epochs, and delete them at the end; ``daskdl.export.url`` sets the
-                folder.
-            resume: URL of one checkpoint, or of a folder in which a
-                :class:`~daskdl.Checkpoint` wrote several, of which the newest is used;
-                or a `Checkpoint`, for a URL that needs `storage_options`. Training
-                continues from there instead of from `model_`, and `epochs` includes
-                the epochs before the checkpoint. True: the folder of the `Checkpoint`
-                among `callbacks`, if it has a checkpoint yet.
+            approach: ``"direct"``, or ``"export"``: pack the rows first, read the
+                packed files in all epochs, and delete them at the end;
+                ``daskdl.export.url`` sets the folder.
+            resume: URL of a checkpoint, or of the folder of a
+                :class:`~daskdl.Checkpoint`, whose newest one is used; or a
+                `Checkpoint`, for a URL that needs `storage_options`. Training continues
+                from there instead of from `model_`, and `epochs` includes the epochs
+                before the checkpoint. True: the folder of the `Checkpoint` among
+                `callbacks`; without a checkpoint there, the fit starts from `model_`.
 
         Returns:
             One row for each epoch, as in `history_`.
 
         Raises:
             SaveError: If there is no checkpoint to resume, or one cannot be written.
-            DataError: If the data cannot be used. Errors of this and the next two kinds
-                are raised before any worker is used where no loaded data are needed.
+            DataError: If the data cannot be used. This and the next two errors are
+                raised before any worker is used, unless the check needs loaded data.
             ModelError: If model, loss, step or optimizer cannot be used.
             OptionError: If another argument cannot be used.
-            ReplicaError: If the user's code raised on a worker.
-            DivergedError: If the loss, or a parameter, became NaN or infinite or ran
-                away.
+            ReplicaError: If the user's code raised an exception on a worker.
+            DivergedError: If the loss or a parameter became NaN or infinite, or the
+                loss rose too far.
             RunError: If the run ended early for another reason. After this error and
                 the two above, `model_` is the last state that all replicas agreed on.
                 If all replicas or the scheduler were lost, also with a
-                WaitTimeoutError, `model_` is the newest such state that had reached
-                the client; a note of the error identifies it.
+                WaitTimeoutError, `model_` is the latest such state that the client
+                received; a note of the error identifies it.
         """
         X, spec = self._fit_spec(
             X,
@@ -407,17 +409,22 @@ class Trainer:
         )
         if sample_weight is not None:
             spec, y = spec.weighted(), Weighted(y, sample_weight)
-        resumed = resume_plan(resume, self.callbacks)
-        if resumed is not None:
-            read = replace(
-                spec.read, columns=resumed.columns, scaled_by=resumed.scaled_by
+        plan = resume_plan(resume, self.callbacks)
+        model, state = getattr(self, "model_", None), self._state
+        if plan is not None:
+            model, state = (
+                None,
+                FitState(
+                    epochs=plan.epochs_before,
+                    columns=plan.columns,
+                    scaled_by=plan.scaled_by,
+                ),
             )
-            spec = replace(spec, read=read)
+        spec = replace(spec, read=_like(state, spec.read))
         sources = spec.sources(X, y, validation, self.classes_)
-        model = getattr(self, "model_", None) if resumed is None else None
         if model is None:
             model = starting_model(self.model, self.seed)
-        run = FitRun(spec, model, self._state, resumed)
+        run = FitRun(spec, model, state, plan)
         with client_or_process(self.client) as client, run.prepare(sources, client):
             self.history_, self.classes_ = run.history, run.classes
             try:
@@ -425,7 +432,7 @@ class Trainer:
             finally:  # keeps the trained state if the fit ends early
                 self._state = run.settle_(model)
                 if run.result is not None:
-                    self._show(model)
+                    self._set_results(model)
         return self.history_
 
     def steps(
@@ -438,14 +445,13 @@ class Trainer:
         drop_last: bool | None = None,
         label: Any = None,
     ) -> int:
-        """Return how many steps each replica will make in a fit, for schedules.
+        """Return the number of optimizer steps of each replica in a fit, for schedules.
 
-        These are steps of the optimizer. The number is exact for one replica, and for
-        several with ``max_staleness=0``, of which the last may make fewer. Otherwise it
-        is what each makes if all are equally fast: a faster one makes more, and
-        ``scheduler_every="step"`` counts the steps of the replica with the most. Rows
-        of several shapes, and a replica that waits for data, make batches and groups
-        that are not full, so more steps.
+        The number is exact for one replica, and with ``max_staleness=0`` (the last
+        replica may take fewer). Otherwise it assumes that all replicas are equally
+        fast: a faster one takes more steps, and ``scheduler_every="step"`` counts the
+        steps of the replica with the most. Rows of several shapes, and waits for data,
+        lead to incomplete batches and so to more steps.
 
         Args:
             X: Inputs, as for :meth:`fit`. Where lengths are unknown, each part is
@@ -468,7 +474,7 @@ class Trainer:
         X, spec = self._fit_spec(
             X, batch_size=batch_size, drop_last=drop_last, label=label, epochs=epochs
         )
-        read = replace(spec.read, scaled_by=None)  # only the rows count
+        read = replace(spec.read, columns=self._state.columns)
         source = source_of(X, None, read, labelled=False)
         with client_or_process(self.client) as client:
             return steps_of_replica(spec, source, client, validation)
@@ -478,23 +484,23 @@ class Trainer:
         """Names of the columns of X in the order that the model was trained on.
 
         For several tables, a dict of the names by place, such as ``"X['left']"``. None
-        if X had no names, as an array has none, and before the first fit.
+        before the first fit, and if the columns of X had no names, like an array's.
         """
         columns = self._state.columns or {}
-        names = {place: own for place, own in columns.items() if place.startswith("X")}
-        return names.get("X", names or None)
+        inputs = {place: n for place, n in columns.items() if place.startswith("X")}
+        return inputs.get("X", inputs or None)
 
     def reset(self) -> None:
-        """Forget all fits: the next one begins as the first one did.
+        """Forget all fits, so that the next one begins like the first one.
 
-        The model is that of the class again; a function makes it from the same seed.
-        Attributes that the user's callbacks keep are theirs.
+        The model is again the argument `model`; a function creates it from the same
+        seed. The state of your own callbacks is not reset.
         """
         for name in ("model_", "optimizer_", "scheduler_", "history_"):
             vars(self).pop(name, None)
         self.classes_, self._state = None, FitState()
 
-    @_with_answers
+    @_with_hints
     def evaluate(
         self,
         X: Any,
@@ -515,17 +521,18 @@ class Trainer:
         Args:
             X: Inputs, or inputs and labels, of any type that :meth:`fit` takes.
             y: Labels, or None if `X` includes them.
-            metrics: Metrics beside the loss; None: those of the trainer, or, if it has
-                none, accuracy, if labels are classes, or 0 and 1 with a binary loss.
-                They are a name such as ``"accuracy"``, ``"f1"`` or ``"r2"``; a function
-                ``f(y_true, y_pred)``, such as those of scikit-learn; a preset,
+            metrics: Metrics beside the loss; None: those of the trainer, or, without
+                any, accuracy, if labels are classes, or 0 and 1 with a binary loss.
+                A metric is a name such as ``"accuracy"``, ``"f1"`` or ``"r2"``; a
+                function ``f(y_true, y_pred)``, such as those of scikit-learn; a preset,
                 ``"classification"``, ``"binary"``, ``"multilabel"``, ``"regression"``
                 or ``"calibration"``, or one of their classes in `daskdl.metrics`; a
                 torchmetrics metric or `MetricCollection`; a mapping of names to
                 functions and metrics, or of outputs to lists of metrics; or a list of
                 these.
             sample_weight: Weight of each row in loss and accuracy, >= 0, for data in
-                memory; not with metrics, of which those of the trainer are left out.
+                memory; cannot be combined with `metrics`, and the trainer's own metrics
+                are skipped.
             batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             transform: See :meth:`fit`.
             label: Column, or key, of `X` that has the labels, see :meth:`fit`.
@@ -557,7 +564,7 @@ class Trainer:
         )
 
     def score(self, X: Any, y: Any = None, **options: Any) -> float:
-        """Return the accuracy for labels that are classes, else R2, on all rows.
+        """Return the accuracy over all rows for labels that are classes, else R2.
 
         Args:
             X: See :meth:`evaluate`.
@@ -568,7 +575,7 @@ class Trainer:
 
         return float(self.evaluate(X, y, metrics=SCORE, **options)["score"])
 
-    @_with_answers
+    @_with_hints
     def score_examples(
         self,
         X: Any,
@@ -590,16 +597,16 @@ class Trainer:
                 input; a sequence with one value per row, for data in memory, datasets
                 and files; a one-dimensional `dask.array`, if the data are a
                 `dask.array`; for bags and lists of Delayed lists, whether their items
-                are pairs (key, example). None: detected for these, as with `keyed` of
-                :meth:`predict`; no keys for other data.
-            regularization: Add the penalty that weight decay, and the regularisers of
-                a Keras model, stand for: the same number for each example.
+                are pairs (key, example). None: detected for bags and lists, as with
+                `keyed` of :meth:`predict`; no keys for other data.
+            regularization: Add the penalty of weight decay and of a Keras model's
+                regularisers, the same number for each example.
             batch_size: Rows per forward pass. None: those of a `DataLoader`, or 64.
             transform: See :meth:`fit`.
             label: Column, or key, of `X` that has the labels, see :meth:`fit`.
-            on_bad_batch: Treatment of parts that cannot be read. With ``"skip"`` the
-                scores of a part, or of the bad files of a part of several, are NaN if
-                the number of their rows is known, else left out.
+            on_bad_batch: Treatment of parts that cannot be read. With ``"skip"``, the
+                scores of a part, or of the bad files in a part of several files, are
+                NaN if the number of rows is known, else left out.
 
         Returns:
             One float64 number per example, in order: a tensor for tensors, a pandas
@@ -609,7 +616,7 @@ class Trainer:
 
         Raises:
             OptionError: If an option does not apply to the data, or if the optimizer's
-                weight decay, such as AdamW's, is not a term of the loss.
+                weight decay, such as AdamW's, is not a penalty in the loss.
         """
         X, read = self._read(X, batch_size, transform, label, on_bad_batch)
         model = self._trained_model()
@@ -626,7 +633,7 @@ class Trainer:
             classes=self.classes_,
         )
 
-    @_with_answers
+    @_with_hints
     def predict(
         self,
         X: Any,
@@ -651,11 +658,11 @@ class Trainer:
             postprocess: Maps the outputs of each batch to outputs with the same rows;
                 both are tensors, or tuples and dicts of tensors. Runs on the worker.
             keyed: For bags and lists, whether the items are pairs (key, x). None:
-                detected from the first item; text, bytes, a UUID or a date is a key,
-                and so is a whole number before arrays, or a tuple of these. For files,
+                detected from the first item; a string, bytes, a UUID or a date is a
+                key, and so is an integer before arrays, or a tuple of these. For files,
                 True returns a lazy `dask.bag` of pairs (key, output): the key is the
-                path or URL of the file if each file is one example, else a pair of
-                that and the row in the file.
+                path or URL of the file if each file is one example, else a pair of the
+                path or URL and the row in the file.
             transform: See :meth:`fit`; its y is None.
             label: Column, or key, of `X` to leave out, such as that of the labels.
 
@@ -697,19 +704,18 @@ class Trainer:
             labels per row the probability of each, (n, labels).
 
         Raises:
-            OptionError: If the loss does not say what the scores are.
+            OptionError: If the scale of the loss's scores is unknown.
         """
         if facts_of(self._objective)[1] is None:
             raise OptionError(
-                "predict_proba needs a loss of classes, such as CrossEntropyLoss or "
-                f"BCEWithLogitsLoss, got {self.loss!r}; a loss of your own has an "
-                "attribute scale, which is 'logits', 'probabilities' or "
-                "'log_probabilities'"
+                "predict_proba needs a classification loss, such as CrossEntropyLoss "
+                f"or BCEWithLogitsLoss, got {self.loss!r}; give your own loss an "
+                "attribute scale: 'logits', 'probabilities' or 'log_probabilities'"
             )
         convert = functools.partial(class_probabilities, loss=self._objective)
         return self.predict(X, postprocess=convert, **options)
 
-    @_with_answers
+    @_with_hints
     def predictor(
         self,
         *,
@@ -723,8 +729,8 @@ class Trainer:
         """Serve the current `model_` to calls from many threads.
 
         The replicas are on the cluster, or threads of this process. Close the
-        predictor, preferably with ``with``. See :class:`daskdl.Predictor`, also for
-        errors.
+        predictor, preferably with a ``with`` statement. For errors, see
+        :class:`daskdl.Predictor`.
 
         Args:
             replicas: Number of model copies, in the workers' memory.
@@ -801,12 +807,12 @@ class Trainer:
 
         Args:
             url: The folder of the save.
-            model: Replaces the saved argument of the class; None: as it was saved.
+            model: Replaces the saved argument of the class; None: the saved one.
             loss: Likewise.
-            optimizer: Likewise; the saved `lr` goes with it.
+            optimizer: Likewise; also replaces the saved `lr`.
             client: See the class.
             trusted: Names of modules or packages, such as ``["my_nets"]``, whose
-                classes and functions a save may import and call with saved arguments.
+                classes and functions may be imported and called with saved arguments.
             storage_options: fsspec options of `url`, such as credentials.
             others: Other arguments of the class; they replace the saved ones.
 
@@ -815,8 +821,10 @@ class Trainer:
             OptionError: If arguments have to be passed; the message names each, and
                 the reason.
         """
-        own = {"model": model, "loss": loss, "optimizer": optimizer}
-        passed = {name: one for name, one in own.items() if one is not None} | others
+        replaced = {"model": model, "loss": loss, "optimizer": optimizer}
+        passed: dict[str, Any]
+        passed = {n: value for n, value in replaced.items() if value is not None}
+        passed |= others
         if optimizer is not None:
             passed.setdefault("lr", None)
         names = cls._argument_names()
@@ -824,7 +832,7 @@ class Trainer:
         trainer = cls(client=client, **state.arguments)
         trainer._state = state.fit_state
         trainer.history_, trainer.classes_ = state.history, state.classes
-        trainer._show(state.model)
+        trainer._set_results(state.model)
         return trainer
 
     @classmethod
@@ -839,8 +847,7 @@ class Trainer:
 
     @property
     def _objective(self) -> Objective:
-        objective: Objective = objective_of(self.loss, self.step)
-        return objective
+        return objective_of(self.loss, self.step)
 
     def _read(
         self,
@@ -852,7 +859,7 @@ class Trainer:
     ) -> tuple[Any, ReadOptions]:
         transform = compose(transform, self.transform)
         X, read = ReadOptions.scoring(X, batch_size, transform, label, on_bad_batch)
-        return X, self._after_fits(read)
+        return X, _like(self._state, read)
 
     def _fit_spec(
         self,
@@ -866,26 +873,15 @@ class Trainer:
         on_bad_batch: OnBad = "raise",
         **options: Any,
     ) -> tuple[Any, FitSpec]:
-        """Return the data, the dataset of a `DataLoader`, and the options of a fit."""
-        passed = {
-            "batch_size": batch_size,
-            "shuffle": shuffle,
-            "drop_last": drop_last,
-        }
-        defaults = {"batch_size": 32, "shuffle": True, "drop_last": False}
-        X, batches = batch_options(X, passed, defaults)
-        read = ReadOptions(
-            batches.pop("batch_size"),
-            compose(transform, self.transform),
-            on_bad_batch,
-            label,
+        """Return the data, or the dataset of a `DataLoader`, and the fit's options."""
+        X, batches = batch_options(
+            X,
+            {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last},
+            {"batch_size": 32, "shuffle": True, "drop_last": False},
         )
-        return X, self._spec(read=self._after_fits(read), **batches, **options)
-
-    def _after_fits(self, read: ReadOptions) -> ReadOptions:
-        """Add what the rows are compared with: those of the last fit."""
-        state = self._state
-        return replace(read, columns=state.columns, scaled_by=state.scaled_by)
+        transform = compose(transform, self.transform)
+        read = ReadOptions(batches.pop("batch_size"), transform, on_bad_batch, label)
+        return X, self._spec(read=read, **batches, **options)
 
     def _spec(self, **fit: Any) -> FitSpec:
         """Check the options of this trainer, and those of one fit."""
@@ -905,11 +901,16 @@ class Trainer:
             **fit,
         )
 
-    def _show(self, model: nn.Module) -> None:
+    def _set_results(self, model: nn.Module) -> None:
         trained = self._state.optimizer
         if trained is not None:
             self.model_, self.optimizer_ = model.eval(), trained.optimizer
             self.scheduler_ = trained.rate.scheduler
 
 
-Trainer.__init__ = _with_answers(Trainer.__init__)  # type: ignore[method-assign]
+def _like(state: FitState, read: ReadOptions) -> ReadOptions:
+    """Add the columns and normalizers of the last fit, with which rows are compared."""
+    return replace(read, columns=state.columns, scaled_by=state.scaled_by)
+
+
+Trainer.__init__ = _with_hints(Trainer.__init__)  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ never resumed.
 import logging
 import math
 import re
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -80,8 +81,8 @@ class Part:
     ) -> Copy:
         """Copy header and state, so that training can continue.
 
-        The header, plain values, can be read without the state, and has other names.
-        The memory of `used`, a written copy, may be reused.
+        The header has plain values, can be read without the state, and shares no names
+        with it. The memory of `used`, a written copy, may be reused.
         """
         values = JsonValues()
         content = {
@@ -99,18 +100,22 @@ class Part:
         self._folder.write(copy.content, files)
 
     def header(self) -> tuple[CheckpointStamp, dict[str, Any]]:
-        """Read the header, without loading tensors."""
+        """Read the header, without loading tensors; errors as :meth:`read`."""
         return self._decoded(self._folder.content(), None)
 
     def read(self) -> tuple[CheckpointStamp, dict[str, Any]]:
-        """Read header and state, merged into one mapping; errors as `header`."""
+        """Read header and state, merged into one mapping.
+
+        Raises:
+            SaveError: If the part is missing, damaged or too new.
+        """
         content, tensors = self._folder.read()
         return self._decoded(content, tensors.get(self.name, {}))
 
     def _decoded(
         self, content: Any, tensors: dict[str, Tensor] | None
     ) -> tuple[CheckpointStamp, dict[str, Any]]:
-        """Decode the header, and with tensors the state, too."""
+        """Decode the header; with tensors, decode the state, too."""
         names = ("header",) if tensors is None else ("header", "state")
         values = JsonValues(tensors or {})
         try:
@@ -119,12 +124,7 @@ class Part:
         except (TypeError, LookupError, SaveError) as error:
             where = self.store.url_of(self.index)
             raise SaveError(f"{where} is damaged: {error}") from error
-        merged = {
-            key: part_value
-            for part in parts.values()
-            for key, part_value in part.items()
-        }
-        return CheckpointStamp(*content["stamp"]), merged
+        return CheckpointStamp(*content["stamp"]), dict(ChainMap(*parts.values()))
 
 
 _NAME = re.compile(r"checkpoint-(\d{6,})")
@@ -135,13 +135,7 @@ class CompleteCheckpoint(NamedTuple):
 
     store: Store
     stamp: CheckpointStamp
-    header: dict[str, Any]  # header of the common part
-
-    @property
-    def members(self) -> list[int]:
-        """Replicas with a part in the checkpoint, ascending."""
-        members: list[int] = self.header["members"]
-        return members
+    header: dict[str, Any]  # header of the common part; `members` have a part each
 
 
 @dataclass(frozen=True)
@@ -183,7 +177,7 @@ class Series:
         """Delete a checkpoint."""
         store = self.folder(number)
         with save_errors("delete", store):
-            store.delete([f"{COMMON}.json"])  # first: makes it incomplete
+            store.delete([f"{COMMON}.json"])  # makes the checkpoint incomplete
             store.delete_all()
 
 
@@ -202,24 +196,19 @@ def complete_at(store: Store) -> CompleteCheckpoint | None:
         if not store.exists(common.index):
             return None
         stamp, header = common.header()
-        _check_header(store, header)
-        for replica in header["members"]:
+        check({name: header[name] for name in _HEADER}, _HEADER)
+        members = header["members"]
+        if not members or sorted({*members}) != members:
+            raise SaveError(f"{store.url} is damaged: its replicas are {members!r:.80}")
+        for replica in members:
             part = Part(store, of_replica(replica))
             if not store.exists(part.index) or part.header()[0] != stamp:
                 return None
     except DataError as error:
         raise SaveError(f"cannot read {store.url}: {error}") from error
-    return CompleteCheckpoint(store, stamp, header)
-
-
-def _check_header(store: Store, header: Mapping[str, Any]) -> None:
-    try:
-        check({name: header[name] for name in _HEADER}, _HEADER)
     except (TypeError, LookupError) as error:
         raise SaveError(f"{store.url} is damaged: {error}") from error
-    members = header["members"]
-    if not members or sorted({*members}) != members:
-        raise SaveError(f"{store.url} is damaged: its replicas are {members!r:.80}")
+    return CompleteCheckpoint(store, stamp, header)
 
 
 @dataclass(frozen=True)
@@ -252,7 +241,7 @@ class CheckpointPlan:
             try:
                 checkpoint = complete_at(series.folder(number))
             except SaveError as error:  # the user may want to inspect it
-                logger.warning("%s is left where it is", error)
+                logger.warning("a damaged checkpoint is not deleted: %s", error)
                 continue
             if checkpoint is None:
                 incomplete.append(number)
@@ -282,9 +271,9 @@ class CheckpointPlan:
         newest = self.series.newest()
         if newest is None or newest.stamp.run != self.run:
             raise SaveError(
-                f"no checkpoint of this fit is whole in {self.series.store.url}; is it "
-                "the same place for all workers and for the client? If so, a worker "
-                "was lost while it wrote"
+                f"{self.series.store.url} has no complete checkpoint of this fit; do "
+                "the client and all workers see the same folder? If so, a worker was "
+                "lost while it wrote its part"
             )
 
     def _score(self, checkpoint: CompleteCheckpoint) -> float:

@@ -5,11 +5,12 @@ holds the old save or the new one, whenever the writer dies. On file systems tha
 replace a file atomically it may hold none that can be read; see `storage.put`.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +24,9 @@ from daskdl.errors import DataError, OptionError, SaveError
 
 Tensors = Mapping[str, Tensor]
 
-LENGTH_BYTES = 8  # at the start of a file: the length of its header, little-endian
-# About 100 bytes per tensor: enough for a million tensors.
-MOST_HEADER_BYTES = 100_000_000
-ALIGNMENT = 8  # bytes; of the first tensor, and larger than any element
+LENGTH_BYTES = 8  # size of the header's length, little-endian, at the start of a file
+MOST_HEADER_BYTES = 100_000_000  # about 100 bytes for each of a million tensors
+ALIGNMENT = 8  # bytes, of the first tensor; at least as large as any element
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -39,40 +39,41 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-DIGITS = 16  # of the checksum in a file's name
-READS = 3  # attempts, if another process replaces the save meanwhile
+DIGITS = 16  # hexadecimal digits of the checksum in a file name
+READS = 3  # attempts while other processes replace the save
 
 
 def encode_tensors(tensors: Tensors, reused: Tensor | None = None) -> Tensor:
     """Copy tensors into the bytes of a safetensors file.
 
     The library's writer holds the GIL while it copies, which would stop training.
-    The memory of an earlier result, `reused`, is taken again if its size fits.
+    The result uses the memory of an earlier result, `reused`, if the size is the same.
 
     Source:
         https://github.com/huggingface/safetensors, README.md, "Format".
     """
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
-    # Widest first: then each tensor is aligned for its elements.
+    # Widest elements first, so each tensor is aligned for its elements.
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    ends, described = [0], {}
-    for name in names:
-        tensor = tensors[name]
-        ends.append(ends[-1] + tensor.nbytes)
-        described[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": ends[-2:],
+    ends = [0, *itertools.accumulate(tensors[name].nbytes for name in names)]
+    offsets = dict(zip(names, itertools.pairwise(ends), strict=True))
+    descriptions = {
+        name: {
+            "dtype": DTYPES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": list(offsets[name]),
         }
-    text = json.dumps(described, separators=(",", ":")).encode()
+        for name in names
+    }
+    text = json.dumps(descriptions, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     header = bytearray(len(text).to_bytes(LENGTH_BYTES, "little") + text)
     content = reused
     if content is None or len(content) != len(header) + ends[-1]:
         content = torch.empty(len(header) + ends[-1], dtype=torch.uint8)
     content[: len(header)] = torch.frombuffer(header, dtype=torch.uint8)
-    for name, start, end in zip(names, ends, ends[1:], strict=False):
+    for name, (start, end) in offsets.items():
         tensor = tensors[name].detach()
         part = content[len(header) + start : len(header) + end]
         part.view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -90,26 +91,27 @@ def check_tensor(name: str, tensor: Any) -> None:
     if tensor.is_meta or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
         raise OptionError(
             f"{name} is {tensor.dtype} ({tensor.layout}, on {tensor.device}), which "
-            "cannot be saved; floats of 16, 32 and 64 bits, integers and booleans can"
+            "cannot be saved: its elements must be floats of 16, 32 or 64 bits, "
+            "integers or booleans, and it must be dense"
         )
 
 
 def decode_tensors(content: bytes) -> dict[str, Tensor]:
     """Read an untrusted safetensors file."""
     header_bytes = int.from_bytes(content[:LENGTH_BYTES], "little")
-    room = min(len(content) - LENGTH_BYTES, MOST_HEADER_BYTES)
-    if not 0 < header_bytes <= room:
+    most = min(len(content) - LENGTH_BYTES, MOST_HEADER_BYTES)
+    if not 0 < header_bytes <= most:
         raise SaveError(
-            f"it is no safetensors file: its first 8 bytes announce a header of "
-            f"{header_bytes} bytes, of {len(content)} in all"
+            f"not a safetensors file: the header length is {header_bytes} bytes, but "
+            f"the file has {len(content)} bytes"
         )
     try:
-        tensors = dict(sorted(load(content).items()))  # in no fixed order
+        tensors = dict(sorted(load(content).items()))  # the library's order varies
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise SaveError(f"it is no safetensors file: {error}") from error
+        raise SaveError(f"not a safetensors file: {error}") from error
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
-            raise SaveError(f"{name!r:.200} is {tensor.dtype}, which is never saved")
+            raise SaveError(f"{name!r:.200} has an unsupported dtype, {tensor.dtype}")
     return tensors
 
 
@@ -124,16 +126,19 @@ class SaveFolder:
     def write(self, content: Any, files: Mapping[str, Tensor]) -> None:
         """Save, and replace an earlier save."""
         with save_errors("write", self.store):
-            listed = []
+            written = []
             for role, encoded in files.items():
                 data = encoded.numpy().data
                 file = File.of("", data, role=role)
                 name = f"{role}-{file.sha256[:DIGITS]}.safetensors"
-                listed.append(File(name, file.nbytes, file.sha256, file.details))
+                written.append(replace(file, name=name))
                 self.store.write(name, data)
-            Manifest(tuple(listed), content).write(self.store, self.kind)
-            kept = {file.name for file in listed}
-            self.store.delete(name for name in self._files() if name not in kept)
+            Manifest(tuple(written), content).write(self.store, self.kind)
+            roles = "|".join(self.roles)
+            pattern = re.compile(rf"({roles})-[0-9a-f]{{{DIGITS}}}\.safetensors")
+            # Includes files that earlier, unfinished saves have left.
+            existing = filter(pattern.fullmatch, self.store.names("*"))
+            self.store.delete({*existing} - {file.name for file in written})
 
     def read(self) -> tuple[Any, dict[str, dict[str, Tensor]]]:
         """Return the JSON, and the tensors by role and name."""
@@ -153,13 +158,6 @@ class SaveFolder:
         with save_errors("read", self.store):
             return Manifest.read(self.store, self.kind).content
 
-    def _files(self) -> list[str]:
-        """Return all files of tensors, including those of earlier, unfinished saves."""
-        form = re.compile(
-            rf"({'|'.join(self.roles)})-[0-9a-f]{{{DIGITS}}}\.safetensors"
-        )
-        return list(filter(form.fullmatch, self.store.names("*")))
-
     def _tensors(self, manifest: Manifest) -> dict[str, dict[str, Tensor]]:
         tensors = {}
         for file in manifest.files:
@@ -176,7 +174,7 @@ class SaveFolder:
 
 @contextmanager
 def save_errors(verb: str, store: Store) -> Iterator[None]:
-    """Turn errors into a SaveError that names the URL."""
+    """Context manager: turn errors into a SaveError that names the URL."""
     try:
         yield
     except (SaveError, DataError) as error:
@@ -184,7 +182,11 @@ def save_errors(verb: str, store: Store) -> Iterator[None]:
 
 
 def folder_store(url: Any, storage_options: Mapping[str, Any] | None = None) -> Store:
-    """Return the store of a save or of checkpoints; OptionError if `url` is no URL."""
+    """Return the store of a folder.
+
+    Raises:
+        OptionError: If `url` is neither a URL nor a path.
+    """
     if not is_path(url):
-        raise OptionError(f"url must be a URL or a path of a folder, got {url!r}")
+        raise OptionError(f"url must be the URL or path of a folder, got {url!r}")
     return store_of(url, storage_options)

@@ -86,7 +86,7 @@ class JsonValues:
             return self.encode(item, f"{name}.{step}", depth + 1)
 
         if depth > DEEPEST:
-            raise OptionError(f"{name} is nested in more than {DEEPEST} others")
+            raise OptionError(f"{name} is nested more than {DEEPEST} levels deep")
         if isinstance(value, np.generic):
             value = value.item()
         kind: Any = type(value)
@@ -114,14 +114,14 @@ class JsonValues:
     def _encode_other(self, value: Any, name: str, depth: int) -> Json:
         kind = type(value)
         raise OptionError(
-            f"{name} is a {kind.__module__}.{kind.__qualname__}, which cannot be saved "
-            "without code"
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, and a save contains "
+            "neither code nor pickles"
         )
 
     def decode(self, content: Json, depth: int = 0) -> Any:
         """Decode a value."""
         if depth > DEEPEST:
-            raise SaveError(f"something is nested in more than {DEEPEST} others")
+            raise SaveError(f"a value is nested more than {DEEPEST} levels deep")
         if content is None or type(content) in (bool, int, float, str):
             return content
         if type(content) is list:
@@ -132,7 +132,7 @@ class JsonValues:
         except (TypeError, ValueError, LookupError, AttributeError) as error:
             if isinstance(error, DaskDLError):
                 raise
-            raise SaveError(f"{content!r:.80} is no plain value") from error
+            raise SaveError(f"{content!r:.80} is not an encoded value") from error
 
     def _decode_tagged(self, tag: str, inner: Json, depth: int) -> Any:
         match tag, inner:
@@ -148,12 +148,14 @@ class JsonValues:
                 return getattr(torch, inner)
             case "tensor", str():
                 return self.tensors[inner]
-        raise SaveError(f"nothing is saved as {tag!r:.80} with {inner!r:.80}")
+        raise SaveError(f"no value has the tag {tag!r:.80} and content {inner!r:.80}")
 
     def _pairs(self, items: list[Json], depth: int) -> list[tuple[Any, Any]]:
         pairs = [self.decode(pair, depth + 1) for pair in items]
         if not all(isinstance(key, str | int | float | tuple) for key, _ in pairs):
-            raise SaveError(f"{items!r:.80} have keys that are not plain")
+            raise SaveError(
+                f"keys must be strings, numbers or tuples, got {items!r:.80}"
+            )
         return pairs
 
 
@@ -167,7 +169,7 @@ def trusted_modules(names: Any) -> frozenset[str]:
     listed: list[Any] = list(names) if several else [None]
     if not all(isinstance(n, str) and _MODULE.fullmatch(n) for n in listed):
         raise OptionError(
-            "trusted must be a list of names of modules, such as ['my_nets'], got "
+            "trusted must be a list of module names, such as ['my_nets'], got "
             f"{names!r:.200}"
         )
     return frozenset(listed)
@@ -187,7 +189,7 @@ LOSSES: Mapping[str, type[nn.Module]] = {
         p.default is not p.empty for p in inspect.signature(kind).parameters.values()
     )
 }
-# Modules whose classes and functions only compute, whatever their arguments are.
+# Modules whose classes and functions have no side effects, whatever their arguments.
 _TORCH = {
     "optim": torch.optim,
     "optim.lr_scheduler": lr_scheduler,
@@ -232,18 +234,19 @@ class ArgumentValues(JsonValues):
         if kind is Normalization:
             return {"normalization": value.to_dict()}
         if kind is functools.partial:
-            of, arguments, keywords = (
-                self.encode(part, name, depth + 1)
-                for part in (value.func, list(value.args), value.keywords)
-            )
-            return {"partial": {"of": of, "arguments": arguments, "keywords": keywords}}
+            parts = {
+                "of": value.func,
+                "arguments": list(value.args),
+                "keywords": value.keywords,
+            }
+            encoded = {k: self.encode(v, name, depth + 1) for k, v in parts.items()}
+            return {"partial": encoded}
         if isinstance(value, type | FunctionType):
             for place, module in _TORCH.items():
                 if _of_torch(module, value.__name__) is value:
                     return {"torch": f"{place}.{value.__name__}"}
             return {"import": reference(value)}
         if _is_frozen(kind):
-            known = kind in self.known.values()
             fields = {
                 f.name: self.encode(
                     getattr(value, f.name), f"{name}.{f.name}", depth + 1
@@ -251,8 +254,9 @@ class ArgumentValues(JsonValues):
                 for f in dataclasses.fields(value)
                 if f.init and f.compare  # others, such as credentials, are never saved
             }
-            named = kind.__name__ if known else reference(kind)
-            return {"object": {"class": named, "fields": fields}}
+            known = kind in self.known.values()
+            class_name = kind.__name__ if known else reference(kind)
+            return {"object": {"class": class_name, "fields": fields}}
         return super()._encode_other(value, name, depth)
 
     @override
@@ -261,25 +265,27 @@ class ArgumentValues(JsonValues):
             case "keras", dict():
                 return KerasModule(built(vetted(inner), seeded=False))
             case "loss", {"class": str(name), "arguments": arguments}:
-                return _made(LOSSES[name], self.decode(arguments, depth))
+                return _constructed(LOSSES[name], self.decode(arguments, depth))
             case "normalization", dict():
                 return Normalization.from_dict(inner)
             case "torch", str():
                 place, _, name = inner.rpartition(".")
-                named_value = _of_torch(_TORCH[place], name)
-                if named_value is not None:
-                    return named_value
+                of_torch = _of_torch(_TORCH[place], name)
+                if of_torch is not None:
+                    return of_torch
             case "import", str():
                 return self._imported(inner)
-            case "partial", {"of": of, "arguments": list(values), "keywords": named}:
-                arguments = self.decode(values, depth)
-                keywords = self.decode(named, depth)
-                return functools.partial(self.decode(of, depth), *arguments, **keywords)
+            case "partial", {"of": of, "arguments": list(values), "keywords": keywords}:
+                return functools.partial(
+                    self.decode(of, depth),
+                    *self.decode(values, depth),
+                    **self.decode(keywords, depth),
+                )
             case "object", {"class": str(name), "fields": dict(fields)}:
                 kind = self.known.get(name) or self._imported(name)
                 if not _is_frozen(kind):
-                    raise SaveError(f"{name} is no frozen dataclass")
-                return _made(
+                    raise SaveError(f"{name} is not a frozen dataclass")
+                return _constructed(
                     kind, {k: self.decode(v, depth) for k, v in fields.items()}
                 )
         return super()._decode_tagged(tag, inner, depth)
@@ -294,7 +300,7 @@ class ArgumentValues(JsonValues):
         ):
             top = module.partition(".")[0]
             raise UntrustedError(
-                f"{name} is code; if it may be imported and called, pass "
+                f"loading would import and call {name}; if you trust this code, pass "
                 f"trusted=[{top!r}]"
             )
         return imported(name)
@@ -306,25 +312,25 @@ def check_name(name: str) -> None:
     Example:
         >>> check_name("os:system")
         Traceback (most recent call last):
-        daskdl.errors.SaveError: os:system is of the standard library, which a save \
-does not name
+        daskdl.errors.SaveError: os:system is in the standard library, to which a save \
+never refers
     """
     if len(name) > LONGEST or not _NAME.fullmatch(name):
         raise SaveError(f"{name!r:.80} cannot be imported by that name")
     top = re.split("[.:]", name)[0]
     if top == "__main__":
         raise SaveError(
-            f"{name} is of the script or notebook that runs, which another one cannot "
-            "import"
+            f"{name} is defined in your script or notebook, so it cannot be imported "
+            "by name"
         )
     if top in sys.stdlib_module_names:
         raise SaveError(
-            f"{name} is of the standard library, which a save does not name"
+            f"{name} is in the standard library, to which a save never refers"
         )
 
 
 def imported(name: str) -> Any:
-    """Import a class or function by its own ``module:qualname``."""
+    """Import a class or function by its ``module:qualname``."""
     module, _, path = name.partition(":")
     try:
         value: Any = importlib.import_module(module)
@@ -334,9 +340,10 @@ def imported(name: str) -> Any:
         raise SaveError(
             f"{name} cannot be imported: {type(error).__name__}: {error}"
         ) from error
-    named = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
-    if not isinstance(value, type | FunctionType) or named != (module, path):
-        raise SaveError(f"{name} is no class or function of that module")
+    if not isinstance(value, type | FunctionType) or (
+        (value.__module__, value.__qualname__) != (module, path)
+    ):
+        raise SaveError(f"{name} is not a class or function of that module")
     return value
 
 
@@ -349,7 +356,7 @@ def reference(value: type | FunctionType) -> str:
     except SaveError as error:
         raise OptionError(str(error)) from error
     if value_of_name is not value:
-        raise OptionError(f"{name} is something else by now")
+        raise OptionError(f"{name} now refers to another object")
     return name
 
 
@@ -368,25 +375,38 @@ def _is_frozen(kind: Any) -> bool:
     return isinstance(kind, type) and parameters is not None and parameters.frozen
 
 
-def _made(kind: type, arguments: Mapping[str, Any]) -> Any:
+def _constructed(kind: type, arguments: Mapping[str, Any]) -> Any:
     try:
         return kind(**arguments)
-    except USER_ERRORS as error:  # OptionError too
-        shown = f"{arguments!r:.200}"
-        raise SaveError(f"{kind.__name__} refuses {shown}: {error}") from error
+    except USER_ERRORS as error:  # includes OptionError
+        raise SaveError(
+            f"{kind.__name__} does not accept {arguments!r:.200}: {error}"
+        ) from error
 
 
 def _loss_arguments(loss: nn.Module) -> dict[str, Any]:
-    """Read the arguments of a loss from its attributes; OptionError if it has more."""
+    """Read the arguments of a loss from its attributes.
+
+    Raises:
+        OptionError: If a loss with these arguments has other attributes.
+    """
     kind = type(loss)
-    # Deprecated, and set from `reduction`.
+    # The deprecated arguments are not kept: the constructor sets `reduction` from them.
     names = inspect.signature(kind).parameters.keys() - {"size_average", "reduce"}
     arguments = {name: getattr(loss, name) for name in sorted(names)}
-    current, again = (
-        {**vars(module), "_buffers": module._buffers.keys(), "training": True}
+    current, reconstructed = (
+        {**vars(module), "_buffers": dict(module.named_buffers()).keys()}
+        | {"training": True}
         for module in (loss, kind(**arguments))
     )
-    for name in current.keys() | again.keys():
-        if name not in current or name not in again or current[name] != again[name]:
-            raise OptionError(f"{name} of the loss is no argument of {kind.__name__}")
+    for name in current.keys() | reconstructed.keys():
+        if (
+            name not in current
+            or name not in reconstructed
+            or current[name] != reconstructed[name]
+        ):
+            raise OptionError(
+                f"the loss has an attribute {name} that no argument of "
+                f"{kind.__name__} sets"
+            )
     return arguments

@@ -51,6 +51,7 @@ from daskdl.training.state import (
     LoadedPart,
     ReplicaState,
     StartState,
+    State,
     described,
     restoring,
 )
@@ -63,7 +64,7 @@ T = TypeVar("T")
 def run_in_thread(action: Callable[[], T], name: str) -> "Future[T]":
     """Run a function in a new daemon thread."""
     future: Future[T] = Future()
-    # A store that hangs must not block interpreter exit.
+    # A daemon: a store that hangs must not keep the interpreter from exiting.
     threading.Thread(
         target=settle, args=(future, action), name=name, daemon=True
     ).start()
@@ -83,7 +84,7 @@ def wait_for(channel: Channel, future: "Future[T]", bound: Bound, what: str) -> 
 class CheckpointWriter:
     """Takes checkpoints of one replica, and writes its parts in a thread.
 
-    All replicas agree when a checkpoint is due. At most one copy is being written.
+    All replicas agree when a checkpoint is due. At most one copy is written at a time.
     """
 
     def __init__(
@@ -136,30 +137,31 @@ class CheckpointWriter:
         """Copy the state, and begin to write this replica's parts of a checkpoint."""
         self.finish()
         counters = {r: note["checkpoint"] for r, note in gathered.payloads.items()}
-        taken = max(own["checkpoints"] for own in counters.values())
+        taken = max(counts["checkpoints"] for counts in counters.values())
         self._taken, stamp = taken + 1, self._plan.stamp(taken)
         members = tuple(sorted(counters.keys() - gathered.gone.keys()))
-        complete = {own["written"] for own in counters.values()} == {stamp.number - 1}
-        expected = complete and set(self._members) <= set(members)
+        written = {counts["written"] for counts in counters.values()}
+        check_previous = written == {stamp.number - 1} and {*self._members} <= {
+            *members
+        }
         self._members = members
-        state, used = make(), self._copies  # the memory of the last copy is reused
-        store, own = self._series.folder(stamp.number), of_replica(self._replica)
-        part = Part(store, own).copied(stamp, {}, state.per_replica, used.get(own))
-        self._copies = {own: part}
+        state, store = make(), self._series.folder(stamp.number)
+        parts: dict[str, tuple[State, State]]
+        parts = {of_replica(self._replica): ({}, state.per_replica)}
         # A replica that joined later may lack rows of the history.
-        first = max(members, key=lambda replica: counters[replica]["rows"])
-        if self._replica == first:
+        if self._replica == max(members, key=lambda r: counters[r]["rows"]):
             header = {
                 **state.header,
                 "rows": self._rows.rows,
                 "members": list(members),
                 "count": self._plan.before + taken + 1,
             }
-            part = Part(store, COMMON).copied(
-                stamp, header, state.common, used.get(COMMON)
-            )
-            self._copies[COMMON] = part
-        write = functools.partial(self._write, stamp.number, expected)
+            parts[COMMON] = header, state.common
+        self._copies = {  # in the memory of the last copies
+            name: Part(store, name).copied(stamp, header, part, self._copies.get(name))
+            for name, (header, part) in parts.items()
+        }
+        write = functools.partial(self._write, stamp.number, check_previous)
         name = f"daskdl-checkpoint-{self._replica}"
         self._writing = stamp.number, run_in_thread(write, name)
 
@@ -179,18 +181,23 @@ class CheckpointWriter:
             done.result()
         return self._written
 
-    # ---- thread of its own
+    # ---- writing thread
 
-    def _write(self, number: int, expected: bool) -> None:
-        """Write the copies, the common part last."""
-        store, before = self._series.folder(number), self._series.folder(number - 1)
+    def _write(self, number: int, check_previous: bool) -> None:
+        """Write the copies, the common part last.
+
+        Args:
+            number: Number of the checkpoint.
+            check_previous: Whether all parts of the previous one must be visible here.
+        """
+        previous = self._series.folder(number - 1)
         for name, copy in self._copies.items():
-            if name == COMMON and expected and complete_at(before) is None:
+            if name == COMMON and check_previous and complete_at(previous) is None:
                 raise SaveError(
-                    f"all replicas have written their parts of {before.url}, and they "
-                    "are not all there; it has to be the same place for all workers"
+                    f"all replicas have written their parts of {previous.url}, but "
+                    "some are missing; all workers must share this folder"
                 )
-            Part(store, name).write(copy)
+            Part(self._series.folder(number), name).write(copy)
         if COMMON in self._copies:
             self._plan.prune()
 
@@ -204,23 +211,23 @@ def parameters_of(optimizer: Optimizer, model: nn.Module) -> dict[str, str]:
         {'bias': 'float32 (1,), parameter 0 of group 0'}
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {}
+    descriptions = {}
     for number, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             place = f"parameter {i} of group {number}"
             name = names.get(id(parameter), f"another {place}")
-            found[name] = f"{described(parameter)}, {place}"
-    return found
+            descriptions[name] = f"{described(parameter)}, {place}"
+    return descriptions
 
 
 class Fingerprint(NamedTuple):
-    """A description of model, optimizer and scheduler, to which saved state belongs.
+    """A description of the model, optimizer and scheduler to which saved state belongs.
 
     Attributes:
         tensors: Dtype and shape of the model's parameters and buffers by name, and the
             places of parameters in the optimizer.
-        optimizer: Class, with its module: names of classes repeat between libraries.
-        scheduler: Class, with its module; None without a scheduler.
+        optimizer: Qualified name of the class.
+        scheduler: Qualified name of the class; None without a scheduler.
 
     Example:
         >>> layer = nn.Linear(3, 2, bias=False)
@@ -243,7 +250,7 @@ class Fingerprint(NamedTuple):
     ) -> Self:
         """Describe model, optimizer and scheduler.
 
-        Checkpoints have all buffers; saves have persistent ones only.
+        Checkpoints contain all buffers, saves only the persistent ones.
         """
         others = others_in(module)
         if persistent_only:
@@ -258,34 +265,33 @@ class Fingerprint(NamedTuple):
         )
 
     def check(self, saved: "Fingerprint", what: str, remedy: str) -> None:
-        """Refuse state of another fingerprint; a saved one may have no scheduler."""
+        """Refuse state with another fingerprint; a saved one may have no scheduler."""
         for kind in ("optimizer", "scheduler"):
             ours, theirs = getattr(self, kind), getattr(saved, kind)
             if theirs is not None and not is_same_class(str(ours), theirs):
                 raise OptionError(
-                    f"{what} is of another {kind}: {theirs} there, and {ours} in this "
-                    f"trainer; {remedy}"
+                    f"{what} has the {kind} {theirs}, but this trainer has {ours}; "
+                    f"{remedy}"
                 )
         if different := differing_wrappers(saved.tensors, self.tensors):
-            raise OptionError(f"{what} is of another model: {different}")
+            raise OptionError(f"{what} belongs to another model: {different}")
         for name in {**saved.tensors, **self.tensors}:
             ours = self.tensors.get(name, "missing")
             theirs = saved.tensors.get(name, "missing")
             if ours != theirs:
                 raise OptionError(
-                    f"{what} is of another model, or of an optimizer with other "
-                    f"parameters: {name} is {theirs} there, and {ours} in this "
+                    f"{what} belongs to another model, or to an optimizer of other "
+                    f"parameters: {name} is {theirs} there, but {ours} in this "
                     f"trainer; {remedy}"
                 )
 
 
-# Columns of a history that the code reads; other columns are only displayed.
+# Columns of the history that the code reads; others are only displayed.
 _ROW = dict.fromkeys(
     ("epoch", "loss", "examples", "density", "threshold", "clipped"), float
 )
 
-# Header fields to validate, as a checkpoint may be edited by hand. `complete_at` and
-# `StoppingDecision.of` validate the other fields.
+# Header fields. `complete_at` and `StoppingDecision.of` validate the other ones.
 _HEADER = {
     "epoch": Natural,
     "sync_point": SyncPoint | None,
@@ -332,28 +338,32 @@ class ResumePlan:
     fingerprint: Fingerprint
 
     @classmethod
-    def of(cls, found: CompleteCheckpoint) -> Self:
+    def of(cls, checkpoint: CompleteCheckpoint) -> Self:
         """Read the header of a checkpoint."""
-        with restoring(found.store.url_of(f"{COMMON}.json")):
-            header = found.header
+        store, stamp, header = checkpoint
+        with restoring(store.url_of(f"{COMMON}.json")):
             check({name: header[name] for name in _HEADER}, _HEADER)
             rows, point = header["rows"], header["sync_point"]
             # Rows may be missing if only replicas that joined later remained.
             if header["epoch"] < len(rows):
-                raise ValueError(f"{header['epoch']} epochs, and {len(rows)} rows")
+                raise ValueError(f"{header['epoch']} epochs, but {len(rows)} rows")
             for row in rows:
                 check({name: row[name] for name in _ROW}, _ROW)
-            same = ("members", "epoch", "rows", "epochs_before", "count", "kind")
             columns = header["columns"].items()
             return cls(
-                store=found.store,
-                stamp=found.stamp,
+                store=store,
+                stamp=stamp,
+                members=header["members"],
+                epoch=header["epoch"],
                 sync_point=None if point is None else read(point, SyncPoint),
+                rows=rows,
                 decision=StoppingDecision.of(header["stopping"]),
-                fingerprint=Fingerprint(*header["fingerprint"]),
+                epochs_before=header["epochs_before"],
                 columns={place: tuple(names) for place, names in columns},
                 scaled_by=tuple(header["scaled_by"]),
-                **{name: header[name] for name in same},
+                count=header["count"],
+                kind=header["kind"],
+                fingerprint=Fingerprint(*header["fingerprint"]),
             )
 
     def check(
@@ -366,8 +376,8 @@ class ResumePlan:
         """Check that the checkpoint fits the options of a fit."""
         if self.kind not in master.resumes:
             raise OptionError(
-                f"{self.store.url} is of replicas of another way of training than "
-                f"{type(master).__name__}; resume with the same master"
+                f"{self.store.url} was written by {self.kind} replicas, which "
+                f"{type(master).__name__} cannot resume; use the same master"
             )
         Fingerprint.of(model, optimizer, scheduler).check(
             self.fingerprint,
@@ -383,19 +393,19 @@ def resume_plan(resume: Any, callbacks: Sequence[Callback]) -> ResumePlan | None
     rule = only(Checkpoint, callbacks) if resume is True else resume
     if rule is None:
         raise OptionError(
-            "resume=True needs a Checkpoint among the callbacks, got none; give "
-            "the URL of the checkpoints"
+            "resume=True needs a Checkpoint among the callbacks, got none; pass the "
+            "URL of the checkpoints"
         )
     if isinstance(rule, Checkpoint):
         series = Series.at(rule.url, rule.storage_options)
     else:
         series = Series.at(rule)
-    found = complete_at(series.store) or series.newest()
-    if found is not None:
-        return ResumePlan.of(found)
+    checkpoint = complete_at(series.store) or series.newest()
+    if checkpoint is not None:
+        return ResumePlan.of(checkpoint)
     if resume is True:  # no checkpoint has been written yet
         return None
-    raise SaveError(f"there is no checkpoint in {series.store.url}")
+    raise SaveError(f"{series.store.url} has no complete checkpoint")
 
 
 def checkpoints_of(
@@ -406,9 +416,14 @@ def checkpoints_of(
     if rule is None:
         return None
     series, run = Series.at(rule.url, rule.storage_options), secrets.token_hex(8)
-    first = max(series.numbers(), default=0) + 1
-    origin, before = (run, 0) if resume is None else (resume.stamp.origin, resume.count)
-    return CheckpointPlan(series, rule, origin, run, first, before)
+    return CheckpointPlan(
+        series,
+        rule,
+        origin=run if resume is None else resume.stamp.origin,
+        run=run,
+        first_number=max(series.numbers(), default=0) + 1,
+        before=0 if resume is None else resume.count,
+    )
 
 
 # Required fields of the state of each part; None: any type.
@@ -436,15 +451,18 @@ _PER_REPLICA = {
 
 
 def start_state(plan: ResumePlan, place: int, initial: int) -> StartState:
-    """Read the parts of a checkpoint that one initial replica continues from."""
+    """Read the parts of a checkpoint that one initial replica continues from.
+
+    Args:
+        plan: The checkpoint.
+        place: Place of the replica among the initial ones, from 0.
+        initial: Number of initial replicas.
+    """
     members = plan.members
-    taken = members[place::initial]
-    parts = [_part(plan, of_replica(replica)) for replica in taken]
-    # Without a part of its own, a replica starts with the optimizer of another one.
-    donor = (
-        parts[0] if parts else _part(plan, of_replica(members[place % len(members)]))
-    )
-    return StartState(plan.kind, _part(plan, COMMON), donor, parts)
+    parts = [_part(plan, of_replica(replica)) for replica in members[place::initial]]
+    # A replica without a part starts with the optimizer of another one.
+    donor = parts[:1] or [_part(plan, of_replica(members[place % len(members)]))]
+    return StartState(plan.kind, _part(plan, COMMON), donor[0], parts)
 
 
 def check_checkpoint(start: StartState, module: nn.Module) -> None:
@@ -459,5 +477,5 @@ def _part(plan: ResumePlan, name: str) -> LoadedPart:
     at = part.store.url_of(part.index)
     stamp, state = part.read()
     if stamp != plan.stamp:
-        raise SaveError(f"{at} is of another checkpoint")
+        raise SaveError(f"{at} belongs to another checkpoint")
     return LoadedPart(state, at)

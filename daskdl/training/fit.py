@@ -171,12 +171,6 @@ class FitRun:
         self.classes = self.result = None
         self._spec = spec
         self._model = model
-        if resume is not None:
-            state = FitState(
-                epochs=resume.epochs_before,
-                columns=resume.columns,
-                scaled_by=resume.scaled_by,
-            )
         self._state = state
         self._resume = resume
         self._assigned = False  # the initial replicas have been submitted

@@ -128,7 +128,9 @@ def test_from_s3_with_options_that_workers_do_not_have(client, bucket, s3_endpoi
 def agreed_and_residual(whole):
     """The parameters that all agreed on, and the sum of what each has not sent."""
     _, common = Part(whole.store, COMMON).read()
-    parts = [Part(whole.store, of_replica(r)).read()[1] for r in whole.members]
+    parts = [
+        Part(whole.store, of_replica(r)).read()[1] for r in whole.header["members"]
+    ]
     compressor = common["exchange"]["compressor"]
     (shared,) = compressor["shared"]
     start = shared.numpy() * compressor["grid"]
@@ -158,7 +160,7 @@ def test_on_more_or_fewer_workers_each_row_is_trained_on_once(
     own = with_checkpoints(others, url, loss=after, callbacks=[after], **options)
     history = own.fit(X, numbers, epochs=4, batch_size=BATCH, resume=True)
 
-    assert Series.at(url).newest().members == sorted(after.replicas())
+    assert Series.at(url).newest().header["members"] == sorted(after.replicas())
     assert history.column("replicas") == [2, 2] + [len(after.replicas())] * 2
     assert len(after.replicas()) != 2
     for epochs in (before.by_epoch(), after.by_epoch()):
@@ -280,7 +282,7 @@ def test_a_folder_that_workers_do_not_share_is_named(client):
         own.fit(X, Y, epochs=4, batch_size=BATCH)
 
     message = (
-        rf"all replicas have written their parts of {url}/checkpoint-000001, and they "
-        "are not all there; it has to be the same place for all workers"
+        rf"all replicas have written their parts of {url}/checkpoint-000001, but "
+        "some are missing; all workers must share this folder"
     )
     assert re.search(message, str(caught.value))

@@ -222,7 +222,7 @@ def newest(series):
 
 def check_whole(found):
     """Read all of it: each file has the checksum that it ought to have."""
-    for name in (COMMON, *map(of_replica, found.members)):
+    for name in (COMMON, *map(of_replica, found.header["members"])):
         stamp, _ = Part(found.store, name).read()
         assert stamp == found.stamp
 
@@ -267,7 +267,7 @@ def check_all(series, uninterrupted):
         found = complete_at(series.folder(number))
         if found is not None:
             check_whole(found)
-        if found is not None and len(found.members) == WORKERS:
+        if found is not None and len(found.header["members"]) == WORKERS:
             assert files(found) == uninterrupted.files[number]
 
 
@@ -300,7 +300,7 @@ def test_the_newest_is_whole_and_leads_to_the_same_end(
 
     assert kill.number - 2 <= before <= after <= last
     check_all(series, uninterrupted)
-    alike = len(complete_at(series.folder(last)).members) == WORKERS
+    alike = len(complete_at(series.folder(last)).header["members"]) == WORKERS
     broken_off.append(series.numbers()[-1] > last)
     logger.info("%s: %s, %s, %s, alike %s", kill, before, after, last, alike)
     with Processes(tmp_path, resume=True) as fit:

@@ -68,8 +68,8 @@ def test_a_function_that_cannot_be_pickled_is_refused_before_a_worker_is_touched
 ):
     message = (
         r"^model cannot be sent to the workers, because model\.lock \(a _thread\.lock"
-        r"\) cannot be pickled: .*; nor can the function that makes the model: .*; "
-        r"create it when it is first used"
+        r"\) cannot be pickled: .*; nor can the function that creates the model: .*; "
+        r"create it on first use"
     )
     with pytest.raises(ModelError, match=message):
         trainer(untouched, model=beyond_reach()).fit(X, Y)

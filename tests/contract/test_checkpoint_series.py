@@ -120,7 +120,7 @@ class TestNewest:
         put(series, 1, run="an earlier run")
         plan = plan_of(series)
 
-        with pytest.raises(SaveError, match="no checkpoint of this fit"):
+        with pytest.raises(SaveError, match="has no complete checkpoint of this fit"):
             plan.conclude()
         put(series, 2)
         plan.conclude()
@@ -181,7 +181,7 @@ class TestPrune:
             plan_of(series).prune()
 
         assert series.numbers() == [1, 2]
-        assert "is left where it is" in caplog.text
+        assert "a damaged checkpoint is not deleted" in caplog.text
 
     def test_the_common_part_is_deleted_first(self, series, monkeypatch):
         for number in (1, 2):
@@ -271,7 +271,9 @@ class TestParts:
         put_part(in_memory, CheckpointStamp("fit", "another run", 1), 1)
 
         start_state(plan, 0, 2)
-        with pytest.raises(SaveError, match=r"replica-1.json is of another checkpoint"):
+        with pytest.raises(
+            SaveError, match=r"replica-1.json belongs to another checkpoint"
+        ):
             start_state(plan, 1, 2)
 
 
@@ -281,7 +283,7 @@ class TestParts:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": ""}, r"url must be a URL or a path of a folder, got ''"),
+        ({"url": ""}, r"url must be the URL or path of a folder, got ''"),
         ({"url": b"x"}, r"url must be .* got b'x'"),
         ({"every": 0}, r"every must be .* >= 1.*got 0"),
         ({"every": "step"}, r"every must be .*got 'step'"),
@@ -309,8 +311,8 @@ def test_a_path_becomes_text_so_that_a_trainer_with_it_can_be_saved():
     [
         ([Checkpoint("memory://x")] * 2, None, "at most one Checkpoint"),
         ([], True, "resume=True needs a Checkpoint among"),
-        ([], 3, "must be a URL or a path"),
-        ([], b"x", "must be a URL or a path"),
+        ([], 3, "must be the URL or path"),
+        ([], b"x", "must be the URL or path"),
     ],
     ids=str,
 )

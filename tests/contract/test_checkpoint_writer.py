@@ -105,7 +105,7 @@ class TestParts:
         first.finish()
 
         found = complete_at(series.folder(1))
-        assert (found.members, found.header["count"]) == ([0, 1], 1)
+        assert (found.header["members"], found.header["count"]) == ([0, 1], 1)
         assert found.stamp == CheckpointStamp("fit", "run", 1)
         assert Part(found.store, of_replica(1)).read()[1]["x"].tolist() == [1.0]
 
@@ -115,7 +115,7 @@ class TestParts:
         second.take(met(-1, -1, gone=[0]), having())
         second.finish()
 
-        assert complete_at(series.folder(1)).members == [1]
+        assert complete_at(series.folder(1)).header["members"] == [1]
 
     def test_a_replica_that_joined_late_counts_the_checkpoints_before(self, series):
         late, gathered = writer(series, 1), met(-1, -1, taken=4)
@@ -228,7 +228,7 @@ def test_only_a_folder_that_workers_do_not_share_is_an_error(
     own.take(met(*met_again, taken=1), having())
 
     if missing:
-        with pytest.raises(SaveError, match="and they are not all there; it has to"):
+        with pytest.raises(SaveError, match="but some are missing; all workers must"):
             own.finish()
     else:
         own.finish()

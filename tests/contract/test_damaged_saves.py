@@ -273,7 +273,7 @@ def test_a_pickle_instead_of_tensors_is_refused_and_not_executed(
     found = place.outcome({old: None, new: bomb, name: sealed(index)})
 
     assert isinstance(found, SaveError)
-    assert "no safetensors file" in str(found)
+    assert "not a safetensors file" in str(found)
     assert not marker.exists()
 
 

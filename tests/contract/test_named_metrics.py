@@ -371,7 +371,7 @@ class TestTrainer:
         torch.testing.assert_close(chances, expected(trainer.predict(X)))
         own = trained(lambda output, y: output.mean())
         own.fit(X, y)
-        with pytest.raises(OptionError, match="attribute scale, which is 'logits'"):
+        with pytest.raises(OptionError, match="attribute scale: 'logits'"):
             own.predict_proba(X)
 
 

@@ -98,7 +98,7 @@ TRAINER = [
         ("max_loss_rise", value, f"max_loss_rise must be {RATIO}")
         for value in (0, True, math.inf, math.nan, "10")
     ],
-    ("step", print, "loss must be left out if a step is given, which computes it, got"),
+    ("step", print, "loss must be None with step=, which computes the loss, got"),
     ("scheduler", 3, "scheduler must be a function that makes one from an optimizer"),
     ("scheduler_every", "day", "scheduler_every must be 'epoch' or 'step'"),
     ("scheduler_every", "step", "scheduler_every='step' needs a scheduler, got None"),

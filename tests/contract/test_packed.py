@@ -151,5 +151,5 @@ def test_an_opened_pack_frees_its_bytes_and_cannot_be_pickled():
     assert packed.opened() is module
     assert packed.module().weight is module.weight
     assert size > 40_000 > sys.getsizeof(packed)
-    with pytest.raises(pickle.PicklingError, match="model was opened, to stay here"):
+    with pytest.raises(pickle.PicklingError, match="model has already been opened"):
         pickle.dumps(packed)

@@ -169,8 +169,8 @@ def test_a_step_of_the_users_own_is_an_objective():
 @pytest.mark.parametrize(
     ("loss", "own", "message"),
     [
-        (LOSS, step, "loss must be left out if a step is given, which computes it, got "
-         "loss=MSELoss()"),
+        (LOSS, step, "loss must be None with step=, which computes the loss, got "
+         "MSELoss()"),
         (None, 3, "step must be a function of (model, (x, y)) that returns the batch's "
          "mean loss, got 3"),
     ],

@@ -177,11 +177,11 @@ def test_a_function_that_cannot_be_pickled_is_called_in_this_process():
     [
         (
             lambda: nn.Linear(20, 5),
-            "weight is a parameter float32 (5, 20) now, and was ",
+            "weight is a parameter float32 (5, 20), but was ",
         ),
-        (lambda: nn.Linear(20, 4, bias=False), "bias is a parameter None now, and was"),
-        (lambda: nn.Linear(20, 4).double(), "parameter float64 (4, 20) now, and was a"),
-        (lambda: nn.Bilinear(20, 1, 4), "it is a Bilinear now, and was a Linear"),
+        (lambda: nn.Linear(20, 4, bias=False), "bias is missing, but was a parameter"),
+        (lambda: nn.Linear(20, 4).double(), "parameter float64 (4, 20), but was a"),
+        (lambda: nn.Bilinear(20, 1, 4), "the module is a Bilinear, but was a Linear"),
         (Other, "must return a torch.nn.Module, got <"),
     ],
     ids=["shape", "fewer", "dtype", "class", "kind"],
@@ -207,5 +207,7 @@ def test_a_function_that_returns_the_same_module_again_is_refused(part):
     def model():
         return nn.Sequential(same) if part else same
 
-    with pytest.raises(ModelError, match=r"model must make a new module at each call"):
+    with pytest.raises(
+        ModelError, match=r"model must return a new module at each call"
+    ):
         trainer(False, model=model).fit(X, Y)

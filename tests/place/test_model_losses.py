@@ -141,7 +141,7 @@ GIVE = (
          "and no 'loss', which models of transformers compute from labels, given as y "
          "or X['labels']"),
         (OfObjects(), (X,), "returned a SimpleNamespace with 'logits', and no 'loss'"),
-        (Classifier(), (HELD, Y[:32]), "X has 'labels', and y is given, too; leave"),
+        (Classifier(), (HELD, Y[:32]), "labels are passed both as y and as X"),
         (Classifier(), ({"X": X, "label": Y},), "forward of Classifier takes 'X', "
          "'labels', 'weights', and X has 'X', 'label': 'label' is none of them"),
     ],
@@ -169,7 +169,7 @@ def test_a_saved_trainer_without_a_loss_goes_on(tmp_path):
     again = daskdl.Trainer.load(tmp_path / "run", model=Classifier, client=False)
 
     assert again.evaluate(HELD) == own.evaluate(HELD)
-    with pytest.raises(OptionError, match="loss must be left out if a step is given"):
+    with pytest.raises(OptionError, match="loss must be None with step="):
         daskdl.Trainer.load(
             tmp_path / "run", model=Classifier, loss=nn.MSELoss(), step=print
         )

@@ -92,8 +92,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _copied, (self._keep(copy.deepcopy(obj).cpu()),)
         if parametrize.is_parametrized(obj):
             kind = parametrize.type_before_parametrizations(obj)
-            # The class that torch adds refuses to be pickled.
-            state: Callable[[Any], Any] = kind.__getstate__
+            state: Any = kind.__getstate__  # that of the added class raises
             return _bare, (kind,), state(obj), None, None, _parametrize_
         return super().reducer_override(obj)
 

@@ -420,7 +420,7 @@ class Trainer:
                     scaled_by=plan.scaled_by,
                 ),
             )
-        spec = replace(spec, read=_like(state, spec.read))
+        spec = replace(spec, read=_compared_with(state, spec.read))
         sources = spec.sources(X, y, validation, self.classes_)
         if model is None:
             model = starting_model(self.model, self.seed)
@@ -859,7 +859,7 @@ class Trainer:
     ) -> tuple[Any, ReadOptions]:
         transform = compose(transform, self.transform)
         X, read = ReadOptions.scoring(X, batch_size, transform, label, on_bad_batch)
-        return X, _like(self._state, read)
+        return X, _compared_with(self._state, read)
 
     def _fit_spec(
         self,
@@ -908,7 +908,7 @@ class Trainer:
             self.scheduler_ = trained.rate.scheduler
 
 
-def _like(state: FitState, read: ReadOptions) -> ReadOptions:
+def _compared_with(state: FitState, read: ReadOptions) -> ReadOptions:
     """Add the columns and normalizers of the last fit, with which rows are compared."""
     return replace(read, columns=state.columns, scaled_by=state.scaled_by)
 

@@ -62,7 +62,6 @@ UNCLEAN: set[str] = {
     "trainer.py",
     "training/backend.py",
     "training/base.py",
-    "training/checkpointing.py",
     "training/dask_backend.py",
     "training/data_feed.py",
     "training/epoch_control.py",

@@ -59,7 +59,6 @@ UNCLEAN: set[str] = {
     "planning/measure.py",
     "observe/report.py",
     "compression/thresholds.py",
-    "trainer.py",
     "training/backend.py",
     "training/base.py",
     "training/dask_backend.py",

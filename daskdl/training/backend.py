@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -29,7 +29,6 @@ from daskdl.channel.leasing import (
     partition_sizes,
 )
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.channel.protocol import Arrays
 from daskdl.compression.thresholds import Sent, average_sent
 from daskdl.config import Bound
 from daskdl.data.source import Source, rows_in
@@ -38,11 +37,11 @@ from daskdl.errors import OptionError, SaveError
 from daskdl.observe.tables import Row
 from daskdl.process_settings import process_environment
 from daskdl.serialization import Packed
-from daskdl.training.base import Parameters, TrainingMaster
+from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import LocalStore
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.replica import FitResult, Replica
-from daskdl.training.state import ReplicaState, State, decoded
+from daskdl.training.state import ReplicaState, State
 from daskdl.training.telemetry import Reports, reports_of
 from daskdl.training.tree_reduce import total_of
 from daskdl.util import settle
@@ -202,8 +201,8 @@ class Backend(ABC):
         """Let the cluster's dashboard, if there is one, show a row of the history."""
 
     @property
-    def agreed(self) -> "AgreedState | None":
-        """The newest agreed state that has reached the client."""
+    def agreed(self) -> ReplicaState | None:
+        """The latest agreed state that the client received."""
         return None
 
 
@@ -273,28 +272,6 @@ def useful(wanted: int, most: int) -> int:
             "an epoch has %s batches: %s of %s replicas are used", most, most, wanted
         )
     return min(wanted, most)
-
-
-class AgreedState(NamedTuple):
-    """A state on which all replicas agreed."""
-
-    epoch: int  # the epoch at whose end they agreed, counted from 0
-    arrays: Arrays  # encoded; see `Replica`
-
-    @property
-    def parameters(self) -> Parameters:
-        """The agreed parameters."""
-        return Parameters.from_values(decoded(self.arrays).common["model"])
-
-    def start(self, rows: Sequence[Mapping[str, Any]]) -> ReplicaState:
-        """Return the state for the replicas of another run, without the parameters.
-
-        Args:
-            rows: Rows of the history up to the epoch.
-        """
-        header, common, per_replica = decoded(self.arrays)
-        common = {name: value for name, value in common.items() if name != "model"}
-        return ReplicaState({**header, "rows": rows}, common, per_replica)
 
 
 REPORT_BYTES = 2**26  # more than a report with telemetry and states of metrics takes

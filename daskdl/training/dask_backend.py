@@ -51,7 +51,6 @@ from daskdl.process_settings import process_environment
 from daskdl.serialization import Packed
 from daskdl.training.backend import (
     POLL_S,
-    AgreedState,
     Backend,
     EpochEnded,
     Event,
@@ -68,6 +67,7 @@ from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import WorkerStore
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.replica import FitResult, Replica, warm_up
+from daskdl.training.state import ReplicaState, decoded
 from daskdl.util import OWN, REMEDY, arrival_plugin, mismatch
 
 logger = logging.getLogger(__name__)
@@ -277,7 +277,7 @@ class AgreedStateFetcher:
         state: The newest state that has arrived completely, or None.
     """
 
-    state: AgreedState | None
+    state: ReplicaState | None
 
     def __init__(self, client: Client, spec: ReplicaSpec) -> None:
         self.state = None
@@ -303,7 +303,8 @@ class AgreedStateFetcher:
 
     async def _fetch_newest(self) -> None:
         now = asyncio.get_running_loop().time
-        while self.state is None or self.state.epoch < self._wanted:
+        # The epoch in a header is the next one.
+        while self.state is None or self.state.header["epoch"] <= self._wanted:
             began_at = now()
             try:
                 state = await self._newest()
@@ -315,7 +316,7 @@ class AgreedStateFetcher:
             self.state = state
             await asyncio.sleep(REST_TIMES * (now() - began_at))
 
-    async def _newest(self) -> AgreedState | None:
+    async def _newest(self) -> ReplicaState | None:
         """Request the state from one replica after another; None if all fail."""
         avoid: list[int] = []
         while True:
@@ -326,7 +327,8 @@ class AgreedStateFetcher:
             while answer["status"] == Answer.OK:
                 payloads.append(np.frombuffer(unwrap(answer["bytes"]), np.uint8))
                 if len(payloads) == first["parts"]:
-                    return AgreedState(first["epoch"], join(first["forms"], payloads))
+                    arrays = join(first["forms"], payloads)
+                    return await asyncio.to_thread(decoded, arrays)
                 answer = await self._ask(
                     first["epoch"], len(payloads), (), first["replica"]
                 )
@@ -680,7 +682,7 @@ class DaskBackend(Backend):
 
     @property
     @override
-    def agreed(self) -> AgreedState | None:
+    def agreed(self) -> ReplicaState | None:
         return self._fetcher.state
 
     @override

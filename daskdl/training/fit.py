@@ -74,7 +74,6 @@ from daskdl.process_settings import check_device
 from daskdl.saving.json_values import JsonValues
 from daskdl.serialization import Packed, PackedModel, copied
 from daskdl.training.backend import (
-    AgreedState,
     Backend,
     EpochEnded,
     Event,
@@ -103,6 +102,7 @@ from daskdl.training.fit_spec import (
     TrainedOptimizer,
 )
 from daskdl.training.replica import FitResult
+from daskdl.training.state import ReplicaState
 from daskdl.training.telemetry import RowLog, add_telemetry
 from daskdl.training.tree_reduce import load_optimizer_
 from daskdl.util import guarded, installed_meanwhile, text_of, versions
@@ -174,7 +174,7 @@ class FitRun:
         self._state = state
         self._resume = resume
         self._assigned = False  # the initial replicas have been submitted
-        self._agreed: AgreedState | None = None  # the newest that reached the client
+        self._agreed: ReplicaState | None = None  # the latest that the client received
         self._agreed_epoch: int | None = None  # epoch of a fetched result
         self._deserted = False  # no replica of the current run is left
         self._losses: Counter[str] = Counter()  # of all replicas, by what follows
@@ -471,7 +471,7 @@ class FitRun:
         """Specify the run after the loss of all replicas, and say where it begins."""
         run, secret = secrets.randbits(63), secrets.randbits(63)
         sent = replace(self._sent, run=run, secret=secret)
-        callbacks, agreed = self._spec.callbacks, self._agreed
+        callbacks = self._spec.callbacks
         checkpoint = None if sent.checkpoints is None else sent.checkpoints.newest()
         if checkpoint is not None:
             resume = ResumePlan.of(checkpoint)
@@ -479,17 +479,19 @@ class FitRun:
             sent = replace(sent, checkpoints=plan, resume=resume, start=None)
             return sent, f"from {resume.store.url}"
         sent = replace(sent, checkpoints=checkpoints_of(callbacks, self._resume))
-        if agreed is None:
+        if self._agreed is None:
             return sent, "from the start"
-        model, epoch = copied(self._model), agreed.epoch
-        agreed.parameters.load_into(model)
+        header, common, per_replica = self._agreed
+        common = dict(common)
+        model, epoch = copied(self._model), header["epoch"] - 1
+        Parameters.from_values(common.pop("model")).load_into(model)
         rows = [dict(row) for row in self.history if row["epoch"] <= epoch]
         sent = replace(
             sent,
             model=model,
             grid=grid_for(FlatParameters(copied(model))),
             resume=None,
-            start=agreed.start(rows),
+            start=ReplicaState({**header, "rows": rows}, common, per_replica),
         )
         return sent, f"after epoch {epoch}"
 
@@ -549,8 +551,9 @@ class FitRun:
             # A result of replicas that agreed on no state has no parameters either.
             if agreed is not None and not (result and result.parameters):
                 result = result or FitResult(Parameters())
-                self.result = replace(result, parameters=agreed.parameters, met=True)
-                self._agreed_epoch = agreed.epoch
+                parameters = Parameters.from_values(agreed.common["model"])
+                self.result = replace(result, parameters=parameters, met=True)
+                self._agreed_epoch = agreed.header["epoch"] - 1
             backend.close()
 
     def _explain(self, error: DaskDLError) -> None:

@@ -631,7 +631,9 @@ class Replica:
         self.weight = self.seen / seen if seen else 0.0
         self._decide(epoch, reports)
         if self._channel.has_client:
-            state = self._agreed_state(epoch)
+            present = gathered.payloads.keys() - gathered.gone.keys()
+            is_first = self._number == min(present, default=self._number)
+            state = self._agreed_state(epoch, with_optimizer=is_first)
             self._channel.keep_state(epoch, functools.partial(encoded, state))
         if self.checkpoints is not None:
             over = self.stopper.over or epoch + 1 == self._spec.epochs
@@ -639,12 +641,21 @@ class Replica:
             self._spans.enter("checkpoint")
             self.checkpoints.end_epoch(epoch, gathered, reports, over, make)
 
-    def _agreed_state(self, epoch: int) -> ReplicaState:
-        """Return the state at the end of an epoch, copied, for the client.
+    def _agreed_state(self, epoch: int, *, with_optimizer: bool) -> ReplicaState:
+        """Copy the state at the end of an epoch for the client.
 
-        After the loss of all replicas, the fit goes on from it: the model and the
-        counters are equal on all replicas, the optimizer is that of this one.
+        After the loss of all replicas, the fit resumes from this state. The model and
+        the counters are equal on all replicas; the optimizer is that of this one.
+
+        Args:
+            epoch: Epoch that has ended, counted from 0.
+            with_optimizer: Whether to copy the tensors of the optimizer too, which
+                with Adam take twice the memory of the model. The client fetches from
+                the first replica, so the others leave these tensors out.
         """
+        optimizer = state_of(self.optimizer)
+        if not with_optimizer:
+            optimizer["state"] = {}
         header = {
             "kind": ALONE,
             "epoch": epoch + 1,
@@ -656,7 +667,7 @@ class Replica:
             "early_stopping": self.stopper.values(),
         }
         steering = {
-            "optimizer": state_of(self.optimizer),
+            "optimizer": optimizer,
             "schedule": self.rate.values(),
             "scaler": self.stepper.values(),
         }

@@ -13,13 +13,14 @@ import torch
 from distributed.utils_test import poll_for
 
 from daskdl import Callback, ModelError, ReplicaError, RunError, WaitTimeoutError
+from daskdl.channel.local import LocalChannel
 from daskdl.observe.tables import StepRow
 from daskdl.observe.timeline import SpanLog
-from daskdl.training.backend import AgreedState, LocalBackend
+from daskdl.training.backend import LocalBackend
 from daskdl.training.base import Parameters
-from daskdl.training.state import ReplicaState, encoded
+from daskdl.training.state import ReplicaState, decoded
 from daskdl.training.telemetry import LayerLog, StepLog, telemetry_of
-from tests.support.problems import kept, rows, trainer
+from tests.support.problems import adam, kept, rows, trainer
 from tests.support.promises import EarlyEnds, FailAt, Interrupt, Place
 from tests.support.recording import Recorded, vector
 
@@ -257,8 +258,7 @@ class TestBackend:
                 result, parameters=Parameters(), telemetry=telemetry
             )
 
-        model = ReplicaState({}, {"model": brought.values()}, {})
-        state = AgreedState(0, encoded(model))
+        state = ReplicaState({"epoch": 1}, {"model": brought.values()}, {})
         self.change(collect=collect, agreed=property(lambda self: state))
         own = trainer(False, master=TWO, telemetry_every=1)
 
@@ -269,3 +269,21 @@ class TestBackend:
         for name, value in own.model_.state_dict().items():
             assert torch.equal(value, whole.model_.state_dict()[name])
         assert own.history_.steps[-1]["step"] == 10**6
+
+
+def test_only_the_first_replica_copies_its_optimizer_for_the_client(monkeypatch):
+    states = {}
+
+    def keep_state(channel, epoch, make):
+        if make is not None:
+            states[channel._replica] = decoded(make()).per_replica["optimizer"]
+
+    monkeypatch.setattr(LocalChannel, "has_client", True)
+    monkeypatch.setattr(LocalChannel, "keep_state", keep_state)
+
+    trainer(False, master=TWO, optimizer=adam).fit(X, Y, epochs=1, batch_size=16)
+
+    assert states.keys() == {0, 1}
+    assert states[0]["state"]
+    assert states[1]["state"] == {}
+    assert states[1]["param_groups"] == states[0]["param_groups"]

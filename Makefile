@@ -25,14 +25,21 @@ help:
 	@echo "make study  compare with synchronous training: some hours"
 	@echo "make clean  remove the environment and everything that was built"
 
-# Written last, so that an installation that broke off is done again.
-.venv/installed: pyproject.toml constraints.txt
+# Each stamp is written last, so that make repeats an installation that failed.
+.venv/examples: pyproject.toml constraints.txt
+	@echo "installing daskdl, PyTorch and Dask into .venv: 1.5 GB, one to two minutes"
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		-c constraints.txt -e ".[examples]"
+	touch $@
+
+.venv/installed: .venv/examples
+	@echo "installing what the tests and the documentation need: another 1.1 GB, two to four minutes"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints.txt -e ".[test,docs,examples]"
 	touch $@
 
-demo: .venv/installed
+demo: .venv/examples
 	$(BIN)/python examples/digits.py
 
 # One process tests what needs clusters, the other all else.

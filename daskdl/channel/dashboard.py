@@ -1,7 +1,7 @@
-"""The page ``/daskdl`` of Dask's dashboard, and numbers for Prometheus.
+"""The page ``/daskdl`` of Dask's dashboard, and metrics for Prometheus.
 
-Hides what the scheduler keeps of a run to show it, within which bounds and for how
-long, and how it is drawn. bokeh and prometheus_client are optional.
+A `RunView` keeps a bounded number of the reports of a run, for a bounded time. bokeh
+and prometheus_client are optional.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ logger = logging.getLogger(__name__)
 
 PATH = "daskdl"  # of the page, relative to the dashboard
 UPDATE_MS = 1000
-KEPT_S = 3600.0  # how long a run that is over stays
-MOST_OVER = 16  # runs that are over
-# A report takes 900 bytes, and an open page draws all of them each second.
+KEPT_S = 3600.0  # for which a finished run stays
+MOST_OVER = 16  # finished runs
+# A report takes 900 bytes, and an open page draws all reports each second.
 MOST_REPORTS = 2048  # of all replicas of a run
 MOST_EPOCHS = 512
-MOST_LISTED = 64  # replicas in the table; replicas that have gone, in the metrics
-STALE_S = 5.0  # a replica without a report for so long has no speed
+MOST_LISTED = 64  # replicas in the table; replicas that left, in the metrics
+STALE_S = 5.0  # age of the last report beyond which a replica has no speed
 
 Columns = dict[str, NDArray[np.float64]]
 
@@ -46,30 +46,29 @@ Columns = dict[str, NDArray[np.float64]]
 # ---- the record of a run
 
 
-class Report(NamedTuple):
-    """A report of a replica, and when it came."""
+class TimedReport(NamedTuple):
+    """A report of a replica, and the time of its arrival."""
 
     replica: int
     second: float  # since the run began
     live: LiveReport
 
 
-NOTHING = LiveReport()  # of a replica that has not reported; its clock is unknown
-RATES = {  # column, and the counter whose increase per second it is
+RATES = {  # by column, the counter whose increase per second it shows
     "examples_per_s": "examples",
     "bytes_per_s": "sent_bytes",
     "waiting": "waits_s",
 }
 
 
-def columns_of(reports: Sequence[Report]) -> Columns:
-    """Return the fields of reports of one replica, and means since the report before.
+def columns_of(reports: Sequence[TimedReport]) -> Columns:
+    """Return the fields of a replica's reports, and means since the previous report.
 
     Args:
-        reports: In order. The first one only begins the means.
+        reports: In order of time. The first report only starts the means.
 
     Returns:
-        Columns by name; ``waits_s`` is the sum over all causes. NaN: not measured.
+        Columns by name; ``waits_s`` is the sum over all causes. NaN if not measured.
     """
     names = ("second", *LiveReport._fields)
     rows = [(r.second, *r.live[:-1], math.fsum(r.live[-1].values())) for r in reports]
@@ -84,24 +83,25 @@ def columns_of(reports: Sequence[Report]) -> Columns:
     return columns
 
 
-class RunRecord:
-    """What the dashboard shows of one run, within bounds; for one event loop.
+class RunView:
+    """The bounded record of a run that the dashboard shows; for one event loop.
 
     Args:
         spec: The run.
-        members: Its replicas, which the run changes.
+        members: The replicas of the run, which updates them.
         now: Time on the scheduler's clock, seconds.
 
     Attributes:
         run: Id of the run.
         title: Describes the model.
-        epochs: Number after the last epoch; None: unknown.
+        epochs: Number of epochs, including those before a checkpoint; None if unknown.
         reports: Reports of all replicas, thinned evenly.
-        ended: By epoch, the last report in it of each replica that is beyond it.
+        ended: By epoch, the last report of each replica in that epoch, once the replica
+            has started the next epoch.
         rows: Rows of the client's history, by epoch.
-        row: The newest of them; empty before the first.
+        row: The newest of these rows; empty before the first.
         version: Increases when a report or a row arrives.
-        over: When and why the run ended; None before.
+        over: Time and reason of the end of the run; None before.
     """
 
     def __init__(self, spec: RunSpec, members: Membership, now: float) -> None:
@@ -109,8 +109,8 @@ class RunRecord:
         self.title = shown(spec.title)
         self.epochs = spec.epochs
         self.members = members
-        self.reports: Thinned[Report] = Thinned(MOST_REPORTS)
-        self.ended: Thinned[Report] = Thinned(MOST_REPORTS)
+        self.reports: Thinned[TimedReport] = Thinned(MOST_REPORTS)
+        self.ended: Thinned[TimedReport] = Thinned(MOST_REPORTS)
         self.rows: Thinned[Mapping[str, Any]] = Thinned(MOST_EPOCHS)
         self.row: Mapping[str, Any] = {}
         self.version = 0
@@ -120,32 +120,32 @@ class RunRecord:
         self._per_epoch = sum(rows) if min(rows, default=-1) >= 0 else 0  # 0: unknown
         self._first_epoch = spec.first_epoch
         self._counts: Counter[int] = Counter()  # reports by replica
-        self._last: dict[int, Report] = {}  # by replica
-        # The last two reports of each replica that are a second apart.
-        self._marks: dict[int, tuple[Report, Report]] = {}
-        self._first: tuple[float, int] | None = None  # second, examples before
+        self._last: dict[int, TimedReport] = {}  # by replica
+        # Two recent reports of each replica, at least a second apart.
+        self._marks: dict[int, tuple[TimedReport, TimedReport]] = {}
+        self._first_report: TimedReport | None = None
 
     # ---- for the plugin
 
     def report(self, replica: int, live: LiveReport, now: float) -> None:
-        """Record live numbers of a replica."""
-        new, nothing = Report(replica, self.second(now), live), _before_all(replica)
-        last = self._last.get(replica, nothing)
+        """Record a live report of a replica, unless a newer report arrived before."""
+        new, initial = TimedReport(replica, self.second(now), live), _initial(replica)
+        last = self._last.get(replica, initial)
         if (live.epoch, live.step) < (last.live.epoch, last.live.step):
-            return  # it was overtaken
-        if live.epoch > last.live.epoch and last is not nothing:
+            return
+        if live.epoch > last.live.epoch and last is not initial:
             self.ended.add(last.live.epoch, last)
-        _, mark = self._marks.get(replica, (nothing, nothing))
-        if not live.at_s - mark.live.at_s < 1.0:  # NaN before the first
+        _, mark = self._marks.get(replica, (initial, initial))
+        if not live.at_s - mark.live.at_s < 1.0:  # NaN before the first report
             self._marks[replica] = mark, new
         self._last[replica] = new
         self._counts[replica] += 1
         self.reports.add(self._counts[replica], new)
-        self._first = self._first or (new.second, live.examples)
+        self._first_report = self._first_report or new
         self.version += 1
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """Record a row of the history: its numbers, and the waits by cause."""
+        """Record a row of the history: numbers, and waits by cause."""
         self.rows.add(row["epoch"], row)
         self.row = row
         self.version += 1
@@ -153,97 +153,97 @@ class RunRecord:
     # ---- for pages and collectors
 
     def second(self, at: float) -> float:
-        """Seconds from the beginning of the run to a time on the same clock."""
+        """Return the seconds from the start of the run to a time on the same clock."""
         return at - self._began_at
 
     @property
     def present(self) -> dict[int, Member]:
-        """Replicas that have joined and not gone, by number."""
+        """Replicas that take part now, by number."""
         if self.over is not None:
             return {}
         return {r: self.members.replicas[r] for r in self.members.present}
 
     @property
     def listed(self) -> dict[int, Member]:
-        """Replicas that are present, and then the last ones that have gone."""
+        """Replicas that take part, followed by those that left last."""
         members = self.members.replicas
-        gone = [r for r, one in members.items() if one.joined and one.gone]
+        gone = [r for r, member in members.items() if member.joined and member.gone]
         gone.sort(key=lambda r: members[r].gone_at)
         order = *self.members.present, *sorted(gone[-MOST_LISTED:])
         return {replica: members[replica] for replica in order}
 
     def last(self, replica: int) -> dict[str, float]:
-        """The columns of a replica's last report; empty before the first."""
+        """Return the columns of a replica's last report; empty before the first."""
         if replica not in self._last:
             return {}
         columns = columns_of((self._marks[replica][0], self._last[replica]))
         return {name: float(column[0]) for name, column in columns.items()}
 
     def waits_s(self, replica: int) -> Mapping[str, float]:
-        """Seconds that a replica has waited, by cause."""
+        """Return the seconds that a replica has waited, by cause."""
         return self._last[replica].live.waits_s if replica in self._last else {}
 
     @property
     def epoch(self) -> int:
-        """The epoch of the replica that is furthest, counted from 0."""
+        """The epoch of the most advanced replica, counted from 0."""
         reached = [last.live.epoch for last in self._last.values()]
         return max(reached, default=self._first_epoch)
 
     def speed(self, now: float) -> float:
-        """Examples per second of all replicas that have reported of late."""
+        """Return the examples per second of all replicas that reported recently."""
         second = self.second(now)
         speeds = [
-            own["examples_per_s"]
-            for own in map(self.last, self.present)
-            if own and second - own["second"] <= STALE_S
+            last["examples_per_s"]
+            for last in map(self.last, self.present)
+            if last and second - last["second"] <= STALE_S
         ]
         return math.fsum(speed for speed in speeds if math.isfinite(speed))
 
     def left_s(self, now: float) -> float | None:
-        """Seconds that the other examples take at the mean speed; None: unknown."""
-        if self.over is not None or self.epochs is None or self._first is None:
+        """Return the seconds left in the run at the mean speed; None if unknown."""
+        if self.over is not None or self.epochs is None or self._first_report is None:
             return None
         per_epoch = self._per_epoch or self.row.get("examples", 0)
-        since, before = self._first
         trained = sum(last.live.examples for last in self._last.values())
-        if not per_epoch or trained <= before:
+        counted = trained - self._first_report.live.examples
+        if not per_epoch or counted <= 0:
             return None
         left = (self.epochs - self._first_epoch) * per_epoch - trained
-        return max(left, 0) * (self.second(now) - since) / (trained - before)
+        return max(left, 0) * (self.second(now) - self._first_report.second) / counted
 
     def series(self) -> dict[int, Columns]:
-        """The columns of each replica's reports, see `columns_of`."""
+        """Return the columns of each replica's reports, see `columns_of`."""
         return _by_replica(report for _, report in self.reports.numbered)
 
     def losses(self) -> dict[int, Columns]:
-        """The same with one report for each epoch, of the current one the last."""
+        """Return the columns of each replica's last report in each epoch."""
         ended = [report for _, report in self.ended.numbered]
         return _by_replica([*ended, *self._last.values()])
 
 
-def _before_all(replica: int) -> Report:
-    return Report(replica, 0.0, NOTHING)
+def _initial(replica: int) -> TimedReport:
+    """Return the state of a replica before its first report; its clock is unknown."""
+    return TimedReport(replica, 0.0, LiveReport())
 
 
-def _by_replica(reports: Iterable[Report]) -> dict[int, Columns]:
-    found: dict[int, list[Report]] = {}
+def _by_replica(reports: Iterable[TimedReport]) -> dict[int, Columns]:
+    by_replica: dict[int, list[TimedReport]] = {}
     for report in reports:
-        own = found.setdefault(report.replica, [_before_all(report.replica)])
-        own.append(report)
-    return {replica: columns_of(own) for replica, own in sorted(found.items())}
+        initial = _initial(report.replica)
+        by_replica.setdefault(report.replica, [initial]).append(report)
+    return {replica: columns_of(r) for replica, r in sorted(by_replica.items())}
 
 
-def speed_of_all(
+def total_speed(
     series: Mapping[int, Columns],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Seconds since the run began, and examples per second of all replicas."""
-    found = series.values()
-    if not found:
+    """Return seconds since the run began, and examples per second of all replicas."""
+    if not series:
         return np.zeros(0), np.zeros(0)
-    first = min(own["second"][0] for own in found)
-    last = max(own["second"][-1] for own in found)
-    seconds = np.linspace(first, last, int(min(last - first, 256.0)) + 1)
-    examples = [np.interp(seconds, own["second"], own["examples"]) for own in found]
+    times = [columns["second"] for columns in series.values()]
+    start, end = min(t[0] for t in times), max(t[-1] for t in times)
+    seconds = np.linspace(start, end, int(min(end - start, 256.0)) + 1)
+    examples = [np.interp(seconds, c["second"], c["examples"]) for c in series.values()]
     return seconds[1:], np.diff(np.sum(examples, 0)) / np.diff(seconds)
 
 
@@ -257,33 +257,33 @@ def scores_in(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class Dashboard:
-    """The runs of one scheduler: those that train, and those that ended of late.
+    """The runs of a scheduler: those in progress and those that finished recently.
 
     Attributes:
-        runs: Records by run, oldest first.
+        runs: Views by run, oldest first.
     """
 
-    runs: dict[int, RunRecord]
+    runs: dict[int, RunView]
 
     def __init__(self) -> None:
         self.runs = {}
-        self._timers: dict[int, asyncio.TimerHandle] = {}  # of runs that are over
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # of finished runs
 
-    def open(self, record: RunRecord) -> None:
+    def open(self, view: RunView) -> None:
         """Show a run."""
-        if record.run in self._timers:
-            self._remove(record.run)
-        self.runs[record.run] = record
+        if view.run in self._timers:
+            self._remove(view.run)
+        self.runs[view.run] = view
 
     def end(self, run: int, why: str, loop: asyncio.AbstractEventLoop) -> None:
-        """Show a run as over; remove it in an hour."""
+        """Show a run as finished; remove it in an hour."""
         self.runs[run].over = loop.time(), shown(why, 500)
         self._timers[run] = loop.call_later(KEPT_S, self._remove, run)
         for oldest in list(self._timers)[:-MOST_OVER]:
             self._remove(oldest)
 
     def forget(self) -> None:
-        """Remove all runs that are over."""
+        """Remove all finished runs."""
         for run in list(self._timers):
             self._remove(run)
 
@@ -292,24 +292,24 @@ class Dashboard:
         del self.runs[run]
 
     def connect(self, scheduler: Any) -> None:
-        """Add the page and the numbers to the HTTP server of a scheduler."""
+        """Add the page and the metrics to the HTTP server of a scheduler."""
         with contextlib.suppress(ImportError):
             metrics().dashboards.add(self)
         applications = scheduler.http_application.applications
-        pages = [one for one in applications if hasattr(one, "app_paths")]
-        if pages:  # else the scheduler was started without a dashboard
+        pages = [app for app in applications if hasattr(app, "app_paths")]
+        if pages:  # otherwise, the scheduler runs without a dashboard
             _add_page(self, scheduler, pages[0].prefix)
         elif importlib.util.find_spec("bokeh") is None:
             logger.info(
-                "bokeh is not installed with the scheduler, so its dashboard has no "
-                "page /%s: pip install daskdl[dashboard]",
+                "the scheduler has no page /%s, because it cannot import bokeh; pip "
+                "install daskdl[dashboard]",
                 PATH,
             )
 
 
 # ---- Prometheus
 
-# Name, description, and the column of a replica's last report.
+# Name, description, and column of a replica's last report.
 METRICS = (
     ("examples_total", "Examples trained on", "examples"),
     ("sent_bytes_total", "Bytes of updates sent", "sent_bytes"),
@@ -317,7 +317,7 @@ METRICS = (
     ("wait_seconds_total", "Seconds waited", "waits_s"),
     ("examples_per_second", "Speed of training", "examples_per_s"),
     ("loss", "Mean training loss of the last second", "loss"),
-    ("step", "Steps made", "step"),
+    ("step", "Steps taken", "step"),
     ("density", "Parameters sent / parameters", "density"),
     ("threshold", "Threshold, parameter units", "threshold"),
     ("residual", "99th percentile of residual / threshold", "residual_p99"),
@@ -327,7 +327,7 @@ METRICS = (
 
 
 class Metrics:
-    """Collects the numbers of all dashboards of this process when Prometheus asks."""
+    """Collects the metrics of all dashboards of this process, for Prometheus."""
 
     def __init__(self) -> None:
         self.dashboards: weakref.WeakSet[Dashboard] = weakref.WeakSet()
@@ -344,32 +344,30 @@ class Metrics:
             kind = CounterMetricFamily if counts else GaugeMetricFamily
             return kind(f"{prefix}_{name}", what, labels=labels)
 
-        training = family("runs", "Runs that train")
-        present = family("replicas", "Replicas that are here", "run")
+        training = family("runs", "Runs in progress")
+        present = family("replicas", "Replicas that take part", "run")
         failed = family("replicas_failed", "Replicas that have failed", "run")
-        epoch = family("epoch", "Epoch of the replica furthest, from 0", "run")
-        scores = family("score", "Scores of the last epoch that ended", "run", "score")
-        of_replicas = {m: family(*m[:2], "run", "replica") for m in METRICS}
+        epoch = family("epoch", "Epoch of the most advanced replica, from 0", "run")
+        scores = family("score", "Scores of the last finished epoch", "run", "score")
+        by_replica = {m: family(*m[:2], "run", "replica") for m in METRICS}
         runs = [run for board in self.dashboards for run in list(board.runs.values())]
         training.add_metric([], sum(run.over is None for run in runs))
         for run in runs:
-            own = f"{run.run:x}"
+            label, here = f"{run.run:x}", run.present
             members = list(run.members.replicas.values())
-            present.add_metric([own], len(run.present))
-            failed.add_metric([own], sum(one.failed for one in members))
-            epoch.add_metric([own], run.epoch)
+            present.add_metric([label], len(here))
+            failed.add_metric([label], sum(member.failed for member in members))
+            epoch.add_metric([label], run.epoch)
             for score, value in scores_in(run.row).items():
-                scores.add_metric([own, score], value)
-            here = run.present
+                scores.add_metric([label, score], value)
             for replica in run.listed:
                 last = run.last(replica)
-                for metric, of_replica in of_replicas.items():
-                    name, _, column = metric
+                for (name, _, column), metric in by_replica.items():
                     value = last.get(column, math.nan)
-                    keeps = replica in here or name.endswith("_total")
-                    if keeps and not math.isnan(value):
-                        of_replica.add_metric([own, str(replica)], value)
-        yield from (training, present, failed, epoch, scores, *of_replicas.values())
+                    is_current = replica in here or name.endswith("_total")
+                    if is_current and not math.isnan(value):
+                        metric.add_metric([label, str(replica)], value)
+        yield from (training, present, failed, epoch, scores, *by_replica.values())
 
 
 @functools.cache
@@ -427,7 +425,7 @@ THEME = {
         "Toolbar": {"logo": None, "autohide": True},
     }
 }
-FIGURES = (  # title, columns of both axes, label of the horizontal axis
+FIGURES = (  # title, columns of the x and y axes, label of the x axis
     ("Loss by epoch", "epoch", "loss", "epoch; grey: all replicas, red: validation"),
     ("Loss by step", "step", "loss", "step of the replica"),
     ("Examples per second", "second", "examples_per_s", "seconds; grey: all replicas"),
@@ -438,8 +436,9 @@ FIGURES = (  # title, columns of both axes, label of the horizontal axis
     ("Staleness, steps", "second", "staleness", "seconds"),
     ("Fraction of the time waited", "second", "waiting", "seconds"),
 )
-OF_ALL = ("loss", "all replicas", INK), ("val_loss", "validation", RED)
-REPLICA_COLUMNS = {  # of the table, and of the last report
+# Column of the history, name and color of its curve.
+SCORES = ("loss", "all replicas", INK), ("val_loss", "validation", RED)
+REPLICA_COLUMNS = {  # by column of the table, the column of the last report
     "epoch": "epoch",
     "step": "step",
     "loss": "loss",
@@ -455,8 +454,8 @@ REPLICA_COLUMNS = {  # of the table, and of the last report
 }
 
 
-class Line(NamedTuple):
-    """One line of a figure."""
+class Curve(NamedTuple):
+    """A curve in a figure."""
 
     name: str
     color: str
@@ -465,42 +464,41 @@ class Line(NamedTuple):
     width: float = 1.5
 
 
-def heading(run: RunRecord, now: float) -> str:
-    """Return the title of a run, and how far it is, as HTML."""
-    row, took = run.row, format_time(run.second(run.over[0] if run.over else now))
+def heading(run: RunView, now: float) -> str:
+    """Return the title and the progress of a run, as HTML."""
+    row, status = run.row, [f"{len(run.present)} replicas"]
     if run.over is None:
         left = run.left_s(now)
         about = f"; about {format_time(left)} left" if left and left >= 1 else ""
-        state = f"training for {took}{about}"
+        state = f"training for {format_time(run.second(now))}{about}"
+        status.insert(0, f"{number(run.speed(now))} examples/s")
     else:
         at, why = run.over
+        took = format_time(run.second(at))
         state = f"over after {took}, {format_time(now - at)} ago: {why}"
-    of = "" if run.epochs is None else f" of {run.epochs}"
-    parts = [f"epoch {min(run.epoch + 1, run.epochs or math.inf):.0f}{of}"]
-    if run.over is None:
-        parts.append(f"{number(run.speed(now))} examples/s")
-    parts.append(f"{len(run.present)} replicas")
-    parts += [f"{name} {number(value)}" for name, value in scores_in(row).items()]
-    lines = [f"Run {run.run:x}, {state}", " · ".join(parts)]
+    total = "" if run.epochs is None else f" of {run.epochs}"
+    status.insert(0, f"epoch {min(run.epoch + 1, run.epochs or math.inf):.0f}{total}")
+    status += [f"{name} {number(value)}" for name, value in scores_in(row).items()]
+    paragraphs = [f"Run {run.run:x}, {state}", " · ".join(status)]
     if row:
-        lines.append(
+        paragraphs.append(
             f"Epoch {row['epoch'] + 1}: density {row['density']:.3g} · "
             f"sent {format_bytes(row['sent_bytes'])} · "
             f"dense {format_bytes(row['dense_bytes'])} · "
             f"staleness {row['staleness']:.3g} · waits {_waits(row['waits'])}"
         )
-    paragraphs = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-    return f"<h2>{html.escape(run.title)}</h2>{paragraphs}"
+    body = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs)
+    return f"<h2>{html.escape(run.title)}</h2>{body}"
 
 
 def _waits(waits_s: Mapping[str, float]) -> str:
-    """Name the causes of waits, longest first."""
+    """Format waits by cause, longest first."""
     order = sorted(waits_s.items(), key=lambda item: -item[1])
     return ", ".join(f"{c} {s:.1f} s" for c, s in order if s >= 0.05) or "–"
 
 
-def replica_table(run: RunRecord) -> str:
-    """Return the last numbers of each replica, where it is and how it went, as HTML."""
+def replica_table(run: RunView) -> str:
+    """Return the last numbers, the worker and the fate of each replica, as HTML."""
     rows: list[Sequence[Any]] = []
     present = run.present
     for replica, member in list(run.listed.items())[:MOST_LISTED]:
@@ -510,8 +508,9 @@ def replica_table(run: RunRecord) -> str:
             last.pop("examples_per_s", None)
         numbers = [last.get(column, math.nan) for column in REPLICA_COLUMNS.values()]
         color = COLORS[replica % len(COLORS)]
-        came = f"{shown(member.worker)}, joined at {run.second(member.joined_at):.1f} s"
-        gone = f"; at {run.second(member.gone_at):.1f} s {member.why}"
+        fate = f"{shown(member.worker)}, joined at {run.second(member.joined_at):.1f} s"
+        if member.gone:
+            fate += f"; at {run.second(member.gone_at):.1f} s {member.why}"
         rows.append(
             (
                 Html(f'<span style="color: {color}">■</span> {replica}'),
@@ -519,40 +518,39 @@ def replica_table(run: RunRecord) -> str:
                 format_bytes(int(last.get("sent_bytes", 0))),
                 format_bytes(int(last.get("received_bytes", 0))),
                 Html(f'<span title="{waits}">{waited_s:.1f} s</span>'),
-                came + (gone if member.gone else ""),
+                fate,
             )
         )
-    more = "sent", "received", "waited", "worker"
-    return table(rows, ("replica", *REPLICA_COLUMNS, *more))
+    columns = "replica", *REPLICA_COLUMNS, "sent", "received", "waited", "worker"
+    return table(rows, columns)
 
 
-def lines_of(run: RunRecord) -> list[list[Line]]:
-    """Return the lines of each of `FIGURES`, without what was not measured."""
+def curves_of(run: RunView) -> list[list[Curve]]:
+    """Return the curves of each of `FIGURES`, without values that were not measured."""
     series, losses = run.series(), run.losses()
     rows = [row for _, row in run.rows.numbered]
     epochs = np.array([row["epoch"] for row in rows], np.float64)
     figures = []
     for _, x, y, _ in FIGURES:
-        lines = []
+        curves = []
         if x == "epoch":
-            scores = [scores_in(row) for row in rows]
-            for name, label, color in OF_ALL:
-                column = np.array([own.get(name, math.nan) for own in scores])
-                lines.append(Line(label, color, epochs, column, width=3.0))
+            for name, label, color in SCORES:
+                scores = np.array([scores_in(row).get(name, math.nan) for row in rows])
+                curves.append(Curve(label, color, epochs, scores, width=3.0))
         elif y == "examples_per_s":
-            lines.append(Line("all replicas", INK, *speed_of_all(series), width=3.0))
+            curves.append(Curve("all replicas", INK, *total_speed(series), width=3.0))
         for replica, columns in (losses if x == "epoch" else series).items():
-            color, own = COLORS[replica % len(COLORS)], (columns[x], columns[y])
-            lines.append(Line(f"replica {replica}", color, *own))
-        measured = [(line, np.isfinite(line.y)) for line in lines]
-        figures.append([o._replace(x=o.x[k], y=o.y[k]) for o, k in measured if k.any()])
+            color = COLORS[replica % len(COLORS)]
+            curves.append(Curve(f"replica {replica}", color, columns[x], columns[y]))
+        measured = [(curve, np.isfinite(curve.y)) for curve in curves]
+        figures.append([c._replace(x=c.x[k], y=c.y[k]) for c, k in measured if k.any()])
     return figures
 
 
 class _Section:
-    """One run on one open page, as models of bokeh."""
+    """The section of a run on an open page, as models of bokeh."""
 
-    def __init__(self, run: RunRecord) -> None:
+    def __init__(self, run: RunView) -> None:
         from bokeh.layouts import column, row
         from bokeh.models import Div
 
@@ -587,7 +585,7 @@ class _Section:
         return plot
 
     def update(self, now: float) -> None:
-        """Show what the record has now."""
+        """Show the present state of the run."""
         run = self._run
         self._head.text = heading(run, now)
         version = run.version, run.members.generation, run.over
@@ -595,19 +593,19 @@ class _Section:
             return
         self._shown = version
         self._table.text = replica_table(run)
-        for source, lines in zip(self._sources, lines_of(run), strict=True):
-            source.data = _data_of(lines)
+        for source, curves in zip(self._sources, curves_of(run), strict=True):
+            source.data = _data_of(curves)
 
 
-def _data_of(lines: Sequence[Line]) -> dict[str, Any]:
-    """Make the data of a figure's source: a row for each line."""
-    data = {name: [getattr(line, name) for line in lines] for name in Line._fields}
+def _data_of(curves: Sequence[Curve]) -> dict[str, Any]:
+    """Return the data of a figure's source: a row for each curve."""
+    data = {name: [getattr(curve, name) for curve in curves] for name in Curve._fields}
     last = {f"last_{axis}": [points[-1] for points in data[axis]] for axis in "xy"}
     return {**data, **last}
 
 
 def _add_page(dashboard: Dashboard, scheduler: Any, prefix: str) -> None:
-    """Add the page to a scheduler's dashboard, and a link to its menu."""
+    """Add the page to a scheduler's dashboard, and a link to it to the menu."""
     from bokeh.layouts import column
     from bokeh.models import Div
     from bokeh.themes import Theme
@@ -616,15 +614,15 @@ def _add_page(dashboard: Dashboard, scheduler: Any, prefix: str) -> None:
     from distributed.dashboard.scheduler import template_variables
     from tornado.ioloop import IOLoop
 
-    variables = template_variables(scheduler)  # pages of Dask have the same
+    variables = template_variables(scheduler)  # shared with Dask's own pages
     if PATH not in variables["pages"]:
         variables["pages"].append(PATH)
     loop = asyncio.get_running_loop()
 
     def page(_: Any, extra: Mapping[str, Any], document: Any) -> None:
-        empty = Div(text="<p>No run trains here, and none has within the hour.</p>")
+        empty = Div(text="<p>No run in progress, and none within the last hour.</p>")
         root = column(empty, sizing_mode="stretch_width", name=PATH)
-        sections: dict[RunRecord, _Section] = {}
+        sections: dict[RunView, _Section] = {}
 
         def update() -> None:
             runs = [*reversed(dashboard.runs.values())]

@@ -16,7 +16,7 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from typing_extensions import override
 
-from daskdl.channel.dashboard import Dashboard, RunRecord
+from daskdl.channel.dashboard import Dashboard, RunView
 from daskdl.channel.leasing import Lease, RunSpec
 from daskdl.channel.protocol import (
     AGREED,
@@ -186,7 +186,7 @@ class LiveRun:
     """
 
     state: RunState
-    record: RunRecord
+    record: RunView
     client: str
     hanging: set[str]
     relays: dict[int, asyncio.Task[None]]
@@ -196,7 +196,7 @@ class LiveRun:
     ) -> None:
         self._transport = transport
         self.state = RunState(spec, self.now())
-        self.record = RunRecord(spec, self.state.members, self.now())
+        self.record = RunView(spec, self.state.members, self.now())
         self.client = client
         self.hanging = set()
         self.relays = {}

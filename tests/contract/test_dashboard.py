@@ -13,9 +13,9 @@ from daskdl.channel.dashboard import (
     MOST_OVER,
     MOST_REPORTS,
     Dashboard,
-    RunRecord,
+    RunView,
+    curves_of,
     heading,
-    lines_of,
     metrics,
     replica_table,
 )
@@ -46,7 +46,7 @@ def run_of(replicas=2, joined=100.0, rows=(500, 500), **more):
     state = RunState(spec, 100.0)
     for replica in range(replicas):
         state.join(replica, joined, Outbox(math.inf))
-    return state, RunRecord(spec, state.members, 100.0)
+    return state, RunView(spec, state.members, 100.0)
 
 
 def live(epoch, step, loss_sum=0.0, examples=0, at_s=0.0, **more):
@@ -56,7 +56,7 @@ def live(epoch, step, loss_sum=0.0, examples=0, at_s=0.0, **more):
 def line_of(run, figure, name):
     """The points of a line, by the title of its figure."""
     titles = [title for title, *_ in FIGURES]
-    (own,) = [o for o in lines_of(run)[titles.index(figure)] if o.name == name]
+    (own,) = [o for o in curves_of(run)[titles.index(figure)] if o.name == name]
     return own.x.tolist(), own.y.tolist()
 
 
@@ -139,7 +139,7 @@ class TestNumbers:
         run.report(0, live(0, 2), 102.0)
 
         assert line_of(run, "Density", "replica 0") == ([1.0], [0.25])
-        assert lines_of(run)[4] == []  # no threshold
+        assert curves_of(run)[4] == []  # no threshold
 
     def test_scores_of_the_history_are_lines_of_their_own(self):
         _, run = run_of()

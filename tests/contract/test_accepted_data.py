@@ -27,6 +27,7 @@ import daskdl
 from daskdl.data import dataset
 from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
 from daskdl.data.normalize import Standardize
+from tests.support.sources import Parts
 
 ROWS = 8
 X = np.arange(2.0 * ROWS, dtype=np.float32).reshape(ROWS, 2)
@@ -308,7 +309,7 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
         (TABLE, None, {"label": "cost"}, "label='cost' must be a column of X, which "
          "has 'a', 'b', 'price'"),
         (TABLE[["a"]], None, {"label": "a"}, "must be a column of X beside others"),
-        (TABLE, Y, {"label": "price"}, "label='price' and y both give labels"),
+        (TABLE, Y, {"label": "price"}, "and y both give labels; leave one"),
         (TABLE, None, {"label": ["price"]}, "one column, got a list; .* as y"),
         (X, None, {"label": 0}, "label=0 names a column of a table or a key of dicts, "
          "got a numpy.ndarray; give the labels as y"),
@@ -329,13 +330,18 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
         (dask.array.from_array(X), dask.array.from_array(NAMES), {},
          "number the classes, y.map_blocks.*numpy.searchsorted"),
         (X, delayed(Y), {}, "whole rows .x, y.: give them as X"),
+        (DATASET, Y, {}, "y must not be given with .* labels"),
+        (Streamed(), Y, {}, "y must not be given with .* labels"),
+        ([delayed((X, Y))], Y, {}, "y must be a list of .*, partitioned as X is, got"),
+        (Parts((X, Y)), Y, {}, "y must not be given with .* labels"),
     ],
     ids=[
         "inputs of Keras", "inputs alone", "ragged", "mixed", "empty", "bag, array",
         "partitions", "lengths", "no column", "only column", "label, y", "labels",
         "label of an array", "label of a tuple", "label of files", "dicts", "splits",
         "text in a dataset", "text in a bag", "missing", "text of Dask",
-        "text in blocks", "Delayed y",
+        "text in blocks", "Delayed y", "dataset, y", "stream, y", "list, y",
+        "source, y",
     ],
 )  # fmt: skip
 def test_other_forms_are_told_what_to_type(x, y, options, message):

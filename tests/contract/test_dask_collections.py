@@ -15,14 +15,12 @@ import pandas as pd
 import pytest
 import torch
 from dask.highlevelgraph import HighLevelGraph
-from torch import nn
 
-from daskdl import Trainer
 from daskdl.data.dask_collections import Partitions, pair
 from daskdl.data.inputs import infer_metadata, merge_small_parts, source_of
 from daskdl.data.source import Facts, facts_of, is_known
 from daskdl.data.tables import InMemory
-from daskdl.errors import DataError, OptionError, RunError
+from daskdl.errors import DataError, OptionError
 from tests.support.sources import Parts, Streamed, future_of
 
 X = np.arange(46.0, dtype=np.float32).reshape(23, 2)
@@ -296,10 +294,6 @@ class TestTasks:
 
         assert loaded(source)[0] == [[0, 1, 2]] * 2
 
-    def test_what_a_task_raises_is_passed_on(self):
-        with pytest.raises(ValueError, match="invalid literal"):
-            source_of([dask.delayed(int)("x")]).load(0)
-
 
 class TestBagsAndLists:
     @pytest.mark.parametrize(
@@ -413,18 +407,6 @@ class TestPartsThatChange:
         ):
             known.load(0)
 
-    @pytest.mark.parametrize("shuffle", [True, False])
-    def test_end_a_fit(self, shuffle):
-        own = Trainer(
-            lambda: nn.Linear(2, 2),
-            nn.CrossEntropyLoss(),
-            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            client=False,
-        )
-
-        with pytest.raises((DataError, RunError), match="part 0 has 13 rows"):
-            own.fit(changing(20, 13), batch_size=8, shuffle=shuffle)
-
 
 class TestSmallParts:
     def test_are_merged_and_stay_separable(self):
@@ -514,3 +496,13 @@ class TestInferringMetadata:
 
         assert facts.first[0]["a"].base is None is facts.first[1].base
         assert facts.rows == 1000
+
+    def test_a_source_may_know_its_lengths_but_not_its_first_rows(self):
+        source = Parts((X6[:4], None), (X6[4:], None))
+        source.lengths = [4, 2]
+
+        known = infer_metadata(source, False)
+
+        assert known.lengths == [4, 2]
+        assert known.first[0].tolist() == X6[:2].tolist()
+        assert source.first is None

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from daskdl.data import Csv, Npy, files, pack
+from daskdl.data.inputs import infer_metadata, merge_small_parts, source_of
 from daskdl.data.storage import Store
 from daskdl.errors import DataError, OptionError
 from tests.support import s3
@@ -287,3 +288,14 @@ def test_what_lies_in_a_folder_is_recognised(folder, tmp_path):
     assert (rows.parts, originals.parts) == (2, 2)
     assert (rows.lengths, originals.lengths) == ([2, 2], None)
     assert len(originals.load(0)[0]) == 2 + 3
+
+
+def test_small_files_of_several_shapes_are_merged_although_some_have_no_rows(tmp_path):
+    for number in range(129):  # of one row, but for the first
+        rows = np.zeros((min(number, 1), 2 + number // 65))
+        np.savez(tmp_path / f"{number:03}.npz", x=rows, y=np.zeros(len(rows)))
+
+    source = merge_small_parts(infer_metadata(source_of(str(tmp_path)), False))
+
+    assert source.parts == 64
+    assert [len(source.load(part)[0]) for part in range(64)] == [2] * 64

@@ -7,12 +7,14 @@ import sys
 
 import dask.array as da
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from daskdl.data import tables as module
+from daskdl.data.inputs import source_of
 from daskdl.data.tables import (
     PARTS,
     InMemory,
@@ -227,3 +229,26 @@ class TestParts:
         order = (labels // 2).tolist()
         assert got.tolist() == x[order].tolist()
         assert sorted(order) == [0, 1, 2, 3]
+
+
+X4 = np.arange(8.0).reshape(4, 2)
+
+
+def test_tables_among_arrays_become_arrays_and_names_of_labels_are_kept():
+    table = pd.DataFrame({"a": [1, 2, 3, 4], "b": [0.5] * 4})
+    labels = pd.Series(["cat", "ant", "bee", "ant"], dtype="category")
+
+    source = source_of({"table": table, "array": X4}, labels)
+
+    x, y = source.whole
+    assert x["table"].tolist() == [[1, 0.5], [2, 0.5], [3, 0.5], [4, 0.5]]
+    assert x["array"].tolist() == X4.tolist()
+    assert source.classes == ("ant", "bee", "cat")
+    assert y.tolist() == [2, 0, 1, 0]
+
+
+def test_a_column_that_is_no_number_is_named_with_its_place():
+    table = pd.DataFrame({"a": ["x", "y", "z", "w"]}, dtype="string")
+
+    with pytest.raises(DataError, match=r"column 'a' of X\['table'\] holds strings"):
+        source_of({"table": table, "array": X4}, X4)

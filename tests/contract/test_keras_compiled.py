@@ -290,13 +290,6 @@ class TestCompiled:
         with pytest.raises(OptionError, match=message):
             daskdl.Trainer(compiled(**options), client=False)
 
-    def test_other_metrics_are_refused_when_they_are_measured(self):
-        trainer = daskdl.Trainer(compiled(metrics=["hinge"]), client=False)
-        trainer.fit(X, KINDS)
-
-        with pytest.raises(OptionError, match=r"metrics by name are .*, got 'hinge'"):
-            trainer.evaluate(X, KINDS)
-
 
 class TestNames:
     @pytest.mark.parametrize("loss", ["cross_entropy", "CrossEntropyLoss"])

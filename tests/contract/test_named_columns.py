@@ -429,12 +429,6 @@ def test_a_predictor_warns_of_columns_that_it_takes_by_position():
 
 
 class TestArraysAndTables:
-    def test_an_array_after_a_table_is_taken_by_position_with_a_warning(self):
-        with pytest.warns(UserWarning, match="X has no names of columns, .* 'a', 'b'"):
-            loss = trained().evaluate(FRAME.to_numpy(), Y)["loss"]
-
-        assert loss < 1e-3
-
     def test_a_table_after_an_array_is_taken_by_position_with_a_warning(self):
         own = trainer()
         own.fit(FRAME.to_numpy(), Y)
@@ -474,17 +468,6 @@ class TestArraysAndTables:
     def test_the_column_of_the_labels_is_named_if_it_is_left_in(self):
         with pytest.raises(daskdl.DataError, match=r"unexpected: 'y'; .*label='y'"):
             trained().predict(OTHER.assign(y=Y))
-
-    def test_chosen_indices_are_positions(self, tmp_path):
-        OTHER.rename(columns={"a": "z"}).assign(y=Y).to_csv(
-            tmp_path / "x.csv", index=False
-        )
-        reader = Csv(features=[1, 2, 0], label="y", label_dtype="float32")
-
-        with pytest.warns(UserWarning, match="X of .*x.csv has no names of columns"):
-            loss = trained().evaluate(files(tmp_path / "x.csv", reader))["loss"]
-
-        assert loss < 1e-3
 
 
 class TestNormalizers:

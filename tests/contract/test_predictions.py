@@ -482,7 +482,7 @@ class Several(nn.Module):
         (Several(Named), 2, "output=2 is not among the model's outputs, 'sum', "
          "'double'"),
         (Sum(), "sums", "output='sums' selects one of several outputs, but the model "
-         "returns a single Tensor"),
+         "returns a single Tensor: leave output out"),
         (Sum(), 1.5, "output must be the name or position of one of the model's "
          "outputs, or None for all, got 1.5"),
     ],

@@ -386,15 +386,6 @@ class TestClasses:
         expected = sk.top_k_accuracy_score(y, scores, k=top, labels=np.arange(count))
         assert values[f"top_{top}_accuracy"] == pytest.approx(expected, abs=1e-12)
 
-    def test_rates_are_float64(self):
-        y = torch.zeros(10, dtype=torch.int64)
-        scores = torch.tensor([[1.0, 0.0]]).repeat(10, 1)
-        scores[0] = torch.tensor([0.0, 1.0])
-
-        values = measured(ClassificationMetrics(), sample_of(scores, y), scores, y)
-
-        assert values["accuracy"] == 0.9  # which float32 is not
-
 
 class TestLabels:
     def test_masked_labels_make_no_row_wrong(self):

@@ -183,15 +183,8 @@ class TestKeys:
             ((table()[NAMES], table()["label"]), "ID", OptionError, "which has .'a'"),
         ],
         ids=[
-            *("length", "no table", "two axes", "no bag"),
-            *(
-                "in memory",
-                "no lists",
-                "lazy length",
-                "lazy axes",
-                "lazy key",
-                "no such column",
-            ),
+            *("length", "no table", "two axes", "no bag", "in memory", "no lists"),
+            *("lazy length", "lazy axes", "lazy key", "no such column"),
         ],
     )
     def test_keys_that_do_not_fit_the_data_are_refused(
@@ -272,23 +265,6 @@ def test_a_wrong_label_of_a_lazy_part_is_named_when_it_is_computed(own):
 
 class TestSkipping:
     """Parts that cannot be read."""
-
-    class Torn(torch.utils.data.Dataset):
-        """Of which the second of two parts is torn."""
-
-        def __len__(self):
-            return 100
-
-        def __getitem__(self, i):
-            if i == 70:
-                raise ValueError("torn")
-            return X[i % ROWS], Y[i % ROWS]
-
-    def test_unreadable_items_score_nan_if_the_length_is_known(self, own):
-        scores = own.score_examples(self.Torn(), on_bad_batch="skip")
-
-        assert scores.shape == (100,)
-        assert np.flatnonzero(np.isnan(scores)).tolist() == [70]
 
     def test_rows_of_a_file_that_cannot_be_read_are_left_out(self, own, tmp_path):
         files(tmp_path)

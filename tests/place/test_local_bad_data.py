@@ -89,13 +89,6 @@ class TestNothingIsLeft:
         with pytest.raises(daskdl.DataError, match="no rows that can be read"):
             fit(folder(images), Flat, approach="export")
 
-    def test_of_npz(self, npz):
-        for path in npz.iterdir():
-            path.write_bytes(b"torn")
-
-        with pytest.raises(daskdl.DataError, match="of which 5 cannot be read"):
-            fit(str(npz))
-
 
 @in_place_or_exported
 def test_only_the_bad_image_is_left_out(images, approach):

@@ -118,80 +118,38 @@ ONE = np.ones(len(X))
 DATA = X, Y
 
 
+EACH = "must have one number for each of 120 rows, got "
+MEMORY = "sample_weight is for X and y in memory; for other data, make"
+LAZY = da.from_array(X), da.from_array(Y)
+DATASET = (TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)),)
+# Data, weights, options of the trainer, and the error.
+UNUSABLE = {
+    "short": (DATA, ONE[1:], {}, DataError, EACH + "(119,"),
+    "number": (DATA, 2.0, {}, DataError, EACH + "float"),
+    "negative": (DATA, -ONE, {}, DataError, "not all zero, got sample_weight[0] = -1"),
+    "nan": (DATA, ONE * np.nan, {}, DataError, "finite numbers >= 0, not all zero, g"),
+    "zero": (DATA, ONE * 0, {}, DataError, "not all zero, got sample_weight[0] = 0.0"),
+    "dask": (LAZY, ONE, {}, DataError, MEMORY),
+    "dataset": (DATASET, ONE, {}, DataError, MEMORY),
+    "loss": (
+        *(DATA, ONE, {"loss": lambda out, y: functional.cross_entropy(out, y)}),
+        OptionError,
+        "sample_weight needs the loss of each row: a loss of torch.nn, or a func",
+    ),
+    "step": (
+        *(DATA, ONE, {"loss": None, "step": print}, OptionError),
+        "sample_weight needs loss=, such as torch.nn.CrossEntropyLoss(); a",
+    ),
+    "transform": (
+        *(DATA, ONE, {"transform": lambda batch: (batch[0][:1], batch[1][:1])}),
+        ModelError,
+        "transform must keep the rows of a batch, as they have weights, g",
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("data", "weight", "options", "error", "message"),
-    [
-        (
-            DATA,
-            ONE[1:],
-            {},
-            DataError,
-            "must have one number for each of 120 rows, got (119,",
-        ),
-        (
-            DATA,
-            2.0,
-            {},
-            DataError,
-            "must have one number for each of 120 rows, got float",
-        ),
-        (
-            DATA,
-            -ONE,
-            {},
-            DataError,
-            "finite numbers >= 0, not all zero, got sample_weight[0] = -1",
-        ),
-        (DATA, ONE * np.nan, {}, DataError, "not all zero, got sample_weight[0] = nan"),
-        (DATA, ONE * 0, {}, DataError, "not all zero, got sample_weight[0] = 0.0"),
-        (
-            (da.from_array(X), da.from_array(Y)),
-            ONE,
-            {},
-            DataError,
-            "sample_weight is for X and y in memory; for",
-        ),
-        (
-            (TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)),),
-            ONE,
-            {},
-            DataError,
-            "sample_weight is for X and y in memory; for other data, make",
-        ),
-        (
-            DATA,
-            ONE,
-            {"loss": lambda out, y: functional.cross_entropy(out, y)},
-            OptionError,
-            "sample_weight needs the loss of each row: a loss of torch.nn, or a func",
-        ),
-        (
-            DATA,
-            ONE,
-            {"loss": None, "step": print},
-            OptionError,
-            "sample_weight needs loss=, such as torch.nn.CrossEntropyLoss(); a",
-        ),
-        (
-            DATA,
-            ONE,
-            {"transform": lambda batch: (batch[0][:1], batch[1][:1])},
-            ModelError,
-            "transform must keep the rows of a batch, as they have weights, g",
-        ),
-    ],
-    ids=[
-        "short",
-        "number",
-        "negative",
-        "nan",
-        "zero",
-        "dask",
-        "dataset",
-        "loss",
-        "step",
-        "transform",
-    ],
+    ("data", "weight", "options", "error", "message"), UNUSABLE.values(), ids=UNUSABLE
 )
 def test_weights_that_cannot_be_used_are_refused(data, weight, options, error, message):
     with pytest.raises(error, match=re.escape(message)):

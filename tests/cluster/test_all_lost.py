@@ -9,6 +9,7 @@ import signal
 import time
 
 import dask
+import numpy as np
 import pytest
 import torch
 from distributed import get_worker
@@ -27,6 +28,7 @@ from daskdl.channel.protocol import NAME
 from daskdl.channel.transport import SchedulerOverDask
 from tests.support.clusters import EnoughError, ProcessCluster, cluster_of
 from tests.support.problems import halved, kept, mlp, normalised, rows, sgd, trainer
+from tests.support.recording import ATOL, GRID, Recorded, delivered, records
 
 X, Y = rows()
 WITHIN_S = 60
@@ -95,6 +97,21 @@ def test_the_last_replica_shares_again_with_a_joining_one(two):
     assert alone[0]["sent_bytes"] == 0
     before, after = alone[-1]["val_loss"], own.history_[-1]["val_loss"]
     assert after < 1.5 * before  # nothing was clipped that only this one had
+
+
+def test_a_replica_whose_worker_closes_hands_over_its_residual(tmp_path):
+    with cluster_of(3, processes=False) as client:
+        own = trainer(
+            client, master=Recorded(str(tmp_path), kept()), callbacks=[Leave()]
+        )
+        history = own.fit(X, Y, epochs=4, batch_size=8)
+
+    ends, left = records(tmp_path, epoch=3), np.load(tmp_path / "1-left.npz")
+    assert (history[0]["replicas"], sorted(ends)) == (3, [0, 2])
+    start = ends[0]["start"]
+    gone = left["local"] - start - left["others"] * GRID
+    expected = start + sum(end["progress"] for end in ends.values()) + gone
+    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
 
 
 MANY = 10**4  # epochs: the fit ends otherwise

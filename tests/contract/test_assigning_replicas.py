@@ -255,6 +255,19 @@ def test_a_worker_on_which_the_users_code_fails_gets_no_other_replica(train, cap
     assert "no replica on b: it waited for a snapshot" in caplog.messages
 
 
+def test_the_task_of_a_worker_that_has_gone_is_not_waited_for(train):
+    joins = [{"kind": "worker", "worker": worker} for worker in "bc"]
+    cluster = Training(
+        *joins,
+        {"kind": "removed", "replica": 1},
+        until=lambda cluster: cluster.tasks[0].status == "cancelled",
+    )
+
+    train(cluster, most=3)
+
+    assert [task.worker for task in cluster.tasks] == ["b", "c"]
+
+
 def backend_of(cluster):
     """A run with replicas on workers a and b that has not started yet."""
     master = GradientSharing(replicas_per_worker=1)

@@ -127,9 +127,6 @@ async def test_a_run_is_closed_when_its_client_disconnects(c, s, a, b):
 # ---- waiting: for the others, for room, for an answer, until told to stop
 
 
-STAMP = codec.Stamp(RUN, 0, 1, 0)
-
-
 @workers(2, clean_kwargs={"threads": False})  # Dask keeps the thread of callbacks
 async def test_a_wait_for_data_ends_when_they_arrive(c, s, a, b):
     gate = Event("daskdl-test-gate")

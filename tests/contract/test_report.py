@@ -15,7 +15,6 @@ from daskdl.observe.timeline import ACTIVITIES, SPANS, Timeline
 from tests.contract.test_history import layer_row
 
 BEGAN = 1_700_000_000.0
-VOID = {"meta", "link", "i"}  # `i` is checked by its own closing tag
 
 
 class Page(HTMLParser):

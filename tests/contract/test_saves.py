@@ -107,7 +107,6 @@ class Thawed(Callback):
     rate: float = 0.5
 
 
-NORMALIZERS = [Standardize(), MinMax(-1, 1)]
 TABLE = {"a": np.array([[0.1, 7], [3, 1e-9]]), 3: np.arange(2.0)[:, None]}
 
 

@@ -1,4 +1,4 @@
-"""Embeddings with sparse gradients: optimizer states and clipping."""
+"""Embeddings: sparse gradients, and rows that only one replica touches."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from daskdl import GradientSharing, ParameterAveraging, Trainer
+from daskdl import DivergedError, GradientSharing, ParameterAveraging, Trainer
 
 ROWS, BATCH, WORDS = 96, 12, 10
 X = np.random.default_rng(0).integers(0, WORDS, ROWS)  # some several times in a batch
@@ -75,3 +75,65 @@ def test_one_replica_is_a_plain_loop(optimizer, norm):
         plain.step()
 
     torch.testing.assert_close(own.model_.weight, module.weight, rtol=1e-4, atol=1e-6)
+
+
+# ---- rows that one replica touches move as far as in one process
+
+ALONE = np.arange(8)[:, None]  # each example has a row of its own
+ONES = np.ones((8, 1), np.float32)
+RATE = 0.1
+
+
+class Bag(nn.EmbeddingBag):
+    def __init__(self, sparse):
+        super().__init__(8, 1, mode="sum", sparse=sparse)
+        nn.init.zeros_(self.weight)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sparse", "moved"),
+    [
+        (torch.optim.SparseAdam, True, RATE),
+        (torch.optim.Adam, False, RATE / 2**0.5),  # the mean, at a higher rate
+        (torch.optim.SGD, True, RATE * 2 / 4 / 2),  # the mean of two means over four
+    ],
+)
+def test_a_row_moves_by_whole_steps_of_optimizers_that_normalise(
+    optimizer, sparse, moved
+):
+    own = Trainer(
+        lambda: Bag(sparse),
+        nn.MSELoss(),
+        lambda params: optimizer(params, lr=RATE),
+        master=GradientSharing(
+            replicas_per_worker=2, max_staleness=0, warmup_steps=1, exchange_every=1
+        ),
+        client=False,
+    )
+
+    own.fit(ALONE, ONES, batch_size=4)
+
+    weights = own.model_.weight.detach().flatten().tolist()
+    assert weights == pytest.approx([moved] * 8, rel=0.02)  # sent in eight bits
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [({}, "use adapt_rate=False"), ({"update_scale": "sum"}, "update_scale")],
+)
+def test_a_run_that_diverges_names_the_option_that_adds_updates_up(options, remedy):
+    own = Trainer(
+        lambda: Bag(True),
+        nn.MSELoss(),
+        lambda params: torch.optim.SparseAdam(params, lr=3e38),
+        master=GradientSharing(replicas_per_worker=2, max_staleness=0, **options),
+        client=False,
+    )
+
+    with pytest.raises(DivergedError) as caught:
+        own.fit(ALONE, ONES, batch_size=4)
+
+    named = [
+        n for n in ("use adapt_rate=False", "update_scale") if n in str(caught.value)
+    ]
+    assert named == [remedy]

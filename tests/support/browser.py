@@ -1,7 +1,6 @@
 """A headless browser, driven by its own protocol; and what a page shows in it."""
 
 import asyncio
-import base64
 import contextlib
 import json
 import shutil
@@ -83,10 +82,6 @@ class Page:
             deviceScaleFactor=1,
             mobile=False,
         )
-
-    async def screenshot(self, path):
-        answer = await self.ask("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(answer["data"]))
 
 
 @contextlib.asynccontextmanager

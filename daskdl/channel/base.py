@@ -48,18 +48,18 @@ class ActivateResult(NamedTuple):
     interval: int = 0  # sync interval, counted from 0 over all epochs
 
 
-Last = Mapping[int, int]  # sequence number of the last update of each replica
+LastUpdates = Mapping[int, int]  # sequence number of each replica's last update
 
 
 class BarrierResult(NamedTuple):
     """The payloads of all members at a barrier."""
 
-    payloads: Mapping[int, Any]  # by replica; also of those that failed after arrival
-    gone: Last  # replicas that left or failed
-    # ``REPORT``: counters of the run in this epoch, "refused" and "repeated"; and
+    payloads: Mapping[int, Any]  # by replica; some may have failed after arrival
+    gone: LastUpdates  # of replicas that left or failed
+    # ``REPORT``: the run's counters of this epoch, "refused" and "repeated", and
     # "departed", the work by phase of replicas without a payload.
-    # ``SYNC``: "departed", the training of replicas without a part in the checkpoint.
-    # ``AGREE``: "present", the number of replicas, joining ones included.
+    # ``SYNC``: "departed", the training work of replicas without a payload.
+    # ``AGREE``: "present", the number of replicas, including joining ones.
     counted: Mapping[str, Any] = {}
 
 
@@ -88,11 +88,14 @@ class ChannelStats:
     repaired: int = 0
     waits_s: dict[str, float] = field(default_factory=dict)
 
-    def __add__(self, other: "ChannelStats") -> "ChannelStats":
-        own, more = vars(self).copy(), vars(other)
-        ours, theirs = own.pop("waits_s"), more["waits_s"]
+    def __add__(self, addend: "ChannelStats") -> "ChannelStats":
+        ours, theirs = self.waits_s, addend.waits_s
         waits_s = {c: ours.get(c, 0.0) + theirs.get(c, 0.0) for c in ours | theirs}
-        counts = {name: count + more[name] for name, count in own.items()}
+        counts = {
+            name: count + getattr(addend, name)
+            for name, count in vars(self).items()
+            if name != "waits_s"
+        }
         return ChannelStats(**counts, waits_s=waits_s)
 
 
@@ -119,8 +122,8 @@ class Channel(ABC):
         spec: Settings of the replica.
 
     Attributes:
-        has_dashboard: Whether somebody may look at what `report_live` sends.
-        has_client: Whether a client on another machine fetches what `keep_state` keeps.
+        has_dashboard: Whether a dashboard shows what `report_live` sends.
+        has_client: Whether a client on another machine may fetch from `keep_state`.
         clock: Times the waits.
         on_wait: Called after each wait with its cause, start and end.
     """
@@ -153,7 +156,7 @@ class Channel(ABC):
     @property
     def published(self) -> int:
         """Sequence number of the last published update; 0 before the first."""
-        return self._inbox.own.sequence
+        return self._inbox.progress.sequence
 
     # ---- joining and leaving
 
@@ -203,14 +206,14 @@ class Channel(ABC):
 
         Args:
             wait: Block until there is room; with a relay, until the outbox is empty.
-            unsent: Most bytes of this replica's updates that still wait to be sent to
-                any destination; below the bound of the outbox.
+            unsent: Bound on this replica's unsent bytes to any destination, below the
+                bound of the outbox.
         """
 
     def publish(
         self, encode: Encode, step: int, *, partial: bool = False, force: bool = False
     ) -> Frame | None:
-        """Broadcast an update to all other replicas.
+        """Publish an update to all other replicas.
 
         Args:
             encode: Makes the frame for a stamp; the frame must not change afterwards
@@ -223,7 +226,7 @@ class Channel(ABC):
         Returns:
             The frame; None if the outbox is full.
         """
-        sequence = self._inbox.own.sequence + 1
+        sequence = self._inbox.progress.sequence + 1
         stamp = codec.Stamp(self._spec.run, self._replica, sequence, step)
         frame = encode(stamp)
         completed = step - 1 if partial else step
@@ -243,7 +246,7 @@ class Channel(ABC):
             step: Completed steps.
             interval: Last completed sync interval.
         """
-        former = self._inbox.own
+        former = self._inbox.progress
         progress = PeerProgress(step, former.sequence, max(interval, former.interval))
         if progress != former:  # else the last update carries it
             self._announce(progress)
@@ -277,12 +280,14 @@ class Channel(ABC):
         """
         inbox = self._inbox
         with inbox.changed:
-            inbox.own = inbox.own._replace(step=step)
+            inbox.progress = inbox.progress._replace(step=step)
             inbox.pending.grid = grid
             for peer in list(inbox.peers.progress):
                 inbox.announce(peer, PeerProgress(step))
 
-    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
+    def agree(
+        self, key: str, published: LastUpdates, gone: LastUpdates, load: Load
+    ) -> None:
         """Wait, after an ``AGREE`` barrier, until all replicas have the same updates.
 
         No other update is accepted until a barrier of another kind is complete.
@@ -393,9 +398,9 @@ class Channel(ABC):
             epoch: Counted from 0.
             finished: One ``{"lease": ..., "examples": ..., "loss": ...}`` per lease.
             wait: Block until there is a lease or sync point, or all rows are finished.
-            work: Work over all finished leases of the phase and epoch; it stands in
-                for the report of a replica that is lost. With a reason to stop the fit,
-                no more rows are leased in this epoch, to any replica.
+            work: Work over all finished leases of the phase and epoch, used if the
+                replica is lost before it reports. With a reason to stop the fit, no
+                replica gets more rows in this epoch.
         """
 
     @abstractmethod
@@ -434,16 +439,16 @@ class Channel(ABC):
 
     def stats(self) -> ChannelStats:
         """Counters since the last call."""
-        now, self._stats = self._stats, ChannelStats()
+        stats, self._stats = self._stats, ChannelStats()
         inbox = self._inbox
         with inbox.changed:
-            now.received_bytes += inbox.received_bytes
-            now.refused, now.folds = inbox.refused, inbox.pending.folds
+            stats.received_bytes += inbox.received_bytes
+            stats.refused, stats.folds = inbox.refused, inbox.pending.folds
             inbox.received_bytes = inbox.refused = inbox.pending.folds = 0
-        return now
+        return stats
 
     def stats_so_far(self) -> ChannelStats:
-        """Counters since the last `stats`, which keeps them; without bytes of blobs."""
+        """Counters since the last `stats`, not reset; without bytes of blobs."""
         return self._stats + ChannelStats(received_bytes=self._inbox.received_bytes)
 
     def report_live(self, live: LiveReport) -> None:  # noqa: B027
@@ -455,7 +460,7 @@ class Channel(ABC):
     def link_s_per_byte(self) -> float:
         """Seconds per byte that this replica has sent since the last call.
 
-        NaN if requests were too short to show more than the latency, and between
+        NaN if requests were too short to measure more than latency, and between
         threads, which have no link; infinite if requests took time and none arrived.
         """
         return math.nan
@@ -482,25 +487,27 @@ class Channel(ABC):
         self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
     ) -> bool:
         """Wait until ready; return False on timeout."""
-        came = self._timed(cause, ready, timeout_s)
+        is_ready = self._timed(cause, ready, timeout_s)
         self.check()
-        return came
+        return is_ready
 
     def _timed(
         self, cause: WaitCause, ready: Callable[[], bool], timeout_s: float | None
     ) -> bool:
+        """Time a wait of `_block` as its cause."""
         waits_s, started = self._stats.waits_s, self.clock.now()
         self._inbox.waiting = cause.value, started
         try:
-            came = self._block(ready, timeout_s)
+            is_ready = self._block(ready, timeout_s)
         finally:
             self._inbox.waiting = None
         ended = self.clock.now()
         waits_s[cause.value] = waits_s.get(cause.value, 0.0) + (ended - started)
         self.on_wait(cause, started, ended)
-        return came
+        return is_ready
 
     def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Block until ready or stopped; return False on timeout."""
         return self._inbox.wait_for(ready, timeout_s)
 
     def _wait_for_others(
@@ -509,7 +516,7 @@ class Channel(ABC):
         """Wait for other replicas.
 
         Raises:
-            WaitTimeoutError: On timeout. The scheduler, if there is one, fails replicas
+            WaitTimeoutError: On timeout. The scheduler, if any, removes replicas
                 without heartbeats; the bound is for an unresponsive scheduler.
         """
         if not self._wait_until(cause, ready, self._patience.seconds):
@@ -525,7 +532,7 @@ class Channel(ABC):
 
     def wait_for_updates(self, target: Mapping[int, int]) -> None:
         """Block until all updates of others up to the target have been received."""
-        others = {o: s for o, s in target.items() if o != self._replica}
+        others = {r: last for r, last in target.items() if r != self._replica}
         inbox = self._inbox
         self._wait_for_others(
             WaitCause.UPDATES,
@@ -533,8 +540,8 @@ class Channel(ABC):
             lambda: inbox.received.behind(others),
         )
 
-    def _exchanged(self, payloads: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Count the bytes of arrays in barrier payloads, as those of frames."""
+    def _count_arrays(self, payloads: Mapping[int, Any]) -> None:
+        """Count the bytes of arrays in barrier payloads, like those of frames."""
         for replica, payload in payloads.items():
             values = payload.values() if isinstance(payload, Mapping) else ()
             nbytes = sum(v.nbytes for v in values if isinstance(v, np.ndarray))
@@ -542,4 +549,3 @@ class Channel(ABC):
                 self._stats.sent_bytes += nbytes
             else:
                 self._stats.received_bytes += nbytes
-        return payloads

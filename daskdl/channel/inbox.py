@@ -1,7 +1,7 @@
 """The inbox of a replica: pending updates and the progress of peers.
 
-It drops duplicates, tracks gaps and sorts updates into an order that does not depend on
-arrival. A full inbox folds pending updates together instead of growing.
+The inbox drops duplicates, tracks gaps and sorts updates into an order that does not
+depend on arrival. A full inbox folds pending updates together instead of growing.
 """
 
 import logging
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 # Updates received from one origin: the last before the first gap, and all beyond it.
 Received = tuple[int, Sequence[int]]
 NOTHING: Received = (0, ())
-MOST_AHEAD = 2**20  # of the last update without a gap; no origin is so far ahead
-MOST = 1000  # updates of one origin that are requested at once
+MOST_AHEAD = 2**20  # updates beyond the first gap; no origin is so far ahead
+MOST_REQUESTED = 1000  # updates of one origin in a request
 
 
 def contains(received: Received, sequence: int) -> bool:
@@ -53,25 +53,25 @@ def missing(
         >>> missing({7: (2, (5,))}, {7: (3, (5, 8)), 9: (1, ())})
         {7: [3, 8], 9: [1]}
     """
-    lacking: dict[int, list[int]] = {}
+    gaps: dict[int, list[int]] = {}
     for origin, (complete, beyond) in target.items():
-        done, taken = mine.get(origin, NOTHING)
-        if done >= complete and not beyond:  # nearly always
+        my_complete, my_beyond = mine.get(origin, NOTHING)
+        if my_complete >= complete and not beyond:  # nearly always
             continue
-        wanted = [*range(done + 1, complete + 1), *(s for s in beyond if s > done)]
-        gaps = sorted(set(wanted) - set(taken))
-        if gaps:
-            lacking[origin] = gaps
-    return lacking
+        wanted = {*range(my_complete + 1, complete + 1), *beyond} - {*my_beyond}
+        lacking = sorted(sequence for sequence in wanted if sequence > my_complete)
+        if lacking:
+            gaps[origin] = lacking
+    return gaps
 
 
 class ReceivedSet:
     """The set of received updates, by origin.
 
     Updates of one origin are numbered from 1. Normally they arrive in order; a retried
-    or re-routed update may arrive twice, and a dropped one leaves a gap until it is
-    repaired. Memory grows with the updates beyond a gap, not with the gap: sequence
-    numbers are not checked. A skipped update leaves no gap, and is not received.
+    or re-routed update may arrive twice, and a dropped update leaves a gap until it is
+    repaired. Memory grows with the updates beyond a gap, not with the size of the gap.
+    A skipped update leaves no gap, but does not count as received.
     """
 
     def __init__(self, received: Mapping[int, Received] | None = None) -> None:
@@ -101,7 +101,7 @@ class ReceivedSet:
         return True
 
     def skip(self, origin: int, sequence: int) -> None:
-        """Leave no gap for an update that no replica can provide; it may still come."""
+        """Close the gap of an update that no replica can provide; it may arrive yet."""
         if self.accept(origin, sequence):
             self._skipped.setdefault(origin, set()).add(sequence)
 
@@ -119,15 +119,15 @@ class ReceivedSet:
 
     def behind(self, target: Mapping[int, int]) -> dict[int, list[int]]:
         """Return the sequence numbers of the gaps up to a target, by origin."""
-        closed = {o: (c, [*self._beyond[o]]) for o, c in self._complete.items()}
-        return missing(closed, {o: (last, ()) for o, last in target.items()})
+        counted = {o: (c, [*self._beyond[o]]) for o, c in self._complete.items()}
+        return missing(counted, {o: (last, ()) for o, last in target.items()})
 
     def by_origin(self) -> dict[int, Received]:
         """Return the received updates of each origin, as plain values for the wire.
 
         Returns:
-            By origin: the last update before the first one that was not received, and
-            the updates received beyond it, ascending.
+            By origin, the last update before the first that was not received, and the
+            updates received beyond it, ascending.
 
         Example:
             >>> positions = ReceivedSet()
@@ -158,8 +158,8 @@ class DeliveryBarrier:
     """Decides which updates may be delivered while replicas compare theirs.
 
     If a survivor applied an update after reporting its received updates, the others
-    might not have it when they continue. A later update, also of a failed replica, is
-    delivered afterwards, and compared the next time. Not thread-safe: guarded by the
+    might lack that update when they continue. A later update, even of a failed replica,
+    is delivered afterwards, and compared the next time. Not thread-safe: guarded by the
     lock of the received set.
 
     Attributes:
@@ -201,7 +201,7 @@ class DeliveryBarrier:
         return not self.holding or contains(target, sequence)
 
 
-MOST_STEPS = 2  # with pending updates, if replicas take each step together
+MOST_STEPS = 2  # steps with pending updates, if replicas take each step together
 UPDATE_BYTES = 440  # memory overhead of an update, see test_queue_memory
 
 
@@ -212,6 +212,14 @@ class DrainResult(NamedTuple):
     folded_N: NDArray[np.int32] | None  # grid counts; None if nothing was folded
 
 
+class QueuedUpdate(NamedTuple):
+    """An update that is not applied yet."""
+
+    bucket: int
+    nbytes: int
+    update: Update
+
+
 class PendingUpdates:
     """Updates that have arrived and are not applied yet.
 
@@ -219,16 +227,16 @@ class PendingUpdates:
     because sums of whole grid steps do not depend on their order.
 
     With `in_step`, each step is a bucket with its own bound, and later updates of a
-    folded bucket are folded too. Folding rounds local differently; this way it depends
-    on the updates of the step and not on when they arrive. Others wait for a replica
-    that trains, so two steps have pending updates. They do not wait for a replica that
-    is still joining: beyond two steps' worth, all of its updates are folded together.
+    folded bucket are folded too: folding changes the rounding of local, which must not
+    depend on when updates arrive. All replicas wait for one that trains, so at most two
+    steps have pending updates. They do not wait for a replica that is still joining:
+    beyond two steps' worth, all of its updates are folded together.
 
     Args:
         size: Parameters of the model.
         grid: Grid of the run, parameter units.
-        limit_bytes: Bytes of pending updates beyond which they are folded; with
-            `in_step`, of one step.
+        limit_bytes: Bytes of pending updates, with `in_step` of one step, beyond which
+            they are folded.
         in_step: Replicas take each step together.
 
     Attributes:
@@ -247,7 +255,7 @@ class PendingUpdates:
         self._size = size
         self._limit_bytes = limit_bytes
         self._in_step = in_step
-        self._waiting: list[tuple[int, int, Update]] = []  # bucket, bytes
+        self._waiting: list[QueuedUpdate] = []
         self._bytes: Counter[int] = Counter()  # by bucket
         self._folded: dict[int, NDArray[np.int32]] = {}
 
@@ -264,11 +272,11 @@ class PendingUpdates:
         bucket = update.stamp.step if self._in_step else 0
         arrays = [value for value in update if isinstance(value, np.ndarray)]
         nbytes = UPDATE_BYTES + sum(array.nbytes for array in arrays)
-        self._waiting.append((bucket, nbytes, update))
+        self._waiting.append(QueuedUpdate(bucket, nbytes, update))
         self._bytes[bucket] += nbytes
-        again = self._in_step and bucket in self._folded
-        if again or self._bytes[bucket] > self._limit_bytes:
-            self.folds += not again
+        was_folded = self._in_step and bucket in self._folded
+        if was_folded or self._bytes[bucket] > self._limit_bytes:
+            self.folds += not was_folded
             self._fold(bucket)
         if self._in_step and (
             len(self._folded) > MOST_STEPS
@@ -279,16 +287,17 @@ class PendingUpdates:
     def take(self, up_to_step: int | None = None) -> DrainResult:
         """Take all updates, or only those up to a step."""
         last = math.inf if up_to_step is None else up_to_step
-        now = [update for *_, update in self._waiting if update.stamp.step <= last]
-        self._waiting = [one for one in self._waiting if one[-1].stamp.step > last]
+        due = [q.update for q in self._waiting if q.update.stamp.step <= last]
+        self._waiting = [q for q in self._waiting if q.update.stamp.step > last]
         self._bytes.clear()
-        for bucket, nbytes, _ in self._waiting:
-            self._bytes[bucket] += nbytes
-        due = [self._folded.pop(bucket) for bucket in [*self._folded] if bucket <= last]
-        for other_N in due[1:]:
-            due[0] += other_N
-        updates = sorted(now, key=attrgetter("stamp"))
-        return DrainResult(updates, due[0] if due else None)
+        for queued in self._waiting:
+            self._bytes[queued.bucket] += queued.nbytes
+        due_buckets = [bucket for bucket in self._folded if bucket <= last]
+        folded = [self._folded.pop(bucket) for bucket in due_buckets]
+        for later_N in folded[1:]:
+            folded[0] += later_N
+        updates = sorted(due, key=attrgetter("stamp"))
+        return DrainResult(updates, folded[0] if folded else None)
 
     def clear(self) -> None:
         """Drop all pending updates."""
@@ -297,22 +306,22 @@ class PendingUpdates:
         self._folded.clear()
 
     def _merge(self) -> None:
-        """Fold the updates of all steps into the first one."""
+        """Fold the updates of all steps into the earliest one."""
         self.folds += 1
-        buckets = {of_bucket for of_bucket, *_ in self._waiting} | self._folded.keys()
+        buckets = {queued.bucket for queued in self._waiting} | self._folded.keys()
         for bucket in buckets:
             self._fold(bucket)
-        first, *others = sorted(buckets)
-        for bucket in others:
-            self._folded[first] += self._folded.pop(bucket)
+        earliest, *later = sorted(buckets)
+        for bucket in later:
+            self._folded[earliest] += self._folded.pop(bucket)
 
     def _fold(self, bucket: int) -> None:
         if bucket not in self._folded:
             self._folded[bucket] = np.zeros(self._size, np.int32)
-        for of_bucket, _, update in self._waiting:
-            if of_bucket == bucket:
-                fold_(self._folded[bucket], update, self.grid)
-        self._waiting = [one for one in self._waiting if one[0] != bucket]
+        for queued in self._waiting:
+            if queued.bucket == bucket:
+                fold_(self._folded[bucket], queued.update, self.grid)
+        self._waiting = [queued for queued in self._waiting if queued.bucket != bucket]
         self._bytes[bucket] = 0
 
 
@@ -345,7 +354,13 @@ class Peers:
     def announce(
         self, origin: int, progress: PeerProgress, complete: float = math.inf
     ) -> bool:
-        """Record progress that a replica announced."""
+        """Record progress that a replica announced; return whether it was new.
+
+        Args:
+            origin: The replica.
+            progress: Its progress.
+            complete: Its last update before the first gap.
+        """
         if origin in self.failed:
             return False
         former = self.announced.get(origin)
@@ -366,7 +381,7 @@ class Peers:
         self.progress.pop(origin, None)
 
     def described(self) -> str:
-        """Format the last announcement of each replica and its age, for messages."""
+        """Describe each replica's last announcement and its age, for messages."""
         now = self._clock.now()
         return "; ".join(
             f"replica {origin} at step {announced.step}, update {announced.sequence}, "
@@ -378,7 +393,7 @@ class Peers:
 class PreSnapshotBuffer:
     """Updates that arrive at a joining replica before its snapshot; first copies only.
 
-    They are not folded as in a full inbox: the snapshot may contain some of them.
+    They are not folded, since the snapshot may contain some of them.
     """
 
     def __init__(self) -> None:
@@ -406,33 +421,33 @@ class Inbox:
     """Received updates of one replica, and progress of its peers.
 
     The event loop fills the inbox and the training thread empties it. Methods may be
-    called from any thread; all attributes but the first six are guarded by `changed`.
+    called from any thread; `changed` guards all attributes but the first six.
 
     Args:
         size: Parameters of the model.
         grid: Grid of the run, parameter units.
         limit_bytes: Bytes of pending updates beyond which they are folded.
-        in_order: Messages of one origin never overtake each other. If False, a step
-            counts once its updates have arrived.
+        in_order: Messages of one origin arrive in order. If False, a step counts once
+            its updates have arrived.
         in_step: Replicas take each step together; see :class:`PendingUpdates`.
         changed: A condition shared with other objects; None: a new one.
         clock: Times the waits and announcements.
 
     Attributes:
-        in_order: As given; False from the first unreadable update on.
+        in_order: As passed; False after the first unreadable update.
         stopped: Reason why the replica has to leave; None while the run continues.
-        joining: Whether the replica waits for its snapshot or has not joined yet. Until
+        joining: Whether the replica has not joined, or waits for its snapshot. Until
             then no update counts as received or missing.
-        waiting: Cause of the training thread's current wait, and the time on the clock
-            at which it began; None: it computes.
-        own: Progress of this replica.
+        waiting: Cause of the training thread's current wait, and the clock's time at
+            which it began; None while the thread computes.
+        progress: Progress of this replica.
         clock: Times the waits and announcements.
-        passed_on: Number of the last ``AGREE`` barrier before which a relay has passed
-            all updates on to this replica.
+        passed_on: Number of the last ``AGREE`` barrier before which a relay has
+            forwarded all updates to this replica.
         changed: Notified after each change; reentrant.
         received: Received updates.
-        unreadable: Updates that arrived unreadable and are to be requested again: by
-            origin and sequence number, the step that each completes.
+        unreadable: Updates that arrived unreadable and have to be requested again: the
+            step that each completes, by origin and sequence number.
         barrier: Decides which updates may be delivered.
         pending: Updates that are not applied yet.
         peers: Progress of the other replicas.
@@ -444,7 +459,7 @@ class Inbox:
     stopped: str | None
     joining: bool
     waiting: tuple[str, float] | None
-    own: PeerProgress
+    progress: PeerProgress
     clock: Clock
     passed_on: int
     changed: threading.Condition
@@ -470,7 +485,7 @@ class Inbox:
         self.stopped = None
         self.joining = False
         self.waiting = None
-        self.own = PeerProgress()
+        self.progress = PeerProgress()
         self.clock = clock
         self.passed_on = 0
         self.changed = clock.condition() if changed is None else changed
@@ -487,8 +502,8 @@ class Inbox:
         """Add a pending update, once.
 
         Returns:
-            False if the update is a duplicate, or must not be delivered now, or has a
-            number that its origin cannot have reached, which is refused.
+            False if the update is a duplicate, if it must not be delivered now, or if
+            its number is implausibly high, which counts as refused.
         """
         origin, sequence = message.origin, message.sequence
         with self.changed:
@@ -506,20 +521,20 @@ class Inbox:
             self.announce(origin, PeerProgress(message.step, sequence))
             return True
 
-    def lack(self, message: Message) -> None:
-        """Record that an update has arrived unreadable: it has to be requested again.
+    def add_unreadable(self, message: Message) -> None:
+        """Record that an update arrived unreadable and has to be requested again.
 
-        Progress of its origin, from this update on, counts once it has arrived or is
-        skipped. An update of a replica that is unknown here, or one that is far ahead,
-        is none of this run; a replica that is joining does not know the others yet.
+        Later progress of its origin counts once the update has arrived or is skipped.
+        Updates of unknown replicas and updates far ahead do not belong to the run; a
+        joining replica does not know the others yet.
         """
         origin, sequence = message.origin, message.sequence
         with self.changed:
             gone, received = origin in self.peers.failed, self.received
             ahead = sequence - received.complete(origin)
-            known = contains(received.by_origin().get(origin, NOTHING), sequence)
-            told = gone or origin in self.peers.announced
-            if not (told or self.joining) or known or ahead > MOST:
+            is_known = gone or self.joining or origin in self.peers.announced
+            is_duplicate = contains(received.by_origin().get(origin, NOTHING), sequence)
+            if not is_known or is_duplicate or ahead > MOST_REQUESTED:
                 return
             self.in_order = False
             self.unreadable.setdefault(origin, {})[sequence] = message.step
@@ -528,11 +543,13 @@ class Inbox:
 
     def sent(self, message: Message) -> None:
         """Advance this replica's progress by its next update."""
-        step, _, interval = self.own
-        self.own = PeerProgress(max(step, message.step), message.sequence, interval)
+        step, _, interval = self.progress
+        self.progress = PeerProgress(
+            max(step, message.step), message.sequence, interval
+        )
 
     def skip_unreadable(self, origin: int) -> list[int]:
-        """Wait no more for the unreadable updates of an origin; return them."""
+        """Stop waiting for unreadable updates of an origin; return their numbers."""
         with self.changed:
             skipped = sorted(self.unreadable.pop(origin, {}).items())
             for sequence, step in skipped:
@@ -572,9 +589,9 @@ class Inbox:
         """Record the progress of another replica; return whether it was new."""
         with self.changed:
             complete = math.inf if self.in_order else self.received.complete(origin)
-            news = self.peers.announce(origin, progress, complete)
+            is_new = self.peers.announce(origin, progress, complete)
             self.changed.notify_all()
-            return news
+            return is_new
 
     def lead(self, step: int, interval: int) -> int:
         """Return the number of steps ahead of the slowest peer; 0 if behind it.
@@ -593,15 +610,15 @@ class Inbox:
     ) -> None:
         """Start from a snapshot: adopt its grid and its received updates.
 
-        Updates up to the `cut` are not sent to this replica any more: those that the
-        snapshot lacks have to be requested, as unreadable ones.
+        Nobody sends updates up to the `cut` to this replica again: those that the
+        snapshot lacks have to be requested, like unreadable ones.
         """
         with self.changed:
             self.pending.grid = grid
             self.pending.clear()
             self.received = ReceivedSet(received)
             lacking = missing(received, {o: (last, ()) for o, last in cut.items()})
-            self.unreadable = {o: dict.fromkeys(own, 0) for o, own in lacking.items()}
+            self.unreadable = {o: dict.fromkeys(gaps, 0) for o, gaps in lacking.items()}
             for origin in self.peers.failed:
                 self.skip_unreadable(origin)
             for origin, announced in self.peers.announced.items():
@@ -614,7 +631,7 @@ class Inbox:
             return self.received.by_origin()
 
     def stop(self, reason: str) -> None:
-        """End every wait on this inbox; only the first reason is kept."""
+        """End every wait on this inbox; later reasons are ignored."""
         with self.changed:
             self.stopped = self.stopped or reason
             self.changed.notify_all()
@@ -633,11 +650,11 @@ class Inbox:
     ) -> bool:
         """Block until ready or stopped; return False on timeout."""
 
-        def over() -> bool:
+        def ended() -> bool:
             return (self.stopped is not None and not even_if_stopped) or ready()
 
         with self.changed:
-            return self.changed.wait_for(over, timeout_s)
+            return self.changed.wait_for(ended, timeout_s)
 
 
 class SharedFrame:
@@ -677,10 +694,10 @@ def on_grid(update: Update, message: Message, grid: float) -> Update:
 
 
 def refuse(message: Message, error: Exception, spec: ChannelSpec, inbox: Inbox) -> None:
-    """Count and log an update that could not be decoded; see `Inbox.lack`."""
+    """Count and log an update that could not be decoded, to be requested again."""
     with inbox.changed:
         inbox.refused += 1
-        inbox.lack(message)
+        inbox.add_unreadable(message)
     logger.warning(
         "replica %s refused update %s of replica %s: %s",
         spec.replica,

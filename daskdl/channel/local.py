@@ -1,7 +1,7 @@
-"""The channel between threads of one process, on the run state of the scheduler.
+"""The channel between threads of one process, on the scheduler's run state.
 
 Hides that there is no network: one condition guards the run, and a sender puts its
-updates into the inboxes of all others itself.
+updates directly into the inboxes of all others.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class LocalRun:
         with self.changed:
             if replica in self._inboxes:
                 raise ChannelError(
-                    f"replica {replica} of run {spec.run} is here already"
+                    f"replica {replica} of run {spec.run} is open already"
                 )
             inbox = Inbox(
                 spec.size,
@@ -88,7 +88,7 @@ class LocalRun:
         return inbox
 
     def leave(self, replica: int) -> None:
-        """Remove a replica; no other replica waits for it any more."""
+        """Remove a replica; the others no longer wait for it."""
         with self.changed:
             self.blobs.pop(replica, None)
             if self._inboxes.pop(replica, None) is not None:
@@ -108,8 +108,8 @@ class LocalRun:
     def patience_s(self, bound: Bound) -> float:
         """Seconds until the first replica may time out, at most the bound."""
         members = self.state.members
-        first = min(members.replicas[r].heartbeat_at for r in members.present)
-        return max(min(first + bound.seconds - self.now(), bound.seconds), 0.0)
+        oldest = min(members.replicas[r].heartbeat_at for r in members.present)
+        return max(min(oldest + bound.seconds - self.now(), bound.seconds), 0.0)
 
     def check_heartbeats(self, bound: Bound) -> None:
         """Give up the run if a replica has timed out.
@@ -119,10 +119,11 @@ class LocalRun:
         members, now = self.state.members, self.now()
         timed_out = members.timed_out(now - bound.seconds)
         if timed_out:
-            who = members.describe(timed_out, now)
-            error = WaitTimeoutError(f"no heartbeat for {bound} of {who}")
+            silent = members.describe(timed_out, now)
             with self.changed:
-                self.state.give_up(error)
+                self.state.give_up(
+                    WaitTimeoutError(f"no heartbeat for {bound} of {silent}")
+                )
                 self.notify()
 
     def describe(self, replica: int) -> str:
@@ -176,7 +177,7 @@ class Delivery(Outbox):
 class LocalChannel(Channel):
     """The channel of one replica among threads.
 
-    No replica joins later and no update is lost: updates arrive before `publish`
+    No replica joins later, and no update is lost: updates arrive before `publish`
     returns.
     """
 
@@ -268,12 +269,12 @@ class LocalChannel(Channel):
     @override
     def _announce(self, progress: PeerProgress) -> None:
         with self._changed:
-            self._inbox.own = progress
+            self._inbox.progress = progress
             self._publish([])
 
     def _publish(self, messages: Sequence[Message]) -> None:
         self._state.members.replicas[self._replica].heartbeat_at = self._run.now()
-        self._state.publish(self._replica, messages, self._inbox.own)
+        self._state.publish(self._replica, messages, self._inbox.progress)
 
     # ---- requests
 
@@ -314,7 +315,8 @@ class LocalChannel(Channel):
             barrier = state.arrive(key, self._replica, payload, client_payload, kind)
             self._changed.notify_all()
             self._wait_until(WaitCause.GATHER, lambda: barrier.complete, None)
-            payloads = self._exchanged(dict(sorted(barrier.payloads.items())))
+            payloads = dict(sorted(barrier.payloads.items()))
+            self._count_arrays(payloads)
             return BarrierResult(payloads, dict(barrier.gone or {}), barrier.counted)
 
     @override
@@ -326,19 +328,19 @@ class LocalChannel(Channel):
     @override
     def drop_blobs(self, keep: str = "") -> None:
         with self._changed:
-            blobs = self._run.blobs
-            kept = {n: own for n, own in blobs[self._replica].items() if n == keep}
-            blobs[self._replica] = kept
+            blobs = self._run.blobs[self._replica]
+            for name in blobs.keys() - {keep}:
+                del blobs[name]
 
     @override
     def fetch_blob(self, replica: int, name: str) -> Arrays | None:
-        blobs = self._run.blobs
-
-        def there_or_gone() -> bool:
-            return name in blobs[replica] or not self._state.members.is_here(replica)
-
+        blobs, members = self._run.blobs, self._state.members
         with self._changed:
-            self._wait_until(WaitCause.FETCH, there_or_gone, None)
+            self._wait_until(
+                WaitCause.FETCH,
+                lambda: name in blobs[replica] or not members.is_here(replica),
+                None,
+            )
             arrays = blobs[replica].get(name)
             nbytes = sum(array.nbytes for array in (arrays or {}).values())
             self._run.fetched_bytes[replica] += nbytes
@@ -347,7 +349,7 @@ class LocalChannel(Channel):
 
     @override
     def stats(self) -> ChannelStats:
-        now = super().stats()
+        stats = super().stats()
         with self._changed:
-            now.sent_bytes += self._run.fetched_bytes.pop(self._replica, 0)
-        return now
+            stats.sent_bytes += self._run.fetched_bytes.pop(self._replica, 0)
+        return stats

@@ -17,7 +17,7 @@ from collections.abc import (
 )
 
 from daskdl.channel import protocol
-from daskdl.channel.inbox import MOST, NOTHING, Received, contains, missing
+from daskdl.channel.inbox import MOST_REQUESTED, NOTHING, Received, contains, missing
 from daskdl.channel.protocol import Message, MessageKind
 from daskdl.channel.routing import Routing
 from daskdl.errors import ChannelError
@@ -88,7 +88,9 @@ class Repairs:
         now, inbox = self._connection.loop.time(), self._inbox
         with inbox.changed:
             last = {
-                origin: min(announced.sequence, inbox.received.complete(origin) + MOST)
+                origin: min(
+                    announced.sequence, inbox.received.complete(origin) + MOST_REQUESTED
+                )
                 for origin, announced in inbox.peers.announced.items()
             }
             gaps = {} if inbox.joining else inbox.received.behind(last)
@@ -172,7 +174,7 @@ class Repairs:
 
     def _unreadable(self, origin: int) -> list[int]:
         with self._inbox.changed:
-            return sorted(self._inbox.unreadable.get(origin, ()))[:MOST]
+            return sorted(self._inbox.unreadable.get(origin, ()))[:MOST_REQUESTED]
 
     def _helpers(self, origin: int) -> list[int]:
         """The origin first, which keeps its updates; in a mesh, then the others."""

@@ -22,7 +22,7 @@ from daskdl.channel.base import (
     ChannelStats,
     Frame,
     JoinResult,
-    Last,
+    LastUpdates,
     Load,
     MakeSnapshot,
     Stopped,
@@ -65,13 +65,13 @@ class RemoteChannel(Channel):
     has_client = True
 
     def __init__(self, plugin: ChannelWorkerPlugin, spec: ChannelSpec) -> None:
-        end = plugin.open(spec)
-        super().__init__(end.inbox, spec)
+        endpoint = plugin.open(spec)
+        super().__init__(endpoint.inbox, spec)
         self._plugin = plugin
-        self._end = end
-        self._connection = end.connection
-        self._now = end.connection.clock.now
-        self._routing = end.routing
+        self._endpoint = endpoint
+        self._connection = endpoint.connection
+        self._now = endpoint.connection.clock.now
+        self._routing = endpoint.routing
         self._make: MakeSnapshot | None = None  # makes a snapshot; None: not now
         self._passed_on = 0  # number of the last barrier, see `RunState`
         self._repaired = self._blob_bytes = 0  # at the last `stats`
@@ -79,14 +79,14 @@ class RemoteChannel(Channel):
     @property
     @override
     def closing(self) -> bool:
-        return self._end.closing
+        return self._endpoint.closing
 
     # ---- waits, and snapshots for joining replicas
 
     @override
     def check(self) -> None:
         if self._inbox.stopped is None:
-            if self._end.snapshot_requests:
+            if self._endpoint.snapshot_requests:
                 self._serve()
             return
         if self._connection.failure is not None:
@@ -97,12 +97,14 @@ class RemoteChannel(Channel):
     def _block(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         deadline = None if timeout_s is None else self._now() + timeout_s
         while True:
-            left = None if deadline is None else max(deadline - self._now(), 0.0)
-            came = self._inbox.wait_for(lambda: ready() or bool(self._servable()), left)
+            left_s = None if deadline is None else max(deadline - self._now(), 0.0)
+            in_time = self._inbox.wait_for(
+                lambda: ready() or bool(self._servable()), left_s
+            )
             self._serve()
             # A snapshot request alone does not end the wait.
-            if not came or self._inbox.stopped is not None or ready():
-                return came
+            if not in_time or self._inbox.stopped is not None or ready():
+                return in_time
 
     @override
     def serve_snapshot(self, make: MakeSnapshot | None) -> None:
@@ -118,7 +120,7 @@ class RemoteChannel(Channel):
         arrays = {n: v for n, v in fields.items() if isinstance(v, np.ndarray)}
         values = {n: v for n, v in fields.items() if n not in arrays}
         for request in requests:
-            if request.answer.set_running_or_notify_cancel():  # else it timed out
+            if request.answer.set_running_or_notify_cancel():  # else timed out
                 request.answer.set_result(Snapshot(values, arrays))
 
     def _servable(self) -> list[SnapshotRequest]:
@@ -126,23 +128,23 @@ class RemoteChannel(Channel):
             return []
         with self._inbox.changed:
             # In a mesh, updates of a failed replica may have reached no other replica.
-            without = {self._replica}
+            ignored = {self._replica}
             if not self._routing.relayed:
-                without |= self._inbox.peers.failed
+                ignored |= self._inbox.peers.failed
             return [
                 request
-                for request in list(self._end.snapshot_requests)
+                for request in list(self._endpoint.snapshot_requests)
                 if not request.answer.done()
                 and self._inbox.received.reached(
-                    {o: s for o, s in request.cut.items() if o not in without}
+                    {o: s for o, s in request.cut.items() if o not in ignored}
                 )
             ]
 
     def _wait_until_sent(self, cause: WaitCause, ready: Callable[[], bool]) -> None:
         """Wait until queued updates are sent or acknowledged, according to `ready`."""
-        # The wait may be for a hanging replica: the relay's queue for it is full, or in
-        # a mesh its acknowledgement is missing. It is removed by then. If all are slow,
-        # updates of this replica or of others pass meanwhile.
+        # A hanging replica may cause the wait: its queue in the relay is full, or in a
+        # mesh its acknowledgement is missing. The scheduler removes it by then. If all
+        # replicas are slow, some updates arrive meanwhile, in either direction.
         bound = self._timeouts.bound("silence", "request")
         queue, inbox = self._routing.queue, self._inbox
         while not ready():
@@ -180,7 +182,7 @@ class RemoteChannel(Channel):
         if not future.done():
             future.cancel()
             self.check()
-            raise TimeoutError("it did not answer")
+            raise TimeoutError("no answer")
         return future.result()
 
     def _ask(
@@ -236,7 +238,7 @@ class RemoteChannel(Channel):
         fields["replica"] = self._replica
         telling = self._connection.ask(None, operation, **fields)
         try:
-            self._end.complete(telling, self._timeouts.request)
+            self._endpoint.complete(telling, self._timeouts.request)
         except (OSError, RuntimeError, concurrent.futures.CancelledError) as error:
             logger.info("%s of replica %s: %s", operation, self._replica, error)
 
@@ -245,16 +247,16 @@ class RemoteChannel(Channel):
     @override
     def join(self) -> JoinResult:
         answer = self._ask_to_join()
-        self._end.enter(answer["topology"])
-        with self._inbox.changed:  # updates of these may still come
+        self._endpoint.enter(answer["topology"])
+        with self._inbox.changed:  # their updates may still arrive
             for replica in answer["gone"]:
                 self._inbox.peers.fail(replica)
         if answer["members"]:
             members = self._meet(answer["members"])
-            self._end.begin({}, self._spec.grid, {})
-            self._end.start()
+            self._endpoint.begin({}, self._spec.grid, {})
+            self._endpoint.start()
             return JoinResult(members, None)
-        self._end.start()
+        self._endpoint.start()
         return JoinResult([self._replica], self._snapshot(answer))
 
     def _meet(self, reached: Sequence[Sequence[int]]) -> list[int]:
@@ -272,23 +274,23 @@ class RemoteChannel(Channel):
     def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Request a snapshot from the named donor; on failure, from the next one.
 
-        A donor makes none while it validates, or in the middle of a step. From the
-        values of the snapshot on, updates are received, while its arrays arrive in
-        parts: buffers and queues for this replica would hold up the others.
+        A donor makes no snapshot while it validates, or in the middle of a step. Once
+        the plain values have arrived, this replica takes updates in again, while the
+        arrays arrive in parts: buffered updates would hold up the others.
         """
         request, seen = self._timeouts.bound("request"), dict[int, int]()
         deadline = self._now() + self._patience.seconds
         while (donor := answer["donor"]) is not None:
             worker, asked_at = answer["worker"], self._now()
             cut = {o: max(s, seen.get(o, 0)) for o, s in answer["cut"]}
-            reason = "others meet"
+            reason = "the others are at a barrier"
             if worker is not None:
-                given = self._ask_for_snapshot(donor, worker, cut)
-                reason = given.get("reason", "it has gone")
-            if worker is not None and given["status"] == Answer.OK:
-                values = given["values"]
-                self._end.begin(self._received_with(values), values["grid"], cut)
-                arrays = self._fetch(WaitCause.SNAPSHOT, donor, given["name"])
+                served = self._ask_for_snapshot(donor, worker, cut)
+                reason = served.get("reason", "it has gone")
+            if worker is not None and served["status"] == Answer.OK:
+                values = served["values"]
+                self._endpoint.begin(self._received_with(values), values["grid"], cut)
+                arrays = self._fetch(WaitCause.SNAPSHOT, donor, served["name"])
                 if arrays is not None:
                     return {**values, **arrays}
                 deadline = self._now() + self._patience.seconds
@@ -300,10 +302,10 @@ class RemoteChannel(Channel):
                 )
             pause_s = max(JOIN_PACE_S - (self._now() - asked_at), 0.0)
             self._wait_until(WaitCause.SNAPSHOT, lambda: False, pause_s)
-            seen = self._end.wait_for_snapshot() or seen
+            seen = self._endpoint.wait_for_snapshot() or seen
             answer = self._ask_to_join()
-            self._end.drop_early(dict(answer["cut"]))
-        raise Stopped("nobody is left to begin from")
+            self._endpoint.drop_early(dict(answer["cut"]))
+        raise Stopped("no replica is left to take the state from")
 
     def _ask_for_snapshot(
         self, donor: int, worker: str, cut: Mapping[int, int]
@@ -321,7 +323,7 @@ class RemoteChannel(Channel):
     def activate(self, step: int) -> ActivateResult:
         answer = self._ask(WaitCause.ACTIVATE, protocol.ACTIVATE, None, step=step)
         interval = answer["interval"]
-        self._inbox.own = PeerProgress(step, self.published, interval - 1)
+        self._inbox.progress = PeerProgress(step, self.published, interval - 1)
         # This answer may overtake updates of the others on their way through a relay.
         self._inbox.in_order = False
         members = self._meet(answer["members"])
@@ -333,7 +335,7 @@ class RemoteChannel(Channel):
 
     @override
     def leave(self, *, retires: bool = False) -> None:
-        self._end.stop_sending()
+        self._endpoint.stop_sending()
         self._tell(protocol.LEAVE, retires=retires)
         self._plugin.forget(self._spec)
 
@@ -359,7 +361,7 @@ class RemoteChannel(Channel):
                 self._routing.sent, bound.seconds, even_if_stopped=True
             ):
                 logger.warning(
-                    "replica %s leaves after %s; %s; last seen: %s",
+                    "replica %s leaves after %s: %s; last seen: %s",
                     self._replica,
                     bound,
                     self._routing.backlog(),
@@ -397,7 +399,7 @@ class RemoteChannel(Channel):
             None if wait else self._timeouts.bound("request"),
             phase=phase,
             epoch=epoch,
-            finished=[dict(one) for one in finished],
+            finished=[dict(lease) for lease in finished],
             wait=wait,
             work=work,
             idle_payload=wrap_arrays(self._idle_payload) if wait else None,
@@ -414,8 +416,8 @@ class RemoteChannel(Channel):
         """Return the current key of a part that does not arrive.
 
         Returns:
-            The same key if the part is not lost with its worker; else its new key,
-            once the client has set one.
+            The same key if the part exists; if it was lost with its worker, its new
+            key, once the client has set one.
         """
         answer = self._ask(
             WaitCause.MISSING,
@@ -453,48 +455,54 @@ class RemoteChannel(Channel):
         )
         if kind != BarrierKind.AGREE:
             self._inbox.barrier.release()
-            if self._end.blobs.has_snapshots:
-                with self._inbox.changed:  # those that train have fetched theirs
+            if self._endpoint.blobs.has_snapshots:
+                with self._inbox.changed:  # training replicas have fetched theirs
                     peers = self._inbox.peers
-                    over = {*peers.progress, *peers.failed}
-                self._connection.start(self._end.blobs.drop_snapshots(over))
+                    readers = {*peers.progress, *peers.failed}
+                self._connection.start(self._endpoint.blobs.drop_snapshots(readers))
         payloads = {r: unwrap_arrays(payload) for r, payload in answer["payloads"]}
         self._passed_on = answer["passed_on"]
-        gone, counted = dict(answer["gone"]), answer["counted"]
-        return BarrierResult(self._exchanged(payloads), gone, counted)
+        self._count_arrays(payloads)
+        return BarrierResult(payloads, dict(answer["gone"]), answer["counted"])
 
     @override
     def publish_blob(self, name: str, arrays: Arrays) -> None:
-        self._connection.start(self._end.blobs.publish(name, BlobParts(arrays)))
+        self._connection.start(self._endpoint.blobs.publish(name, BlobParts(arrays)))
 
     @override
     def drop_blobs(self, keep: str = "") -> None:
-        self._connection.start(self._end.blobs.drop(keep))
+        self._connection.start(self._endpoint.blobs.drop(keep))
 
     @override
     def keep_state(self, epoch: int, make: Callable[[], Arrays] | None) -> None:
-        self._connection.start(self._end.blobs.keep_state(epoch, make))
+        self._connection.start(self._endpoint.blobs.keep_state(epoch, make))
 
     @override
     def fetch_blob(self, replica: int, name: str) -> Arrays | None:
         return self._fetch(WaitCause.FETCH, replica, name)
 
     def _fetch(self, cause: WaitCause, replica: int, name: str) -> Arrays | None:
-        """Fetch a blob; None if the replica is gone, or a snapshot is not kept."""
+        """Fetch a blob; None if the replica is gone, or the snapshot was dropped."""
         forms, parts, count = (), list[Any](), 1
         deadline = self._now() + self._patience.seconds
         while len(parts) < count:
             worker = self._routing.workers.get(replica)
             if worker is None:
                 return None
-            own = {"replica": replica, "name": name, "part": len(parts)}
-            answer = self._ask_worker(cause, worker, protocol.FETCH, **own)
+            answer = self._ask_worker(
+                cause,
+                worker,
+                protocol.FETCH,
+                replica=replica,
+                name=name,
+                part=len(parts),
+            )
             if answer["status"] == Answer.OK:
                 forms, count = forms or answer["forms"], answer["parts"]
                 parts.append(np.frombuffer(unwrap(answer["bytes"]), np.uint8))
                 deadline = self._now() + self._patience.seconds
                 continue
-            if answer["status"] == Answer.UNKNOWN:  # it will not come
+            if answer["status"] == Answer.UNKNOWN:  # it will not arrive
                 return None
             if self._now() > deadline:
                 raise WaitTimeoutError(
@@ -511,12 +519,14 @@ class RemoteChannel(Channel):
     # ---- agreement after losses
 
     @override
-    def agree(self, key: str, published: Last, gone: Last, load: Load) -> None:
+    def agree(
+        self, key: str, published: LastUpdates, gone: LastUpdates, load: Load
+    ) -> None:
         # Updates of survivors arrive, but some survivors may lack updates of failed
         # replicas, or updates that arrived unreadable. Survivors compare their received
-        # updates in rounds until these are equal. After one round a survivor requests
-        # its missing updates, after the next it takes over a state if requests did not
-        # help.
+        # updates in rounds until these are equal. After one round, a survivor requests
+        # its missing updates; after the next, if requests did not help, it loads
+        # another survivor's state.
         if self._routing.relayed:
             self._wait_for_relay()
         else:
@@ -525,15 +535,15 @@ class RemoteChannel(Channel):
         for turn in itertools.count():
             former = gone
             have, gone = self._compare(f"{key}, round {turn}")
-            if gone.keys() != former.keys():  # another failed meanwhile: start over
+            if gone.keys() != former.keys():  # another replica failed: start over
                 deadline, requests = math.inf, True
                 continue
-            first, *others = have.values()
-            if all(received == first for received in others):
+            survivors = list(have.values())
+            if all(received == survivors[0] for received in survivors):
                 return
             if self._now() > deadline:
                 raise WaitTimeoutError(
-                    f"replicas {sorted(have)} did not come to the same updates within "
+                    f"replicas {sorted(have)} did not agree on their updates within "
                     f"{self._patience}, {turn + 1} rounds; last seen: "
                     f"{self._last_seen()}"
                 )
@@ -545,7 +555,7 @@ class RemoteChannel(Channel):
             requests = not requests
 
     def _wait_for_relay(self) -> None:
-        """Wait until the relay has passed on all updates that it does not hold back."""
+        """Wait until the relay has forwarded all updates that it does not hold back."""
         inbox, number = self._inbox, self._passed_on
 
         def received() -> Mapping[int, Received]:
@@ -555,15 +565,15 @@ class RemoteChannel(Channel):
         ready = lambda: inbox.passed_on >= number  # noqa: E731
         self._wait_for_others(WaitCause.UPDATES, ready, received)
 
-    def _wait_for_survivors(self, published: Last, gone: Last) -> None:
+    def _wait_for_survivors(self, published: LastUpdates, gone: LastUpdates) -> None:
         def behind() -> Mapping[int, Sequence[int]]:
-            without = {self._replica, *gone, *self._inbox.peers.failed}
-            target = {o: s for o, s in published.items() if o not in without}
+            ignored = {self._replica, *gone, *self._inbox.peers.failed}
+            target = {o: s for o, s in published.items() if o not in ignored}
             return self._inbox.received.behind(target)
 
         self._wait_for_others(WaitCause.UPDATES, lambda: not behind(), behind)
 
-    def _compare(self, key: str) -> tuple[Have, Last]:
+    def _compare(self, key: str) -> tuple[Have, LastUpdates]:
         """Stop deliveries; return each survivor's updates, and the gone replicas."""
         received = {**self._inbox.hold(), self._replica: (self.published, ())}
         met = self.barrier(key, {"received": received}, BarrierKind.AGREE)
@@ -571,9 +581,9 @@ class RemoteChannel(Channel):
         return {r: _received(met.payloads[r]) for r in survivors}, met.gone
 
     def _request_missing(self, have: Have) -> None:
-        """Request this replica's missing updates from those that have them."""
+        """Request this replica's missing updates from replicas that have them."""
         self._inbox.barrier.open(settle(have))
-        filling = self._connection.start(self._end.repairs.fill(have))
+        filling = self._connection.start(self._endpoint.repairs.fill(have))
         try:
             # Each request has a bound of its own.
             self.wait(WaitCause.REPAIR, filling, None)
@@ -581,8 +591,8 @@ class RemoteChannel(Channel):
         finally:
             filling.cancel()
 
-    def _take_state(self, have: Have, gone: Last, load: Load) -> None:
-        """Take over the state of a donor, if this replica lacks its updates."""
+    def _take_state(self, have: Have, gone: LastUpdates, load: Load) -> None:
+        """Load the state of a donor, if this replica lacks updates of the donor."""
         workers = self._routing.workers
         for donor in donors(have, self._replica):
             if donor not in workers:
@@ -591,7 +601,7 @@ class RemoteChannel(Channel):
             if answer["status"] != Answer.OK:
                 continue
             values = answer["values"]
-            if _received(values) != have[donor]:  # made at another time
+            if _received(values) != have[donor]:  # an outdated snapshot
                 continue
             arrays = self._fetch(WaitCause.SNAPSHOT, donor, answer["name"])
             if arrays is None:
@@ -599,8 +609,8 @@ class RemoteChannel(Channel):
             self._inbox.begin(self._received_with(values), values["grid"], gone)
             load({**values, **arrays})
             logger.warning(
-                "replica %s has taken the state of replica %s, which had more of those "
-                "that are lost; its own residual stays",
+                "replica %s has loaded the state of replica %s, which has updates that "
+                "cannot be requested; its residual is kept",
                 self._replica,
                 donor,
             )
@@ -614,12 +624,15 @@ class RemoteChannel(Channel):
 
     @override
     def stats(self) -> ChannelStats:
-        now = super().stats()
-        former, self._repaired = self._repaired, self._end.repairs.repaired
-        now.repaired = self._repaired - former
-        former, self._blob_bytes = self._blob_bytes, self._end.blobs.sent_bytes
-        now.sent_bytes += self._blob_bytes - former
-        return now
+        stats, repairs, blobs = (
+            super().stats(),
+            self._endpoint.repairs,
+            self._endpoint.blobs,
+        )
+        stats.repaired = repairs.repaired - self._repaired
+        stats.sent_bytes += blobs.sent_bytes - self._blob_bytes
+        self._repaired, self._blob_bytes = repairs.repaired, blobs.sent_bytes
+        return stats
 
 
 def _received(payload: Mapping[str, Any]) -> dict[int, Received]:

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -39,9 +39,9 @@ from daskdl.errors import DaskDLError
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 1.0  # most time between two heartbeats
-PACE_S = 0.005  # least time between two requests to one destination
-BEAT_PACE_S = 0.05  # least time between two heartbeats without updates
+BEAT_S = 1.0  # longest time between two heartbeats
+PACE_S = 0.005  # shortest time between two requests to one destination
+BEAT_PACE_S = 0.05  # shortest time between two heartbeats without updates
 IDLE_S = 60.0  # neighbours exchange no heartbeats, so an idle loop rarely wakes
 RETRY_S = 1.0  # pause after a neighbour could not be reached
 QUICK_S = 0.01  # requests shorter than this measure latency, not bandwidth
@@ -59,7 +59,7 @@ class LinkMeter:
         self._nbytes = self._requests = 0  # answered since the last `take`
         self._busy_s = 0.0  # with at least one request in flight, since then
         self._in_flight = 0
-        self._counted_at = 0.0  # time up to which `_busy_s` counts
+        self._counted_at = 0.0  # end of the time in `_busy_s`
         self._lock = threading.Lock()
 
     # ---- event loop
@@ -109,8 +109,8 @@ class Destination(ABC):
         routing: Routing of the replica.
         name: Name of the destination, for messages.
         limit_bytes: Bound of the queue, bytes.
-        pace_s: Least time between two requests, seconds.
-        beat_s: Most time between two requests, seconds.
+        pace_s: Shortest time between two requests, seconds.
+        beat_s: Longest time between two requests, seconds.
     """
 
     outbox: Outbox
@@ -177,7 +177,7 @@ class ToScheduler(Destination):
         # Progress beyond the batch would overtake queued updates. It is read before
         # the queue's length, which then counts every update queued before it was set.
         routing = self._routing
-        progress, more = routing.inbox.own, routing.acknowledgement()
+        progress, acknowledgement = routing.inbox.progress, routing.acknowledgement()
         if len(messages) != len(self.outbox):
             progress = PeerProgress()
         with routing.meter.request(messages):
@@ -188,7 +188,7 @@ class ToScheduler(Destination):
                 messages=[message.to_wire() for message in messages],
                 progress=progress,
                 leaves=routing.leaving,
-                **more,
+                **acknowledgement,
                 **routing.take_live(),
             )
         answer = self._connection.checked(answer)
@@ -231,8 +231,12 @@ class Neighbour(Destination):
             try:
                 await self._loop.run()
             except (OSError, DaskDLError) as error:
-                own = self._connection.spec.replica
-                logger.info("replica %s sends no more: %s", own, error)
+                logger.info(
+                    "replica %s cannot reach replica %s: %s",
+                    self._connection.spec.replica,
+                    self._replica,
+                    error,
+                )
             self._down = True
             self.outbox.drop(len(self.outbox))
             await asyncio.sleep(RETRY_S)
@@ -294,23 +298,24 @@ class Routing(ABC):
         inbox: Inbox of this replica; woken when there may be room again.
 
     Attributes:
-        relayed: Whether the scheduler passes updates on: they then arrive in order,
-            and an update of a failed replica reaches all replicas or none.
+        relayed: Whether the scheduler relays updates: they then arrive in order, and an
+            update of a failed replica reaches all replicas or none.
         generation: Generation of the membership; 0 before the first membership.
         workers: Address of the worker of each member.
-        own: Updates of this replica that others may request again.
-        others: Updates of others, if the scheduler does not relay them.
+        published: Updates of this replica that others may request again.
+        received: Updates of others, if the scheduler does not relay them.
         meter: Measures the outgoing link.
         to_scheduler: Sends heartbeats, whatever the routing.
-        leaving: Whether the last update was published, which a relay has to accept.
+        leaving: Whether the last update was published, which the scheduler accepts even
+            if a queue is full.
         live: The newest report for the dashboard, until it is sent.
     """
 
     relayed: ClassVar[bool]
     generation: int
     workers: Mapping[int, str]
-    own: RetransmitBuffer
-    others: RetransmitBuffer
+    published: RetransmitBuffer
+    received: RetransmitBuffer
     meter: LinkMeter
     to_scheduler: ToScheduler
     leaving: bool
@@ -322,8 +327,8 @@ class Routing(ABC):
         self.inbox = inbox
         self.generation = 0
         self.workers = {}
-        self.own = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
-        self.others = RetransmitBuffer(spec.inbox_bytes)
+        self.published = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
+        self.received = RetransmitBuffer(spec.inbox_bytes)
         self.meter = LinkMeter(connection.clock)
         self.leaving = False
         self.live = deque(maxlen=1)
@@ -339,7 +344,7 @@ class Routing(ABC):
         self._neighbours: dict[int, Neighbour] = {}
         self._ended = False
         self._adopted_at = 0  # last own update when the generation was adopted
-        self._unreported: dict[int, int] = {}  # bytes by origin since the last beat
+        self._unreported: Counter[int] = Counter()  # bytes since the last heartbeat
 
     # ---- for subclasses
 
@@ -365,7 +370,7 @@ class Routing(ABC):
             if self._ended or generation <= self.generation:
                 return
             self.generation, self.workers = generation, workers
-            self._adopted_at = self.inbox.own.sequence
+            self._adopted_at = self.inbox.progress.sequence
             gone = self._neighbours.keys() - workers.keys()
             former = [self._neighbours.pop(replica) for replica in gone]
         for neighbour in former:
@@ -376,7 +381,7 @@ class Routing(ABC):
 
     def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Return kept updates for a replica that lacks them, ascending. Event loop."""
-        kept = self.own if origin == self._replica else self.others
+        kept = self.published if origin == self._replica else self.received
         return kept.find(origin, sequences)
 
     # ---- any thread
@@ -392,8 +397,8 @@ class Routing(ABC):
 
     def sent(self) -> bool:
         """Whether all updates of this replica have arrived at their destinations."""
-        neighbours = list(self._neighbours.values())
-        return self.to_scheduler.sent() and all(one.sent() for one in neighbours)
+        destinations = [self.to_scheduler, *self._neighbours.values()]
+        return all(destination.sent() for destination in destinations)
 
     def take_live(self) -> Mapping[str, LiveReport]:
         """Return the field of a request that carries the newest report, if any."""
@@ -408,7 +413,7 @@ class Routing(ABC):
         if self.relayed:
             return self.to_scheduler.outbox.has_room(nbytes)
         # Updates queued for a neighbour are not acknowledged: this bounds them too.
-        return self.own.has_room()
+        return self.published.has_room()
 
     def unsent(self) -> int:
         """Return the bytes of own updates that wait for the slowest destination."""
@@ -420,25 +425,25 @@ class Routing(ABC):
 
         Args:
             message: This replica's next update in sequence.
-            force: Queue the update even beyond the bounds, and for the scheduler: the
-                replica leaves, and others may hold updates back until it has.
+            force: Ignore the bounds and send the update through the scheduler: the
+                replica leaves, and others may hold updates back until it has left.
         """
         with self._lock:
             self.leaving |= force
             if not (force or self.has_room(message.nbytes + MESSAGE_BYTES)):
                 return False
             message = message._replace(generation=self.generation)
-            self.own.keep(message)
+            self.published.keep(message)
             for destination in [self.to_scheduler] if force else self.destinations():
                 destination.offer(message)
             self.inbox.sent(message)  # last: heartbeats must not overtake the update
-        if not self.relayed and self.own.nbytes > self.own.limit_bytes // 2:
+        if not self.relayed and self.published.nbytes > self.published.limit_bytes // 2:
             self.to_scheduler.wake()  # its answer has the acknowledgements
         return True
 
     def announce(self, progress: PeerProgress) -> None:
         """Announce the progress of this replica."""
-        self.inbox.own = progress
+        self.inbox.progress = progress
         step, sequence, interval = progress
         kind = MessageKind.PROGRESS
         with self._lock:
@@ -450,15 +455,15 @@ class Routing(ABC):
 
     @property
     def queue(self) -> Outbox | RetransmitBuffer:
-        """Own updates that are not passed to the scheduler, or in a mesh to all."""
-        return self.to_scheduler.outbox if self.relayed else self.own
+        """Updates that have not reached the scheduler, or in a mesh all replicas."""
+        return self.to_scheduler.outbox if self.relayed else self.published
 
     def backlog(self) -> str:
         """Describe the unsent updates, for error messages."""
         destination = "the scheduler" if self.relayed else "all others"
         return (
-            f"{len(self.queue)} updates ({self.queue.nbytes} bytes) could not be "
-            f"passed to {destination}"
+            f"{len(self.queue)} updates ({self.queue.nbytes} bytes) have not reached "
+            f"{destination}"
         )
 
     # ---- event loop
@@ -467,11 +472,10 @@ class Routing(ABC):
         """Keep a delivered update of another replica, unless it was relayed."""
         if self.relayed:
             return
-        self.others.keep(message)
-        more = self._unreported.get(message.origin, 0) + message.nbytes + MESSAGE_BYTES
-        self._unreported[message.origin] = more
+        self.received.keep(message)
+        self._unreported[message.origin] += message.nbytes + MESSAGE_BYTES
         # The origin can publish `outbox_bytes` at most without an acknowledgement.
-        if more > self.connection.spec.outbox_bytes // 4:
+        if self._unreported[message.origin] > self.connection.spec.outbox_bytes // 4:
             self.to_scheduler.wake()
 
     def acknowledgement(self) -> Mapping[str, Any]:
@@ -496,9 +500,9 @@ class Routing(ABC):
         for replica, *progress in answer.get("peers", ()):
             if replica != self._replica:
                 self.inbox.announce(replica, PeerProgress(*progress))
-        if self.own.acknowledge(answer.get("received_by_all", 0)):
+        if self.published.acknowledge(answer.get("received_by_all", 0)):
             self.inbox.wake()
-        if self.own.nbytes > self.own.limit_bytes // 2:
+        if self.published.nbytes > self.published.limit_bytes // 2:
             self.to_scheduler.wake()
 
     def end(self) -> None:
@@ -508,7 +512,7 @@ class Routing(ABC):
             neighbour.end()
 
 
-# Updates kept even if they are larger than an outbox. A replica requests a missing
+# Number of updates kept even if they exceed an outbox. A replica requests a missing
 # update after a second; sending this many dense updates of some MB takes about as long.
 RECENT = 16
 
@@ -524,15 +528,15 @@ class RelayRouting(Routing):
 
     @override
     def publish(self, message: Message, *, force: bool = False) -> bool:
-        # Never lowered: small updates may follow before a large one is requested.
-        wanted = RECENT * (message.nbytes + MESSAGE_BYTES)
-        most = min(wanted, self.connection.spec.inbox_bytes)
-        self.own.limit_bytes = max(self.own.limit_bytes, most)
+        # Never lowered: small updates may follow before a large update is requested.
+        recent_bytes = RECENT * (message.nbytes + MESSAGE_BYTES)
+        limit_bytes = min(recent_bytes, self.connection.spec.inbox_bytes)
+        self.published.limit_bytes = max(self.published.limit_bytes, limit_bytes)
         return super().publish(message, force=force)
 
 
 # Scaling up by 32 workers makes 32 generations within a second, while frames of the
-# first are still in flight. A generation of 128 members takes 1 KB.
+# earliest are still in flight. A generation of 128 members takes 1 KB.
 GENERATIONS_KEPT = 32
 
 
@@ -550,10 +554,10 @@ class TopologyHistory:
         current: Topology of the highest generation received.
 
     Example:
-        >>> book = TopologyHistory()
-        >>> book.adopt(MeshTopology(1, (0, 1)))
-        >>> book.adopt(MeshTopology(2, (0, 1, 2)))
-        >>> book.for_generation(1).members, book.for_generation(9).members
+        >>> topologies = TopologyHistory()
+        >>> topologies.adopt(MeshTopology(1, (0, 1)))
+        >>> topologies.adopt(MeshTopology(2, (0, 1, 2)))
+        >>> topologies.for_generation(1).members, topologies.for_generation(9).members
         ((0, 1), (0, 1, 2))
     """
 
@@ -564,18 +568,18 @@ class TopologyHistory:
         self._kept = kept
         self._known: dict[int, MeshTopology] = {}
 
-    def adopt(self, routes: MeshTopology) -> None:
+    def adopt(self, topology: MeshTopology) -> None:
         """Add the topology of a generation.
 
         Membership messages may arrive out of order: an older generation is kept for
         frames that carry it and changes nothing else. Only the first topology of a
         generation counts.
         """
-        self._known.setdefault(routes.generation, routes)
+        self._known.setdefault(topology.generation, topology)
         while len(self._known) > self._kept:
             del self._known[min(self._known)]
-        if routes.generation > self.current.generation:
-            self.current = routes
+        if topology.generation > self.current.generation:
+            self.current = topology
 
     def for_generation(self, generation: int) -> MeshTopology:
         """Return the topology along which to forward updates of a generation.

@@ -84,7 +84,7 @@ class LoopbackChannel(LocalChannel):
 
     @override
     def _announce(self, progress: PeerProgress) -> None:
-        self._inbox.own = progress
+        self._inbox.progress = progress
         self._inbox.announce(1, PeerProgress(progress.step))
 
     @override

@@ -228,7 +228,7 @@ async def test_a_joining_replica_without_a_donor_stops(c, s, a, b):
         for replica in (0, 1):
             run.record.remove(replica)
 
-        with pytest.raises(Stopped, match="nobody is left to begin from"):
+        with pytest.raises(Stopped, match="no replica is left to take the state from"):
             await in_thread(channel.join)
 
 

@@ -124,7 +124,7 @@ class TestSkipped:
 
     def test_an_unreadable_update_that_comes_is_requested_no_more(self):
         inbox = filled((1, 1))
-        inbox.lack(item_of(sparse(1, 2, [1])))
+        inbox.add_unreadable(item_of(sparse(1, 2, [1])))
         assert inbox.unreadable == {1: {2: 2}}
 
         put(inbox, 1, 2)

@@ -70,10 +70,9 @@ MUTATIONS = {
     ),
     "replicas of a relay do not compare": Mutation(
         "daskdl.channel.remote",
-        "            if all(received == first for received in others):\n"
+        "            if all(received == survivors[0] for received in survivors):\n"
         "                return\n",
-        "            if self._routing.relayed or all(own == first for own in others):\n"
-        "                return\n",
+        "            if self._routing.relayed or survivors:\n                return\n",
     ),
     "an unreadable update counts as delivered": Mutation(
         "daskdl.channel.inbox",
@@ -87,8 +86,8 @@ MUTATIONS = {
     ),
     "a newcomer waits for an update that its snapshot lacks": Mutation(
         "daskdl.channel.inbox",
-        "            self.unreadable = {o: dict.fromkeys(own, 0) "
-        "for o, own in lacking.items()}\n",
+        "            self.unreadable = {o: dict.fromkeys(gaps, 0) "
+        "for o, gaps in lacking.items()}\n",
         "            self.unreadable = {} if lacking else {}\n",
     ),
     "updates are forgotten before all have them": Mutation(
@@ -98,7 +97,7 @@ MUTATIONS = {
     ),
     "a full inbox loses what it folds": Mutation(
         "daskdl.channel.inbox",
-        "                fold_(self._folded[bucket], update, self.grid)",
+        "                fold_(self._folded[bucket], queued.update, self.grid)",
         "                pass",
     ),
     "a joining replica's inbox grows with the steps of the others": Mutation(
@@ -125,7 +124,7 @@ MUTATIONS = {
     # ---- replicas that are lost
     "survivors keep different updates of a lost replica": Mutation(
         "daskdl.channel.remote",
-        "            if all(received == first for received in others):\n"
+        "            if all(received == survivors[0] for received in survivors):\n"
         "                return\n",
         "            return\n",
     ),
@@ -225,7 +224,7 @@ MUTATIONS = {
         "daskdl.channel.remote",
         "                and self._inbox.received.reached(\n"
         "                    {o: s for o, s in request.cut.items() "
-        "if o not in without}\n                )\n",
+        "if o not in ignored}\n                )\n",
         "",
     ),
     "in a mesh not all send to a newcomer": Mutation(

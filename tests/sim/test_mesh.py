@@ -155,7 +155,7 @@ async def test_a_survivor_that_hangs_does_not_delay_requests_to_others(
 async def test_an_update_that_all_have_is_forgotten(c, s, *workers):
     async with a_run(c, s, *workers, **MESH) as run:
         assert publish(run.channels[0])
-        own = run.link(0).routing.own
+        own = run.link(0).routing.published
         assert len(own) == 1
 
         await wait_until(lambda: len(own) == 0)
@@ -175,7 +175,7 @@ async def test_a_replica_that_acknowledges_nothing_blocks_its_peers(
 
         count = sum(accepted)
         assert accepted == [True] * count + [False] * (20 - count)
-        own = run.link(0).routing.own
+        own = run.link(0).routing.published
         assert 500 <= own.nbytes < 500 + own.nbytes // count
         assert not sender.has_room()
         assert sender.published == count
@@ -260,7 +260,7 @@ async def test_survivors_that_never_come_to_the_same_updates_fail_in_time(
             await agree(run)
 
         assert re.match(
-            r"replicas \[0, 1\] did not come to the same updates within 1\.3 s "
+            r"replicas \[0, 1\] did not agree on their updates within 1\.3 s "
             r"\(daskdl\.timeouts\.data \+ silence\), \d+ rounds; last seen: ",
             str(caught.value),
         )

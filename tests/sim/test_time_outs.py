@@ -27,7 +27,7 @@ def unsent_to(destination):
     """What is said of one update of replica 0 that waits."""
     nbytes = len(frame_of(codec.Stamp(RUN, 0, 1, 0), 1)) + MESSAGE_BYTES
     return (
-        rf"1 updates \({nbytes} bytes\) could not be passed to {destination}; last "
+        rf"1 updates \({nbytes} bytes\) have not reached {destination}; last "
         rf"seen: {HEARD}"
     )
 
@@ -98,8 +98,8 @@ async def test_a_wait_for_a_relay_lasts_while_updates_pass(c, s, a, b, monkeypat
 async def test_a_wait_for_acknowledgements_names_the_kept_updates(c, s, a, b):
     timeouts = bounds(silence=4.0, request=0.5)
     async with a_run(c, s, a, b, timeouts=timeouts, routing="mesh") as run:
-        run.link(0).routing.own.has_room = lambda: False
-        run.link(0).routing.own.acknowledge = lambda sequence: False
+        run.link(0).routing.published.has_room = lambda: False
+        run.link(0).routing.published.acknowledge = lambda sequence: False
         assert await in_thread(publish, run.channels[0], force=True)
 
         with pytest.raises(WaitTimeoutError) as caught:
@@ -160,7 +160,7 @@ async def test_a_missing_snapshot_names_the_donor_and_the_cause(c, s, a, b):
         assert re.fullmatch(
             r"replica 2 waited 2 s \(daskdl\.timeouts\.data \+ silence\) for a "
             r"snapshot, 0\.5 s \(daskdl\.timeouts\.request\) for each answer, last of "
-            rf"replica \d on (?:{a.address}|{b.address}): it (?:did not answer|was "
+            rf"replica \d on (?:{a.address}|{b.address}): (?:no answer|it was "
             r"not ready in time); last seen: the scheduler \d+\.\d s ago.*",
             str(caught.value),
         )

@@ -189,7 +189,7 @@ def sent_by(run, replica, *entries):
         stamp = run.next_stamp(replica)
         items.append(item_of(stamp, frame_of(stamp, entry)))
         inbox = run.link(replica).inbox
-        inbox.own = inbox.own._replace(sequence=stamp.sequence)
+        inbox.progress = inbox.progress._replace(sequence=stamp.sequence)
     return items
 
 

@@ -125,8 +125,8 @@ class RecordingChannel:
             self.kinds.append(int(frame[5]))
             self.sent_N = self.sent_N + counts_of(update, GRID)
             for _ in range(self._copies - 1):  # as a retried request would
-                own = self._inner._inbox.own
-                self._inner._inbox.own = own._replace(sequence=own.sequence - 1)
+                own = self._inner._inbox.progress
+                self._inner._inbox.progress = own._replace(sequence=own.sequence - 1)
                 self._inner.publish(lambda _: frame, step, **options)
         return frame
 

@@ -598,7 +598,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         """Make the endpoint of a replica, which accepts messages from now on."""
         key = (spec.run, spec.replica)
         if key in self.endpoints:
-            raise ChannelError(f"replica {key[1]} of run {key[0]} is here already")
+            raise ChannelError(f"replica {key[1]} of run {key[0]} is open already")
         self.endpoints[key] = ReplicaEndpoint(self._transport, spec)
         if self._pace is not None:
             self._pace.slow_down(bool(self.endpoints))

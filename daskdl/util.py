@@ -350,7 +350,9 @@ def arrival_plugin(name: str) -> WorkerPlugin:
             versions = await find()
             if versions["daskdl"] == version and not versions["error"]:
                 importlib.import_module("daskdl.channel.worker").set_up(worker)
-            await worker.scheduler.daskdl_arrive(worker=worker.address, found=versions)
+            await worker.scheduler.daskdl_arrive(
+                worker=worker.address, versions=versions
+            )
 
         async def teardown(self, worker: Worker) -> None:
             # Dask also calls this before it sets up a plugin a second time, which can

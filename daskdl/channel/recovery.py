@@ -24,10 +24,10 @@ from daskdl.errors import ChannelError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0  # an update that is later than this counts as dropped
+PATIENCE_S = 1.0  # an update delayed for longer counts as dropped
 LOOK_S = 0.25  # between two checks for missing updates
-# Origins whose updates are requested at once: an answer has up to `BATCH_BYTES`, so
-# that 64 MiB are on their way at most.
+# Origins whose updates are requested concurrently: an answer has up to `BATCH_BYTES`,
+# so that at most 64 MiB are in flight.
 AT_ONCE = 16
 
 Take = Callable[[Message], Awaitable[bool]]
@@ -54,8 +54,8 @@ class Repairs:
     async def run(self) -> None:
         """Request missing updates until cancelled.
 
-        Requests for the updates of one origin do not wait for those of another: a
-        replica that hangs does not delay the others.
+        Requests for updates of different origins do not wait for each other, so that a
+        hanging replica does not delay the others.
         """
         at_once = asyncio.Semaphore(AT_ONCE)
 
@@ -65,8 +65,8 @@ class Repairs:
                     await self._replace(origin)
                 helper = self._helper(origin)
                 if sequences and helper is not None:
-                    came = await self.ask(helper, origin, sequences)
-                    self._vain[origin] = 0 if came else self._vain.get(origin, 0) + 1
+                    count = await self.ask(helper, origin, sequences)
+                    self._vain[origin] = 0 if count else self._vain.get(origin, 0) + 1
 
         asking: dict[int, asyncio.Task[None]] = {}
         try:
@@ -104,25 +104,25 @@ class Repairs:
         return due
 
     async def _replace(self, origin: int) -> None:
-        """Request unreadable updates again from all that may have a readable copy.
+        """Request unreadable updates again from all replicas that may have a copy.
 
-        If none has one, they are skipped: replicas go on without these updates, and
-        agree on what to do about them when they meet.
+        Updates without a readable copy are skipped: replicas continue without them,
+        and agree on their updates when they meet.
         """
         all_answered = await self._collect(
             origin, self._helpers(origin), lambda: self._unreadable(origin)
         )
         if all_answered and (skipped := self._inbox.skip_unreadable(origin)):
             logger.warning(
-                "replica %s goes on without updates %s of replica %s: no readable copy "
-                "has been found",
+                "replica %s continues without updates %s of replica %s: no replica has "
+                "a readable copy",
                 self._connection.spec.replica,
                 skipped,
                 origin,
             )
 
     async def fill(self, have: "Have") -> None:
-        """Request what the survivors of an agreement have and this replica lacks.
+        """Request updates that survivors of an agreement have and this replica lacks.
 
         Args:
             have: Received updates of each survivor.
@@ -168,8 +168,8 @@ class Repairs:
             former: Sequence[int] = ()
             while (wanted := lacking()) and wanted != former:
                 former = wanted
-                came = await self.ask(helper, origin, wanted)
-                all_answered = all_answered and came is not None
+                count = await self.ask(helper, origin, wanted)
+                all_answered = all_answered and count is not None
         return all_answered
 
     def _unreadable(self, origin: int) -> list[int]:
@@ -182,13 +182,13 @@ class Repairs:
         workers = self._routing.workers
         others = [r for r in sorted(workers) if r not in (replica, origin)]
         if self._routing.relayed:
-            others = []  # they keep only their own updates
+            others = []  # these keep only their own updates
         return [origin, *others] if origin in workers else others
 
     def _helper(self, origin: int) -> int | None:
-        """The origin; after requests without updates, every second time another one.
+        """The origin; after requests in vain, every second time another replica.
 
-        Only the origin surely keeps its updates, but a request to it may get lost.
+        Only the origin is sure to keep its updates, but requests to it may get lost.
         """
         vain, here = self._vain.get(origin, 0), origin in self._routing.workers
         others = self._helpers(origin)[here:]
@@ -229,8 +229,8 @@ class Repairs:
         wanted = (MessageKind.UPDATE, origin)
         messages = [m for m in messages if (m.kind, m.origin) == wanted]
         for message in messages:
-            taken = await self._take(message)  # meanwhile others change `repaired`
-            self.repaired += taken
+            is_taken = await self._take(message)  # `repaired` may change meanwhile
+            self.repaired += is_taken
         return len(messages)
 
 
@@ -331,8 +331,8 @@ def donors(have: Have, asker: int) -> list[int]:
     fit = [group for group in groups.values() if not missing(have[group[0]], published)]
     if not fit:
         raise ChannelError(
-            "updates are out of reach: no replica has received all that the others "
-            f"have published, {published}, and those do not keep them any more; if the "
+            "updates are out of reach: no replica has received all published updates, "
+            f"{published}, and their publishers no longer keep them; if the "
             "fit writes checkpoints, continue from the last one with fit(resume=...)"
         )
     same = max(fit, key=lambda group: _count(have[group[0]]))

@@ -10,6 +10,7 @@ import functools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from distributed import Scheduler
@@ -64,8 +65,8 @@ from daskdl.errors import shown
 
 logger = logging.getLogger(__name__)
 
-# The send loops of one worker resume after the same request and pause equally long. So
-# they differ only by turns of the event loop: less time than a request takes.
+# The send loops of one worker resume after the same request and pause equally long, so
+# that they differ only by turns of the event loop: less time than a request takes.
 TOGETHER_S = 0.002
 
 
@@ -155,8 +156,8 @@ class WorkerBatcher:
         items = {id(item): item for batch in batches for item in batch.items}
         messages = [item.to_wire() for item in items.values()]
         if len(batches) == 1:
-            own = {"replica": batches[0].replica, "messages": messages}
-            return [await self._ask(DELIVER, **own)]
+            (batch,) = batches
+            return [await self._ask(DELIVER, replica=batch.replica, messages=messages)]
         places = {key: place for place, key in enumerate(items)}
         shares = [(b.replica, [places[id(i)] for i in b.items]) for b in batches]
         answer = await self._ask(DELIVER_BATCHES, messages=messages, shares=shares)
@@ -242,14 +243,14 @@ class LiveRun:
             ``"doing"``, the cause and seconds of its wait and its stack, see
             `ChannelWorkerPlugin.handle_describe`; None if its worker does not answer.
         """
-        found = self.state.describe(self.now())
-        here = [one for one in found["replicas"] if one["phase"] != "gone"]
-        workers = sorted({one["worker"] for one in here})
-        answers = await asyncio.gather(*map(self._doing, workers))
-        doing = {replica: own for answer in answers for replica, *own in answer}
-        for one in found["replicas"]:
-            one["doing"] = doing.get(one["replica"])
-        return {**found, "client": self.client}
+        description = self.state.describe(self.now())
+        replicas = description["replicas"]
+        workers = {r["worker"] for r in replicas if r["phase"] != "gone"}
+        answers = await asyncio.gather(*map(self._doing, sorted(workers)))
+        doing = {number: activity for answer in answers for number, *activity in answer}
+        for replica in replicas:
+            replica["doing"] = doing.get(replica["replica"])
+        return {**description, "client": self.client}
 
     async def _doing(self, worker: str) -> Sequence[Sequence[Any]]:
         try:
@@ -295,8 +296,8 @@ class LiveRun:
         if replicas > MOST_REPLICAS:
             raise ValueError(f"replicas must be <= {MOST_REPLICAS}, got {replicas}")
         members = self.state.members
-        there = self._transport.has_worker(worker)
-        missing = replicas - len(members.assigned_to(worker)) if there else 0
+        is_connected = self._transport.has_worker(worker)
+        missing = replicas - len(members.assigned_to(worker)) if is_connected else 0
         return {"replicas": [members.assign(worker) for _ in range(missing)]}
 
     async def handle_unassign(self, replica: Natural) -> Fields:
@@ -368,13 +369,18 @@ class LiveRun:
             self.notify()
             await self.until(lambda: members.started)
             present = [[r, *AT_FIRST] for r in members.training]
-            own = {"members": present, "topology": state.topology(), "donor": None}
-            return {**own, "gone": sorted(members.gone)}
+            return {
+                "members": present,
+                "gone": sorted(members.gone),
+                "topology": state.topology(),
+                "donor": None,
+            }
         generation, member = members.generation, members.replicas[replica]
         member.heartbeat_at = math.inf  # no heartbeat while it waits here
 
         def ready() -> bool:
-            # Those that met before it joined may change the grid until they report.
+            # Replicas that met before this one joined may change the grid until they
+            # report.
             return member.gone or (state.can_cut(generation) and not state.holding)
 
         with contextlib.suppress(TimeoutError):  # it asks again
@@ -429,8 +435,12 @@ class LiveRun:
         state.activate(replica, step)
         self.notify()
         reached = [[r, *members.replicas[r].progress] for r in members.expected]
-        own = {"epoch": state.epoch, "interval": state.interval, "report": state.report}
-        return {"members": reached, **own}
+        return {
+            "members": reached,
+            "epoch": state.epoch,
+            "interval": state.interval,
+            "report": state.report,
+        }
 
     async def handle_publish(
         self,
@@ -502,13 +512,16 @@ class LiveRun:
             replica, phase, epoch, lambda key: self._is_held(key, worker)
         )
         if isinstance(lease, Lease):
-            number, ranges, keys, ahead = lease
-            own = {"ranges": ranges, "keys": list(keys.items()), "ahead": ahead}
-            return {"lease": number, **own}
+            return {
+                "lease": lease.number,
+                "ranges": lease.ranges,
+                "keys": list(lease.keys.items()),
+                "ahead": lease.ahead,
+            }
         return {"lease": None, "sync_point": lease}
 
     def _check_size(self, *payloads: Any) -> None:
-        """Check what a replica sends for others, which is kept until all have met."""
+        """Check the size of payloads, which are kept until all replicas have met."""
         nbytes, most = nbytes_of(payloads), self.state.spec.payload_bytes
         if nbytes > most:
             raise ValueError(f"payloads have at most {most} bytes, got {nbytes}")
@@ -520,8 +533,14 @@ class LiveRun:
         state = self.state
         member, leases = state.members.taking_part(replica), state.leases[phase]
         if leases.held_key(part) == key and self._is_lost(key):
-            lost = {"phase": phase, "part": part, "key": key, "worker": member.worker}
-            state.post("missing", **lost, avoid=sorted(self.hanging))
+            state.post(
+                "missing",
+                phase=phase,
+                part=part,
+                key=key,
+                worker=member.worker,
+                avoid=sorted(self.hanging),
+            )
             self.notify()
             await self.until(lambda: leases.held_key(part) != key)
         return {"key": leases.held_key(part)}
@@ -558,7 +577,7 @@ class LiveRun:
         self.notify()
         await self.until(lambda: barrier.complete)
         return {
-            "payloads": [[r, own] for r, own in sorted(barrier.payloads.items())],
+            "payloads": sorted(barrier.payloads.items(), key=itemgetter(0)),
             "gone": list((barrier.gone or {}).items()),
             "passed_on": barrier.passed_on,
             "counted": dict(barrier.counted),
@@ -589,8 +608,8 @@ class LiveRun:
         """Handle a replica whose worker closed or died, and was removed by Dask.
 
         A closing worker still listens, so its replica gets time to flush; a dead worker
-        does not listen. The client also reads it of a replica that has left: its result
-        may not have reached Dask.
+        does not listen. The event is posted even for a replica that has left, because
+        its result may not have reached Dask.
         """
         state = self.state
         worker = state.members.replicas[replica].worker
@@ -681,10 +700,10 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     @override
     async def start(self, scheduler: Scheduler) -> None:
         # Two clients may register at once: both plugins use the state of the first.
-        first = scheduler.extensions.setdefault(NAME, self)
-        if first is not self:
-            self.runs, self.arrived = first.runs, first.arrived
-            self.dashboard = first.dashboard
+        earliest = scheduler.extensions.setdefault(NAME, self)
+        if earliest is not self:
+            self.runs, self.arrived = earliest.runs, earliest.arrived
+            self.dashboard = earliest.dashboard
             return
         self.attach(SchedulerOverDask(scheduler))
         self._pace = Pace(scheduler)
@@ -728,8 +747,8 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     def _count(self, fields: Fields) -> None:
         """Count a refused message in its run; a message without a run in all runs."""
         run: Any = fields.get("run")
-        of_one = isinstance(run, int) and run in self.runs
-        for live in [self.runs[run]] if of_one else self.runs.values():
+        is_known = isinstance(run, int) and run in self.runs
+        for live in [self.runs[run]] if is_known else self.runs.values():
             live.state.refused += 1
 
     # ---- requests of a client
@@ -738,18 +757,19 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         """Open a run for a client."""
         if not self._transport.has_client(client):
             raise ValueError(f"{client!r} is no client of this cluster")
-        own = RunSpec.from_wire(spec)
-        if own.run in self.runs:
-            raise ValueError(f"run {own.run} is open already")
-        live = self.runs[own.run] = LiveRun(own, self._transport, client)
+        run_spec = RunSpec.from_wire(spec)
+        run = run_spec.run
+        if run in self.runs:
+            raise ValueError(f"run {run} is open already")
+        live = self.runs[run] = LiveRun(run_spec, self._transport, client)
         self.dashboard.open(live.record)
         # Workers without a replica: some arrived after the client's choice, others had
-        # no work left. The client distinguishes them.
-        for worker, found in self.arrived.items():
+        # no work left. The client tells them apart.
+        for worker, versions in self.arrived.items():
             if not live.state.members.assigned_to(worker):
-                live.state.post("worker", worker=worker, found=found)
+                live.state.post("worker", worker=worker, versions=versions)
         self._set_pace()
-        logger.info("run %s opens: %s", own.run, own.replicas)
+        logger.info("run %s opens: %s", run, run_spec.replicas)
         return {"status": Answer.OK.value}
 
     async def handle_close(self, run: RunId, secret: Token | None = None) -> Fields:
@@ -774,7 +794,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     async def handle_describe(self) -> Fields:
         """Describe all runs; see `LiveRun.describe`."""
-        runs = await asyncio.gather(*(one.describe() for one in self.runs.values()))
+        runs = await asyncio.gather(*(live.describe() for live in self.runs.values()))
         return {"status": Answer.OK.value, "runs": runs}
 
     def _set_pace(self) -> None:
@@ -783,19 +803,19 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     # ---- requests of a worker
 
-    async def handle_arrive(self, worker: str, found: WorkerVersions) -> Fields:
+    async def handle_arrive(self, worker: str, versions: WorkerVersions) -> Fields:
         """Record the versions, or the import error, of a worker for all clients."""
         if not self._transport.has_worker(worker):
             raise ValueError(f"no worker {worker} in this cluster")
-        told = WorkerVersions(
-            daskdl=shown(found["daskdl"]),
-            torch=shown(found["torch"]),
-            error=shown(found["error"]),
+        versions = WorkerVersions(
+            daskdl=shown(versions["daskdl"]),
+            torch=shown(versions["torch"]),
+            error=shown(versions["error"]),
         )
-        self.arrived[worker] = told
+        self.arrived[worker] = versions
         for live in self.runs.values():
             if not live.state.members.assigned_to(worker):
-                live.state.post("worker", worker=worker, found=told)
+                live.state.post("worker", worker=worker, versions=versions)
                 live.notify()
         return {"status": Answer.OK.value}
 
@@ -838,7 +858,10 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         still_here = await self._close(run, "its client is gone", bound.seconds)
         if still_here:
             logger.warning(
-                "run %s: after %s these have not left: %s", run, bound, still_here
+                "run %s: replicas that have not left after %s: %s",
+                run,
+                bound,
+                still_here,
             )
 
 

@@ -46,9 +46,9 @@ T = TypeVar("T")
 async def awaited(
     work: Callable[[], Awaitable[None]], failed: Callable[[Exception], None]
 ) -> None:
-    """Run a coroutine function that nobody else awaits; pass an exception to `failed`.
+    """Run a background task; pass an exception to `failed`.
 
-    Its coroutine is made here: this task may be cancelled before it begins.
+    The coroutine is created here, as the task may be cancelled before it begins.
     """
     try:
         await work()
@@ -189,8 +189,8 @@ class SchedulerOverDask(SchedulerTransport):
         return await is_listening(address, timeout_s)
 
 
-# Least milliseconds between what a Dask server does now and then, while replicas train.
-# At Dask's own 10, 20, 100 and 500 ms an idle cluster of two workers on one machine
+# Shortest intervals of a Dask server's periodic callbacks while replicas train, ms. At
+# Dask's defaults, 10, 20, 100 and 500 ms, an idle cluster of two workers on one machine
 # takes an eighth of a core, and each wake-up takes the interpreter's lock.
 LEAST_MS = {"profile": 100, "tick": 500, "memory_monitor": 500, "monitor": 2000}
 _pacing = threading.Lock()  # several workers may share a process
@@ -204,7 +204,7 @@ class Pace:
         self._configured: dict[str, float] = {}  # milliseconds
 
     def slow_down(self, training: bool) -> None:
-        """Set the intervals; False: as Dask's configuration has them."""
+        """Lengthen the intervals; False: restore those of Dask's configuration."""
         with _pacing:
             for name in LEAST_MS.keys() & self._callbacks.keys():
                 callback = self._callbacks[name]
@@ -479,7 +479,7 @@ class RetransmitBuffer:
 BATCH_BYTES = 4 * 2**20  # below Dask's 10 MiB offload to its one helper thread
 ATTEMPTS = 2  # a request without an answer is sent again: receivers drop duplicates
 
-BACK_OFF = 16  # most times the pace between two requests to a full destination
+BACK_OFF = 16  # longest pause between requests to a full destination, in paces
 
 Send = Callable[[Sequence[Message]], Awaitable[int]]
 
@@ -491,8 +491,8 @@ class SendLoop:
         outbox: The outbox.
         send: Sends a batch and returns the number of accepted messages. An empty batch
             is a heartbeat.
-        pace_s: Least time between two requests, seconds.
-        beat_s: Most time between two requests, seconds.
+        pace_s: Shortest time between two requests, seconds.
+        beat_s: Longest time between two requests, seconds.
         bound: Timeout of a request.
         destination: For messages, for example ``"the scheduler"``.
     """

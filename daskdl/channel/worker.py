@@ -70,8 +70,8 @@ INLINE_BYTES = 2**20  # larger frames are decoded in a thread
 
 
 SNAPSHOT = "snapshot "  # begins the names of snapshots, and of no other blobs
-# For one replica. A request that was late on its way may be answered after the one
-# that the replica sent when it gave up the wait.
+# Per reader. A delayed request may be answered after the next request of its reader,
+# which no longer waited for the answer.
 SNAPSHOTS_KEPT = 2
 
 
@@ -89,7 +89,7 @@ class BlobServer:
     def __init__(self) -> None:
         self.sent_bytes = 0
         self._blobs: dict[str, BlobParts] = {}
-        self._readers: dict[str, int] = {}  # replica that fetches it, by snapshot
+        self._readers: dict[str, int] = {}  # by name of the snapshot
         self._numbers = itertools.count()  # of snapshots
         # Epoch at whose end the state was agreed on, and the function that makes it.
         self._state: tuple[int, Callable[[], Arrays]] | None = None
@@ -106,7 +106,7 @@ class BlobServer:
         """Drop all blobs except one, and snapshots."""
         async with self._changed:
             kept = {keep, *self._readers}
-            self._blobs = {n: one for n, one in self._blobs.items() if n in kept}
+            self._blobs = {n: blob for n, blob in self._blobs.items() if n in kept}
 
     async def publish_snapshot(self, reader: int, arrays: Arrays) -> str:
         """Let a replica fetch the arrays of a snapshot; return the name of the blob."""
@@ -142,7 +142,7 @@ class BlobServer:
             GoneError: If it is a snapshot that is not kept any more.
         """
         if name.startswith(SNAPSHOT) and name not in self._readers:
-            raise GoneError(f"{name!r} is not kept any more")
+            raise GoneError(f"{name!r} is no longer kept")
         async with asyncio.timeout(timeout_s), self._changed:
             await self._changed.wait_for(lambda: name in self._blobs)
             blob = self._blobs[name]
@@ -166,10 +166,10 @@ class BlobServer:
             self._cut = epoch, BlobParts(await asyncio.to_thread(make))
         if self._cut is None or self._cut[0] != epoch:
             raise ValueError(f"epoch {epoch} is not being fetched")
-        parcel = self._cut[1]
-        if part == parcel.parts - 1:
+        blob = self._cut[1]
+        if part == blob.parts - 1:
             self._cut = None
-        return {"epoch": epoch, **parcel.to_wire(part)}
+        return {"epoch": epoch, **blob.to_wire(part)}
 
 
 class Snapshot(NamedTuple):
@@ -251,10 +251,10 @@ class ReplicaEndpoint:
         message = self._owned(message)
         if self.inbox.joining:
             limit_bytes = self._spec.inbox_bytes
-            first = self._before_snapshot.keep(message, limit_bytes)
-            if first and self.routing.generation:
+            is_kept = self._before_snapshot.keep(message, limit_bytes)
+            if is_kept and self.routing.generation:
                 self.routing.on_message(message)
-            return first is not None
+            return is_kept is not None
         if self.inbox.barrier.holding and self.inbox.holds_back(message):
             return False
         if await self._put(message):
@@ -277,12 +277,14 @@ class ReplicaEndpoint:
     async def _put(self, message: Message) -> bool:
         payload = message.payload
         shared = payload if isinstance(payload, SharedFrame) else SharedFrame(payload)
-        arguments = message, self._spec, self.inbox.pending.grid
+        decode = functools.partial(
+            shared.decode, message, self._spec, self.inbox.pending.grid
+        )
         try:
             if message.nbytes > INLINE_BYTES:
-                update = await asyncio.to_thread(shared.decode, *arguments)
+                update = await asyncio.to_thread(decode)
             else:
-                update = shared.decode(*arguments)
+                update = decode()
         except CodecError as error:
             refuse(message, error, self._spec, self.inbox)
             return False
@@ -294,22 +296,22 @@ class ReplicaEndpoint:
     def on_members(self, payload: Any) -> None:
         """Adopt a membership: its generation, and the worker of each member."""
         generation, members = payload
-        first = not self.routing.generation
+        is_earliest = not self.routing.generation
         self.routing.on_members(generation, dict(members))
-        if first:
+        if is_earliest:
             for message in self._before_snapshot.messages:
                 self.routing.on_message(message)
 
     def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Return updates that another replica lacks, as many as fit one answer."""
-        found: list[Message] = []
+        batch: list[Message] = []
         nbytes = 0
         for message in self.routing.lookup(origin, sequences):
             nbytes += message.nbytes + MESSAGE_BYTES
-            if found and nbytes > BATCH_BYTES:
+            if batch and nbytes > BATCH_BYTES:
                 break
-            found.append(message)
-        return found
+            batch.append(message)
+        return batch
 
     async def snapshot(self, cut: dict[int, int]) -> Snapshot:
         """Return this replica's state for another replica, made between two steps."""
@@ -355,11 +357,11 @@ class ReplicaEndpoint:
         self._now(enter())
 
     def wait_for_snapshot(self) -> dict[int, int]:
-        """Keep updates aside, as before the first snapshot, until the next one.
+        """Buffer updates until the next snapshot, as before the initial one.
 
         Returns:
-            By origin, last update that the next snapshot must contain: others may have
-            forgotten what this replica has acknowledged.
+            By origin, the last update that the next snapshot must contain: others no
+            longer keep updates that this replica has acknowledged.
         """
         with self.inbox.changed:
             if self.inbox.joining:
@@ -391,7 +393,7 @@ class ReplicaEndpoint:
         future.add_done_callback(lambda _: self.inbox.wake())
         if not self.inbox.wait_for(future.done, timeout_s, even_if_stopped=True):
             future.cancel()
-            raise TimeoutError("there was no answer")
+            raise TimeoutError("no answer")
         return future.result()
 
     def _now(self, work: Coroutine[Any, Any, None]) -> None:
@@ -488,7 +490,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     ) -> Fields:
         """Deliver messages of the relay or of another replica to a replica here."""
         endpoint = self._endpoint_of(run, replica)
-        return await _deliver(endpoint, [Message.from_wire(one) for one in messages])
+        return await _deliver(endpoint, [Message.from_wire(m) for m in messages])
 
     async def handle_deliver_batches(
         self,
@@ -498,10 +500,12 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
     ) -> Fields:
         """Deliver messages of the relay to several replicas, each message sent once."""
         unpacked = [_shareable(fields) for fields in messages]
-        own = [(replica, [unpacked[i] for i in places]) for replica, places in shares]
+        batches = [
+            (replica, [unpacked[i] for i in places]) for replica, places in shares
+        ]
         answers = [
-            await self._shared(run=run, replica=replica, messages=for_it)
-            for replica, for_it in own
+            await self._shared(run=run, replica=replica, messages=batch)
+            for replica, batch in batches
         ]
         return {"answers": answers}
 
@@ -539,8 +543,8 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         sequences: Sequence[Natural],
     ) -> Fields:
         """Return updates to a replica that lacks them."""
-        found = self._endpoint_of(run, replica).lookup(origin, sequences)
-        return {"messages": [one.to_wire() for one in found]}
+        updates = self._endpoint_of(run, replica).lookup(origin, sequences)
+        return {"messages": [update.to_wire() for update in updates]}
 
     async def handle_fetch(
         self, run: RunId, replica: Natural, name: str, part: Natural

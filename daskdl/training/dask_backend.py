@@ -557,7 +557,9 @@ class DaskBackend(Backend):
                 passes = posted["type"] in PASSING
                 self._retry_later(self.workers[replica], summary, passes=passes)
             case {"kind": "worker", "worker": worker}:
-                found = posted.get("found")  # its versions; None if it took part before
+                found = posted.get(
+                    "versions"
+                )  # its versions; None if it took part before
                 wrong = "" if found is None else mismatch(found)
                 if wrong:
                     logger.warning(

@@ -63,7 +63,9 @@ class TestJoining:
     @every_channel()
     async def test_a_replica_has_one_channel(self, a_run):
         async with a_run() as run:
-            with pytest.raises(ChannelError, match="replica 1 of run 7 is open already"):
+            with pytest.raises(
+                ChannelError, match="replica 1 of run 7 is open already"
+            ):
                 run.open_channel(1)
 
     @every_channel()

@@ -189,7 +189,7 @@ class Attack:
             "key": "attack",
             "avoid": [1],
             "version": VERSION,
-            "found": {"daskdl": VERSION, "torch": "2.8.0", "error": ""},
+            "versions": {"daskdl": VERSION, "torch": "2.8.0", "error": ""},
             "step": 0,
             "origin": 0,
             "messages": [["update", 0, 1, 0, 4, b"junk", 0]],

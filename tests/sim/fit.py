@@ -481,7 +481,7 @@ class Cluster:
     def arrive(self, worker):
         """Let the scheduler know of a new worker."""
         found = {"daskdl": VERSION, "torch": str(torch.__version__), "error": ""}
-        fields = {"worker": worker.address, "found": found}
+        fields = {"worker": worker.address, "versions": found}
 
         async def ask():
             with contextlib.suppress(OSError):  # it is not used

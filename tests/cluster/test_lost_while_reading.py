@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import dask
+import dask.array as da
 import numpy as np
 import pytest
 import torch
@@ -62,6 +63,11 @@ def small_parts(folder, client):
     return Data((made,), COUNT // 3)
 
 
+def small_blocks(folder, client):
+    numbers = da.from_array(np.arange(COUNT), chunks=5)
+    return Data((da.from_array(X, chunks=(5, 20)), numbers), COUNT // 3)
+
+
 def dataset(folder, client):
     return Data((Rows(),), COUNT // 3)
 
@@ -76,6 +82,7 @@ def stream(folder, client):
         packed_rows,
         lazy_blocks,
         small_parts,
+        small_blocks,
         scattered_rows,
         dataset,
         stream,

@@ -200,6 +200,15 @@ def test_what_departed_replicas_had_scored_counts():
     assert (made["val_loss"], made["val_accuracy"]) == (3.0, 0.5)
 
 
+def test_metrics_that_a_departed_replica_had_measured_are_kept():
+    score = [9.0, 1, 2, 2, 0.0, {}]
+    scored = {"score": score, "unscored": "no label", "measured": b"packed"}
+
+    gone = departed({"validation": scored})
+
+    assert (gone.unscored, gone.measured) == ("no label", b"packed")
+
+
 def test_scores_that_were_not_computed_are_not_a_number():
     made = row(note(1.0, 1), columns=("val_loss", "val_accuracy"))
 

@@ -1,8 +1,8 @@
-"""The command line, ``daskdl``: commands over the public interface.
+"""The command line, ``daskdl``: commands that use the public interface.
 
-Each error is one line on standard error, with exit code 2 if the command itself is
-wrong and 1 if a run failed. Torch takes seconds to import, and ``--help`` needs none:
-what needs torch is imported by the command that uses it.
+Each error is a line on standard error; the exit code is 2 if the command is wrong, and
+1 if a run failed. Importing torch takes seconds, so only the commands that need torch
+import it: ``--help`` does not.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class FailedError(click.ClickException):
-    """A command cannot go on; its message is printed, without a traceback."""
+    """Ends a command with a message, without a traceback."""
 
     def __init__(self, message: str, exit_code: int = USAGE) -> None:
         super().__init__(message)
@@ -94,12 +94,12 @@ IS_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Combine decorators into one."""
     return lambda function: functools.reduce(
-        lambda made, option: option(made), reversed(options), function
+        lambda command, option: option(command), reversed(options), function
     )
 
 
 def _settings(option: str, name: str, help: str) -> Callable[[F], F]:
-    """Make an option that is repeated for each item of a dict."""
+    """Return an option that may be repeated, for the items of a dict."""
     return click.option(
         option,
         name,
@@ -175,8 +175,8 @@ def _imported(reference: str) -> Any:
         sys.path.insert(0, os.getcwd())
 
     def failed(error: Exception) -> NoReturn:
-        gone = isinstance(error, ModuleNotFoundError) and error.name
-        if gone and f"{module_name}.".startswith(f"{gone}."):
+        missing = isinstance(error, ModuleNotFoundError) and error.name
+        if missing and f"{module_name}.".startswith(f"{missing}."):
             why = "not in this folder, nor installed"
             raise FailedError(f"there is no module {module_name!r}: {why}") from error
         raise FailedError(f"importing {module_name!r} {_raised(error)}") from error
@@ -190,15 +190,13 @@ def _imported(reference: str) -> Any:
 
 @contextlib.contextmanager
 def _carried(references: Iterable[str | None]) -> Iterator[None]:
-    """Let modules that are single files travel with the run.
+    """Pickle modules that are single files by value, for workers that lack them.
 
-    Their code has no file then, in tracebacks: only where workers may lack it.
+    Tracebacks then show no source lines of these modules.
     """
     import cloudpickle
 
-    names = {
-        one.partition(":")[0] for one in references if one and IS_NAME.fullmatch(one)
-    }
+    names = {r.partition(":")[0] for r in references if r and IS_NAME.fullmatch(r)}
     modules = [sys.modules[name] for name in names if "." not in name]
     files = [module for module in modules if not hasattr(module, "__path__")]
     for module in files:
@@ -238,11 +236,11 @@ def _raised(error: Exception) -> str:
 
 
 def _trainer(factory: str, arguments: Mapping[str, Any]) -> "daskdl.Trainer":
-    made = _called(factory, arguments)
-    if not isinstance(made, daskdl.Trainer):
-        kind = type(made).__name__
+    trainer = _called(factory, arguments)
+    if not isinstance(trainer, daskdl.Trainer):
+        kind = type(trainer).__name__
         raise FailedError(f"{factory} must return a daskdl.Trainer, got a {kind}")
-    return made
+    return trainer
 
 
 def _read(
@@ -254,10 +252,10 @@ def _read(
     if len(data) == 1 and IS_NAME.fullmatch(data[0]):
         if loader is not None:
             raise FailedError("--loader is for URLs, and --data is a function")
-        made = _called(data[0], {})
-        return made if isinstance(made, tuple) and len(made) == 2 else (made,)
+        X = _called(data[0], {})
+        return X if isinstance(X, tuple) and len(X) == 2 else (X,)
     read = None if loader is None else _imported(loader)
-    urls = data[0] if len(data) == 1 else list(data)  # a folder comes alone
+    urls = data[0] if len(data) == 1 else list(data)  # a folder must be the only URL
     return (files(urls, read, storage_options=storage or None),)
 
 
@@ -265,7 +263,7 @@ def _read(
 def _client(
     scheduler: str | None, slurm: int | None, local: int | None
 ) -> "Iterator[Client | None]":
-    """Connect to a cluster, or start one; None if none of the options is given."""
+    """Connect to a cluster, or start one; yield None without any of the options."""
     if sum(option is not None for option in (scheduler, slurm, local)) > 1:
         raise FailedError("give only one of --scheduler, --slurm and --local")
     from distributed import Client
@@ -303,7 +301,7 @@ def _slurm_cluster(jobs: int) -> Any:
     except ValueError as error:
         where = "Dask's configuration, jobqueue.slurm"
         raise FailedError(f"{error} Set it in {where}.") from error
-    # Unlike `scale`, this submits a job again whose time is over.
+    # Unlike `scale`, `adapt` submits a job again when its time is over.
     cluster.adapt(minimum_jobs=jobs, maximum_jobs=jobs)
     return cluster
 
@@ -379,13 +377,13 @@ def train(
     daskdl train nets:digits --data 'digits/*.npz' --epochs 10 --local 4 --save model
     """  # noqa: D301 - click's mark for lines to keep
     trainer = _trainer(factory, arguments)
-    own = [*trainer.callbacks]
-    rule = _checkpointing(own, checkpoint, every, storage, resume=resume)
+    callbacks = [*trainer.callbacks]
+    rule = _checkpointing(callbacks, checkpoint, every, storage, resume=resume)
     X = _read(data, loader, storage)
     held_out = _read(validation, loader, storage) if validation else None
     if rule is None and save is None:
         click.echo("Neither --save nor --checkpoint: no model will be kept.", err=True)
-    added: list[daskdl.Callback] = [] if rule is None or rule in own else [rule]
+    added: list[daskdl.Callback] = [] if rule is None or rule in callbacks else [rule]
     if trainer.progress is None and not sys.stderr.isatty():
         added.append(daskdl.PrintProgress())
     with _client(scheduler, slurm, local) as client, contextlib.ExitStack() as ending:
@@ -395,7 +393,7 @@ def train(
             ending.enter_context(_carried([factory, loader, *data, *validation]))
         if report is not None:
             ending.push(functools.partial(_report, trainer, report))
-        trainer.callbacks = [*own, *added]
+        trainer.callbacks = [*callbacks, *added]
         try:
             trainer.fit(
                 *X,
@@ -407,7 +405,7 @@ def train(
         except KeyboardInterrupt:
             click.echo(_where_to_resume(rule), err=True)
             raise
-        trainer.callbacks = own  # the save needs no others
+        trainer.callbacks = callbacks  # saved without those of this command
         if save is not None:
             trainer.save(save, storage_options=storage or None)
             click.echo(f"saved in {save}")
@@ -420,15 +418,15 @@ def _report(
     error: BaseException | None,
     trace: object,
 ) -> None:
-    """Write a report of the run; a run that failed keeps its own error."""
-    if not hasattr(trainer, "history_"):  # it failed before training
+    """Write a report of the run; if the run failed, its own error is raised."""
+    if not hasattr(trainer, "history_"):  # the run failed before training
         return
     try:
         trainer.history_.report(path)
-    except OSError as own:
+    except OSError as failure:
         if error is None:
             raise
-        click.echo(f"The report was not written: {own}", err=True)
+        click.echo(f"The report was not written: {failure}", err=True)
     else:
         click.echo(f"report in {path}")
 
@@ -441,15 +439,15 @@ def _checkpointing(
     *,
     resume: bool,
 ) -> "daskdl.Checkpoint | None":
-    """Make a `Checkpoint` for a URL; without one, return the trainer's own, if any."""
-    own = [one for one in callbacks if isinstance(one, daskdl.Checkpoint)]
+    """Return a `Checkpoint` for a URL; without a URL, that of the trainer, if any."""
+    existing = next((c for c in callbacks if isinstance(c, daskdl.Checkpoint)), None)
     if url is None:
         if every is not None:
             raise FailedError("--every needs --checkpoint")
-        if resume and not own:
+        if resume and existing is None:
             raise FailedError("--resume needs --checkpoint")
-        return own[0] if own else None
-    if own:
+        return existing
+    if existing is not None:
         raise FailedError("--checkpoint: the factory's trainer has a Checkpoint")
     return daskdl.Checkpoint(
         url,
@@ -462,7 +460,7 @@ def _where_to_resume(rule: "daskdl.Checkpoint | None") -> str:
     from daskdl.saving.checkpoints import Series
 
     if rule is None:
-        return "Nothing is kept of this run: there is no --checkpoint."
+        return "This run has no checkpoint: --checkpoint was not given."
     newest = Series.at(rule.url, rule.storage_options).newest()
     if newest is None:
         return f"No checkpoint was complete in {rule.url}."
@@ -591,12 +589,17 @@ def check(scheduler: str | None, seconds: float) -> None:
     """
     from daskdl import util
 
-    with _client(scheduler, None, None) as found, contextlib.ExitStack() as stack:
-        client = found or stack.enter_context(util.local_client())
+    with (
+        _client(scheduler, None, None) as connected,
+        contextlib.ExitStack() as stack,
+    ):
+        client = connected or stack.enter_context(util.local_client())
         click.echo(util.OWN)
         answers = util.versions_of(client).items()
-        unusable = {who: what for who, one in answers if (what := util.mismatch(one))}
-        workers = [f"worker {one}" for one in sorted(client.nthreads())]
+        unusable = {
+            who: what for who, answer in answers if (what := util.mismatch(answer))
+        }
+        workers = [f"worker {address}" for address in sorted(client.nthreads())]
         if not workers:
             raise FailedError("the cluster has no workers", RUN)
         details, unreached = _looked_at(client, {*workers} - {*unusable})
@@ -608,11 +611,13 @@ def check(scheduler: str | None, seconds: float) -> None:
     for who, what in sorted(unusable.items()):
         click.echo(f"{who}: unusable: {what}")
     median_ms = statistics.median(steps_ms.values()) if steps_ms else math.nan
-    for who in (one for one in workers if one not in unusable):
-        verdict, own_ms = "not tried, since others are unusable", steps_ms.get(who)
-        if own_ms is not None:
-            details[who].append(f"{own_ms:.1f} ms a step")
-            times = own_ms / median_ms
+    for who in workers:
+        if who in unusable:
+            continue
+        verdict, step_ms = "not tried, since others are unusable", steps_ms.get(who)
+        if step_ms is not None:
+            details[who].append(f"{step_ms:.1f} ms a step")
+            times = step_ms / median_ms
             slow = f"slow: its steps take {times:.1f} times the median"
             verdict = slow if times > SLOW else "ok"
         click.echo(f"{who}: {verdict} ({', '.join(details[who])})")
@@ -620,15 +625,15 @@ def check(scheduler: str | None, seconds: float) -> None:
         sys.exit(RUN)
 
 
-SLOW = 2.0  # times the median; replicas wait for one that is slower than the others
+SLOW = 2.0  # times the median step; replicas wait for a slower replica
 
 
 def _looked_at(
     client: "Client", names: Collection[str]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return facts about workers, and why some do not reach the next one, by name.
+    """Return facts about workers, and why workers cannot reach their peer, by name.
 
-    Each sends to the next, all at the same time.
+    Each worker sends to the next worker, all at the same time.
     """
     from daskdl.config import Timeouts
     from daskdl.data.distribute import answers_of
@@ -639,8 +644,8 @@ def _looked_at(
     bound = Timeouts.from_config().bound("request")
     answers = answers_of(client, workers, look, bound, "how fast it sends")
     return (
-        {f"worker {one}": own for one, (own, _) in answers.items()},
-        {f"worker {one}": what for one, (_, what) in answers.items() if what},
+        {f"worker {address}": facts for address, (facts, _) in answers.items()},
+        {f"worker {address}": why for address, (_, why) in answers.items() if why},
     )
 
 
@@ -697,11 +702,12 @@ def _trial(client: "Client", seconds: float) -> dict[str, float]:
         telemetry_every=1,
     ).fit(X, X[:, :10].argmax(dim=1), epochs=10**6)
     columns = map(history.steps.column, ("replica", "step_s", "wait_s"))
-    found: dict[str, list[float]] = {}
+    steps_ms: dict[str, list[float]] = {}
     for replica, step_s, wait_s in zip(*columns, strict=True):
         if replica in places:
-            found.setdefault(places[replica], []).append(1e3 * (step_s - wait_s))
-    return {f"worker {one}": statistics.median(own) for one, own in found.items()}
+            name = f"worker {places[replica]}"
+            steps_ms.setdefault(name, []).append(1e3 * (step_s - wait_s))
+    return {name: statistics.median(steps) for name, steps in steps_ms.items()}
 
 
 TRIAL_STEPS = 64  # of each worker in an epoch: tens of milliseconds
@@ -710,9 +716,9 @@ TRIAL_STEPS = 64  # of each worker in an epoch: tens of milliseconds
 @cli.command(cls=Command)
 @click.option("--scheduler", metavar="ADDRESS", required=True, help="Of the cluster.")
 def doctor(scheduler: str) -> None:
-    """Show what each replica does, or waits for: for a run that seems to hang.
+    """Show the activity of each replica, for a run that seems to hang.
 
-    Asks the scheduler, which asks the workers; the run does not notice.
+    Asks the scheduler, which asks the workers, without affecting the run.
     """
     with _client(scheduler, None, None) as client:
         assert client is not None
@@ -720,18 +726,22 @@ def doctor(scheduler: str) -> None:
     if not runs:
         click.echo(f"no run of daskdl on {scheduler}")
     for run in runs:
-        here = [one for one in run["replicas"] if one["phase"] != "gone"]
-        replicas = {one["replica"]: one for one in here}
+        replicas = {
+            replica["replica"]: replica
+            for replica in run["replicas"]
+            if replica["phase"] != "gone"
+        }
+        here = [*replicas.values()]
         click.echo(
             f"run {run['run']:x}: epoch {run['epoch'] + 1}, {run['rows']} of its rows "
-            f"left, {len(replicas)} replicas"
+            f"left, {len(here)} replicas"
         )
         if run["stopped"] is not None:
             click.echo(f"  stopped: {run['stopped']}")
-        awaited = {one["replica"]: _awaited_by(one, here, run) for one in here}
-        for replica, one in replicas.items():
-            does = _activity(one, awaited[replica], run, len(here))
-            click.echo(f"  replica {replica} on {one['worker']}: {does}")
+        awaited = {n: _awaited_by(r, here, run) for n, r in replicas.items()}
+        for n, replica in replicas.items():
+            activity = _activity(replica, awaited[n], run, len(here))
+            click.echo(f"  replica {n} on {replica['worker']}: {activity}")
         blocking = set().union(*awaited.values())
         roots = sorted(r for r in blocking if not awaited.get(r))
         if roots:
@@ -756,11 +766,11 @@ def _runs(client: "Client") -> list[dict[str, Any]]:
             return (await getattr(client.scheduler, DESCRIBE)())["runs"]
 
     try:
-        found: list[dict[str, Any]] = client.sync(ask)
+        runs: list[dict[str, Any]] = client.sync(ask)
     except TimeoutError as error:
         what = f"the scheduler at {client.scheduler.address} did not answer"
         raise daskdl.WaitTimeoutError(f"{what} within {bound}") from error
-    return found
+    return runs
 
 
 WAITS = {
@@ -784,17 +794,17 @@ WAITS = {
 Described = Mapping[str, Any]  # a run, or a replica, see `LiveRun.describe`
 
 
-def _activity(one: Described, awaited: set[int], run: Described, count: int) -> str:
-    """Say what a replica does, or what it waits for."""
-    at = f"step {one['step']}"
-    if one["phase"] == "starting":
+def _activity(replica: Described, awaited: set[int], run: Described, count: int) -> str:
+    """Describe what a replica does, or waits for."""
+    at = f"step {replica['step']}"
+    if replica["phase"] == "starting":
         return "has not started; is its worker busy with other tasks?"
-    if one["doing"] is None:
+    if replica["doing"] is None:
         return (
             f"{at}, its worker does not answer; last heartbeat "
-            f"{one['silent_s']:.1f} s ago, lost after {run['silence_s']:g} s"
+            f"{replica['silent_s']:.1f} s ago, lost after {run['silence_s']:g} s"
         )
-    cause, waited_s, stack = one["doing"]
+    cause, waited_s, stack = replica["doing"]
     if not cause:
         return f"{at}, computes in {_place(stack)}"
     whom = f": {_listed(sorted(awaited))}" if awaited else ""
@@ -803,19 +813,23 @@ def _activity(one: Described, awaited: set[int], run: Described, count: int) -> 
     return f"{at}, waits {waited_s:.1f} s for {WAITS[cause]}{whom}"
 
 
-def _awaited_by(one: Described, here: Sequence[Described], run: Described) -> set[int]:
-    """Return the replicas that a replica waits for, if they can be told."""
-    own, others = one["replica"], [other for other in here if other is not one]
-    match one["doing"] and one["doing"][0]:
+def _awaited_by(
+    waiting: Described, here: Sequence[Described], run: Described
+) -> set[int]:
+    """Return the replicas that a replica waits for; empty if they are unknown."""
+    others = [replica for replica in here if replica is not waiting]
+    match waiting["doing"] and waiting["doing"][0]:
         case "staleness":
             training = [r for r in others if r["phase"] == "training"]
             least = min((r["step"] for r in training), default=0)
             return {r["replica"] for r in training if r["step"] == least}
         case "gather" | "activate":
-            arrived = [
-                b for b in run["barriers"] if own in b[0] or one["phase"] == "joining"
-            ]
-            return {replica for _, awaited in arrived for replica in awaited}
+            return {
+                replica
+                for arrived, awaited in run["barriers"]
+                if waiting["replica"] in arrived or waiting["phase"] == "joining"
+                for replica in awaited
+            }
         case "lease":
             return {r["replica"] for r in others if r["rows"]}
         case "join":
@@ -831,14 +845,14 @@ NOT_THE_USERS = re.compile(
 
 
 def _place(stack: Sequence[str]) -> str:
-    """Return the innermost frame of the user's code, else of any."""
+    """Return the innermost frame of the user's code; without one, of any code."""
     frames = [frame.split("\n")[0].strip() for frame in stack]
     users = [frame for frame in frames if not NOT_THE_USERS.search(frame)]
     return (users or frames or ["an unknown place"])[-1]
 
 
 def _listed(replicas: Sequence[int]) -> str:
-    return ", ".join(f"replica {one}" for one in replicas)
+    return ", ".join(f"replica {number}" for number in replicas)
 
 
 def main() -> None:

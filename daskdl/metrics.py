@@ -108,15 +108,15 @@ def class_names(
     names: Sequence[str] | None, sample: SampleBatch, count: int
 ) -> tuple[str, ...]:
     """Return the names of all classes; the name of an unnamed class is its number."""
-    given = list(names or sample.classes or ())[:count]
-    return (*map(str, given), *(str(k) for k in range(len(given), count)))
+    known = list(names or sample.classes or ())[:count]
+    return (*map(str, known), *(str(k) for k in range(len(known), count)))
 
 
 def _one_tensor_each(sample: SampleBatch) -> tuple[Tensor, Tensor]:
-    for what, given in (("output", sample.output), ("labels", sample.y)):
-        if not isinstance(given, Tensor):
-            several = isinstance(given, dict | tuple)
-            got = outline(given) if several else type(given).__name__
+    for what, tree in (("output", sample.output), ("labels", sample.y)):
+        if not isinstance(tree, Tensor):
+            several = isinstance(tree, dict | tuple)
+            got = outline(tree) if several else type(tree).__name__
             raise (ModelError if what == "output" else DataError)(
                 f"metrics by name need {what} of one tensor, got {got}: choose one "
                 """of several by its name, metrics={"head": ["accuracy"]}"""
@@ -238,8 +238,8 @@ def binary_rows(
 
 
 def collection_of(**metrics: Metric) -> MetricCollection:
-    given: dict[str, Any] = metrics
-    return MetricCollection(given, compute_groups=False)
+    by_name: dict[str, Any] = metrics
+    return MetricCollection(by_name, compute_groups=False)
 
 
 def _of_classes(hits: Any, predicted: Any, support: Any, curves: Any) -> dict[str, Any]:
@@ -299,7 +299,7 @@ class ClassificationMetrics(MetricSet):
         classes = check_classes(sample)
         check_names(self.classes, classes, "classes")
         unchecked: Any = {"validate_args": False}
-        made: dict[str, Metric] = {
+        metrics: dict[str, Metric] = {
             "confusion": MulticlassConfusionMatrix(classes, **unchecked),
             "curves": streaming.ClassCurves(classes, **unchecked)
             if self.thresholds is None
@@ -307,8 +307,8 @@ class ClassificationMetrics(MetricSet):
         }
         if (top := self._top(classes)) is not None:
             options: Any = {"top_k": top, "average": "micro", **unchecked}
-            made["top"] = MulticlassStatScores(classes, **options)
-        return collection_of(**made)
+            metrics["top"] = MulticlassStatScores(classes, **options)
+        return collection_of(**metrics)
 
     def _top(self, classes: int) -> int | None:
         if self.top is None:

@@ -18,12 +18,16 @@ from typing import Any, Literal, NamedTuple, Self
 import dask
 import distributed
 import numpy as np
+
+# Private in dask 2025.5 to 2026.8: nothing public creates tasks of a graph.
 from dask._task_spec import GraphNode, Task, TaskRef
 from dask.core import flatten
 from dask.delayed import Delayed, delayed
 from dask.highlevelgraph import HighLevelGraph
 from dask.tokenize import tokenize
 from distributed import Client
+
+# Private in distributed 2025.5 to 2026.8: only dask.dataframe has public shuffles.
 from distributed.shuffle._core import P2PBarrierTask
 from distributed.shuffle._shuffle import DataFrameShuffleSpec
 from torch import Tensor

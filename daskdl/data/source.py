@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+# Private in dask 2025.5 to 2026.8: nothing public executes a graph without a scheduler.
 from dask._task_spec import convert_legacy_graph, execute_graph
 from dask.optimization import cull
 from typing_extensions import override

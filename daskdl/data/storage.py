@@ -143,6 +143,7 @@ def _is_dropped(error: Exception, names: Set[str]) -> bool:
 def _here() -> str:
     """The Dask worker of this process if there is one, else the process."""
     distributed = sys.modules.get("distributed")
+    # Private in distributed: `get_worker` knows the worker only within a task.
     workers = list(distributed.Worker._instances) if distributed else []
     if len(workers) == 1:
         return f"the worker {workers[0].address}"

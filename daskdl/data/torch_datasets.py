@@ -33,6 +33,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
 )
+
+# Private in torch 2.7 to 2.13: nothing public sets `get_worker_info`.
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.collate import (
     collate,

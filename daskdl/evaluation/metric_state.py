@@ -68,6 +68,8 @@ def update_(collection: MetricCollection, *rows: Any) -> None:
 
 def states_of(collection: MetricCollection, rows: int) -> PartStates:
     """Return the states of live metrics after `rows` rows, valid until an update."""
+    # `_reductions` and `_computed` are private in torchmetrics 1.x, which has no public
+    # way to list the states of a metric, or to set them.
     return {
         place: PartState(
             metric.update_count,

@@ -804,8 +804,11 @@ def _late(timeout_s: float | None) -> WaitTimeoutError:
 
 def _check_elsewhere(loop: asyncio.AbstractEventLoop) -> None:
     """Refuse to block the thread of this event loop."""
-    # `asyncio.get_running_loop` raises where there is none.
-    if asyncio._get_running_loop() is loop:
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:  # this thread runs no event loop
+        return
+    if running is loop:
         raise RunError(
             "this thread runs the predictor's event loop, where callbacks of its "
             "futures are called, so it must not wait for answers; use submit, or "

@@ -1,8 +1,8 @@
-"""What a Keras model is compiled with, as torch has it: loss, optimizer and metrics.
+"""Converts a Keras model's compile settings to torch: loss, optimizer and metrics.
 
-The configurations are those of `get_compile_config()` in Keras 3 and `training_config`
-in files of Keras 2. Nothing in them is imported or executed, and what has no
-counterpart is refused by its name. Keras itself is not needed.
+The configurations come from `get_compile_config()` in Keras 3 and `training_config` in
+files of Keras 2. Nothing in them is imported or executed; a setting without counterpart
+raises an error that names it. Keras itself is not needed.
 """
 
 import difflib
@@ -149,9 +149,9 @@ class LossOfNumbers(_OneOutput, nn.Module):
     @override
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the mean loss of all labels."""
-        own: dict[str, Any] = {"delta": self.delta} if self.name == "huber" else {}
+        extra: dict[str, Any] = {"delta": self.delta} if self.name == "huber" else {}
         scores, y = self.aligned(input, target)
-        return _OF_NUMBERS[self.name](scores, y, reduction=self.reduction, **own)
+        return _OF_NUMBERS[self.name](scores, y, reduction=self.reduction, **extra)
 
 
 class OutputLosses(nn.Module):
@@ -193,22 +193,17 @@ class OutputLosses(nn.Module):
 
     def aligned(self, output: Any, y: Any) -> tuple[Any, Any]:
         """Align each output and its labels; return both as dicts by name."""
-        both = self._each(output, "outputs"), self._each(y, "labels")
-        pairs = [
-            (one, own) if loss is None else aligned(loss, one, own)
-            for loss, one, own in zip(self.losses, *both, strict=True)
-        ]
-        outputs, labels = (
-            dict(zip(self.names, leaves, strict=True))
-            for leaves in zip(*pairs, strict=True)
-        )
+        leaves, targets = self._each(output, "outputs"), self._each(y, "labels")
+        outputs, labels = {}, {}
+        for i, (name, loss) in enumerate(zip(self.names, self.losses, strict=True)):
+            pair = leaves[i], targets[i]
+            outputs[name], labels[name] = pair if loss is None else aligned(loss, *pair)
         return outputs, labels
 
     @override
     def forward(self, input: Any, target: Any) -> Tensor:
         """Return the sum of the losses of all outputs that have one."""
-        both = self.paired(input, "outputs"), self.paired(target)
-        pairs = zip(*both, strict=True)
+        pairs = zip(self.paired(input, "outputs"), self.paired(target), strict=True)
         return self.combined([loss(output, y) for (loss, output), (_, y) in pairs])
 
     def paired(self, tree: Any, what: str = "labels") -> list[tuple[nn.Module, Any]]:
@@ -232,23 +227,23 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _named(given: Any) -> tuple[str, dict[str, Any]]:
+def _name_and_settings(spec: Any) -> tuple[str, dict[str, Any]]:
     """Return the name and settings of an object or function of Keras."""
-    if isinstance(given, str):
-        return given, {}
-    if isinstance(given, Mapping) and isinstance(given.get("class_name"), str):
-        name, config = given["class_name"].rpartition(">")[2], given.get("config")
+    if isinstance(spec, str):
+        return spec, {}
+    if isinstance(spec, Mapping) and isinstance(spec.get("class_name"), str):
+        name, config = spec["class_name"].rpartition(">")[2], spec.get("config")
         if name == "function" and isinstance(config, str):
             return config, {}
         options = dict(config) if isinstance(config, Mapping) else {}
         if name == "MeanMetricWrapper":  # as Keras 2 wrote a metric
-            return _named(options.pop("fn", None))[0], options
+            return _name_and_settings(options.pop("fn", None))[0], options
         return name, options
-    if hasattr(given, "get_config"):
-        # The configuration of a loss lacks the arguments of its function.
-        own = getattr(given, "_fn_kwargs", {})
-        return type(given).__name__, {**given.get_config(), **own}
-    return str(getattr(given, "__name__", given)), {}
+    if hasattr(spec, "get_config"):
+        # Private in Keras 3, where `get_config` of some losses omits arguments.
+        arguments = getattr(spec, "_fn_kwargs", {})
+        return type(spec).__name__, {**spec.get_config(), **arguments}
+    return str(getattr(spec, "__name__", spec)), {}
 
 
 def _refuse(what: str, name: str, reason: str, remedy: str) -> NoReturn:
@@ -261,9 +256,9 @@ def _check_others(
     """Refuse settings that have an effect and no counterpart."""
     neutral = {"reduction": _REDUCTIONS, "axis": (-1,), **neutral}
     for option, value in options.items():
-        # The default of nearly all of them is None, False, 0 or empty.
-        told = option not in ("name", "dtype") and value
-        if told and value not in neutral.get(option, ()):
+        # The default of nearly all options is None, False, 0 or empty.
+        is_set = option not in ("name", "dtype") and value
+        if is_set and value not in neutral.get(option, ()):
             reason = f"has {option}={value!r}, which has no counterpart here"
             _refuse(what, name, reason, remedy)
 
@@ -292,8 +287,8 @@ _OTHER_NAMES = {
 }
 _LOSS_KEYS = {
     key: name
-    for other, name in (*((name, name) for name in _LOSSES), *_OTHER_NAMES.items())
-    for key in (_key(other), f"{_key(other)}loss")
+    for alias, name in (*((name, name) for name in _LOSSES), *_OTHER_NAMES.items())
+    for key in (_key(alias), f"{_key(alias)}loss")
 }
 _SHORT = {
     "mape": "meanabsolutepercentageerror",
@@ -312,13 +307,13 @@ _INSTEAD = {
 }
 
 
-def loss_of(given: Any) -> nn.Module:
-    """Return the loss of a name, or of a loss of Keras or its configuration.
+def loss_of(spec: Any) -> nn.Module:
+    """Return torch's counterpart of a loss of Keras: a name, object or configuration.
 
     Raises:
         OptionError: If there is no such loss, or it has settings without a counterpart.
     """
-    name, options = _named(given)
+    name, options = _name_and_settings(spec)
     key = _key(name)
     known = _LOSS_KEYS.get(key)
     if known is None:
@@ -333,20 +328,20 @@ def loss_of(given: Any) -> nn.Module:
         _refuse("loss", name, f"is not known by name, as {names} are", remedy)
     make, arguments = _LOSSES[known]
     options = {n: v for n, v in options.items() if v is not None}
-    own = {arguments[n]: options.pop(n) for n in arguments if n in options}
+    settings = {arguments[n]: options.pop(n) for n in arguments if n in options}
     _check_others("loss", name, options, "give a function of (output, labels)")
-    loss: nn.Module = make(**own)
+    loss: nn.Module = make(**settings)
     return loss
 
 
 def resolved_loss(loss: Any) -> Any:
-    """Return the loss that a user means by a name, a loss of Keras, or several losses.
+    """Convert a name, a loss of Keras, or a dict of losses to a loss of torch.
 
-    Keras' own losses get labels first, unlike those of torch. A dict has the losses of
-    several outputs by name; all have the weight 1. Anything else is returned unchanged.
+    Keras' losses take the labels first, unlike those of torch. A dict has the losses of
+    several outputs by name, each with weight 1. Anything else is returned unchanged.
     """
     if isinstance(loss, Mapping) and loss and "class_name" not in loss:
-        losses = [resolved_loss(one) for one in loss.values()]
+        losses = [resolved_loss(output_loss) for output_loss in loss.values()]
         return OutputLosses(losses, list(loss), [1.0] * len(loss))
     kinds = {getattr(kind, "__module__", "") for kind in (loss, type(loss))}
     named = isinstance(loss, str) or "keras.src.losses.losses" in kinds
@@ -374,13 +369,13 @@ _REMEDIES = {
 }
 
 
-def optimizer_of(given: Any) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return a function that makes the optimizer of a configuration of Keras.
+def optimizer_of(spec: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return a factory of torch's counterpart of an optimizer of Keras.
 
     Raises:
         OptionError: If torch has no such optimizer, or a setting has no counterpart.
     """
-    name, options = _named(given)
+    name, options = _name_and_settings(spec)
     what = "the compiled model's optimizer"
     if name not in _OPTIMIZERS:
         _refuse(what, name, f"is none of {', '.join(_OPTIMIZERS)}", _GIVE)
@@ -389,31 +384,34 @@ def optimizer_of(given: Any) -> Callable[[Any], torch.optim.Optimizer]:
     options = {n: v for n, v in options.items() if v is not None}
     rate = options.pop("learning_rate", options.pop("lr", None))
     if not isinstance(rate, float | int):
-        shown = _named(rate)[0]
+        shown = _name_and_settings(rate)[0]
         remedy = "give Trainer(optimizer=..., scheduler=...)"
         _refuse(what, name, f"has the learning rate {shown}", remedy)
-    made: dict[str, Any] = {"lr": float(f"{rate:.7g}")}  # Keras has float32
+    arguments: dict[str, Any] = {"lr": float(f"{rate:.7g}")}  # float32 in Keras
     if name in ("Adam", "AdamW", "Adamax", "Nadam"):
-        made["betas"] = options.pop("beta_1"), options.pop("beta_2")
-    made |= {renamed.get(n, n): options.pop(n) for n in settings if n in options}
+        arguments["betas"] = options.pop("beta_1"), options.pop("beta_2")
+    arguments |= {renamed.get(n, n): options.pop(n) for n in settings if n in options}
     if name == "Nadam":
-        made["momentum_decay"] = 1.0  # as Keras has it
+        arguments["momentum_decay"] = 1.0  # the value of Keras
     if name in ("Adam", "AdamW"):
         decay = options.pop("weight_decay", 0.0)
         kind = torch.optim.AdamW if decay else kind
-        made |= {"weight_decay": decay} if kind is torch.optim.AdamW else {}
+        arguments |= {"weight_decay": decay} if kind is torch.optim.AdamW else {}
     for option, remedy in _REMEDIES.items():
         if options.get(option):
             _refuse(what, name, f"has {option}={options[option]!r}", remedy)
-    # Only for moving averages of the weights, which `use_ema` switches on.
-    neutral = {"ema_momentum": (options.get("ema_momentum"),)}
-    neutral["is_legacy_optimizer"] = neutral["jit_compile"] = (True,)
+    neutral = {
+        # Without effect unless `use_ema` switches moving averages on.
+        "ema_momentum": (options.get("ema_momentum"),),
+        "is_legacy_optimizer": (True,),
+        "jit_compile": (True,),
+    }
     _check_others(what, name, options, _GIVE, **neutral)
-    return functools.partial(kind, **made)
+    return functools.partial(kind, **arguments)
 
 
 class Compiled:
-    """What a Keras model is compiled with; each is looked up when it is used."""
+    """The compile settings of a Keras model, converted to torch on access."""
 
     def __init__(self, config: Mapping[str, Any], model: Any) -> None:
         self._config = config
@@ -424,7 +422,7 @@ class Compiled:
 
     @classmethod
     def of(cls, model: Any) -> "Compiled | None":
-        """Return the configuration of a Keras model or module; None: it has none."""
+        """Return the settings of a Keras model or module; None if it has none."""
         kind = getattr(sys.modules.get("keras"), "Model", None)
         if isinstance(model, KerasModule):
             config, model = model.compile_config, model.keras
@@ -436,75 +434,76 @@ class Compiled:
 
     @property
     def loss(self) -> Any:
-        """The loss; None: there is none."""
+        """The loss; None without one."""
         names = self._names
-        given, weights = self._config.get("loss"), self._config.get("loss_weights")
-        if given is None:
+        loss, weights = self._config.get("loss"), self._config.get("loss_weights")
+        if loss is None:
             return None
-        several = isinstance(given, list | tuple | Mapping) and (
-            "class_name" not in given
-        )
-        each = _for_outputs(given, names) if several else [given] * len(names)
+        several = isinstance(loss, list | tuple | Mapping) and "class_name" not in loss
+        specs = _for_outputs(loss, names) if several else [loss] * len(names)
         if len(names) == 1 and not weights:
-            return loss_of(each[0])
-        losses = [None if one is None else loss_of(one) for one in each]
-        own = _for_outputs(weights, names) if weights else [1.0] * len(names)
-        return OutputLosses(losses, names, [1.0 if w is None else w for w in own])
+            return loss_of(specs[0])
+        losses = [None if spec is None else loss_of(spec) for spec in specs]
+        weights = _for_outputs(weights, names) if weights else [1.0] * len(names)
+        return OutputLosses(losses, names, [1.0 if w is None else w for w in weights])
 
     @property
     def optimizer(self) -> Callable[[Any], torch.optim.Optimizer] | None:
-        """A function that makes the optimizer; None: there is none."""
-        given = self._config.get("optimizer")
-        return None if given is None else optimizer_of(given)
+        """A factory of the optimizer; None without one."""
+        spec = self._config.get("optimizer")
+        return None if spec is None else optimizer_of(spec)
 
     def metrics_beside(self, loss: Any) -> Any:
-        """Return the metrics, by output if there are several; None: there are none.
+        """Return the metrics, by output if there are several; None without metrics.
 
-        A list of outputs has names if the loss has, see `OutputLosses.aligned`.
+        A list of outputs has names if the loss has names, see `OutputLosses.aligned`.
         """
         named = self._named or isinstance(loss, OutputLosses)
-        both = (self._config.get(name) for name in ("metrics", "weighted_metrics"))
-        given: Any = [metrics for metrics in both if metrics]
+        settings = map(self._config.get, ("metrics", "weighted_metrics"))
+        metrics = [setting for setting in settings if setting]
         if len(self._names) == 1:
-            return _flat_metrics(given) or None
-        found: dict[str | int, list[str]] = {}
-        for metrics in given:
-            each = _for_outputs(metrics, self._names)
-            for number, (name, own) in enumerate(zip(self._names, each, strict=True)):
+            return _flat_metrics(metrics) or None
+        by_output: dict[str | int, list[str]] = {}
+        for setting in metrics:
+            specs = _for_outputs(setting, self._names)
+            for number, (name, spec) in enumerate(zip(self._names, specs, strict=True)):
                 key = name if named else number
-                found.setdefault(key, []).extend(_flat_metrics(own))
-        return {key: own for key, own in found.items() if own} or None
+                by_output.setdefault(key, []).extend(_flat_metrics(spec))
+        return {key: names for key, names in by_output.items() if names} or None
 
 
-def _for_outputs(given: Any, names: Sequence[str]) -> list[Any]:
-    """Return what a list or dict has for each output."""
-    if isinstance(given, Mapping):
-        given = given.get("items", given) if "items" in given else given
-    if isinstance(given, Mapping):
-        return [given.get(name) for name in names]
-    if isinstance(given, Sequence) and len(given) == len(names):
-        return list(given)
+def _for_outputs(setting: Any, names: Sequence[str]) -> list[Any]:
+    """Return the item of each output in a list or dict."""
+    if isinstance(setting, Mapping):
+        setting = setting.get("items", setting)
+    if isinstance(setting, Mapping):
+        return [setting.get(name) for name in names]
+    if isinstance(setting, Sequence) and len(setting) == len(names):
+        return list(setting)
     raise OptionError(
-        f"the compiled model has the outputs {', '.join(names)}, and for them "
-        f"{given!r:.200}; give Trainer(loss=..., metrics=...)"
+        f"{setting!r:.200} does not match the outputs of the compiled model, "
+        f"{', '.join(names)}; give Trainer(loss=..., metrics=...)"
     )
 
 
-def _flat_metrics(given: Any) -> list[str]:
-    if given is None:
+def _flat_metrics(metrics: Any) -> list[str]:
+    if metrics is None:
         return []
-    if isinstance(given, Mapping) and "class_name" not in given:
-        given = list(given.values())
-    if isinstance(given, Mapping) and given["class_name"] in ("__tuple__", "__list__"):
-        given = given["items"]
-    if isinstance(given, list | tuple):
-        return [name for one in given for name in _flat_metrics(one)]
-    return [_metric_name(given)]
+    if isinstance(metrics, Mapping) and "class_name" not in metrics:
+        metrics = list(metrics.values())
+    is_sequence = isinstance(metrics, Mapping) and (
+        metrics["class_name"] in ("__tuple__", "__list__")
+    )
+    if is_sequence:
+        metrics = metrics["items"]
+    if isinstance(metrics, list | tuple):
+        return [name for metric in metrics for name in _flat_metrics(metric)]
+    return [_metric_name(metrics)]
 
 
-def _metric_name(given: Any) -> str:
+def _metric_name(metric: Any) -> str:
     """Return the name by which `daskdl.evaluate` knows a metric of Keras."""
-    name, options = _named(given)
+    name, options = _name_and_settings(metric)
     key = _key(name)
     if key == "auc":
         return (

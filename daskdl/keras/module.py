@@ -1,8 +1,8 @@
-"""A Keras model as a torch module, made of Keras' own layers only.
+"""A Keras model as a torch module, built from Keras' own layers only.
 
-Keras is imported at its first use, on its PyTorch backend. Descriptions by Keras 2 are
-converted to those of Keras 3. Classes are looked up in Keras' own tables, so loading a
-description imports and executes nothing.
+Keras is imported at its first use, with its PyTorch backend. Descriptions by Keras 2
+are converted to those of Keras 3. Classes are looked up in Keras' own tables, so
+loading a description imports and executes nothing.
 """
 
 import contextlib
@@ -82,25 +82,25 @@ def modern(value: JSON) -> JSON:
 
 
 def _settings(kind: str, config: dict[str, JSON]) -> dict[str, JSON]:
-    made = {}
+    settings = {}
     for key, value in config.items():
         neutral, kinds = _NEUTRAL.get(key, ((), _ALL))
         unused = value in neutral and (kinds is _ALL or kind in kinds)
         if unused or key in _DROPPED or key in _DROPPED_OF.get(kind, ()):
             continue
-        made[key] = modern(value)
+        settings[key] = modern(value)
         if key.endswith("_initializer") and isinstance(value, dict):
-            inner = made[key].get("config")
+            inner = settings[key].get("config")
             if isinstance(inner, dict):
-                inner.pop("dtype", None)  # of TensorFlow 2.0
-    if kind == "LeakyReLU" and "alpha" in made:
-        made["negative_slope"] = made.pop("alpha")
+                inner.pop("dtype", None)  # written by TensorFlow 2.0
+    if kind == "LeakyReLU" and "alpha" in settings:
+        settings["negative_slope"] = settings.pop("alpha")
     if kind == "InputLayer" and config.get("batch_input_shape") is not None:
-        made["batch_shape"] = config["batch_input_shape"]
+        settings["batch_shape"] = config["batch_input_shape"]
     axis = config.get("axis")
     if kind == "BatchNormalization" and isinstance(axis, list) and len(axis) == 1:
-        made["axis"] = axis[0]
-    return made
+        settings["axis"] = axis[0]
+    return settings
 
 
 def _sequential(config: JSON) -> dict[str, JSON]:
@@ -108,16 +108,16 @@ def _sequential(config: JSON) -> dict[str, JSON]:
         config = {"name": "sequential", "layers": config}
     layers = [modern(layer) for layer in config["layers"]]
     if layers and layers[0].get("class_name") != "InputLayer":
-        first = config["layers"][0]["config"]
-        shape = first.get("batch_input_shape") if isinstance(first, dict) else None
+        layer = config["layers"][0]["config"]
+        shape = layer.get("batch_input_shape") if isinstance(layer, dict) else None
         if shape is not None:
-            dtype = first.get("dtype")
-            own = {
-                "name": f"{first.get('name', 'layer')}_input",
+            dtype = layer.get("dtype")
+            settings = {
+                "name": f"{layer.get('name', 'layer')}_input",
                 "batch_shape": shape,
                 "dtype": dtype if isinstance(dtype, str) else "float32",
             }
-            layers.insert(0, {"class_name": "InputLayer", "config": own})
+            layers.insert(0, {"class_name": "InputLayer", "config": settings})
     return {**config, "layers": layers}
 
 
@@ -136,34 +136,32 @@ def _functional(config: dict[str, JSON]) -> dict[str, JSON]:
         layer["name"]: layer["class_name"] in ("Functional", "Sequential")
         for layer in layers
     }
-    made = [
-        {**layer, "inbound_nodes": [_node(n, nested) for n in layer["inbound_nodes"]]}
-        for layer in layers
-    ]
-    # Keras 3 subtracts the first node of a nested functional model by itself here.
+    for layer in layers:
+        layer["inbound_nodes"] = [_node(n, nested) for n in layer["inbound_nodes"]]
+    # Keras 3 itself subtracts the first node of a nested functional model here.
     counted = {layer["name"] for layer in layers if layer["class_name"] == "Sequential"}
     outputs = _outputs(config["output_layers"], counted)
-    return {**config, "layers": made, "output_layers": outputs}
+    return {**config, "output_layers": outputs}
 
 
 def _node(node: JSON, nested: Mapping[str, bool]) -> dict[str, JSON]:
-    others: dict[str, JSON] = {}
-    first = _tensors(node, nested, others)
-    if isinstance(first, list) and len(first) == 1:
-        (first,) = first
-    return {"args": [first], "kwargs": _tensors(others, nested, {})}
+    keywords: dict[str, JSON] = {}
+    argument = _tensors(node, nested, keywords)
+    if isinstance(argument, list) and len(argument) == 1:
+        (argument,) = argument
+    return {"args": [argument], "kwargs": _tensors(keywords, nested, {})}
 
 
-def _tensors(part: JSON, nested: Mapping[str, bool], others: dict[str, JSON]) -> JSON:
-    """Convert the tensors in any structure."""
+def _tensors(part: JSON, nested: Mapping[str, bool], keywords: dict[str, JSON]) -> JSON:
+    """Convert the tensors in a structure; collect the keyword arguments of the call."""
     if isinstance(part, dict):
-        return {key: _tensors(one, nested, others) for key, one in part.items()}
+        return {key: _tensors(inner, nested, keywords) for key, inner in part.items()}
     if not isinstance(part, list):
         return part
     if not _is_reference(part) or part[0] not in {*nested, _CONSTANT}:
-        return [_tensors(one, nested, others) for one in part]
+        return [_tensors(inner, nested, keywords) for inner in part]
     if len(part) > 3:
-        others.update(part[3].items())
+        keywords.update(part[3].items())
     layer, node, tensor = part[:3]
     if layer == _CONSTANT:
         return tensor
@@ -205,15 +203,16 @@ _building = threading.RLock()
 @functools.cache
 def library() -> Any:
     """Import Keras 3 on its PyTorch backend, and return the module."""
-    chosen, first = os.environ.get(VARIABLE), "keras" not in sys.modules
-    if first and chosen and chosen != BACKEND:
+    chosen, is_new = os.environ.get(VARIABLE), "keras" not in sys.modules
+    if is_new and chosen and chosen != BACKEND:
         raise OptionError(
             f"Keras models are trained on Keras' backend {BACKEND!r}, and {VARIABLE} "
             f"is {chosen!r} in this process; set it to {BACKEND}, or unset it, also on "
             "the workers"
         )
-    if first and not chosen:
-        os.environ[VARIABLE] = BACKEND  # else a file in the user's home decides
+    if is_new and not chosen:
+        # Otherwise, a file in the user's home directory determines the backend.
+        os.environ[VARIABLE] = BACKEND
     try:
         import keras
     except ImportError as error:
@@ -222,7 +221,7 @@ def library() -> Any:
             f"{error}; install it with pip install 'daskdl[keras]', also on the workers"
         ) from error
     finally:
-        if first and not chosen:
+        if is_new and not chosen:
             os.environ.pop(VARIABLE, None)
     if int(keras.__version__.split(".")[0]) < 3:
         raise OptionError(
@@ -312,14 +311,14 @@ def _vetted_object(value: dict[str, JSON], key: str, where: str) -> JSON:
         )
     if kind in _VOCABULARIES:
         raise ModelError(f"{where} is a {kind}; turn words into numbers beforehand")
-    made = {
+    copied = {
         "module": _module_of(value, key, where),
         "class_name": kind,
         "config": vetted(config, "", where),
         "registered_name": None,
     }
     others = [name for name in ("name", "inbound_nodes") if name in value]
-    return made | {name: vetted(value[name], name, where) for name in others}
+    return copied | {name: vetted(value[name], name, where) for name in others}
 
 
 def _module_of(value: dict[str, JSON], key: str, where: str) -> str:
@@ -335,22 +334,25 @@ def _module_of(value: dict[str, JSON], key: str, where: str) -> str:
     keras = library()
     if _OPERATIONS.fullmatch(module):
         # Keras has imported its own modules, but not the tests beside them.
-        found = getattr(sys.modules.get(module), kind, None)
-        if not isinstance(found, type) or not issubclass(found, keras.Operation):
+        operation = getattr(sys.modules.get(module), kind, None)
+        if not _is_subclass(operation, keras.Operation):
             _refuse(where, f"{module}.{kind}")
         return module
     space, base = "layers", keras.layers.Layer
-    for ending, (own, name) in _SPACES.items():
+    for ending, (namespace, name) in _SPACES.items():
         if key.endswith(ending):
-            space, base = own, getattr(keras, name)
-    found = getattr(getattr(keras, space), kind, None)
-    if not isinstance(found, type) or not issubclass(found, base):
+            space, base = namespace, getattr(keras, name)
+    if not _is_subclass(getattr(getattr(keras, space), kind, None), base):
         _refuse(where, kind)
     if space != "dtype_policies":
         return f"keras.{space}"
     if kind not in _POLICIES:
         raise ModelError(f"{where} is quantised ({kind}); only floating ones train")
     return "keras"
+
+
+def _is_subclass(value: Any, base: type) -> bool:
+    return isinstance(value, type) and issubclass(value, base)
 
 
 def _refuse(where: str, what: object) -> NoReturn:
@@ -381,9 +383,9 @@ def building(*, seeded: bool) -> Iterator[Any]:
 def built(config: JSON, *, seeded: bool) -> Any:
     """Make a Keras model, on the CPU."""
     with building(seeded=seeded) as keras:
-        own = json.loads(json.dumps(config))  # Keras changes it
+        copied = json.loads(json.dumps(config))  # Keras modifies its argument
         try:
-            model = keras.saving.deserialize_keras_object(own, safe_mode=True)
+            model = keras.saving.deserialize_keras_object(copied, safe_mode=True)
         except WRONG as error:
             raise ModelError(
                 f"Keras {keras.__version__} cannot make the model: {gist(error)}"
@@ -409,9 +411,9 @@ def _check_built(model: Any) -> None:
     unbuilt = [layer.name for layer in (model, *model.layers) if not layer.built]
     if unbuilt:
         raise ModelError(
-            f"the shape of the input of {unbuilt[0]!r} is not known; begin the model "
-            "with a keras.Input (in JSON: an InputLayer, or batch_input_shape in the "
-            "first layer)"
+            f"the input shape of {unbuilt[0]!r} is unknown; begin the model with a "
+            "keras.Input (in JSON: an InputLayer, or batch_input_shape in the first "
+            "layer)"
         )
 
 
@@ -496,12 +498,13 @@ class KerasModule(nn.Module, Penalised):
 
     @property
     def compile_config(self) -> Mapping[str, Any]:
-        """The configuration that the model is compiled with, empty if it is not.
+        """The model's compile settings; empty if the model is not compiled.
 
-        :class:`daskdl.Trainer` takes loss, optimizer and metrics from it by default.
+        They are the defaults of :class:`daskdl.Trainer` for loss, optimizer and
+        metrics.
         """
-        own = self.__dict__["_compile_config"]
-        return compile_config(self._keras) if own is None else own
+        loaded = self.__dict__["_compile_config"]
+        return compile_config(self._keras) if loaded is None else loaded
 
     @override
     def forward(self, x: Any, /) -> Any:
@@ -516,7 +519,7 @@ class KerasModule(nn.Module, Penalised):
         if self.training:
             self._draw_seeds_()
         with library().device(self._device()):
-            return _tree(self._keras(x, training=self.training))
+            return _with_tuples(self._keras(x, training=self.training))
 
     @override
     def penalty(self) -> Tensor | None:
@@ -550,9 +553,8 @@ class KerasModule(nn.Module, Penalised):
             partial.unlink(missing_ok=True)
 
     def _device(self) -> str:
-        variables = (variable for variable, _ in self._variables.values())
-        first = next(variables, None)
-        return "cpu" if first is None else str(first.value.device)
+        devices = (str(v.value.device) for v, _ in self._variables.values())
+        return next(devices, "cpu")
 
     def _draw_seeds_(self) -> None:
         if self._seeds:
@@ -617,25 +619,27 @@ def _variables(model: Any) -> dict[str, tuple[Any, bool]]:
 
     Names follow the layers, as in ``"dense/kernel"``, without the name of the model.
     """
-    found: dict[str, tuple[Any, bool]] = {}
+    variables: dict[str, tuple[Any, bool]] = {}
 
     def visit(layer: Any, prefix: str) -> None:
-        trained = [(one, True) for one in layer._trainable_variables]
-        others = [(one, False) for one in layer._non_trainable_variables]
-        for variable, is_trained in (*trained, *others):
-            if all(variable is not other for other, _ in found.values()):
+        trained = [(variable, True) for variable in layer._trainable_variables]
+        frozen = [(variable, False) for variable in layer._non_trainable_variables]
+        for variable, is_trained in (*trained, *frozen):
+            if all(variable is not known for known, _ in variables.values()):
                 name = prefix + variable.name
-                while name in found:
+                while name in variables:
                     name += "_"
-                found[name] = variable, is_trained
+                variables[name] = variable, is_trained
+        # Private in Keras 3, which has a public `layers` for models only.
         for inner in layer._layers:
             visit(inner, f"{prefix}{inner.name}/")
 
     visit(model, "")
-    return found
+    return variables
 
 
 def _seeds(model: Any) -> list[Any]:
+    # Private in Keras 3, which lists the generators of nested layers nowhere else.
     layers = model._flatten_layers()
     return [seed.state for layer in layers for seed in layer._seed_generators]
 
@@ -649,8 +653,8 @@ def _rebuilt(
     variables = [variable for variable, _ in module._variables.values()]
     if len(variables) != len(weights):
         raise ModelError(
-            f"the model has {len(weights)} weights, and {len(variables)} when Keras "
-            "makes it anew from its description: is a layer shared by two wrappers?"
+            f"the model has {len(weights)} weights, but {len(variables)} after Keras "
+            "rebuilt it from its description: do two wrappers share a layer?"
         )
     with torch.no_grad():
         for variable, weight in zip(variables, weights, strict=True):
@@ -658,10 +662,10 @@ def _rebuilt(
     return module.to(weights[0].device) if weights else module
 
 
-def _tree(outputs: Any) -> Any:
+def _with_tuples(outputs: Any) -> Any:
     """Convert Keras' lists of outputs to tuples."""
     if isinstance(outputs, list | tuple):
-        return tuple(_tree(output) for output in outputs)
+        return tuple(map(_with_tuples, outputs))
     if isinstance(outputs, dict):
-        return {name: _tree(output) for name, output in outputs.items()}
+        return {name: _with_tuples(output) for name, output in outputs.items()}
     return outputs

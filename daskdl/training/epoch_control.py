@@ -114,7 +114,7 @@ class Scheduling:
                 f"needs a score, got a {type(made).__name__}; leave it out"
             )
         # torch warns once per process if the scheduler steps before the optimizer, as
-        # in a replica that had no data in an epoch.
+        # in a replica that had no data in an epoch. The attribute is private in torch.
         optimizer._opt_called = True  # type: ignore[attr-defined]
         return made
 

@@ -318,7 +318,7 @@ def test_an_interrupted_run_says_where_to_resume(nets):
         kept.stderr,
     )
     assert lost.stderr == (
-        "Nothing is kept of this run: there is no --checkpoint.\nInterrupted.\n"
+        "This run has no checkpoint: --checkpoint was not given.\nInterrupted.\n"
     )
     assert not (nets / "model").exists()
 

@@ -213,7 +213,7 @@ class TestPickling:
         wrapped = [layers.TimeDistributed(dense)(steps) for _ in range(2)]
         module = KerasModule(keras.Model(steps, wrapped))
 
-        with pytest.raises(ModelError, match="has 2 weights, and 4 when Keras makes"):
+        with pytest.raises(ModelError, match="has 2 weights, but 4 after Keras"):
             copy.deepcopy(module)
 
 

@@ -59,7 +59,7 @@ from daskdl.util import client_or_process
 
 if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib, about 90 MB
     from daskdl.evaluation.metric_state import MetricSpec, PartStates
-    from daskdl.metrics import MetricSet
+    from daskdl.evaluation.presets import MetricSet
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

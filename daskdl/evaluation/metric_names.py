@@ -27,9 +27,7 @@ from daskdl.data.batching import Tree, outline
 from daskdl.data.checks import USER_ERRORS, described
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation import report, streaming
-from daskdl.evaluation.report import Section, Text
-from daskdl.losses import Labels, probabilities
-from daskdl.metrics import (
+from daskdl.evaluation.presets import (
     BinaryMetrics,
     CalibrationMetrics,
     ClassificationMetrics,
@@ -42,6 +40,8 @@ from daskdl.metrics import (
     collection_of,
     is_per_class,
 )
+from daskdl.evaluation.report import Section, Text
+from daskdl.losses import Labels, probabilities
 
 # Limit of labels and predictions for functions: 67 million rows of class indices.
 GATHERED_BYTES = 2**30

@@ -34,9 +34,9 @@ from daskdl.data.checks import USER_ERRORS, described
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DaskDLError, DataError, ModelError
 from daskdl.evaluation.metric_names import Gathered, check_gathered
+from daskdl.evaluation.presets import MetricSet, SampleBatch
 from daskdl.evaluation.report import Evaluation, Section
 from daskdl.losses import aligned
-from daskdl.metrics import MetricSet, SampleBatch
 from daskdl.objective import Objective
 from daskdl.serialization import Packed
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from daskdl.evaluation.metric_state import StateMerger, states_of, update_
-from daskdl.metrics import SampleBatch
+from daskdl.evaluation.presets import SampleBatch
 
 ROWS = 101  # a prime
 # Positions of cuts; labels of most data are sorted.

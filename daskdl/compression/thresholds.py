@@ -295,8 +295,8 @@ class SampledThreshold(ThresholdAlgorithm):
 
     @override
     def next_threshold(self, residual: Residual, last: Sent | None) -> float:
-        found = threshold_for(self.density, residual, FEW)
-        return found or (DL4J_INITIAL if last is None else last.threshold)
+        threshold = threshold_for(self.density, residual, FEW)
+        return threshold or (DL4J_INITIAL if last is None else last.threshold)
 
 
 ALL = "*"  # the pattern of a single algorithm
@@ -379,10 +379,10 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
         return len(self.pairs)
 
     @override
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mapping):
+    def __eq__(self, value: object) -> bool:
+        if not isinstance(value, Mapping):
             return NotImplemented
-        return self.pairs == tuple(other.items())
+        return self.pairs == tuple(value.items())
 
     @override
     def __hash__(self) -> int:
@@ -402,16 +402,16 @@ def refusal(value: object) -> str:
 
 
 def _useless(pattern: str, assigned: Mapping[str, str]) -> str:
-    for name, first in assigned.items():
+    for name, assigned_pattern in assigned.items():
         if fnmatchcase(name, pattern):
             return (
                 f"threshold pattern {pattern!r} gets no parameter: {name!r} and all "
-                f"others that it matches go to {first!r} or others before it; put it "
-                "first, or leave it out"
+                f"others that it matches go to {assigned_pattern!r} or others before "
+                "it; put it first, or leave it out"
             )
     names = ", ".join(repr(name) for name in list(assigned)[:SHOWN])
-    more = ", ..." if len(assigned) > SHOWN else ""
+    ellipsis = ", ..." if len(assigned) > SHOWN else ""
     return (
         f"threshold pattern {pattern!r} matches no trainable parameter of the model, "
-        f"which are {names}{more}"
+        f"which are {names}{ellipsis}"
     )

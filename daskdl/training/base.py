@@ -117,10 +117,10 @@ def others_in(module: nn.Module) -> dict[str, Tensor]:
 
 def load_tensors_(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors of the same shapes into a module; some may be missing."""
-    own = {**trained_in(module), **others_in(module)}
+    targets = {**trained_in(module), **others_in(module)}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            own[name].copy_(tensor)
+            targets[name].copy_(tensor)
 
 
 def evaluating_in(
@@ -166,16 +166,16 @@ def class_name(value: object) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def is_same_class(one: str, two: str) -> bool:
+def is_same_class(name: str, saved: str) -> bool:
     """Compare results of `class_name`; a script, `__main__`, is a module elsewhere.
 
     Example:
         >>> is_same_class("__main__.Own", "train.Own"), is_same_class("a.Own", "b.Own")
         (True, False)
     """
-    if "__main__" in (one.partition(".")[0], two.partition(".")[0]):
-        one, two = one.rpartition(".")[2], two.rpartition(".")[2]
-    return one == two
+    if "__main__" in (name.partition(".")[0], saved.partition(".")[0]):
+        return name.rpartition(".")[2] == saved.rpartition(".")[2]
+    return name == saved
 
 
 # Attributes in which wrappers of modules keep the module.
@@ -274,9 +274,9 @@ class Parameters:
         if self.exact is not None:
             _make_room_(module, self.exact, self.hidden)
             module.load_state_dict(self.exact)
-            own = dict(module.named_buffers())
-            for name in own.keys() & self.hidden.keys():
-                own[name].copy_(self.hidden[name])
+            buffers = dict(module.named_buffers())
+            for name in buffers.keys() & self.hidden.keys():
+                buffers[name].copy_(self.hidden[name])
         elif self.shared_N is not None:
             load_counts_(module, self.shared_N, self.grid)
             load_untrained_(module, self.untrained)
@@ -292,13 +292,12 @@ def _make_room_(
             new = tensors.get(f"{prefix}.{leaf}" if prefix else leaf)
             if new is not None and _form(new) != _form(buffer):
                 setattr(part, leaf, torch.empty_like(new))
-    own = dict(module.named_buffers())
-    for name in own.keys() - tensors.keys():
+    buffers = dict(module.named_buffers())
+    for name in buffers.keys() - tensors.keys():
         path, _, leaf = name.rpartition(".")
         setattr(module.get_submodule(path), leaf, None)
     # State dict names may differ from those of parameters and buffers.
-    there = {*own, *module.state_dict()}
-    for name in [name for name in tensors if name not in there]:
+    for name in tensors.keys() - {*buffers, *module.state_dict()}:
         path, _, leaf = name.rpartition(".")
         # A tensor with no place in the module is skipped, or refused on loading.
         with contextlib.suppress(AttributeError, KeyError):
@@ -556,13 +555,13 @@ class SoloExchange(Exchange):
     def __init__(self, context: ReplicaContext, scale: float) -> None:
         super().__init__(context)
         self.learning_rate_scale = self.update_scale = scale
-        self._made, self._sent = 0, dict[str, Any]()
+        self._steps_made, self._sent = 0, dict[str, Any]()
         self._start: Parameters | None = None
 
     @override
     def after_step(self, interval: int, examples: int) -> None:
         self._stats.steps += 1
-        self._made += 1
+        self._steps_made += 1
 
     @override
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
@@ -581,14 +580,14 @@ class SoloExchange(Exchange):
     @override
     def load_(self, common: State, per_replica: Sequence[State]) -> None:
         check_like({"made": 0, "sent": {}}, common, "exchange")
-        self._made, self._sent = common["made"], common["sent"]
+        self._steps_made, self._sent = common["made"], common["sent"]
         if "residual" in common:  # there is no replica to share it with
             self._start = Parameters.of(self.context.module)
             deliver_(self.context.module, common)
 
     @override
     def carried(self, *, ended: bool) -> State:
-        return {"made": self._made, "sent": self._sent}
+        return {"made": self._steps_made, "sent": self._sent}
 
 
 class TrainingMaster(ABC):

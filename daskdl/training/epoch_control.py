@@ -81,7 +81,7 @@ class Scheduling:
         if self.make is None:
             return None
         try:
-            made = self.make(optimizer)
+            scheduler = self.make(optimizer)
         except USER_ERRORS as error:
             kind = type(optimizer).__name__
             name = getattr(self.make, "__name__", "")
@@ -93,30 +93,30 @@ class Scheduling:
             raise OptionError(
                 f"scheduler failed on a {kind}: {error}{remedy}"
             ) from error
-        if not isinstance(made, LRScheduler):
+        if not isinstance(scheduler, LRScheduler):
             raise OptionError(
                 "scheduler must return a torch.optim.lr_scheduler.LRScheduler, got "
-                f"{made!r}"
+                f"{scheduler!r}"
             )
-        if getattr(made, "optimizer", optimizer) is not optimizer:
+        if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise OptionError(
                 "scheduler works on an optimizer it was not given, so the learning "
                 "rate would stay; make it from its argument"
             )
-        if self.every == "step" and isinstance(made, ReduceLROnPlateau):
+        if self.every == "step" and isinstance(scheduler, ReduceLROnPlateau):
             raise OptionError(
                 "scheduler_every must be 'epoch' for ReduceLROnPlateau, which needs "
                 "the loss of an epoch, got 'step'"
             )
-        if self.monitor is not None and not isinstance(made, ReduceLROnPlateau):
+        if self.monitor is not None and not isinstance(scheduler, ReduceLROnPlateau):
             raise OptionError(
                 f"scheduler_monitor={self.monitor!r} is for ReduceLROnPlateau, which "
-                f"needs a score, got a {type(made).__name__}; leave it out"
+                f"needs a score, got a {type(scheduler).__name__}; leave it out"
             )
         # torch warns once per process if the scheduler steps before the optimizer, as
         # in a replica that had no data in an epoch. The attribute is private in torch.
         optimizer._opt_called = True  # type: ignore[attr-defined]
-        return made
+        return scheduler
 
     def check(self, optimizer: Callable[..., Optimizer], model: nn.Module) -> None:
         """Dry run: create a scheduler for a copy of a model, and pickle its state."""
@@ -178,8 +178,11 @@ class LearningRate:
         """Return the state within a fit as plain values; None without a scheduler."""
         if self.scheduler is None:
             return None
-        own = self.scheduler.state_dict()
-        return {"count": self._count, "before": self._count_before, "state": own}
+        return {
+            "count": self._count,
+            "before": self._count_before,
+            "state": self.scheduler.state_dict(),
+        }
 
     def restore_(self, values: Mapping[str, Any] | None) -> None:
         """Restore the result of `values`; the optimizer has been restored before."""
@@ -194,11 +197,11 @@ class LearningRate:
             return None
         return self._count, self.scheduler.state_dict()
 
-    def go_on_(self, count: int, own: dict[str, Any]) -> None:
+    def go_on_(self, count: int, state: dict[str, Any]) -> None:
         """Continue from a position; the optimizer has been restored before."""
         assert self.scheduler is not None, "a position is of a scheduler"
         self._count = count
-        self.scheduler.load_state_dict(own)
+        self.scheduler.load_state_dict(state)
 
     @property
     def value(self) -> float:
@@ -399,14 +402,14 @@ class EvaluationPlan:
                 "BCEWithLogitsLoss, which model, loss and validation data do not have; "
                 f"take {option}='val_loss'"
             )
-        own = ["loss", *self.logs, *self.columns]
-        if name in NOT_AGREED or (known and name not in (*COLUMNS, *own)):
+        columns = ["loss", *self.logs, *self.columns]
+        if name in NOT_AGREED or (known and name not in (*COLUMNS, *columns)):
             remedy = "replicas do not agree on this column"
             if name not in NOT_AGREED:
                 logged = name.removeprefix("val_")
                 remedy = f"to log it, a step returns loss, {{{logged!r}: ...}}"
             raise OptionError(
-                f"{option} must be one of {', '.join(map(repr, own))} or another "
+                f"{option} must be one of {', '.join(map(repr, columns))} or another "
                 f"column of the history, got {name!r}; {remedy}"
             )
 
@@ -415,8 +418,9 @@ class EvaluationPlan:
         """Names of the score columns in a row of the history."""
         if not self.validates:
             return ()
-        own = [*(["accuracy"] if self.accuracy else []), *self.logs, *self.measured]
-        return ("val_loss", *dict.fromkeys(f"val_{name}" for name in own))
+        accuracy = ["accuracy"] if self.accuracy else []
+        names = [*accuracy, *self.logs, *self.measured]
+        return ("val_loss", *dict.fromkeys(f"val_{name}" for name in names))
 
     def scored(self, epoch: int) -> bool:
         """Whether the agreed model is scored at the end of an epoch.
@@ -528,12 +532,12 @@ def _epochs(count: int) -> str:
 
 def only(kind: type[Any], callbacks: Sequence[Callback]) -> Any:
     """Return the callback of a kind, or None."""
-    found = [callback for callback in callbacks if isinstance(callback, kind)]
-    if len(found) > 1:
+    matching = [callback for callback in callbacks if isinstance(callback, kind)]
+    if len(matching) > 1:
         raise OptionError(
-            f"callbacks must have at most one {kind.__name__}, got {found}"
+            f"callbacks must have at most one {kind.__name__}, got {matching}"
         )
-    return found[0] if found else None
+    return matching[0] if matching else None
 
 
 class EarlyStopper:

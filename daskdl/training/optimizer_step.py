@@ -79,24 +79,24 @@ def restore_optimizer_(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """
     groups, kind = optimizer.param_groups, type(optimizer)
     # Others of torch's optimizers have tensors of other shapes than the parameters.
-    own = kind.__module__.startswith("torch.optim")
-    alike = own and kind.__name__ not in ("LBFGS", "Adafactor")
-    made = [{name: group[name] for name in optimizer.defaults} for group in groups]
+    is_torch = kind.__module__.startswith("torch.optim")
+    alike = is_torch and kind.__name__ not in ("LBFGS", "Adafactor")
+    expected = [{name: group[name] for name in optimizer.defaults} for group in groups]
     optimizer.load_state_dict(dict(state))
     for number, group in enumerate(optimizer.param_groups):
-        for name, option in made[number].items():
+        for name, option in expected[number].items():
             _check_option(option, group.get(name), f"param_groups[{number}].{name}")
         if alike:
             _check_tensors(optimizer, group, f"state of group {number}")
 
 
-def _check_option(own: Any, found: Any, what: str) -> None:
+def _check_option(expected: Any, value: Any, what: str) -> None:
     """Check an option; torch accepts a tensor as a number, and None as a default."""
-    if own is not None and not isinstance(own, bool | torch.Tensor):
-        if not isinstance(found, torch.Tensor):
-            check_like(own, found, what)
-    elif isinstance(found, str | Mapping | Sequence):
-        raise SaveError(f"{what} is damaged: it is a {type(found).__name__}")
+    if expected is not None and not isinstance(expected, bool | torch.Tensor):
+        if not isinstance(value, torch.Tensor):
+            check_like(expected, value, what)
+    elif isinstance(value, str | Mapping | Sequence):
+        raise SaveError(f"{what} is damaged: it is a {type(value).__name__}")
 
 
 def _check_tensors(optimizer: Optimizer, group: Mapping[str, Any], what: str) -> None:
@@ -175,8 +175,8 @@ class LossWatch:
         least = self._max_rise * max(1.0, abs(self.first))
         return (
             len(self._levels) == BLOCKS
-            and all(one.low > least for one in self._levels)
-            and all(one.low >= SPREAD * one.median for one in self._levels)
+            and all(level.low > least for level in self._levels)
+            and all(level.low >= SPREAD * level.median for level in self._levels)
             and self._levels[-1].median >= self._levels[0].median
         )
 
@@ -481,10 +481,9 @@ class Stepper:
         self._device = device
         self._dtype = floating_dtype(module)
         self._parameters = trainable(module)
-        own = isinstance(objective, OwnStep)  # its loss includes any penalty
-        self._penalty = (
-            module.penalty if isinstance(module, Penalised) and not own else None
-        )
+        # The loss of a user's own step includes any penalty.
+        penalised = isinstance(module, Penalised) and not isinstance(objective, OwnStep)
+        self._penalty = module.penalty if penalised else None
         self._autocast: contextlib.AbstractContextManager[Any] = (
             contextlib.nullcontext()
             if stepping.autocast is None

@@ -182,7 +182,7 @@ class AveragingExchange(Exchange):
         self._trained = 0  # steps of this fit
         self._since = 0  # steps since the last mean
         self._untrained = context.untrained
-        self._made = 0  # steps over all fits
+        self._steps_made = 0  # steps over all fits
         self._sent_bytes, self._sent_kind = 0, ""  # sent in this step
         self._wait_s = 0.0  # waited in this step
         self.exchanged = False
@@ -191,7 +191,7 @@ class AveragingExchange(Exchange):
     @override
     def load_(self, common: State, per_replica: Sequence[State]) -> None:
         check_like({"made": 0}, common, "exchange")
-        self._made = common["made"]
+        self._steps_made = common["made"]
         outer = self.reduce_state.outer
         if "residual" in common:  # whole, on every initial replica
             self._start = self.agreed()
@@ -217,7 +217,7 @@ class AveragingExchange(Exchange):
 
     @override
     def after_step(self, interval: int, examples: int) -> None:
-        self._made += 1
+        self._steps_made += 1
         self._stats.steps += 1
         self._since += 1
         self._trained += 1
@@ -233,7 +233,7 @@ class AveragingExchange(Exchange):
         """Run rounds until this replica's training is in a mean."""
         while self._vote.examples:
             self._meet()
-        self._channel.progress(self._made)
+        self._channel.progress(self._steps_made)
 
     @override
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
@@ -241,7 +241,7 @@ class AveragingExchange(Exchange):
             while not self._meet(ended=True).over:
                 pass
             self._behind = False
-            self._channel.progress(self._made, interval)
+            self._channel.progress(self._steps_made, interval)
             return
         # Also after the last step of an interval: its mean is computed now.
         self._untrained.look()
@@ -276,7 +276,9 @@ class AveragingExchange(Exchange):
         return decided
 
     def _average(self, decided: RoundDecision) -> None:
-        stamp = Stamp(self._channel.run, self._replica, decided.number, self._made)
+        stamp = Stamp(
+            self._channel.run, self._replica, decided.number, self._steps_made
+        )
         topology = MeshTopology(decided.number, decided.members, self._options.fan_out)
         mean = TreeMean(
             self.reduce_state,
@@ -338,7 +340,7 @@ class AveragingExchange(Exchange):
 
     @override
     def admit(self) -> dict[str, Any]:
-        return {**super().admit(), "step": self._made}
+        return {**super().admit(), "step": self._steps_made}
 
     @override
     def state(self) -> ExchangeState:
@@ -346,14 +348,14 @@ class AveragingExchange(Exchange):
         common = {
             PARAMETERS: trained_in(self.context.module),
             "outer": None if outer is None else outer.values(),
-            "made": self._made,
+            "made": self._steps_made,
             "met": self._vote.seen,
         }
         return ExchangeState(common, {})
 
     @override
     def carried(self, *, ended: bool) -> State:
-        return {"made": self._made, "sent": {}}
+        return {"made": self._steps_made, "sent": {}}
 
 
 @dataclass(frozen=True)

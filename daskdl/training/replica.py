@@ -717,10 +717,10 @@ class Replica:
         self._spans.enter("validation")
         totals = EpochTotals()
         feed = self._feed("validation", epoch, totals)
-        score, measured, more = Score(), b"", True
+        score, measured, has_leases = Score(), b"", True
         self._channel.serve_snapshot(None)  # the module shows the agreed parameters
         with self.exchange.showing_agreed():
-            while more:
+            while has_leases:
                 score += score_batches(
                     self.module,
                     self._spec.objective,
@@ -736,7 +736,7 @@ class Replica:
                     "unscored": totals.reason,
                     "measured": measured,
                 }
-                more = feed.hand_over(work)
+                has_leases = feed.hand_over(work)
         self._channel.serve_snapshot(self.snapshot)
         self._spans.enter("other")
         return work
@@ -845,12 +845,12 @@ def check_alike(gathered: BarrierResult, when: str) -> None:
 def failure_of(error: Exception, step: int) -> dict[str, Any]:
     """Describe an exception in plain values."""
     kind = type(error)
-    own = kind.__module__ == errors.__name__
+    is_ours = kind.__module__ == errors.__name__
     notes = getattr(error, "__notes__", ())
     return {
-        "type": kind.__name__ if own else "ReplicaError",
+        "type": kind.__name__ if is_ours else "ReplicaError",
         "error": shown(f"{kind.__module__}.{kind.__qualname__}"),
-        "summary": shown(text_of(error, named=not own), MOST_TEXT),
+        "summary": shown(text_of(error, named=not is_ours), MOST_TEXT),
         "notes": tuple(
             shown(note, MOST_TEXT)
             for note in (notes if isinstance(notes, list | tuple) else ())

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal, NamedTuple, Self, cast
 
 import numpy as np
@@ -128,9 +129,9 @@ class StepLog:
         if self._every is None or step < self.next_step:
             return False
         if self._every != "auto":
-            self._number, rest = divmod(step, self._every)
-            self.next_step = step - rest + self._every
-            return rest == 0 and self._rows.wants(self._number)
+            self._number, remainder = divmod(step, self._every)
+            self.next_step = step - remainder + self._every
+            return remainder == 0 and self._rows.wants(self._number)
         if not exchange_tried:
             return False
         self.next_step = step + SPACING
@@ -227,23 +228,23 @@ class LayerLog:
         before = [parameter.detach().clone() for parameter in parameters]
         yield
         self._measured = []
-        for one, former in zip(parameters, before, strict=True):
+        for parameter, former in zip(parameters, before, strict=True):
             # In half types, rounding the difference would lose digits.
-            dtype = working_dtype(one.dtype)
-            update = one.detach().to(dtype) - former.to(dtype)
-            values = (one, one.grad, update)
-            self._measured.append(tuple(v for own in values for v in measured(own)))
+            dtype = working_dtype(parameter.dtype)
+            update = parameter.detach().to(dtype) - former.to(dtype)
+            tensors = (parameter, parameter.grad, update)
+            self._measured.append(tuple(chain.from_iterable(map(measured, tensors))))
 
     def add(self, epoch: int, step: int, residuals: Mapping[str, float]) -> None:
         """Add the sample of a step that was due."""
         assert self._rule is not None, "a step was due"
         rows = []
-        for i, (name, own) in enumerate(
+        for i, (name, numbers) in enumerate(
             zip(self._parameters, self._measured, strict=True)
         ):
             residual = residuals.get(name, math.nan)
             where = (epoch, step, self._replica, i)
-            rows.append(LayerRow._make((*where, *own, residual)))
+            rows.append(LayerRow._make((*where, *numbers, residual)))
         self._samples.add(step // self._rule.every, rows)
 
     def take(self) -> bytes:
@@ -259,7 +260,7 @@ def telemetry_of(steps: StepLog, layers: LayerLog, spans: SpanLog) -> bytes:
     spans.
     """
     rows = [steps.take(), layers.take()]
-    sized = b"".join(len(own).to_bytes(8, "little") + own for own in rows)
+    sized = b"".join(len(part).to_bytes(8, "little") + part for part in rows)
     return sized + spans.take()
 
 
@@ -297,17 +298,17 @@ class EpochTotals:
         sums = {"loss_sum": float(self.loss_sum), "excess": float(self.excess)}
         return cast(TrainedWork, {**vars(self), **sums})
 
-    def add(self, other: "EpochTotals") -> None:
+    def add(self, totals: "EpochTotals") -> None:
         """Add the sums of another replica in place."""
-        self.loss_sum += other.loss_sum
-        self.examples += other.examples
-        self.seconds += other.seconds
-        self.skipped += other.skipped
-        self.reason = self.reason or other.reason
-        self.dropped += other.dropped
-        self.logs = added(self.logs, other.logs)
-        self.stop = self.stop or other.stop
-        self.excess += other.excess
+        self.loss_sum += totals.loss_sum
+        self.examples += totals.examples
+        self.seconds += totals.seconds
+        self.skipped += totals.skipped
+        self.reason = self.reason or totals.reason
+        self.dropped += totals.dropped
+        self.logs = added(self.logs, totals.logs)
+        self.stop = self.stop or totals.stop
+        self.excess += totals.excess
 
 
 class BestScore(NamedTuple):
@@ -416,9 +417,9 @@ def _report_of_departed(work: Mapping[str, Any]) -> EpochReport:
 def check_trained(epoch: int, reports: Reports) -> None:
     """Raise an error if all examples of an epoch were left out."""
     totals = [report.totals for report in reports]
-    skipped = sum(own.skipped for own in totals)
-    dropped = sum(own.dropped for own in totals)
-    if (skipped or dropped) and not sum(own.examples for own in totals):
+    skipped = sum(total.skipped for total in totals)
+    dropped = sum(total.dropped for total in totals)
+    if (skipped or dropped) and not sum(total.examples for total in totals):
         why = []
         if dropped:
             why.append(
@@ -427,7 +428,7 @@ def check_trained(epoch: int, reports: Reports) -> None:
                 "batch_size, fewer replicas, or drop_last=False"
             )
         if skipped:
-            reason = next((own.reason for own in totals if own.reason), "")
+            reason = next((total.reason for total in totals if total.reason), "")
             why.append(
                 f"all {'other ' if dropped else ''}{skipped} examples were left out "
                 f'(on_bad_batch="skip"), the first because {reason}'
@@ -544,7 +545,7 @@ class RowLog:
         }
         row = {name: columns[name] for name in COLUMNS}
         # Logs come before validation scores, which not every epoch has.
-        own = {n: v for n, v in columns.items() if not n.startswith("val_")}
-        row = {**row, **own, **dict.fromkeys(self._columns, math.nan), **columns}
+        logs = {n: v for n, v in columns.items() if not n.startswith("val_")}
+        row = {**row, **logs, **dict.fromkeys(self._columns, math.nan), **columns}
         self.rows.append(row)
         return row

@@ -148,9 +148,9 @@ def to_blob(state: Reduced, stamp: Stamp | None = None) -> tuple[Arrays, Reduced
         frame, values_N = written
         keys.append((*key, array.dtype.str, array.shape))
         blob[str(number)] = frame
-        rest = array - values_N.reshape(array.shape)
-        if rest.any():
-            left[key] = rest
+        error = array - values_N.reshape(array.shape)
+        if error.any():
+            left[key] = error
     return {KEYS: np.frombuffer(json.dumps(keys).encode(), np.uint8), **blob}, left
 
 
@@ -230,11 +230,11 @@ def optimizer_arrays(optimizer: Optimizer, weight: float) -> dict[Key, NDArray[A
 def rest_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return the state dict without the entries in `optimizer_arrays`."""
     state = optimizer.state_dict()
-    rest = {
+    others = {
         number: {n: v for n, v in entries.items() if not isinstance(v, NUMERIC)}
         for number, entries in state["state"].items()
     }
-    return {**state, "state": rest}
+    return {**state, "state": others}
 
 
 def load_optimizer_(
@@ -389,8 +389,8 @@ def _untrained_means(arrays: Reduced) -> dict[str, NDArray[Any]]:
             weight = arrays.get(Key(ReduceOp.SUM, "weight", key.name), ONE)
             total = float(weight[0])
             # Weights that sum to 1, apart from rounding, leave the array unchanged.
-            whole = abs(total - 1.0) < ALMOST
-            means[key.name] = array if whole else array / array.dtype.type(total)
+            is_complete = abs(total - 1.0) < ALMOST
+            means[key.name] = array if is_complete else array / array.dtype.type(total)
     return means
 
 
@@ -448,8 +448,8 @@ class TreeMean:
             The mean, or None if a required replica has failed. Other replicas may still
             have the mean.
         """
-        own = self._share(weight)
-        states, lost = [own] if own else [], False
+        share = self._share(weight)
+        states, lost = [share] if share else [], False
         for child in self._children:
             blob = self._fetch(child, "sum")
             lost = lost or blob is None
@@ -550,8 +550,8 @@ class OuterOptimizer:
 
     def restore_(self, values: Mapping[str, Any]) -> None:
         """Restore the result of `values`."""
-        own = {**self.values(), "optimizer": {}}
-        check_like(own, values, "exchange.outer")
+        expected = {**self.values(), "optimizer": {}}
+        check_like(expected, values, "exchange.outer")
         kind = class_name(self._optimizer)
         if not is_same_class(values["kind"], kind):
             raise OptionError(
@@ -566,8 +566,9 @@ class OuterOptimizer:
     def follow_(self) -> None:
         """Take the module's parameters as the common ones, without a step."""
         with torch.no_grad():
-            for common, own in zip(self._common, trainable(self._module), strict=True):
-                common.copy_(own)
+            parameters = trainable(self._module)
+            for common, parameter in zip(self._common, parameters, strict=True):
+                common.copy_(parameter)
 
     def payload(self) -> NDArray[np.uint8]:
         """Return the result of `values` as packed bytes."""

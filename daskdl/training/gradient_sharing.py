@@ -6,18 +6,16 @@ replicas agree at sync points.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
 from torch import nn
 from typing_extensions import override
 
 from daskdl import codec
-from daskdl.channel.base import BarrierResult, Stopped
 from daskdl.channel.inbox import DrainResult
 from daskdl.channel.protocol import FAN_OUT, BarrierKind
 from daskdl.channel.routing import ROUTINGS
@@ -31,10 +29,8 @@ from daskdl.compression.flat import (
     FlatParameters,
     average_untrained,
 )
-from daskdl.compression.kernels import GUARD
 from daskdl.compression.replica_vector import (
     MAX_COUNT,
-    Counts,
     ResidualView,
     ranges_by_pattern,
 )
@@ -45,7 +41,7 @@ from daskdl.compression.thresholds import (
     ThresholdAlgorithm,
 )
 from daskdl.config import check_choice, check_type, check_whole, is_number
-from daskdl.errors import CodecError, DivergedError, OptionError
+from daskdl.errors import DivergedError, OptionError
 from daskdl.evaluation.evaluate import Score
 from daskdl.training.base import (
     Choice,
@@ -58,6 +54,7 @@ from daskdl.training.base import (
     check_places,
     share_of,
 )
+from daskdl.training.comparison import ModelComparison
 from daskdl.training.optimizer_step import has_sparse_gradients, is_adaptive
 from daskdl.training.pace import (
     ADAPTIVE,
@@ -78,19 +75,6 @@ from daskdl.training.state import (
     decoded,
 )
 from daskdl.training.telemetry import SAMPLE, mean, norm_of, spread_of
-
-# Residuals are sent for a comparison if they may lower the loss by this part of it.
-PROMISING = 0.01
-COMPARING = 0.01  # of a replica's time, that comparing models may take
-SENDING = 0.03  # of a replica's time, that sending residuals may take
-
-
-def loss_of(met: BarrierResult, members: Iterable[int], name: str) -> float:
-    """Return the mean loss of scores in the payloads; NaN without examples."""
-    scores = [Score(*met.payloads[replica][name]) for replica in members]
-    total = sum(scores, start=Score())
-    weight = total.examples + total.surplus
-    return total.loss_sum / weight if weight else math.nan
 
 
 class GradientSharingExchange(Exchange):
@@ -120,9 +104,9 @@ class GradientSharingExchange(Exchange):
         self._places = ranges_by_pattern(parameters, self._vector, names)  # by name
         self._in_step = options.max_staleness == 0
         self.chooses = options.compare_models and options.apply == "eager"
-        self._compared_at = math.nan  # time of the last comparison, or the first step
-        self._comparing_s = 0.0  # that the last comparison took
-        self._sending_s = math.nan  # of it, for sending residuals
+        self._comparison = ModelComparison(
+            self._vector, context.channel, context.replica, lockstep=self._in_step
+        )
         self._all_compare = True  # comparing has become cheap enough on all replicas
         adaptive = context.optimizer is not None and is_adaptive(context.optimizer)
         self._adaptive = adaptive
@@ -134,7 +118,7 @@ class GradientSharingExchange(Exchange):
         # their steps add up.
         self.adds_up = self._adapts and has_sparse_gradients(context.module)
         self._now = time.perf_counter
-        self._made = 0  # steps before `_step` counts: in earlier fits, or alone
+        self._steps_before = 0  # steps before `_step` counts: in earlier fits, or alone
         self._step = 0  # steps of this fit, aligned on all replicas at each sync
         self._unshared = 0  # steps since the last accepted exchange
         self._due = False  # steps were made since the last attempted exchange
@@ -157,7 +141,7 @@ class GradientSharingExchange(Exchange):
         if not self.context.joins:
             # The module may not be that of which the client computed the grid.
             self._channel.sync(self._step, self._vector.grid)
-        self._interval.choose_(self._made + self._step)
+        self._interval.choose_(self._steps_before + self._step)
 
     def _scale_for(self, replicas: int) -> None:
         self._replicas = replicas
@@ -178,11 +162,11 @@ class GradientSharingExchange(Exchange):
             for part in per_replica[:1]:
                 self._unshared, self._due = part["unshared"], part["due"]
             self._replicas = 0  # the restored state has its own scale
-            self._made, self._step = common["made"], common["step"]
+            self._steps_before, self._step = common["made"], common["step"]
             self._clipped_before = self._compressor.clipped
         else:  # of a replica that was alone, or of an earlier fit
             check_like({"made": 0, "sent": {}}, common, "exchange")
-            self._made = common["made"]
+            self._steps_before = common["made"]
             self._compressor.continue_(common["sent"])
         if "residual" in common:
             members, replica = self.context.members, self.context.replica
@@ -198,17 +182,15 @@ class GradientSharingExchange(Exchange):
         options, started = self._options, self._now()
         if not self._stats.steps:  # on_epoch_begin has run
             self._vector.sync_from_parameters_()
-        if math.isnan(self._compared_at):
-            self._compared_at = started
+        self._comparison.begin()
         replicas = 1 + len(self._channel.peers())
         if replicas != self._replicas:
             self._scale_for(replicas)
         begins = self._step % self._interval.steps == 0
-        made = self._made + self._step
-        bound = self._staleness_bound(made) if begins else None
+        bound = self._staleness_bound() if begins else None
         ahead = self._channel.wait_for_peers(self._step, interval, bound)
         waited = self._now()
-        self._lead = options.least_lead(self._step, ahead, self._made)
+        self._lead = options.least_lead(self._step, ahead, self._steps_before)
         self._stats.lead_sum += self._lead
         self._stats.steps += 1
         self._stats.rate_rise_sum += self.rate_factor - 1
@@ -221,11 +203,11 @@ class GradientSharingExchange(Exchange):
         self._wait_s, self._apply_s = waited - started, self._began - waited
         self._spent_s += self._apply_s
 
-    def _staleness_bound(self, made: int) -> int | None:
+    def _staleness_bound(self) -> int | None:
         # An adaptive optimizer learns less from old updates, so the interval of this
         # replica decides, not the longest that another replica may have.
         every = self._interval.steps if self._adaptive else 0
-        return self._options.staleness_bound(made, every)
+        return self._options.staleness_bound(self._steps_before + self._step, every)
 
     def _apply(self, pending: DrainResult) -> None:
         if pending.folded_N is not None:
@@ -244,7 +226,7 @@ class GradientSharingExchange(Exchange):
             self._untrained.look()
         self._vector.sync_from_parameters_()
         self._encode_s += self._now() - stepped
-        self._interval.choose_(self._made + self._step)
+        self._interval.choose_(self._steps_before + self._step)
         self.exchanged = self._step % self._interval.steps == 0
         if self.exchanged:
             self._share()
@@ -264,8 +246,8 @@ class GradientSharingExchange(Exchange):
             return
         started = self._now()
         # Progress made in the warm-up is sent densely, even if it is sent later.
-        first = self._made + self._step - self._unshared
-        updates = self._compressor.propose(dense=first < self._options.warmup_steps)
+        begin = self._steps_before + self._step - self._unshared
+        updates = self._compressor.propose(dense=begin < self._options.warmup_steps)
         waiting = [update for update in updates if update.entries]
         self._encode_s += self._now() - started
         frames = self._publish(waiting)
@@ -332,12 +314,12 @@ class GradientSharingExchange(Exchange):
                 "sequence": self._channel.published,
                 "step": self._step,
                 "examples": examples,
-                "compares": self._compares(),
+                "compares": self._comparison.is_affordable,
                 **untrained,
             },
             BarrierKind.AGREE,
         )
-        published = {r: own["sequence"] for r, own in met.payloads.items()}
+        published = {r: payload["sequence"] for r, payload in met.payloads.items()}
         self._channel.agree(key, published, met.gone, self._load)
         self._apply(self._channel.drain())
         # A replica that joins later gets a later snapshot, unless a snapshot was made
@@ -347,144 +329,21 @@ class GradientSharingExchange(Exchange):
         if self._sole:
             self._vector.flush_residual_()
         payloads = [met.payloads[replica] for replica in sorted(met.payloads)]
-        self._step = max(own["step"] for own in payloads)
-        self._all_compare = all(own["compares"] for own in payloads)
+        self._step = max(payload["step"] for payload in payloads)
+        self._all_compare = all(payload["compares"] for payload in payloads)
         if present == len(met.payloads.keys() - met.gone.keys()):
             self._vector.regrid_()  # else somebody joins, with a snapshot of this grid
         self._channel.sync(self._step, self._vector.grid)
-        parts = [(own, own["examples"]) for own in payloads]
+        parts = [(payload, payload["examples"]) for payload in payloads]
         self._untrained.load_(average_untrained(parts))
-
-    # ---- the better of two models
-
-    def _compares(self) -> bool:
-        """Whether comparing models now would take at most `COMPARING` of the time."""
-        # Measured times must not decide in lockstep.
-        since_s = self._now() - self._compared_at  # NaN before the first step: compare
-        return self._in_step or not self._comparing_s > COMPARING * since_s
 
     @override
     def choose(
         self, interval: int, score: Callable[[], Score], *, last: bool
     ) -> Choice:
-        """Continue from shared, or from shared plus all residuals if that is better.
-
-        Sending all residuals takes a byte per parameter. So each replica first scores
-        shared, shared plus its own residual, and local. Of small steps in independent
-        directions the effects add up; for large steps in one direction local, which is
-        shared plus n residuals, shows the effect of all.
-        """
         if self._sole or not (self._all_compare or last):
             return Choice()
-        began = self._now()
-        try:
-            return self._choose(interval, score, began - self._compared_at)
-        finally:
-            self._compared_at = self._now()
-            self._comparing_s = self._compared_at - began
-
-    def _choose(
-        self, interval: int, score: Callable[[], Score], since_s: float
-    ) -> Choice:
-        vector, channel = self._vector, self._channel
-        own = codec.quantize(vector.residual_counts(GUARD))
-        own_N = codec.counts_of(own)
-        scores = {"local": score()}
-        with vector.showing_shared():
-            scores["shared"] = score()
-        with vector.showing_shared(own_N):
-            scores["own"] = score()
-        # Measured times must not decide in lockstep.
-        sending_s = 0.0 if self._in_step else self._expected_sending_s()
-        key = f"choose {interval}"
-        met = channel.barrier(
-            key,
-            {
-                **{name: list(own) for name, own in scores.items()},
-                "share": sending_s / since_s,
-            },
-            BarrierKind.AGREE,
-        )
-        members = sorted(met.payloads.keys() - met.gone.keys())
-        shared, moved, local = (
-            loss_of(met, members, name) for name in ("shared", "own", "local")
-        )
-        gain = max(len(members) * (shared - moved), shared - local)
-        kept = Choice(shared, shared - gain)
-        allowed = max(SENDING, gain / abs(shared)) if shared else SENDING
-        if (
-            # Whoever joins has a snapshot of shared as it is.
-            met.counted["present"] != len(members)
-            or len(members) < 2
-            or not gain > PROMISING * abs(shared)
-            or any(own["share"] > allowed for own in met.payloads.values())
-        ):
-            return kept
-
-        stamp = codec.Stamp(channel.run, self.context.replica, interval + 1, self._step)
-        frame = codec.encode_dense(stamp, vector.grid, own)
-        started = self._now()
-        channel.publish_blob(key, {"residual": frame})
-        others_N = self._fetch_residuals(members, key)
-        self._sending_s = self._now() - started
-        if others_N is None:
-            delivered = Score()
-        else:
-            with vector.showing_shared(own_N + others_N):
-                delivered = score()
-        ready = {"delivered": list(delivered), "complete": others_N is not None}
-        met = channel.barrier(f"{key}, sent", ready, BarrierKind.AGREE)
-        channel.drop_blobs()
-        if others_N is None or not all(o["complete"] for o in met.payloads.values()):
-            return kept
-        if met.payloads.keys() != set(members):
-            return kept
-        kept = kept._replace(delivered_loss=loss_of(met, members, "delivered"))
-        if not kept.delivered_loss < shared:
-            return kept
-        # A replica that leaves sends its residual, unless it knows that all deliver it.
-        channel.check()  # before it arrives, they do not
-        try:
-            met = channel.barrier(f"{key}, known", {}, BarrierKind.AGREE)
-        except Stopped:
-            vector.apply_counts_(own_N, from_residual=True)
-            raise
-        if met.payloads.keys() != set(members):
-            return kept
-        vector.apply_counts_(own_N, from_residual=True)
-        vector.apply_counts_(others_N)
-        return kept._replace(delivered=True)
-
-    def _expected_sending_s(self) -> float:
-        """Return how long sending all residuals took the last time, or would take.
-
-        NaN if it is not known.
-        """
-        if not math.isnan(self._sending_s):
-            return self._sending_s
-        nbytes = len(self._channel.peers()) * self._vector.size
-        return nbytes * self._channel.link_s_per_byte()
-
-    def _fetch_residuals(self, members: Sequence[int], name: str) -> Counts | None:
-        """Return the sum of the others' residuals; None if one cannot be had."""
-        vector, channel = self._vector, self._channel
-        place = members.index(self.context.replica)
-        total_N = np.zeros(vector.size, np.int64)
-        for replica in (*members[place + 1 :], *members[:place]):
-            blob = channel.fetch_blob(replica, name)
-            if blob is None:
-                return None
-            try:
-                frame = blob["residual"].tobytes()
-                update = codec.decode(frame, run=channel.run, size=vector.size)
-            except (CodecError, KeyError):
-                return None
-            if not isinstance(update, codec.DenseUpdate) or update.grid != vector.grid:
-                return None
-            total_N += update.counts_N
-        if np.abs(total_N).max() >= GUARD:  # with the own residual beyond int32
-            return None
-        return total_N.astype(np.int32)
+        return self._comparison.choose(interval, self._step, score)
 
     def _load(self, snapshot: Mapping[str, Any]) -> None:
         """Replace shared by that of another replica; the residual stays."""
@@ -565,7 +424,7 @@ class GradientSharingExchange(Exchange):
     @override
     def state(self) -> ExchangeState:
         shared, residuals = self._compressor.state()
-        common = {"compressor": shared, "made": self._made, "step": self._step}
+        common = {"compressor": shared, "made": self._steps_before, "step": self._step}
         waiting = {"unshared": self._unshared, "due": self._due}
         return ExchangeState(common, {**residuals, **waiting})
 
@@ -575,7 +434,7 @@ class GradientSharingExchange(Exchange):
             pattern: (outcome.threshold, outcome.density)
             for pattern, outcome in self._compressor.sent.items()
         }
-        carried = {"made": self._made + self._step, "sent": sent}
+        carried = {"made": self._steps_before + self._step, "sent": sent}
         if not ended:
             return carried
         residual = torch.from_numpy(self._vector.residual_counts())
@@ -764,33 +623,31 @@ class GradientSharing(TrainingMaster):
             return pace
         return pace.at_most(self.max_staleness)
 
-    def staleness_bound(self, made: int, every: int = 0) -> int | None:
+    def staleness_bound(self, steps_made: int, every: int = 0) -> int | None:
         """Return the largest lead at the start of an interval, None: any.
 
         Args:
-            made: Steps made, over all fits.
-            every: Steps between exchanges; 0: as many as may be after `made` steps.
+            steps_made: Steps made, over all fits.
+            every: Steps between exchanges; 0: the longest interval after `steps_made`.
         """
         if self.max_staleness != "auto":
             return self.max_staleness
-        return max(8, 2 * (every or self.longest_interval(made)))
+        return max(8, 2 * (every or self.longest_interval(steps_made)))
 
-    def longest_interval(self, made: int) -> int:
+    def longest_interval(self, steps_made: int) -> int:
         """Return the most steps between two exchanges of any replica.
 
         Args:
-            made: Steps made, over all fits.
+            steps_made: Steps made, over all fits.
 
         Example:
             >>> sharing = GradientSharing()
-            >>> [sharing.longest_interval(made) for made in (0, 10**6)]
+            >>> [sharing.longest_interval(steps) for steps in (0, 10**6)]
             [16, 64]
             >>> GradientSharing(exchange_every=12).longest_interval(10**6)
             12
         """
-        if self.exchange_every != "auto":
-            return self.exchange_every
-        return self.pace().longest_after(made)
+        return self.pace().longest_after(steps_made)
 
     def announces(self, step: int) -> bool:
         """Return whether replicas announce a completed step, as others may wait for it.
@@ -799,8 +656,8 @@ class GradientSharing(TrainingMaster):
         one, for the step that is `max_staleness` steps back.
 
         Example:
-            >>> own = GradientSharing(max_staleness=4, exchange_every=16)
-            >>> [step for step in range(1, 33) if own.announces(step)]
+            >>> sharing = GradientSharing(max_staleness=4, exchange_every=16)
+            >>> [step for step in range(1, 33) if sharing.announces(step)]
             [12, 16, 28, 32]
         """
         if self.exchange_every == "auto":
@@ -808,22 +665,22 @@ class GradientSharing(TrainingMaster):
         every, ahead = self.exchange_every, self.staleness_bound(step) or 0
         return step % every == 0 or (step + ahead) % every == 0
 
-    def least_lead(self, step: int, known: int, made: int = 0) -> int:
+    def least_lead(self, step: int, known: int, steps_before: int = 0) -> int:
         """Return the least lead over a replica that may have unannounced steps.
 
         Args:
             step: Steps completed by this replica.
             known: Lead over the last step announced by the other replica.
-            made: Steps of earlier fits.
+            steps_before: Steps of earlier fits.
 
         Example:
-            >>> own = GradientSharing(max_staleness=4, exchange_every=16)
-            >>> own.least_lead(16, 4), own.least_lead(16, 16)
+            >>> sharing = GradientSharing(max_staleness=4, exchange_every=16)
+            >>> sharing.least_lead(16, 4), sharing.least_lead(16, 16)
             (1, 5)
             >>> GradientSharing(exchange_every=1).least_lead(7, 3)
             3
         """
-        every = self.longest_interval(made + step)
+        every = self.longest_interval(steps_before + step)
         if self.exchange_every == "auto":
             return max(0, known - (every - 1))
         announced, ahead = step - known, self.staleness_bound(step) or 0

@@ -150,29 +150,29 @@ class LossWatch:
         [300, 350, 400, 450, 500]
     """
 
-    first: float | None
+    first_loss: float | None
     last: float | None
 
     def __init__(self, max_rise: float | None) -> None:
-        self.first = self.last = None
+        self.first_loss = self.last = None
         self._max_rise = max_rise
         self._block: list[float] = []
         self._levels: list[Level] = []
 
     def note(self, loss: float) -> bool:
         """Add a step's finite loss; return whether training has diverged."""
-        if self.first is None:
-            self.first = loss
+        if self.first_loss is None:
+            self.first_loss = loss
         self.last = loss
         if self._max_rise is None:
             return False
-        self._block.append(loss - self.first)
+        self._block.append(loss - self.first_loss)
         if len(self._block) < BLOCK:
             return False
         level = Level(sorted(self._block)[LOW], median(self._block))
         self._levels = [*self._levels, level][-BLOCKS:]
         self._block = []
-        least = self._max_rise * max(1.0, abs(self.first))
+        least = self._max_rise * max(1.0, abs(self.first_loss))
         return (
             len(self._levels) == BLOCKS
             and all(level.low > least for level in self._levels)
@@ -183,13 +183,13 @@ class LossWatch:
     def values(self) -> dict[str, Any]:
         """Return the state as plain values."""
         levels = [tuple(level) for level in self._levels]
-        seen = {"first": self.first, "last": self.last}
+        seen = {"first": self.first_loss, "last": self.last}
         return {**seen, "block": list(self._block), "levels": levels}
 
     def restore_(self, values: Mapping[str, Any]) -> None:
         """Restore the result of `values`."""
-        first, last = values["first"], values["last"]
-        self.first = None if first is None else float(first)
+        first_loss, last = values["first"], values["last"]
+        self.first_loss = None if first_loss is None else float(first_loss)
         self.last = None if last is None else float(last)
         self._block = [float(rise) for rise in values["block"]]
         self._levels = [Level(*map(float, level)) for level in values["levels"]]
@@ -216,7 +216,7 @@ class Symptoms:
         epoch: Counted from 0.
         step: Step of this replica, counted from 1.
         loss: Loss of this step.
-        first: First finite loss; None: there is none.
+        first_loss: First finite loss; None: there is none.
         before: Last finite loss, which may be that of this step; None: there is none.
         high_steps: Steps for which the loss was too high; 0 if the loss is not finite.
         learning_rate: Rate of the optimizer's first group; NaN if it has none.
@@ -237,7 +237,7 @@ class Symptoms:
     epoch: int
     step: int
     loss: float
-    first: float | None = None
+    first_loss: float | None = None
     before: float | None = None
     high_steps: int = 0
     learning_rate: float = math.nan
@@ -254,9 +254,9 @@ class Symptoms:
     @property
     def rising(self) -> bool:
         """Whether the loss rose over several steps instead of jumping in one."""
-        if self.first is None or self.before is None:
+        if self.first_loss is None or self.before is None:
             return False
-        return self.before - self.first > max(1.0, abs(self.first))
+        return self.before - self.first_loss > max(1.0, abs(self.first_loss))
 
 
 def diagnosis(symptoms: Symptoms) -> str:
@@ -276,7 +276,9 @@ infinity in X and y, and at the loss
 
 def _course(s: Symptoms) -> str:
     where = f"at step {s.step} of replica {s.replica}, in epoch {s.epoch}"
-    before = "" if s.first is None else f"; it was {s.first:.4g} at its first step"
+    before = (
+        "" if s.first_loss is None else f"; it was {s.first_loss:.4g} at its first step"
+    )
     if s.event:
         return f"{s.event} {where}"
     if s.high_steps:
@@ -298,7 +300,7 @@ def _hints(s: Symptoms) -> Iterator[str]:
             "weight 0: loss=torch.nn.CrossEntropyLoss(ignore_index=-1), or "
             "loss=functools.partial(torch.nn.functional.cross_entropy, ignore_index=-1)"
         )
-    elif s.first is None:
+    elif s.first_loss is None:
         yield (
             "nothing had been trained yet: look for NaN and infinity in X and y, and "
             "at the loss"
@@ -482,8 +484,11 @@ class Stepper:
         self._dtype = floating_dtype(module)
         self._parameters = trainable(module)
         # The loss of a user's own step includes any penalty.
-        penalised = isinstance(module, Penalised) and not isinstance(objective, OwnStep)
-        self._penalty = module.penalty if penalised else None
+        self._penalty = (
+            module.penalty
+            if isinstance(module, Penalised) and not isinstance(objective, OwnStep)
+            else None
+        )
         self._autocast: contextlib.AbstractContextManager[Any] = (
             contextlib.nullcontext()
             if stepping.autocast is None

@@ -82,7 +82,7 @@ class RoundDecision:
         members: Replicas that take part and get the mean, if there is one, ascending.
         current: Replicas that have the latest mean, ascending.
         donors: Replicas in `current` that serve the latest mean to others, ascending.
-        whole: Whether the mean is exact, without rounding: when all members have ended
+        exact: Whether the mean has no rounding: when all members have ended
             or have no data, a member lacks the latest mean, or there is one member.
         settles: Whether all replicas have ended and none has trained since the latest
             mean; the round only adds the residuals to it.
@@ -95,7 +95,7 @@ class RoundDecision:
     members: tuple[int, ...]
     current: tuple[int, ...]
     donors: tuple[int, ...]
-    whole: bool
+    exact: bool
     settles: bool
     over: bool
 
@@ -138,7 +138,7 @@ class RoundDecision:
             members=members,
             current=tuple(current),
             donors=tuple(r for r in current if not here[r].examples),
-            whole=all(here[r].ended or here[r].rests for r in members)
+            exact=all(here[r].ended or here[r].rests for r in members)
             or latest < 0
             or len(members) < 2
             or not set(members) <= set(current),
@@ -286,7 +286,7 @@ class AveragingExchange(Exchange):
             topology,
             decided.root,
             stamp,
-            exact=decided.whole,
+            exact=decided.exact,
         )
         late = not set(decided.members) <= set(decided.current)
         weight = decided.weights.get(self._replica)

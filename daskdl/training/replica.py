@@ -813,7 +813,7 @@ class Replica:
             epoch=epoch,
             step=self.steps + (not event),
             loss=loss,
-            first=self.watch.first,
+            first_loss=self.watch.first_loss,
             before=self.watch.last,
             high_steps=self.watch.recent if math.isfinite(loss) else 0,
             learning_rate=self.rate.value,

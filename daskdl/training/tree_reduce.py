@@ -238,10 +238,10 @@ def rest_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_optimizer_(
-    optimizer: Optimizer, arrays: Reduced, rest: Mapping[str, Any]
+    optimizer: Optimizer, arrays: Reduced, others: Mapping[str, Any]
 ) -> None:
     """Load a mean of `optimizer_arrays`, and the `rest_of` one optimizer."""
-    state = {number: dict(entries) for number, entries in rest["state"].items()}
+    state = {number: dict(entries) for number, entries in others["state"].items()}
     for key, array in arrays.items():
         if key.part == "optimizer":
             entries = state.setdefault(key.number, {})
@@ -250,7 +250,7 @@ def load_optimizer_(
             else:
                 tensor = torch.from_numpy(np.array(array))
                 entries[key.name] = tensor.to(getattr(torch, key.dtype))
-    optimizer.load_state_dict({**rest, "state": state})
+    optimizer.load_state_dict({**others, "state": state})
 
 
 # ---- state and error feedback

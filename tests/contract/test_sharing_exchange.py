@@ -15,7 +15,8 @@ from daskdl.compression.residuals import KeepResidual, ResidualClipping
 from daskdl.compression.thresholds import FixedThreshold
 from daskdl.evaluation.evaluate import Score
 from daskdl.training.base import ReplicaContext
-from daskdl.training.gradient_sharing import GradientSharing, loss_of
+from daskdl.training.comparison import loss_of
+from daskdl.training.gradient_sharing import GradientSharing
 
 DENSE, SPARSE = codec.DenseUpdate, codec.SparseUpdate
 QUANTUM = FixedThreshold(2.0**-4)
@@ -143,6 +144,7 @@ class Case:
         if made or shared is not None:
             self.exchange.load_(shared or {"made": made, "sent": {}}, [])
         self.exchange._now = lambda: self.channel.now
+        self.exchange._comparison._now = self.exchange._now
 
     def step(self, names=tuple(LAYERS), seconds=0):
         """Make a step that takes some seconds, and return what was published."""

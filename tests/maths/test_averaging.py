@@ -144,7 +144,7 @@ def ended(**more):
 
 
 @pytest.mark.parametrize(
-    ("notes", "whole"),
+    ("notes", "exact"),
     [
         ([vote(), vote()], False),
         ([vote(), vote(examples=0)], False),
@@ -163,5 +163,5 @@ def ended(**more):
         *("all rest", "one rests", "one parked"),
     ],
 )
-def test_a_mean_is_rounded_only_among_members_with_the_latest_mean(notes, whole):
-    assert RoundDecision.of(dict(enumerate(notes)), gone=[]).whole is whole
+def test_a_mean_is_rounded_only_among_members_with_the_latest_mean(notes, exact):
+    assert RoundDecision.of(dict(enumerate(notes)), gone=[]).exact is exact

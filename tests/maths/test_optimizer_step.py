@@ -32,7 +32,7 @@ SUDDEN = Symptoms(
     epoch=2,
     step=80,
     loss=NAN,
-    first=2.302585,
+    first_loss=2.302585,
     before=0.25,
     learning_rate=0.1,
 )

@@ -44,21 +44,12 @@ UNCLEAN: set[str] = {
     "data/validate.py",
     "inference/lazy.py",
     "keras/compiled.py",
-    "compression/thresholds.py",
     "training/backend.py",
-    "training/base.py",
     "training/dask_backend.py",
     "training/data_feed.py",
-    "training/epoch_control.py",
     "training/fit.py",
     "training/fit_spec.py",
-    "training/gradient_sharing.py",
-    "training/optimizer_step.py",
-    "training/parameter_averaging.py",
-    "training/replica.py",
-    "training/telemetry.py",
     "training/trainer_state.py",
-    "training/tree_reduce.py",
 }
 
 Functions = ast.FunctionDef | ast.AsyncFunctionDef

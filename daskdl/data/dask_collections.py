@@ -426,7 +426,7 @@ class Collections(Source):
     """Parts of collections: `finish` makes rows from the partitions of a part."""
 
     apart = True
-    given = True
+    mergeable = True
     lazy = True
     named = False
 
@@ -440,7 +440,7 @@ class Collections(Source):
         self.partitions = partitions
         self.parts = partitions.parts
         self.lengths = lengths
-        self.first = first
+        self.first_rows = first
         self.finish = finish
         self._graphs: dict[int, PartGraph] = {}
         self._counted: Sequence[int | None] = [None] * self.parts

@@ -530,7 +530,7 @@ class _SentPart(Source):
 
     parts = 1
     lengths = None
-    first = None
+    first_rows = None
 
     def __init__(
         self, name: str, content: Any, keys: Sequence[Any], values: Sequence[Any]

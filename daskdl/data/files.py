@@ -159,7 +159,7 @@ class GroupedFiles(Source):
 class LoadedFiles(GroupedFiles):
     """Files, and a loader that makes rows from each file."""
 
-    given = True
+    mergeable = True
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class LoadedFiles(GroupedFiles):
         self._loader, self.one_example = loader, one_example
         self.classes = getattr(loader, "classes", None) if classes is None else classes
         self.lengths: Sequence[int] | None = None
-        self.first: Rows | None = None
+        self.first_rows: Rows | None = None
         if isinstance(loader, formats.Table):
             self.columns = None
         if one_example:
@@ -200,10 +200,10 @@ class LoadedFiles(GroupedFiles):
         if isinstance(self._loader, Reader):
             with formats.reading(file.name):
                 facts = self._loader.look(file)
-            if facts is not None and facts.first is not None:
-                rows = NamedRows.of(facts.first)
+            if facts is not None and facts.first_rows is not None:
+                rows = NamedRows.of(facts.first_rows)
                 first = rows.arranged(self.columns or NO_COLUMNS, file.name)
-                return facts._replace(first=first)
+                return facts._replace(first_rows=first)
             file.seek(0)
         return facts_of(self.rows(part, number, file))
 
@@ -217,8 +217,8 @@ class LoadedFiles(GroupedFiles):
         other.groups = [self.groups[part] for part in full]
         other.parts = len(full)
         other.lengths = [facts[part].rows for part in full]
-        firsts = (facts[part].first for part in full)
-        other.first = next((rows for rows in firsts if rows is not None), None)
+        firsts = (facts[part].first_rows for part in full)
+        other.first_rows = next((rows for rows in firsts if rows is not None), None)
         return other
 
 

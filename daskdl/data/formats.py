@@ -540,15 +540,15 @@ class Csv(Table):
     @override
     def look(self, file: BinaryIO) -> Facts:
         facts = facts_of(rows_of(self(file), file.name))
-        assert facts.first is not None, "the file has been read"
-        first = NamedRows.of(facts.first)
+        assert facts.first_rows is not None, "the file has been read"
+        first = NamedRows.of(facts.first_rows)
         x, y = first
         if y is None:
             return facts
         # The same dtype as in all files, even if labels are missing in this one.
         dtype = self.label_dtype if self.classes is None else "int64"
         rows = x, np.nan_to_num(y).astype(dtype)
-        return facts._replace(first=NamedRows.of(rows, first.columns))
+        return facts._replace(first_rows=NamedRows.of(rows, first.columns))
 
 
 @dataclass(frozen=True)

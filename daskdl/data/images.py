@@ -423,7 +423,7 @@ class ImageFolder(GroupedFiles):
     """
 
     lengths: Sequence[int]
-    first: Rows
+    first_rows: Rows
     paths: Sequence[str]
     labels: np.ndarray | None
     shape: tuple[int, ...]
@@ -451,7 +451,7 @@ class ImageFolder(GroupedFiles):
             self.labels = np.array(numbers, np.int64)
         self._model, image = self._first_image()
         self.shape = image.shape
-        self.first = image[None], None if self.labels is None else self.labels[:1]
+        self.first_rows = image[None], None if self.labels is None else self.labels[:1]
 
     @override
     def rows(self, part: int, number: int, file: BinaryIO) -> Rows:

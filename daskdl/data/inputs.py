@@ -669,8 +669,8 @@ def matched(
     nameless_stream = source.sequential and source.columns == NO_COLUMNS
     if not expected and (trained is None or nameless_stream):
         return arranged  # without a look at the first rows, for which a stream is read
-    if source.first is not None and source.columns is not None:
-        rows = NamedRows.of(source.first, source.columns)
+    if source.first_rows is not None and source.columns is not None:
+        rows = NamedRows.of(source.first_rows, source.columns)
         rows.warn_of_positions(expected, trained)
     elif arranged.trained != trained:
         arranged = copy.copy(arranged)
@@ -729,13 +729,15 @@ def infer_metadata(
     look = functools.partial(_look, skips=skips)
     found = sorted(map_parts(source, look, client), key=itemgetter(0))
     seen = [one for _, one in found]
-    bad = [part for part, (facts, _) in found if facts is None or facts.first is None]
+    bad = [
+        part for part, (facts, _) in found if facts is None or facts.first_rows is None
+    ]
     if bad:
         logger.warning("%s parts cannot be read and are left out: %s", len(bad), bad)
     empty: Any = None
     facts = [Facts(0, empty) if one is None else one for one, _ in seen]
     rows = sum(fact.rows for fact in facts)
-    if rows == 0 or all(fact.first is None for fact in facts):
+    if rows == 0 or all(fact.first_rows is None for fact in facts):
         unread = f", of which {len(bad)} cannot be read" if bad else ""
         raise DataError(
             f"X must not be empty, got no rows in {source.parts} parts{unread}"
@@ -744,24 +746,26 @@ def infer_metadata(
     known = source.known(facts)
     known.left_out = sum(left_out for _, left_out in seen)
     kinds = [
-        batching.kinds(fact.first) if fact.rows and fact.first is not None else ()
+        batching.kinds(fact.first_rows)
+        if fact.rows and fact.first_rows is not None
+        else ()
         for fact in facts
     ]
     forms = [
         (kind, _sorted_names(fact)) for kind, fact in zip(kinds, facts, strict=True)
     ]
     ((form, _),) = Counter(form for form in forms if form[0]).most_common(1)
-    usual_first = facts[forms.index(form)].first
-    if source.first is None:
-        known.first = usual_first
+    usual_first = facts[forms.index(form)].first_rows
+    if source.first_rows is None:
+        known.first_rows = usual_first
     if len({*kinds} - {()}) > 1:
         kept = known.parts == source.parts  # otherwise parts without rows are left out
         known.unlike = kinds if kept else [*filter(None, kinds)]
     assert usual_first is not None, "a part without rows has no kinds"
     usual_rows = NamedRows.of(usual_first)
     for part, fact in enumerate(facts):
-        if fact.rows and fact.first is not None:
-            rows_of_part = NamedRows.of(fact.first)
+        if fact.rows and fact.first_rows is not None:
+            rows_of_part = NamedRows.of(fact.first_rows)
             # Parts with other names are skipped when they are loaded; numbers and
             # categories can only be told apart here.
             if not skips or (rows_of_part.classes is None) != (
@@ -770,7 +774,7 @@ def infer_metadata(
                 _check_alike(rows_of_part, usual_rows, source.name(part))
     known.classes = known.classes or usual_rows.classes
     columns = {**usual_rows.columns, **(source.columns or {})}
-    if source.first is None:
+    if source.first_rows is None:
         _warn_of_parts(source, facts, columns)
     return known.arranged(columns, known.classes)
 
@@ -779,8 +783,8 @@ def _warn_of_parts(source: Source, facts: Sequence[Facts], columns: Columns) -> 
     """Warn where columns can only be matched by position, once for parts alike."""
     seen = set()
     for part, fact in enumerate(facts):
-        if fact.rows and fact.first is not None:
-            rows = NamedRows.of(fact.first)
+        if fact.rows and fact.first_rows is not None:
+            rows = NamedRows.of(fact.first_rows)
             if (places := frozenset(rows.columns)) not in seen:
                 seen.add(places)
                 rows.warn_of_positions(columns, source.trained, source.name(part))
@@ -788,9 +792,9 @@ def _warn_of_parts(source: Source, facts: Sequence[Facts], columns: Columns) -> 
 
 def _sorted_names(fact: Facts) -> Sequence[tuple[str, Sequence[str]]]:
     """Names of the columns of a part by place, in whatever order they are."""
-    if fact.first is None:
+    if fact.first_rows is None:
         return ()
-    columns = NamedRows.of(fact.first).columns
+    columns = NamedRows.of(fact.first_rows).columns
     return tuple((place, tuple(sorted(columns[place]))) for place in sorted(columns))
 
 
@@ -810,8 +814,8 @@ def with_columns(source: Source, client: Any) -> Source:
         return source
     for part in range(source.parts):
         for _, facts in map_parts(source, _readable_facts, client, parts=[part]):
-            if facts is not None and facts.rows and facts.first is not None:
-                rows = NamedRows.of(facts.first)
+            if facts is not None and facts.rows and facts.first_rows is not None:
+                rows = NamedRows.of(facts.first_rows)
                 return source.arranged(rows.columns, rows.classes)
     return source
 
@@ -835,7 +839,7 @@ def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:
         first = None if rows is None else facts_of(rows)
         if source.lengths is not None:
             # Examples that cannot be read keep their places, and are counted later.
-            return Facts(source.lengths[part], first and first.first), 0
+            return Facts(source.lengths[part], first and first.first_rows), 0
         return first, max(len(separate), 1) - files
 
 
@@ -853,8 +857,8 @@ def merge_small_parts(source: Source) -> Source:
     The result does not depend on the number of replicas. A source whose lengths or
     first rows are unknown is returned unchanged.
     """
-    lengths, first = source.lengths, source.first
-    if not source.given or lengths is None or first is None:
+    lengths, first = source.lengths, source.first_rows
+    if not source.mergeable or lengths is None or first is None:
         return source
     row_bytes = max(batching.nbytes(first) // batching.length(first), 1)
     most = min(sum(lengths) // LEAST_PARTS, MERGED_ROWS, MERGED_BYTES // row_bytes)

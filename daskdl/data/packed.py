@@ -272,10 +272,10 @@ class PackedRows(Source):
 
     lengths: Sequence[int]
     rows: int
-    first: Rows
+    first_rows: Rows
     columns: Columns
 
-    given = True
+    mergeable = True
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         """Take the rows of a folder.
@@ -295,7 +295,7 @@ class PackedRows(Source):
         self.parts = len(files)
         self.lengths = [file.details["rows"] for file in files]
         self.rows = sum(self.lengths)
-        self.first = self._schema.rows(np.zeros(SHOWN_ROWS, self._schema.record))
+        self.first_rows = self._schema.rows(np.zeros(SHOWN_ROWS, self._schema.record))
         classes = content["classes"]
         if classes is not None and not _are_texts(classes):
             raise ValueError(f"{classes!r:.80} are no names of classes")

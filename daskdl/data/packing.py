@@ -209,7 +209,7 @@ class Contents(Source):
     """
 
     lengths = None
-    first = None
+    first_rows = None
     checksum = 0
 
     @abstractmethod

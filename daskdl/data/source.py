@@ -84,7 +84,7 @@ class Facts(NamedTuple):
     rows: int
     # At most `SHOWN_ROWS` rows, `NamedRows` of a part that has tables; None: no row can
     # be read.
-    first: Rows | None
+    first_rows: Rows | None
 
 
 class Source(ABC):
@@ -93,7 +93,7 @@ class Source(ABC):
     Attributes:
         parts: Number of parts, >= 1.
         lengths: Rows of each part; None: unknown, so each part is loaded once to count.
-        first: At least one row like all others, for a dry run; None: unknown. The
+        first_rows: At least one row like all others, for a dry run; None: unknown. The
             values may be zeros.
         sequential: Whether a part can only be read from its beginning, by `stream`
             instead of `load`, and may exceed the memory. The rows of such a part are
@@ -110,7 +110,7 @@ class Source(ABC):
             part of unknown length counts as one example.
         unlike: Kinds of the rows of each part, see `daskdl.data.batching.kinds`; None:
             the parts have rows of one kind.
-        given: Whether the user has chosen the parts, so that they may be small.
+        mergeable: Whether small parts may be merged, as the user has chosen them.
         lazy: Whether the rows are Dask's, so that outputs for them are lazy, too.
         named: Whether the names of the parts identify the rows for users, as URLs do.
         apart: Whether each part is sent by itself, as `packed` returns it, to the
@@ -119,7 +119,7 @@ class Source(ABC):
 
     parts: int
     lengths: Sequence[int] | None
-    first: Rows | None
+    first_rows: Rows | None
     sequential: bool = False
     classes: Sequence[str] | None = None
     columns: Columns | None = NO_COLUMNS
@@ -128,7 +128,7 @@ class Source(ABC):
     here: bool = False
     left_out: int = 0
     unlike: Sequence[Kinds] | None = None
-    given: bool = False
+    mergeable: bool = False
     lazy: bool = False
     named: bool = True
     apart: bool = False
@@ -201,9 +201,9 @@ class Source(ABC):
         if classes is None and wanted == (self.columns or NO_COLUMNS):
             return self
         other = copy.copy(self)
-        if not self.sequential and self.first is not None:
-            x, y = NamedRows.of(self.first, known).arranged(columns)
-            other.first = x, y
+        if not self.sequential and self.first_rows is not None:
+            x, y = NamedRows.of(self.first_rows, known).arranged(columns)
+            other.first_rows = x, y
         other.columns = wanted
         other._arrange_(known, columns, classes)
         return other
@@ -228,9 +228,9 @@ class Source(ABC):
         """Return the same source with the facts of each part, in order."""
         other = copy.copy(self)
         other.lengths = [fact.rows for fact in facts]
-        if self.first is None:
-            firsts = (fact.first for fact in facts if fact.rows)
-            other.first = next((rows for rows in firsts if rows is not None), None)
+        if self.first_rows is None:
+            firsts = (fact.first_rows for fact in facts if fact.rows)
+            other.first_rows = next((rows for rows in firsts if rows is not None), None)
         return other
 
 
@@ -243,7 +243,7 @@ class Together(Source):
         self._source, self._groups = source, groups
         self.parts = len(groups)
         self.lengths = [sum(lengths[part] for part in group) for group in groups]
-        self.first, self.classes = source.first, source.classes
+        self.first_rows, self.classes = source.first_rows, source.classes
         self.columns = source.columns
         self.left_out, self.apart = source.left_out, source.apart
 
@@ -299,7 +299,7 @@ def check_counted(name: str, rows: Rows, counted: int | None) -> None:
 def is_known(source: Source) -> bool:
     """Whether the first rows are known, and the lengths unless sequential."""
     lengths = source.sequential or source.lengths is not None
-    return lengths and source.first is not None
+    return lengths and source.first_rows is not None
 
 
 def rows_in(source: Source) -> int | None:

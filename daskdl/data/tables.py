@@ -256,7 +256,7 @@ class InMemory(Source):
     """
 
     lengths: Sequence[int]
-    first: Rows
+    first_rows: Rows
     here = True
     apart = True
     named = False
@@ -274,7 +274,7 @@ class InMemory(Source):
         rows = batching.length(x)
         self._batch_size = batch_size
         self._cut(PARTS)
-        self.first = batching.rows(self._rows, slice(SHOWN_ROWS))
+        self.first_rows = batching.rows(self._rows, slice(SHOWN_ROWS))
         self._order: np.ndarray | None = None
         if shuffle_seed is not None:
             self._order = np.random.default_rng(shuffle_seed).permutation(rows)

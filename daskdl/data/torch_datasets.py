@@ -287,7 +287,7 @@ class IterableStyle(Source):
         self._collation = collation
 
     @functools.cached_property
-    def first(self) -> Rows:  # type: ignore[override]
+    def first_rows(self) -> Rows:  # type: ignore[override]
         """First rows of the first part that has rows."""
         there = self._beginnings(1)
         if not there:
@@ -340,7 +340,7 @@ class IterableStyle(Source):
         """Return the same dataset in `parts` parts."""
         other = copy.copy(self)
         other.parts = parts
-        other.__dict__.pop("first", None)
+        other.__dict__.pop("first_rows", None)
         return other
 
     @override
@@ -403,7 +403,7 @@ class MapStyle(Source):
     """
 
     lengths: list[int]
-    first: Rows
+    first_rows: Rows
     named = False
 
     def __init__(
@@ -433,8 +433,8 @@ class MapStyle(Source):
         self._items = len(dataset)
         if self._items < 1:
             raise DataError(f"the dataset is empty: len({kind}) is 0")
-        self.first = self._first_rows(skips)
-        self._size = self._part_size(self.first)
+        self.first_rows = self._first_rows(skips)
+        self._size = self._part_size(self.first_rows)
         self.parts = -(-self._items // self._size)
         last = self._items - (self.parts - 1) * self._size
         self.lengths = [self._size] * (self.parts - 1) + [last]

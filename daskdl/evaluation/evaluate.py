@@ -156,11 +156,13 @@ def evaluate_model(
     source = weighted_source(X, y, read, labelled=labelled, classes=classes)
     checks.check_same_classes(source, classes)
     with client_or_process(client) as cluster:
-        if source.first is None:
+        if source.first_rows is None:
             source = infer_metadata(source, cluster, skips=read.skips)
             checks.check_same_classes(source, classes)
         packed = PackedModel(model, here=cluster is False)
-        run = checks.dry_run(packed.unpack(), source.first, read.transform, objective)
+        run = checks.dry_run(
+            packed.unpack(), source.first_rows, read.transform, objective
+        )
         check_log_names(run.logs)
         output, labels_seen = scored(run.output), run.y
         specs: tuple[MetricSpec, ...] = ()

@@ -222,7 +222,7 @@ def _scorer(
     loss = Packed(objective, kind)
     with checks.preserved_random_state():
         module = packed.unpack()
-        run = checks.dry_run(module, source.first, read.transform, objective)
+        run = checks.dry_run(module, source.first_rows, read.transform, objective)
         check_log_names(run.logs)
         if run.labels is not None:
             run.labels.check_source(source)

@@ -194,20 +194,20 @@ def with_first_rows(source: S, client: Client | Literal[False]) -> S:
     expected, the first part determines it.
     """
     reader = source.reader if isinstance(source, Examples) else None
-    if source.first is not None and reader is None:
+    if source.first_rows is not None and reader is None:
         return source
     for part in range(source.parts):
         first_rows = functools.partial(_first_rows, reader)
         look = map_parts(source, first_rows, client, parts=[part])
         for _, (facts, keyed) in look:
-            if facts is not None and facts.first is not None:
+            if facts is not None and facts.first_rows is not None:
                 known = copy.copy(source)
-                known.first = facts.first
+                known.first_rows = facts.first_rows
                 if isinstance(known, Examples):
                     known.reader = dataclasses.replace(known.reader, keyed=keyed)
-                named_rows = NamedRows.of(facts.first)
+                named_rows = NamedRows.of(facts.first_rows)
                 columns = {**named_rows.columns, **(source.columns or {})}
-                if source.first is None:
+                if source.first_rows is None:
                     named_rows.warn_of_positions(
                         columns, source.trained, source.name(part)
                     )

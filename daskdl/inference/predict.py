@@ -142,7 +142,7 @@ def no_outputs(
 ) -> Tree:
     """Return the outputs for zero rows, tensors, from a dry run on two rows."""
     with checks.preserved_random_state():
-        rows = None if source.first is None else (source.first[0], None)
+        rows = None if source.first_rows is None else (source.first_rows[0], None)
         run = checks.dry_run(module, rows, transform)
         output = picked(run.output, which)
         if postprocess is not None:

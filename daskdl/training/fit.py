@@ -271,7 +271,7 @@ class FitRun:
         objective, transform = spec.objective, spec.read.transform
         module = copied(model)
         check_training(module, objective, spec.optimizer)
-        run = dry_run(module, train.first, transform, objective)
+        run = dry_run(module, train.first_rows, transform, objective)
         check_log_names(run.logs)
         check_held_tensors(module, run.batch, objective)
         if run.labels is not None:
@@ -283,7 +283,7 @@ class FitRun:
         measured: Sequence[str] = ()
         if validation is not None:
             with of_validation():
-                own = dry_run(module, validation.first, transform, objective)
+                own = dry_run(module, validation.first_rows, transform, objective)
                 check_log_names(own.logs)
                 if own.labels is not None:
                     own.labels.check_source(validation)
@@ -679,7 +679,7 @@ def _prepared(
     with contextlib.ExitStack() as stack:
         if spec.approach == "export":
             train, size = ready["train"], spec.read.batch_size
-            rows = train.first
+            rows = train.first_rows
             assert rows is not None, "empty data have been refused"
             row_bytes = max(batching.nbytes(rows) // batching.length(rows), 1)
             batches = max(FILE_BYTES // (row_bytes * size), 1)

@@ -25,7 +25,7 @@ class Boxes(Source):
 
     parts = 9
     lengths = None
-    first = None
+    first_rows = None
 
     def __init__(self, wrong=None):
         self.home = os.getpid()
@@ -81,7 +81,7 @@ SUMS = {part: float(4 * part + 1) for part in range(12)}
 class Whole(Source):
     """Sent to each worker as a whole."""
 
-    lengths = first = None
+    lengths = first_rows = None
     parts = 12
 
     def load(self, part):

@@ -146,11 +146,11 @@ class TestArraysAndDataframes:
             raise AssertionError
 
         source = source_of(lazy().map_blocks(never, dtype="f4", meta=X[:0]), lazy(Y))
-        x, y = source_of(frame(), frame()["a"]).first
+        x, y = source_of(frame(), frame()["a"]).first_rows
 
         assert is_known(source)
-        assert [leaf.tolist() for leaf in source.first] == [[[0.0, 0.0]], [0]]
-        assert [leaf.dtype for leaf in source.first] == [np.float32, Y.dtype]
+        assert [leaf.tolist() for leaf in source.first_rows] == [[[0.0, 0.0]], [0]]
+        assert [leaf.dtype for leaf in source.first_rows] == [np.float32, Y.dtype]
         assert (x.shape, x.dtype, y.shape, y.dtype) == ((1, 2), "f8", (1,), "i8")
 
     def test_of_rows_whose_shape_is_unknown_there_are_no_first_ones(self):
@@ -169,7 +169,7 @@ class TestArraysAndDataframes:
         numbers = [one for part in loaded(source)[1] for one in part]
         assert numbers == NAMES.cat.codes.tolist()
         assert np.flatnonzero(np.isnan(gaps.load(0)[1])).tolist() == [5]
-        assert gaps.first[1].dtype == source.first[1].dtype
+        assert gaps.first_rows[1].dtype == source.first_rows[1].dtype
 
     def test_only_the_part_that_is_asked_for_is_computed_in_this_thread(self):
         computed = []
@@ -316,7 +316,7 @@ class TestBagsAndLists:
 
         x, y = source_of(bag(trees)).load(0)
 
-        assert (source.lengths, source.first) == (None, None)
+        assert (source.lengths, source.first_rows) == (None, None)
         assert loaded(source) == ([X[:12].tolist(), X[12:].tolist()], [[0] * 12,
                                   [1] * 11])  # fmt: skip
         assert x["a"].tolist() == X.tolist()
@@ -330,7 +330,7 @@ class TestBagsAndLists:
 
         assert whole.lengths[0] == 0
         assert sum(whole.lengths) == 11
-        assert whole.first[1].tolist() == [1, 1]
+        assert whole.first_rows[1].tolist() == [1, 1]
 
     def test_each_item_of_a_list_is_a_part_of_several_rows(self):
         called = []
@@ -446,7 +446,7 @@ class TestInferringMetadata:
             whole = infer_metadata(source, False)
 
         assert whole.lengths == [0, 4, 2]
-        assert whole.first[0].tolist() == X6[:2].tolist()
+        assert whole.first_rows[0].tolist() == X6[:2].tolist()
         assert caplog.messages == [
             "the rows of 3 parts are counted, once",
             "there are 6 rows in 3 parts",
@@ -461,7 +461,7 @@ class TestInferringMetadata:
                 raise AssertionError
 
         streamed = Streamed((X6, None))
-        streamed.first = X6[:1], None
+        streamed.first_rows = X6[:1], None
         in_memory = InMemory(X6, None, batch_size=2)
 
         assert infer_metadata(in_memory, False) is in_memory
@@ -494,7 +494,7 @@ class TestInferringMetadata:
     def test_facts_keep_nothing_of_a_part(self):
         facts = facts_of(({"a": np.zeros((1000, 2))}, np.zeros(1000)))
 
-        assert facts.first[0]["a"].base is None is facts.first[1].base
+        assert facts.first_rows[0]["a"].base is None is facts.first_rows[1].base
         assert facts.rows == 1000
 
     def test_a_source_may_know_its_lengths_but_not_its_first_rows(self):
@@ -504,5 +504,5 @@ class TestInferringMetadata:
         known = infer_metadata(source, False)
 
         assert known.lengths == [4, 2]
-        assert known.first[0].tolist() == X6[:2].tolist()
-        assert source.first is None
+        assert known.first_rows[0].tolist() == X6[:2].tolist()
+        assert source.first_rows is None

@@ -384,7 +384,7 @@ class TestAModel:
 
     def test_needs_rows(self):
         with pytest.raises(DataError, match="X must not be empty, got no rows in any"):
-            dry_run(linear(), Parts().first)
+            dry_run(linear(), Parts().first_rows)
 
 
 class TestATransform:

@@ -352,7 +352,7 @@ def test_labels_that_are_nan_can_be_masked(kind, loss):
     labels = (X[:, :3] > 0).astype(np.float32)
     labels[0] = labels[50, 1] = labels[-3:, 2] = np.nan
     source = Parts((X[:40], labels[:40]), (X[40:], labels[40:]))
-    source.first = X[:2], labels[:2]
+    source.first_rows = X[:2], labels[:2]
     model, metrics = nn.Linear(4, 3), kind(ignore=float("nan"))
 
     whole = evaluate(model, X, labels, loss=loss, metrics=metrics)
@@ -406,7 +406,7 @@ ONES, TWOS = (
 
 def of_parts(*pairs, kind=Parts, **options):
     source = kind(*pairs)
-    source.first = TWOS
+    source.first_rows = TWOS
     options |= {"loss": nn.MSELoss(), "batch_size": 4, "metrics": "regression"}
     return evaluate(nn.Identity(), source, **options)
 

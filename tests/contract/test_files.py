@@ -173,7 +173,7 @@ def test_lengths_are_looked_up_and_empty_files_are_passed_over(folder):
 
     assert known.lengths == [2, 4]
     assert names(known) == ["0.npy", "2.npy"]
-    assert known.first[0].shape == (2, 2)
+    assert known.first_rows[0].shape == (2, 2)
     assert known.load(1)[0][0, 0] == 2
     with pytest.raises(DataError, match=f"no rows in any file, as {folder}/0.npy"):
         source.known([facts[1]] * 3)
@@ -207,7 +207,7 @@ def test_few_of_a_group_are_loaded_to_look(store):
     facts = files(store.url, noted, one_example=True).look(0)
 
     assert facts.rows == 5
-    assert len(facts.first[0]) == len(read) == 2
+    assert len(facts.first_rows[0]) == len(read) == 2
 
 
 def test_an_example_of_another_shape_is_named_with_its_file(tmp_path):

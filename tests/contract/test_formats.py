@@ -174,7 +174,7 @@ class TestNpy:
         table = np.insert(X, place, 100 + Y, axis=1)
 
         x, y = loaded(Npy(label_column=column), npy(table if column is not None else X))
-        first = looked(Npy(label_column=column), npy(table)).first
+        first = looked(Npy(label_column=column), npy(table)).first_rows
 
         np.testing.assert_array_equal(x, X)
         if column is None:
@@ -202,8 +202,8 @@ class TestNpy:
         facts = looked(Npy(), npy(np.zeros((rows, 2, 3), dtype)))
 
         assert facts.rows == rows
-        assert facts.first[0].shape == (min(rows, 2), 2, 3)
-        assert facts.first[0].dtype == np.dtype(dtype).newbyteorder("=")
+        assert facts.first_rows[0].shape == (min(rows, 2), 2, 3)
+        assert facts.first_rows[0].dtype == np.dtype(dtype).newbyteorder("=")
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ class TestCsv:
         assert x[:, 0].tolist() == [0, 1, 2]
         np.testing.assert_array_equal(y, [1, np.nan, np.nan])
         assert y.dtype == dtype
-        known = looked(loader, b"a,y\n" + lines).first[1].dtype
+        known = looked(loader, b"a,y\n" + lines).first_rows[1].dtype
         assert known == (dtype if dtype == "float32" else "int64")
 
 
@@ -464,13 +464,13 @@ class TestParquet:
         assert got_x[0].tolist() == x
         assert got_x.dtype == np.float32
         assert facts.rows == 5
-        assert facts.first[0].shape == (2, len(x))
+        assert facts.first_rows[0].shape == (2, len(x))
         if y is None:
-            assert got_y is facts.first[1] is None
+            assert got_y is facts.first_rows[1] is None
         else:
             assert got_y.tolist() == y
-            assert facts.first[1].dtype == got_y.dtype == np.int64
-            assert facts.first[1].shape[1:] == got_y.shape[1:]
+            assert facts.first_rows[1].dtype == got_y.dtype == np.int64
+            assert facts.first_rows[1].shape[1:] == got_y.shape[1:]
 
     def test_labels_have_the_columns_dtype_or_the_one_given(self, loaded):
         content = parquet({"a": [1, 2], "y": [1.0, 2.0], "b": [True, False]})

@@ -66,8 +66,8 @@ def test_it_knows_its_lengths_and_what_a_row_is_like(url):
     lengths = [len(source.load(part)[0]) for part in range(source.parts)]
 
     assert list(source.lengths) == lengths == [4, 4, 4, 3]
-    assert source.first[0].shape == (1, 3, 4, 6) == (1, *source.shape)
-    assert source.first[1].tolist() == source.load(0)[1][:1].tolist()
+    assert source.first_rows[0].shape == (1, 3, 4, 6) == (1, *source.shape)
+    assert source.first_rows[1].tolist() == source.load(0)[1][:1].tolist()
     assert source.classes == ["ant", "bee", "cat"]
     assert [part.dtype for part in source.load(0)] == [np.float32, np.int64]
 
@@ -109,7 +109,7 @@ def test_the_size_is_that_of_the_first_image_that_can_be_read(tmp_path):
     source = image_folder(tmp_path, seed=None)
 
     where = re.escape(store.url_of("a/2.png"))
-    assert source.first[0].shape == (1, 3, 4, 6)
+    assert source.first_rows[0].shape == (1, 3, 4, 6)
     message = f"3.png has 9 x 3, but {where} has 4 x 6 .* give size="
     with pytest.raises(DataError, match=message):
         source.separate(0)[2][1]()
@@ -129,7 +129,7 @@ def test_with_a_size_no_image_has_to_be_opened_to_know_the_shape(
     for seed, name in enumerate(store.names()):
         store.write(name, encoded(pixels(1, (9, 3 + seed, 3))))
 
-    x, y = source.first
+    x, y = source.first_rows
     assert (x.shape, x.dtype) == ((1, 1, 5, 7), dtype)
     assert y.shape == (1,)
     assert source.load(0)[0].shape == (2, 1, 5, 7)
@@ -206,7 +206,7 @@ def test_labels_may_come_from_elsewhere_or_not_at_all(tmp_path, labels):
     source = image_folder(tmp_path, labels=labels)
 
     if labels is False:
-        assert (source.classes, source.first[1], source.load(0)[1]) == (None,) * 3
+        assert (source.classes, source.first_rows[1], source.load(0)[1]) == (None,) * 3
         assert sorted(source.paths) == names
         return
     known = {"dog1.png": "dog", "x/cat2.png": "cat"}

@@ -210,7 +210,7 @@ class TestParts:
     def test_are_beside_the_first_rows_and_all_rows_as_they_were_given(self, y):
         source = InMemory(X, y, batch_size=30, shuffle_seed=5)
 
-        rows = [source.first, source.whole, source.load(0)]
+        rows = [source.first_rows, source.whole, source.load(0)]
 
         assert [x.tolist() for x, _ in rows[:2]] == [X[:2].tolist(), X.tolist()]
         assert [labels is None for _, labels in rows] == [y is None] * 3

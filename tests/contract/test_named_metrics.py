@@ -197,7 +197,7 @@ def test_ignored_labels_do_not_reach_a_function():
 def test_parts_of_rows_are_gathered_up_to_a_bound(monkeypatch):
     x, y = PREDICTED[:, 0].numpy(), NUMBERS[:, 0].numpy()
     source = Parts(*((x[i : i + 20], y[i : i + 20]) for i in range(0, ROWS, 20)))
-    source.first = x[:2], y[:2]
+    source.first_rows = x[:2], y[:2]
     monkeypatch.setattr("daskdl.evaluation.metric_names.GATHERED_BYTES", 16 * ROWS)
 
     values = evaluate(source, None, sk.max_error, SQUARES)

@@ -514,7 +514,7 @@ class TestRows:
 
         source = files(url)
 
-        (x, y), (like_x, like_y) = source.first, numbered(0, 2)
+        (x, y), (like_x, like_y) = source.first_rows, numbered(0, 2)
         assert (source.parts, source.lengths, source.rows) == (3, [4, 4, 3], 11)
         assert source.name(1) == f"{url}/packed-000001.safetensors"
         assert x["pair"][0].shape == like_x["pair"][0].shape
@@ -843,7 +843,7 @@ class TestOriginalFiles:
 
         assert (source.parts, source.lengths) == (3, None)
         assert known.lengths == [1, 5, 4]
-        assert known.first[0].shape[1:] == (2,)
+        assert known.first_rows[0].shape[1:] == (2,)
         y = np.concatenate([known.load(part)[1] for part in range(3)])
         assert y.tolist() == list(range(10))
 

@@ -101,7 +101,7 @@ def test_items_keep_their_order_or_are_dealt_by_a_seed(dataset):
     x, y = dealt.load(1)
     there = cloudpickle.loads(cloudpickle.dumps(dealt))
     assert everything(in_order) == list(range(150))
-    assert [leaf.tolist() for leaf in in_order.first] == [[[0], [1]], [0, 1]]
+    assert [leaf.tolist() for leaf in in_order.first_rows] == [[[0], [1]], [0, 1]]
     assert (x[:, 0] ** 2).tolist() == y.tolist()
     assert sorted(everything(dealt)) == list(range(150))
     assert everything(dealt) == everything(there)
@@ -149,7 +149,7 @@ def test_tensors_are_not_copied_but_a_subclass_is_asked_for_its_items():
     x, _ = source_of(dataset).load(1)
 
     assert np.shares_memory(x, dataset.tensors[0].numpy())
-    assert source_of(Doubled(*dataset.tensors)).first[0].tolist() == [[0], [2]]
+    assert source_of(Doubled(*dataset.tensors)).first_rows[0].tolist() == [[0], [2]]
 
 
 def test_one_thread_at_a_time_asks_a_dataset():
@@ -362,7 +362,7 @@ class TestEveryStream:
         for own in (source, source, there):
             assert streamed(own, 0) == [[0, 2, 4], [6, 8]]
             assert streamed(own, 1) == [[1, 3, 5], [7]]
-        assert [leaf.tolist() for leaf in source.first] == [[[0], [2]], [100, 102]]
+        assert [leaf.tolist() for leaf in source.first_rows] == [[[0], [2]], [100, 102]]
         assert source.name(1) == "part 1 of 2"
 
     def test_parts_may_be_read_in_turns_and_by_many_threads(self, make):
@@ -385,7 +385,7 @@ class TestEveryStream:
 
         assert [streamed(few, part) for part in range(3)] == [[[0]], [], []]
         with pytest.raises(DataError, match="empty: none of its 1 parts has an item"):
-            _ = none.first
+            _ = none.first_rows
 
 
 @pytest.mark.parametrize("trained", [None, {}], ids=["untrained", "on arrays"])
@@ -429,18 +429,18 @@ def test_the_users_collate_function_gets_its_batch_size():
 )
 def test_parts_that_begin_alike_are_warned_of(dataset, message):
     source = source_of(dataset)
-    _ = source.first
+    _ = source.first_rows
 
     with pytest.warns(UserWarning, match=message):
         split_stream(source, 2)
 
 
 def test_one_part_may_have_everything_and_other_shapes_are_not_alike():
-    assert split(Careless(), 1).first[0].tolist() == [1, 2]
+    assert split(Careless(), 1).first_rows[0].tolist() == [1, 2]
     unlike = split(Stream(lambda k, n: [(np.ones(k + 1), 0)]), 2)
-    assert unlike.first[0].shape == (1, 1)
+    assert unlike.first_rows[0].shape == (1, 1)
     later = source_of(Stream(lambda k, n: [(k, 0)] * k, 3))
-    assert later.first[0].tolist() == [1]
+    assert later.first_rows[0].tolist() == [1]
     assert split(Stream(lambda k, n: [(k, 0)], 3), 2).parts == 3
 
 

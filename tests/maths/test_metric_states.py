@@ -242,7 +242,7 @@ class TestTotals:
 
 def evaluate(metrics, output, y, batch_size=10, model=None):
     source = Parts((output.numpy(), y.numpy()))
-    source.first = output[:2].numpy(), y[:2].numpy()
+    source.first_rows = output[:2].numpy(), y[:2].numpy()
     options = {"metrics": metrics, "batch_size": batch_size, "client": False}
     return daskdl.evaluate(model or nn.Identity(), source, **options)
 
@@ -287,7 +287,7 @@ def test_rows_of_different_shapes_are_updated_separately(updates):
         return tuple(rows[:, :length] for rows in batch)
 
     source = Parts((SCORES.numpy(), SCORES.numpy()))
-    source.first = SCORES[:2].numpy(), SCORES[:2].numpy()
+    source.first_rows = SCORES[:2].numpy(), SCORES[:2].numpy()
     options = {"metrics": Watched(), "batch_size": 5, "client": False}
     daskdl.evaluate(nn.Identity(), source, transform=cut, **options)
 

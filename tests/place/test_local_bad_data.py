@@ -253,7 +253,7 @@ def of_a_bag(later, place):
 class Promising(daskdl.data.Source):
     """A user's source, of which part 1 never has the rows that it promises."""
 
-    parts, lengths, first = 2, (40, 40), rows(2)
+    parts, lengths, first_rows = 2, (40, 40), rows(2)
 
     def __init__(self, later):
         self.later = later

@@ -83,7 +83,7 @@ class Parts(Source):
         self.parts, self.lengths = len(lengths), list(lengths)
         own = [chance.integers(-4, 5, (rows, SIZE)) for rows in lengths]
         self._rows = [(x.astype(np.float32) * UNIT, np.zeros(len(x))) for x in own]
-        self.first = self._rows[0]
+        self.first_rows = self._rows[0]
 
     @override
     def load(self, part):
@@ -229,7 +229,7 @@ class Client(Server):
             seed=setup.seed,
             max_loss_rise=None,
             telemetry_every=None,
-            rows=self._sources["train"].first,
+            rows=self._sources["train"].first_rows,
             callbacks=[Pace(cluster.world, setup, self._stopped)],
             checkpoints=self.checkpoints,
             resume=resume,

@@ -14,7 +14,7 @@ class Numbered(Source):
     """
 
     def __init__(self, lengths):
-        self.parts, self.lengths, self.first = len(lengths), lengths, None
+        self.parts, self.lengths, self.first_rows = len(lengths), lengths, None
         self.classes = ("a", "b", "c")
         self.loaded = []
 

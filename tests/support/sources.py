@@ -10,7 +10,7 @@ class Parts(Source):
     """Pairs (x, y), one for each part; an exception is raised when it is loaded."""
 
     lengths = None
-    first = None
+    first_rows = None
 
     def __init__(self, *pairs):
         self.pairs = pairs

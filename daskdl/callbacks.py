@@ -60,7 +60,7 @@ class Step(_StepFields):
         loss: Mean over the rows of this step.
         examples: Rows of this step, over all accumulated batches.
         learning_rate: Rate of the first parameter group in this step, or NaN.
-        stopped: Why the fit is to end; None: it goes on.
+        stopped: Why the fit is to end; None: it continues.
     """
 
     stopped: str | None = None
@@ -68,9 +68,9 @@ class Step(_StepFields):
     def stop(self, reason: str = "") -> None:
         """End the fit softly, for all replicas.
 
-        This replica takes no other step, and the others finish the rows they have
-        leased, an eighth of their share of an epoch at most. The epoch then ends as any
-        other: replicas agree, validate and write a checkpoint, which another fit can
+        This replica takes no further step, and the others finish their leased rows, at
+        most an eighth of their share of an epoch. The epoch then ends like any other:
+        the replicas agree, validate and write a checkpoint, which another fit can
         resume. `fit` returns as usual, and `history.stopping` has the reason.
 
         Args:
@@ -78,33 +78,30 @@ class Step(_StepFields):
                 than 500 characters is replaced.
 
         Raises:
-            OptionError: If the reason is not a text.
+            OptionError: If the reason is not a string.
         """
         if not isinstance(reason, str):
-            raise OptionError(
-                f"reason of step.stop must be a text, got {reason!r}; leave it out if "
-                "there is none"
-            )
+            raise OptionError(f"reason of step.stop must be a string, got {reason!r}")
         self.stopped = reason
 
 
 def run_hook(hook: Callable[[Any], object], moment: Any) -> None:
-    """Call a hook; refuse True and False, with which callbacks elsewhere stop a fit.
+    """Call a hook; refuse True and False, which stop a fit in other libraries.
 
     Example:
-        >>> class Own(Callback):
+        >>> class SmallLoss(Callback):
         ...     def on_step_end(self, step):
         ...         return step.loss < 0.1
-        >>> run_hook(Own().on_step_end, Step(0, 0, 1, 0.5, 32, 0.01))
+        >>> run_hook(SmallLoss().on_step_end, Step(0, 0, 1, 0.5, 32, 0.01))
         Traceback (most recent call last):
-        daskdl.errors.OptionError: Own.on_step_end returned False, and what a hook \
-returns does not stop a fit: call step.stop() in on_step_end, or use \
+        daskdl.errors.OptionError: SmallLoss.on_step_end returned False, but the \
+result of a hook does not stop a fit: call step.stop() in on_step_end, or use \
 daskdl.EarlyStopping
     """
     returned = hook(moment)
     if isinstance(returned, bool):
         raise OptionError(
-            f"{hook.__qualname__} returned {returned}, and what a hook returns does "
+            f"{hook.__qualname__} returned {returned}, but the result of a hook does "
             "not stop a fit: call step.stop() in on_step_end, or use "
             "daskdl.EarlyStopping"
         )
@@ -148,10 +145,10 @@ class Callback:
     @property
     def runs_on_workers(self) -> bool:
         """Whether `on_epoch_begin` or `on_step_end` is overridden."""
-        own = type(self)
+        kind = type(self)
         return (
-            own.on_epoch_begin is not Callback.on_epoch_begin
-            or own.on_step_end is not Callback.on_step_end
+            kind.on_epoch_begin is not Callback.on_epoch_begin
+            or kind.on_step_end is not Callback.on_step_end
         )
 
     def on_fit_begin(self, fit: FitBegin) -> None:
@@ -227,7 +224,7 @@ PATIENCE = 5  # epochs; default without any other criterion
 
 
 def check_monitored(option: str, name: Any, mode: Any) -> None:
-    """Refuse a name that is no column, or whose best value `mode` leaves open."""
+    """Refuse a name that is not a column, or for which `mode` is ambiguous."""
     if not isinstance(name, str) or not name:
         raise OptionError(
             f"{option} must be the name of a column of the history, such as 'val_loss',"
@@ -236,8 +233,8 @@ def check_monitored(option: str, name: Any, mode: Any) -> None:
     check_choice("mode", mode, ("min", "max", "auto"))
     if mode == "auto" and not ("loss" in name or "accuracy" in name):
         raise OptionError(
-            f"mode must be 'min' or 'max' with {option}={name!r}, got 'auto', which is "
-            "for losses and accuracies"
+            f"mode must be 'min' or 'max' with {option}={name!r}, got 'auto', which "
+            "knows only losses and accuracies"
         )
 
 
@@ -270,10 +267,9 @@ class EarlyStopping(Callback):
         patience: Epochs without an improvement; None: any number, or 5 without `target`
             and `max_seconds`.
         min_delta: Smallest improvement that resets `patience`, >= 0, measured from the
-            last score that did. The best epoch is that of the best score, by whatever
-            margin.
+            last score that did. The best epoch has the best score, by any margin.
         mode: Whether the smallest or the largest score is the best; ``"auto"``: the
-            largest accuracy, the smallest loss; for other scores, say which.
+            largest accuracy and the smallest loss; not for other scores.
         target: Score at which the fit ends; None: no target.
         max_seconds: Time limit from the moment all replicas have joined; the current
             epoch is completed. None: no limit.
@@ -425,7 +421,7 @@ class Checkpoint(Callback):
         # Text, so that a trainer with this callback can be saved.
         object.__setattr__(self, "url", os.fspath(self.url))
         if isinstance(self.every, str):
-            self._check_text(self.every)
+            self._check_interval(self.every)
         else:
             check_whole("every", self.every, 1)
         for name in ("keep_last", "keep_every"):
@@ -438,15 +434,14 @@ class Checkpoint(Callback):
             kind = type(self.storage_options).__name__
             raise OptionError(f"storage_options must be a dict or None, got a {kind}")
 
-    def _check_text(self, every: str) -> None:
+    def _check_interval(self, every: str) -> None:
         if every == "epoch" or (self.steps is not None and self.steps >= 1):
             return
         try:
             seconds = parse_timedelta(every, default=False)
-            good = self.steps is None and 0 < seconds < math.inf
         except (ValueError, LookupError):
-            good = False
-        if not good:
+            seconds = math.nan
+        if self.steps is not None or not 0 < seconds < math.inf:
             raise OptionError(
                 "every must be 'epoch', a whole number of epochs >= 1, steps such as "
                 f"'500 steps', or a time such as '10 minutes', got {every!r}"
@@ -459,19 +454,16 @@ class Checkpoint(Callback):
     @property
     def steps(self) -> int | None:
         """Steps of each replica between two checkpoints; None: not by steps."""
-        found = _STEPS.fullmatch(str(self.every))
-        return None if found is None else int(found[1])
+        match = _STEPS.fullmatch(str(self.every))
+        return None if match is None else int(match[1])
 
     @property
     def seconds(self) -> float | None:
         """Seconds between two checkpoints; None: not by time."""
-        if (
-            self.steps is not None
-            or self.every == "epoch"
-            or not isinstance(self.every, str)
-        ):
+        every = self.every
+        if not isinstance(every, str) or every == "epoch" or self.steps is not None:
             return None
-        return float(parse_timedelta(self.every))
+        return float(parse_timedelta(every))
 
 
 @dataclass(frozen=True)
@@ -569,8 +561,8 @@ class TensorBoard(Callback):
     fits with this instance continue the curves.
 
     Args:
-        folder: Folder of the event files. Give each training one of its own; a common
-            parent compares them.
+        folder: Folder of the event files. Use a separate folder for each training;
+            TensorBoard compares those with a common parent.
 
     Raises:
         OptionError: If the package tensorboard is missing.
@@ -606,8 +598,8 @@ class TensorBoard(Callback):
         most = 0
         for row in end.history.steps:
             most = max(most, row["step"])
-            of = f"/replica {row['replica']}"
-            self._add("steps", row, self._steps + row["step"], of)
+            suffix = f"/replica {row['replica']}"
+            self._add("steps", row, self._steps + row["step"], suffix)
         for name, steps in end.history.layers.means().items():
             for step, norms in steps.items():
                 most = max(most, step)
@@ -618,8 +610,10 @@ class TensorBoard(Callback):
         self._writer.add_text("options", "\n".join(lines), self._epochs)
         self._writer.close()
 
-    def _add(self, kind: str, values: Mapping[str, Any], at: int, of: str = "") -> None:
+    def _add(
+        self, prefix: str, values: Mapping[str, Any], step: int, suffix: str = ""
+    ) -> None:
         for name in values.keys() - {"epoch", "replica", "step"}:
             value = values[name]
             if isinstance(value, int | float) and not math.isnan(value):
-                self._writer.add_scalar(f"{kind}/{name}{of}", value, at)
+                self._writer.add_scalar(f"{prefix}/{name}{suffix}", value, step)

@@ -146,9 +146,9 @@ def check_device(device: str) -> None:
     count = _device_count()
     if (torch.device(device).index or 0) >= count:
         raise OptionError(
-            f"device={device!r} is not there: torch finds {count} CUDA devices in this "
-            "process; take device='auto', which is CUDA where there is one and else "
-            "the CPU, or have the device on all workers"
+            f"device {device!r} does not exist: torch finds {count} CUDA devices in "
+            "this process; use device='auto', which is CUDA where available and else "
+            "the CPU, or make sure that every worker has the device"
         )
 
 

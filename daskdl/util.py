@@ -1,9 +1,9 @@
 """Guarded calls, and the choice of a client or a cluster.
 
 `guarded` and `settle` turn exceptions into values, with the only broad excepts in
-daskdl. Every process of a cluster must have the same
-daskdl, and torch of the same minor version: `check_installed` compares them, and
-workers that join later are checked when they arrive.
+daskdl. Every process of a cluster must have the same daskdl, and torch of the same
+minor version: `check_installed` compares them, and workers that join later are checked
+when they arrive.
 """
 
 import ast
@@ -48,14 +48,14 @@ def guarded(action: Callable[[], T], failed: Callable[[Exception], T]) -> T:
 
 
 def text_of(error: BaseException, *, named: bool = True) -> str:
-    """Return an exception's message, which code of the user may have to make.
+    """Return an exception's message, which may call code of the user.
 
     Args:
         error: Any exception.
-        named: Begin with the name of its class.
+        named: Whether the message begins with the name of the class.
 
     Returns:
-        The message; if ``str(error)`` raises, the name of the class and why.
+        The message; if ``str(error)`` raises, the name of the class and the reason.
     """
     name = type(error).__name__
     return guarded(
@@ -67,8 +67,8 @@ def text_of(error: BaseException, *, named: bool = True) -> str:
 def settle(future: "Future[T]", action: Callable[[], T]) -> None:
     """Call a function, and store its result or exception in a future.
 
-    The future gets SystemExit as well: otherwise, in a thread, a wait for the future
-    would never end.
+    SystemExit is stored, too: otherwise a wait for the future of a thread would never
+    end.
 
     Args:
         future: A pending future. The caller should not keep a reference: the traceback
@@ -105,7 +105,7 @@ def client_or_process(
     if usable is None:
         check_main_guard("client=False trains and predicts in this process instead")
         with local_client() as started:
-            logger.info("no client was given: started %s", started.cluster)
+            logger.info("started %s, as no client was passed", started.cluster)
             yield started
         return
     if usable is not False:
@@ -116,8 +116,8 @@ def client_or_process(
             )
         if usable.status in ("closed", "closing"):
             raise OptionError(
-                f"client must be running, got one whose status is {usable.status!r}; "
-                "create another one, Client(...)"
+                f"client must be running, got one with status {usable.status!r}; "
+                "create a new one, Client(...)"
             )
         if usable.asynchronous or usable.status != "running":
             raise OptionError(
@@ -131,13 +131,13 @@ def client_or_process(
 
 @contextlib.contextmanager
 def _slot_freed() -> Iterator[None]:
-    """Free the slot of the Dask task that waits here, as `dask.compute` does.
+    """Free the slot of the current Dask task, as `dask.compute` does.
 
-    Tasks that it waits for may be run by the same worker, which may have one thread.
+    The task waits for others, which may run on the same worker, with one thread.
     """
     in_task = getattr(thread_state, "key", None) is not None
     if not in_task or not getattr(pool_state, "proceed", False):
-        yield  # in no task, or in one that has seceded
+        yield  # not in a task, or in one that has seceded
         return
     secede()
     try:
@@ -155,9 +155,9 @@ def _client_instead_of(argument: Any) -> str:
 def check_main_guard(alternative: str) -> None:
     """Refuse to start processes from the top level of a script without a guard.
 
-    Each new process imports the script, which would start processes once more. A
-    script that compares `__name__` before its current line is trusted, and so is code
-    that new processes do not import: of ``python -c``, a prompt or a notebook, of a
+    Each new process imports the script, and would start processes again. A script that
+    compares `__name__` before its current line is accepted, and so is code that new
+    processes do not import: from ``python -c``, a prompt or a notebook, from a
     package's ``__main__.py`` run with ``-m``, or frozen.
 
     Args:
@@ -195,7 +195,7 @@ def check_main_guard(alternative: str) -> None:
     if not any("__name__" in ast.unparse(node) for node in compared):
         raise OptionError(
             f"{path} starts worker processes, which import it, in line "
-            f'{frame.f_lineno} outside of if __name__ == "__main__":; move that code '
+            f'{frame.f_lineno}, outside of if __name__ == "__main__":; move this code '
             f"below such a line; {alternative}"
         )
 
@@ -297,8 +297,8 @@ async def _answers(client: Client) -> dict[str, Any]:
         # A process that still imports must not get tasks that need the same import.
         silent = _and_more(sorted(asked[task] for task in waiting))
         raise WaitTimeoutError(
-            f"no answer within {bound} to which daskdl and torch it has, from "
-            f"{silent}: it hangs, or takes longer to import them"
+            f"{silent}: no answer within {bound} about the versions of daskdl and "
+            "torch; the process hangs, or imports them slowly"
         )
     answers: dict[str, Any] = {}
     for task, where in asked.items():
@@ -308,7 +308,7 @@ async def _answers(client: Client) -> dict[str, Any]:
 
 
 def _version_finder() -> Callable[[], Awaitable[Found]]:
-    """Make a function that finds the versions in a process that may lack daskdl.
+    """Return a function that finds the versions in a process that may lack daskdl.
 
     An inner function is pickled by value, not by module and name. The scheduler imports
     the same modules as a worker, since Dask unpickles tasks there, on the event loop.
@@ -332,7 +332,7 @@ def _version_finder() -> Callable[[], Awaitable[Found]]:
 
 
 def arrival_plugin(name: str) -> WorkerPlugin:
-    """Make a plugin that sets up present and future workers for a run.
+    """Return a plugin that sets up present and future workers for a run.
 
     The plugin is pickled by value, so that a worker without daskdl can load it. It
     imports daskdl in a thread, installs the channel plugin if the versions match, and
@@ -355,8 +355,8 @@ def arrival_plugin(name: str) -> WorkerPlugin:
             )
 
         async def teardown(self, worker: Worker) -> None:
-            # Dask also calls this before it sets up a plugin a second time, which can
-            # happen on a new worker: its replicas must continue.
+            # Dask also tears a plugin down before a second setup, which can happen on
+            # a new worker, whose replicas must continue.
             end = worker.extensions.get(name)
             if end is not None and worker.status is not Status.running:
                 await end.teardown(worker)
@@ -390,7 +390,7 @@ def mismatch(versions: Found | Exception) -> str:
 
 
 def _minor(version: str) -> str:
-    """Return the minor version, which has to match; patches and builds may differ.
+    """Return the minor version, which must match; patches and builds may differ.
 
     Example:
         >>> _minor("2.8.1+cu128")

@@ -158,7 +158,7 @@ class Backend(ABC):
 
     Attributes:
         workers: Worker of each replica, present or past, by replica number.
-        allowed_losses: How often a fit goes on from one state after a loss of all
+        allowed_losses: How often a fit resumes the same state after a loss of all
             replicas.
     """
 
@@ -170,12 +170,12 @@ class Backend(ABC):
         """Start the initial replicas; the caller must call `close` afterwards.
 
         Returns:
-            Whether any was started; False: all their workers have left.
+            Whether any replica was started; False: all their workers have left.
         """
 
     @abstractmethod
     def poll_events(self) -> Iterator[Event]:
-        """Yield events until every replica has ended; handle events of workers."""
+        """Yield events until every replica has ended; handle those of workers."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
@@ -183,7 +183,7 @@ class Backend(ABC):
 
     @abstractmethod
     def collect(self) -> "FitResult | None":
-        """Wait until the replicas have left, and merge their results; None: no result.
+        """Wait until the replicas have left; merge their results, or return None.
 
         Raises:
             WaitTimeoutError: If the results were not merged in time.
@@ -194,11 +194,11 @@ class Backend(ABC):
         """Release everything that the run holds."""
 
     def wait_for_workers(self, bound: Bound) -> bool:
-        """Wait for a worker, after the loss of all; whether one has come in time."""
+        """Wait for a worker after the loss of all; return whether one has joined."""
         return False
 
     def show(self, row: Row) -> None:  # noqa: B027
-        """Let the cluster's dashboard, if there is one, show a row of the history."""
+        """Show a row of the history on the cluster's dashboard, if there is one."""
 
     @property
     def agreed(self) -> ReplicaState | None:
@@ -209,18 +209,18 @@ class Backend(ABC):
 def merge(results: Sequence[FitResult]) -> FitResult:
     """Merge the results of the replicas.
 
-    The parameters are those of the last agreed state, which is also the validated one.
-    The residuals of the replicas that finished are summed as integer multiples of the
-    grid, so their order does not matter. Replicas that restore the best epoch have
-    equal results, and the first one is used. If no replica finished, the first agreed
-    state is used.
+    The parameters are those of the last agreed state, which was validated. The
+    residuals of the replicas that finished are summed as integer multiples of the grid,
+    so their order does not matter. Replicas that restore the best epoch have equal
+    results, and the first one is used. If no replica finished, the first agreed state
+    is used.
     """
     ended = [result for result in results if result.finished]
     restored = [result for result in ended if result.restored][:1]
-    # Replicas that failed at their start have no parameters.
+    # Replicas that failed at the start have no parameters.
     agreed = [result for result in results if result.parameters][:1]
     used = restored or ended or agreed or results[:1]
-    states = [one.optimizer for one in ended if one.optimizer is not None]
+    states = [result.optimizer for result in ended if result.optimizer is not None]
     carried = [result.carried for result in results if result.carried]
     residuals = [r.carried for r in used if "residual" in r.carried]
     return FitResult(
@@ -301,7 +301,7 @@ def run_spec_of(
             lease_rows = sizes[phase].lease_rows
             logger.info(
                 "the %s data have %s parts of %s to %s rows and are leased in pieces "
-                "of %s: %s smaller parts are put together, %s larger ones are split",
+                "of %s: %s smaller parts are combined, %s larger ones are split",
                 phase,
                 source.parts,
                 min(lengths),
@@ -317,8 +317,8 @@ def run_spec_of(
     steps = None if rule is None else rule.steps
     if steps is not None and min(sizes["train"].rows) < 0:
         raise OptionError(
-            f"{rule} needs data of a known length, which this has not; write one every "
-            "epoch, or every so many minutes"
+            f"{rule} needs data of known length; write a checkpoint every epoch, or "
+            "after a time such as '10 minutes'"
         )
     resume = spec.resume
     point = None if resume is None else resume.sync_point
@@ -354,15 +354,16 @@ def _check_sync_point(point: SyncPoint, run: RunSpec, url: str) -> None:
     """Refuse to resume in mid-epoch with other data."""
     if point.order != run.order:
         raise OptionError(
-            f"{url} was written in the middle of an epoch, and the data, their parts, "
-            "seed or shuffle are other ones now; resume with the same, or from a "
+            f"{url} was written in the middle of an epoch, but the data, their "
+            "partitioning, seed or shuffle have changed; restore them, or resume a "
             "checkpoint of the end of an epoch"
         )
     rows = run.sizes["train"].rows
-    for one in (one for work in point.remaining for one in work.ranges):
-        known = rows[one.part] if one.part < len(rows) else 0
-        if not (one.stop == known == TO_ITS_END or one.start <= one.stop <= known):
-            raise SaveError(f"{url} is damaged: the data have no rows {one}")
+    for piece in chain.from_iterable(work.ranges for work in point.remaining):
+        part, start, stop = piece
+        known = rows[part] if part < len(rows) else 0
+        if not (stop == known == TO_ITS_END or start <= stop <= known):
+            raise SaveError(f"{url} is damaged: the data have no rows {piece}")
 
 
 HERE = "this machine"  # location of the replicas in messages
@@ -376,8 +377,8 @@ def replicas_here(master: TrainingMaster, most: int) -> int:
     if master.min_replicas > replicas:
         raise OptionError(
             f"min_replicas must be at most {replicas}, the number of replicas in this "
-            f"process, got {master.min_replicas}; without a cluster no more will come: "
-            "set replicas_per_worker"
+            f"process, got {master.min_replicas}; without a cluster no replicas join "
+            "later: increase replicas_per_worker"
         )
     return replicas
 
@@ -392,9 +393,9 @@ class LocalBackend(Backend):
         self.workers = dict.fromkeys(range(replicas), HERE)
         self._spec = spec
         self._sources = {
-            phase: split_stream(own, replicas) for phase, own in sources.items()
+            phase: split_stream(source, replicas) for phase, source in sources.items()
         }
-        # The thread that fills a relay queue also empties it: no bound is needed.
+        # The thread that fills a relay queue also empties it, so it needs no bound.
         self._run = LocalRun(run_spec_of(spec, self.workers, self._sources))
         self._results: dict[int, concurrent.futures.Future[FitResult]] = {
             replica: concurrent.futures.Future() for replica in self.workers
@@ -406,10 +407,10 @@ class LocalBackend(Backend):
         threads = max(1, torch.get_num_threads() // len(self.workers))
         for replica in self.workers:
             thread = threading.Thread(
-                target=self._end_with_result,
+                target=self._settle,
                 args=(replica, threads),
                 name=f"daskdl-replica-{replica}",
-                # A thread that hangs in user code must not block interpreter exit.
+                # A thread that hangs in user code must not keep Python from exiting.
                 daemon=True,
             )
             self._threads.append(thread)
@@ -417,7 +418,7 @@ class LocalBackend(Backend):
             thread.start()
         return True
 
-    def _end_with_result(self, replica: int, threads: int) -> None:
+    def _settle(self, replica: int, threads: int) -> None:
         train = functools.partial(self._train, replica, threads)
         settle(self._results[replica], train)
         with self._run.changed:
@@ -464,7 +465,7 @@ class LocalBackend(Backend):
             if not result.done():
                 bound = self._spec.timeouts.bound("stop")
                 who = self._run.describe(replica)
-                logger.warning("after %s it has not left: %s", bound, who)
+                logger.warning("a replica has not ended within %s: %s", bound, who)
             elif result.exception() is None:
                 results.append(result.result())
         return merge(results) if results else None

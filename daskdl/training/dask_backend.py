@@ -79,9 +79,9 @@ MOST_PARTS = 256  # of one model
 def parts_of(payload: NDArray[np.uint8], workers: int) -> list[NDArray[np.uint8]]:
     """Cut the bytes of a model for a number of workers.
 
-    Dask sends each value to one worker, and that worker to the others: of several
-    values, all workers send a share at the same time, and none sends the whole model
-    again and again.
+    Dask sends each value to one worker, which sends it to the others. With several
+    values, all workers send a share concurrently, and no worker sends the whole model
+    to all others.
 
     Example:
         >>> payload = np.zeros(3 * PART_BYTES // 2, np.uint8)
@@ -107,9 +107,9 @@ def train_replica(
 
     Args:
         parts: The packed `ReplicaSpec`, see `parts_of`.
-        sources: Sources that every worker has as a whole, by phase.
+        sources: Sources of which every worker has a full copy, by phase.
         number: Number of the replica.
-        on_worker: Replicas on this worker.
+        on_worker: Number of replicas on this worker.
         routing: Name of the routing.
         initial: Whether the replica starts the run with others.
 
@@ -124,9 +124,7 @@ def train_replica(
     del payload
     plugin = worker.extensions.get(NAME)
     if not isinstance(plugin, ChannelWorkerPlugin):
-        raise ChannelError(
-            f"the daskdl plugin is not set up on {worker.address}; see the worker's log"
-        )
+        raise ChannelError(f"worker {worker.address} has no daskdl plugin; see its log")
     channel = RemoteChannel(plugin, spec.spec(number, routing))
     store = WorkerStore(sources, channel, spec.timeouts, spec.load_threads)
     finished = False
@@ -143,22 +141,22 @@ def train_replica(
         channel.leave(retires=channel.closing and not finished)
 
 
-LOOK_S = 0.5  # interval of the checks in `_awaited`
+CHECK_S = 0.5  # interval of the checks in `_awaited`
 
 
 async def _awaited(
-    awaitable: Awaitable[Any], deadline: float, look: Callable[[], None]
+    awaitable: Awaitable[Any], deadline: float, check: Callable[[], None]
 ) -> Any:
-    """Await a result with a deadline and a periodic check."""
+    """Await a result with a deadline; call `check`, which may raise, periodically."""
     task = asyncio.ensure_future(awaitable)
     try:
         while not task.done():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError
-            await asyncio.wait([task], timeout=min(left_s, LOOK_S))
+            await asyncio.wait([task], timeout=min(left_s, CHECK_S))
             if not task.done():
-                look()
+                check()
         return task.result()
     finally:
         task.cancel()
@@ -174,13 +172,13 @@ def collect(
 ) -> FitResult | None:
     """Wait for the tasks of a run to end, and merge their results.
 
-    A finished result may still be lost with its worker; the remaining results are then
+    A finished result may still be lost with its worker; the other results are then
     merged without it.
     """
     futures = tasks.values()
     deadline = time.monotonic() + spec.timeouts.stop
     while live := [task for task in futures if task.status == "pending"]:
-        # A task that Dask cancels meanwhile is no longer pending.
+        # A task that Dask cancels in the meantime is no longer pending.
         with contextlib.suppress(CancelledError):
             try:
                 with client.as_current():  # `wait` uses the default client
@@ -194,11 +192,11 @@ def collect(
         if packed is not None:
             return packed.unpack()
         if time.monotonic() > deadline:
-            whose = "; of ".join(f"{who}: {task.status}" for who, task in tasks.items())
+            states = ", ".join(f"{who} is {task.status}" for who, task in tasks.items())
             raise WaitTimeoutError(
-                f"the replicas' results were not merged within {bound}; Dask says of "
-                f"{whose}; was a worker lost at the very end, or are all busy with "
-                "other tasks?"
+                f"the replicas' results were not merged within {bound}; in Dask, "
+                f"{states}; was a worker lost at the end, or are all busy with other "
+                "tasks?"
             )
     return None
 
@@ -209,7 +207,7 @@ def _merge(
     """Merge results; None if a result was lost, or the deadline has passed."""
     merged = client.submit(merge_packed, list(results), key=new_key(f"merge-{run:x}"))
 
-    def look() -> None:
+    def check() -> None:
         # Dask would recompute a lost result by training again.
         if any(result.status != "finished" for result in results):
             raise CancelledError
@@ -218,9 +216,9 @@ def _merge(
         # No retries: over a slow link each transfer takes long.
         gathered = client.gather(merged, asynchronous=True)
         try:
-            return await _awaited(gathered, deadline, look)
+            return await _awaited(gathered, deadline, check)
         except (CancelledError, TimeoutError):
-            return None  # raised further, it would keep the results in a cycle
+            return None  # its traceback would keep the results in a reference cycle
 
     try:
         packed: Packed[FitResult] | None = client.sync(fetch)
@@ -235,9 +233,9 @@ PASSING = "ChannelError", "WaitTimeoutError"  # after these, joining may succeed
 
 
 def assign_workers(
-    master: TrainingMaster, client: Client, most: int, first: int = 0
+    master: TrainingMaster, client: Client, most: int, first_replica: int = 0
 ) -> dict[int, str]:
-    """Choose the worker of each initial replica, by number from `first`."""
+    """Choose the workers of the initial replicas, numbered from `first_replica`."""
     check_annotations()
     workers = workers_of(client)
     try:
@@ -252,7 +250,7 @@ def assign_workers(
         each = replicas_on(master, client, workers)
     # Round robin, so that truncation leaves the load balanced.
     places = [w for i in range(max(each.values())) for w in workers if i < each[w]]
-    return dict(enumerate(places[: useful(len(places), most)], first))
+    return dict(enumerate(places[: useful(len(places), most)], first_replica))
 
 
 def replicas_on(
@@ -370,9 +368,9 @@ class DaskBackend(Backend):
         self._initial = set(workers)
         self._supplies = supplies
         self._most_replicas = most_replicas
-        self._futures: dict[int, Future] = {}  # by replica, not given up
-        # The parts of the model, and sources by phase, until tasks are submitted. No
-        # local variable: a logged error may keep its frame, and so the futures.
+        self._futures: dict[int, Future] = {}  # by replica; cancelled ones are removed
+        # The parts of the model, and sources by phase, until tasks are submitted. Not
+        # local variables: a logged error may keep its frame, and so the futures.
         self._sent: tuple[list[Future], dict[str, Future]] = [], {}
         self._rows: list[Row] = []  # of the history, not sent to the scheduler yet
         self._retry_at: dict[str, float] = {}  # by worker; monotonic time
@@ -391,16 +389,16 @@ class DaskBackend(Backend):
         there = set(self._client.nthreads())
         gone = [r for r, worker in self.workers.items() if worker not in there]
         if gone:
-            logger.warning("replicas %s are not started: their workers have left", gone)
+            logger.warning("replicas %s do not start: their workers have left", gone)
             self._unassign(gone)
         replicas = {r: w for r, w in self.workers.items() if r not in gone}
         self._submit(replicas)
         return bool(replicas)
 
     def _send_first(self) -> None:
-        """Send the model to the initial workers, and leave out those that hang.
+        """Send the model to the initial workers, except for those that hang.
 
-        Before the run is open, since its replicas have to join within a bound.
+        Called before the run is open, since its replicas must join within a bound.
         """
         thawed = False
         while True:
@@ -413,7 +411,7 @@ class DaskBackend(Backend):
                     if set(silent.values()).isdisjoint(self._client.nthreads()):
                         return  # all have left
                     raise
-                # If all answer, one was frozen, unless that happens once more.
+                # If all respond, one was frozen; a second time is an error.
                 if not silent and (thawed or not isinstance(error, WaitTimeoutError)):
                     raise
                 thawed = not silent
@@ -432,46 +430,50 @@ class DaskBackend(Backend):
             self._client.register_plugin(arrival_plugin(NAME))
         except OSError as error:
             # Dask registers with all workers concurrently, and stops waiting when a
-            # worker fails; `start` leaves that worker out.
-            logger.warning("a worker has gone while the run began: %s", error)
+            # worker fails; `start` leaves out that worker.
+            logger.warning("a worker has left at the start of the run: %s", error)
             self._client.run(_set_up, on_error="return")
         run = run_spec_of(
             self._spec,
             self.workers,
-            {phase: own.source for phase, own in self._supplies.items()},
-            {phase: own.keys for phase, own in self._supplies.items()},
+            {phase: placement.source for phase, placement in self._supplies.items()},
+            {phase: placement.keys for phase, placement in self._supplies.items()},
             ROUTINGS[self._routing].relayed,
             RELAY_BYTES,
         )
         self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
 
     def _send(self, replicas: Mapping[int, str]) -> None:
-        """Scatter the model, and the data that workers get whole; set `_sent`."""
+        """Scatter the model, and sources that workers need in full; set `_sent`."""
         workers = sorted(set(replicas.values()))
         name = new_key(f"replica-{self._spec.run:x}")
-        carried = {p: own.packed for p, own in self._supplies.items() if own.packed}
         payload = self._packed.payload
-        parts = parts_of(payload, len(workers))
-        keys = [f"{name}-{number}" for number in range(len(parts))]
-        values: dict[str, Any] = {
-            **dict(zip(keys, parts, strict=True)),
-            **{f"{name}-{phase}": source for phase, source in carried.items()},
+        parts = {
+            f"{name}-{number}": part
+            for number, part in enumerate(parts_of(payload, len(workers)))
+        }
+        sources = {
+            f"{name}-{phase}": placement.packed
+            for phase, placement in self._supplies.items()
+            if placement.packed
         }
         # Events wait during `scatter`: workers that joined later get a shorter bound.
         initial = self._initial.issuperset(replicas)
         bound = self._spec.timeouts.bound("join" if initial else "request")
-        nbytes = payload.nbytes + sum(own.payload.nbytes for own in carried.values())
+        nbytes = payload.nbytes + sum(s.payload.nbytes for s in sources.values())
         what = f"the model ({nbytes} bytes)"
-        futures = scatter(self._client, values, workers, bound, what)
-        sources = {phase: futures[f"{name}-{phase}"] for phase in carried}
-        self._sent = [futures[key] for key in keys], sources
+        futures = scatter(self._client, {**parts, **sources}, workers, bound, what)
+        self._sent = (
+            [futures[key] for key in parts],
+            {key.removeprefix(f"{name}-"): futures[key] for key in sources},
+        )
 
     def _submit(self, replicas: Mapping[int, str]) -> None:
         """Submit one task for each replica, with what `_send` has sent."""
         there = {*self._futures, *replicas}
         per_worker = Counter(self.workers[replica] for replica in there)
         for replica, worker in replicas.items():
-            with dask.annotate(retries=0):  # an enclosing one would count otherwise
+            with dask.annotate(retries=0):  # overrides an enclosing annotation
                 self._futures[replica] = self._client.submit(
                     train_replica,
                     *self._sent,
@@ -487,7 +489,7 @@ class DaskBackend(Backend):
         self._sent = [], {}
 
     def _unassign(self, replicas: Iterable[int]) -> None:
-        """Cancel replicas that do not start, and free their places."""
+        """Cancel replicas that do not start, and free their numbers."""
         for replica in replicas:
             self._cancel(replica)
             self._ask(protocol.UNASSIGN, replica=replica)
@@ -522,7 +524,7 @@ class DaskBackend(Backend):
                     yield event
             for replica, future in list(self._futures.items()):
                 if future.status == "cancelled":
-                    # Its worker has left, perhaps before the task arrived there.
+                    # Its worker has left, perhaps before it received the task.
                     logger.info("Dask has cancelled the task of replica %s", replica)
                     self._cancel(replica)
                     yield ReplicaGone(replica, "Dask has cancelled its task")
@@ -530,20 +532,20 @@ class DaskBackend(Backend):
                     yield TaskFailed(replica, future.exception())
                 elif future.status == "error":
                     error = future.exception()
-                    logger.warning("a joining replica did not start: %s", error)
+                    logger.warning("replica %s cannot join: %s", replica, error)
                     self._unassign([replica])
         if not self._futures:
-            # The scheduler may still wait for what closing workers have to say.
+            # The scheduler may still wait for messages of closing workers.
             where = ", ".join(sorted(set(self.workers.values())))
             summary = f"no replica is left: all workers have left: {where}"
             yield ReplicaFailed("WaitTimeoutError", summary, deserted=True)
 
     def _handle(self, posted: Mapping[str, Any], event: Event | None) -> None:
-        """Handle events of workers, and of parts that are missing."""
+        """Handle events of workers and of missing parts."""
         match posted:
             case {"kind": "removed", "replica": replica}:
-                # The task is pinned to a worker that has left: it would never run. A
-                # result may be on other workers.
+                # A task that is pinned to a worker that has left never runs. A
+                # finished result may be on other workers.
                 future = self._futures.get(replica)
                 if future is not None and not future.done():
                     self._cancel(replica)
@@ -557,15 +559,13 @@ class DaskBackend(Backend):
                 passes = posted["type"] in PASSING
                 self._retry_later(self.workers[replica], summary, passes=passes)
             case {"kind": "worker", "worker": worker}:
-                found = posted.get(
-                    "versions"
-                )  # its versions; None if it took part before
-                wrong = "" if found is None else mismatch(found)
-                if wrong:
+                installed = posted.get("versions")  # None if it took part before
+                differing = "" if installed is None else mismatch(installed)
+                if differing:
                     logger.warning(
-                        "worker %s has joined the cluster, and is not used: %s; %s; %s",
+                        "worker %s has joined the cluster, but is not used: %s; %s; %s",
                         worker,
-                        wrong,
+                        differing,
                         OWN,
                         REMEDY,
                     )
@@ -605,16 +605,20 @@ class DaskBackend(Backend):
     def _retry_later(
         self, worker: str, error: OSError | str, *, passes: bool = True
     ) -> None:
-        """Log an error; retry the worker if the error may pass and it is connected."""
+        """Log an error; if it may pass and the worker is connected, retry later."""
         logger.warning("no replica on %s: %s", worker, error)
         if passes and worker in self._client.nthreads():
-            # Not at once: no event is handled while waiting for the worker.
+            # Later, as no event is handled while waiting for the worker.
             bound_s = self._spec.timeouts.request
             self._retry_at[worker] = time.monotonic() + bound_s
 
     def _restore_lost_parts(self) -> None:
         """Restore parts lost with their worker, before a replica needs them."""
-        lost = [(p, *part) for p, own in self._supplies.items() for part in own.lost()]
+        lost = [
+            (phase, part, key)
+            for phase, placement in self._supplies.items()
+            for part, key in placement.lost()
+        ]
         there = self._workers() if lost else set()
         training = sorted(there.intersection(self.workers[r] for r in self._futures))
         for phase, part, key in lost if training else ():
@@ -626,11 +630,11 @@ class DaskBackend(Backend):
     ) -> None:
         """Send a part again, to the worker that needs it if possible."""
         there = self._workers().difference(avoid)
-        for home in sorted(there, key=lambda one: (one != worker, one)):
+        for address in sorted(there, key=lambda address: (address != worker, address)):
             try:
-                new = self._supplies[phase].restore(part, key, [home])
+                new = self._supplies[phase].restore(part, key, [address])
             except OSError as error:  # the worker has left, or hangs
-                logger.info("part %s is not put on %s: %s", part, home, error)
+                logger.info("part %s cannot be sent to %s: %s", part, address, error)
                 continue
             self._ask(protocol.RESTORE, phase=phase, part=part, key=new)
             return
@@ -643,8 +647,8 @@ class DaskBackend(Backend):
         logger.warning(
             "frozen parameters that the model itself changes, %.1f MB on each of %s "
             "replicas, pass through the scheduler at the end of each epoch: %.1f MB to "
-            "each replica, in one message; ParameterAveraging adds them up between "
-            "workers instead, and fewer replicas send less",
+            "each replica, in one message; use ParameterAveraging, which sums them "
+            "between workers, or fewer replicas",
             max(each) / 1e6,
             len(each),
             sum(each) / 1e6,
@@ -702,7 +706,7 @@ class DaskBackend(Backend):
         still_here = self._ask(protocol.CLOSE).get("still_here")
         if still_here:
             bound = self._spec.timeouts.bound("stop")
-            logger.warning("after %s these have not left: %s", bound, still_here)
+            logger.warning("not all replicas left within %s: %s", bound, still_here)
 
     async def _say_farewell(self) -> None:
         """Send a close request to a scheduler that no longer responds."""
@@ -729,14 +733,14 @@ class DaskBackend(Backend):
         """
         bound = self._spec.timeouts.bound("request")
 
-        def look() -> None:
+        def check() -> None:
             if not self._connected:
-                raise ConnectionError("the connection to it is closed")
+                raise ConnectionError("the connection is closed")
 
         async def ask() -> Any:
-            look()
+            check()
             asking = getattr(self._client.scheduler, operation)(**fields)
-            return await _awaited(asking, time.monotonic() + bound.seconds, look)
+            return await _awaited(asking, time.monotonic() + bound.seconds, check)
 
         try:
             answer = self._client.sync(ask)
@@ -746,7 +750,7 @@ class DaskBackend(Backend):
             if isinstance(error, TimeoutError):
                 raise WaitTimeoutError(
                     f"the scheduler at {self._address} did not answer within {bound}; "
-                    f"{last}; does it hang, or is it cut off?"
+                    f"{last}; does it hang, or is the network down?"
                 ) from error
             raise ChannelError(
                 f"the scheduler at {self._address} was lost: {error}; {last}"
@@ -764,23 +768,28 @@ class DaskBackend(Backend):
 
 @contextlib.contextmanager
 def dask_backend(
-    client: Client, spec: ReplicaSpec, sources: Mapping[str, Source], first: int = 0
+    client: Client,
+    spec: ReplicaSpec,
+    sources: Mapping[str, Source],
+    first_replica: int = 0,
 ) -> Iterator[DaskBackend]:
     """Choose the workers of a run, and place the data on them.
 
-    The initial replicas have the numbers from `first`.
+    The initial replicas are numbered from `first_replica`.
     """
     packed = Packed(spec, "trainer")
     most = most_replicas(sources["train"], spec)
-    assigned = assign_workers(spec.master, client, most, first)
+    assigned = assign_workers(spec.master, client, most, first_replica)
     workers = sorted(set(assigned.values()))
     bound = spec.timeouts.bound("request")
     with contextlib.ExitStack() as stack:
         supplies = {
             phase: stack.enter_context(
-                DataPlacement(split_stream(own, len(assigned)), client, workers, bound)
+                DataPlacement(
+                    split_stream(source, len(assigned)), client, workers, bound
+                )
             )
-            for phase, own in sources.items()
+            for phase, source in sources.items()
         }
         yield DaskBackend(client, spec, packed, assigned, supplies, most)
 

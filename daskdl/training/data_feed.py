@@ -1,6 +1,6 @@
 """Batches of one replica: takes leases, loads parts ahead, and cuts batches.
 
-Also handles failed and hanging loads, parts that were lost with their worker, and bad
+Handles failed and hanging loads, parts that were lost with their worker, and unreadable
 files. :class:`Feed` is the entry point.
 """
 
@@ -10,7 +10,14 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
 from contextvars import copy_context
 from dataclasses import replace
@@ -64,8 +71,8 @@ Job = tuple["Future[Any]", Callable[[], Any]]
 class Loader:
     """A pool of daemon threads, started when needed, that starts jobs in order.
 
-    Unlike in Python's own pool, a thread that hangs in the user's code does not keep
-    the process from ending.
+    Unlike a thread of Python's own pool, one that hangs in the user's code does not
+    keep the process from exiting.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -77,7 +84,7 @@ class Loader:
     def submit(self, job: Callable[[], T]) -> "Future[T]":
         """Run a job as soon as a thread is free, with the caller's context variables.
 
-        So the user's code gets the same Dask worker as in the calling thread.
+        The user's code then finds the same Dask worker as in the calling thread.
         """
         future: Future[T] = Future()
         if len(self._threads) < self._most:
@@ -114,7 +121,7 @@ class _Loading(NamedTuple):
     unwanted: threading.Event  # set when the part is no longer needed
 
 
-class Store(ABC):
+class PartStore(ABC):
     """The data of a run for one replica, used only by its training thread."""
 
     def __init__(self, channel: Channel, timeouts: Timeouts, threads: int) -> None:
@@ -155,22 +162,22 @@ class Store(ABC):
                 self._channel.check()  # a closing worker causes arbitrary Dask errors
 
     def stream(self, phase: str, part: int, size: int, ahead: int) -> Iterator[Rows]:
-        """Yield a sequential part in chunks; `ahead` more are read meanwhile."""
-        own = Loader(1, "daskdl-stream")  # one thread keeps the order
+        """Yield a sequential part in chunks, while `ahead` more are read."""
+        loader = Loader(1, "daskdl-stream")  # one thread keeps the order
         source = self.source(phase)
-        assert source is not None, "what is sequential is sent as a whole"
-        bits = source.stream(part, size)
-        coming = deque(own.submit(lambda: next(bits, None)) for _ in range(ahead))
+        assert source is not None, "every worker has the source of a stream"
+        chunks = source.stream(part, size)
+        pending = deque(loader.submit(lambda: next(chunks, None)) for _ in range(ahead))
         try:
             while True:
-                coming.append(own.submit(lambda: next(bits, None)))
-                bit = self._wait(phase, part, "", coming.popleft())
-                if bit is None:
+                pending.append(loader.submit(lambda: next(chunks, None)))
+                chunk = self._wait(phase, part, "", pending.popleft())
+                if chunk is None:
                     return
-                yield bit
-                del bit  # frees the chunk before the wait for the next one
+                yield chunk
+                del chunk  # frees the chunk before the wait for the next one
         finally:
-            own.close()
+            loader.close()
 
     def separate(
         self, phase: str, part: int, key: str, skips: bool
@@ -188,16 +195,16 @@ class Store(ABC):
     def _separate(
         self, phase: str, part: int, key: str
     ) -> Sequence[tuple[str, Callable[[], Rows]]]:
-        """See `Source.separate`; it runs in another thread."""
+        """Return `Source.separate`; runs in a loading thread."""
         source = self.source(phase)
         return () if source is None else source.separate(part)
 
     def name(self, phase: str, part: int) -> str:
         """Return the name of a part for messages, with its file if known."""
-        own = self._name(phase, part)
-        if own.startswith(("part ", "parts ")):  # numbered as by the user
-            return f"{own} of the {phase} data"
-        return f"part {part} of the {phase} data ({own})"
+        name = self._name(phase, part)
+        if name.startswith(("part ", "parts ")):  # the user's numbers
+            return f"{name} of the {phase} data"
+        return f"part {part} of the {phase} data ({name})"
 
     def _name(self, phase: str, part: int) -> str:
         """Return `Source.name`, or the part's number if the source is elsewhere."""
@@ -218,10 +225,10 @@ class Store(ABC):
     def _job(
         self, phase: str, part: int, key: str, unwanted: threading.Event
     ) -> Callable[[], Rows]:
-        """Return the function that loads a part; it runs in another thread."""
+        """Return the function that loads a part in another thread."""
 
     def _key_now(self, phase: str, part: int, key: str) -> str:
-        """Return the key of a part, which is another one after the part was lost."""
+        """Return the key of a part, which changes after the part was lost."""
         return key
 
     def _wait(self, phase: str, part: int, key: str, coming: "Future[T]") -> T:
@@ -234,17 +241,16 @@ class Store(ABC):
                 return coming.result()
             if waited * look_s >= most_s:
                 raise WaitTimeoutError(
-                    f"no part came within {bound}; it is waiting for "
-                    f"{self.name(phase, part)} to be loaded"
+                    f"{self.name(phase, part)} was not loaded within {bound}"
                 )
-            if key and not coming.running():  # parts queued before it may hang
+            if key and not coming.running():  # queued behind parts that may hang
                 self.forget(phase, (part,))
             if self._key_now(phase, part, key) != key:
                 raise LostPieceError(f"part {part} is on a worker that hangs")
         raise AssertionError
 
 
-class LocalStore(Store):
+class LocalStore(PartStore):
     """Slices, loads or computes parts in this process.
 
     Nothing is cached: a computed part is computed again in each epoch.
@@ -266,7 +272,7 @@ class LocalStore(Store):
 
     @override
     def begin(self, phase: str, part: int, key: str) -> None:
-        if not self._sources[phase].here:  # else slicing is enough
+        if not self._sources[phase].here:  # rows in memory are only sliced
             super().begin(phase, part, key)
 
     @override
@@ -282,7 +288,7 @@ class LocalStore(Store):
         return lambda: self._sources[phase].load_counted(part)
 
 
-class WorkerStore(Store):
+class WorkerStore(PartStore):
     """Loads parts on this worker, or fetches them as results of Dask tasks.
 
     Must be created in the replica's task.
@@ -311,7 +317,7 @@ class WorkerStore(Store):
         held = self._fetcher.here(key) if key else None
         if held is not None and not isinstance(held, Packed):
             self._drop((phase, part))  # loading may have started
-            x, y = held  # no other thread is needed
+            x, y = held
             return x, y
         return super().rows(phase, part, key)
 
@@ -352,19 +358,14 @@ class _ReadLease(NamedTuple):
     reason: str  # see `EpochTotals`
 
 
-def _reason(error: BaseException) -> str:
-    """Why an example is left out, as a bounded text for messages and the history."""
-    return shown(str(error), MOST_CHARACTERS)
-
-
 class Feed:
     """Batches of one phase of one epoch, until no replica has rows left.
 
     Batches are grouped by optimizer step. A lease is returned after all its rows have
     been trained on; until then, another replica can take it over if this one fails.
-    With the lease goes what the replica alone knows of its rows, so nothing is lost if
-    it fails later: in training with each request, the totals; in validation with
-    `hand_over`, the scores. A replica that finishes early waits for the others, and
+    The replica returns its results for these rows with the lease, so that a later
+    failure loses nothing: the totals with each request in training, and the scores with
+    `hand_over` in validation. A replica that finishes early waits for the others, and
     takes over the leases of failed replicas.
 
     Args:
@@ -373,13 +374,13 @@ class Feed:
         epoch: The epoch of the fit, from 0.
         channel: Hands out the leases.
         store: Loads the parts.
-        totals: Gets the numbers of examples that are left out. A group's sums are added
-            before the next group is requested. With a reason to stop the fit, the epoch
-            ends after the current group, for all replicas: what is leased is finished,
-            and no other rows are leased.
+        totals: Receives the numbers of skipped examples. The caller adds a group's sums
+            before it requests the next group. With a reason to stop the fit, the epoch
+            ends after the current group, for all replicas: they finish their leases,
+            and lease no other rows.
         take_logs: Returns what steps have logged since its last call.
-        fits: Takes the rows of a part and its name for messages; raises `DataError` if
-            the model cannot run on them. None: no check.
+        check_rows: Gets the rows of a part and its name for messages; raises
+            `DataError` if the model cannot run on them. None: no check.
 
     Attributes:
         rows: Rows of the last group, after `transform`.
@@ -396,10 +397,10 @@ class Feed:
         phase: str,
         epoch: int,
         channel: Channel,
-        store: Store,
+        store: PartStore,
         totals: EpochTotals,
         take_logs: Callable[[], Sums] = dict,
-        fits: Callable[[Rows, str], None] | None = None,
+        check_rows: Callable[[Rows, str], None] | None = None,
     ) -> None:
         self._spec = spec
         self._phase = phase
@@ -408,7 +409,7 @@ class Feed:
         self._store = store
         self.totals = totals
         self._take_logs = take_logs
-        self._fits = fits
+        self._check_rows = check_rows
         self._trains = phase == "train"
         self._drop_last = spec.drop_last and self._trains
         joins = spec.read.batch_size > 1 and self._trains and not self._drop_last
@@ -416,15 +417,16 @@ class Feed:
         self._seed: tuple[int, ...] | None = None
         if spec.shuffle and self._trains:
             self._seed = (spec.seed, spec.epochs_before + epoch)
-        self._given = self._done = 0  # rows passed to batches, and rows trained on
+        self._passed = self._done = 0  # rows passed to batches, and rows trained on
         self._leases: deque[_ReadLease] = deque()
         self._finished: list[FinishedLease] = []  # not returned yet
         self._work = replace(totals)  # over all finished leases
         self._next: Lease | None = None  # after `hand_over`
-        self._leasing: tuple[Lease, int] | None = None  # being cut; `_given` before
+        # The lease that is being cut into batches, and `_passed` before it.
+        self._leasing: tuple[Lease, int] | None = None
         self._held: tuple[int, Rows, np.ndarray | None] | None = None  # the last part
         self._bad: set[int] = set()
-        self._partial: set[int] = set()  # parts of which some files are left out
+        self._partial: set[int] = set()  # parts with some unreadable files
         self.rows = 0
         self.sync_point = None
 
@@ -440,10 +442,10 @@ class Feed:
             yield from group
 
     def hand_over(self, work: Work) -> bool:
-        """Return all leases with the work over them, and wait for the other replicas.
+        """Return all leases with their results, and wait for the other replicas.
 
         Args:
-            work: Over all batches of this feed so far.
+            work: Results over all batches of this feed so far.
 
         Returns:
             Whether there are more `batches`, which a failed replica had leased.
@@ -451,18 +453,20 @@ class Feed:
         self._next = self._lease(wait=True, work=work)
         return self._next is not None
 
-    def groups(self, rest: Callable[[], None], size: int) -> Iterator[BatchGroup]:
+    def groups(
+        self, before_wait: Callable[[], None], size: int
+    ) -> Iterator[BatchGroup]:
         """Yield groups; a group counts as trained on when the next one is requested.
 
         Args:
-            rest: Called before waiting for other replicas, between two groups.
+            before_wait: Called between two groups, before waiting for other replicas.
             size: Batches of a group. The last group before a wait may have fewer.
         """
         self.sync_point = None
         lease = self._lease(wait=False)
         while True:
             yield from self._groups(lease, size)
-            rest()
+            before_wait()
             lease = self._lease(wait=True)
             if lease is None:
                 return
@@ -470,8 +474,8 @@ class Feed:
     def _groups(self, lease: Lease | None, size: int) -> Iterator[BatchGroup]:
         """Yield the groups of this lease and the next ones, until none is free."""
         transform = self._spec.read.transform
-        made = self._batches(lease)
-        while group := list(itertools.islice(made, size)):
+        batches_of_leases = self._batches(lease)
+        while group := list(itertools.islice(batches_of_leases, size)):
             read = self.rows = sum(batching.length(x) for x, _ in group)
             if transform is not None:
                 group = [transform(batch) for batch in group]
@@ -481,7 +485,9 @@ class Feed:
             self._done += read
             self._finish(before, read)
             if self.totals.stop:
-                self._give_up_rest(made)
+                self._end_leases()
+                batches_of_leases.close()
+                self._store.forget(self._phase, ())
                 return
 
     def _finish(self, before: EpochTotals, read: int) -> None:
@@ -496,12 +502,7 @@ class Feed:
         now = self.totals
         while self._leases and self._leases[0].end <= self._done:
             number, rows, end, skipped, reason = self._leases.popleft()
-            finished: FinishedLease = {
-                "lease": number,
-                "examples": rows,
-                "loss": now.loss,
-            }
-            self._finished.append(finished)
+            self._finished.append({"lease": number, "examples": rows, "loss": now.loss})
             beyond = (self._done - end) / max(read, 1)
             self._work = replace(
                 now,
@@ -513,7 +514,7 @@ class Feed:
                 reason=reason,
             )
 
-    def _give_up_rest(self, made: Iterator[Batch]) -> None:
+    def _end_leases(self) -> None:
         """Finish all leases as they are; the next request ends the epoch."""
         if self._leasing is not None:
             lease, before = self._leasing
@@ -525,10 +526,8 @@ class Feed:
             )
             for lease in self._leases
         )
-        made.close()  # type: ignore[attr-defined]
-        self._store.forget(self._phase, ())
 
-    def _batches(self, lease: Lease | None) -> Iterator[Batch]:
+    def _batches(self, lease: Lease | None) -> Generator[Batch, None, None]:
         size = self._spec.read.batch_size
         cut = batches(self._leased(lease), size)
         if self._joins:
@@ -560,32 +559,34 @@ class Feed:
     def _leased(self, lease: Lease | None) -> Iterator[Chunk]:
         """Yield the rows of this lease and the next ones."""
         while lease is not None:
-            before = self._given
+            before = self._passed
             self._leasing = lease, before
             for chunk in self.chunks(lease):
-                self._given += chunk.length
+                self._passed += chunk.length
                 yield chunk
                 del chunk  # see `chunks`
-            self._note_read(lease, self._given - before)
+            self._note_read(lease, self._passed - before)
             self._leasing = None
             lease = self._lease(wait=False)
 
     def _note_read(self, lease: Lease, rows: int) -> None:
-        left_out = self.totals.skipped, self.totals.reason
-        self._leases.append(_ReadLease(lease.number, rows, self._given, *left_out))
+        skipped, reason = self.totals.skipped, self.totals.reason
+        self._leases.append(
+            _ReadLease(lease.number, rows, self._passed, skipped, reason)
+        )
 
     # ---- parts
 
     def chunks(self, lease: Lease) -> Iterator[Chunk]:
         """Yield the rows of a lease in training order."""
-        for i, one in enumerate(lease.ranges):
-            if one.stop == TO_ITS_END:
-                yield from self._stream(one.part)
+        for i, piece in enumerate(lease.ranges):
+            if piece.stop == TO_ITS_END:
+                yield from self._stream(piece.part)
                 continue
-            if self._held is not None and self._held[0] != one.part:
+            if self._held is not None and self._held[0] != piece.part:
                 self._held = None  # frees the part before the next is loaded
             self._look_ahead(lease, i)
-            chunk = self._read(one, lease.keys)
+            chunk = self._read(piece, lease.keys)
             if chunk is not None:
                 yield chunk
             del chunk  # frees the part before the wait for the next one
@@ -609,24 +610,26 @@ class Feed:
             if new and part not in self._bad:
                 self._store.begin(self._phase, part, lease.keys[part])
 
-    def _read(self, one: Range, keys: Mapping[int, str]) -> Chunk | None:
-        if self._held is None and one.part not in self._bad:
-            self._hold(one.part, keys[one.part])
+    def _read(self, piece: Range, keys: Mapping[int, str]) -> Chunk | None:
+        part, start, stop = piece
+        if self._held is None and part not in self._bad:
+            self._hold(part, keys[part])
         if self._held is None:
-            self.totals.skipped += one.stop - one.start
+            self.totals.skipped += stop - start
             return None
         _, rows, order = self._held
-        count, stop = batching.length(rows[0]), one.stop
-        if one.part in self._partial:
-            stop = max(min(stop, count), one.start)
-            self.totals.skipped += one.stop - stop
+        count = batching.length(rows[0])
+        if part in self._partial:
+            readable = max(min(stop, count), start)
+            self.totals.skipped += stop - readable
+            stop = readable
         elif count < stop:
             raise DataError(
-                f"{self._store.name(self._phase, one.part)} has {count} rows "
-                f"now, and had {stop} or more before; it must be the same each "
-                "time it is loaded or computed: persist() it, or pack it"
+                f"{self._store.name(self._phase, part)} has {count} rows, but had at "
+                f"least {stop} before; a part must be the same each time it is loaded "
+                "or computed: persist() it, or pack it"
             )
-        within = slice(one.start, stop)
+        within = slice(start, stop)
         return Chunk(rows, within if order is None else order[within])
 
     def _hold(self, part: int, key: str) -> None:
@@ -635,18 +638,18 @@ class Feed:
                 rows = self._store.rows(self._phase, part, key)
                 self._check(rows, self._store.name(self._phase, part))
             except UNREADABLE as error:
-                left = self._left_of(part, key, error)
-                if left is None:
+                readable = self._readable_rows(part, key, error)
+                if readable is None:
                     raise
-                rows = left
+                rows = readable
             order = None
             if self._seed is not None:  # equal on all replicas
                 rng = np.random.default_rng([*self._seed, part])
                 order = rng.permutation(batching.length(rows[0]))
             self._held = part, rows, order
 
-    def _left_of(self, part: int, key: str, error: BaseException) -> Rows | None:
-        """Return the rows of a part's good files, or None.
+    def _readable_rows(self, part: int, key: str, error: BaseException) -> Rows | None:
+        """Return the rows of a part's readable files, or None.
 
         Unless bad data may be skipped, raise the error of the first bad file.
         """
@@ -655,14 +658,18 @@ class Feed:
         skips = self._spec.read.skips
         files = self._store.separate(self._phase, part, key, skips)
         if not skips:
-            for name, one in files:
-                self._check(one, name)
+            for name, file_rows in files:
+                self._check(file_rows, name)
             return None
         rows, _ = join_readable(iter(files), self._check)
         if rows is not None:
-            self.totals.reason = self.totals.reason or _reason(error)
+            self._note_skipped(error)
             self._partial.add(part)
         return rows
+
+    def _note_skipped(self, error: BaseException) -> None:
+        """Keep the first reason for skipped examples, for the history."""
+        self.totals.reason = self.totals.reason or shown(str(error), MOST_CHARACTERS)
 
     @contextlib.contextmanager
     def _left_out_if_bad(self, part: int) -> Iterator[None]:
@@ -673,14 +680,14 @@ class Feed:
             name = self._store.name(self._phase, part)
             if not is_left_out(error, name, self._spec.read.skips):
                 raise
-            self.totals.reason = self.totals.reason or _reason(error)
+            self._note_skipped(error)
             self._bad.add(part)
 
     def _check(self, rows: Rows, name: str) -> None:
         if self._spec.labels is not None:
             self._spec.labels.check(rows[1], name)
-        if self._fits is not None:
-            self._fits(rows, name)
+        if self._check_rows is not None:
+            self._check_rows(rows, name)
 
     def _stream(self, part: int) -> Iterator[Chunk]:
         size, ahead = self._spec.read.batch_size, self._spec.prefetch

@@ -1,8 +1,8 @@
 """One fit on the client, from its options to the trained model.
 
-:class:`FitRun` hides the order of a fit: `prepare` does a dry run, readies the data and
-chooses the workers; `train` drives the backend and collects the result; `settle_` loads
-the result into the model and returns the state for the next fit.
+:class:`FitRun` hides the order of a fit: `prepare` does a dry run, prepares the data
+and chooses the workers; `train` drives the backend and collects the result; `settle_`
+loads the result into the model and returns the state for the next fit.
 """
 
 import ast
@@ -126,7 +126,7 @@ def steps_of_replica(
     rows = rows_in(infer_metadata(source, client, skips=spec.read.skips))
     if rows is None:
         raise OptionError(
-            "the steps of a fit are not known for a stream, whose length is not; set "
+            "the number of steps is unknown for a stream of unknown length; set "
             "total_steps yourself, or step the schedule by epoch"
         )
     if is_number(validation):
@@ -136,8 +136,8 @@ def steps_of_replica(
                 f"{validation!r}"
             )
         rows -= round(rows * validation)
-    whole, rest = divmod(rows, spec.read.batch_size)
-    batches = whole if spec.drop_last else whole + bool(rest)
+    full, remainder = divmod(rows, spec.read.batch_size)
+    batches = full if spec.drop_last else full + bool(remainder)
     steps = math.ceil(batches / spec.stepping.accumulate)
     if client is False:
         replicas = replicas_here(spec.master, max(steps, 1))
@@ -177,7 +177,7 @@ class FitRun:
         self._agreed: ReplicaState | None = None  # the latest that the client received
         self._agreed_epoch: int | None = None  # epoch of a fetched result
         self._deserted = False  # no replica of the current run is left
-        self._losses: Counter[str] = Counter()  # of all replicas, by what follows
+        self._losses: Counter[str] = Counter()  # of all replicas, by resumed state
         self._failure: Exception | None = None
         self._class_count: int | None = None
         self._gone: set[int] = set()  # replicas that failed or retired
@@ -204,14 +204,13 @@ class FitRun:
             ready = stack.enter_context(prepared)
             train, size = ready["train"], spec.read.batch_size
             self.classes, self._rows = train.classes, rows_in(train)
-            # Those of packed files do not have the names of every kind of data.
+            # Not those of `train`: packed files have no names for some kinds of data.
             self._columns = counted["train"].columns or NO_COLUMNS
             self._scaled_by = scaling_of(sources["train"], spec.read.transform)
             if spec.drop_last and self._rows is not None and self._rows < size:
                 raise DataError(
-                    f"drop_last=True leaves nothing to train on: batch_size={size}, "
-                    f"and the data have {self._rows} rows; take a batch_size of at "
-                    f"most {self._rows}"
+                    f"drop_last=True drops all rows: batch_size={size}, but the data "
+                    f"have {self._rows} rows; use a batch_size of at most {self._rows}"
                 )
             if self._class_count is None and train.classes is not None:
                 self._class_count = len(train.classes)
@@ -219,13 +218,15 @@ class FitRun:
             self._state = self._state.continued(model, optimizer, spec.scheduling)
             self._sent = self._replica_spec(train, run, evaluation)
 
-            def opened(spec: ReplicaSpec, first: int = 0) -> Backend:
+            def open_backend(spec: ReplicaSpec, first_replica: int = 0) -> Backend:
                 if client is False:
                     return LocalBackend(spec, ready)
-                return stack.enter_context(dask_backend(client, spec, ready, first))
+                return stack.enter_context(
+                    dask_backend(client, spec, ready, first_replica)
+                )
 
-            self._opened = opened
-            self._backend = opened(self._sent)
+            self._open_backend = open_backend
+            self._backend = open_backend(self._sent)
             begin = FitBegin(
                 replicas=len(self._backend.workers),
                 epochs=spec.epochs,
@@ -262,11 +263,7 @@ class FitRun:
             run.error = "".join(traceback.format_exception_only(error)).strip()
 
     def _dry_run(self, sources: Sources) -> tuple[DryRun, EvaluationPlan]:
-        """Try model, optimizer and loss on a few rows, without any worker.
-
-        Returns:
-            The check for labels of all parts, or None, and the evaluation plan.
-        """
+        """Try model, optimizer and loss on a few rows, without any worker."""
         spec, model, train = self._spec, self._model, sources["train"]
         objective, transform = spec.objective, spec.read.transform
         module = copied(model)
@@ -283,19 +280,22 @@ class FitRun:
         measured: Sequence[str] = ()
         if validation is not None:
             with of_validation():
-                own = dry_run(module, validation.first_rows, transform, objective)
-                check_log_names(own.logs)
-                if own.labels is not None:
-                    own.labels.check_source(validation)
-                accuracy = has_accuracy(objective, own.output, own.y)
+                scored = dry_run(module, validation.first_rows, transform, objective)
+                check_log_names(scored.logs)
+                if scored.labels is not None:
+                    scored.labels.check_source(validation)
+                accuracy = has_accuracy(objective, scored.output, scored.y)
                 if spec.metrics is not None:
                     sets = metrics_for(objective, spec.metrics)
                     from daskdl.evaluation.metric_state import metric_specs, numbers_of
 
-                    labels = own.y.labels if isinstance(own.y, Weighted) else own.y
-                    classes = validation.classes or train.classes
+                    y = scored.y
                     specs = metric_specs(
-                        sets, unweighted(objective), own.output, labels, classes
+                        sets,
+                        unweighted(objective),
+                        scored.output,
+                        y.labels if isinstance(y, Weighted) else y,
+                        validation.classes or train.classes,
                     )
                     measured = numbers_of(specs)
         self._class_count = run.classes
@@ -327,8 +327,10 @@ class FitRun:
             values.encode(optimizer.state_dict(), "the state of the optimizer")
             rate = LearningRate(optimizer, spec.scheduling)
             values.encode(rate.values(), "the state of the scheduler")
-        # Callbacks of the client may not be picklable.
-        callbacks = [one for one in spec.callbacks if one.runs_on_workers]
+        # The other callbacks may not be picklable.
+        callbacks = [
+            callback for callback in spec.callbacks if callback.runs_on_workers
+        ]
         return ReplicaSpec(
             **{**vars(spec), "callbacks": callbacks, "metrics": None},
             run=secrets.randbits(63),
@@ -366,7 +368,7 @@ class FitRun:
         try:
             self._run()
             if self.result is None or self._agreed_epoch is not None:
-                raise RunError("the run ended, and its result was lost")
+                raise RunError("the run ended, but its result was lost")
         except DaskDLError as error:
             self._explain(error)
             raise
@@ -410,7 +412,7 @@ class FitRun:
                 where = ", ".join(sorted(set(backend.workers.values())))
                 reason = f"all workers of the initial replicas have left: {where}"
                 self._failure, self._deserted = RunError(reason), True
-            if self._deserted:  # its run stays open, for an adaptive cluster to grow
+            if self._deserted:  # the run stays open, so that an adaptive cluster grows
                 following = self._follow()
         failure, self._failure = self._failure, None
         try:
@@ -422,39 +424,44 @@ class FitRun:
         return following
 
     def _follow(self) -> tuple[ReplicaSpec, Backend] | None:
-        """Open another run after the loss of all replicas, once there is a worker.
+        """Open another run after the loss of all replicas, once a worker is available.
 
         Returns:
-            The run, or None: `_failure` has the reason.
+            The run; None if there is none, for the reason in `_failure`.
         """
         backend, bound = self._backend, self._sent.timeouts.bound("rejoin")
         self._agreed = backend.agreed or self._agreed
         try:
-            sent, whence = self._following()
+            sent, resumed = self._following()
         except SaveError as error:
             self._give_up(f"the last checkpoint cannot be used: {error}")
             return None
         most = backend.allowed_losses
         while True:
-            self._losses[whence] += 1
-            if self._losses[whence] > most:
+            self._losses[resumed] += 1
+            if self._losses[resumed] > most:
                 self._give_up(
-                    f"replicas that went on {whence} were all lost {most} times "
+                    f"all replicas were lost {most} times after resuming {resumed} "
                     "(distributed.scheduler.allowed-failures)"
                 )
                 return None
-            said = "%s; waiting up to %s for a worker, to go on %s"
-            logger.warning(said, self._failure, bound, whence)
+            logger.warning(
+                "%s; waiting up to %s for a worker before resuming %s",
+                self._failure,
+                bound,
+                resumed,
+            )
             if not backend.wait_for_workers(bound):
                 self._give_up(
-                    f"no worker came within {bound}, to go on {whence}; see "
-                    "rejoin_timeout of the master, and a Checkpoint for fit(resume=...)"
+                    f"no worker joined within {bound}; cannot resume {resumed}; "
+                    "increase rejoin_timeout of the master, or add a Checkpoint for "
+                    "fit(resume=...)"
                 )
                 return None
             try:
-                following = self._opened(sent, max(backend.workers) + 1)
+                following = self._open_backend(sent, max(backend.workers) + 1)
             except (OSError, OptionError) as error:  # the worker has left
-                logger.warning("no run was begun: %s", error)
+                logger.warning("the fit cannot be resumed yet: %s", error)
                 continue
             self._failure = None
             self.history.drop_from(sent.first_epoch)
@@ -463,12 +470,12 @@ class FitRun:
             return sent, following
 
     def _give_up(self, why: str) -> None:
-        """Complete the reason of a loss of all replicas."""
+        """Add the reason why the fit ends after the loss of all replicas."""
         assert self._failure is not None, "all replicas were lost"
         self._failure = type(self._failure)(f"{self._failure}; {why}")
 
     def _following(self) -> tuple[ReplicaSpec, str]:
-        """Specify the run after the loss of all replicas, and say where it begins."""
+        """Specify the run after the loss of all replicas, and name what it resumes."""
         run, secret = secrets.randbits(63), secrets.randbits(63)
         sent = replace(self._sent, run=run, secret=secret)
         callbacks = self._spec.callbacks
@@ -519,7 +526,7 @@ class FitRun:
                 raise ReplicaError(f"{where} failed: {text_of(error)}") from error
 
     def _error_of(self, event: ReplicaFailed) -> Exception:
-        """Make the error that `fit` raises, with the replica's error as its cause."""
+        """Return the error that `fit` raises, with the replica's error as its cause."""
         kind: type[DaskDLError] = getattr(errors, event.type)
         if event.replica is None:
             return kind(event.summary)
@@ -527,12 +534,12 @@ class FitRun:
         if self._gone:  # their failure may have caused this one
             workers = self._backend.workers
             where = (f"replica {r} on {workers[r]}" for r in sorted(self._gone))
-            message += f"; gone before: {', '.join(where)}"
+            message += f"; lost before: {', '.join(where)}"
         if kind is ReplicaError:
             message += f"\n\nTraceback of the worker:\n{event.traceback}"
         error = kind(message)
         for note in event.notes if kind is not ReplicaError else ():
-            error.add_note(note)  # a traceback has them already
+            error.add_note(note)  # a traceback already contains the notes
         error.__cause__ = _built_in(event)
         return error
 
@@ -560,14 +567,13 @@ class FitRun:
         """Add notes: the state that `model_` has now, and the last checkpoint."""
         if self._agreed_epoch is not None:
             error.add_note(
-                f"model_ is what all replicas had agreed on at the end of epoch "
-                f"{self._agreed_epoch}, the newest such state that had reached the "
-                "client"
+                f"model_ holds the state agreed on after epoch {self._agreed_epoch}, "
+                "the latest that the client received"
             )
         elif self._assigned and not self.result:
             when = "before" if self._resume else "at the start of"
             error.add_note(
-                "no later agreed state had reached the client: model_ is as it was "
+                "the client received no agreed state: model_ holds the state "
                 f"{when} this fit"
             )
         plan = self._sent.checkpoints
@@ -575,8 +581,8 @@ class FitRun:
             return
         try:
             newest = plan.newest()
-        except SaveError as other:
-            error.add_note(f"the last checkpoint cannot be found: {other}")
+        except SaveError as save_error:
+            error.add_note(f"the last checkpoint cannot be read: {save_error}")
         else:
             where = "not written yet" if newest is None else newest.store.url
             error.add_note(f"the last checkpoint, for fit(resume=...), is {where}")
@@ -590,9 +596,8 @@ class FitRun:
             lost = rule.restore_best and not result.restored
             if lost and stopping.best_epoch is not None:
                 logger.warning(
-                    "all replicas that had the model of epoch %s, the best, were lost, "
-                    "and model_ is that of the last epoch; restore_best needs one that "
-                    "stays",
+                    "model_ is the model of the last epoch: all replicas with the best "
+                    "model, of epoch %s, were lost, and restore_best needs one of them",
                     stopping.best_epoch,
                 )
         rows = history[sent.first_epoch :]
@@ -602,8 +607,8 @@ class FitRun:
                 sent.checkpoints.conclude()
         elif sent.first_epoch < sent.epochs and not (stopping and stopping.reason):
             raise RunError(
-                "the run ended, and no replica has trained on anything; the workers' "
-                "logs have the reasons"
+                "the run ended, but no replica has trained on any rows; see the "
+                "workers' logs for the reasons"
             )
         hint_at_small_threshold(history[-1])
 
@@ -658,7 +663,7 @@ def _counted(
         with of_validation():
             source = sources["validation"]
             columns = counted["train"].columns or NO_COLUMNS
-            if sources["train"].columns is None:  # so they have not been compared yet
+            if sources["train"].columns is None:  # columns are not compared yet
                 source = matched(source, columns, columns)
             else:
                 source = source.arranged(columns)
@@ -674,13 +679,13 @@ def _prepared(
     client: Client | Literal[False],
     labels: LabelCheck | None,
 ) -> Iterator[Sources]:
-    """Yield sources with small parts merged, packed before if requested."""
+    """Yield sources with small parts merged, after packing if requested."""
     ready = dict(sources)
     with contextlib.ExitStack() as stack:
         if spec.approach == "export":
             train, size = ready["train"], spec.read.batch_size
             rows = train.first_rows
-            assert rows is not None, "empty data have been refused"
+            assert rows is not None, "empty data are an error"
             row_bytes = max(batching.nbytes(rows) // batching.length(rows), 1)
             batches = max(FILE_BYTES // (row_bytes * size), 1)
             seed = spec.seed if spec.shuffle else None
@@ -719,18 +724,18 @@ def _end_callback(
         callback.on_fit_end(FitEnd(history, None))
         return
 
-    def note(own: Exception) -> None:
-        text = "".join(traceback.format_exception(own, chain=False))
+    def note(hook_error: Exception) -> None:
+        text = "".join(traceback.format_exception(hook_error, chain=False))
         error.add_note(f"on_fit_end of {callback!r} failed as well:\n{text}")
-        logger.warning("on_fit_end of %r failed: %r", callback, own)
+        logger.warning("on_fit_end of %r failed: %r", callback, hook_error)
 
     guarded(lambda: callback.on_fit_end(FitEnd(history, error)), note)
 
 
 def _built_in(event: ReplicaFailed) -> Exception | None:
-    """Make the exception of a replica again, from its name; None: it is no built-in.
+    """Recreate the exception of a replica from its name; None if it is not built in.
 
-    A class of the user could only be had by running code that a message names.
+    Finding a class of the user would mean running code that a message names.
     """
     module, _, name = event.error.rpartition(".")
     kind = getattr(builtins, name, None) if module == "builtins" else None
@@ -742,12 +747,12 @@ def _built_in(event: ReplicaFailed) -> Exception | None:
         argument = guarded(lambda: ast.literal_eval(text), lambda _: text)
     try:
         return kind(argument)
-    except TypeError:  # it takes more than a text
+    except TypeError:  # the class needs other arguments
         return None
 
 
 def _is_watched() -> bool:
-    """Whether somebody looks at a progress bar: at a terminal, or in a notebook."""
+    """Whether a progress bar is visible: at a terminal, or in a notebook."""
     shell = sys.modules.get("IPython")
     in_notebook = shell is not None and hasattr(shell.get_ipython(), "kernel")
     return in_notebook or sys.stderr.isatty()
@@ -815,7 +820,7 @@ class ProgressReporter:
         shown = {"epoch": event.epoch, "loss": event.loss}
         if self._history:
             last = self._history[-1]
-            scores = {name: own for name, own in last.items() if name not in COLUMNS}
+            scores = {name: last[name] for name in last if name not in COLUMNS}
             shown |= scores | {"replicas": last["replicas"]}
         self._bar.set_postfix(shown)
 
@@ -834,7 +839,7 @@ class ProgressReporter:
             run_hook(callback.on_epoch_end, row)
 
 
-# A suitable threshold sends 1 % of the entries or less. A threshold that half of the
+# A suitable threshold sends at most 1 % of the entries. A threshold that half of the
 # entries reach is far smaller than the parameter updates.
 DENSE = 0.5
 
@@ -847,9 +852,9 @@ def hint_at_small_threshold(last: Row) -> None:
     """
     if last["density"] >= DENSE and last["clipped"] > 0:
         logger.warning(
-            "in the last epoch %.0f %% of all entries were sent, in quanta of %.1e "
-            "that are too small for the steps of this model, and a mass of %.1e was "
-            "dropped by clipping; begin with a larger threshold, as "
+            "the threshold is too small for the steps of this model: in the last epoch "
+            "%.0f %% of all entries were sent, in quanta of %.1e, and clipping dropped "
+            "a mass of %.1e; start with a larger threshold, such as "
             "AdaptiveThreshold(initial=1e-2), or keep the residual, "
             "residual=KeepResidual()",
             100 * last["density"],

@@ -62,7 +62,7 @@ from daskdl.training.checkpointing import (
     start_state,
     wait_for,
 )
-from daskdl.training.data_feed import Feed, Store
+from daskdl.training.data_feed import Feed, PartStore
 from daskdl.training.epoch_control import EarlyStopper, LearningRate
 from daskdl.training.fit_spec import ReplicaSpec
 from daskdl.training.optimizer_step import (
@@ -175,7 +175,7 @@ class Replica:
         spec: ReplicaSpec,
         channel: Channel,
         device: torch.device,
-        store: Store,
+        store: PartStore,
     ) -> None:
         self._number = number
         self._spec = spec

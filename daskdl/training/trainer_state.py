@@ -1,14 +1,14 @@
-"""Fitted trainers as JSON and tensors in a folder.
+"""Saves of fitted trainers: JSON and tensors in a folder.
 
-Nothing is pickled: arguments that are not data must be passed to `Trainer.load` again.
+Nothing is pickled: arguments that JSON cannot describe must be passed to `Trainer.load`
+again.
 """
 
-import contextlib
 import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from daskdl.data.checks import (
 )
 from daskdl.data.inputs import Compose
 from daskdl.data.manifest import Kind
-from daskdl.errors import DaskDLError, OptionError, SaveError
+from daskdl.errors import OptionError, SaveError
 from daskdl.keras.module import KerasModule
 from daskdl.observe.history import History, RunRecord, Stopping
 from daskdl.observe.tables import LayerRow, LayerTable, StepRow, layout_of, unpack_rows
@@ -51,7 +51,7 @@ from daskdl.training.epoch_control import Scheduling, hyperparameters
 from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.parameter_averaging import ParameterAveraging
-from daskdl.training.state import described
+from daskdl.training.state import described, restoring
 
 ROLES = ("model", "optimizer", "extra")
 KIND = Kind(
@@ -65,7 +65,7 @@ KIND = Kind(
 
 @dataclass(frozen=True)
 class ParameterGroups:
-    """Makes an optimizer with several groups of parameters."""
+    """Creates an optimizer with several groups of parameters."""
 
     optimizer: Callable[..., Optimizer]
     defaults: Mapping[str, Any]
@@ -73,13 +73,15 @@ class ParameterGroups:
     places: Sequence[Sequence[int]]
 
     def __call__(self, parameters: Sequence[nn.Parameter]) -> Optimizer:
-        """Make an optimizer of all trainable parameters."""
-        pairs = zip(self.groups, self.places, strict=True)
-        made = [{**own, "params": [parameters[i] for i in at]} for own, at in pairs]
-        return self.optimizer(made, **self.defaults)
+        """Create an optimizer of all trainable parameters."""
+        groups = [
+            {**options, "params": [parameters[i] for i in places]}
+            for options, places in zip(self.groups, self.places, strict=True)
+        ]
+        return self.optimizer(groups, **self.defaults)
 
 
-# Saved by these names: a name stays when a class moves.
+# Classes by the names in saves, which stay when a class moves to another module.
 KNOWN: Mapping[str, type] = {
     kind.__name__: kind
     for kind in (
@@ -136,9 +138,12 @@ def save(
         "scaled_by": list(state.fit_state.scaled_by or ()),
         "history": extra.encode(_history_values(state.history), "history"),
     }
-    tensors = (model.tensors, trained.tensors, extra.tensors)
-    files = {role: own for role, own in zip(ROLES, tensors, strict=True) if own}
-    folder.write(content, {role: encode_tensors(own) for role, own in files.items()})
+    tensors = {
+        "model": model.tensors,
+        "optimizer": trained.tensors,
+        "extra": extra.tensors,
+    }
+    folder.write(content, {r: encode_tensors(t) for r, t in tensors.items() if t})
 
 
 _CONTENT = {
@@ -159,20 +164,19 @@ def load(
     storage_options: Mapping[str, Any] | None = None,
 ) -> TrainerState:
     """Load a trainer with arguments of these names; see `Trainer.load`."""
-    wrong = [name for name in passed if name not in names]
-    if wrong:
-        raise OptionError(
-            f"Trainer has no argument {wrong[0]!r}; any of these can be passed: "
-            f"{', '.join(names)}"
-        )
+    for name in passed:
+        if name not in names:
+            raise OptionError(
+                f"Trainer has no argument {name!r}; pass any of {', '.join(names)}"
+            )
     modules = trusted_modules(trusted)
     folder = SaveFolder(folder_store(url, storage_options), KIND, ROLES)
     content, tensors = folder.read()
-    with _naming(folder):
+    with restoring(folder.store.url):
         check({name: content[name] for name in _CONTENT}, _CONTENT)
-        unknown = [name for name in content["arguments"] if name not in names]
-        if unknown:
-            raise SaveError(f"a trainer has no argument {unknown[0]!r:.80}")
+        for name in content["arguments"]:
+            if name not in names:
+                raise SaveError(f"a trainer has no argument {name!r:.80}")
         return _decode(content, tensors, passed, modules)
 
 
@@ -184,21 +188,9 @@ def load_history(url: Any, storage_options: Mapping[str, Any] | None = None) -> 
     """
     folder = SaveFolder(folder_store(url, storage_options), KIND, ROLES)
     content, tensors = folder.read()
-    with _naming(folder):
+    with restoring(folder.store.url):
         values = JsonValues(tensors.get("extra", {}))
         return _history_of(values.decode(content["history"]))
-
-
-@contextlib.contextmanager
-def _naming(folder: SaveFolder) -> Iterator[None]:
-    """Turn errors of a damaged save into a SaveError that names its folder."""
-    try:
-        yield
-    except USER_ERRORS as error:
-        if isinstance(error, DaskDLError) and not isinstance(error, SaveError):
-            raise  # about an argument that was passed
-        reason = str(error) if isinstance(error, SaveError) else f"damaged: {error!r}"
-        raise SaveError(f"cannot load {folder.store.url}: {reason:.500}") from error
 
 
 def _decode(
@@ -210,15 +202,15 @@ def _decode(
     values = ArgumentValues(tensors.get("extra", {}), KNOWN, trusted)
     arguments = _decode_arguments(content["arguments"], passed, values)
     extra = JsonValues(values.tensors)
-    own = {**extra.decode(content["model"]), "tensors": tensors.get("model", {})}
-    state = ModelState(**own)
+    fields = extra.decode(content["model"])
+    state = ModelState(**{**fields, "tensors": tensors.get("model", {})})
     try:
         model: Any = starting_model(arguments["model"], arguments.get("seed", 0))
     except FAILURES as error:
         kind = OptionError if "model" in passed else SaveError
         raise kind(f"model failed: {error}") from error
     if not isinstance(model, nn.Module):
-        raise OptionError(f"model must make a torch.nn.Module, got {model!r:.80}")
+        raise OptionError(f"model must return a torch.nn.Module, got {model!r:.80}")
     state.load_into(model)
     optimizer = new_optimizer(arguments, model)
     trained = TrainedOptimizer.new(optimizer, scheduling_of(arguments), model)
@@ -246,14 +238,14 @@ def _encode_arguments(state: TrainerState, tensors: dict[str, Tensor]) -> Json:
     content: dict[str, Json] = {}
     for name in state.arguments:
         reasons = []
-        for describe in _ways(name, state):
+        for describe in _descriptions(name, state):
             values = ArgumentValues({}, KNOWN, None)
             try:
                 encoded = values.encode(describe(), name)
-                read = values.decode(encoded)
-                if ArgumentValues({}, KNOWN).encode(read, name) != encoded:
-                    raise OptionError(f"{read!r:.200} is read in its place")
-            except FAILURES as error:  # OptionError and SaveError too
+                decoded = values.decode(encoded)
+                if ArgumentValues({}, KNOWN).encode(decoded, name) != encoded:
+                    raise OptionError(f"loading would return {decoded!r:.200} instead")
+            except FAILURES as error:  # includes OptionError and SaveError
                 reasons.append(str(error))
             else:
                 content[name] = {"value": encoded}
@@ -264,7 +256,7 @@ def _encode_arguments(state: TrainerState, tensors: dict[str, Tensor]) -> Json:
     return content
 
 
-def _ways(name: str, state: TrainerState) -> Sequence[Callable[[], Any]]:
+def _descriptions(name: str, state: TrainerState) -> Sequence[Callable[[], Any]]:
     """Return functions that may describe an argument by values and classes."""
     value, model = state.arguments[name], state.model
     if name == "model" and isinstance(model, KerasModule):
@@ -273,7 +265,7 @@ def _ways(name: str, state: TrainerState) -> Sequence[Callable[[], Any]]:
         return [lambda: str(value)]
     if name == "callbacks":
         return [lambda: list(value)]
-    ways = [lambda: value]
+    descriptions = [lambda: value]
     if not isinstance(state.arguments["optimizer"], str):
         # The rate is saved with the function.
         lr = state.arguments.get("lr")
@@ -283,60 +275,61 @@ def _ways(name: str, state: TrainerState) -> Sequence[Callable[[], Any]]:
         if name == "lr":
             return [lambda: None]
     if name == "scheduler" and value is not None:
-        ways.insert(0, lambda: _scheduler_maker(state))
-    return ways
+        descriptions.insert(0, lambda: _scheduler_maker(state))
+    return descriptions
 
 
 def _optimizer_maker(state: TrainerState) -> Any:
-    """Describe a new optimizer by class and hyperparameters, if these make it."""
-    made = new_optimizer(state.arguments, state.model)
-    parameters, kind = trainable(state.model), _torch_class(made, torch.optim)
+    """Describe a new optimizer by class and hyperparameters, if they recreate it."""
+    optimizer = new_optimizer(state.arguments, state.model)
+    parameters, kind = trainable(state.model), _torch_class(optimizer, torch.optim)
     defaults = {
         name: value
-        for name, value in made.defaults.items()
+        for name, value in optimizer.defaults.items()
         if name in inspect.signature(kind).parameters
     }
     places = {id(parameter): i for i, parameter in enumerate(parameters)}
-    groups = [[places[id(p)] for p in group["params"]] for group in made.param_groups]
+    groups = [[places[id(p)] for p in g["params"]] for g in optimizer.param_groups]
     maker: Any = functools.partial(kind, **defaults)
     if groups != [list(range(len(parameters)))]:
-        maker = ParameterGroups(kind, defaults, hyperparameters(made), groups)
-    again = maker(list(parameters))
-    if (again.defaults, hyperparameters(again)) != (
-        made.defaults,
-        hyperparameters(made),
+        maker = ParameterGroups(kind, defaults, hyperparameters(optimizer), groups)
+    copy = maker(list(parameters))
+    if copy.defaults != optimizer.defaults or (
+        hyperparameters(copy) != hyperparameters(optimizer)
     ):
-        raise OptionError(f"not all arguments of its {kind.__name__} can be read back")
+        raise OptionError(f"not all arguments of {kind.__name__} can be restored")
     return maker
 
 
 def _scheduler_maker(state: TrainerState) -> Any:
-    """Describe a new scheduler by its class and arguments, if these make it."""
-    optimizer, other = (new_optimizer(state.arguments, state.model) for _ in range(2))
-    made: Any = scheduling_of(state.arguments).of(optimizer)
-    kind, arguments = _torch_class(made, torch.optim.lr_scheduler), {}
+    """Describe a new scheduler by its class and arguments, if they recreate it."""
+    optimizer = new_optimizer(state.arguments, state.model)
+    scheduler: Any = scheduling_of(state.arguments).of(optimizer)
+    kind, arguments = _torch_class(scheduler, torch.optim.lr_scheduler), {}
     for name in inspect.signature(kind).parameters:
-        if name == "min_lr" and hasattr(made, "min_lrs"):
-            same = len({*made.min_lrs}) == 1
-            arguments[name] = made.min_lrs[0] if same else list(made.min_lrs)
-        elif name not in ("optimizer", "last_epoch", "verbose") and hasattr(made, name):
-            value = getattr(made, name)
-            listed = isinstance(value, Counter)
-            arguments[name] = list(value.elements()) if listed else value
+        if name == "min_lr" and hasattr(scheduler, "min_lrs"):
+            same = len({*scheduler.min_lrs}) == 1
+            arguments[name] = scheduler.min_lrs[0] if same else [*scheduler.min_lrs]
+        elif name not in ("optimizer", "last_epoch", "verbose"):
+            value = getattr(scheduler, name, inspect.Parameter.empty)
+            if isinstance(value, Counter):
+                value = list(value.elements())
+            if value is not inspect.Parameter.empty:
+                arguments[name] = value
     maker = functools.partial(kind, **arguments)
-    again = maker(other)
-    if (again.state_dict(), hyperparameters(other)) != (
-        made.state_dict(),
-        hyperparameters(optimizer),
+    optimizer_copy = new_optimizer(state.arguments, state.model)
+    copy = maker(optimizer_copy)
+    if copy.state_dict() != scheduler.state_dict() or (
+        hyperparameters(optimizer_copy) != hyperparameters(optimizer)
     ):
-        raise OptionError(f"not all arguments of its {kind.__name__} can be read back")
+        raise OptionError(f"not all arguments of {kind.__name__} can be restored")
     return maker
 
 
-def _torch_class(made: Any, module: Any) -> Any:
-    kind: Any = type(made)
+def _torch_class(value: Any, module: Any) -> Any:
+    kind: Any = type(value)
     if kind not in vars(module).values():
-        raise OptionError(f"it makes a {kind.__qualname__}, which is not of torch")
+        raise OptionError(f"it returns a {kind.__qualname__}, not a class of torch")
     return kind
 
 
@@ -358,13 +351,13 @@ def _decode_arguments(
                     missing[name] = str(error)
                 except OptionError as error:
                     raise SaveError(f"{name}: {error}") from error
-            case other:
-                raise SaveError(f"{name} is saved as {other!r:.80}")
+            case _:
+                raise SaveError(f"{name} has the content {saved!r:.80}")
     if missing:
         reasons = "".join(f"\n- {name}: {why}" for name, why in missing.items())
         raise OptionError(
-            f"pass {' and '.join(missing)} to Trainer.load as to Trainer; what was "
-            f"saved does not make them:{reasons}"
+            f"pass {' and '.join(missing)} to Trainer.load, as the save cannot restore "
+            f"{'it' if len(missing) == 1 else 'them'}:{reasons}"
         )
     return arguments
 
@@ -384,21 +377,21 @@ class ModelState:
 
     @classmethod
     def of(cls, module: nn.Module) -> "ModelState":
-        """Describe a module; state that is no tensor is an OptionError."""
-        whole: dict[str, Any] = module.state_dict(keep_vars=True)
-        first: dict[int, str] = {}
+        """Describe a module; state other than tensors is an OptionError."""
+        state_dict: dict[str, Any] = module.state_dict(keep_vars=True)
+        first_names: dict[int, str] = {}
         ties = {}
-        for name, value in whole.items():
+        for name, value in state_dict.items():
             if not isinstance(value, Tensor):
                 raise OptionError(
                     f"{name} of the model's state is a {type(value).__name__}; only "
                     "tensors can be saved"
                 )
-            if first.setdefault(id(value), name) != name:
-                ties[name] = first[id(value)]
+            if first_names.setdefault(id(value), name) != name:
+                ties[name] = first_names[id(value)]
         return cls(
-            {n: t.detach() for n, t in whole.items() if n not in ties},
-            {n: b for n, b in module.named_buffers() if n not in whole},
+            {n: t.detach() for n, t in state_dict.items() if n not in ties},
+            {n: b for n, b in module.named_buffers() if n not in state_dict},
             ties,
             [n for n, p in module.named_parameters() if not p.requires_grad],
             [n for n, m in module.named_modules() if not m.training],
@@ -407,30 +400,32 @@ class ModelState:
     def load_into(self, module: nn.Module) -> None:
         """Load this state into a new module; SaveError names a difference."""
         try:
-            own = ModelState.of(module)
+            current = ModelState.of(module)
         except OptionError as error:
             raise SaveError(str(error)) from error
-        saved, made = self._layout(), own._layout()
-        if different := differing_wrappers(saved, made):
+        saved, expected = self._layout(), current._layout()
+        if different := differing_wrappers(saved, expected):
             raise SaveError(different)
-        for name in {**made, **saved}:
-            ours, theirs = saved.get(name, "missing"), made.get(name, "missing")
-            if ours != theirs:
+        for name in {**expected, **saved}:
+            theirs, ours = saved.get(name, "missing"), expected.get(name, "missing")
+            if theirs != ours:
                 raise SaveError(
-                    f"{name} is {ours} in the save, and {theirs} in the model"
+                    f"{name} is {theirs} in the save, but {ours} in the model"
                 )
-        tied = {name: self.tensors[one] for name, one in self.ties.items()}
         places = {}
-        for name in self.hidden:  # its slot may be None, or another size
+        for name in self.hidden:
             path, _, leaf = name.rpartition(".")
             owner = dict(module.named_modules()).get(path)
-            if owner is None or leaf not in owner._buffers or name in own.tensors:
-                raise SaveError(f"{name} is no buffer of the model")
+            # `_buffers` is private in all versions of torch: `named_buffers` leaves
+            # out buffers that are None, which a saved tensor may replace.
+            if owner is None or leaf not in owner._buffers or name in current.tensors:
+                raise SaveError(f"{name} is not a buffer of the model")
             places[name] = owner, leaf
+        tied = {name: self.tensors[first] for name, first in self.ties.items()}
         try:
             module.load_state_dict({**self.tensors, **tied})
         except FAILURES as error:
-            raise SaveError(f"the model refuses its state: {error}") from error
+            raise SaveError(f"the model cannot load its state: {error}") from error
         for name, (owner, leaf) in places.items():
             setattr(owner, leaf, self.hidden[name])
         for name, parameter in module.named_parameters():
@@ -440,25 +435,25 @@ class ModelState:
             part.training = name not in self.evaluating
 
     def _layout(self) -> dict[str, str]:
-        tied = {name: f"tied to {one}" for name, one in self.ties.items()}
-        return {name: described(one) for name, one in self.tensors.items()} | tied
+        tied = {name: f"tied to {first}" for name, first in self.ties.items()}
+        return {n: described(tensor) for n, tensor in self.tensors.items()} | tied
 
 
 # ---- state of the next fit
 
 
 def new_optimizer(arguments: Mapping[str, Any], model: nn.Module) -> Optimizer:
-    """Make a model's optimizer; OptionError if the argument does not return one."""
+    """Create a model's optimizer; OptionError if the argument does not return one."""
     function = optimizer_function(arguments["optimizer"], arguments.get("lr"))
     try:
-        made: Any = optimizer_of(function, model)
+        optimizer: Any = optimizer_of(function, model)
     except USER_ERRORS as error:
         raise OptionError(optimizer_failed(function, model, error)) from error
-    if not isinstance(made, Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise OptionError(
-            f"optimizer must return a torch.optim.Optimizer, got {made!r}"
+            f"optimizer must return a torch.optim.Optimizer, got {optimizer!r}"
         )
-    return made
+    return optimizer
 
 
 def scheduling_of(arguments: Mapping[str, Any]) -> Scheduling:
@@ -521,7 +516,7 @@ def _continued(
     _fingerprint(model, optimizer, rate.scheduler).check(
         Fingerprint(*fit["fingerprint"]),
         "the save",
-        "to train on with others, make a new Trainer with the model_ of a loaded one",
+        "to train with another one, create a new Trainer from the loaded model_",
     )
     exchange, steering = fit["common"]["exchange"], fit["per_replica"]
     check({name: exchange[name] for name in _EXCHANGE}, _EXCHANGE)
@@ -529,29 +524,30 @@ def _continued(
     try:
         optimizer.load_state_dict(steering["optimizer"])
     except USER_ERRORS as error:
-        raise SaveError(f"the optimizer refuses its state: {error}") from error
+        raise SaveError(f"the optimizer cannot load its state: {error}") from error
     schedule = steering["schedule"]
     if schedule is not None:
         check({name: schedule[name] for name in _SCHEDULE}, _SCHEDULE)
         saved = schedule["state"]
-        wrong = [
-            name for name in saved if callable(getattr(rate.scheduler, name, None))
-        ]
-        if wrong:
-            raise SaveError(f"the state of the scheduler has {wrong}")
+        methods = [n for n in saved if callable(getattr(rate.scheduler, n, None))]
+        if methods:
+            raise SaveError(f"the scheduler's state would replace methods: {methods}")
         try:
             rate.go_on_(schedule["count"], saved)
         except USER_ERRORS as error:
-            raise SaveError(f"the scheduler refuses its state: {error}") from error
+            raise SaveError(f"the scheduler cannot load its state: {error}") from error
     sent = exchange["sent"]
     if not all(0 < threshold < math.inf for threshold, _ in sent.values()):
-        raise SaveError(f"its thresholds are {sent!r:.200}")
+        raise SaveError(f"thresholds must be > 0 and finite, got {sent!r:.200}")
     if "residual" in exchange:
         check({name: exchange[name] for name in _RESIDUAL}, _RESIDUAL)
         counts, grid = exchange["residual"], exchange["grid"]
         size = sum(p.numel() for p in trainable(model))
         if described(counts) != f"int32 ({size},)" or not 0 < grid < math.inf:
-            raise SaveError(f"its residual is {described(counts)}, in steps of {grid}")
+            raise SaveError(
+                f"the residual must be int32 ({size},), in steps > 0, got "
+                f"{described(counts)}, in steps of {grid}"
+            )
     trained = trained._replace(made=list(fit["hyperparameters"]))
     checksum = checksum_of(model)
     return replace(state, optimizer=trained, carried=exchange, checksum=checksum)
@@ -604,24 +600,20 @@ def _history_of(values: Any) -> History:
         history.stopping = Stopping(**values["stopping"])
     history.run = RunRecord(**values["run"])
     history.timeline = Timeline(history.run.began)
-    layout = _layout(values["step_columns"], layout_of(StepRow), "steps")
-    history.steps.extend(unpack_rows(_bytes(values["steps"]), StepRow, layout))
+    packed, layout = _packed(values, "steps", "step_columns", layout_of(StepRow))
+    history.steps.extend(unpack_rows(packed, StepRow, layout))
     history.layers = LayerTable(values["layer_names"])
-    layout = _layout(values["layer_columns"], layout_of(LayerRow), "layers")
-    history.layers.extend(unpack_rows(_bytes(values["layers"]), LayerRow, layout))
-    layout = _layout(values["span_columns"], SPANS, "timeline")
-    history.timeline.extend(_bytes(values["timeline"]), layout)
+    packed, layout = _packed(values, "layers", "layer_columns", layout_of(LayerRow))
+    history.layers.extend(unpack_rows(packed, LayerRow, layout))
+    history.timeline.extend(*_packed(values, "timeline", "span_columns", SPANS))
     return history
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    packed: bytes = tensor.numpy().tobytes()
-    return packed
-
-
-def _layout(columns: Any, own: np.dtype[Any], what: str) -> np.dtype[Any]:
-    """Make the layout of packed rows, perhaps of another release."""
-    found = [(name, kind) for name, kind in columns]
-    if not {kind for _, kind in found} <= {column[1] for column in own.descr}:
-        raise SaveError(f"the columns of its {what} are {found!r:.80}")
-    return np.dtype(found)
+def _packed(
+    values: Any, name: str, columns_name: str, current: np.dtype[Any]
+) -> tuple[bytes, np.dtype[Any]]:
+    """Return packed rows and their layout, perhaps of another release."""
+    columns = [(column, kind) for column, kind in values[columns_name]]
+    if not {kind for _, kind in columns} <= {column[1] for column in current.descr}:
+        raise SaveError(f"the columns of {name} have unknown types: {columns!r:.80}")
+    return values[name].numpy().tobytes(), np.dtype(columns)

@@ -197,7 +197,9 @@ class TestClient:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the workers have the device")
 def test_a_device_that_a_worker_has_not(client):
-    message = r"^replica \d on \w+://.*: device='cuda' is not there: torch finds 0 CUDA"
+    message = (
+        r"^replica \d on \w+://.*: device 'cuda' does not exist: torch finds 0 CUDA"
+    )
 
     with pytest.raises(OptionError, match=f"{message}.*take device='auto'"):
         fit(client, Given(X, Y), {"device": "cuda"})

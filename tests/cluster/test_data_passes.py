@@ -221,6 +221,6 @@ def test_no_worker_is_waited_for_without_end(monkeypatch):
     with (
         cluster_of(1, processes=False) as client,
         dask.config.set({"daskdl.timeouts.join": "0.5s"}),
-        pytest.raises(WaitTimeoutError, match=r"no worker came within 0\.5 s"),
+        pytest.raises(WaitTimeoutError, match=r"no worker joined within 0\.5 s"),
     ):
         sums(InMemory(VALUES, None, batch_size=2), client)

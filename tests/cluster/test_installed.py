@@ -149,8 +149,8 @@ def test_a_worker_that_hangs_is_named(client, do):
         do(client)
 
     assert str(caught.value) == (
-        "no answer within 2 s (daskdl.timeouts.join + request) to which daskdl and "
-        f"torch it has, from worker {worker}: it hangs, or takes longer to import them"
+        f"worker {worker}: no answer within 2 s (daskdl.timeouts.join + request) about "
+        "the versions of daskdl and torch; the process hangs, or imports them slowly"
     )
 
 
@@ -275,7 +275,7 @@ def test_a_worker_with_other_versions_takes_no_part_and_is_reported(
     (message,) = logged(what)
     workers = set(apart.client.nthreads())
     (address,) = (worker for worker in workers - first if worker in message)
-    assert f"worker {address} has joined the cluster, and is not used" in message
+    assert f"worker {address} has joined the cluster, but is not used" in message
     assert f"the client has daskdl {daskdl.__version__} and torch" in message
     assert "install the same daskdl" in message
     assert max(row["replicas"] for row in script.rows) == 2

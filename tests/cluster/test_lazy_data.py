@@ -220,8 +220,8 @@ class TestBlocksThatDoNotCome:
             trainer(client).fit(x, y % 4, batch_size=8)
 
         assert re.match(
-            r"replica \d on tcp://\S+: no part came within 2 s \(daskdl\.timeouts\.data"
-            r"\); it is waiting for part 5 of the train data to be loaded",
+            r"replica \d on tcp://\S+: part 5 of the train data was not loaded within "
+            r"2 s \(daskdl\.timeouts\.data\)",
             str(caught.value),
         )
 

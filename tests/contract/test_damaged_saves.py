@@ -507,4 +507,4 @@ def test_remaining_rows_of_other_data_are_refused(in_an_epoch, tmp_path):
     found = resumed_with(in_an_epoch, tmp_path, change)
 
     assert isinstance(found, OptionError)
-    assert "the data, their parts, seed or shuffle are other ones now" in str(found)
+    assert "the data, their partitioning, seed or shuffle have changed" in str(found)

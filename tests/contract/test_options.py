@@ -153,7 +153,9 @@ def test_an_invalid_timeout_is_refused():
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda")])
 def test_missing_cuda_is_refused_at_once(device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = f"device='{device}' is not there: torch finds 0 CUDA devices in this pro"
+    message = (
+        f"device '{device}' does not exist: torch finds 0 CUDA devices in this pro"
+    )
 
     with pytest.raises(OptionError, match=f"^{re.escape(message)}"):
         fit({"device": device, "optimizer": lambda p: pytest.fail("too late")})

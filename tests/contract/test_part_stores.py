@@ -225,7 +225,7 @@ class TestWorkerStore:
         channel = NeverThere(lost=False)
         store = worker_store(rows, channel, sources=sources, timeouts=timeouts)
 
-        with pytest.raises(WaitTimeoutError, match="no part came within 2 s"):
+        with pytest.raises(WaitTimeoutError, match="was not loaded within 2 s"):
             store.rows("train", 0, key)
         may_end.set()
 
@@ -339,8 +339,8 @@ class TestAhead:
         source.may_end.set()
 
         assert str(caught.value) == (
-            "no part came within 0.02 s (daskdl.timeouts.data); it is waiting for part "
-            "1 of the train data (box 1) to be loaded"
+            "part 1 of the train data (box 1) was not loaded within 0.02 s "
+            "(daskdl.timeouts.data)"
         )
 
 

@@ -207,7 +207,7 @@ def test_one_that_hangs_is_left_behind_with_a_warning(hang, caplog):
         own.fit(X, Y, batch_size=16)
 
     assert re.search(
-        r"after 1 s \(daskdl\.timeouts\.stop\) it has not left: replica 0 on "
+        r"a replica has not ended within 1 s \(daskdl\.timeouts\.stop\): replica 0 on "
         r"this machine, last seen at step 1, update \d, \d\.\d s ago",
         caplog.text,
     )
@@ -265,7 +265,7 @@ class TestBackend:
         with pytest.raises(RunError, match="was lost") as caught:
             own.fit(X, Y, batch_size=16)
 
-        assert "at the end of epoch 0, the newest" in caught.value.__notes__[0]
+        assert "after epoch 0, the latest" in caught.value.__notes__[0]
         for name, value in own.model_.state_dict().items():
             assert torch.equal(value, whole.model_.state_dict()[name])
         assert own.history_.steps[-1]["step"] == 10**6

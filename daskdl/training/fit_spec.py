@@ -127,10 +127,10 @@ class TrainedOptimizer(NamedTuple):
         The state is kept; hyperparameters that the user has changed take effect.
         """
         if type(optimizer) is not type(self.optimizer):
-            _log_anew(f"optimizer makes a {type(optimizer).__name__} now")
+            _log_reset(f"optimizer is now of class {type(optimizer).__name__}")
             return None
         if parameters_of(optimizer, model) != self.parameters:
-            _log_anew("optimizer has other parameters or groups now")
+            _log_reset("optimizer has other parameters or groups than before")
             return None
         made = hyperparameters(optimizer)
         changed = [
@@ -140,7 +140,7 @@ class TrainedOptimizer(NamedTuple):
         if not any(changed):
             return self
         if any(map(_needs_other_state, changed, self.made)):
-            _log_anew(f"optimizer needs another state for {changed}")
+            _log_reset(f"optimizer needs other state for {changed}")
             return None
         logger.info("the optimizer continues with its state and %s", changed)
         state: dict[str, Any] = self.optimizer.state_dict()
@@ -170,8 +170,8 @@ class FitState:
 
     Attributes:
         optimizer: Optimizer of the last fit, or None.
-        carried: What the replicas left, see `Exchange.carried`.
-        checksum: Checksum of the parameters that a residual in `carried` belongs to.
+        carried: State of the exchanges, see `Exchange.carried`.
+        checksum: Checksum of the parameters to which a residual in `carried` belongs.
         epochs: Number of epochs of all fits.
         class_count: Number of classes in the last fit; None without class labels.
         evaluating: Paths of the submodules that stayed in evaluation mode in the last
@@ -201,9 +201,8 @@ class FitState:
         carried = self.carried_to(model)
         if carried.keys() != self.carried.keys():
             logger.warning(
-                "model_ has other trainable parameters, or other values in them, than "
-                "at the end of the last fit: residuals that had not been sent are "
-                "dropped"
+                "the trainable parameters of model_ have changed since the last fit: "
+                "unsent residuals are dropped"
             )
         evaluating = evaluating_in(model, self.evaluating)
         if evaluating:
@@ -226,10 +225,10 @@ class FitState:
         return ReplicaState({"kind": ALONE, "epoch": 0}, common, steering)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
-    return bool(one == other)
+def _same(new: Any, old: Any) -> bool:
+    if isinstance(new, torch.Tensor) or isinstance(old, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(new), torch.as_tensor(old)))
+    return bool(new == old)
 
 
 def _needs_other_state(changed: dict[str, Any], old: dict[str, Any]) -> bool:
@@ -244,12 +243,12 @@ def _needs_other_state(changed: dict[str, Any], old: dict[str, Any]) -> bool:
     )
 
 
-def _log_anew(why: str) -> None:
-    logger.warning("%s: its state and learning rate schedule start over", why)
+def _log_reset(reason: str) -> None:
+    logger.warning("%s: its state and learning rate schedule start over", reason)
 
 
 def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Copy the user's module or create it; a Keras model becomes a torch module.
+    """Copy or create the user's module; a Keras model becomes a torch module.
 
     Args:
         model: A module, which is not changed, or a function that returns one.
@@ -265,7 +264,7 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
     def seeded() -> Any:
         with preserved_random_state():
             torch.manual_seed(seed)
-            random.seed(seed)  # Keras draws the seeds of initialisers from it
+            random.seed(seed)  # the source of Keras' seeds for initialisers
             return as_module(_called(function))
 
     return made(seeded)
@@ -279,7 +278,7 @@ def _called(function: Callable[[], Any]) -> Any:
         except TypeError as error:
             name = function.__name__
             raise ModelError(
-                f"model is the class {name}, which needs arguments: {error}; give a "
+                f"model is the class {name}, which needs arguments: {error}; pass a "
                 f"function, lambda: {name}(...)"
             ) from error
     return function()
@@ -374,20 +373,21 @@ class FitSpec:
         """Describe the options for readers, by name, without credentials."""
         usual = {n: v for n, v in optimizer.defaults.items() if v not in (None, False)}
         size = sum(parameter.numel() for parameter in trainable(model))
-        own = {field.name: getattr(self, field.name) for field in fields(FitSpec)}
-        own |= vars(own.pop("stepping")) | {"scheduler": own.pop("scheduling").make}
-        read = own.pop("read")
+        options = {field.name: getattr(self, field.name) for field in fields(FitSpec)}
+        options |= vars(options.pop("stepping"))
+        options["scheduler"] = options.pop("scheduling").make
+        read = options.pop("read")
         return {
             "model": f"{_named(model)}, {size:,} trainable parameters",
             "optimizer": f"{_named(optimizer)}, "
             + ", ".join(f"{name}={value}" for name, value in usual.items()),
-            "loss": _named(own.pop("objective")),
+            "loss": _named(options.pop("objective")),
             "batch_size": str(read.batch_size),
             "transform": _named(read.transform),
             "on_bad_batch": read.on_bad_batch,
-            # They may have URLs and credentials.
-            "callbacks": ", ".join(map(_named, own.pop("callbacks"))) or "none",
-            **{n: _named(value) for n, value in own.items() if n != "optimizer"},
+            # By class only: callbacks may contain URLs and credentials.
+            "callbacks": ", ".join(map(_named, options.pop("callbacks"))) or "none",
+            **{n: _named(value) for n, value in options.items() if n != "optimizer"},
         }
 
     def sources(
@@ -415,11 +415,11 @@ class FitSpec:
         if weighted and isinstance(validation, tuple) and len(validation) == 3:
             validation = validation[0], Weighted(*validation[1:])
         if is_number(validation):
-            given = y if isinstance(y, Weighted) else Weighted(y, None)
-            X, y, read = unified(X, given.labels, read)
+            weight = y.weight if isinstance(y, Weighted) else None
+            X, y, read = unified(X, y.labels if isinstance(y, Weighted) else y, read)
             classes = number_labels(y, "y", classes)[1] or classes
-            if given.weight is not None:
-                y = given._replace(labels=y)
+            if weight is not None:
+                y = Weighted(y, weight)
             (X, y), validation = split_rows(X, y, validation, self.seed)
         labelled = not isinstance(self.objective, OwnStep)
         seed = self.seed if self.shuffle else None
@@ -443,9 +443,9 @@ class FitSpec:
                     read = replace(read, columns={**(read.columns or {}), **columns})
                 read = replace(read, scaled_by=scaling_of(train, read.transform))
                 read = read if y is None else replace(read, label=None)
-                own = weighted_source(x, y, read, labelled=labelled, classes=classes)
-                check_same_classes(own, classes)
-                sources["validation"] = own
+                source = weighted_source(x, y, read, labelled=labelled, classes=classes)
+                check_same_classes(source, classes)
+                sources["validation"] = source
         return sources
 
 
@@ -479,7 +479,7 @@ MOST_LOAD_THREADS = 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicaSpec(FitSpec):
-    """The specification of a prepared fit, identical for all replicas of a run.
+    """The specification of a prepared fit, equal for all replicas of a run.
 
     `callbacks` holds only the callbacks that run on workers; `read` has neither loader
     nor collate function.
@@ -505,9 +505,9 @@ class ReplicaSpec(FitSpec):
         checkpoints: Plan for writing checkpoints; None: the run writes none.
         resume: The checkpoint that the run resumes; None: it starts from `model`.
         secret: Secret of the run, see `check_secret`.
-        start: The state that goes with `model`: of an earlier fit, or of this one, if
-            an earlier run of it has lost all its replicas. Its header has the first
-            epoch to train. None: replicas begin with `model` alone.
+        start: The state that belongs to `model`: of an earlier fit, or of this one, if
+            an earlier run of it lost all its replicas. Its header has the first epoch
+            to train. None: replicas start with `model` alone.
     """
 
     run: int

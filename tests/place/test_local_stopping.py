@@ -208,4 +208,4 @@ def test_a_warning_says_that_the_best_model_was_lost(monkeypatch, caplog):
     stopping = own.fit(X, Y, epochs=2).stopping
 
     assert (stopping.best_epoch, stopping.restored) == (1, False)
-    assert "all replicas that had the model of epoch 1, the best" in caplog.text
+    assert "all replicas with the best model, of epoch 1, were lost" in caplog.text

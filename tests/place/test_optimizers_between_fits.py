@@ -73,7 +73,7 @@ def test_another_class_starts_over(replicas, caplog):
         history = fit(own)
 
     assert history.column("learning_rate") == [2e-3]
-    assert "optimizer makes a Adam now" in caplog.text
+    assert "optimizer is now of class Adam" in caplog.text
     assert type(own.optimizer_) is torch.optim.Adam
 
 
@@ -115,8 +115,8 @@ def test_other_parameters_start_over_and_drop_the_residual(replicas, change, cap
     with caplog.at_level(logging.WARNING, logger="daskdl"):
         fit(own, validation=(X, Y))
 
-    assert "optimizer has other parameters or groups now" in caplog.text
-    dropped = "residuals that had not been sent are dropped"
+    assert "optimizer has other parameters or groups than before" in caplog.text
+    dropped = "unsent residuals are dropped"
     assert (dropped in caplog.text) == (replicas == 2)
     trained = dict(own.model_.named_parameters())
     assert all(p.equal(before[n]) != p.requires_grad for n, p in trained.items())

@@ -104,7 +104,7 @@ class ParameterGroup:
 
     algorithm: ThresholdAlgorithm
     residual: ResidualView
-    sent: Sent | None  # outcome of the last exchange
+    sent: Sent | None = None  # outcome of the last exchange
     exchanges: int = 0
 
     def next_threshold(self, last: Sent | None, grid: float) -> float:
@@ -137,7 +137,6 @@ class Compressor:
         threshold: Threshold algorithm, or algorithms by pattern of parameter names.
         residual: Limits the residual after an exchange.
         apply: "eager" (the module computes with local) or "strict" (with shared).
-        last: Outcomes of an earlier run to continue from, by pattern.
 
     Example:
         >>> import torch
@@ -165,10 +164,7 @@ class Compressor:
         threshold: ThresholdAlgorithm | Mapping[str, ThresholdAlgorithm],
         residual: ResidualPostProcessor,
         apply: Literal["eager", "strict"] = "eager",
-        last: Mapping[str, Sent] | None = None,
     ) -> None:
-        if apply not in {"eager", "strict"}:
-            raise OptionError(f"apply must be 'eager' or 'strict', got {apply!r}")
         self.clipped = self.clipped_per_entry = 0.0
         thresholds = LayerThresholds.of(threshold)
         assigned = thresholds.assign(parameters.slices)  # before anything is changed
@@ -177,9 +173,7 @@ class Compressor:
         ranges = ranges_by_pattern(parameters, self.vector, assigned)
         self.groups = {
             pattern: ParameterGroup(
-                algorithm,
-                ResidualView(self.vector, ranges[pattern]),
-                (last or {}).get(pattern),
+                algorithm, ResidualView(self.vector, ranges[pattern])
             )
             for pattern, algorithm in thresholds.items()
         }

@@ -263,9 +263,9 @@ class LearningRate:
             self._held += 1
             if self._held == 2:  # a replica may be faster than expected
                 logger.warning(
-                    "OneCycleLR has come to its end, total_steps=%s, before the fit: "
-                    "the learning rate stays at %.3g; Trainer.steps returns how many "
-                    "steps a replica makes, and a fast one makes more",
+                    "OneCycleLR has reached its end, total_steps=%s, before the fit "
+                    "has: the learning rate stays at %.3g; Trainer.steps returns how "
+                    "many steps a replica makes, and a fast one makes more",
                     total,
                     self.value,
                 )
@@ -275,8 +275,8 @@ class LearningRate:
         except ValueError as error:
             needed = self._count_before + self._epochs
             raise OptionError(
-                f"OneCycleLR has come to its end, total_steps={total}, before the fit; "
-                f"give it total_steps={needed} or more, one for each epoch"
+                f"OneCycleLR has reached its end, total_steps={total}, before the fit "
+                f"has; give it total_steps={needed} or more, one for each epoch"
             ) from error
 
 

@@ -187,7 +187,11 @@ class GradientSharingExchange(Exchange):
         if replicas != self._replicas:
             self._scale_for(replicas)
         begins = self._step % self._interval.steps == 0
-        bound = self._staleness_bound() if begins else None
+        steps_made = self._steps_before + self._step
+        # An adaptive optimizer learns less from old updates, so the interval of this
+        # replica decides, not the longest that another replica may have.
+        every = self._interval.steps if self._adaptive else 0
+        bound = options.staleness_bound(steps_made, every) if begins else None
         ahead = self._channel.wait_for_peers(self._step, interval, bound)
         waited = self._now()
         self._lead = options.least_lead(self._step, ahead, self._steps_before)
@@ -197,17 +201,11 @@ class GradientSharingExchange(Exchange):
         self._density, self._frames, self._encode_s = math.nan, [], 0.0
         if not self._in_step:
             self._apply(self._channel.drain())
-        elif begins:  # else it has not been waited for those that arrive
+        elif begins:  # otherwise some updates may still be in flight
             self._apply(self._channel.drain(self._step))
         self._began = self._now()
         self._wait_s, self._apply_s = waited - started, self._began - waited
         self._spent_s += self._apply_s
-
-    def _staleness_bound(self) -> int | None:
-        # An adaptive optimizer learns less from old updates, so the interval of this
-        # replica decides, not the longest that another replica may have.
-        every = self._interval.steps if self._adaptive else 0
-        return self._options.staleness_bound(self._steps_before + self._step, every)
 
     def _apply(self, pending: DrainResult) -> None:
         if pending.folded_N is not None:
@@ -647,6 +645,8 @@ class GradientSharing(TrainingMaster):
             >>> GradientSharing(exchange_every=12).longest_interval(10**6)
             12
         """
+        if self.exchange_every != "auto":
+            return self.exchange_every
         return self.pace().longest_after(steps_made)
 
     def announces(self, step: int) -> bool:

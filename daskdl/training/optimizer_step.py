@@ -264,14 +264,14 @@ def diagnosis(symptoms: Symptoms) -> str:
 
     Example:
         >>> print(diagnosis(Symptoms(replica=1, epoch=0, step=1, loss=math.nan)))
-        the loss became nan at step 1 of replica 1, in epoch 0; the last agreed state \
-is that of the start, and in model_; nothing had been trained yet: look for NaN and \
-infinity in X and y, and at the loss
+        the loss became nan at step 1 of replica 1, in epoch 0; model_ holds the \
+initial state; no step had succeeded: check X and y for NaN and infinity, and check \
+the loss function
     """
     epoch = symptoms.epoch
-    good = f"epoch {epoch - 1}" if epoch else "the start"
-    agreed = f"the last agreed state is that of {good}, and in model_"
-    return "; ".join([_course(symptoms), agreed, *_hints(symptoms)])
+    agreed = f"state agreed on after epoch {epoch - 1}" if epoch else "initial state"
+    holds = f"model_ holds the {agreed}"
+    return "; ".join([_course(symptoms), holds, *_hints(symptoms)])
 
 
 def _course(s: Symptoms) -> str:
@@ -302,8 +302,8 @@ def _hints(s: Symptoms) -> Iterator[str]:
         )
     elif s.first_loss is None:
         yield (
-            "nothing had been trained yet: look for NaN and infinity in X and y, and "
-            "at the loss"
+            "no step had succeeded: check X and y for NaN and infinity, and check the "
+            "loss function"
         )
     elif s.high_steps or s.rising or s.event:
         yield from _of_rate(s)
@@ -311,8 +311,8 @@ def _hints(s: Symptoms) -> Iterator[str]:
         yield from _of_sharing(s)
     else:
         yield (
-            "it came from one step to the next: look for NaN in X, and for a division "
-            "by 0 or the logarithm of 0 in the loss; if there is none, lower the "
+            "the loss jumped within one step: check X for NaN, and the loss for a "
+            "division by 0 or a logarithm of 0; if there is neither, lower the "
             f"learning rate{_rate(s)}"
         )
     if s.high_steps:

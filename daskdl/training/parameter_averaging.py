@@ -263,7 +263,7 @@ class AveragingExchange(Exchange):
         gathered = self._channel.barrier(MEETING, self._vote.to_wire(), kind)
         self._wait_s += time.perf_counter() - started
         if self._replica in gathered.gone:
-            raise Stopped("the others have gone on without this replica")
+            raise Stopped("the other replicas continued without this one")
         decided = RoundDecision.of(Vote.by_replica(gathered.payloads), gathered.gone)
         # By now, all replicas have fetched the blobs of the round before.
         self._channel.drop_blobs(keep=self._state_name)

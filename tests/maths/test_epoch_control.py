@@ -231,7 +231,7 @@ class TestLearningRate:
             rate.step_()
 
         assert [r.message[:35] for r in caplog.records] == [
-            "OneCycleLR has come to its end, tot"
+            "OneCycleLR has reached its end, tot"
         ]
 
 

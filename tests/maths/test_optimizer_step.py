@@ -41,8 +41,8 @@ HIGH = dataclasses.replace(SUDDEN, loss=512.0, before=400.0, high_steps=200)
 
 # Without the numbers, so that a hint with others is seen too.
 LEARNING = "lower the learning rate"
-DATA = "look for NaN in X, and for a division by 0 or the logarithm of 0 in the loss"
-NOTHING = "nothing had been trained yet: look for NaN and infinity in X and y"
+DATA = "check X for NaN, and the loss for a division by 0 or a logarithm of 0"
+NOTHING = "no step had succeeded: check X and y for NaN and infinity"
 GROUP = "with this update_scale"
 SPARSE = "use adapt_rate=False"
 SET = "set clip_grad_norm"
@@ -95,20 +95,20 @@ def test_hints_depend_on_the_measurements(symptoms, change, hints):
     [
         (
             dataclasses.replace(SUDDEN, loss=0.5, event="parameters became inf"),
-            "parameters became inf at step 80 of replica 3, in epoch 2; the last "
-            "agreed state is that of epoch 1, and in model_; lower the learning rate, "
+            "parameters became inf at step 80 of replica 3, in epoch 2; model_ holds "
+            "the state agreed on after epoch 1; lower the learning rate, "
             "0.1; set clip_grad_norm",
         ),
         (
             FIRST,
-            "the loss became nan at step 1 of replica 0, in epoch 0; the last agreed "
-            "state is that of the start, and in model_; ",
+            "the loss became nan at step 1 of replica 0, in epoch 0; model_ holds the "
+            "initial state; ",
         ),
         (
             SUDDEN,
             "the loss became nan at step 80 of replica 3, in epoch 2; it was 2.303 at "
-            "its first step and 0.25 just before; the last agreed state is that of "
-            "epoch 1, and in model_; ",
+            "its first step and 0.25 just before; model_ holds the state agreed on "
+            "after epoch 1; ",
         ),
         (
             RISING,
@@ -117,8 +117,8 @@ def test_hints_depend_on_the_measurements(symptoms, change, hints):
         (
             HIGH,
             "the loss ran away: it is 512 at step 80 of replica 3, in epoch 2, and has "
-            "been too high for 200 steps; it was 2.303 at its first step; the last "
-            "agreed state is that of epoch 1, and in model_; ",
+            "been too high for 200 steps; it was 2.303 at its first step; model_ holds "
+            "the state agreed on after epoch 1; ",
         ),
     ],
 )

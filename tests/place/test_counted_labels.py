@@ -241,4 +241,4 @@ def test_nan_in_x_is_not_blamed_on_the_loss():
     with pytest.raises(DivergedError) as said:
         trainer(False, model=net).fit(broken, Y.clip(0), batch_size=8, shuffle=False)
 
-    assert "look for NaN in X" in str(said.value)
+    assert "check X for NaN" in str(said.value)

@@ -199,7 +199,7 @@ def test_a_one_cycle_that_has_come_to_its_end_keeps_its_rate(caplog):
 
     assert rates == pytest.approx([0.1 / 25 / 1e4] * 2)  # torch's smallest
     (record,) = [own for own in caplog.records if "OneCycleLR" in own.message]
-    assert record.message.startswith("OneCycleLR has come to its end, total_steps=20, ")
+    assert record.message.startswith("OneCycleLR has reached its end, total_steps=20, ")
 
 
 def test_the_steps_of_a_stream_are_not_known():

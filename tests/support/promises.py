@@ -93,12 +93,12 @@ class EarlyEnds:
         pattern = (
             rf"replica (\d) on {place.where}: the loss became {value} at step 34 of "
             r"replica \1, in epoch 2; it was \S+ at its first step and \S+ just "
-            r"before; the last agreed state is that of epoch 1, and in model_; "
+            r"before; model_ holds the state agreed on after epoch 1; "
         )
         hint = (
             "the model's outputs are finite, so the loss itself is nan"
             if math.isnan(value)
-            else "it came from one step to the next: look for NaN in X"
+            else "the loss jumped within one step: check X for NaN"
         )
         assert re.match(pattern + hint, str(caught.value))
         shared = records(tmp_path, epoch=1)[0]["shared"]

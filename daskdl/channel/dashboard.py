@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from daskdl.channel.leasing import RunSpec
 from daskdl.channel.protocol import LiveReport
-from daskdl.channel.run_state import Member, Membership
+from daskdl.channel.run_state import Membership, MemberState
 from daskdl.errors import shown
 from daskdl.observe.report import Html, number, table
 from daskdl.observe.tables import Thinned
@@ -157,14 +157,14 @@ class RunView:
         return at - self._began_at
 
     @property
-    def present(self) -> dict[int, Member]:
+    def present(self) -> dict[int, MemberState]:
         """Replicas that take part now, by number."""
         if self.over is not None:
             return {}
         return {r: self.members.replicas[r] for r in self.members.present}
 
     @property
-    def listed(self) -> dict[int, Member]:
+    def listed(self) -> dict[int, MemberState]:
         """Replicas that take part, followed by those that left last."""
         members = self.members.replicas
         gone = [r for r, member in members.items() if member.joined and member.gone]

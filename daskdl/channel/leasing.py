@@ -61,7 +61,7 @@ class Lease(NamedTuple):
     @property
     def rows(self) -> int:
         """Number of rows in all ranges."""
-        return sum(one.rows for one in self.ranges)
+        return sum(part.rows for part in self.ranges)
 
 
 class RemainingWork(NamedTuple):
@@ -83,7 +83,7 @@ class SyncPoint(NamedTuple):
 
     def to_wire(self) -> list[Any]:
         """The sync point as plain lists."""
-        remaining = [[r, [list(one) for one in own]] for r, own in self.remaining]
+        remaining = [[r, [list(part) for part in parts]] for r, parts in self.remaining]
         return [self.order, remaining, list(self.departed)]
 
 
@@ -107,8 +107,8 @@ class SyncIntervals(NamedTuple):
 
 WHOLE_EPOCHS = SyncIntervals()
 
-# Enough that a replica at half the speed of the others delays the end of an epoch
-# little, few enough that a lease is worth its request.
+# Enough that a replica at half the speed of the others barely delays the end of an
+# epoch; few enough that a lease is worth its request.
 LEASES_PER_REPLICA = 8
 
 
@@ -220,19 +220,19 @@ def joined(ranges: Iterable[Range]) -> tuple[Range, ...]:
         >>> joined([Range(7, 0, 4), Range(7, 4, 6), Range(2, 6, 8)])
         (Range(part=7, start=0, stop=6), Range(part=2, start=6, stop=8))
     """
-    found: list[Range] = []
-    for one in ranges:
-        if found and found[-1][::2] == (one.part, one.start):
-            found[-1] = found[-1]._replace(stop=one.stop)
+    merged: list[Range] = []
+    for part in ranges:
+        if merged and merged[-1][::2] == (part.part, part.start):
+            merged[-1] = merged[-1]._replace(stop=part.stop)
         else:
-            found.append(one)
-    return tuple(found)
+            merged.append(part)
+    return tuple(merged)
 
 
-def split(own: Range, rows: int) -> tuple[Range, Range]:
+def split(part: Range, rows: int) -> tuple[Range, Range]:
     """Split a range into its first `rows` rows and the rest."""
-    middle = own.start + rows
-    return own._replace(stop=middle), own._replace(start=middle)
+    middle = part.start + rows
+    return part._replace(stop=middle), part._replace(start=middle)
 
 
 def portions(ranges: Iterable[Range], sizes: Iterable[int]) -> Iterator[list[Range]]:
@@ -248,16 +248,16 @@ def portions(ranges: Iterable[Range], sizes: Iterable[int]) -> Iterator[list[Ran
         [Range(part=7, start=0, stop=6), Range(part=2, start=0, stop=2)]
         [Range(part=2, start=2, stop=4)]
     """
-    rest = deque(ranges)
+    uncut = deque(ranges)
     for size in sizes:
         portion = []
-        while rest and size > 0:
-            own = rest.popleft()
-            if own.rows > size:
-                own, later = split(own, size)
-                rest.appendleft(later)
-            portion.append(own)
-            size -= own.rows
+        while uncut and size > 0:
+            part = uncut.popleft()
+            if part.rows > size:
+                part, later = split(part, size)
+                uncut.appendleft(later)
+            portion.append(part)
+            size -= part.rows
         yield portion
 
 
@@ -315,7 +315,7 @@ class Leasing(ABC):
         if not self.has_one_for(replica):
             return None
         lease = self._take(replica, is_near if self._any_held else None)
-        parts = dict.fromkeys(one.part for one in lease.ranges)
+        parts = dict.fromkeys(taken.part for taken in lease.ranges)
         if lease.ahead is not None:
             parts.setdefault(lease.ahead)
         lease = lease._replace(keys={part: self._keys[part] for part in parts})
@@ -400,7 +400,7 @@ class Leasing(ABC):
     ) -> None:
         """Begin an epoch with its remaining work, which may be the whole epoch."""
         self.repeated = 0
-        self.unfinished = sum(one.rows for work in remaining for one in work.ranges)
+        self.unfinished = sum(part.rows for work in remaining for part in work.ranges)
         self._count = 0  # leases cut so far
         self._limit = self._interval_rows
         self._interval_over = self._ended = False
@@ -470,7 +470,7 @@ class DynamicLeasing(Leasing):
         ][::-1]
         self._free = list(range(len(self._parts)))  # positions of parts not begun
         self._rests: list[Range] = []  # unleased rows of gone replicas' parts
-        self._own: dict[int, Range] = {}  # unleased rows of each replica's part
+        self._begun: dict[int, Range] = {}  # unleased rows of each replica's part
         self._reserved: dict[int, Range] = {}  # next part of each replica
         self._far: set[int] = set()  # replicas whose reserved part is not near
         self._looked: dict[int, int] = {}  # where a replica's search resumes
@@ -479,16 +479,16 @@ class DynamicLeasing(Leasing):
     @override
     def remaining(self) -> list[RemainingWork]:
         free = (self._parts[position] for position in self._free)
-        begun = (*self._rests, *self._own.values(), *self._reserved.values())
-        again = (one for lease in self._again for one in lease.ranges)
+        begun = (*self._rests, *self._begun.values(), *self._reserved.values())
+        again = (part for lease in self._again for part in lease.ranges)
         ranges = [*free, *begun, *again]
-        ranges.sort(key=lambda one: (self._order[one.part], one.start))
+        ranges.sort(key=lambda part: (self._order[part.part], part.start))
         return [RemainingWork(NOBODY, joined(ranges))]
 
     @override
     def _has_free(self, replica: int) -> bool:
         return bool(
-            replica in self._own
+            replica in self._begun
             or self._free
             or self._rests
             or self._reserved
@@ -499,7 +499,7 @@ class DynamicLeasing(Leasing):
     def lose(self, replica: int) -> None:
         super().lose(replica)
         self._takers.discard(replica)
-        for parts in (self._own, self._reserved):
+        for parts in (self._begun, self._reserved):
             if replica in parts:
                 self._rests.append(parts.pop(replica))
 
@@ -513,16 +513,16 @@ class DynamicLeasing(Leasing):
         ranges: list[Range] = []
         rows, most = 0, self._lease_rows()
         while rows < most and self._go_on(replica, is_near):
-            own = self._own.pop(replica)
-            if own.stop == TO_ITS_END:
+            part = self._begun.pop(replica)
+            if part.stop == TO_ITS_END:
                 if ranges:  # a part of unknown length is leased alone
-                    self._own[replica] = own
+                    self._begun[replica] = part
                     break
                 most = 0
-            elif own.rows > most - rows:
-                own, self._own[replica] = split(own, most - rows)
-            ranges.append(own)
-            rows += own.rows
+            elif part.rows > most - rows:
+                part, self._begun[replica] = split(part, most - rows)
+            ranges.append(part)
+            rows += part.rows
         self._unleased -= rows
         ahead = self._reserved[replica].part if replica in self._reserved else None
         return self._cut_lease(ranges, None if ahead == ranges[-1].part else ahead)
@@ -539,10 +539,10 @@ class DynamicLeasing(Leasing):
 
     def _go_on(self, replica: int, is_near: IsNear | None) -> bool:
         """Ensure that a replica has a part, and reserve its next; False if none."""
-        if replica not in self._own:
+        if replica not in self._begun:
             if not self._reserve(replica, is_near):
                 return False
-            self._own[replica] = self._reserved.pop(replica)
+            self._begun[replica] = self._reserved.pop(replica)
         self._reserve(replica, is_near)
         return True
 
@@ -568,22 +568,22 @@ class DynamicLeasing(Leasing):
             key = self._keys[part.part]
             return key != "" and is_near(key)
 
-        for rest in self._rests:
-            if near(rest):
-                self._rests.remove(rest)
-                return rest
+        for part in self._rests:
+            if near(part):
+                self._rests.remove(part)
+                return part
         # A bounded search; the next one resumes where this one ends.
         most = max(LOOKS_PER_REPLICA * len(self._takers), LEAST_LOOKS)
-        first = self._looked.get(replica, len(self._parts))
-        at = bisect.bisect_right(self._free, first) - 1
+        resumes_at = self._looked.get(replica, len(self._parts))
+        at = bisect.bisect_right(self._free, resumes_at) - 1
         for index in range(at, at - min(most, len(self._free)), -1):
             self._looked[replica] = self._free[index] - 1
             if near(self._parts[self._free[index]]):
                 return self._parts[self._free.pop(index)]
         # Parts reserved for replicas that would have to fetch them from this worker.
-        for other in sorted(self._far & self._reserved.keys()):
-            if near(self._reserved[other]):
-                return self._reserved.pop(other)
+        for holder in sorted(self._far & self._reserved.keys()):
+            if near(self._reserved[holder]):
+                return self._reserved.pop(holder)
         return None
 
     # ---- parts of other replicas
@@ -591,28 +591,31 @@ class DynamicLeasing(Leasing):
     def _ample(self) -> list[int]:
         """Replicas with enough unleased rows of their part to share it."""
         rows = self._sizes.rows
-        own = self._own.items()
-        return [r for r, part in own if part.rows > LOADING * rows[part.part]]
+        return [
+            r
+            for r, part in self._begun.items()
+            if part.rows > LOADING * rows[part.part]
+        ]
 
     def _join_in(self, replica: int) -> None:
         """Take over rows that another replica would train on next."""
 
-        def to_do(other: int) -> int:
-            parts = (self._own.get(other), self._reserved.get(other))
+        def to_do(holder: int) -> int:
+            parts = (self._begun.get(holder), self._reserved.get(holder))
             return sum(part.rows for part in parts if part is not None)
 
         if self._reserved:
             busiest = max(self._reserved, key=to_do)
-            self._own[replica] = self._reserved.pop(busiest)
+            self._begun[replica] = self._reserved.pop(busiest)
             return
         busiest = max(sorted(self._ample()), key=to_do)
-        own, step = self._own.pop(busiest), self._sizes.step_rows
-        if own.rows >= 2 * step:  # half of the rows, in whole steps; else all
-            loading = int(LOADING * self._sizes.rows[own.part])
-            kept = (own.rows + loading + step) // (2 * step)
-            most = own.rows // step - 1
-            self._own[busiest], own = split(own, min(kept, most) * step)
-        self._own[replica] = own
+        part, step = self._begun.pop(busiest), self._sizes.step_rows
+        if part.rows >= 2 * step:  # half of the rows, in whole steps; else all
+            loading = int(LOADING * self._sizes.rows[part.part])
+            kept = (part.rows + loading + step) // (2 * step)
+            most = part.rows // step - 1
+            self._begun[busiest], part = split(part, min(kept, most) * step)
+        self._begun[replica] = part
 
 
 def stretches(part: Range, most: int, step_rows: int) -> list[Range]:
@@ -652,32 +655,32 @@ class StaticPartition(Leasing):
         replicas: Sequence[int],
     ) -> None:
         super()._begin(order, remaining, replicas)
-        own = sorted(work for work in remaining if work.replica != NOBODY)
+        shared = sorted(work for work in remaining if work.replica != NOBODY)
         free = [work for work in remaining if work.replica == NOBODY]
-        shares: list[Sequence[Range]] = [work.ranges for work in own]
-        if len(own) != len(replicas):
-            parts = [one for work in remaining for one in work.ranges]
+        shares: list[Sequence[Range]] = [work.ranges for work in shared]
+        if len(shared) != len(replicas):
+            parts = [part for work in remaining for part in work.ranges]
             free = []
             shares = [*shared_out(parts, self._sizes.step_rows, len(replicas))]
-        self._orphans = self._cut([one for work in free for one in work.ranges])
+        self._orphans = self._cut([part for work in free for part in work.ranges])
         cut = map(self._cut, shares)
         self._shares = dict(zip(sorted(replicas), cut, strict=True))
 
     def _cut(self, share: Sequence[Range]) -> deque[tuple[Range, ...]]:
         """Cut a share into leases; none crosses the end of a sync interval."""
-        known = [one for one in share if one.stop != TO_ITS_END]
-        rows, most = sum(one.rows for one in known), self._sizes.lease_rows
+        known = [part for part in share if part.stop != TO_ITS_END]
+        rows, most = sum(part.rows for part in known), self._sizes.lease_rows
         interval = self._interval_rows or max(rows, 1)
         sizes = [min(most, interval - at) for at in range(0, interval, most)]
         intervals = -(-rows // interval)
         leases = map(tuple, portions(known, sizes * intervals))
-        whole = ((one,) for one in share if one.stop == TO_ITS_END)
-        return deque([*filter(None, leases), *whole])
+        unbounded = ((part,) for part in share if part.stop == TO_ITS_END)
+        return deque([*filter(None, leases), *unbounded])
 
     @override
     def remaining(self) -> list[RemainingWork]:
         flat = itertools.chain.from_iterable
-        work = [RemainingWork(r, joined(flat(own))) for r, own in self._shares.items()]
+        work = [RemainingWork(r, joined(flat(s))) for r, s in self._shares.items()]
         again = (lease.ranges for lease in self._again)
         free = joined(flat([*again, *self._orphans]))
         return [*work, RemainingWork(NOBODY, free)] if free else work
@@ -698,10 +701,9 @@ class StaticPartition(Leasing):
         if not share:
             return self._repeat()
         ranges = share.popleft()
-        later = (
-            one.part for own in share for one in own if one.part != ranges[-1].part
-        )
-        return self._cut_lease(ranges, next(later, None))
+        parts = (part.part for later in share for part in later)
+        ahead = next((part for part in parts if part != ranges[-1].part), None)
+        return self._cut_lease(ranges, ahead)
 
 
 def shared_out(
@@ -718,9 +720,9 @@ def shared_out(
         [Range(part=2, start=0, stop=4)]
     """
     known = [part for part in parts if part.stop != TO_ITS_END]
-    whole = [part for part in parts if part.stop == TO_ITS_END]
+    unbounded = [part for part in parts if part.stop == TO_ITS_END]
     rows = sum(part.rows for part in known)
-    steps, more = divmod(-(-rows // step_rows), replicas)
-    sizes = [(steps + (i < more)) * step_rows for i in range(replicas)]
+    steps, remainder = divmod(-(-rows // step_rows), replicas)
+    sizes = [(steps + (i < remainder)) * step_rows for i in range(replicas)]
     shares = portions(known, sizes)
-    return [[*share, *whole[i::replicas]] for i, share in enumerate(shares)]
+    return [[*share, *unbounded[i::replicas]] for i, share in enumerate(shares)]

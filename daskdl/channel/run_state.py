@@ -37,7 +37,7 @@ AT_FIRST = PeerProgress()
 
 
 @dataclass
-class Member:
+class MemberState:
     """One replica, from its assignment to a worker until the run closes.
 
     Attributes:
@@ -49,13 +49,13 @@ class Member:
         heartbeat_at: Time of the last heartbeat, seconds on the scheduler's clock.
         progress: Last known progress.
         generation: Membership by which the replica sends to others; -1: none yet.
-        adopted_at: Last own update when that membership was adopted, or a later one.
+        adopted_at: Its last update when it adopted that membership, or a later one.
         received: By origin, the update up to which all are received or not needed.
         joined_at: Time at which it joined, seconds on the scheduler's clock.
-        gone_at: Time at which it has gone, on the same clock.
+        gone_at: Time at which it left or failed, on the same clock.
         why: Why it has gone, or is about to go.
         failed: Whether it was lost, or has raised an error.
-        token: Sent with each request of the replica; None: it has sent none yet.
+        token: Sent with each request of the replica; None before the earliest request.
     """
 
     worker: str
@@ -87,46 +87,50 @@ class Membership:
     """The replicas of one run."""
 
     generation: int
-    replicas: dict[int, Member]
+    replicas: dict[int, MemberState]
 
     def __init__(self, workers: Mapping[int, str]) -> None:
         self.generation = 0
-        self.replicas = {r: Member(w, active=True) for r, w in workers.items()}
+        self.replicas = {r: MemberState(w, active=True) for r, w in workers.items()}
         self._started = False
 
-    def _those(self, chosen: Callable[[Member], bool]) -> list[int]:
-        return sorted(r for r, one in self.replicas.items() if chosen(one))
+    def _those(self, chosen: Callable[[MemberState], bool]) -> list[int]:
+        return sorted(r for r, member in self.replicas.items() if chosen(member))
 
     @property
     def present(self) -> list[int]:
         """Replicas that joined and have not gone, ascending."""
-        return self._those(lambda one: one.joined and not one.gone)
+        return self._those(lambda member: member.joined and not member.gone)
 
     @property
     def expected(self) -> list[int]:
         """Replicas for which barriers wait, whether joined yet or not; ascending."""
-        return self._those(lambda one: one.active and not one.gone)
+        return self._those(lambda member: member.active and not member.gone)
 
     @property
     def training(self) -> list[int]:
         """Replicas that are both expected and present, ascending."""
-        return self._those(lambda one: one.active and one.joined and not one.gone)
+        return self._those(
+            lambda member: member.active and member.joined and not member.gone
+        )
 
     @property
     def absent(self) -> list[int]:
         """Initial replicas that have not joined yet, ascending."""
-        return self._those(lambda one: one.active and not one.joined and not one.gone)
+        return self._those(
+            lambda member: member.active and not member.joined and not member.gone
+        )
 
     @property
     def joining(self) -> list[int]:
         """Replicas that were assigned later and are not active yet, ascending."""
-        return self._those(lambda one: not one.active and not one.gone)
+        return self._those(lambda member: not member.active and not member.gone)
 
     @property
     def gone(self) -> dict[int, int]:
         """Last update of each replica that left or failed."""
         members = self.replicas.items()
-        return {r: one.progress.sequence for r, one in members if one.gone}
+        return {r: member.progress.sequence for r, member in members if member.gone}
 
     @property
     def started(self) -> bool:
@@ -137,12 +141,12 @@ class Membership:
     def assign(self, worker: str) -> int:
         """Add a replica on a worker; return its number."""
         replica = max(self.replicas) + 1
-        self.replicas[replica] = Member(worker, active=False)
+        self.replicas[replica] = MemberState(worker, active=False)
         return replica
 
     def assigned_to(self, worker: str) -> list[int]:
         """Replicas of a worker that have not gone, ascending."""
-        return self._those(lambda one: one.worker == worker and not one.gone)
+        return self._those(lambda member: member.worker == worker and not member.gone)
 
     def is_here(self, replica: int) -> bool:
         """Whether the replica exists and has not gone."""
@@ -161,11 +165,11 @@ class Membership:
         if member.token != token:
             raise ValueError(f"the request is not from replica {replica}")
 
-    def taking_part(self, replica: int) -> Member:
+    def taking_part(self, replica: int) -> MemberState:
         """A replica that joined and has not gone."""
         member = self.replicas.get(replica)
         if member is not None and member.gone:
-            raise GoneError(f"replica {replica} is not a member any more")
+            raise GoneError(f"replica {replica} is no longer a member of this run")
         if member is None or not member.joined:
             raise ValueError(f"replica {replica} is not a member of this run")
         return member
@@ -187,18 +191,18 @@ class Membership:
         described = []
         for replica in replicas:
             member = self.replicas[replica]
-            said = "which has not joined"
+            progress = "which has not joined"
             if member.joined:
-                said = (
+                progress = (
                     f"last seen at step {member.progress.step}, update "
                     f"{member.progress.sequence}, "
                     f"{max(now - member.heartbeat_at, 0.0):.1f} s ago"
                 )
-            described.append(f"replica {replica} on {member.worker}, {said}")
+            described.append(f"replica {replica} on {member.worker}, {progress}")
         return "; ".join(described)
 
 
-def _phase(member: Member) -> str:
+def _phase(member: MemberState) -> str:
     if member.gone:
         return "gone"
     if not member.joined:
@@ -243,9 +247,9 @@ class OpenBarrier:
 
 
 # What one replica may publish without room, or while updates are held back: this many
-# updates of any size, and more until they have this many bytes. One that leaves sends
-# its outbox, which is 1 MiB or one update of any size, and a last update of any size,
-# each twice if an answer is lost. That it leaves is only its own word.
+# updates of any size, and more up to this many bytes. A leaving replica sends its
+# outbox, which is 1 MiB or one update of any size, and a last update of any size, each
+# twice if an answer is lost. The bounds limit a replica that only claims to leave.
 LEAVING_UPDATES = 4
 LEAVING_BYTES = 16 * 2**20
 MOST_NAMED = 8  # gone replicas in a message, which fits a screen
@@ -363,8 +367,8 @@ class RunState:
             member.acknowledge(self._passed_on())
         else:
             # Replicas that wait for the start send no heartbeat meanwhile.
-            for one in members.replicas.values():
-                one.heartbeat_at = now
+            for initial in members.replicas.values():
+                initial.heartbeat_at = now
         members.generation += 1
         member.joined, member.heartbeat_at, member.joined_at = True, now, now
         self.outboxes[replica] = outbox
@@ -565,7 +569,9 @@ class RunState:
     def _passed_on(self) -> dict[int, int]:
         members = self.members.replicas.items()
         return {
-            r: one.progress.sequence for r, one in members if one.joined or one.gone
+            r: member.progress.sequence
+            for r, member in members
+            if member.joined or member.gone
         }
 
     # ---- barriers
@@ -578,8 +584,8 @@ class RunState:
         An arrival after the barrier is complete opens the next barrier of this key. A
         replica waits at one barrier at a time, so their number is bounded.
         """
-        for open_key, other in self.barriers.items():
-            if open_key != key and replica in other.payloads:
+        for open_key, opened in self.barriers.items():
+            if open_key != key and replica in opened.payloads:
                 raise ValueError(
                     f"replica {replica} waits at the barrier {open_key!r:.80}, and "
                     f"cannot arrive at {key!r:.80}"
@@ -655,7 +661,7 @@ class RunState:
             key=key,
             epoch=self.epoch,
             payloads=payloads,
-            client_payloads=[own for _, own in sorted(barrier.client_payloads.items())],
+            client_payloads=[p for _, p in sorted(barrier.client_payloads.items())],
             **barrier.counted,
         )
         self.epoch += 1
@@ -758,13 +764,15 @@ class RunState:
         replicas = [
             {
                 "replica": replica,
-                "worker": one.worker,
-                "phase": _phase(one),
-                "step": one.progress.step,
-                "silent_s": max(now - one.heartbeat_at, 0.0) if one.joined else None,
+                "worker": member.worker,
+                "phase": _phase(member),
+                "step": member.progress.step,
+                "silent_s": max(now - member.heartbeat_at, 0.0)
+                if member.joined
+                else None,
                 "rows": train.rows_held(replica),
             }
-            for replica, one in sorted(members.replicas.items())
+            for replica, member in sorted(members.replicas.items())
         ]
         barriers = [
             [sorted(barrier.payloads), sorted(self._awaited(barrier))]
@@ -820,16 +828,18 @@ class RunState:
         if self.members.expected or self._ended:
             return
         gone = sorted(self._departed)
-        more = f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
+        unnamed = (
+            f" and {len(gone) - MOST_NAMED} more" if len(gone) > MOST_NAMED else ""
+        )
         if self._all_retired:
             replicas = self.members.replicas
             workers = [*dict.fromkeys(replicas[r].worker for r in gone)]
             error: DaskDLError = RunError(
-                f"all workers have retired: {', '.join(workers[:MOST_NAMED])}{more}"
+                f"all workers have retired: {', '.join(workers[:MOST_NAMED])}{unnamed}"
             )
         else:
             who = "; ".join(self._departed[r] for r in gone[:MOST_NAMED])
-            error = WaitTimeoutError(f"no replica is left: lost {who}{more}")
+            error = WaitTimeoutError(f"no replica is left: lost {who}{unnamed}")
         self.deserted = self.stopped is None
         self.give_up(error)
 
@@ -837,8 +847,8 @@ class RunState:
         """End the run with an error that no replica's code has caused."""
         if self.stopped is None:
             kind, summary = type(error).__name__, str(error)
-            own = {"deserted": True} if self.deserted else {}
-            self.post("failed", type=kind, summary=summary, **own)
+            fields = {"deserted": True} if self.deserted else {}
+            self.post("failed", type=kind, summary=summary, **fields)
             self.stop(summary)
 
     def fail(self, replica: int, failure: Mapping[str, Any]) -> None:
@@ -847,8 +857,12 @@ class RunState:
         member = self.members.replicas[replica]
         member.why, member.failed = shown(f"failed: {summary}", 500), True
         if replica in self.members.joining:  # the others can continue
-            own = {"type": failure["type"], "summary": shown(summary, 500)}
-            self.post("not joined", replica=replica, **own)
+            self.post(
+                "not joined",
+                replica=replica,
+                type=failure["type"],
+                summary=shown(summary, 500),
+            )
             return
         self.post("failed", replica=replica, worker=member.worker, **failure)
         self.stop(f"replica {replica} failed: {summary}")

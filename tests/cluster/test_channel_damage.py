@@ -147,7 +147,7 @@ async def test_requests_of_a_lost_replica_are_answered_and_change_nothing(c, s, 
             fields = {**GOOD[operation], "replica": 1, "token": token_of(1)}
             answer = await run.ask(f"daskdl_{operation}", run=RUN, **fields)
             assert answer["status"] == "unknown", operation
-            assert "replica 1 is not a member any more" in answer["reason"]
+            assert "replica 1 is no longer a member" in answer["reason"]
 
         assert (run.record.refused, run.record.stopped) == (0, None)
         assert await lease(run.channels[0]) == (0, "p")
@@ -161,7 +161,7 @@ async def test_a_replica_that_was_removed_has_to_stop(c, s, a, b):
 
         assert publish(channel)
 
-        with pytest.raises(Stopped, match="replica 1 is not a member any more"):
+        with pytest.raises(Stopped, match="replica 1 is no longer a member"):
             await in_thread(channel.wait_for_updates, {0: 1})
         assert totals(run.channels[0].drain()) == [0] * SIZE
         await in_thread(channel.leave)

@@ -20,8 +20,6 @@ BANNED = {
 
 # Modules with such names, to be renamed: this list only shrinks.
 UNCLEAN: set[str] = {
-    "channel/leasing.py",
-    "channel/run_state.py",
     "codec/frame.py",
     "data/batching.py",
     "data/checks.py",

@@ -182,7 +182,7 @@ class GradientSharingExchange(Exchange):
         options, started = self._options, self._now()
         if not self._stats.steps:  # on_epoch_begin has run
             self._vector.sync_from_parameters_()
-        self._comparison.begin()
+            self._comparison.begin()
         replicas = 1 + len(self._channel.peers())
         if replicas != self._replicas:
             self._scale_for(replicas)
@@ -194,7 +194,9 @@ class GradientSharingExchange(Exchange):
         bound = options.staleness_bound(steps_made, every) if begins else None
         ahead = self._channel.wait_for_peers(self._step, interval, bound)
         waited = self._now()
-        self._lead = options.least_lead(self._step, ahead, self._steps_before)
+        self._lead = 0
+        if ahead > 0:
+            self._lead = options.least_lead(self._step, ahead, self._steps_before)
         self._stats.lead_sum += self._lead
         self._stats.steps += 1
         self._stats.rate_rise_sum += self.rate_factor - 1

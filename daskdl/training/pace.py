@@ -7,7 +7,7 @@ to one replica, with durations that the replica measures as it trains.
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from daskdl.config import check_whole
@@ -62,12 +62,10 @@ class ExchangePace:
 
     def at_most(self, steps: int) -> "ExchangePace":
         """Return a pace whose intervals are no longer than a number of steps."""
-        first_longest, longest = (
-            min(self.first_longest, steps),
-            min(self.longest, steps),
-        )
-        return ExchangePace(
-            self.share, self.first_share, first_longest, longest, ramp=self.ramp
+        return replace(
+            self,
+            first_longest=min(self.first_longest, steps),
+            longest=min(self.longest, steps),
         )
 
     def interval(self, cost: float, steps_made: int) -> int:

@@ -234,12 +234,11 @@ class ArgumentValues(JsonValues):
         if kind is Normalization:
             return {"normalization": value.to_dict()}
         if kind is functools.partial:
-            parts = {
-                "of": value.func,
-                "arguments": list(value.args),
-                "keywords": value.keywords,
-            }
-            encoded = {k: self.encode(v, name, depth + 1) for k, v in parts.items()}
+            function, arguments, keywords = (
+                self.encode(part, name, depth + 1)
+                for part in (value.func, list(value.args), value.keywords)
+            )
+            encoded = {"of": function, "arguments": arguments, "keywords": keywords}
             return {"partial": encoded}
         if isinstance(value, type | FunctionType):
             for place, module in _TORCH.items():
@@ -399,12 +398,9 @@ def _loss_arguments(loss: nn.Module) -> dict[str, Any]:
         | {"training": True}
         for module in (loss, kind(**arguments))
     )
+    missing = inspect.Parameter.empty
     for name in current.keys() | reconstructed.keys():
-        if (
-            name not in current
-            or name not in reconstructed
-            or current[name] != reconstructed[name]
-        ):
+        if current.get(name, missing) != reconstructed.get(name, missing):
             raise OptionError(
                 f"the loss has an attribute {name} that no argument of "
                 f"{kind.__name__} sets"

@@ -318,19 +318,19 @@ class AgreedStateFetcher:
         """Request the state from one replica after another; None if all fail."""
         avoid: list[int] = []
         while True:
-            first = answer = await self._ask(self._wanted, 0, avoid)
-            if first.get("replica") is None:
+            opening = answer = await self._ask(self._wanted, 0, avoid)
+            if opening.get("replica") is None:
                 return None
             payloads = []
             while answer["status"] == Answer.OK:
                 payloads.append(np.frombuffer(unwrap(answer["bytes"]), np.uint8))
-                if len(payloads) == first["parts"]:
-                    arrays = join(first["forms"], payloads)
+                if len(payloads) == opening["parts"]:
+                    arrays = join(opening["forms"], payloads)
                     return await asyncio.to_thread(decoded, arrays)
                 answer = await self._ask(
-                    first["epoch"], len(payloads), (), first["replica"]
+                    opening["epoch"], len(payloads), (), opening["replica"]
                 )
-            avoid.append(first["replica"])
+            avoid.append(opening["replica"])
 
     async def _ask(
         self, epoch: int, part: int, avoid: Any, replica: int | None = None

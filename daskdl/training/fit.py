@@ -500,7 +500,7 @@ class FitRun:
             resume=None,
             start=ReplicaState({**header, "rows": rows}, common, per_replica),
         )
-        return sent, f"after epoch {epoch}"
+        return sent, f"from the state after epoch {epoch}"
 
     def _handle_event(self, event: Event, reporter: "ProgressReporter") -> None:
         match event:

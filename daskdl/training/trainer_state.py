@@ -421,7 +421,7 @@ class ModelState:
             if owner is None or leaf not in owner._buffers or name in current.tensors:
                 raise SaveError(f"{name} is not a buffer of the model")
             places[name] = owner, leaf
-        tied = {name: self.tensors[first] for name, first in self.ties.items()}
+        tied = {name: self.tensors[target] for name, target in self.ties.items()}
         try:
             module.load_state_dict({**self.tensors, **tied})
         except FAILURES as error:
@@ -435,7 +435,7 @@ class ModelState:
             part.training = name not in self.evaluating
 
     def _layout(self) -> dict[str, str]:
-        tied = {name: f"tied to {first}" for name, first in self.ties.items()}
+        tied = {name: f"tied to {target}" for name, target in self.ties.items()}
         return {n: described(tensor) for n, tensor in self.tensors.items()} | tied
 
 

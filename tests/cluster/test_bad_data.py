@@ -164,7 +164,7 @@ class TestClient:
         with Client(idle.cluster, set_as_default=False) as closed:
             pass
 
-        with pytest.raises(OptionError, match=r"is 'closed'; create another"):
+        with pytest.raises(OptionError, match=r"'closed'; create a new one"):
             trainer(closed).fit(X, Y)
 
     def test_an_asynchronous_one_is_refused(self, untouched):
@@ -201,7 +201,7 @@ def test_a_device_that_a_worker_has_not(client):
         r"^replica \d on \w+://.*: device 'cuda' does not exist: torch finds 0 CUDA"
     )
 
-    with pytest.raises(OptionError, match=f"{message}.*take device='auto'"):
+    with pytest.raises(OptionError, match=f"{message}.*use device='auto'"):
         fit(client, Given(X, Y), {"device": "cuda"})
 
 

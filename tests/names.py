@@ -38,7 +38,6 @@ UNCLEAN: set[str] = {
     "data/torch_datasets.py",
     "data/validate.py",
     "keras/compiled.py",
-    "training/dask_backend.py",
     "training/fit_spec.py",
     "training/trainer_state.py",
 }

@@ -31,7 +31,7 @@ from benchmarks.clusters import local_client, trainer
 from benchmarks.results import Question, in_turns, median_ratio, medians
 from benchmarks.work import BATCH, perceptron, samples
 from daskdl.data.manifest import Manifest
-from daskdl.data.packed import KIND, PackedRows
+from daskdl.data.packed import FORMAT, PackedRows
 from daskdl.data.storage import store_of
 
 BATCHES_PER_PART = 8
@@ -75,7 +75,7 @@ def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {"source": "memory", "load": 0.0, "prefetch": 2, "beside": 1.0, **memory}
         for load in LOADS:
             store = store_of(folder)
-            files = SlowFiles(store, Manifest.read(store, KIND))
+            files = SlowFiles(store, Manifest.read(store, FORMAT))
             files.seconds = load * part / (memory["rows_per_s"] / 2)  # of one replica
             lazy = da.from_array(x, chunks=(part, *x.shape[1:])).map_blocks(
                 slow, files.seconds, meta=x[:0]

@@ -1,16 +1,13 @@
-"""Manifests: checksummed lists of the files in a folder of daskdl.
+"""Manifests: checksummed lists of the files in a folder.
 
-Packed files and saves are files in a folder with a manifest: JSON with a checksum of
-each file and of itself, written last and atomically. A folder without a manifest is
-unfinished, and damage is found when a file is read.
+Packed files and saves are folders with a manifest: JSON with the checksums of all files
+and its own, written last and atomically. A folder without a manifest is unfinished;
+damage is detected when a file is read.
 """
 
 import contextlib
 import hashlib
 import json
-import struct
-import tarfile
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,55 +19,45 @@ from daskdl.config import VERSION
 from daskdl.data.storage import Store
 from daskdl.errors import DataError
 
-# Errors of JSON that is not text, is nested too deeply, or has unexpected content; and
-# of archives and safetensors files.
-_DAMAGED = (
-    ValueError,
-    TypeError,
-    LookupError,
-    RuntimeError,
-    EOFError,
-    struct.error,
-    tarfile.TarError,
-    zipfile.BadZipFile,
-    SafetensorError,
-)
+# Errors of JSON that is not UTF-8, is nested too deeply, or has unexpected content, and
+# of safetensors files.
+_DAMAGED = (ValueError, TypeError, LookupError, RuntimeError, SafetensorError)
 
 
 @contextlib.contextmanager
 def naming_damage(url: str, remedy: str) -> Iterator[None]:
-    """Turn errors caused by the content of a file into a DataError with the remedy."""
+    """Turn errors caused by a damaged file into a DataError with the remedy."""
     try:
         yield
     except DataError:
         raise
     except _DAMAGED as error:
-        shown = f"{type(error).__name__}: {error!s:.200}"
-        raise DataError(f"{url} is damaged: {shown}; {remedy}") from error
+        reason = f"{type(error).__name__}: {error!s:.200}"
+        raise DataError(f"{url} is damaged: {reason}; {remedy}") from error
 
 
 def is_count(value: Any, least: int = 0) -> bool:
-    """Whether a value of JSON is a whole number of at least `least`."""
+    """Whether a JSON value is an integer of at least `least`."""
     return type(value) is int and value >= least
 
 
-class Kind(NamedTuple):
-    """What a folder holds; each kind has its own manifest."""
+class ManifestFormat(NamedTuple):
+    """The format of a folder, and of its manifest."""
 
-    format: str  # name of the format, such as "daskdl packed files"
+    title: str  # such as "daskdl packed files"
     version: int  # of the layout
-    name: str  # file name of the manifest
-    hint: str  # remedy if the file is of another format
-    remedy: str  # for a damaged folder
+    file_name: str  # of the manifest
+    hint: str  # remedy if the manifest has another format
+    remedy: str  # if a file is damaged
 
 
 @dataclass(frozen=True)
 class File:
-    """A file beside the manifest."""
+    """A file that a manifest lists."""
 
-    name: str  # in the folder, not a path
+    name: str  # without a folder
     nbytes: int
-    sha256: str  # checksum of its bytes, in hexadecimal
+    sha256: str  # hexadecimal
     details: Mapping[str, Any] = field(default_factory=dict)  # JSON: rows, role, ...
 
     @classmethod
@@ -81,19 +68,23 @@ class File:
 
     @classmethod
     def from_json(cls, entry: Any) -> "File":
-        """Read what `to_json` returns; refuse a name that leads out of the folder."""
+        """Read what `to_json` returns; reject names that lead out of the folder."""
         details = dict(entry)
         name, nbytes, sha256 = map(details.pop, ("name", "nbytes", "sha256"))
-        named = isinstance(name, str) and not {*name} & {*"/\\\0"}
-        known = is_count(nbytes) and isinstance(sha256, str)
-        if not named or name in ("", ".", "..") or not known:
+        is_name = isinstance(name, str) and not {*name} & {*"/\\\0"}
+        has_content = is_count(nbytes) and isinstance(sha256, str)
+        if not is_name or name in ("", ".", "..") or not has_content:
             raise ValueError(f"{entry!r:.200} describes no file")
         return cls(name, nbytes, sha256, details)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        own = {"name": self.name, "nbytes": self.nbytes, "sha256": self.sha256}
-        return {**own, **self.details}
+        return {
+            "name": self.name,
+            "nbytes": self.nbytes,
+            "sha256": self.sha256,
+            **self.details,
+        }
 
     def read(self, store: Store, remedy: str) -> bytes:
         """Read the file; a DataError with the remedy if it is damaged."""
@@ -103,7 +94,7 @@ class File:
         return content
 
     def is_intact(self, store: Store) -> bool:
-        """Whether the file is there with these bytes."""
+        """Whether the file exists with this checksum."""
         return store.exists(self.name) and not self._damage(store.read(self.name))
 
     def _damage(self, content: bytes) -> str:
@@ -122,43 +113,43 @@ class Manifest:
     content: Any  # everything else, as JSON
 
     @classmethod
-    def read(cls, store: Store, kind: Kind) -> "Manifest":
+    def read(cls, store: Store, form: ManifestFormat) -> "Manifest":
         """Read the manifest of a folder."""
-        url, encoded = store.url_of(kind.name), store.read(kind.name)
-        with naming_damage(url, kind.remedy):
-            return cls._checked(encoded, kind, url)
+        url, encoded = store.url_of(form.file_name), store.read(form.file_name)
+        with naming_damage(url, form.remedy):
+            document = json.loads(encoded)
+            if not isinstance(document, dict) or document.get("format") != form.title:
+                raise DataError(
+                    f"{url} does not have the format {form.title!r}; {form.hint}"
+                )
+            version = document["version"]
+            if not is_count(version, least=1):
+                raise ValueError(f"its version is {version!r:.200}")
+            if version > form.version:
+                raise DataError(
+                    f"{url} has version {version}, but this daskdl reads versions up to "
+                    f"{form.version}; install a newer daskdl"
+                )
+            if document.pop("sha256") != _digest(document):
+                raise ValueError("its checksum is wrong")
+            files = tuple(map(File.from_json, document["files"]))
+            if len({file.name for file in files}) < len(files):
+                raise ValueError("a file is listed twice")
+            return cls(files, document["content"])
 
-    @classmethod
-    def _checked(cls, encoded: bytes, kind: Kind, url: str) -> "Manifest":
-        whole = json.loads(encoded)
-        if not isinstance(whole, dict) or whole.get("format") != kind.format:
-            raise DataError(f"{url} is not of the format {kind.format!r}; {kind.hint}")
-        if not is_count(whole["version"], least=1):
-            raise ValueError(f"its version is {whole['version']!r:.200}")
-        if whole["version"] > kind.version:
-            raise DataError(
-                f"{url} is of version {whole['version']}, but this daskdl reads up to "
-                f"{kind.version}; install a newer one"
-            )
-        if whole.pop("sha256") != _digest(whole):
-            raise ValueError("its checksum is wrong")
-        files = tuple(map(File.from_json, whole["files"]))
-        if len({file.name for file in files}) < len(files):
-            raise ValueError("a file is listed twice")
-        return cls(files, whole["content"])
-
-    def write(self, store: Store, kind: Kind) -> None:
+    def write(self, store: Store, form: ManifestFormat) -> None:
         """Write the manifest into a folder that already has all files."""
-        whole = {
-            "format": kind.format,
-            "version": kind.version,
+        document = {
+            "format": form.title,
+            "version": form.version,
             "made_by": {"daskdl": VERSION, "torch": torch.__version__},
             "files": [file.to_json() for file in self.files],
             "content": self.content,
         }
-        whole["sha256"] = _digest(whole)
-        store.write(kind.name, json.dumps(whole, indent=1, allow_nan=False).encode())
+        document["sha256"] = _digest(document)
+        encoded = json.dumps(document, indent=1, allow_nan=False).encode()
+        store.write(form.file_name, encoded)
 
 
-def _digest(whole: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+def _digest(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

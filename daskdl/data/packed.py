@@ -20,14 +20,14 @@ from typing_extensions import override
 
 from daskdl.data import batching
 from daskdl.data.batching import Rows, Tree
-from daskdl.data.manifest import File, Kind, Manifest, is_count, naming_damage
+from daskdl.data.manifest import File, Manifest, ManifestFormat, is_count, naming_damage
 from daskdl.data.named_columns import Columns, NamedRows
 from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.data.storage import OpenBytes, Store
 from daskdl.data.tables import check_arrays
 from daskdl.errors import DataError
 
-KIND = Kind(
+FORMAT = ManifestFormat(
     "daskdl packed files",
     1,
     "packed.json",
@@ -209,8 +209,8 @@ def _checked_arrays(
     store: Store, file: File, check: Callable[[dict[str, np.ndarray]], None]
 ) -> dict[str, np.ndarray]:
     """Read a packed file; a DataError if it is damaged, or `check` raises an error."""
-    content = file.read(store, KIND.remedy)
-    with naming_damage(store.url_of(file.name), KIND.remedy):
+    content = file.read(store, FORMAT.remedy)
+    with naming_damage(store.url_of(file.name), FORMAT.remedy):
         arrays: dict[str, np.ndarray] = safetensors.numpy.load(content)
         check(arrays)
         return arrays
@@ -341,15 +341,15 @@ def packed_in(store: Store) -> PackedRows | list[PackedFiles] | None:
     Raises:
         DataError: If packing has not been finished, or the manifest cannot be used.
     """
-    if not store.exists(KIND.name):
+    if not store.exists(FORMAT.file_name):
         if not store.exists(ORIGIN):
             return None
         raise DataError(
             f"packing to {store.url} has not been finished; run it again, and it "
             "continues where it stopped"
         )
-    manifest = Manifest.read(store, KIND)
-    with naming_damage(store.url_of(KIND.name), KIND.remedy):
+    manifest = Manifest.read(store, FORMAT)
+    with naming_damage(store.url_of(FORMAT.file_name), FORMAT.remedy):
         if manifest.content["schema"] is not None:
             return PackedRows(store, manifest)
         check_files(manifest.files, None)

@@ -50,7 +50,7 @@ from daskdl.data.inputs import (
 )
 from daskdl.data.manifest import File, Manifest, is_count, naming_damage
 from daskdl.data.packed import (
-    KIND,
+    FORMAT,
     ORIGIN,
     PackedRows,
     Schema,
@@ -152,7 +152,7 @@ class Progress:
 
         def checked(name: str) -> tuple[int, dict[str, Any]]:
             record = self._read(name)
-            with naming_damage(self.store.url_of(name), KIND.remedy):
+            with naming_damage(self.store.url_of(name), FORMAT.remedy):
                 number = int(name.rpartition("-")[2].removesuffix(".json"))
                 check(number, record)
                 return number, record
@@ -168,7 +168,7 @@ class Progress:
         """Write a file, and delete it again if packing is over by now."""
         self.check()
         self.store.write(name, content)
-        finished = stays and self.store.exists(KIND.name)
+        finished = stays and self.store.exists(FORMAT.file_name)
         if not finished and not self.store.exists(ORIGIN):
             self.store.delete([name])
             self.check()
@@ -190,7 +190,7 @@ class Progress:
 
     def _read(self, name: str) -> dict[str, Any]:
         encoded = self.store.read(name)
-        with naming_damage(self.store.url_of(name), KIND.remedy):
+        with naming_damage(self.store.url_of(name), FORMAT.remedy):
             return dict(json.loads(encoded))
 
 
@@ -288,7 +288,7 @@ def _pack(
         files += map(File.from_json, record["files"])
     content = {"schema": None if schema is None else schema.to_json(), **details}
     manifest = Manifest(tuple(files), content)
-    manifest.write(progress.store, KIND)
+    manifest.write(progress.store, FORMAT)
     progress.end()
     return manifest
 
@@ -311,7 +311,7 @@ def _check_part(store: Store, part: int, record: Mapping[str, Any]) -> None:
         if size is not None and size != rows * row_bytes:
             raise DataError(
                 f"{store.url_of(name)} is damaged: it has {size} bytes instead of "
-                f"{rows * row_bytes}; {KIND.remedy}"
+                f"{rows * row_bytes}; {FORMAT.remedy}"
             )
 
 
@@ -404,12 +404,12 @@ class Buckets(Contents):
             content = self._store.read(name, start, stop)
         except DataError as error:
             if isinstance(error.__cause__, FileNotFoundError):
-                raise DataError(f"{error}; {KIND.remedy}") from error
+                raise DataError(f"{error}; {FORMAT.remedy}") from error
             raise
         if len(content) != stop - start:
             raise DataError(
                 f"{self._store.url_of(name)} is damaged: some of the bytes {start} to "
-                f"{stop} are missing; {KIND.remedy}"
+                f"{stop} are missing; {FORMAT.remedy}"
             )
         return np.frombuffer(content, dtype)
 
@@ -532,13 +532,13 @@ def _begin(
     """Begin to pack, or continue; return the manifest if packing has been finished."""
     progress = Progress(store)
     if overwrite:
-        store.delete([KIND.name])  # first, so that no reader starts
+        store.delete([FORMAT.file_name])  # first, so that no reader starts
         progress.end()
         store.delete(store.names("packed-*.safetensors"))
     manifest, before = None, progress.made_from()
-    if store.exists(KIND.name):
-        manifest = Manifest.read(store, KIND)
-        with naming_damage(store.url_of(KIND.name), KIND.remedy):
+    if store.exists(FORMAT.file_name):
+        manifest = Manifest.read(store, FORMAT)
+        with naming_damage(store.url_of(FORMAT.file_name), FORMAT.remedy):
             before = dict(manifest.content["made_from"])
     if before is None:
         store.write(ORIGIN, json.dumps(made_from).encode())
@@ -564,7 +564,9 @@ def _pack_originals(
 ) -> Manifest:
     """Pack the files at the user's paths, or continue an interrupted call."""
     folder, names = _originals(X, root, store.options)
-    folder_url, target = map(storage.resolved, (folder.url, store.url_of(KIND.name)))
+    folder_url, target = map(
+        storage.resolved, (folder.url, store.url_of(FORMAT.file_name))
+    )
     if is_path(X) and storage.path_in(folder_url, target) is not None:
         raise OptionError(
             f"url must not be in the root of the files, {folder.url}, got {store.url}; "

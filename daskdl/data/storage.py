@@ -1,8 +1,8 @@
-"""Files at any fsspec URL: read, written atomically and listed, with retries.
+"""Files at any fsspec URL: reads, atomic writes and listings, with retries.
 
-fsspec opens the file systems. This module adds atomic writes, retries after transient
-errors, and messages that name the URL, and also the worker and the remedy where
-credentials are missing.
+fsspec provides the file systems. This module adds atomic writes, retries after
+transient errors, and error messages that name the URL; where credentials are missing,
+they also name the worker and the remedy.
 """
 
 import contextlib
@@ -37,19 +37,19 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyPath = str | os.PathLike[str]
 
-# Seconds before each retry. Most drops are short; a run must not hang on one file while
-# a server is unreachable for longer.
+# Seconds before each retry. Most dropped connections recover quickly; a run must not
+# hang on one file while a server is unreachable for longer.
 WAITS_S = (0.1, 0.4, 1.6)
 
-# No retry begins after this many seconds: s3fs and botocore retry too, by default for
-# half a minute, which must not be multiplied.
+# No retry starts after this many seconds: s3fs and botocore retry as well, by default
+# for half a minute, and the delays would multiply.
 ENOUGH_S = 20.0
 
-# The libraries below fsspec's file systems, whose errors need not be OSErrors.
+# Libraries that fsspec's file systems are built on; their errors need not be OSErrors.
 _LIBRARIES = frozenset(
     {"aiohttp", "azure", "botocore", "gcsfs", "google", "http", "urllib3"}
 )
-# Their errors that mean that a connection failed, by module and name,
+# Errors that mean a failed connection, by module and name,
 _DROPPED = frozenset(
     {
         "botocore.exceptions.HTTPClientError",
@@ -61,7 +61,7 @@ _DROPPED = frozenset(
         "azure.core.exceptions.ServiceResponseError",
     }
 )
-# and the errors that mean that credentials are missing or wrong.
+# and errors that mean missing or wrong credentials.
 _REFUSED = frozenset(
     {
         "builtins.PermissionError",
@@ -92,39 +92,45 @@ _SERVER_ERRORS = 500
 
 
 def attempt(action: Callable[[], T], verb: str, url: str) -> T:
-    """Call a function, and again after each of `WAITS_S` while connections drop.
+    """Call a function; retry after each of `WAITS_S` while connections drop.
 
     Raises:
-        FileNotFoundError: Unchanged; the caller knows its meaning.
-        DataError: If another error occurs, or the connection drops each time.
+        FileNotFoundError: Unchanged; the caller knows what it means.
+        DataError: If the file system fails otherwise, or the connection drops each
+            time.
     """
-    began = time.monotonic()
-    for times, wait_s in enumerate((*WAITS_S, math.inf), 1):
+    started = time.monotonic()
+    for attempts, wait_s in enumerate((*WAITS_S, math.inf), 1):
         try:
             return action()
         except FileNotFoundError:
             raise
         except Exception as error:
-            names = {f"{one.__module__}.{one.__name__}" for one in type(error).__mro__}
+            names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}
             libraries = {name.partition(".")[0] for name in names}
             if not isinstance(error, OSError) and not libraries & _LIBRARIES:
                 raise
             refused = not names.isdisjoint(_REFUSED) or _status(error) in _UNAUTHORIZED
             dropped = not refused and _is_dropped(error, names)
-            if not dropped or time.monotonic() - began + wait_s > ENOUGH_S:
-                shown = f"{type(error).__name__}: {error}".removesuffix(": ")
-                where = f"cannot {verb} {url}"
-                if refused and not is_local(url):
-                    where, shown = f"{where} on {_here()}", f"{shown}; {_CREDENTIALS}"
-                count = f" (attempts: {times})" if dropped else ""
-                raise DataError(f"{where}: {shown}{count}") from error
-            logger.debug("attempt to %s %s failed, again in %s s", verb, url, wait_s)
+            if not dropped or time.monotonic() - started + wait_s > ENOUGH_S:
+                reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+                where = ""
+                if dropped:
+                    reason = f"{reason} (attempts: {attempts})"
+                elif refused and not is_local(url):
+                    where, reason = (
+                        f" on {_process_name()}",
+                        f"{reason}; {_CREDENTIALS}",
+                    )
+                raise DataError(f"cannot {verb} {url}{where}: {reason}") from error
+            logger.debug("cannot %s %s, retrying in %s s", verb, url, wait_s)
         time.sleep(wait_s)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _status(error: Exception) -> Any:
-    """The HTTP status of an error of aiohttp, whose `code` warns, or gcsfs; or None."""
+    """The HTTP status of an error of aiohttp or gcsfs; None for other errors."""
+    # Reading `code` of aiohttp's errors emits a DeprecationWarning.
     name = "status" if hasattr(error, "status") else "code"
     return getattr(error, name, None)
 
@@ -134,72 +140,74 @@ def _is_dropped(error: Exception, names: Set[str]) -> bool:
     if not names.isdisjoint(_DROPPED):
         status = getattr(error, "status", _SERVER_ERRORS)
         return bool(status >= _SERVER_ERRORS or status == _TOO_MANY_REQUESTS)
-    lasting = isinstance(error, _LASTING) or (
-        isinstance(error, OSError) and error.errno in _LASTING_NUMBERS
+    lasting = isinstance(error, _LASTING)
+    return isinstance(error, OSError) and not (
+        lasting or error.errno in _LASTING_NUMBERS
     )
-    return isinstance(error, OSError) and not lasting
 
 
-def _here() -> str:
-    """The Dask worker of this process if there is one, else the process."""
+def _process_name() -> str:
+    """The Dask worker of this process if there is exactly one, else the process."""
     distributed = sys.modules.get("distributed")
-    # Private in distributed: `get_worker` knows the worker only within a task.
+    # The public get_worker() works in tasks alone; daskdl reads data in other threads.
+    # distributed has kept this set of weak references since 2018.
     workers = list(distributed.Worker._instances) if distributed else []
     if len(workers) == 1:
         return f"the worker {workers[0].address}"
     return f"process {os.getpid()} of {socket.gethostname()}"
 
 
-# Suffix of a file that is being written; listings omit such files.
+# Suffix of files that are being written; listings omit them.
 TEMPORARY = ".daskdl-part"
 LOCAL = frozenset({"file", "local"})
-# Here one request puts a whole file, and folders need not be created.
-_PUT_WHOLE = frozenset(
+# Object stores: one request writes a complete file, and folders need not exist.
+_OBJECT_STORES = frozenset(
     {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "memory"}
 )
 
 
 def put(system: Any, path: str, content: bytes | memoryview) -> None:
-    """Write a file atomically, and make missing folders.
+    """Write a file atomically; create missing folders.
 
-    On a local disk, a temporary file beside the target is renamed (fsspec's
-    transactions move a file from another disk, which is not atomic). An object store
-    gets one put. On other file systems, a temporary file is moved by their own
-    operation; where that does not replace a file, the old file is deleted first, and
-    the replacement is not atomic.
+    On a local disk, a temporary file next to the target is renamed (fsspec's
+    transactions move a file from another disk, which is not atomic). On an object
+    store, one request writes the file. Other file systems move a temporary file; where
+    a move does not replace an existing file, the existing file is deleted first, so the
+    replacement is not atomic.
     """
-    kinds = {system.protocol} if isinstance(system.protocol, str) else system.protocol
-    if _PUT_WHOLE.intersection(kinds):
+    protocol = system.protocol
+    protocols = {protocol} if isinstance(protocol, str) else {*protocol}
+    if protocols & _OBJECT_STORES:
         system.pipe_file(path, bytes(content))
         return
     folder = path.rpartition("/")[0]
     temporary = f"{folder}/.{uuid.uuid4().hex}{TEMPORARY}"
     system.makedirs(folder, exist_ok=True)
-    if not LOCAL.intersection(kinds):
+    if not protocols & LOCAL:
         try:
             system.pipe_file(temporary, bytes(content))
             _replace(system, temporary, path)
         finally:
-            with contextlib.suppress(Exception):  # after a move there is none
+            with contextlib.suppress(Exception):  # no longer there after a move
                 system.rm_file(temporary)
         return
     try:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # or a crash could leave the name without bytes
+            os.fsync(file.fileno())  # after a crash, the name must not lack its bytes
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
 def _replace(system: Any, temporary: str, path: str) -> None:
-    """Move a file, also where a rename onto an existing file fails or does nothing."""
+    """Move a file, even where moving onto an existing file fails or does nothing."""
     try:
         _move(system, temporary, path)
     except (ConnectionError, TimeoutError, PermissionError):
-        raise  # the file at the path is not the reason
-    except (OSError, RuntimeError):  # the latter of WebHDFS
+        raise  # the existing file is not the cause
+    except (OSError, RuntimeError):  # WebHDFS raises RuntimeError
         if _info(system, temporary) is None or _info(system, path) is None:
             raise
         system.rm_file(path)
@@ -208,12 +216,12 @@ def _replace(system: Any, temporary: str, path: str) -> None:
 
 def _move(system: Any, temporary: str, path: str) -> None:
     system.mv(temporary, path)
-    if _info(system, temporary) is not None:  # WebHDFS returns false, fsspec nothing
+    if _info(system, temporary) is not None:  # fsspec drops the result of WebHDFS
         raise OSError(f"{temporary} could not be renamed")
 
 
 _MAGIC = re.compile(r"[*?\[]")
-# Three parts of a URL: protocol with its slashes, path, and the archive after it.
+# Three parts of a URL: protocol with its slashes, path, and the archive that has it.
 _PARTS = re.compile(r"(.*?://)?(.*?)(::.*)?", re.DOTALL)
 
 
@@ -223,13 +231,8 @@ def _parts(url: str) -> Sequence[str]:
     return match.groups("")
 
 
-def is_url(value: Any) -> bool:
-    """Whether a value is a string with a protocol in front."""
-    return isinstance(value, str) and ("://" in value or "::" in value)
-
-
 def is_local(url: str) -> bool:
-    """Whether a URL or path is on the disks of this machine."""
+    """Whether a URL or path refers to the local file system."""
     return get_protocol(url) in LOCAL
 
 
@@ -240,19 +243,21 @@ def is_path(value: Any) -> TypeGuard[AnyPath]:
 
 def are_paths(value: Any) -> TypeGuard[AnyPath | list[AnyPath]]:
     """Whether a value is a path or a URL, or a list of them."""
-    several = isinstance(value, list) and bool(value)
-    return is_path(value) or (several and all(is_path(one) for one in value))
+    return is_path(value) or (
+        isinstance(value, list) and bool(value) and all(map(is_path, value))
+    )
 
 
 def is_glob(path: AnyPath) -> bool:
-    """Whether a path has wildcards; an existing local file or folder has none."""
+    """Whether a path has wildcards and is not the name of an existing local file."""
     url = store_of(path).url
-    there = is_local(url) and os.path.exists(strip_protocol(url))
-    return _MAGIC.search(_parts(url)[1]) is not None and not there
+    if is_local(url) and os.path.exists(strip_protocol(url)):
+        return False
+    return _MAGIC.search(_parts(url)[1]) is not None
 
 
 def joined(folder: str, name: str) -> str:
-    """The URL of a file or folder in a folder.
+    """Return the URL of a file or folder in a folder.
 
     Example:
         >>> joined("s3://bucket/a/", "b.npy"), joined("memory://", "b.npy")
@@ -265,7 +270,7 @@ def joined(folder: str, name: str) -> str:
 
 
 def folder_of(url: str) -> str:
-    """The folder of a file; for a pattern, the last one without a wildcard.
+    """Return the folder of a file; of a pattern, the deepest one without a wildcard.
 
     Example:
         >>> folder_of("s3://bucket/a/*/b.npy"), folder_of("memory://b.npy")
@@ -277,53 +282,54 @@ def folder_of(url: str) -> str:
 
 
 def common_folder(urls: Iterable[str]) -> str:
-    """The deepest folder that contains all of these files.
+    """Return the deepest folder that contains all files.
 
     Example:
         >>> common_folder(["s3://bucket/a/b/1", "s3://bucket/a/bc/2"])
         's3://bucket/a'
     """
-    files = [_parts(_plain(url)) for url in urls]
+    normalized = list(map(_normalized, urls))
+    files = list(map(_parts, normalized))
     before, _, after = files[0]
-    for other in files:
-        if (other[0], other[2]) != (before, after):
-            shown = f"{''.join(files[0])} and {''.join(other)}"
+    for url, (protocol, _, archive) in zip(normalized, files, strict=True):
+        if (protocol, archive) != (before, after):
             raise OptionError(
-                f"paths must be on one file system, got {shown}; take the files of "
-                "each by themselves"
+                f"all paths must be on one file system, got {normalized[0]} and {url}; "
+                "pass the files of each file system in a separate call"
             )
-    # Behind a protocol, a slash in front means nothing.
+    # After a protocol, a leading slash has no meaning.
     paths = [path.lstrip("/") if before else path for _, path, _ in files]
     common = posixpath.commonpath([posixpath.dirname(path) for path in paths])
     return f"{before}{common}{after}"
 
 
 def path_in(folder: str, url: str) -> str | None:
-    """The path of a file relative to a folder; None if it is elsewhere.
+    """Return the path of a file relative to a folder; None if it is not below it.
 
     Example:
         >>> path_in("s3://bucket/a", "s3://bucket/a/b/c.png")
         'b/c.png'
     """
-    before, above, after = _parts(_plain(folder))
-    own_before, own, own_after = _parts(_plain(url))
-    inside, path = posixpath.join(above, "").lstrip("/"), own.lstrip("/")
-    same = (before, after) == (own_before, own_after)
-    return path.removeprefix(inside) if same and path.startswith(inside) else None
+    folder_protocol, folder_path, folder_archive = _parts(_normalized(folder))
+    protocol, path, archive = _parts(_normalized(url))
+    if (protocol, archive) != (folder_protocol, folder_archive):
+        return None
+    prefix, path = posixpath.join(folder_path, "").lstrip("/"), path.lstrip("/")
+    return path.removeprefix(prefix) if path.startswith(prefix) else None
 
 
 def resolved(url: str) -> str:
-    """Return a local path without links, and any other URL as it is."""
+    """Return a local path without symbolic links; any other URL unchanged."""
     return os.path.realpath(strip_protocol(url)) if is_local(url) else url
 
 
-def _plain(url: str) -> str:
-    """Without the protocol of local files, and normalised."""
+def _normalized(url: str) -> str:
+    """A local path without its protocol, normalized; any other URL unchanged."""
     return os.path.normpath(str(strip_protocol(url))) if is_local(url) else url
 
 
 class OpenBytes(io.BytesIO):
-    """The content of a file, open like the file itself; `name` is its URL."""
+    """The content of a file as an open binary file; `name` is its URL."""
 
     def __init__(self, content: bytes, name: str) -> None:
         super().__init__(content)
@@ -331,11 +337,11 @@ class OpenBytes(io.BytesIO):
 
     @override
     def __repr__(self) -> str:
-        return self.name  # in messages of Pillow
+        return self.name  # Pillow quotes it in error messages
 
 
 class _Ranges(io.RawIOBase):
-    """A file that is read by ranges, with retries for each range."""
+    """A remote file that is read by ranges, with retries for each range."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self.name, self._options = url, options
@@ -353,10 +359,10 @@ class _Ranges(io.RawIOBase):
     @override
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence == io.SEEK_END:
-            found = _found(self.name, self._options)
-            if found is None:
+            size = _size(self.name, self._options)
+            if size is None:
                 raise DataError(f"cannot read {self.name}: there is no such file")
-            self._size = self._position = found["size"]
+            self._size = self._position = size
         elif whence == io.SEEK_SET:
             self._position = 0
         self._position += offset
@@ -365,7 +371,7 @@ class _Ranges(io.RawIOBase):
     @override
     def readinto(self, buffer: Any) -> int:
         start, wanted = self._position, len(buffer)
-        if start >= self._size:  # object stores refuse a range without bytes
+        if start >= self._size:  # object stores refuse empty ranges
             return 0
         content = read(self.name, self._options, start, start + wanted)
         buffer[: len(content)] = content
@@ -375,13 +381,13 @@ class _Ranges(io.RawIOBase):
         return len(content)
 
 
-_HEADER_BYTES = 2**13  # read at a time from a file whose header alone is needed
+_HEADER_BYTES = 2**13  # size of a read, where only the header of a file is needed
 
 
 def opened(url: str, options: Mapping[str, Any], header: bool = False) -> BinaryIO:
-    """Open a file, whose ``name`` is then its local path or URL.
+    """Open a file for reading; its ``name`` is its local path or URL.
 
-    A remote file is read whole, in one request; with `header`, by ranges.
+    One request reads a complete remote file; with `header`, it is read by ranges.
     """
     if is_local(url):
         path = str(strip_protocol(url))
@@ -397,9 +403,9 @@ def read(
     start: int | None = None,
     stop: int | None = None,
 ) -> bytes:
-    """Read a file, or the bytes from start up to stop as in a slice."""
+    """Read a file, or the bytes from `start` to `stop`, as in a slice."""
     if start is None and stop is None and is_local(url):
-        # Without fsspec, which takes twice as long for a small file.
+        # fsspec takes twice as long for a small file.
         return _on_file(Path(strip_protocol(url)).read_bytes, "read", url)
     system, path = _system(url, options)
     content: bytes = _on_file(
@@ -409,22 +415,22 @@ def read(
 
 
 def _system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """The file system of a URL, and the path on it without a slash at its end."""
+    """The file system of a URL, and the path on it without a trailing slash."""
     try:
         system, path = fsspec.core.url_to_fs(url, **options)
     except (ValueError, ImportError, TypeError) as error:
         raise OptionError(f"cannot open {url}: {error}") from error
-    except OSError as error:  # an archive that has the file
+    except OSError as error:  # from opening an archive
         raise DataError(f"cannot open {url}: {error!r}") from error
     return system, str(path).rstrip("/")
 
 
-_AT_A_TIME = 8  # each is a request that mostly waits
+_THREADS = 8  # each waits for a response most of the time
 
 
 def at_once(function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
-    """Call a function as `map` does, in several threads, and return the results."""
-    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+    """Call a function like `map` does, in several threads; return the results."""
+    with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(function, *arguments))
 
 
@@ -438,14 +444,14 @@ def _on_file(action: Callable[[], T], verb: str, url: str) -> T:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder at a fsspec URL. It pickles; any thread may use it.
+    """A folder at an fsspec URL; picklable and thread-safe.
 
-    After a dropped connection, requests are repeated a few times (`WAITS_S`). If all
-    fail, a DataError names the URL of the file.
+    Requests are retried after a dropped connection (`WAITS_S`). If every attempt fails,
+    a DataError names the URL of the file.
 
     Attributes:
         url: ``s3://bucket/x``, ``memory://x``, ``/local/path``, ``file:///...``.
-        options: fsspec's ``storage_options`` of the file system; never shown.
+        options: The file system's ``storage_options``; never shown.
 
     Example:
         >>> store = Store("memory://daskdl-example")
@@ -461,7 +467,7 @@ class Store:
     def read(
         self, name: str, start: int | None = None, stop: int | None = None
     ) -> bytes:
-        """Read a file, or the bytes from start up to stop as in a slice."""
+        """Read a file, or the bytes from `start` to `stop`, as in a slice."""
         return read(self.url_of(name), self.options, start, stop)
 
     def write(self, name: str, content: bytes | memoryview) -> None:
@@ -472,15 +478,14 @@ class Store:
 
     def exists(self, name: str) -> bool:
         """Whether the file exists; False for a folder."""
-        return _found(self.url_of(name), self.options) is not None
+        return self.size(name) is not None
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if it does not exist."""
-        found = _found(self.url_of(name), self.options)
-        return None if found is None else found["size"]
+        """Size of a file in bytes; None if it does not exist."""
+        return _size(self.url_of(name), self.options)
 
     def names(self, pattern: str = "**") -> list[str]:
-        """Names of the files that are in the folder now, sorted."""
+        """Names of the files in the folder that match a pattern, sorted."""
         matches = re.compile(glob_translate(pattern)).fullmatch
         return [
             n for n in self._all(pattern) if not n.endswith(TEMPORARY) and matches(n)
@@ -488,21 +493,12 @@ class Store:
 
     def folders(self) -> list[str]:
         """Names of the direct subfolders, sorted."""
-        system, root = _system(self.url, self.options)
-
-        def listed() -> list[Mapping[str, Any]]:
-            system.invalidate_cache()
-            found: list[Mapping[str, Any]] = system.ls(root, detail=True)
-            return found
-
-        entries: list[Mapping[str, Any]] = []
-        with contextlib.suppress(FileNotFoundError):
-            entries = attempt(listed, "list", self.url)
-        paths = [e["name"].rstrip("/") for e in entries if e["type"] == "directory"]
-        return sorted(path.rpartition("/")[2] for path in paths)
+        entries = self._listed("ls", detail=True)
+        folders = (e["name"] for e in entries if e["type"] == "directory")
+        return sorted(posixpath.basename(path.rstrip("/")) for path in folders)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files; missing files are ignored."""
+        """Delete files; ignore missing ones."""
 
         def delete(url: str) -> None:
             system, path = _system(url, self.options)
@@ -512,7 +508,7 @@ class Store:
         at_once(delete, map(self.url_of, names))
 
     def delete_all(self) -> None:
-        """Delete every file below the folder, and the folder itself on a local disk."""
+        """Delete all files below the folder; on a local disk, also the folder."""
         if not is_local(self.url):
             self.delete(self._all("**"))
             return
@@ -525,91 +521,97 @@ class Store:
         return joined(self.url, name)
 
     def _all(self, pattern: str) -> list[str]:
-        system, root = _system(self.url, self.options)
-        more: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if is_local(self.url):
             depth = None if "**" in pattern else pattern.count("/") + 1
-            more = {"on_error": "raise", "maxdepth": depth}
+            options = {"on_error": "raise", "maxdepth": depth}
+        prefix = f"{_system(self.url, self.options)[1]}/".lstrip("/")
+        paths = (path.lstrip("/") for path in self._listed("find", **options))
+        return sorted(p.removeprefix(prefix) for p in paths if p.startswith(prefix))
 
-        def listed() -> list[str]:
+    def _listed(self, method: str, **options: Any) -> list[Any]:
+        """Call a listing method of the file system, bypassing caches."""
+        system, root = _system(self.url, self.options)
+
+        def entries() -> list[Any]:
             system.invalidate_cache()
-            return [str(path) for path in system.find(root, **more)]
+            return list(getattr(system, method)(root, **options))
 
-        paths: list[str] = []
-        with contextlib.suppress(FileNotFoundError):
-            paths = attempt(listed, "list", self.url)
-        inside = f"{root}/".lstrip("/")
-        found = (path.lstrip("/") for path in paths)
-        return sorted(p.removeprefix(inside) for p in found if p.startswith(inside))
+        try:
+            return attempt(entries, "list", self.url)
+        except FileNotFoundError:
+            return []
 
 
-def _found(url: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Look for a file at a URL, with retries; see `_info`."""
+def _size(url: str, options: Mapping[str, Any]) -> int | None:
+    """Return the size of a file in bytes, with retries; None if it does not exist."""
     system, path = _system(url, options)
-    return attempt(lambda: _info(system, path), "read", url)
+    info = attempt(lambda: _info(system, path), "read", url)
+    return None if info is None else info["size"]
 
 
 def _info(system: Any, path: str) -> Mapping[str, Any] | None:
     """Look for a file; None if there is none. fsspec's `exists` would hide errors."""
     system.invalidate_cache()
     try:
-        found: Mapping[str, Any] = system.info(path)
+        info: Mapping[str, Any] = system.info(path)
     except (FileNotFoundError, NotADirectoryError):  # the folder may be a file
         return None
-    return found if found["type"] == "file" else None
+    return info if info["type"] == "file" else None
 
 
 def store_of(
     url_or_path: AnyPath, storage_options: Mapping[str, Any] | None = None
 ) -> Store:
-    """The store at a URL or a local path; a relative one is made absolute."""
+    """Return the store at a URL or a local path, which is made absolute."""
     url = os.fspath(url_or_path)
-    if not is_url(url):
+    if "://" not in url and "::" not in url:
         url = str(Path(url).expanduser().absolute())
     return Store(url, dict(storage_options or {}))
 
 
 def listed(
-    given: AnyPath | Sequence[AnyPath],
+    paths: AnyPath | Sequence[AnyPath],
     pattern: str | None,
     options: Mapping[str, Any] | None,
 ) -> list[str]:
-    """Return URLs of the user's files, in the order of the list, or sorted by name.
+    """Return the URLs of the user's files, in the order of the list or sorted by name.
 
     Args:
-        given: A folder, a file, a pattern such as ``s3://bucket/x/*.npy``, or a list
-            of files and patterns.
-        pattern: Which files of a folder, for example ``**/*.png``. None: all files
-            below the folder, except files whose name begins with a dot or an
-            underscore, and files in a folder whose name begins with a dot.
-        options: Of the file system.
+        paths: A folder, a file, a pattern such as ``s3://bucket/x/*.npy``, or a list of
+            files and patterns.
+        pattern: Selects files of a folder, for example ``**/*.png``. None: all files
+            below the folder except hidden ones: files whose name begins with a dot or
+            an underscore, and files in a folder whose name begins with a dot.
+        options: fsspec's ``storage_options``.
     """
-    if not is_path(given):
-        entries = given if isinstance(given, list | tuple) else []
-        if not entries or not all(is_path(path) for path in entries):
+    if not is_path(paths):
+        entries = paths if isinstance(paths, list | tuple) else []
+        if not entries or not all(map(is_path, entries)):
             raise OptionError(
-                f"paths must be a path, a URL or a list of them, got {given!r:.80}"
+                f"paths must be a path, a URL or a list of them, got {paths!r:.80}"
             )
         if pattern is not None:
             raise OptionError(
                 f"pattern is for a folder, got a list of paths and {pattern!r}; write "
                 "the patterns into the list"
             )
-        return [url for path in entries for url in _entry(path, options)]
-    store = store_of(given, options)
-    if pattern is None and (is_glob(given) or _found(store.url, store.options)):
-        return _entry(given, options)
-    names = store.names("**" if pattern is None else pattern)
-    if pattern is None:
-        names = [name for name in names if not _is_hidden(name)]
+        return [url for path in entries for url in _matches(path, options)]
+    store = store_of(paths, options)
+    if pattern is not None:
+        names, reason = store.names(pattern), f" that match {pattern!r}"
+    elif is_glob(paths) or _size(store.url, store.options) is not None:
+        return _matches(paths, options)
+    else:
+        names = [name for name in store.names() if not _is_hidden(name)]
+        reason = _hint_for_text(store.url)
     if not names:
-        shown = _taken(store.url) if pattern is None else f" that match {pattern!r}"
-        raise DataError(f"there are no files at {store.url}{shown}")
+        raise DataError(f"there are no files at {store.url}{reason}")
     return [store.url_of(name) for name in names]
 
 
-def _entry(path: AnyPath, options: Mapping[str, Any] | None) -> list[str]:
-    """The files of a path, or of a pattern relative to its last plain folder."""
+def _matches(path: AnyPath, options: Mapping[str, Any] | None) -> list[str]:
+    """The URLs of a file, or of the files that match a pattern."""
     url = store_of(path).url
     if is_glob(path):
         folder = store_of(folder_of(url), options)
@@ -618,14 +620,14 @@ def _entry(path: AnyPath, options: Mapping[str, Any] | None) -> list[str]:
             raise DataError(f"there are no files that match {url}")
         return [folder.url_of(name) for name in names]
     if is_local(url) and not os.path.isfile(strip_protocol(url)):
-        raise DataError(f"there is no file at {url}{_taken(url)}")
+        raise DataError(f"there is no file at {url}{_hint_for_text(url)}")
     return [url]
 
 
-def _taken(url: str) -> str:
-    """The remedy if the user may have meant text, not a path."""
-    text = " " in _parts(url)[1].rpartition("/")[2]
-    return f": a str is the path or URL of files; {TEXT}" if text else ""
+def _hint_for_text(url: str) -> str:
+    """The remedy if the user may have passed text, not a path."""
+    is_text = " " in posixpath.basename(_parts(url)[1])
+    return f": a str is the path or URL of files; {TEXT}" if is_text else ""
 
 
 def _is_hidden(name: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from daskdl.callbacks import Checkpoint, largest_is_best
 from daskdl.channel.protocol import Natural, Positive, check
-from daskdl.data.manifest import Kind
+from daskdl.data.manifest import ManifestFormat
 from daskdl.data.storage import Store
 from daskdl.errors import DataError, SaveError
 from daskdl.saving.folder import SaveFolder, encode_tensors, folder_store, save_errors
@@ -69,7 +69,7 @@ class Part:
     @property
     def _folder(self) -> SaveFolder:
         hint, remedy = "give the URL of checkpoints", "resume an older checkpoint"
-        kind = Kind("daskdl checkpoint", 1, self.index, hint, remedy)
+        kind = ManifestFormat("daskdl checkpoint", 1, self.index, hint, remedy)
         return SaveFolder(self.store, kind, (self.name,))
 
     def copied(

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from daskdl.data.manifest import File, Kind, Manifest
+from daskdl.data.manifest import File, Manifest, ManifestFormat
 from daskdl.data.storage import Store, is_path, store_of
 from daskdl.errors import DataError, OptionError, SaveError
 
@@ -120,7 +120,7 @@ class SaveFolder:
     """The folder of a save; only one process at a time may write to it."""
 
     store: Store
-    kind: Kind
+    kind: ManifestFormat
     roles: tuple[str, ...]
 
     def write(self, content: Any, files: Mapping[str, Tensor]) -> None:

@@ -30,7 +30,7 @@ from daskdl.data.checks import (
     trainable,
 )
 from daskdl.data.inputs import Compose
-from daskdl.data.manifest import Kind
+from daskdl.data.manifest import ManifestFormat
 from daskdl.errors import OptionError, SaveError
 from daskdl.keras.module import KerasModule
 from daskdl.observe.history import History, RunRecord, Stopping
@@ -54,7 +54,7 @@ from daskdl.training.parameter_averaging import ParameterAveraging
 from daskdl.training.state import described, restoring
 
 ROLES = ("model", "optimizer", "extra")
-KIND = Kind(
+KIND = ManifestFormat(
     "daskdl trainer",
     1,
     "trainer.json",

@@ -4,12 +4,14 @@ import json
 
 import pytest
 
-from daskdl.data.manifest import File, Kind, Manifest
+from daskdl.data.manifest import File, Manifest, ManifestFormat
 from daskdl.data.storage import store_of
 from daskdl.errors import DataError
 from tests.support.manifests import sealed
 
-KIND = Kind("daskdl notes", 2, "notes.json", "write notes first", "write them again")
+KIND = ManifestFormat(
+    "daskdl notes", 2, "notes.json", "write notes first", "write them again"
+)
 FILE = File.of("a.txt", b"hello", rows=5)
 
 
@@ -38,9 +40,12 @@ def test_a_manifest_is_read_back(store):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"format": "something else"}, "not of the format .*; write notes first"),
-        ({"format": None}, "not of the format"),
-        ({"version": 3}, "of version 3, but this daskdl reads up to 2; install"),
+        ({"format": "something else"}, "not have the format .*; write notes first"),
+        ({"format": None}, "not have the format"),
+        (
+            {"version": 3},
+            "has version 3, but this daskdl reads versions up to 2; install",
+        ),
         ({"version": None}, "damaged: .*; write them again"),
         ({"version": 0}, "damaged: .*its version is 0; write them again"),
         ({"files": [FILE.to_json() | {"nbytes": "5"}]}, "describes no file"),
@@ -90,7 +95,9 @@ def test_a_damaged_manifest_is_refused_with_the_remedy(store, spoil):
 def test_json_of_something_else_is_refused(store, content):
     store.write("notes.json", content)
 
-    with pytest.raises(DataError, match="not of the format 'daskdl notes'; write not"):
+    with pytest.raises(
+        DataError, match="not have the format 'daskdl notes'; write not"
+    ):
         Manifest.read(store, KIND)
 
 

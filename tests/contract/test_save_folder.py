@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from daskdl import DataError, OptionError, SaveError
-from daskdl.data.manifest import Kind, Manifest
+from daskdl.data.manifest import Manifest, ManifestFormat
 from daskdl.data.storage import Store
 from daskdl.saving.folder import (
     DTYPES,
@@ -20,7 +20,7 @@ from daskdl.saving.folder import (
 )
 from tests.support.renames import Refusing, Silent
 
-KIND = Kind("a kind", 1, "index.json", "look elsewhere", "save again")
+KIND = ManifestFormat("a kind", 1, "index.json", "look elsewhere", "save again")
 
 
 class Died(BaseException):

@@ -1,7 +1,7 @@
-"""Files as data to train on: loose files, or packed ones.
+"""Sources of files, loose or packed.
 
-A part is a file, or several that are read together: files of one example each, or the
-original files in a packed file.
+A part is one file, or several that are read together: files with one example each, or
+the original files in a packed file.
 """
 
 import copy
@@ -52,10 +52,10 @@ def each_file(
     most: int | None = None,
     header: bool = False,
 ) -> list[T]:
-    """Call a function of the number and the open file of each file, in order.
+    """Call a function with the number and the open file of each file, in order.
 
-    Several threads call it at a time if files are remote and loose. `most` is the
-    largest number of files; with `header`, loose files are read by ranges.
+    Several threads call it if the files are remote and loose. `most` limits the number
+    of files; with `header`, loose files are read by ranges.
     """
     open_file = group.opener(header)
 
@@ -73,7 +73,7 @@ def each_file(
 def in_groups(
     urls: Sequence[str], size: int, options: Mapping[str, Any]
 ) -> list[LooseFiles]:
-    """Loose files, in groups of a given size."""
+    """Divide loose files into groups of a size."""
     starts = range(0, len(urls), size)
     return [LooseFiles(urls[start : start + size], options) for start in starts]
 
@@ -86,8 +86,8 @@ _READERS: Mapping[str, Reader] = {
     ".safetensors": formats.Safetensors(),
 }
 
-# For files with one example each: enough rows that a part is worth a request, and few
-# enough that images of a megabyte take little of a worker's memory.
+# For files with one example each: enough rows to justify a request for each part, and
+# few enough that images of a megabyte take little of a worker's memory.
 FILES_PER_PART = 64
 
 
@@ -136,14 +136,14 @@ class GroupedFiles(Source):
         group = self.groups[part]
         loaded = each_file(group, partial(self.rows, part), most)
         shapes = [
-            {name: leaf.shape[1:] for name, leaf in batching.named_both(one).items()}
-            for one in loaded
+            {name: leaf.shape[1:] for name, leaf in batching.named_both(rows).items()}
+            for rows in loaded
         ]
-        for number, own in enumerate(shapes):
-            if own != shapes[0]:
+        for number, shape in enumerate(shapes):
+            if shape != shapes[0]:
                 raise ShapeError(
                     f"rows of all files must have the same shapes, but "
-                    f"{group.url(number)} has {own} and {group.url(0)} has "
+                    f"{group.url(number)} has {shape} and {group.url(0)} has "
                     f"{shapes[0]}"
                 )
         if isinstance(loaded[0], NamedRows):
@@ -157,7 +157,7 @@ class GroupedFiles(Source):
 
 
 class LoadedFiles(GroupedFiles):
-    """Files, and a loader that makes rows from each file."""
+    """Files with a loader, which returns the rows of a file."""
 
     mergeable = True
 
@@ -169,7 +169,8 @@ class LoadedFiles(GroupedFiles):
         classes: Sequence[str] | None,
     ) -> None:
         super().__init__(groups)
-        self._loader, self.one_example = loader, one_example
+        self._loader = loader
+        self.one_example = one_example
         self.classes = getattr(loader, "classes", None) if classes is None else classes
         self.lengths: Sequence[int] | None = None
         self.first_rows: Rows | None = None
@@ -193,8 +194,8 @@ class LoadedFiles(GroupedFiles):
             return shown._replace(rows=len(group.names))
         header = isinstance(self._loader, Reader) and self._loader.reads_headers
         facts = each_file(group, partial(self._facts, part), header=header)
-        shown = next((some for some in facts if some.rows), facts[0])
-        return shown._replace(rows=sum(some.rows for some in facts))
+        shown = next((fact for fact in facts if fact.rows), facts[0])
+        return shown._replace(rows=sum(fact.rows for fact in facts))
 
     def _facts(self, part: int, number: int, file: BinaryIO) -> Facts:
         if isinstance(self._loader, Reader):
@@ -202,24 +203,24 @@ class LoadedFiles(GroupedFiles):
                 facts = self._loader.look(file)
             if facts is not None and facts.first_rows is not None:
                 rows = NamedRows.of(facts.first_rows)
-                first = rows.arranged(self.columns or NO_COLUMNS, file.name)
-                return facts._replace(first_rows=first)
+                rows = rows.arranged(self.columns or NO_COLUMNS, file.name)
+                return facts._replace(first_rows=rows)
             file.seek(0)
         return facts_of(self.rows(part, number, file))
 
     @override
     def known(self, facts: Sequence[Facts]) -> Self:
-        """The same source without the parts that have no rows."""
-        full = [part for part, fact in enumerate(facts) if fact.rows]
-        if not full:
+        """Return the same source without the parts that have no rows."""
+        nonempty = [part for part, fact in enumerate(facts) if fact.rows]
+        if not nonempty:
             raise DataError(f"there are no rows in any file, as {self.name(0)}")
-        other = copy.copy(self)
-        other.groups = [self.groups[part] for part in full]
-        other.parts = len(full)
-        other.lengths = [facts[part].rows for part in full]
-        firsts = (facts[part].first_rows for part in full)
-        other.first_rows = next((rows for rows in firsts if rows is not None), None)
-        return other
+        source = copy.copy(self)
+        source.groups = [self.groups[part] for part in nonempty]
+        source.parts = len(nonempty)
+        source.lengths = [facts[part].rows for part in nonempty]
+        examples = (facts[part].first_rows for part in nonempty)
+        source.first_rows = next((rows for rows in examples if rows is not None), None)
+        return source
 
 
 def files(
@@ -232,12 +233,12 @@ def files(
     files_per_part: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Source:
-    """Take files anywhere fsspec reaches: loose files, or packed ones.
+    """Read files from any file system that fsspec supports, loose or packed.
 
-    The call lists the files, and each file is read when it is needed. The workers must
-    reach the files by the same paths or URLs. A folder of rows that `pack` has written
-    needs no loader. In a folder of original files, a packed file is read at a time, and
-    the loader gets the original files.
+    The call lists the files; each file is read when it is needed. The workers must
+    reach the files at the same paths or URLs. A folder of rows that `pack` wrote needs
+    no loader. Of original files that `pack` wrote, each packed file is a part, and the
+    loader gets the original files.
 
     Args:
         url: A folder, a file, a pattern such as ``s3://bucket/x/*.npy``, or a list of
@@ -245,25 +246,26 @@ def files(
         loader: A function ``load(file) -> (x, y)`` of an open binary file, whose
             ``file.name`` is its path or URL; or ``Csv(...)``, ``Npy(...)``,
             ``Npz(...)``, ``Parquet(...)``, ``Safetensors(...)``. x and y are arrays or
-            tensors with rows first, or tuples and dicts of them; x alone means that
-            there are no labels. None: chosen by the extension, which all files must
-            share; CSV and Parquet files then have no labels.
-        pattern: Which files of a folder, for example ``**/*.png``. None: all files
+            tensors with rows along the first axis, or tuples and dicts of them; x alone
+            means no labels. None: the extension, which all files must share, selects
+            the loader; CSV and Parquet files then have no labels.
+        pattern: Selects files of a folder, for example ``**/*.png``. None: all files
             below the folder except hidden ones.
-        one_example: Whether the loader returns one example, without an axis of rows; y
-            may then be a number.
-        classes: Names of the labels 0, 1, ...; None: the names in the loader, if any.
-        files_per_part: Number of loose files that are loaded together, if each file is
-            one example. None: 64.
-        storage_options: For fsspec, such as credentials; the workers use them too.
+        one_example: Whether the loader returns a single example, without an axis of
+            rows; y may then be a number.
+        classes: Names of the labels 0, 1, ...; None: those of the loader, if any.
+        files_per_part: Number of loose files that are loaded together, with
+            ``one_example=True``. None: 64.
+        storage_options: Options for fsspec, such as credentials; also used on the
+            workers.
 
     Returns:
-        A source, for `Trainer.fit` and everything else that takes data.
+        A source, for `Trainer.fit` and all other functions that take data.
 
     Raises:
-        DataError: If a path or a pattern matches nothing, or if there is no loader
-            for the files.
-        OptionError: If an option cannot be used.
+        DataError: If a path or a pattern matches no file, or no loader is known for the
+            extension.
+        OptionError: If an option is invalid.
 
     Example:
         >>> import numpy as np
@@ -276,7 +278,7 @@ def files(
     if loader is not None:
         formats.check_loader(loader)
     if not isinstance(storage_options, Mapping | None):
-        kind = type(storage_options).__name__  # it may hold credentials
+        kind = type(storage_options).__name__  # the value may hold credentials
         raise OptionError(f"storage_options must be a dict or None, got a {kind}")
     if files_per_part is not None:
         check_count("files_per_part", files_per_part)
@@ -312,7 +314,7 @@ def _reader_for(urls: Iterable[str]) -> Reader:
     suffixes = sorted({PurePosixPath(path).suffix.lower() for path in paths})
     if len(suffixes) == 1 and suffixes[0] in _READERS:
         return _READERS[suffixes[0]]
-    known, got = (", ".join(map(repr, one)) for one in (_READERS, suffixes[:10]))
+    known, got = ", ".join(map(repr, _READERS)), ", ".join(map(repr, suffixes[:10]))
     raise DataError(
         f"files without a loader must all be of one of {known}, got {got}, as "
         f"{paths[0]}; use daskdl.data.files(X, loader=...), or pattern=..."

@@ -1,8 +1,8 @@
 """Loaders: functions of an open binary file that return (x, y), or x alone.
 
-`Npy`, `Npz`, `Safetensors`, `Csv` and `Parquet` are loaders for files of these formats;
-some take the number of rows from the header of a file alone. This module also checks
-the results of all loaders; errors name the file.
+`Npy`, `Npz`, `Safetensors`, `Csv` and `Parquet` load files of these formats; some of
+them read the number of rows from the header alone. This module also checks the results
+of all loaders; error messages name the file.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ from daskdl.errors import DataError, OptionError
 
 Loader = Callable[[BinaryIO], Any]
 
-# Errors that readers raise on a damaged file; Pillow even raises a SyntaxError. Other
-# errors are mistakes in a program, and are passed on.
+# Errors that readers raise for damaged files; Pillow even raises a SyntaxError. Other
+# errors are bugs and propagate.
 DAMAGED: tuple[type[Exception], ...] = (
     OSError,
     ValueError,
@@ -53,15 +53,15 @@ DAMAGED: tuple[type[Exception], ...] = (
     SafetensorError,
 )
 
-# Python 3.11 counts the depth of its parser for all threads together, and raises a
-# SystemError if two threads parse at a time, as numpy does with each array's header.
+# Python 3.11 keeps one recursion counter of its parser for all threads, and raises a
+# SystemError if two threads parse at a time; numpy parses the header of each array.
 _one_parses: contextlib.AbstractContextManager[Any] = (
     threading.Lock() if sys.version_info < (3, 12) else contextlib.nullcontext()
 )
 
 
 class Reader(ABC):
-    """A loader for one format; a value that travels to the workers.
+    """A loader for one format, sent to the workers by value.
 
     Attributes:
         classes: Names of the labels 0, 1, ..., or None.
@@ -76,48 +76,48 @@ class Reader(ABC):
         """Read (x, y) from an open file: trees of arrays; y is None without labels."""
 
     def look(self, file: BinaryIO) -> Facts | None:
-        """Return facts from the header; None: the whole file has to be read."""
+        """Return facts from the header; None if they require the complete file."""
         return None
 
 
-def check_loader(given: Any) -> None:
-    """Refuse a loader that cannot be called."""
-    if isinstance(given, type) and issubclass(given, Reader):
-        name = given.__name__
+def check_loader(loader: Any) -> None:
+    """Refuse a loader that is not callable."""
+    if isinstance(loader, type) and issubclass(loader, Reader):
+        name = loader.__name__
         raise OptionError(
             f"loader must be an object, got the class {name}; write {name}(...)"
         )
-    if not callable(given):
+    if not callable(loader):
         raise OptionError(
             "loader must be a function load(file) -> (x, y) of an open binary file, or "
-            f"one of Csv, Npy, Npz, Parquet and Safetensors, got {given!r}"
+            f"one of Csv, Npy, Npz, Parquet and Safetensors, got {loader!r}"
         )
 
 
 @contextlib.contextmanager
 def reading(url: str, *also: type[Exception]) -> Iterator[None]:
-    """Name a file in errors of a damaged one, of these types too."""
+    """Turn errors of a damaged file, and those in `also`, into a DataError."""
     try:
         yield
-    except OptionError:  # a ValueError too, and its message is complete
+    except OptionError:  # a ValueError with a complete message
         raise
     except (*DAMAGED, *also) as error:
-        shown = f"{type(error).__name__}: {error}"
-        raise DataError(f"cannot read {url}: {shown}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise DataError(f"cannot read {url}: {reason}") from error
 
 
 def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
-    """Convert the result of a loader to trees of numpy arrays of the same length.
+    """Convert the result of a loader to trees of numpy arrays of equal length.
 
-    A tuple of two is (x, y); anything else is x alone. One example has no axis of rows,
-    and y may then be a number.
+    A tuple of two is (x, y); any other value is x alone. With `one_example`, arrays
+    have no axis of rows, and y may be a number.
 
     Example:
         >>> rows_of((np.zeros(3), 7), "a.png", one_example=True)
         (array([[0., 0., 0.]]), array([7]))
     """
-    both = isinstance(result, tuple) and len(result) == 2
-    rows: Rows = (result[0], result[1]) if both else (result, None)
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    rows: Rows = (result[0], result[1]) if is_pair else (result, None)
     if one_example:
         rows = batching.mapped(_as_row, rows)
     for name, tree in zip("xy", rows, strict=True):
@@ -144,31 +144,31 @@ def _as_row(leaf: Any) -> Any:
 
 
 def _length(leaf: Any, name: str) -> int:
-    """Return the length of an array; 0 is allowed, since files may have no rows."""
+    """Return the length of an array; 0 is allowed: a file may have no rows."""
     if isinstance(leaf, np.ndarray | Tensor) and leaf.ndim and len(leaf) == 0:
         return 0
     return len(leaf) if check_array(leaf, name) else 0
 
 
 def header_facts(rows: int, empty: Any, url: str) -> Facts:
-    """Return the facts of a file from its header alone: `empty` has no rows."""
+    """Return the facts of a file from its number of rows and a result without rows."""
 
     def zeros(leaf: np.ndarray) -> np.ndarray:
         return np.zeros((min(rows, SHOWN_ROWS), *leaf.shape[1:]), leaf.dtype)
 
     named = NamedRows.of(rows_of(empty, url))
-    first = batching.mapped(zeros, (named[0], named[1]))
-    return Facts(rows, NamedRows.of(first, named.columns))
+    x, y = batching.mapped(zeros, (named[0], named[1]))
+    return Facts(rows, NamedRows.of((x, y), named.columns))
 
 
 @dataclass(frozen=True)
 class Npy(Reader):
-    """The array of an ``.npy`` file is x; a column of it may be y.
+    """The array of an ``.npy`` file as x; one of its columns may be y.
 
     Attributes:
-        label_column: Index of the column that is y and not in x, from 0, or from the
-            end as -1. The dtype does not change: classes must be whole numbers. None:
-            there are no labels.
+        label_column: Index of the column that becomes y, from 0, or from the end as -1.
+            The dtype does not change: classes must be an array of integers. None: no
+            labels.
     """
 
     label_column: int | None = None
@@ -183,7 +183,7 @@ class Npy(Reader):
     def look(self, file: BinaryIO) -> Facts:
         with _one_parses:
             version = np.lib.format.read_magic(file)
-            # Version 3.0 differs only in names of fields, which arrays of numbers lack.
+            # Version 3.0 differs only in field names, which arrays of numbers lack.
             if version == (1, 0):
                 shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             else:
@@ -205,16 +205,32 @@ class Npy(Reader):
 
 
 @dataclass(frozen=True)
-class Npz(Reader):
-    """The arrays of an ``.npz`` file that have these names.
-
-    Attributes:
-        x: A name; or a tuple or dict of names for several inputs.
-        y: Also; None: there are no labels.
-    """
+class NamedArrays(Reader):
+    """Arrays of a file by name; see `Npz`."""
 
     x: Tree = "x"
     y: Tree = "y"
+
+    def _chosen(self, arrays: Mapping[str, Any], url: str) -> tuple[Tree, Tree]:
+        """The arrays with the names in x and y."""
+        for name in batching.named_both((self.x, self.y)).values():
+            if name not in arrays:
+                raise DataError(
+                    f"{url} must have an array named {name!r}, but has "
+                    f"{sorted(arrays)}; name them with x=... and y=..., y=None without "
+                    "labels"
+                )
+        return batching.mapped(lambda name: arrays[name], (self.x, self.y))
+
+
+@dataclass(frozen=True)
+class Npz(NamedArrays):
+    """Named arrays of an ``.npz`` file.
+
+    Attributes:
+        x: A name; for several inputs, a tuple or dict of names.
+        y: The same for labels; None: no labels.
+    """
 
     @override
     def __call__(self, file: BinaryIO) -> Any:
@@ -225,40 +241,27 @@ class Npz(Reader):
                     f"{file.name} must be an .npz file, got one array; use Npy"
                 )
             with loaded as arrays:
-                return _picked(self.x, self.y, arrays, file.name)
+                return self._chosen(arrays, file.name)
 
 
-def _picked(x: Tree, y: Tree, arrays: Mapping[str, Any], url: str) -> tuple[Tree, Tree]:
-    """Arrays in the places of their names."""
-    for name in batching.named_both((x, y)).values():
-        if name not in arrays:
-            raise DataError(
-                f"{url} must have an array named {name!r}, but has {sorted(arrays)}; "
-                "name them with x=... and y=..., y=None without labels"
-            )
-    return batching.mapped(lambda name: arrays[name], (x, y))
-
-
-_LENGTH_BYTES = 8  # the file begins with the length of its header
-_LARGEST_HEADER_BYTES = 100_000_000  # the limit of the format's own reader
+_LENGTH_BYTES = 8  # a file begins with the length of its header
+_LARGEST_HEADER_BYTES = 100_000_000  # the limit of the library
 
 
 @dataclass(frozen=True)
-class Safetensors(Reader):
-    """The tensors of a safetensors file that have these names.
+class Safetensors(NamedArrays):
+    """Named tensors of a safetensors file.
 
     Attributes:
-        x: A name; or a tuple or dict of names for several inputs.
-        y: Also; None: there are no labels.
+        x: A name; for several inputs, a tuple or dict of names.
+        y: The same for labels; None: no labels.
     """
 
-    x: Tree = "x"
-    y: Tree = "y"
     reads_headers = True
 
     @override
     def __call__(self, file: BinaryIO) -> Any:
-        return _picked(self.x, self.y, load(file.read()), file.name)
+        return self._chosen(load(file.read()), file.name)
 
     @override
     def look(self, file: BinaryIO) -> Facts | None:
@@ -272,11 +275,11 @@ class Safetensors(Reader):
             entry |= {"shape": [0, *entry["shape"][1:]], "data_offsets": [0, 0]}
         text = json.dumps(header).encode()
         tensors = load(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-        empty = _picked(self.x, self.y, tensors, file.name)
+        empty = self._chosen(tensors, file.name)
         names = batching.named_both((self.x, self.y)).values()
         lengths = {tuple(rows[name]) for name in names}
         if len(lengths) > 1 or () in lengths:
-            return None  # reading the file will raise the error
+            return None  # loading the file raises the error
         ((count,),) = lengths
         return header_facts(count, empty, file.name)
 
@@ -305,25 +308,24 @@ class Table(Reader):
 
     def _chosen(self, names: Sequence[str], url: str) -> tuple[list[int], list[int]]:
         """Return the indices of the columns of x, and of the columns of y."""
-        given = [self.label] if isinstance(self.label, str | int) else self.label or []
-        labels = [_index(names, column, "label", url) for column in given]
+        labels = [_index(names, c, "label", url) for c in _as_list(self.label)]
         if self.features is None:
-            wanted = [i for i in range(len(names)) if i not in labels]
+            features = [i for i in range(len(names)) if i not in labels]
         else:
-            wanted = [_index(names, one, "feature", url) for one in self.features]
-        twice = {i for i in labels if i in wanted or labels.count(i) > 1}
-        if twice:
-            shown = names[min(twice)]
+            features = [_index(names, c, "feature", url) for c in self.features]
+        repeated = {i for i in labels if i in features or labels.count(i) > 1}
+        if repeated:
             raise DataError(
-                f"label {shown!r} of {url} must be meant once, and not in x"
+                f"label {names[min(repeated)]!r} of {url} must be meant once, and not "
+                "in x"
             )
-        if not wanted:
+        if not features:
             raise DataError(f"{url} has no columns for x, only {few(names, _SHOWN)}")
-        return wanted, labels
+        return features, labels
 
     def _rows(self, features: Columns, labels: Columns, url: str) -> Any:
         """The columns as (x, y)."""
-        columns = [_numbers(s, f"column {name!r} of {url}") for name, s in features]
+        columns = [_numeric(s, f"column {name!r} of {url}") for name, s in features]
         x, y = np.stack(columns, axis=1).astype(self.dtype), None
         if labels:
             each = [self._labels(s, f"column {name!r} of {url}") for name, s in labels]
@@ -341,29 +343,32 @@ class Table(Reader):
         return names
 
     def _labels(self, series: Any, where: str) -> np.ndarray:
-        """Return numbers, or the places of names; missing labels are NaN, so floats."""
+        """Return numbers, or class numbers of names; missing labels are NaN."""
         if self.classes is not None:
-            return _places(series, self.classes, where)
-        labels = _numbers(series, where)
+            return _class_numbers(series, self.classes, where)
+        labels = _numeric(series, where)
         if self.label_dtype is None:
             return labels
-        whole = np.dtype(self.label_dtype).kind in "iu"
+        integral = np.dtype(self.label_dtype).kind in "iu"
         missing = np.isnan(labels)
         with np.errstate(invalid="ignore"):  # infinity has no remainder
-            broken = whole & ~missing & (labels % 1 != 0)
-        if broken.any():
-            row = int(np.argmax(broken))
+            fractional = integral & ~missing & (labels % 1 != 0)
+        if fractional.any():
+            row = int(np.argmax(fractional))
             raise DataError(
                 f"label {where} must be whole numbers, got {labels[row]} in row {row}; "
                 "for regression use label_dtype='float32'"
             )
-        return labels if whole and missing.any() else labels.astype(self.label_dtype)
+        return labels if integral and missing.any() else labels.astype(self.label_dtype)
 
 
-def _by_index(chosen: Column | Sequence[Column] | None) -> bool:
-    """Whether the user chose a column by its index: its name does not matter then."""
-    listed = [chosen] if isinstance(chosen, str | int) else chosen or []
-    return any(isinstance(column, int) for column in listed)
+def _as_list(columns: Column | Sequence[Column] | None) -> Sequence[Column]:
+    return [columns] if isinstance(columns, str | int) else columns or []
+
+
+def _by_index(columns: Column | Sequence[Column] | None) -> bool:
+    """Whether the user chose a column by index, so that its name does not matter."""
+    return any(isinstance(column, int) for column in _as_list(columns))
 
 
 def _index(names: Sequence[str], column: Column, what: str, url: str) -> int:
@@ -377,7 +382,7 @@ def _index(names: Sequence[str], column: Column, what: str, url: str) -> int:
     )
 
 
-def _numbers(series: Any, where: str) -> np.ndarray:
+def _numeric(series: Any, where: str) -> np.ndarray:
     if not len(series) and series.dtype == object:  # CSV without rows
         return np.empty(0)
     array: np.ndarray = series.to_numpy()
@@ -393,13 +398,13 @@ def _numbers(series: Any, where: str) -> np.ndarray:
     )
 
 
-def _places(series: Any, classes: Sequence[str], where: str) -> np.ndarray:
-    """Return the place of each name among the classes, int64; float64 with gaps."""
+def _class_numbers(series: Any, classes: Sequence[str], where: str) -> np.ndarray:
+    """Return the class number of each name, int64; float64 if some are missing."""
     pandas = optional_module("pandas")
     texts = series.map(str, na_action="ignore")
-    places: np.ndarray = pandas.Index(list(classes)).get_indexer(texts)
+    numbers: np.ndarray = pandas.Index(list(classes)).get_indexer(texts)
     missing = texts.isna().to_numpy()
-    unknown = (places < 0) & ~missing
+    unknown = (numbers < 0) & ~missing
     if unknown.any():
         row = int(np.argmax(unknown))
         raise DataError(
@@ -407,8 +412,8 @@ def _places(series: Any, classes: Sequence[str], where: str) -> np.ndarray:
             f"among the classes {few([*classes], _SHOWN)}"
         )
     if missing.any():
-        return np.where(missing, np.nan, places)
-    return places.astype(np.int64)
+        return np.where(missing, np.nan, numbers)
+    return numbers.astype(np.int64)
 
 
 def optional_module(name: str) -> Any:
@@ -433,24 +438,27 @@ def _cells(lines: Iterable[str], delimiter: str) -> Iterator[tuple[int, list[str
 
 @dataclass(frozen=True, kw_only=True)
 class Csv(Table):
-    r"""The columns of a CSV file: features as x, one or several as y. Read by pandas.
+    r"""Columns of a CSV file: features as x, one or several labels as y.
 
-    Cells are numbers. A cell that is empty or text, and a line with too many or too few
-    cells, are refused; the error names the column and the row. ``nan`` is a number. A
-    label may be a name if ``classes`` are given. A label that is empty or ``nan`` is
-    missing; the labels of such a file are floats.
+    pandas reads the file. Cells must be numbers, of which ``nan`` is one. An empty cell
+    or text, and a line with too many or too few cells, raise an error that names the
+    column and the row. Labels may be names if ``classes`` are given. A label that is
+    empty or ``nan`` is missing; the labels of such a file are floats.
 
     Attributes:
-        features: Names or indices of the columns of x; None: all columns but the
+        features: Names or indices of the columns of x; None: all columns except the
             labels.
-        label: Name or index of the column of labels; a list makes y a table too. None:
-            there are no labels.
-        dtype: Of x.
-        label_dtype: Of y. Classes are whole numbers; for regression "float32".
-        classes: If labels are names: all of them, in the order of the labels 0, 1, ....
-        header: Whether the first line has the names; else they are "0", "1", ....
-        delimiter: Between two cells. Several characters are a regular expression, such
-            as ``r"\s+"`` for white space; quotes have no meaning with any other one.
+        label: Name or index of the label column; with a list, y has two axes. None: no
+            labels.
+        dtype: dtype of x.
+        label_dtype: dtype of y: an integer type for classes, "float32" for regression.
+        classes: For labels that are names: all names, in the order of the class numbers
+            0, 1, ....
+        header: Whether the first line has the column names; if not, they are "0", "1",
+            ....
+        delimiter: The character between two cells. Several characters are a regular
+            expression, such as ``r"\s+"`` for white space; with any other expression,
+            quotes have no special meaning.
     """
 
     label_dtype: str | None = "int64"
@@ -496,12 +504,12 @@ class Csv(Table):
             **exact,
         )
         try:  # two lines: pandas makes an index of first cells if the second is longer
-            first = read(io.BytesIO(content), nrows=2, dtype=str)
+            head = read(io.BytesIO(content), nrows=2, dtype=str)
         except pandas.errors.EmptyDataError:
             raise DataError(f"{url} must have rows, got an empty file") from None
-        names = [str(i) for i in first]
+        names = [str(i) for i in head]
         if self.header:
-            names = [cell.strip() for cell in first.iloc[0]]
+            names = [cell.strip() for cell in head.iloc[0]]
         features, labels = self._chosen(names, url)
         if not fast:
             self._check_lines(content, len(names), url)
@@ -509,16 +517,17 @@ class Csv(Table):
         frame = read(
             io.BytesIO(content),
             header=0 if self.header else None,
-            names=list(first),
-            na_values={
-                i: [*missing, ""] if i in labels else missing for i in first.columns
-            },
+            names=list(head),
+            na_values={i: [*missing, ""] if i in labels else missing for i in head},
             dtype=dict.fromkeys(labels, str) if self.classes is not None else None,
         )
         if fast and frame[labels].isna().any(axis=None):
             self._check_lines(content, len(names), url)
-        x, y = ([(names[i], frame[i]) for i in own] for own in (features, labels))
-        return self._rows(x, y, url)
+        return self._rows(
+            [(names[i], frame[i]) for i in features],
+            [(names[i], frame[i]) for i in labels],
+            url,
+        )
 
     def _check_lines(self, content: bytes, cells: int, url: str) -> None:
         """Refuse lines with more or fewer cells, which pandas may accept."""
@@ -541,47 +550,48 @@ class Csv(Table):
     def look(self, file: BinaryIO) -> Facts:
         facts = facts_of(rows_of(self(file), file.name))
         assert facts.first_rows is not None, "the file has been read"
-        first = NamedRows.of(facts.first_rows)
-        x, y = first
+        shown = NamedRows.of(facts.first_rows)
+        x, y = shown
         if y is None:
             return facts
-        # The same dtype as in all files, even if labels are missing in this one.
+        # The dtype is that of all files, even if labels are missing in this one.
         dtype = self.label_dtype if self.classes is None else "int64"
-        rows = x, np.nan_to_num(y).astype(dtype)
-        return facts._replace(first_rows=NamedRows.of(rows, first.columns))
+        y = np.nan_to_num(y).astype(dtype)
+        return facts._replace(first_rows=NamedRows.of((x, y), shown.columns))
 
 
 @dataclass(frozen=True)
 class Parquet(Table):
-    """The columns of a Parquet file: features as x, one or several as y.
+    """Columns of a Parquet file: features as x, one or several labels as y.
 
-    Columns are numbers without missing values; a column of text is refused by name,
-    unless it is the label and ``classes`` are given. Missing labels are NaN. Only the
-    columns that are needed are decoded.
+    Features must be numbers without missing values; a column of text raises an error
+    that names it, unless it is the label and ``classes`` are given. Missing labels
+    become NaN. Only the selected columns are decoded.
 
     Attributes:
-        features: Names or indices of the columns of x; None: all columns but the
+        features: Names or indices of the columns of x; None: all columns except the
             labels.
-        label: Name or index of the column of labels; a list makes y a table too. None:
-            there are no labels.
-        dtype: Of x.
-        label_dtype: Of y; None: the column's own.
-        classes: If labels are names: all of them, in the order of the labels 0, 1, ....
+        label: Name or index of the label column; with a list, y has two axes. None: no
+            labels.
+        dtype: dtype of x.
+        label_dtype: dtype of y; None: that of the column.
+        classes: For labels that are names: all names, in the order of the class numbers
+            0, 1, ....
     """
 
     reads_headers = True
 
     @override
     def __call__(self, file: BinaryIO) -> Any:
-        opened = optional_module("pyarrow.parquet").ParquetFile(file)
-        return self._decoded(opened.schema_arrow, opened.read, file.name)
+        parquet = optional_module("pyarrow.parquet").ParquetFile(file)
+        return self._decoded(parquet.schema_arrow, parquet.read, file.name)
 
     @override
     def look(self, file: BinaryIO) -> Facts:
-        opened = optional_module("pyarrow.parquet").ParquetFile(file)
-        schema = opened.schema_arrow
+        parquet = optional_module("pyarrow.parquet").ParquetFile(file)
+        schema = parquet.schema_arrow
         empty = self._decoded(schema, schema.empty_table().select, file.name)
-        return header_facts(opened.metadata.num_rows, empty, file.name)
+        return header_facts(parquet.metadata.num_rows, empty, file.name)
 
     def _decoded(self, schema: Any, read: Callable[[list[str]], Any], url: str) -> Any:
         features, labels = self._chosen(schema.names, url)

@@ -1,14 +1,14 @@
-"""Folders of images, loose or packed: x are pixels, y the numbers of their classes.
+"""Folders of images, loose or packed: x holds pixels, y class numbers.
 
-The listing determines the class of each image, once. Pillow decodes images where their
-rows are used. TinyImageNet is recognised by its ``wnids.txt``:
+Listing the folder determines the class of each image. Pillow decodes images in the
+process that uses their rows. A ``wnids.txt`` identifies TinyImageNet:
 
 =================================  ================================================
 file                               contents
 =================================  ================================================
-``wnids.txt``                      the classes, one in each line, in their order
+``wnids.txt``                      the classes in order, one per line
 ``train/<id>/images/*.JPEG``       images of a class
-``val/val_annotations.txt``        an image's name, a tab, its class, more
+``val/val_annotations.txt``        tab-separated: name of an image, its class, ...
 ``val/images/*.JPEG``              images of all classes
 ``test/images/*.JPEG``             images without a class
 =================================  ================================================
@@ -48,20 +48,20 @@ EXTENSIONS = (
 )
 SPLITS = frozenset({"train", "val", "valid", "validation", "test"})
 
-# The class of an image by its path; False: images have no classes.
+# The class of an image by its path; False: no classes.
 Labels = Callable[[str], str] | Mapping[str, str] | Literal[False] | None
 
-# A JPEG is decoded at a lower resolution if that has at least this many times the
-# wanted pixels in each direction: a photo of 12 megapixels takes a quarter of the time,
-# and its values differ by less than half of 1/255 in the mean.
+# A JPEG is decoded at a reduced resolution that has at least this many times the
+# requested pixels in each direction: a photo of 12 megapixels takes a quarter of the
+# time, and its values differ by less than half of 1/255 on average.
 _FINER = 2
 
-# Without a size, at most this many images are opened to find one: some may be damaged.
+# Without a size, at most this many images are opened to find it: some may be damaged.
 _TRIED = 8
 
 _CLASSES = "wnids.txt"
 _ANNOTATIONS = "val/val_annotations.txt"
-_NOT_OURS = (".", "__MACOSX")  # files of operating systems in folders and archives
+_SYSTEM_FOLDERS = (".", "__MACOSX")  # prefixes; of operating systems
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,11 @@ class Decoding:
         """Decode one image."""
         pillow, operations = _pillow_modules()
         size = self.height_and_width
-        also = TypeError, OverflowError, pillow.DecompressionBombError
-        with reading(file.name, *also), pillow.open(file) as image:
-            if size is not None:  # no effect but on a much larger JPEG
+        decoding_errors = reading(
+            file.name, TypeError, OverflowError, pillow.DecompressionBombError
+        )
+        with decoding_errors, pillow.open(file) as image:
+            if size is not None:  # affects only a much larger JPEG
                 image.draft(None, (_FINER * max(size),) * 2)
             operations.exif_transpose(image, in_place=True)
             image = _converted(image, MODES[self.channels], pillow)
@@ -139,16 +141,16 @@ def _pillow_modules() -> tuple[Any, Any]:
 
 
 def _converted(image: Any, mode: str, pillow: Any) -> Any:
-    """Return the image with this many channels of eight bits each."""
+    """Return the image in a mode of Pillow with eight bits per channel."""
     if image.mode == "F":
         raise ValueError("its pixels are floating point numbers; give a loader for it")
-    if image.mode.startswith("I"):  # Pillow would cut off at 255
+    if image.mode.startswith("I"):  # Pillow would clip at 255
         values = np.asarray(image).astype(np.int64)
         if values.min() < 0 or values.max() > 0xFFFF:
             raise ValueError("its pixels have more than 16 bits; give a loader for it")
         image = pillow.fromarray((values >> 8).astype(np.uint8))
     if "transparency" in image.info:
-        image = image.convert("RGBA")  # or its palette would lose it with a warning
+        image = image.convert("RGBA")  # otherwise Pillow drops it with a warning
     return image.convert(mode)
 
 
@@ -221,7 +223,7 @@ class Folder:
 
 
 class Classes(NamedTuple):
-    """The class of each image by its path, and all classes in their order."""
+    """The class of each image by path, and all classes in order."""
 
     of: Mapping[str, str]
     names: Sequence[str]
@@ -232,9 +234,9 @@ def _class_folders(
     split: str | None,
     images: Sequence[str],
     labels: Any,
-    all_there: bool,
+    check_empty: bool,
 ) -> Classes:
-    """The class is the outermost folder of the image, or what the user's labels say."""
+    """The class of an image is its outermost folder, or follows from `labels`."""
     of = {}
     depth = 0 if split is None else len(PurePosixPath(split).parts)
     for name in images:
@@ -253,10 +255,12 @@ def _class_folders(
             )
         else:
             of[name] = path.parts[depth]
-    if labels is None and all_there:
-        used = {PurePosixPath(name).parts[depth] for name in images}
-        there = [n for n in files.folders(split or "") if not n.startswith(_NOT_OURS)]
-        empty = [name for name in there if name not in used]
+    if labels is None and check_empty:
+        used = set(of.values())
+        folders = [
+            n for n in files.folders(split or "") if not n.startswith(_SYSTEM_FOLDERS)
+        ]
+        empty = [name for name in folders if name not in used]
         if empty:
             where = files.url_of(f"{split or ''}/{empty[0]}".lstrip("/"))
             raise DataError(
@@ -267,7 +271,7 @@ def _class_folders(
 
 
 def _tiny_imagenet(files: Folder, split: str | None, images: Sequence[str]) -> Classes:
-    """The classes of a split of TinyImageNet."""
+    """Return the classes of a split of TinyImageNet."""
     names = files.read(_CLASSES).split()
     if split == "val" and files.exists(_ANNOTATIONS):
         lines = files.read(_ANNOTATIONS).splitlines()
@@ -290,7 +294,7 @@ def _tiny_imagenet(files: Folder, split: str | None, images: Sequence[str]) -> C
 
 
 def _images_in(files: Folder, folder: str, extensions: Sequence[str]) -> list[str]:
-    """Paths of the images; the number of other files is logged."""
+    """Return the paths of the images, and log the number of other files."""
     names = files.names(folder)
     images = [
         name
@@ -305,24 +309,28 @@ def _images_in(files: Folder, folder: str, extensions: Sequence[str]) -> list[st
             f"{where} has no images{shown}; images end in {', '.join(extensions)}"
         )
     if others:
-        counts = others, len(names)
-        logger.info("%d of %d files in %s are not images, and ignored", *counts, where)
+        logger.info(
+            "%d of %d files in %s are not images and are ignored",
+            others,
+            len(names),
+            where,
+        )
     return images
 
 
-def _in_order(files: Folder, found: Classes, classes: Sequence[str]) -> Classes:
-    """The same classes in the order that the user gave."""
-    chosen = [] if isinstance(classes, str) else [str(name) for name in classes]
-    known = set(chosen)
-    if not chosen or len(known) < len(chosen):
-        raise OptionError(f"classes must be a list of different names, got {classes!r}")
-    for name, label in found.of.items():
+def _in_order_of(names: Sequence[str], classes: Classes, files: Folder) -> Classes:
+    """Return the same classes in the user's order."""
+    ordered = [] if isinstance(names, str) else [str(name) for name in names]
+    known = set(ordered)
+    if not ordered or len(known) < len(ordered):
+        raise OptionError(f"classes must be a list of different names, got {names!r}")
+    for path, label in classes.of.items():
         if label not in known:
             raise DataError(
-                f"{files.url_of(name)} is of the class {label!r}, which is not in "
-                f"classes ({len(chosen)} names, {chosen[0]!r} to {chosen[-1]!r})"
+                f"{files.url_of(path)} is of the class {label!r}, which is not in "
+                f"classes ({len(ordered)} names, {ordered[0]!r} to {ordered[-1]!r})"
             )
-    return Classes(found.of, chosen)
+    return Classes(classes.of, ordered)
 
 
 def image_folder(
@@ -339,51 +347,52 @@ def image_folder(
     seed: int | None = 0,
     storage_options: Mapping[str, Any] | None = None,
 ) -> "ImageFolder":
-    """Take a folder with a folder of images for each class, loose or packed.
+    """Read images from a folder with a subfolder for each class, loose or packed.
 
-    If :func:`daskdl.data.pack` has written the folder, a part is a packed file.
-    TinyImageNet's layout is recognised by its ``wnids.txt``. Hidden files and those
-    with other extensions are ignored; their number is logged.
+    If :func:`daskdl.data.pack` wrote the folder, a part is a packed file. A
+    ``wnids.txt`` identifies the layout of TinyImageNet. Hidden files and files with
+    other extensions are ignored; their number is logged.
 
     Args:
-        url: The folder that has the class folders, or the packed files.
-        size: (height, width) in pixels, or one number for both; images are resized
-            bilinearly, and their aspect ratio is not kept. None: all images have the
-            size of the first readable one.
+        url: The folder that contains the class folders, or the packed files.
+        size: (height, width) in pixels, or one number for both. Images are resized
+            bilinearly; the aspect ratio is not preserved. None: all images must have
+            the size of the first readable one.
         channels: 1 (grey), 3 (red, green, blue) or 4 (and alpha).
-        scale: Factor for values of 0 to 255, which makes them float32; None: uint8.
-        split: Only images in this folder: "train", "val", "test", ...
-        labels: The class of an image by its path relative to ``url``: a function or a
-            table. None: the outermost folder below ``url``, or below `split`. False: no
-            labels.
-        classes: Names of the classes in the order of their numbers, as in
-            ``source.classes`` of the training data; an image of another class is
-            refused. None: the names found, sorted; for TinyImageNet, the names in
+        scale: Factor for values from 0 to 255, which become float32; None: uint8.
+        split: Subfolder whose images are read: "train", "val", "test", ...
+        labels: A function, or a mapping, from the path of an image relative to ``url``
+            to its class. None: the outermost folder below ``url``, or below `split`.
+            False: no labels.
+        classes: Names of the classes in the order of the class numbers, as in
+            ``source.classes`` of the training data; an image of any other class is an
+            error. None: the names of the classes, sorted; for TinyImageNet, those in
             ``wnids.txt``.
-        extensions: Of images, in lower or upper case.
+        extensions: File extensions of images, in lower or upper case.
         files_per_part: Number of loose images in a part.
-        seed: Seed of the order of loose images. None: sorted by path, so that most
-            parts have images of one class. ``source.paths`` is in their order.
-        storage_options: For fsspec, such as credentials; the workers use them too.
+        seed: Seed of the order of loose images, which ``source.paths`` follows. None:
+            sorted by path, so that most parts have images of a single class.
+        storage_options: Options for fsspec, such as credentials; also used on the
+            workers.
 
     Returns:
-        A source of x (rows, channels, height, width) and y, int64.
+        A source of x, shape (rows, channels, height, width), and y, int64.
 
     Raises:
         DataError: If there are no images or classes, an image is in no class folder, a
             class folder has no images, or no size is given and none of the first 8
             images can be read.
-        OptionError: If an argument is not as described, or Pillow is missing.
+        OptionError: If an argument is invalid, or Pillow is not installed.
     """
     decoding = Decoding(size, channels, scale)
     check_count("files_per_part", files_per_part)
     _pillow_modules()
-    given = [extensions] if isinstance(extensions, str) else list(extensions)
-    if not given or not all(isinstance(e, str) and e.strip(".") for e in given):
+    listed = [extensions] if isinstance(extensions, str) else list(extensions)
+    if not listed or not all(isinstance(e, str) and e.strip(".") for e in listed):
         raise OptionError(
             f'extensions must be some like (".png", ".jpg"), got {extensions!r}'
         )
-    suffixes = tuple(f".{extension.lstrip('.').lower()}" for extension in given)
+    suffixes = tuple(f".{extension.lstrip('.').lower()}" for extension in listed)
     split = None if split is None else split.strip("/")
     store = store_of(url, storage_options)
     files = Folder(store)
@@ -399,17 +408,17 @@ def image_folder(
         if tops <= SPLITS and all(name.count("/") > 1 for name in images):
             shown = " or ".join(f"split={name!r}" for name in sorted(tops))
             raise OptionError(f"{store.url} has the folders of splits; give {shown}")
-    found: Classes | None = None
+    labeled: Classes | None = None
     if tiny and split != "test":
-        found = _tiny_imagenet(files, split, images)
+        labeled = _tiny_imagenet(files, split, images)
     elif not tiny and labels is not False:
-        found = _class_folders(files, split, images, labels, classes is None)
-    if classes is not None and found is not None:
-        found = _in_order(files, found, classes)
+        labeled = _class_folders(files, split, images, labels, classes is None)
+    if classes is not None and labeled is not None:
+        labeled = _in_order_of(classes, labeled, files)
     if seed is not None:
         order = np.random.default_rng(seed).permutation(len(images))
         images = [images[i] for i in order]
-    return ImageFolder(files, images, files_per_part, found, decoding)
+    return ImageFolder(files, images, files_per_part, labeled, decoding)
 
 
 class ImageFolder(GroupedFiles):
@@ -417,7 +426,7 @@ class ImageFolder(GroupedFiles):
 
     Attributes:
         paths: Paths of the images relative to the folder, in the order of the rows.
-        labels: Class numbers of the images, in the same order; None without labels.
+        labels: Class numbers of the images in this order, int64; None without labels.
         classes: Names of the labels 0, 1, ...; None without labels.
         shape: Channels, height and width of an image.
     """
@@ -435,7 +444,7 @@ class ImageFolder(GroupedFiles):
         files: Folder,
         images: Sequence[str],
         files_per_part: int,
-        found: Classes | None,
+        classes: Classes | None,
         decoding: Decoding,
     ) -> None:
         groups, self.paths = files.groups(images, files_per_part)
@@ -444,12 +453,12 @@ class ImageFolder(GroupedFiles):
         self.lengths = [len(group.names) for group in self.groups]
         self._starts = np.cumsum([0, *self.lengths]).tolist()
         self.classes = self.labels = None
-        if found is not None:
-            self.classes = found.names
-            number = {label: i for i, label in enumerate(found.names)}
-            numbers = [number[found.of[name]] for name in self.paths]
+        if classes is not None:
+            self.classes = classes.names
+            number = {label: i for i, label in enumerate(classes.names)}
+            numbers = [number[classes.of[path]] for path in self.paths]
             self.labels = np.array(numbers, np.int64)
-        self._model, image = self._first_image()
+        self._shape_from, image = self._first_image()
         self.shape = image.shape
         self.first_rows = image[None], None if self.labels is None else self.labels[:1]
 
@@ -457,16 +466,20 @@ class ImageFolder(GroupedFiles):
     def rows(self, part: int, number: int, file: BinaryIO) -> Rows:
         image = self._decoding(file)
         if image.shape != self.shape:
-            got, wanted = (f"{s[1]} x {s[2]}" for s in (image.shape, self.shape))
+            _, height, width = image.shape
             raise ShapeError(
-                f"{file.name} has {got}, but {self._model} has {wanted} (height x "
-                "width); give size=(height, width)"
+                f"{file.name} has {height} x {width}, but {self._shape_from} has "
+                f"{self.shape[1]} x {self.shape[2]} (height x width); give "
+                "size=(height, width)"
             )
         row = self._starts[part] + number
         return image[None], None if self.labels is None else self.labels[row : row + 1]
 
     def _first_image(self) -> tuple[str, np.ndarray]:
-        """Return an image with the shape of all, and its URL; zeros if given a size."""
+        """Return the URL and pixels of an image with the shape of all images.
+
+        If the size is known, no image is read and the pixels are zeros.
+        """
         size = self._decoding.height_and_width
         errors: list[DataError] = []
         if size is not None:

@@ -127,8 +127,8 @@ class Manifest:
                 raise ValueError(f"its version is {version!r:.200}")
             if version > form.version:
                 raise DataError(
-                    f"{url} has version {version}, but this daskdl reads versions up to "
-                    f"{form.version}; install a newer daskdl"
+                    f"{url} has version {version}, but this daskdl reads versions up "
+                    f"to {form.version}; install a newer daskdl"
                 )
             if document.pop("sha256") != _digest(document):
                 raise ValueError("its checksum is wrong")

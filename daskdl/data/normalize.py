@@ -1,7 +1,7 @@
-"""Normalizers: statistics of x in one pass over all parts, and the scaling they give.
+"""Normalizers: statistics of x from one pass over the data, and the scaling they imply.
 
 Statistics are merged in the order of the parts, so the result does not depend on the
-order in which parts are finished.
+order in which parts complete.
 """
 
 import contextlib
@@ -30,50 +30,54 @@ from daskdl.errors import DataError, OptionError
 
 Per = Literal["feature", "channel", "all"]
 
-# Converted to float64 at a time: a part of bytes would take eight times its memory.
+# Converted to float64 at a time: a complete part of uint8 would take eight times its
+# memory.
 _SLICE_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Statistics of an array in float64, one for each group of values.
+    """Statistics of an array in float64, for each group of values.
 
-    All arrays have the shape of a row, with 1 in the axes that belong to one group.
-    Without the rounding error of the mean, the distance of two means near 1e8 is wrong
-    by 1e-8, and the deviation in its tenth digit.
+    All arrays have the shape of a row, with size 1 in the axes that a group spans.
+    The rounding error of the mean is kept: without it, the difference between two means
+    near 1e8 has an error of 1e-8, and the deviation is wrong in its tenth digit.
     """
 
     count: int  # number of values in a group
     mean: np.ndarray
-    rest: np.ndarray  # rounding error of the mean
+    rounding: np.ndarray  # error of the mean
     squares: np.ndarray  # sum of the squared distances from the mean
     low: np.ndarray
     high: np.ndarray
 
     @property
     def deviation(self) -> np.ndarray:
-        """The standard deviation as in numpy: divided by the count, not count - 1."""
+        """The standard deviation as in numpy, with the divisor `count`."""
         return np.sqrt(self.squares / self.count)
 
-    def merged(self, other: "Statistics") -> "Statistics":
-        """Return the statistics of the values of both.
+    def merged(self, added: "Statistics") -> "Statistics":
+        """Return the statistics of the values of both arrays.
 
         Source:
             Chan, Golub and LeVeque, Updating formulae and a pairwise algorithm for
             sample variances (1979). No intermediate result is larger than the squares
-            themselves, unlike with sums of x and of x squared. The rest is ours.
+            themselves, unlike with sums of x and of x squared. The rounding error of
+            the mean is an addition.
         """
-        count = self.count + other.count
-        distance = (other.mean - self.mean) + (other.rest - self.rest)
-        mean, rest = _sum(self.mean, self.rest + distance * (other.count / count))
-        weight = self.count * other.count / count
+        count = self.count + added.count
+        distance = (added.mean - self.mean) + (added.rounding - self.rounding)
+        mean, rounding = _sum(
+            self.mean, self.rounding + distance * (added.count / count)
+        )
+        weight = self.count * added.count / count
         return Statistics(
             count,
             mean,
-            rest,
-            self.squares + other.squares + distance**2 * weight,
-            np.minimum(self.low, other.low),
-            np.maximum(self.high, other.high),
+            rounding,
+            self.squares + added.squares + distance**2 * weight,
+            np.minimum(self.low, added.low),
+            np.maximum(self.high, added.high),
         )
 
 
@@ -81,16 +85,16 @@ def statistics_of(values: np.ndarray, per: Per) -> Statistics:
     """Compute the statistics of at least one row; see `Normalizer` for `per`.
 
     Raises:
-        DataError: If a value is NaN or infinite; the message begins with the index.
+        DataError: If a value is NaN or infinite; the message begins with its index.
     """
     if values.dtype.kind == "f" and not (finite := np.isfinite(values)).all():
         index = np.unravel_index(np.argmin(finite), finite.shape)
         shown = ", ".join(str(i) for i in index)
         raise DataError(f"[{shown}] is {values[index]}")
-    together = {"feature": (0,), "channel": (0, *range(2, values.ndim))}
-    axes = together.get(per, tuple(range(values.ndim)))
-    bytes_of_row = 8 * max(values[0].size, 1)
-    rows = max(_SLICE_BYTES // bytes_of_row, 1)
+    group_axes = {"feature": (0,), "channel": (0, *range(2, values.ndim))}
+    axes = group_axes.get(per, tuple(range(values.ndim)))
+    row_bytes = 8 * max(values[0].size, 1)
+    rows = max(_SLICE_BYTES // row_bytes, 1)
     slices = (values[i : i + rows] for i in range(0, len(values), rows))
     return functools.reduce(Statistics.merged, (_of_slice(s, axes) for s in slices))
 
@@ -99,15 +103,15 @@ def _of_slice(values: np.ndarray, axes: tuple[int, ...]) -> Statistics:
     wide = values.astype(np.float64)
     low = wide.min(axes, keepdims=True)
     high = wide.max(axes, keepdims=True)
-    # Distances from one of the values keep the digits that a large offset would take,
-    # and are zero where all values are the same.
+    # Distances from one of the values keep the digits that a large offset would cost,
+    # and are zero where all values are equal.
     wide -= low
     distance = wide.mean(axes, keepdims=True)
     wide -= distance
     squares = np.square(wide, out=wide).sum(axes, keepdims=True)
     count = wide.size // max(distance.size, 1)
-    mean, rest = _sum(low[0], distance[0])
-    return Statistics(count, mean, rest, squares[0], low[0], high[0])
+    mean, rounding = _sum(low[0], distance[0])
+    return Statistics(count, mean, rounding, squares[0], low[0], high[0])
 
 
 def _sum(large: np.ndarray, small: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -125,10 +129,10 @@ _EXACT_IN_FLOAT32 = (
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """Scales the values of one array: ``(values - shift) / scale + offset``.
+    """Scale the values of one array: ``(values - shift) / scale + offset``.
 
-    Shift and scale, nowhere 0, are float64 in the shape of a row, or with 1 in some of
-    its axes.
+    `shift` and `scale` are float64 in the shape of a row, with size 1 in some axes
+    where values share a scaling; `scale` is nowhere 0.
 
     Example:
         >>> scaling = Scaling(np.array([10.0]), np.array([5.0]), 0.0)
@@ -143,18 +147,18 @@ class Scaling:
 
     def __post_init__(self) -> None:
         for name in ("shift", "scale"):
-            own = np.array(getattr(self, name), np.float64)
-            own.flags.writeable = False
-            object.__setattr__(self, name, own)
+            array = np.array(getattr(self, name), np.float64)
+            array.flags.writeable = False
+            object.__setattr__(self, name, array)
 
     def apply(self, values: Any) -> Any:
-        """Return scaled values: a float32 tensor, or an array if `values` is one."""
+        """Return scaled values in float32: an array for an array, otherwise a tensor."""
         if isinstance(values, np.ndarray):
             return self.apply(_copied(values)).numpy()
         self._check(values)
         if values.dtype in _EXACT_IN_FLOAT32:
-            # As exact as in float64: the rounding error of the shift is added in a
-            # second step.
+            # As exact as in float64: a second step subtracts the rounding error of the
+            # shift.
             high = self.shift.astype(np.float32)
             distance = values.float() - _like(high, values, torch.float32)
             distance -= _like(self.shift - high, values, torch.float32)
@@ -189,20 +193,20 @@ class Scaling:
 
     @override
     def __reduce__(self) -> Any:
-        return Scaling, (self.shift, self.scale, self.offset)  # read only there as well
+        return Scaling, (self.shift, self.scale, self.offset)  # read-only again
 
     def rounded(self) -> tuple[Any, ...]:
-        """Return shift, scale and offset as plain numbers of float32."""
+        """Return shift, scale and offset as plain numbers, rounded to float32."""
         numbers = (self.shift, self.scale, np.array(self.offset))
         return tuple(array.astype(np.float32).tolist() for array in numbers)
 
     def _check(self, values: Tensor) -> None:
         row = tuple(values.shape[1:])
-        fits = len(row) == self.shift.ndim and all(
-            fitted in (1, size)
-            for fitted, size in zip(self.shift.shape, row, strict=True)
-        )
-        if not fits:
+        try:
+            fits = np.broadcast_shapes(self.shift.shape, row) == row
+        except ValueError:
+            fits = False
+        if not fits or len(row) != self.shift.ndim:
             raise DataError(
                 f"rows of shape {row} cannot be scaled by {self.shift.shape} numbers; "
                 "fit the normalizer on rows of this shape, or with per='channel'"
@@ -210,7 +214,7 @@ class Scaling:
 
 
 def _copied(values: np.ndarray) -> Tensor:
-    # A source's arrays are read only; torch warns about those.
+    # Arrays of a source are read-only, which torch warns about.
     return torch.from_numpy(np.array(as_numpy(values)))
 
 
@@ -220,15 +224,15 @@ def _like(numbers: np.ndarray, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Normalization(FittedTransform):
-    """A fitted normalizer, which scales x; to be used as a `transform`.
+    """A fitted normalizer, which scales x; used as a `transform`.
 
     A trainer puts the columns of tables into the order of those that the normalizer was
     fitted on.
 
     Attributes:
-        scalings: A tree like x, with a :class:`Scaling` for each array, or None for an
-            array that does not change.
-        columns: Names of the columns of the tables that it was fitted on, by place:
+        scalings: A tree like x, with a :class:`Scaling` for each array that is scaled
+            and None for the others.
+        columns: Column names of the tables that it was fitted on, by their place in x:
             ``{"X": ("age", "height")}``.
 
     Example:
@@ -246,17 +250,18 @@ class Normalization(FittedTransform):
     columns: Columns = field(default_factory=dict, hash=False)
 
     def __call__(self, batch: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        """Scale the x of a batch, like `transform`."""
+        """Scale x of a batch, like `transform`."""
         return self.transform(batch)
 
     def transform(self, batch: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        """Scale the x of a batch.
+        """Scale x of a batch.
 
         Args:
-            batch: (x, y), trees of tensors on any device, or of numpy arrays.
+            batch: (x, y), trees of tensors on any device, or of numpy arrays, with rows
+                along the first axis.
 
         Returns:
-            x in float32 where it is scaled; y unchanged.
+            (x, y): scaled arrays of x in float32; others, and y, unchanged.
 
         Raises:
             DataError: If x has another structure, or rows of another shape, than the
@@ -269,7 +274,7 @@ class Normalization(FittedTransform):
         """Return x before the scaling.
 
         Args:
-            x: A tree of tensors or arrays, as `transform` returns it.
+            x: A tree of tensors or arrays, as returned by `transform`.
 
         Raises:
             DataError: If x has another structure, or rows of another shape.
@@ -281,7 +286,8 @@ class Normalization(FittedTransform):
     def digest(self) -> str:
         """The first digits of a SHA-256 of the numbers, rounded to float32.
 
-        The same rows in other parts differ in the last digits of their statistics.
+        The statistics of the same rows, partitioned differently, differ in the last
+        digits.
         """
         rounded = [
             (name, None if scaling is None else scaling.rounded())
@@ -290,21 +296,22 @@ class Normalization(FittedTransform):
         return hashlib.sha256(repr(rounded).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists, dicts, strings and numbers, which JSON holds exactly."""
+        """Return lists, dicts, strings and numbers, which JSON represents exactly."""
         columns = {place: [*names] for place, names in self.columns.items()}
-        return {"x": _plain(self.scalings), "columns": columns}
+        return {"x": _scalings_to_json(self.scalings), "columns": columns}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
         """Return the normalization whose `to_dict` returned `plain`.
 
         Raises:
-            OptionError: If `plain` is something else.
+            OptionError: If `to_dict` cannot have returned `plain`.
         """
         try:
             columns = plain["columns"].items()
             return cls(
-                _tree(plain["x"]), {place: tuple(names) for place, names in columns}
+                _scalings_from_json(plain["x"]),
+                {place: tuple(names) for place, names in columns},
             )
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise OptionError(
@@ -318,36 +325,37 @@ class Normalization(FittedTransform):
                 f"{batching.outline(self.scalings)}, got {batching.outline(x)}"
             )
         return batching.mapped(
-            lambda leaf, own: leaf if own is None else function(own, leaf),
+            lambda leaf, scaling: leaf if scaling is None else function(scaling, leaf),
             x,
             self.scalings,
         )
 
 
-def _alike(one: Tree, two: Tree) -> bool:
-    first, second = ({name for name, _ in batching.named(t, "")} for t in (one, two))
-    return first == second
+def _alike(left: Tree, right: Tree) -> bool:
+    """Whether two trees have the same structure, in any order of keys."""
+    return {*dict(batching.named(left, ""))} == {*dict(batching.named(right, ""))}
 
 
-def _plain(tree: Tree) -> Any:
-    # A dict as pairs: JSON would turn keys that are numbers into strings.
+def _scalings_to_json(tree: Tree) -> Any:
+    # A dict as pairs, because JSON turns keys that are numbers into strings.
     if isinstance(tree, dict):
-        return {"dict": [[key, _plain(child)] for key, child in tree.items()]}
+        pairs = [[key, _scalings_to_json(child)] for key, child in tree.items()]
+        return {"dict": pairs}
     if isinstance(tree, tuple):
-        return {"tuple": [_plain(child) for child in tree]}
+        return {"tuple": [_scalings_to_json(child) for child in tree]}
     if tree is None:
         return None
     shift, scale = tree.shift.tolist(), tree.scale.tolist()
     return {"shift": shift, "scale": scale, "offset": float(tree.offset)}
 
 
-def _tree(plain: Any) -> Tree:
+def _scalings_from_json(plain: Any) -> Tree:
     if plain is None:
         return None
     if "dict" in plain:
-        return {key: _tree(child) for key, child in plain["dict"]}
+        return {key: _scalings_from_json(child) for key, child in plain["dict"]}
     if "tuple" in plain:
-        return tuple(_tree(child) for child in plain["tuple"])
+        return tuple(_scalings_from_json(child) for child in plain["tuple"])
     shift, scale = (np.array(plain[name]) for name in ("shift", "scale"))
     return Scaling(shift, scale, float(plain["offset"]))
 
@@ -357,43 +365,43 @@ Keys = tuple[str | int, ...]
 
 
 def _of_all(source: Source, per: Per, only: Keys | None, client: Any) -> Tree:
-    """Go through all parts once."""
+    """Compute the statistics of all parts in one pass."""
     function = functools.partial(_of_part, per=per, only=only)
     total = None
-    # Closed at once, not when the traceback of an error is released.
+    # Closed immediately, not when the traceback of an error is released.
     with contextlib.closing(map_parts(source, function, client)) as results:
-        for part, found in _in_order(results):
-            if found is not None:
-                total = found if total is None else _merged(total, found, source, part)
+        for part, statistics in _by_part(results):
+            if statistics is not None:
+                total = _merged(total, statistics, source, part)
     if total is None:
         raise DataError("X has no rows to fit a normalizer on")
     return total
 
 
 def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | None:
-    """Compute the statistics of a part in place; None if it has no rows."""
+    """Compute the statistics of a part; None if it has no rows."""
 
     def of_leaf(name: str, leaf: np.ndarray) -> Statistics:
         try:
             return statistics_of(leaf, per)
         except DataError as error:
-            beginning = f", its rows counted from {start}" if start else ""
+            offset = f", its rows counted from {start}" if start else ""
             raise DataError(
-                f"{source.name(part)}{beginning}: {name}{error}; a normalizer needs "
+                f"{source.name(part)}{offset}: {name}{error}; a normalizer needs "
                 "finite numbers, remove such rows or fill them in"
             ) from error
 
     total, start = None, 0
     for x, _ in source.stream(part, STREAMED_ROWS):
         if batching.length(x):
-            found = batching.mapped(of_leaf, _names(x, only), x)
-            total = found if total is None else _merged(total, found, source, part)
+            statistics = batching.mapped(of_leaf, _names(x, only), x)
+            total = _merged(total, statistics, source, part)
         start += batching.length(x)
     return total
 
 
 def _names(x: Tree, only: Keys | None) -> Tree:
-    """A tree like x: the name of each array, None if it is left out."""
+    """Return a tree like x with the name of each array, or None if it is not scaled."""
     names = [name for name, _ in batching.named(x, "x")]
     starts = ("x",) if only is None else tuple(f"x[{key!r}]" for key in only)
     for key, start in zip(only or (), starts, strict=False):
@@ -407,25 +415,30 @@ def _names(x: Tree, only: Keys | None) -> Tree:
     )
 
 
-def _merged(total: Tree, found: Tree, source: Source, part: int) -> Tree:
-    def merged(one: Statistics, two: Statistics) -> Statistics:
-        if one.mean.shape != two.mean.shape:
-            raise DataError(
-                f"{source.name(part)} has rows of shape {two.mean.shape}, those before "
-                f"have {one.mean.shape}; use per='channel' for images of several sizes"
-            )
-        return one.merged(two)
+def _merged(total: Tree | None, added: Tree, source: Source, part: int) -> Tree:
+    """Merge the statistics of a part, or of some of its rows, with those before."""
 
-    if not _alike(total, found):
+    def merged(before: Statistics, new: Statistics) -> Statistics:
+        if before.mean.shape != new.mean.shape:
+            raise DataError(
+                f"{source.name(part)} has rows of shape {new.mean.shape}, those before "
+                f"have {before.mean.shape}; use per='channel' for images of several "
+                "sizes"
+            )
+        return before.merged(new)
+
+    if total is None:
+        return added
+    if not _alike(total, added):
         raise DataError(
-            f"x of {source.name(part)} is like {batching.outline(found)}, "
+            f"x of {source.name(part)} is like {batching.outline(added)}, "
             f"those before are like {batching.outline(total)}"
         )
-    return batching.mapped(merged, total, found)
+    return batching.mapped(merged, total, added)
 
 
-def _in_order(results: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
-    """Yield results in the order of the parts; results of later parts wait."""
+def _by_part(results: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
+    """Yield results in the order of the parts, and hold results of later parts."""
     waiting: dict[int, T] = {}
     following = 0
     for part, result in results:
@@ -437,17 +450,17 @@ def _in_order(results: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Normalizer(ABC):
-    """Derives a scaling from statistics of the data.
+    """Derive a scaling from statistics of the data.
 
     Attributes:
-        per: "feature": a scaling for each place in a row; "channel": one for each index
-            of the second axis, as in images (rows, channels, height, width), which may
-            then differ in size; "all": a single one for an array.
+        per: "feature": one scaling for each position in a row; "channel": one for each
+            index of the second axis, as in images of shape (rows, channels, height,
+            width), which may then differ in size; "all": one for the complete array.
         only: Keys of x, a dict or a tuple, that are scaled; the others do not change.
             None: all.
 
     Raises:
-        OptionError: If an attribute is outside its allowed values.
+        OptionError: If an attribute has an invalid value.
     """
 
     per: Per = "feature"
@@ -463,7 +476,7 @@ class Normalizer(ABC):
 
     @abstractmethod
     def scaling(self, statistics: Statistics) -> Scaling:
-        """Return the scaling for an array with these statistics."""
+        """Return the scaling of an array with these statistics."""
 
     def fit(
         self,
@@ -475,35 +488,37 @@ class Normalizer(ABC):
         """Compute the statistics in one pass over the data, each part in place.
 
         Args:
-            X: Any data that `Trainer.fit` takes.
-            y: Labels; not read.
-            client: None: the default client, if there is one. False: no cluster.
+            X: Any data that `Trainer.fit` accepts.
+            y: Labels; they are ignored.
+            client: A `distributed.Client`. None: the default client, if there is one,
+                otherwise this process. False: this process.
 
         Returns:
-            The scaling of x, to be used as a `transform`.
+            The scaling of x, to be passed as `transform`.
 
         Raises:
-            DataError: If a value is NaN or infinite (names the part and the array), if
-                parts do not fit together, or if the data cannot be used.
+            DataError: If a value is NaN or infinite (the message names the part and the
+                array), if the parts differ in shape or structure, or if the data cannot
+                be used.
             OptionError: If x lacks a key of `only`.
         """
         source = with_columns(source_of(X, y, labelled=False), client)
-        found = _of_all(source, self.per, self.only, client)
+        statistics = _of_all(source, self.per, self.only, client)
         columns = (source.columns or NO_COLUMNS).items()
         return Normalization(
-            batching.mapped(self.scaling, found),
+            batching.mapped(self.scaling, statistics),
             {place: names for place, names in columns if place.startswith("X")},
         )
 
 
 @dataclass(frozen=True)
 class Standardize(Normalizer):
-    """Mean 0 and standard deviation 1, as numpy's `mean` and `std`.
+    """Scale values to mean 0 and standard deviation 1, as numpy computes them.
 
     Constant values are divided by 1, so they become 0.
 
     Attributes:
-        epsilon: Values whose deviation is at most this count as constant, >= 0.
+        epsilon: Values with at most this standard deviation count as constant, >= 0.
 
     Example:
         >>> fitted = Standardize().fit(np.array([[1.0, 7.0], [3.0, 7.0]]), client=False)
@@ -529,13 +544,13 @@ class Standardize(Normalizer):
 
 @dataclass(frozen=True)
 class MinMax(Normalizer):
-    """Scales the lowest value to `low` and the highest to `high`.
+    """Scale the lowest value to `low` and the highest to `high`.
 
-    Values beyond those of the data are not cut off. Constant values become `low`.
+    Values outside the range of the data are not clipped. Constant values become `low`.
 
     Attributes:
-        low: Scaled lowest value.
-        high: Scaled highest value, > low.
+        low: Result for the lowest value.
+        high: Result for the highest value, > low.
 
     Example:
         >>> fitted = MinMax(-1, 1).fit(np.array([[0], [255]], "uint8"), client=False)

@@ -1,7 +1,7 @@
-"""Arrays and tables in memory: checks, and rows as numpy arrays.
+"""Arrays and tables in memory: checks, and conversion to numpy arrays.
 
-Imports neither Dask nor pandas nor pyarrow: objects of these libraries exist only where
-other code has imported them.
+This module does not import Dask, pandas and pyarrow at the top: their objects exist
+only where other code has imported these libraries.
 """
 
 import copy
@@ -42,11 +42,11 @@ def _has(name: str) -> Callable[[Any], bool]:
     return lambda value: hasattr(value, name)
 
 
-# Remedies by kind of object; the first that applies.
+# Remedies by kind of object; the first match applies.
 _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda x: type(x).__module__ in ("dask.delayed", "distributed.client"),
-        "Delayed objects and futures are of whole rows (x, y): give them as X",
+        "Delayed objects and futures hold pairs (x, y): give them as X",
     ),
     (_is(type), _ROW_EACH),
     (_has("to_dask_array"), "convert it with {X}.to_dask_array(lengths=True)"),
@@ -72,31 +72,28 @@ _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
 
 
 def _remedy_for_dtype(array: Any, argument: str) -> str:
-    """How to turn the values of an array into real numbers."""
+    """How to convert the values of an array to real numbers."""
     remedy = "convert it, for example with {X}.astype(numpy.float32)"
-    first = None
+    item = None
     if isinstance(array, np.ndarray) and array.dtype.kind == "O" and array.size:
-        first = array.flat[0]
+        item = array.flat[0]
     if isinstance(array, Tensor):
         remedy = "convert it, for example with {X}.to(torch.float32)"
-    elif array.dtype.kind in "UST" or isinstance(first, str | bytes):
-        remedy = _remedy_for_text(argument)
-        if _is_dask_array(array) and argument.startswith("y"):
+    elif array.dtype.kind in "UST" or isinstance(item, str | bytes):
+        if not argument.startswith("y"):
+            remedy = "encode them as numbers"
+        elif not _is_dask_array(array):
+            remedy = "number the classes, numpy.unique({X}, return_inverse=True)[1]"
+            if " of " in argument:  # of a part, which may lack some classes
+                remedy = "number the classes, alike in all parts"
+        else:
             remedy = (
                 "number the classes, {X}.map_blocks(lambda block: "
                 "numpy.searchsorted(names, block), dtype='int64') with sorted names"
             )
-    elif isinstance(first, np.ndarray | Tensor | list | tuple):
+    elif isinstance(item, np.ndarray | Tensor | list | tuple):
         remedy = "pad its arrays to one shape, then numpy.stack({X})"
     return remedy.replace("{X}", _variable(argument))
-
-
-def _remedy_for_text(argument: str) -> str:
-    if not argument.startswith("y"):
-        return "encode them as numbers"
-    if " of " in argument:  # of a part, which may not have all classes
-        return "number the classes, alike in all parts"
-    return "number the classes, numpy.unique({X}, return_inverse=True)[1]"
 
 
 def _variable(argument: str) -> str:
@@ -104,7 +101,7 @@ def _variable(argument: str) -> str:
     return argument.partition(" of ")[0]
 
 
-# Dtypes that torch.from_numpy takes; longdouble is the exception.
+# Dtypes that torch.from_numpy accepts; longdouble is the exception.
 _NUMBER_KINDS = "biuf"
 _LARGEST_ITEM_BYTES = 8
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
@@ -117,10 +114,10 @@ def _is_dask_array(value: Any) -> bool:
 
 
 def check_array(value: Any, argument: str) -> float:
-    """Refuse anything but a non-empty array of examples, named as in the user's call.
+    """Accept only a non-empty array of examples, named as in the user's call.
 
     Returns:
-        Length of the first axis, > 0; NaN if Dask does not know it.
+        Length of the first axis, > 0; NaN if unknown to Dask.
 
     Example:
         >>> check_array([1.0, 2.0], "X")
@@ -146,7 +143,7 @@ def check_structure(X: Tree, y: Tree) -> None:
 
 
 def check_arrays(X: Tree, y: Tree) -> int:
-    """Refuse unusable arrays, or lengths that differ; return the number of examples."""
+    """Refuse unusable arrays and unequal lengths; return the number of examples."""
     check_structure(X, y)
     named = batching.named_both((X, y))
     lengths = {name: int(check_array(leaf, name)) for name, leaf in named.items()}
@@ -155,20 +152,18 @@ def check_arrays(X: Tree, y: Tree) -> int:
 
 
 def check_lengths(lengths: Mapping[str, int]) -> None:
-    """Refuse lengths that differ, of arguments by name."""
+    """Refuse unequal lengths of arguments, which are given by name."""
     if len(set(lengths.values())) > 1:
-        shown = " and ".join(map(str, lengths.values()))
-        raise DataError(
-            f"{' and '.join(lengths)} must have the same length, got {shown}"
-        )
+        got = " and ".join(map(str, lengths.values()))
+        raise DataError(f"{' and '.join(lengths)} must have the same length, got {got}")
 
 
 def as_numpy(value: np.ndarray | Tensor) -> np.ndarray:
     """Return the same numbers as a plain numpy array in native byte order.
 
-    Numpy has neither bfloat16 nor float8: such tensors become float32, which represents
-    each of their values exactly. The result is a view where the memory can be used as
-    it is, else a copy.
+    Tensors of bfloat16 and float8, which numpy lacks, become float32, which represents
+    each of their values exactly. The result is a view of the same memory if possible,
+    otherwise a copy.
     """
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dtype not in _NUMPY_FLOATS:
@@ -179,7 +174,7 @@ def as_numpy(value: np.ndarray | Tensor) -> np.ndarray:
 
 
 def check_values(value: Any, argument: str) -> None:
-    """Refuse anything but an array of real numbers with a first axis, maybe empty."""
+    """Accept only arrays of real numbers with at least one axis; they may be empty."""
     if isinstance(value, np.ma.MaskedArray):
         raise DataError(
             f"{argument} is a masked array, whose mask would be ignored; "
@@ -188,7 +183,8 @@ def check_values(value: Any, argument: str) -> None:
     if not (isinstance(value, np.ndarray | Tensor) or _is_dask_array(value)):
         name = "None" if value is None else _type_name(value)
         article = "" if value is None else "an " if name[0] in "aeio" else "a "
-        remedy = next((then for holds, then in _REMEDIES if holds(value)), _ROW_EACH)
+        matches = (remedy for applies, remedy in _REMEDIES if applies(value))
+        remedy = next(matches, _ROW_EACH)
         raise DataError(
             f"{argument} must be a numpy array, a torch tensor or a dask.array, got "
             f"{article}{name}; {remedy.replace('{X}', _variable(argument))}"
@@ -230,29 +226,30 @@ def _check_chunks(value: Any, argument: str) -> None:
             f"{argument} must be chunked along its first axis only, got the blocks "
             f"{value.numblocks}; use {argument}.rechunk({split})"
         )
-    if type(value._meta) is not np.ndarray:  # a masked array is an ndarray too
+    # Dask has no public name for the type of the blocks. A masked array is an ndarray.
+    if type(value._meta) is not np.ndarray:
         raise DataError(
-            f"{argument} must be made of numpy blocks, got {_type_name(value._meta)}; "
+            f"{argument} must have numpy blocks, got {_type_name(value._meta)}; "
             f"convert them with {argument}.map_blocks(...)"
         )
 
 
-# Enough for several replicas, and few enough that a part is worth a message. The order
-# of rows must not depend on the number of replicas, so this number does not either.
+# Enough parts for several replicas, and few enough that each is worth a message. The
+# order of rows must not depend on the number of replicas, so neither does this number.
 PARTS = 64
-PART_BYTES = 32 * 2**20  # about the largest size, so that no part takes long to send
+PART_BYTES = 32 * 2**20  # approximate maximum, so that no part takes long to send
 
 
 class InMemory(Source):
-    """Rows in memory; nothing is copied before a part is loaded or sent.
+    """Rows in memory; they are copied when a part is loaded or sent, not before.
 
     Args:
         x: Tree of numpy arrays and torch tensors of equal length.
         y: The same, or None.
-        batch_size: A part is a whole number of batches, >= 1.
-        shuffle_seed: Seed of the order in which rows are dealt to parts, so that data
-            may be sorted by label; None keeps the order.
-        columns: Names of the columns of those arrays that were tables.
+        batch_size: Rows per batch, >= 1; a part is a whole number of batches.
+        shuffle_seed: Seed of a random distribution of rows to parts, so that data may
+            be sorted by label; None keeps the order.
+        columns: Column names of the arrays that were tables.
     """
 
     lengths: Sequence[int]
@@ -287,10 +284,10 @@ class InMemory(Source):
         self.lengths = [stop - start for start, stop in self._bounds]
 
     def in_parts(self, parts: int) -> "InMemory":
-        """The same rows in at most `parts` parts, or more if these are too big."""
-        other = copy.copy(self)
-        other._cut(parts)
-        return other
+        """Return the same rows in at most `parts` parts, or more if they are large."""
+        source = copy.copy(self)
+        source._cut(parts)
+        return source
 
     @property
     def whole(self) -> Rows:
@@ -309,16 +306,16 @@ class InMemory(Source):
         rows = slice(*self._bounds[part])
         if self._order is not None:
             return batching.rows(self._rows, self._order[rows])
-        # Contiguous: Dask would pickle other arrays.
+        # Contiguous, because Dask pickles other arrays.
         return batching.mapped(
             lambda leaf: np.ascontiguousarray(leaf[rows]), self._rows
         )
 
 
 def cut(examples: int, batch_size: int, parts: int) -> list[tuple[int, int]]:
-    """Bounds of at most ``parts`` parts, each a whole number of batches; none is empty.
+    """Return bounds of at most ``parts`` parts, each a whole number of batches.
 
-    Only the last part may end with a smaller batch.
+    No part is empty; only the last one may end with a smaller batch.
 
     Example:
         >>> cut(10, batch_size=2, parts=2)
@@ -332,17 +329,17 @@ def cut(examples: int, batch_size: int, parts: int) -> list[tuple[int, int]]:
 
 # ---- columns of pandas and pyarrow
 
-_UNKNOWN = "__UNKNOWN_CATEGORIES__"  # Dask's name for categories to be computed
-_ARROW = ("Table", "RecordBatch", "ChunkedArray", "Array")
+_UNKNOWN = "__UNKNOWN_CATEGORIES__"  # Dask's placeholder for unknown categories
 
 
 def _is_frame(value: Any) -> bool:
     """Whether a value is a pandas dataframe or series, or a pyarrow table or array."""
-    pandas, arrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
+    pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
     if pandas is not None and isinstance(value, pandas.DataFrame | pandas.Series):
         return True
-    return arrow is not None and isinstance(
-        value, tuple(getattr(arrow, name) for name in _ARROW)
+    return pyarrow is not None and isinstance(
+        value,
+        pyarrow.Table | pyarrow.RecordBatch | pyarrow.ChunkedArray | pyarrow.Array,
     )
 
 
@@ -354,7 +351,7 @@ def array_of(
 
 
 def label_classes(y: Any, argument: str) -> tuple[str, ...] | None:
-    """Return the categories of labels; None for labels without, and for arrays."""
+    """Return the categories of categorical labels; None for other labels."""
     return check_columns(y, argument, label=True) if _is_frame(y) else None
 
 
@@ -364,7 +361,7 @@ def check_no_tables(examples: Iterable[Tree]) -> None:
         _is_frame(leaf) for example in examples for leaf in batching.leaves(example)
     ):
         raise DataError(
-            "an example must be made of arrays and numbers, got a table or a series, "
+            "an example must consist of arrays and numbers, got a table or a series, "
             "whose names would be lost: give row[names].to_numpy(), with the same "
             "names for all examples, or tables of many rows in a list of Delayed"
         )
@@ -373,7 +370,7 @@ def check_no_tables(examples: Iterable[Tree]) -> None:
 def row_count(value: Any) -> int | None:
     """Return the number of rows of an array, a table or a list.
 
-    NaN if Dask does not know it; None if the value is something else.
+    NaN if it is unknown to Dask; None for other values.
     """
     if isinstance(value, np.ndarray | Tensor) or _is_dask_array(value):
         return value.shape[0] if value.ndim else None
@@ -392,15 +389,16 @@ def take(value: Any, rows: np.ndarray) -> Any:
 def check_columns(
     frame: Any, argument: str, label: bool = False
 ) -> tuple[str, ...] | None:
-    """Refuse columns that are not numbers; looks only at dtypes.
+    """Refuse columns that are not numbers, by their dtypes alone.
 
     Args:
-        frame: Of pandas or pyarrow; also the empty ``_meta`` of a ``dask.dataframe``.
-        argument: Its name in the user's call.
-        label: Whether the frame holds labels: a single column may be categorical.
+        frame: A frame of pandas or pyarrow, or the empty ``_meta`` of a
+            ``dask.dataframe``.
+        argument: Name of the frame in the user's call.
+        label: Whether the frame holds labels; a single column may then be categorical.
 
     Returns:
-        The categories of such labels, which become 0, 1, ...; else None.
+        The categories of categorical labels, which become 0, 1, ...; otherwise None.
     """
     frame = _as_pandas(frame)
     if frame.ndim == 2 and not len(frame.columns):
@@ -412,9 +410,10 @@ def check_columns(
         if (reason := _refusal(column.dtype, words, code, label)) is not None
     ]
     if wrong:
-        more = len(wrong) - SHOWN_NAMES
-        shown = "; ".join(wrong[:SHOWN_NAMES])
-        raise DataError(f"{shown}; and {more} more columns" if more > 0 else shown)
+        message = "; ".join(wrong[:SHOWN_NAMES])
+        if len(wrong) > SHOWN_NAMES:
+            message = f"{message}; and {len(wrong) - SHOWN_NAMES} more columns"
+        raise DataError(message)
     if label and _is_categorical(frame.dtype) and not _are_numbers(frame.dtype):
         return tuple(map(str, frame.dtype.categories))
     return None
@@ -429,16 +428,16 @@ def _are_numbers(dtype: Any) -> bool:
     if _is_categorical(dtype):
         return _UNKNOWN not in dtype.categories and _are_numbers(dtype.categories.dtype)
     real = dtype.kind in _NUMBER_KINDS
-    return real and np.dtype(_plain(dtype)).itemsize <= _LARGEST_ITEM_BYTES
+    return real and np.dtype(_numpy_dtype(dtype)).itemsize <= _LARGEST_ITEM_BYTES
 
 
-def _plain(dtype: Any) -> Any:
-    """The numpy dtype of a column's numbers."""
+def _numpy_dtype(dtype: Any) -> Any:
+    """The numpy dtype of the numbers in a column of pandas."""
     return getattr(dtype, "numpy_dtype", getattr(dtype, "subtype", dtype))
 
 
 def _refusal(dtype: Any, words: str, code: str, label: bool) -> str | None:
-    """Reason why a column cannot be used, and the remedy; None if it can be used."""
+    """The reason why a column cannot be used, with a remedy; None if it can."""
     from pandas.api import types
 
     if _are_numbers(dtype):
@@ -461,9 +460,9 @@ def _refusal(dtype: Any, words: str, code: str, label: bool) -> str | None:
         f"{code}.astype('float32')"
     )
     encode = f"encode them as numbers, with {_codes(code)}"
-    if label and " of " in words:  # of a part, which may not have all classes
+    if label and " of " in words:  # of a part, which may lack some classes
         encode = f"make them categories, the same in all parts: {_shared(code)}"
-    elif label:  # of a dask.dataframe; in memory they are numbered
+    elif label:  # of a dask.dataframe; labels in memory are numbered
         encode = f"make them categories, with {code}.astype('category').cat.as_known()"
     if dtype.type is str:
         held, remedy = "strings", encode
@@ -486,21 +485,21 @@ def _shared(code: str) -> str:
 
 
 def _codes(code: str) -> str:
-    # Codes of a part's or a call's own categories would differ from those of others.
+    # Categories that follow from the values of a part or a call give other codes.
     return f"{_shared(code)}.cat.codes and the same categories for all data"
 
 
 def split_label(value: Any, label: Any) -> tuple[Any, Any]:
-    """Separate the inputs of a table or a dict from the column or key of its labels.
+    """Separate the inputs of a table or a dict from the column or key of the labels.
 
     Example:
         >>> split_label({"age": [31], "price": [7.5]}, "price")
         ({'age': [31]}, [7.5])
     """
-    arrow = type(value).__module__.startswith("pyarrow")
+    is_arrow = type(value).__module__.startswith("pyarrow")
     if isinstance(value, Mapping):
         names = list(value)
-    elif arrow:
+    elif is_arrow:
         names = value.schema.names
     elif getattr(value, "ndim", 0) == 2 and hasattr(value, "columns"):
         names = list(value.columns)
@@ -509,26 +508,26 @@ def split_label(value: Any, label: Any) -> tuple[Any, Any]:
             f"label={label!r} names a column of a table or a key of dicts, got a "
             f"{_type_name(value)}; give the labels as y"
         )
-    others = [name for name in names if name != label]
-    if not others or len(others) == len(names):
+    inputs = [name for name in names if name != label]
+    if not inputs or len(inputs) == len(names):
         where = "a column of X beside others" if label in names else "a column of X"
         raise DataError(f"label={label!r} must be {where}, which has {few(names)}")
     if isinstance(value, Mapping):
-        return {name: value[name] for name in others}, value[label]
-    if arrow:
-        return value.select(others), value.column(label)
-    return value[others], value[label]
+        return {name: value[name] for name in inputs}, value[label]
+    if is_arrow:
+        return value.select(inputs), value.column(label)
+    return value[inputs], value[label]
 
 
 def number_labels(
     y: Any, argument: str, classes: Sequence[str] | None = None
 ) -> tuple[Any, Sequence[str] | None]:
-    """Replace labels that are text by the numbers of their classes.
+    """Replace labels that are text by class numbers.
 
     Args:
-        y: Labels of any kind; only arrays and columns of text are changed.
-        argument: Their name in the user's call.
-        classes: Names of the classes 0, 1, ...; None: the labels found, sorted.
+        y: Labels of any kind; only arrays and columns of text change.
+        argument: Name of the labels in the user's call.
+        classes: Names of the classes 0, 1, ...; None: the distinct labels, sorted.
 
     Returns:
         Class numbers, int64, and the names; or `y` and None.
@@ -540,18 +539,18 @@ def number_labels(
     texts = _texts(y, argument)
     if texts is None:
         return y, None
-    names, places = np.unique(texts, return_inverse=True)
-    found = tuple(map(str, names))
+    distinct, indices = np.unique(texts, return_inverse=True)
+    names = tuple(map(str, distinct))
     if classes is None:
-        return places, found
+        return indices, names
     number = {name: i for i, name in enumerate(classes)}
-    unknown = [name for name in found if name not in number]
+    unknown = [name for name in names if name not in number]
     if unknown:
         raise DataError(
             f"{argument} has labels that are none of the classes, {few(classes)}: "
             f"{few(unknown)}; leave such rows out, or train a new Trainer on them"
         )
-    return np.array([number[name] for name in found])[places], tuple(classes)
+    return np.array([number[name] for name in names])[indices], tuple(classes)
 
 
 def _texts(y: Any, argument: str) -> np.ndarray | None:
@@ -569,20 +568,22 @@ def _texts(y: Any, argument: str) -> np.ndarray | None:
         return None
     if y.dtype.kind == "S":
         return np.char.decode(y, "utf-8")
-    objects = y.dtype.kind == "O" and y.size > 0
-    if y.dtype.kind in "UT" or (objects and all(isinstance(n, str) for n in y.flat)):
+    has_objects = y.dtype.kind == "O" and y.size > 0
+    if y.dtype.kind in "UT" or (
+        has_objects and all(isinstance(t, str) for t in y.flat)
+    ):
         return np.array(y.tolist(), str)
     return None
 
 
 def check_classes(
-    found: Sequence[str] | None, classes: Sequence[str], argument: str
+    categories: Sequence[str] | None, classes: Sequence[str], argument: str
 ) -> None:
-    """Refuse labels of a part that are numbered in another way than those before."""
-    if found is None or list(found) != list(classes):
+    """Refuse labels whose categories differ from those of earlier parts."""
+    if categories is None or list(categories) != list(classes):
         raise DataError(
-            f"{argument} has the categories {few(found)}, and the labels before it "
-            f"{few(classes)}; give all parts one dtype, with "
+            f"{argument} has the categories {few(categories)}, and the labels before "
+            f"it {few(classes)}; give all parts one dtype, with "
             f"{_shared(_variable(argument))}"
         )
 
@@ -590,24 +591,24 @@ def check_classes(
 def columns_of(
     frame: Any, argument: str, classes: Sequence[str] | None = None, label: bool = False
 ) -> np.ndarray:
-    """Convert a frame to an array, with one axis if the frame is a single column.
+    """Convert a frame to an array; a series or a single array has one axis.
 
-    Columns of several dtypes are promoted as in numpy: integers with floats become
-    floats, and so do booleans.
+    Several dtypes are promoted by numpy's rules: integers and booleans with floats
+    become floats.
 
     Args:
-        frame: Of pandas or pyarrow.
-        argument: Its name in the user's call.
-        classes: Result of `check_columns`: categories become their numbers.
-        label: Whether the frame holds labels: missing ones become NaN.
+        frame: A frame or series of pandas, or a table or array of pyarrow.
+        argument: Name of the frame in the user's call.
+        classes: Result of `check_columns`; categories become class numbers.
+        label: Whether the frame holds labels; missing labels become NaN.
 
     Returns:
-        Numbers of shape (rows, columns) or (rows,), read only.
+        Numbers of shape (rows, columns) or (rows,), read-only.
     """
     frame = _as_pandas(frame)
-    found = check_columns(frame, argument, label=classes is not None)
+    categories = check_columns(frame, argument, label=classes is not None)
     if classes is not None:
-        check_classes(found, classes, argument)
+        check_classes(categories, classes, argument)
     arrays = []
     for words, _, column in _columns(frame, argument):
         numbers = _numbers(column)
@@ -626,22 +627,24 @@ def columns_of(
 
 def _numbers(column: Any) -> np.ndarray:
     """The numbers of a column; floats with NaN if some are missing."""
-    gaps = column.isna().to_numpy()
+    missing = column.isna().to_numpy()
     if _is_categorical(column.dtype):
         if not _are_numbers(column.dtype):
             codes = column.cat.codes.to_numpy()
-            return np.where(gaps, np.nan, codes) if gaps.any() else codes
-        kind = "float64" if gaps.any() else column.dtype.categories.dtype
-        column = column.astype(kind)
-    dtype = np.dtype(_plain(column.dtype))
-    if not gaps.any():
+            return np.where(missing, np.nan, codes) if missing.any() else codes
+        column = column.astype(
+            "float64" if missing.any() else column.dtype.categories.dtype
+        )
+    dtype = np.dtype(_numpy_dtype(column.dtype))
+    if not missing.any():
         return as_numpy(column.to_numpy(dtype=dtype))
-    floats = dtype if dtype.kind == "f" else np.dtype(np.float64)
-    return as_numpy(column.to_numpy(dtype=floats, na_value=np.nan))
+    if dtype.kind != "f":
+        dtype = np.dtype(np.float64)
+    return as_numpy(column.to_numpy(dtype=dtype, na_value=np.nan))
 
 
 def _as_pandas(frame: Any) -> Any:
-    """Convert pyarrow tables to pandas frames with pyarrow dtypes; others unchanged."""
+    """Convert tables of pyarrow to pandas with pyarrow dtypes; keep other frames."""
     if not type(frame).__module__.startswith("pyarrow"):
         return frame
     try:
@@ -652,18 +655,18 @@ def _as_pandas(frame: Any) -> Any:
             "pyarrow's tables need pandas too; pip install 'daskdl[dataframe]'"
         ) from error
 
-    def kept(dtype: Any) -> Any:
+    def pandas_dtype(dtype: Any) -> Any:
         if pyarrow.types.is_dictionary(dtype):
             return None  # becomes categorical
         return pandas.ArrowDtype(dtype)
 
-    whole = isinstance(frame, pyarrow.Table | pyarrow.RecordBatch)
-    options = {"ignore_metadata": True} if whole else {}
-    return frame.to_pandas(types_mapper=kept, **options)
+    is_table = isinstance(frame, pyarrow.Table | pyarrow.RecordBatch)
+    options = {"ignore_metadata": True} if is_table else {}
+    return frame.to_pandas(types_mapper=pandas_dtype, **options)
 
 
 def _columns(frame: Any, argument: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield each column with its description and its code; names may repeat."""
+    """Yield the description, code and values of each column; names may repeat."""
     if frame.ndim == 1:
         yield argument, _variable(argument), frame
         return

@@ -391,7 +391,7 @@ class TestFinished:
         make(url)
         Store(url).write(MANIFEST, b'{"title": "holidays"}')
         Store(url).write("notes.txt", b"mine")
-        with pytest.raises(DataError, match=r"json does not have .*'daskdl packed files'"):
+        with pytest.raises(DataError, match=r"json does not .*'daskdl packed files'"):
             make(url)
 
         urls = make(url, overwrite=True)

@@ -152,7 +152,7 @@ class Scaling:
             object.__setattr__(self, name, array)
 
     def apply(self, values: Any) -> Any:
-        """Return scaled values in float32: an array for an array, otherwise a tensor."""
+        """Return scaled values in float32: an array for an array, or a tensor."""
         if isinstance(values, np.ndarray):
             return self.apply(_copied(values)).numpy()
         self._check(values)
@@ -202,11 +202,10 @@ class Scaling:
 
     def _check(self, values: Tensor) -> None:
         row = tuple(values.shape[1:])
-        try:
-            fits = np.broadcast_shapes(self.shift.shape, row) == row
-        except ValueError:
-            fits = False
-        if not fits or len(row) != self.shift.ndim:
+        fits = len(row) == self.shift.ndim and all(
+            n in (1, size) for n, size in zip(self.shift.shape, row, strict=True)
+        )
+        if not fits:
             raise DataError(
                 f"rows of shape {row} cannot be scaled by {self.shift.shape} numbers; "
                 "fit the normalizer on rows of this shape, or with per='channel'"
@@ -333,7 +332,9 @@ class Normalization(FittedTransform):
 
 def _alike(left: Tree, right: Tree) -> bool:
     """Whether two trees have the same structure, in any order of keys."""
-    return {*dict(batching.named(left, ""))} == {*dict(batching.named(right, ""))}
+    return (
+        dict(batching.named(left, "")).keys() == dict(batching.named(right, "")).keys()
+    )
 
 
 def _scalings_to_json(tree: Tree) -> Any:

@@ -1,11 +1,10 @@
-"""Packed files: rows, or original files, in a few large files that are read as a whole.
+"""Packed files: rows, or original files, in a few large files.
 
 A folder of packed files has a manifest, written last, with the checksum of each file.
-Every packed file is a safetensors file. It holds either rows of the arrays of x and y,
-named as in the user's code (``x``, ``x['image']``), or the bytes of original files, by
-their paths relative to their root (``./cat/1.png``). An object store answers a request
-after tens of milliseconds, whatever its size, so that a hundred small files in one
-packed file take the time of one.
+Every packed file is a safetensors file with either rows of the arrays of x and y, named
+as in the user's code (``x``, ``x['image']``), or the bytes of original files, named by
+their paths relative to their root (``./cat/1.png``). A packed file is read in one
+request: an object store takes tens of milliseconds for each, whatever the size.
 """
 
 import functools
@@ -37,7 +36,7 @@ FORMAT = ManifestFormat(
 # Fingerprint of the data and options of an unfinished folder.
 ORIGIN = ".unfinished/origin.json"
 
-_ORIGINAL = "./"  # before the paths of original files, as safetensors reserves a name
+_ORIGINAL = "./"  # prefix of original files, because safetensors reserves a name
 _DTYPES = {np.dtype(code).name for code in "?bBhHiIqQefd"}
 
 
@@ -47,7 +46,7 @@ class Schema:
 
     Attributes:
         x: A tree with the dtype of a row of each array.
-        y: Also; None without labels.
+        y: The same for labels; None without labels.
     """
 
     x: Tree
@@ -55,7 +54,7 @@ class Schema:
 
     @classmethod
     def of(cls, rows: Rows) -> "Schema":
-        """The schema of some rows, trees of numpy arrays."""
+        """Return the schema of rows, trees of numpy arrays."""
         check_arrays(*rows)
         x, y = batching.mapped(_dtype_of_a_row, (rows[0], rows[1]))
         return cls(x, y)
@@ -68,10 +67,10 @@ class Schema:
 
         Args:
             content: Result of `to_json`.
-            row_bytes: Maximum size of a row.
+            row_bytes: Maximum size of a row in bytes.
 
         Raises:
-            ValueError: If the content does not describe rows, or rows that are larger.
+            ValueError: If the content does not describe rows, or describes larger rows.
         """
         x, y = content["x"], content["y"]
         schema = cls(_tree_of(x), None if y is None else _tree_of(y))
@@ -88,7 +87,7 @@ class Schema:
 
     @functools.cached_property
     def record(self) -> np.dtype:
-        """The dtype of a row: a field for each array, named as in the user's code."""
+        """The dtype of a row, with a field for each array, named as in user code."""
         return np.dtype(
             [(name, kind.base, kind.shape) for name, kind in self._fields.items()]
         )
@@ -105,28 +104,28 @@ class Schema:
         return records
 
     def check(self, arrays: Mapping[str, np.ndarray], rows: int) -> None:
-        """Raise a ValueError if these are not the arrays of `rows` rows."""
+        """Raise a ValueError unless the arrays have this schema and number of rows."""
         if arrays.keys() != self._fields.keys():
             raise ValueError(f"it has the arrays {[*arrays]!r:.200}")
         for name, kind in self._fields.items():
-            got, listed = arrays[name], (kind.base, (rows, *kind.shape))
-            if (got.dtype, got.shape) != listed:
+            array, listed = arrays[name], (kind.base, (rows, *kind.shape))
+            if (array.dtype, array.shape) != listed:
                 raise ValueError(
-                    f"{name} is {got.dtype} {got.shape}, and is listed as {listed}"
+                    f"{name} is {array.dtype} {array.shape}, and is listed as {listed}"
                 )
 
     def rows(self, arrays: np.ndarray | Mapping[str, np.ndarray]) -> Rows:
-        """The trees x and y of records, or of arrays by name."""
+        """Return the trees x and y of records, or of arrays by name."""
         ordered = (np.ascontiguousarray(arrays[name]) for name in self._fields)
         x = _filled(self.x, ordered)
         return x, None if self.y is None else _filled(self.y, ordered)
 
     def agreeing(self, before: "Schema | None", where: str) -> "Schema":
-        """Return this schema; a DataError if it differs from the former one."""
+        """Return this schema; raise a DataError if it differs from an earlier one."""
         if before is not None and before.to_json() != self.to_json():
             raise DataError(
                 f"rows of {where} are {self}, but those before are {before}; all rows "
-                "must be alike"
+                "must have the same names, dtypes and shapes"
             )
         return self
 
@@ -139,7 +138,7 @@ class Schema:
 
 
 def named_arrays(rows: Rows) -> dict[str, Any]:
-    """The arrays of x, then of y, by their names in the user's code."""
+    """Return the arrays of x, then of y, by their names in the user's code."""
     return batching.named_both(rows, ("x", "y"))
 
 
@@ -157,7 +156,7 @@ def _filled(tree: Tree, arrays: Iterator[np.ndarray]) -> Tree:
 
 
 def _json_of(tree: Tree) -> Any:
-    """A tree of dtypes as plain values; named tuples become plain ones."""
+    """Convert a tree of dtypes to plain values; named tuples become plain ones."""
     if isinstance(tree, dict):
         for key in tree:
             if not isinstance(key, str | int):
@@ -189,16 +188,16 @@ def check_files(files: Sequence[File], schema: Schema | None) -> None:
     for file in files:
         details = file.details
         if schema is not None:
-            as_listed = is_count(details["rows"], least=1)
+            is_valid = is_count(details["rows"], least=1)
         else:
             names = details["names"]
-            as_listed = _are_texts(names) and 0 < len({*names}) == len(names)
-        if not as_listed:
+            is_valid = _are_strings(names) and 0 < len({*names}) == len(names)
+        if not is_valid:
             raise ValueError(f"contents of {file.name} are {dict(details)!r:.80}")
 
 
 def arrays_of_files(contents: Mapping[str, bytes]) -> dict[str, np.ndarray]:
-    """Original files, by their paths, as the arrays of a packed file."""
+    """Return original files, by their paths, as the arrays of a packed file."""
     return {
         f"{_ORIGINAL}{name}": np.frombuffer(content, np.uint8)
         for name, content in contents.items()
@@ -208,7 +207,7 @@ def arrays_of_files(contents: Mapping[str, bytes]) -> dict[str, np.ndarray]:
 def _checked_arrays(
     store: Store, file: File, check: Callable[[dict[str, np.ndarray]], None]
 ) -> dict[str, np.ndarray]:
-    """Read a packed file; a DataError if it is damaged, or `check` raises an error."""
+    """Read a packed file; raise a DataError if it is damaged or `check` fails."""
     content = file.read(store, FORMAT.remedy)
     with naming_damage(store.url_of(file.name), FORMAT.remedy):
         arrays: dict[str, np.ndarray] = safetensors.numpy.load(content)
@@ -218,10 +217,10 @@ def _checked_arrays(
 
 @dataclass(frozen=True)
 class PackedFiles:
-    """Original files that are read together, in a packed file.
+    """Original files in one packed file, which are read together.
 
     Attributes:
-        names: Their paths relative to their root.
+        names: Paths of the original files relative to their root.
         store: The folder of the packed file.
         file: The packed file, without details.
         count: Number of all original files in the packed file.
@@ -233,17 +232,17 @@ class PackedFiles:
     count: int
 
     def url(self, number: int) -> str:
-        """A name of a file that looks like a path below the packed file."""
-        return f"{self._url}/{self.names[number]}"
+        """Return the name of a file, which looks like a path below the packed file."""
+        return f"{self._packed_url}/{self.names[number]}"
 
     @functools.cached_property
-    def _url(self) -> str:
+    def _packed_url(self) -> str:
         return self.store.url_of(self.file.name)
 
     def opener(self, header: bool = False) -> Callable[[int], BinaryIO]:
         """Return a function that opens a file by its number.
 
-        The packed file is read at the first call, as a whole, whatever `header` says.
+        Its first call reads the complete packed file, whatever `header` is.
         """
         contents = functools.cache(self._contents)
         return lambda number: OpenBytes(contents()[number], self.url(number))
@@ -263,11 +262,11 @@ class PackedRows(Source):
     """Packed rows; a part is a file.
 
     Attributes:
-        rows: Number of rows in all files.
-        columns: Names of the columns of the tables that were packed.
+        rows: Total number of rows.
+        columns: Column names of the tables that were packed.
 
     Raises:
-        DataError: When a part is loaded, if its file is not as listed.
+        DataError: When a part is loaded whose file differs from the manifest.
     """
 
     lengths: Sequence[int]
@@ -278,14 +277,14 @@ class PackedRows(Source):
     mergeable = True
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
-        """Take the rows of a folder.
+        """Check the manifest of a folder of packed rows.
 
         Raises:
             ValueError: Or another error that `naming_damage` turns into a DataError, if
-                the manifest cannot be used.
+                the manifest is invalid.
         """
         content, files = manifest.content, manifest.files
-        # Memory is allocated for rows below: a row is not larger than an intact file.
+        # Memory is allocated for rows below; no row is larger than an intact file.
         intact = (file for file in files if store.size(file.name) == file.nbytes)
         if (example := next(intact, None)) is None:
             raise ValueError("it lists no file that exists in its full size")
@@ -297,24 +296,22 @@ class PackedRows(Source):
         self.rows = sum(self.lengths)
         self.first_rows = self._schema.rows(np.zeros(SHOWN_ROWS, self._schema.record))
         classes = content["classes"]
-        if classes is not None and not _are_texts(classes):
-            raise ValueError(f"{classes!r:.80} are no names of classes")
+        if classes is not None and not _are_strings(classes):
+            raise ValueError(f"{classes!r:.80} are no class names")
         self.classes = None if classes is None else tuple(classes)
         self.columns = self._names = self._columns_of(content["columns"])
-        if not _are_texts(content["scaled_by"]):
-            raise ValueError("scaled_by must be a list of texts")
+        if not _are_strings(content["scaled_by"]):
+            raise ValueError("scaled_by must be a list of strings")
         self.scaled_by = tuple(content["scaled_by"])
 
     def _columns_of(self, content: Any) -> Columns:
-        """Read names of columns, one for each in the files."""
+        """Read column names; their number must be that of the columns in the files."""
         columns = {}
         for place, names in dict(content).items():
             field = "x" + place[1:] if place.startswith("X") else place
             width = self._schema.record[field].shape[-1:]
-            if not _are_texts(names) or width != (len(names),):
-                raise ValueError(
-                    f"{names!r:.80} are no names of the columns of {place}"
-                )
+            if not _are_strings(names) or width != (len(names),):
+                raise ValueError(f"{names!r:.80} are no column names of {place}")
             columns[place] = tuple(names)
         return columns
 
@@ -331,15 +328,15 @@ class PackedRows(Source):
         return self._store.url_of(self._files[part].name)
 
 
-def _are_texts(value: Any) -> bool:
+def _are_strings(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def packed_in(store: Store) -> PackedRows | list[PackedFiles] | None:
-    """The packed files in a folder; None if it has none.
+    """Return the packed files in a folder; None if it has none.
 
     Raises:
-        DataError: If packing has not been finished, or the manifest cannot be used.
+        DataError: If packing has not been finished, or the manifest is invalid.
     """
     if not store.exists(FORMAT.file_name):
         if not store.exists(ORIGIN):
@@ -353,8 +350,8 @@ def packed_in(store: Store) -> PackedRows | list[PackedFiles] | None:
         if manifest.content["schema"] is not None:
             return PackedRows(store, manifest)
         check_files(manifest.files, None)
-        listed = [(file.details["names"], file) for file in manifest.files]
+        groups = [(file.details["names"], file) for file in manifest.files]
         return [
             PackedFiles(names, store, replace(file, details={}), len(names))
-            for names, file in listed
+            for names, file in groups
         ]

@@ -1,13 +1,12 @@
-"""Pack rows, or original files, into a few large files, once, for many runs.
+"""Pack rows, or original files, into a few large files, once for many runs.
 
-Original files are copied into packed files, a group into each. Rows need two passes:
-each part is written into pieces, files of shuffled rows; then each bucket, some rows of
-every piece, into packed files. So no process holds more than a part or a bucket. The
-manifest comes last.
+Original files are copied in groups, one for each packed file. Rows take two passes: the
+first writes each part as pieces, files of shuffled rows; the second writes buckets, a
+span of rows of each piece, as packed files. No process holds more than a part or a
+bucket. The manifest is written last.
 
-The folder ``.unfinished`` records the progress, from which an interrupted call
-continues. A task that outlives its call finds no record of it in that folder, and
-deletes its own file.
+The folder ``.unfinished`` records the progress; an interrupted call resumes from it. A
+task that outlives its call finds no record there and deletes the file that it wrote.
 """
 
 import contextlib
@@ -66,8 +65,8 @@ from daskdl.errors import DataError, OptionError
 
 logger = logging.getLogger(__name__)
 
-# Large enough to make the cost of a request negligible, and small compared with a
-# worker's memory. A bucket needs twice its bytes.
+# Large enough that the latency of a request is negligible, and small compared with the
+# memory of a worker. A bucket takes twice its size.
 PIECE_BYTES = 64 * 2**20
 BUCKET_BYTES = 64 * 2**20
 
@@ -84,7 +83,7 @@ class PackOptions:
     transform: Callable[[Rows], Rows] | None = None
     classes: Sequence[str] | None = None
     labels: LabelCheck | None = None  # None: not checked
-    skips: bool = False  # leave out what cannot be read
+    skips: bool = False  # whether unreadable data are left out
 
     def __post_init__(self) -> None:
         check_whole("per_file", self.per_file, 1)
@@ -96,10 +95,10 @@ class PackOptions:
             )
 
     def fingerprint(self, source: Source, data: Any) -> dict[str, Any]:
-        """Return the data and options as plain values for JSON.
+        """Return a description of the data and options for JSON.
 
-        Data without a token (objects that are created anew in every session) are
-        identified only by the number of their parts and rows.
+        Data without a deterministic token are identified only by their number of parts
+        and rows.
         """
         lengths, transform = source.lengths, self.transform
         return {
@@ -114,7 +113,7 @@ class PackOptions:
 
 
 def token_of(value: Any) -> str | None:
-    """Dask's token of a value if it is the same in every session, else None."""
+    """Return Dask's token of a value; None if it is not deterministic."""
     try:
         token: str = tokenize(_repeatable(value), ensure_deterministic=True)
     except TokenizationError:
@@ -123,7 +122,7 @@ def token_of(value: Any) -> str | None:
 
 
 def _repeatable(value: Any) -> Any:
-    """Replace values whose tokens differ from session to session."""
+    """Replace values whose tokens differ between sessions."""
     if isinstance(value, Tensor):
         return as_numpy(value)
     if isinstance(value, Mapping):
@@ -131,24 +130,24 @@ def _repeatable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_repeatable(item) for item in value]
     if isinstance(value, Delayed) or type(value).__module__ == "distributed.client":
-        return type(value).__name__  # its key is random
+        return type(value).__name__  # the key is random
     return value
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The records of unfinished packing in its folder, for any process."""
+    """The records of unfinished packing in its folder, shared by all processes."""
 
     store: Store
 
     def made_from(self) -> dict[str, Any] | None:
-        """Fingerprint of what is unfinished; None: there is nothing."""
+        """Return the fingerprint of unfinished packing; None if there is none."""
         return self._read(ORIGIN) if self.store.exists(ORIGIN) else None
 
     def done(
         self, kind: str, check: Callable[[int, Mapping[str, Any]], None]
     ) -> dict[int, dict[str, Any]]:
-        """The records of this kind by number, after `check` of number and record."""
+        """Return the records of a kind by number; `check` validates each of them."""
 
         def checked(name: str) -> tuple[int, dict[str, Any]]:
             record = self._read(name)
@@ -160,12 +159,15 @@ class Progress:
         return dict(at_once(checked, self.store.names(f"{_FOLDER}/{kind}-*.json")))
 
     def add(self, kind: str, number: int, record: Mapping[str, Any]) -> None:
-        """Record something as done; all its files must have been written."""
+        """Record a finished part or bucket, whose files have all been written."""
         name = f"{_FOLDER}/{kind}-{number:06d}.json"
         self.write(name, json.dumps(record).encode())
 
     def write(self, name: str, content: bytes, stays: bool = False) -> None:
-        """Write a file, and delete it again if packing is over by now."""
+        """Write a file; delete it again if packing has ended meanwhile.
+
+        A file that `stays` is kept if packing has finished.
+        """
         self.check()
         self.store.write(name, content)
         finished = stays and self.store.exists(FORMAT.file_name)
@@ -174,18 +176,18 @@ class Progress:
             self.check()
 
     def check(self) -> None:
-        """Refuse packing that was abandoned, or is not visible on this machine."""
+        """Raise a DataError if packing was abandoned, or is not visible here."""
         if not self.store.exists(ORIGIN):
             raise DataError(
                 f"{self.store.url} has no record of unfinished packing on "
                 f"{socket.gethostname()}: either packing was abandoned, or the URL is "
-                "not the same place on all machines; use an object store or a network "
+                "not the same folder on all machines; use an object store or a network "
                 "folder"
             )
 
     def end(self) -> None:
-        """Delete everything that only unfinished packing needs."""
-        self.store.delete([ORIGIN])  # first, so that nothing comes back
+        """Delete all files that only unfinished packing needs."""
+        self.store.delete([ORIGIN])  # first, so that no task writes another file
         self.store.delete(self.store.names(f"{_FOLDER}/*"))
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -197,15 +199,15 @@ class Progress:
 # ---- packed files
 
 
-# Schema, arrays and details of a packed file; no schema: it has original files.
+# Schema, arrays and details of a packed file; None as schema: original files.
 Content = tuple[Schema | None, Mapping[str, np.ndarray], Mapping[str, Any]]
 
 
 class Contents(Source):
-    """What packed files are to hold; the task of a part writes some of them.
+    """The content of packed files; the task of a part writes some of them.
 
     Attributes:
-        checksum: Of the plan that says what goes where.
+        checksum: Checksum of the assignment of rows to packed files.
     """
 
     lengths = None
@@ -218,7 +220,7 @@ class Contents(Source):
 
     @abstractmethod
     def files(self, part: int) -> Iterator[Content]:
-        """Yield the content of each of them, in order."""
+        """Yield the content of each packed file of a part, in order."""
 
     @override
     def load(self, part: int) -> Rows:
@@ -231,7 +233,7 @@ def _write_files(
     progress: Progress,
     done: Mapping[int, Mapping[str, Any]],
 ) -> Mapping[str, Any]:
-    """Write the packed files of a part, unless they are there, intact: a task.
+    """Write the packed files of a part, unless they exist and are intact; a task.
 
     Returns the record of the part: ``plan``, ``schema`` and ``files``.
     """
@@ -263,7 +265,7 @@ def _write_files(
 
 
 def _check_record(part: int, record: Mapping[str, Any]) -> None:
-    """Refuse a record that `_write_files` cannot have made."""
+    """Reject a record that `_write_files` cannot have written."""
     schema = record["schema"]
     files = [File.from_json(entry) for entry in record["files"]]
     check_files(files, None if schema is None else Schema.from_json(schema))
@@ -274,7 +276,7 @@ def _check_record(part: int, record: Mapping[str, Any]) -> None:
 def _pack(
     contents: Contents, progress: Progress, client: Any, details: Mapping[str, Any]
 ) -> Manifest:
-    """Write the packed files that are missing, and a manifest with these details."""
+    """Write missing packed files, and a manifest with these details."""
     done = progress.done("bucket", _check_record)
     write = partial(_write_files, progress=progress, done=done)
     records = dict(map_parts(contents, write, client))
@@ -297,7 +299,7 @@ def _pack(
 
 
 def _check_part(store: Store, part: int, record: Mapping[str, Any]) -> None:
-    """Refuse a record that `_write_part` cannot have made."""
+    """Reject a record that `_write_part` cannot have written."""
     if not all(is_count(rows, least=1) for rows in record["rows"]):
         raise ValueError(f"its rows are {record['rows']!r:.80}")
     if not record["rows"]:
@@ -316,14 +318,14 @@ def _check_part(store: Store, part: int, record: Mapping[str, Any]) -> None:
 
 
 def _piece(part: int, index: int) -> str:
-    """The file name of one piece of a part."""
+    """The file name of a piece of a part."""
     return f"{_FOLDER}/part-{part:06d}-{index:04d}.rows"
 
 
 def _write_part(
     source: Source, part: int, progress: Progress, options: PackOptions
 ) -> dict[str, Any]:
-    """Write a part into pieces: a task. Returns their ``rows``, and the ``schema``."""
+    """Write a part as pieces; a task. Returns their ``rows`` and the ``schema``."""
 
     def check(rows: Rows, name: str) -> None:
         if options.labels is not None:
@@ -350,11 +352,11 @@ def _write_part(
 
 
 def _blocks(loaded: Iterable[Rows]) -> Iterator[Rows]:
-    """The rows that are shuffled together: a part, or some rows of a stream."""
+    """Yield rows that are shuffled together: a part, or some rows of a stream."""
     waiting: list[Rows] = []
     size = 0
-    for some in loaded:
-        rows = batching.mapped(as_numpy, some)
+    for loaded_rows in loaded:
+        rows = batching.mapped(as_numpy, loaded_rows)
         if any(map(len, named_arrays(rows).values())):
             waiting.append(rows)
             size += batching.nbytes(rows)
@@ -366,7 +368,7 @@ def _blocks(loaded: Iterable[Rows]) -> Iterator[Rows]:
 
 
 class Buckets(Contents):
-    """The rows of all pieces as buckets of a plan, one in each part."""
+    """The rows of all pieces in the buckets of a plan; a part is a bucket."""
 
     def __init__(
         self,
@@ -390,7 +392,7 @@ class Buckets(Contents):
         rows = self._schema.rows(np.concatenate(records))
         for indices in self._plan.cuts(part):
             chosen = self._transformed(batching.rows(rows, indices))
-            # Of an array that is not contiguous, safetensors would write wrong bytes.
+            # safetensors writes wrong bytes of an array that is not contiguous.
             arrays = {
                 name: np.ascontiguousarray(array)
                 for name, array in named_arrays(chosen).items()
@@ -418,10 +420,10 @@ class Buckets(Contents):
             return rows
         x, y = self._transform(batching.mapped(torch.from_numpy, rows))
         transformed = batching.mapped(as_numpy, (x, y))
-        got, wanted = batching.length(transformed), batching.length(rows)
-        if got != wanted:
+        got, expected = batching.length(transformed), batching.length(rows)
+        if got != expected:
             raise DataError(
-                f"transform must keep the number of rows, got {got} of {wanted}"
+                f"transform must keep the number of rows, got {got} of {expected}"
             )
         return transformed
 
@@ -433,7 +435,7 @@ def _pack_rows(
     client: Any,
     made_from: Mapping[str, Any],
 ) -> Manifest:
-    """Pack the rows of a source, or continue where an interrupted call stopped."""
+    """Pack the rows of a source, or resume an interrupted call."""
     progress = Progress(store)
     if source.here:
         client = False
@@ -441,9 +443,9 @@ def _pack_rows(
     schema: Schema | None = None
     lengths: dict[tuple[int, int], int] = {}
     done = progress.done("part", partial(_check_part, store))
-    left = [part for part in range(source.parts) if part not in done]
-    logger.info("packing to %s: %d parts to read", store.url, len(left))
-    written = map_parts(source, write_part, client, parts=left) if left else ()
+    unread = [part for part in range(source.parts) if part not in done]
+    logger.info("packing to %s: %d parts to read", store.url, len(unread))
+    written = map_parts(source, write_part, client, parts=unread) if unread else ()
     for part, record in chain(done.items(), written):
         lengths |= {(part, i): rows for i, rows in enumerate(record["rows"])}
         if record["schema"] is not None:
@@ -477,7 +479,7 @@ def _pack_rows(
 
 
 class Originals(Contents):
-    """Original files in groups, each of which becomes a packed file."""
+    """Original files in groups, one for each packed file."""
 
     def __init__(self, store: Store, names: Sequence[str], per_file: int) -> None:
         self._store, self._names, self._per_file = store, names, per_file
@@ -499,10 +501,10 @@ def _originals(
     root: AnyPath | None,
     options: Mapping[str, Any],
 ) -> tuple[Store, list[str]]:
-    """Return the root of the user's files, and their paths relative to it."""
+    """Return the root of the user's files, and the paths relative to it."""
     if is_path(paths):
         folder = store_of(paths, options)
-        names = folder.names()  # of a folder, with its hidden files
+        names = folder.names()  # of a folder, including hidden files
         if names and root is None:
             return folder, names
         urls = [folder.url_of(name) for name in names]
@@ -529,7 +531,7 @@ def _originals(
 def _begin(
     store: Store, made_from: Mapping[str, Any], overwrite: bool = False
 ) -> Manifest | None:
-    """Begin to pack, or continue; return the manifest if packing has been finished."""
+    """Start or resume packing; return the manifest if packing has finished before."""
     progress = Progress(store)
     if overwrite:
         store.delete([FORMAT.file_name])  # first, so that no reader starts
@@ -548,29 +550,29 @@ def _begin(
             for key in sorted(before.keys() | made_from.keys())
             if before.get(key) != made_from.get(key)
         )
-        what = "unfinished packed files" if manifest is None else "packed files"
+        state = "unfinished packed files" if manifest is None else "packed files"
         raise OptionError(
-            f"there are {what} of other data or options in {store.url}: {differing}; "
+            f"there are {state} of other data or options in {store.url}: {differing}; "
             "pack to another URL, or with overwrite=True"
         )
     if manifest is not None:
-        progress.end()  # the last run may have been interrupted before that
-        logger.info("%s has been packed before", store.url)
+        progress.end()  # an earlier run may have been interrupted before this
+        logger.info("%s is packed already", store.url)
     return manifest
 
 
 def _pack_originals(
     X: Any, root: Any, store: Store, options: PackOptions, client: Any, overwrite: bool
 ) -> Manifest:
-    """Pack the files at the user's paths, or continue an interrupted call."""
+    """Pack the files at the user's paths, or resume an interrupted call."""
     folder, names = _originals(X, root, store.options)
     folder_url, target = map(
         storage.resolved, (folder.url, store.url_of(FORMAT.file_name))
     )
     if is_path(X) and storage.path_in(folder_url, target) is not None:
         raise OptionError(
-            f"url must not be in the root of the files, {folder.url}, got {store.url}; "
-            "the packed files would be packed the next time"
+            f"url must not be in the root of the files, {folder.url}, got {store.url}: "
+            "the next call would pack the packed files"
         )
     names = [names[i] for i in permutation(len(names), options.seed)]
     identity = json.dumps([folder.url, names]).encode()
@@ -606,49 +608,51 @@ def pack(
     storage_options: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> list[str]:
-    """Pack rows, or small files, into a few large files, from which to train.
+    """Pack rows, or small files, into a few large files to train on.
 
     If X is a path or a list of paths, the files are packed unchanged:
     ``daskdl.data.files(url, loader)`` and ``image_folder(url)`` read them like the
-    original folder. The rows of any other data are packed as arrays that are ready to
-    train on, ``trainer.fit(url)``; for the rows of files, X is
-    ``daskdl.data.files(...)``.
+    original folder. Any other data are packed as rows that are ready to train on with
+    ``trainer.fit(url)``; to pack the rows of files, pass ``daskdl.data.files(...)`` as
+    X.
 
-    The workers write the files, within the memory that a part of the data or a packed
-    file takes; the number of workers makes no difference. The manifest,
-    ``packed.json``, comes last. If the call is interrupted, run it again, and it
-    continues where it stopped. A finished folder is left unchanged.
+    The workers write the files. Each needs memory for a part of the data or a packed
+    file. The result does not depend on the number of workers. The manifest,
+    ``packed.json``, is written last. To resume an interrupted call, repeat it. A
+    finished folder is left unchanged.
 
     Args:
         X: Inputs, or inputs and labels, as in ``trainer.fit``; or a folder, a file, a
             pattern, or a list of files and patterns, all on one file system.
         y: Labels, or None.
-        url: Folder to write into, on any file system that fsspec knows; the same place
-            for this process and all workers. Other files in it are left alone.
+        url: Folder to write to, on any file system that fsspec supports; this process
+            and all workers must share it. Other files in it are left unchanged.
         per_file: Rows, or original files, in a packed file, >= 1; the last packed file
             may have fewer.
-        shuffle: Whether rows of all parts, or files, are mixed; otherwise they keep
-            their order, so that a packed file of images has those of one class.
+        shuffle: Whether rows are shuffled across all parts, or files across the folder;
+            otherwise they keep their order, so that a packed file of images holds
+            images of one class.
         seed: Seed of the shuffling.
-        transform: Of rows, as in ``trainer.fit``: applied to the rows of each packed
-            file before it is written; must keep their number.
-        classes: Of rows: names of the labels 0, 1, ...; None: those that the data have.
-        root: Of files: their paths are kept relative to this folder. None: the folder
-            given; for a pattern, the folder before its first wildcard; for a list, the
+        transform: For rows: a function as in ``trainer.fit``, applied to the rows of
+            each packed file before it is written; it must keep their number.
+        classes: For rows: names of the labels 0, 1, ...; None: those of the data.
+        root: For files: their paths are stored relative to this folder. None: the given
+            folder; for a pattern, the folder before its first wildcard; for a list, the
             deepest folder that contains all files.
-        client: Of the cluster; None: the default client, if there is one, else this
-            process. False: this process, where rows in memory are packed anyway.
-        storage_options: For fsspec, such as credentials, of ``url`` and of paths in X;
-            the workers use them too.
+        client: A `distributed.Client`. None: the default client, if there is one,
+            otherwise this process. False: this process. Rows in memory are always
+            packed in this process.
+        storage_options: Options for fsspec, such as credentials, for ``url`` and paths
+            in X; also used on the workers.
         overwrite: Whether packed files of other data or options are deleted first.
-            Original files that have changed under the same name are not noticed.
+            A changed content of an original file is not detected.
 
     Returns:
         URLs of the packed files.
 
     Raises:
-        OptionError: If an argument is not as described, or the folder has packed files
-            of other data or options.
+        OptionError: If an argument is invalid, or the folder has packed files of other
+            data or options.
         DataError: If the data cannot be packed, or a file cannot be read or written.
 
     Example:
@@ -690,7 +694,7 @@ def temporarily_packed(
     """Pack the rows of a source into a new folder, which is deleted at the end.
 
     ``daskdl.export.url`` and ``daskdl.export.storage_options`` in Dask's configuration
-    determine the place. Without a URL it is a temporary folder of this machine, which
+    determine the folder. Without a URL it is a temporary folder of this machine, which
     all workers must be able to read.
     """
     url = dask.config.get("daskdl.export.url", None)
@@ -706,7 +710,7 @@ def temporarily_packed(
                 store_of(url).url_of(f"{_PREFIX}{uuid.uuid4().hex}"), access
             )
         ending.callback(store.delete_all)
-        # The record goes first: a task that still writes then deletes its file.
+        # The record is deleted first: a task that still writes then deletes its file.
         ending.callback(Progress(store).end)
         _begin(store, {})
         packed = PackedRows(store, _pack_rows(source, store, options, client, {}))
@@ -719,13 +723,13 @@ def temporarily_packed(
 def _check_seen(folder: Path, client: Any) -> None:
     if client is False:
         return
-    bound = Timeouts.from_config().bound("request")
-    what = f"whether they see {folder}"
-    seen = answers_of(client, workers_of(client), folder.exists, bound, what)
+    timeout_s = Timeouts.from_config().bound("request")
+    question = f"whether they see {folder}"
+    seen = answers_of(client, workers_of(client), folder.exists, timeout_s, question)
     blind = sorted(worker for worker, sees in seen.items() if not sees)
     if blind:
         raise OptionError(
-            f'approach="export" needs a place that all workers see, but {folder} of '
+            f'approach="export" needs a folder that all workers share, but {folder} of '
             f"this machine is not seen by {', '.join(blind)}; set daskdl.export.url in "
             "Dask's configuration to a URL of an object store or a network folder"
         )

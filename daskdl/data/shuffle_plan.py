@@ -1,4 +1,4 @@
-"""Which rows of which pieces go into which packed file: numbers only, no I/O."""
+"""The assignment of rows to packed files: numbers only, no I/O."""
 
 import zlib
 from collections.abc import Iterator, Sequence
@@ -6,15 +6,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Uses of a random generator, beside the user's seed.
+# Purposes of a random permutation; each has its own generator.
 ORDER, BUCKET, PIECE = 0, 1, 2
 
 
-def permutation(rows: int, seed: int | None, *use: int) -> np.ndarray:
-    """A random order of rows, which follows from the seed and its use; None: as is."""
+def permutation(rows: int, seed: int | None, *purpose: int) -> np.ndarray:
+    """Return a permutation that depends on the seed and its purpose.
+
+    Without a seed, the rows keep their order.
+    """
     if seed is None:
         return np.arange(rows)
-    return np.random.default_rng((seed, *use)).permutation(rows)
+    return np.random.default_rng((seed, *purpose)).permutation(rows)
 
 
 class Span(NamedTuple):
@@ -26,18 +29,18 @@ class Span(NamedTuple):
 
 
 class ShufflePlan:
-    """Plan which rows of each piece go into which packed file; numbers only.
+    """Assign rows of pieces to buckets, and rows of buckets to packed files.
 
-    A bucket takes a span of consecutive rows of each piece, so that it can be read
-    without the others. For shuffling, the rows of each piece are in random order, and
-    the pieces are dealt in random order, row by row to one bucket after the other: each
-    bucket gets about the same share of every piece. The plan follows from the lengths
-    and the seed, not from who does the work.
+    A bucket has a span of consecutive rows of each piece, so that it can be read
+    without the rest of the piece. For shuffling, the rows of each piece are in random
+    order, and the pieces are dealt in random order, row by row, to the buckets in turn:
+    each bucket gets about the same share of every piece. The plan depends on the
+    lengths and the seed alone.
 
     Args:
         lengths: Rows of each piece.
         file_rows: Rows of a packed file; the last may have fewer.
-        bucket_rows: Most rows of a bucket of several files.
+        bucket_rows: Maximum rows of a bucket with several files.
         seed: Seed of the shuffling; None: rows keep their order.
     """
 
@@ -54,16 +57,16 @@ class ShufflePlan:
         self.checksum = zlib.crc32(repr(numbers).encode())
 
     def files_of(self, bucket: int) -> range:
-        """The numbers of the packed files of a bucket.
+        """Return the numbers of the packed files of a bucket.
 
-        Buckets differ by one file at most; those with more come first.
+        Buckets differ by at most one file; the larger ones come first.
         """
         size, larger = divmod(self.files, self.buckets)
         start = bucket * size + min(bucket, larger)
         return range(start, start + size + (bucket < larger))
 
     def spans(self, bucket: int) -> list[Span]:
-        """The rows of a bucket, in the order of the pieces."""
+        """Return the rows of a bucket, in the order of the pieces."""
         ends = np.cumsum(self._lengths[self._order])
         begins = ends - self._lengths[self._order]
         start, stop = (
@@ -75,7 +78,7 @@ class ShufflePlan:
         return sorted(Span(*span) for span in spans.tolist())
 
     def cuts(self, bucket: int) -> Iterator[np.ndarray]:
-        """The rows of each file of a bucket, as numbers within the bucket."""
+        """Return the rows of each file of a bucket, as indices into the bucket."""
         files, size = self.files_of(bucket), self._file_rows
         order = permutation(self._rows_in(files), self._seed, BUCKET, bucket)
         return (order[i * size : (i + 1) * size] for i in range(len(files)))
@@ -85,7 +88,7 @@ class ShufflePlan:
         return min(files.stop * rows, self.rows) - min(files.start * rows, self.rows)
 
     def _below(self, rows: np.ndarray, bucket: int) -> np.ndarray:
-        """Count those of the first `rows` rows that are in earlier buckets."""
+        """Count how many of the first `rows` rows are in earlier buckets."""
         if self._seed is None:
             before = self._rows_in(range(self.files_of(bucket).start))
             capped: np.ndarray = np.minimum(rows, before)
@@ -101,7 +104,7 @@ class ShufflePlan:
         return below
 
     def _rounds(self) -> Iterator[tuple[int, int]]:
-        """Rows are dealt in rounds, one to each of the first so many buckets."""
+        """Yield numbers of rounds, each of which deals a row to the first n buckets."""
         last = self._rows_in(self.files_of(self.buckets - 1))
         size, larger = divmod(self.files, self.buckets)
         yield last, self.buckets

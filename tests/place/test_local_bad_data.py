@@ -158,7 +158,7 @@ def test_a_file_of_another_width_is_named_or_left_out(npz):
     with pytest.raises(daskdl.DataError, match=r"3\.npz.*\(21,\).*\(20,\)"):
         fit(str(npz), on_bad_batch="raise")
     check_left_out(fit(str(npz)), 64, EACH)
-    with pytest.raises(daskdl.DataError, match="all rows must be alike"):
+    with pytest.raises(daskdl.DataError, match="all rows must have the same names"):
         fit(str(npz), approach="export")
 
 

@@ -178,13 +178,13 @@ class Scaling:
         return (scaled + _like(self.shift, values, torch.float64)).to(values.dtype)
 
     @override
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Scaling):
+    def __eq__(self, scaling: object) -> bool:
+        if not isinstance(scaling, Scaling):
             return NotImplemented
         return (
-            np.array_equal(self.shift, other.shift)
-            and np.array_equal(self.scale, other.scale)
-            and self.offset == other.offset
+            np.array_equal(self.shift, scaling.shift)
+            and np.array_equal(self.scale, scaling.scale)
+            and self.offset == scaling.offset
         )
 
     @override

@@ -229,7 +229,7 @@ def _check_chunks(value: Any, argument: str) -> None:
     # Dask has no public name for the type of the blocks. A masked array is an ndarray.
     if type(value._meta) is not np.ndarray:
         raise DataError(
-            f"{argument} must have numpy blocks, got {_type_name(value._meta)}; "
+            f"{argument} must consist of numpy blocks, got {_type_name(value._meta)}; "
             f"convert them with {argument}.map_blocks(...)"
         )
 

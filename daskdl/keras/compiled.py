@@ -196,8 +196,9 @@ class OutputLosses(nn.Module):
         leaves, targets = self._each(output, "outputs"), self._each(y, "labels")
         outputs, labels = {}, {}
         for i, (name, loss) in enumerate(zip(self.names, self.losses, strict=True)):
-            pair = leaves[i], targets[i]
-            outputs[name], labels[name] = pair if loss is None else aligned(loss, *pair)
+            outputs[name], labels[name] = leaves[i], targets[i]
+            if loss is not None:
+                outputs[name], labels[name] = aligned(loss, leaves[i], targets[i])
         return outputs, labels
 
     @override

@@ -1,7 +1,7 @@
-"""Predicts how fast several workers train from the costs of a step of one replica.
+"""Predicts the speed of several workers from the costs of a step of one replica.
 
-Hides how exchanges, requests, the link and shared cores add up to the length of a step.
-Pure: nothing is measured or sent.
+Exchanges, requests, the link and shared cores add up to the length of a step. Pure
+functions: nothing is measured or sent.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ class Network:
             raise OptionError(f"latency_s must be seconds >= 0, got {latency_s!r}")
 
     def seconds(self, nbytes: float) -> float:
-        """Return how long a number of bytes keeps a link busy."""
+        """Return the seconds for which a number of bytes occupies a link."""
         return 8 * nbytes / self.bandwidth_bits_per_s
 
     def __str__(self) -> str:
@@ -121,7 +121,7 @@ class Measured:
         alone: Costs of one process.
         cores: Cores of this machine.
         together: Mean costs of several processes that measured at once, or None.
-        processes: Number of these processes; 1 if `together` is None.
+        processes: Number of processes in `together`; 1 without.
     """
 
     alone: Costs
@@ -170,11 +170,12 @@ class Prediction:
         workers: Number of workers.
         efficiency: Speed / (workers * speed of one).
         samples_per_s: Rows per second of all workers together.
-        step_s: Seconds of a step of each.
-        limit: The main cause of the missing efficiency: ``"encode"``, ``"apply"``,
-            ``"messages"``, ``"link"``, ``"relay"``, ``"latency"``, or ``"cores"``, on
-            one machine; ``"compute"`` if less than a tenth is missing.
-        carried: Share of the exchanges that link and relay carry; others are deferred.
+        step_s: Seconds of a step of each worker.
+        limit: The main cause of lost efficiency: ``"encode"``, ``"apply"``,
+            ``"messages"``, ``"link"``, ``"relay"``, ``"latency"``, or, on one machine,
+            ``"cores"``; ``"compute"`` if less than a tenth is lost.
+        carried: Share of the exchanges that link and relay carry; the updates of the
+            other exchanges stay in the residual.
         compute_s: Part of `step_s`: gradients and optimizer.
         encode_s: Part of `step_s`: making updates.
         apply_s: Part of `step_s`: applying the updates of others.

@@ -1,7 +1,7 @@
 """Measures the costs of a replica's steps, exchanges and requests on this machine.
 
-Hides the channel that returns a replica's own updates, and the Dask workers that
-measure, several at once where workers would share the machine.
+Dask workers measure, several at once if workers are to share the machine. Each replica
+exchanges with itself: its channel returns its own updates.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ from daskdl.training.optimizer_step import Stepper, Stepping, is_adaptive
 from daskdl.training.state import State
 
 SETTLING = 100  # most exchanges until thresholds have settled
-SETTLING_S = 1.0  # most seconds, with gradients; and again without
-POWER = 4  # exponent of each change of a threshold, while it settles
-WARM_STEPS = 2  # the first ones compile and allocate
+SETTLING_S = 1.0  # most seconds with gradients, and as many without
+POWER = 4  # exponent of each change of a threshold while it settles
+WARM_STEPS = 2  # steps that compile and allocate, not timed
 LEAST_STEPS, MOST_STEPS = 3, 200
-TIMED_S = 2.5  # of timed steps, unless these are too few
+TIMED_S = 2.5  # seconds of timed steps, if they are at least LEAST_STEPS
 WARM_REQUESTS, REQUESTS = 10, 40
 MANY = 9  # updates in a larger request
 PAUSE_S = 0.003  # between requests, so that caches do not stay warm
@@ -67,7 +67,7 @@ class BenchmarkSpec:
 
 
 class LoopbackChannel(LocalChannel):
-    """A channel of two replicas that returns each update as that of the other."""
+    """A channel of two replicas that returns each update as an update of the other."""
 
     def __init__(self, parameters: FlatParameters, in_step: bool) -> None:
         timeouts = Timeouts.from_config()
@@ -104,7 +104,7 @@ class LoopbackChannel(LocalChannel):
 
 @dataclass(frozen=True)
 class _Hastened(ThresholdAlgorithm):
-    """A rule that takes each of its steps `POWER` times."""
+    """Wraps a rule and applies each change `POWER` times, to settle faster."""
 
     rule: ThresholdAlgorithm
     changes: list[float] = field(default_factory=list)
@@ -122,12 +122,12 @@ class _Hastened(ThresholdAlgorithm):
         """Whether the threshold still changes, without reversing."""
         if not self.changes:
             return True
-        former, change = self.changes[-2:][0], self.changes[-1]
-        return change != 1 and (former > 1) == (change > 1)
+        previous, change = self.changes[-2:][0], self.changes[-1]
+        return change != 1 and (previous > 1) == (change > 1)
 
 
 class StepBenchmark:
-    """Steps and exchanges of a replica, whose thresholds have settled."""
+    """Steps and exchanges of a replica, with settled thresholds."""
 
     def __init__(self, spec: BenchmarkSpec, device: torch.device) -> None:
         self.spec = spec
@@ -160,7 +160,7 @@ class StepBenchmark:
                 self._module,
                 self._channel,
                 replica=0,
-                members=[0],  # it takes the residual; the other joins at once
+                members=[0],  # takes the whole residual; the other joins at once
             )
         )
         if carried is not None:
@@ -169,8 +169,8 @@ class StepBenchmark:
     def _settle(self) -> None:
         """Bring thresholds to their values after some hundred exchanges.
 
-        Makes steps at first. If these take too long, repeats the movement of the last
-        step, and undoes it at the end; its residual stays.
+        Starts with training steps. If these take too long, repeats the movement of the
+        last step instead, and undoes it at the end; the residual stays.
         """
         rules = {p: _Hastened(rule) for p, rule in self._master.thresholds.items()}
         self._attach(dataclasses.replace(self._master, threshold=rules))
@@ -209,9 +209,9 @@ class StepBenchmark:
         return time.perf_counter()
 
     def _move(self) -> list[float]:
-        """Make an optimizer step; return the times of gradients and parameters."""
+        """Take an optimizer step; return the times after gradients and after update."""
         x, y = self.spec.rows
-        # The model would overfit a constant batch.
+        # Drawn with replacement, since the model would overfit a constant batch.
         drawn = self._random.integers(0, len(x), len(x))
         loss, _ = self._stepper.backward(
             [(torch.from_numpy(x[drawn]), torch.from_numpy(y[drawn]))]
@@ -227,7 +227,7 @@ class StepBenchmark:
         return [computed, self._now()]
 
     def step(self) -> dict[str, float]:
-        """Receive an update, make steps up to the next exchange, and return costs."""
+        """Receive an update, take steps up to the next exchange, and return costs."""
         every, started = self._every, self._now()
         nbytes = self._channel.receive()
         decode_s = self._now() - started
@@ -260,8 +260,8 @@ class StepBenchmark:
         ):
             times.append(self.step())
         stats = self._exchange.stats()
-        # Medians would hide pauses due to other work on the same cores, and the few
-        # exchanges that send something where most send nothing.
+        # Means, since medians would hide pauses due to other work on the same cores,
+        # and the few exchanges that send something if most send nothing.
         means = {n: float(np.mean([step[n] for step in times])) for n in times[0]}
         frame = np.zeros(max(1, round(means["update_bytes"])), np.uint8)
         requests = run_in_thread(
@@ -333,10 +333,10 @@ def _wait(client: Client, futures: Sequence[Future], timeout_s: float | None) ->
 def measure(
     packed: Packed[BenchmarkSpec], processes: int = 1, patience_s: float | None = None
 ) -> list[Costs]:
-    """Measure on Dask workers, and return the costs of each.
+    """Measure on Dask workers, and return the costs measured by each.
 
-    A single worker is a thread of this process; several are processes that measure at
-    the same time. `patience_s` is added to the timeout of their start.
+    A single worker is a thread of this process; several workers are processes that
+    measure at the same time. `patience_s` is added to the timeout of their start.
     """
     bound = Timeouts.from_config().bound("join")
     bound = bound._replace(seconds=bound.seconds + (patience_s or 0.0))
@@ -369,10 +369,8 @@ def measure(
             _wait(client, costs, seconds)
             return list(client.gather(costs))
         except KilledWorker as error:
-            raise RunError(
-                f"a process that measures costs has ended: {error}"
-            ) from error
+            raise RunError(f"a process that measures costs died: {error}") from error
         except TimeoutError as error:
             raise WaitTimeoutError(
-                f"a process has not measured its costs within {bound}"
+                f"a process did not finish measuring within {bound}"
             ) from error

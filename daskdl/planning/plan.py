@@ -1,7 +1,4 @@
-"""`daskdl.plan`: predicts the benefit of workers from a measurement on this machine.
-
-Hides which costs are measured for a number of workers, and how the advice is derived.
-"""
+"""`daskdl.plan`: measures on this machine, and predicts how many workers pay off."""
 
 import dataclasses
 import functools
@@ -33,10 +30,10 @@ from daskdl.util import check_main_guard
 SHOWN = 16  # rows; a longer table shows powers of two and the last row
 HEADINGS = ("workers", "efficiency", "samples/s", "step ms", "limit", "carried")
 MOST_PROCESSES = 8  # processes that measure at once; each imports torch
-SLOWER = 4  # patience: several at once may take this many times as long as in turn
+SLOWER = 4  # several at once may take this many times as long as one after the other
 
-PAYS = 0.5  # least efficiency at which workers pay off: half of each is used
-CARRIED = 0.5  # with fewer of the exchanges, replicas hardly learn from each other
+PAYS = 0.5  # least efficiency at which workers pay off
+CARRIED = 0.5  # least share of exchanges at which replicas learn from each other
 LONGER = (4, 16)  # factors of steps between exchanges, or of the batch, to consider
 SPARSER = 10  # factor of fewer entries to consider
 
@@ -283,18 +280,13 @@ def advise(
     else:
         summary = f"Pays up to {_as_fast(paying)}; then {cause}."
     remedies = []
-    for kind in _changes(measured, master):
-        for (
-            how,
-            changed,
-            changed_master,
-        ) in kind:  # the mildest change that helps is enough
-            better = _paying(
-                [predict(changed, changed_master, link, row.workers) for row in rows]
-            )
+    for changes in _changes(measured, master):
+        for how, costs, changed in changes:
+            predictions = [predict(costs, changed, link, row.workers) for row in rows]
+            better = _paying(predictions)
             if better is not None and better.workers > now:
                 remedies.append(f"{better.workers} with {how}")
-                break
+                break  # the mildest change that helps is enough
     if remedies:
         return f"{summary} It would pay up to {', '.join(remedies)}."
     others = [f"{LONGER[-1]} times the batch nor a tenth of the density"]
@@ -330,7 +322,7 @@ def _changes(measured: Measured, master: GradientSharing) -> Iterator[list[Chang
         if master.exchange_every != "auto":
             every = factor * master.exchange_every
             rarer = dataclasses.replace(master, exchange_every=every)
-            # An update then has the entries of several.
+            # A rarer update has the entries of several updates.
             costs = measured.scaled(
                 apply_s=factor, decode_s=factor, update_bytes=factor
             )

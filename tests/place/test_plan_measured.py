@@ -185,7 +185,7 @@ def failures():
 
     return {
         "fails": (failing, 60.0, RuntimeError, "not on a Saturday"),
-        "ends": (ending, 60.0, daskdl.RunError, "a process that measures costs has en"),
+        "ends": (ending, 60.0, daskdl.RunError, "a process that measures costs died: "),
         "hangs": (
             hanging,
             0.5,

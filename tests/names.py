@@ -29,7 +29,6 @@ UNCLEAN: set[str] = {
     "data/source.py",
     "data/torch_datasets.py",
     "data/validate.py",
-    "keras/compiled.py",
     "training/fit_spec.py",
     "training/trainer_state.py",
 }

@@ -10,7 +10,6 @@ import torch
 from distributed import Client
 from distributed.deploy import Cluster
 from torch import nn, optim
-from torch.optim.lr_scheduler import StepLR
 
 import daskdl
 from daskdl import GradientSharing, Trainer
@@ -82,7 +81,6 @@ def others(params):
 MISTAKES = {
     # ---- the trainer
     "an optimizer of other parameters": (lambda: fit(optimizer=others), "params"),
-    "no optimizer": (lambda: fit(optimizer=None), "lambda params"),
     "a model's class that needs arguments": (
         lambda: fit(model=nn.Linear),
         "lambda: Linear(...)",
@@ -111,20 +109,6 @@ MISTAKES = {
     "a client's class": (
         lambda: fit(options={"client": Client}),
         "a distributed.Client",
-    ),
-    "a master's class": (lambda: trainer(master=GradientSharing), "GradientSharing()"),
-    "a device's number": (lambda: trainer(device=0), "'cuda:0'"),
-    "a callback's class": (
-        lambda: trainer(callbacks=[daskdl.EarlyStopping]),
-        "EarlyStopping()",
-    ),
-    "a scheduler that exists": (
-        lambda: trainer(scheduler=StepLR(sgd(nn.Linear(4, 2).parameters()), 1)),
-        "lambda optimizer: StepLR(optimizer, step_size=10)",
-    ),
-    "a scheduler's class that needs arguments": (
-        lambda: fit(options={"scheduler": StepLR}),
-        "lambda optimizer: StepLR(optimizer, ...)",
     ),
     "nothing to train": (lambda: fit(model=Frozen()), "requires_grad"),
     # ---- a fit and its results

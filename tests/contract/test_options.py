@@ -4,6 +4,7 @@ import functools
 import math
 import re
 import threading
+from typing import NamedTuple
 
 import dask
 import pytest
@@ -11,7 +12,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from daskdl import Callback, GradientSharing, OptionError, ParameterAveraging, Trainer
+from daskdl import (
+    Callback,
+    EarlyStopping,
+    GradientSharing,
+    OptionError,
+    ParameterAveraging,
+    Trainer,
+)
 from daskdl.compression.thresholds import AdaptiveThreshold, FixedThreshold
 from daskdl.errors import ModelError
 from tests.support.problems import shown
@@ -39,71 +47,61 @@ def fit(options, **fit_options):
 
 WHOLE = "a whole number >= 1"
 RATIO = "a number > 0 or None"
-SEEDS = "seed must be a whole number in [0, 2**63)"
-TRAINER = [
-    ("master", GradientSharing, "master must be a daskdl.TrainingMaster"),
-    *[("seed", value, SEEDS) for value in (-1, 2**63, True, 0.0)],
+NOT_WHOLE = 0, 1.5, True, None, "1"
+NOT_ABOVE_0 = 0, -1.0, math.inf, math.nan, True, "1"
+
+
+class Each(NamedTuple):
+    """Several values that one message refuses."""
+
+    values: tuple
+
+
+def cases(table):
+    """The table with a row for each value."""
+    return [
+        (option, value, message)
+        for option, given, message in table
+        for value in (given.values if isinstance(given, Each) else (given,))
+    ]
+
+
+OF_OPTIM = "optimizer must be a class of torch.optim or its name, with lr=..., or "
+EXISTING = StepLR(torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1), 1)
+TRAINER = cases([
+    ("master", "sharing", "master must be a daskdl.TrainingMaster"),
+    ("master", GradientSharing, "; create one, GradientSharing()"),
+    ("seed", Each((-1, 2**63, True, 0.0)), "seed must be a whole number in [0, 2**63)"),
     ("progress", 1, "progress must be True, False or None"),
     ("callbacks", Callback(), "callbacks must be a list of daskdl.Callback"),
     ("callbacks", [Callback(), 5], "callbacks must be daskdl.Callback, got 5"),
-    *[("device", v, "device must be 'auto' or a torch device") for v in (0, "quantum")],
-    *[
-        (
-            "optimizer",
-            value,
-            f"optimizer must be a class of torch.optim or its name, {more}",
-        )
-        for value, more in (
-            (None, "with lr=..., or a function that makes one from parameters"),
-            (0.1, "with lr=..., or"),
-        )
-    ],
-    (
-        "optimizer",
-        ["sgd", "adam"],
-        "; to train several models, such as generator and d",
-    ),
-    (
-        "optimizer",
-        sgd(),
-        "optimizer must be made by each replica, got a SGD; give the class and the "
-        "rate, optimizer=torch.optim.SGD, lr=...",
-    ),
-    (
-        "optimizer",
-        "adamm",
-        "must be the name of a class of torch.optim, such as 'adamw',",
-    ),
+    ("callbacks", [EarlyStopping], "; create one, EarlyStopping()"),
+    ("device", Each((0, "quantum")),
+     "device must be 'auto' or a torch device, such as 'cpu' or 'cuda:0'"),
+    ("optimizer", None, f"{OF_OPTIM}a function that makes one from parameters, such as "
+     "lambda params: torch.optim.SGD(params, lr=0.1)"),
+    ("optimizer", 0.1, OF_OPTIM),
+    ("optimizer", ["sgd", "adam"], "; to train several models, such as generator and"),
+    ("optimizer", sgd(), "optimizer must be made by each replica, got a SGD; give the "
+     "class and the rate, optimizer=torch.optim.SGD, lr=..."),
+    ("optimizer", "adamm", "the name of a class of torch.optim, such as 'adamw',"),
     ("optimizer", "adamm", "got 'adamm'; did you mean 'adam"),
     ("optimizer", "lion", "got 'lion'; choose of "),
-    (
-        "lr",
-        0.1,
-        "lr=0.1 is for an optimizer that is a class or its name, got the functi",
-    ),
-    *[
-        ("autocast", value, "must be torch.bfloat16, torch.float16 or None")
-        for value in (torch.float64, "bfloat16", True)
-    ],
-    *[("accumulate", value, f"accumulate must be {WHOLE}") for value in (0, 2.0, None)],
-    *[
-        ("clip_grad_norm", value, f"clip_grad_norm must be {RATIO}")
-        for value in (0, -1.0, math.inf, math.nan, True, "1")
-    ],
-    *[
-        ("telemetry_every", value, f"telemetry_every must be {WHOLE} or 'auto' or None")
-        for value in (0, 1.5, True, "all")
-    ],
-    *[
-        ("max_loss_rise", value, f"max_loss_rise must be {RATIO}")
-        for value in (0, True, math.inf, math.nan, "10")
-    ],
+    ("lr", 0.1, "lr=0.1 is for an optimizer that is a class or its name, got the func"),
+    ("autocast", Each((torch.float64, "bfloat16", True)),
+     "must be torch.bfloat16, torch.float16 or None"),
+    ("accumulate", Each(NOT_WHOLE), f"accumulate must be {WHOLE}"),
+    ("clip_grad_norm", Each(NOT_ABOVE_0), f"clip_grad_norm must be {RATIO}"),
+    ("telemetry_every", Each((0, 1.5, True, "all")),
+     f"telemetry_every must be {WHOLE} or 'auto' or None"),
+    ("max_loss_rise", Each(NOT_ABOVE_0), f"max_loss_rise must be {RATIO}"),
     ("step", print, "loss must be None with step=, which computes the loss, got"),
     ("scheduler", 3, "scheduler must be a function that makes one from an optimizer"),
+    ("scheduler", EXISTING, "lambda optimizer: StepLR(optimizer, step_size=10)"),
     ("scheduler_every", "day", "scheduler_every must be 'epoch' or 'step'"),
     ("scheduler_every", "step", "scheduler_every='step' needs a scheduler, got None"),
     ("scheduler_monitor", "kl", "scheduler_monitor='kl' needs a scheduler, got None"),
-]
+])  # fmt: skip
 
 
 @pytest.mark.parametrize("lr", [0, -1.0, math.inf, math.nan, True, "0.1"])
@@ -128,12 +126,16 @@ def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
     assert "got " in str(caught.value)
 
 
-FIT = [
-    *[("epochs", value, f"epochs must be {WHOLE}") for value in (0, 1.5, True, "3")],
-    *[(name, 1, f"{name} must be True or False") for name in ("shuffle", "drop_last")],
-    *[("prefetch", v, "prefetch must be a whole number >= 0") for v in (-1, 0.5, True)],
-    *[("approach", v, "approach must be 'direct' or 'export'") for v in ("copy", True)],
-]
+FIT = cases([
+    ("epochs", Each(NOT_WHOLE), f"epochs must be {WHOLE}"),
+    ("batch_size", Each(NOT_WHOLE), f"batch_size must be {WHOLE}"),
+    ("on_bad_batch", Each(("ignore", None)), "on_bad_batch must be 'raise' or 'skip'"),
+    ("transform", 3, "transform must be a function or None"),
+    ("shuffle", 1, "shuffle must be True or False"),
+    ("drop_last", 1, "drop_last must be True or False"),
+    ("prefetch", Each((-1, 0.5, True)), "prefetch must be a whole number >= 0"),
+    ("approach", Each(("copy", True)), "approach must be 'direct' or 'export'"),
+])  # fmt: skip
 
 
 @pytest.mark.parametrize(("option", "value", "message"), FIT, ids=shown)
@@ -254,7 +256,13 @@ TRIED = [
                 "works on an optimizer it was not gi",
             ),
             (ReduceLROnPlateau, "step", "must be 'epoch' for ReduceLROnPlateau, which"),
-            (StepLR, "epoch", "scheduler failed on a SGD: "),
+            (
+                StepLR,
+                "epoch",
+                "scheduler failed on a SGD: StepLR.__init__() missing 1 required "
+                "positional argument: 'step_size'; write lambda optimizer: "
+                "StepLR(optimizer, ...)",
+            ),
         )
     ],
     (
@@ -283,79 +291,38 @@ def test_names_that_a_step_cannot_log_are_refused_before_the_training():
         fit({"loss": None, "step": logging(density=1.0)})
 
 
-SHARING = [
-    *[
-        (
-            "threshold",
-            value,
-            "must be a daskdl.ThresholdAlgorithm, such as FixedThreshold(1e-3), or a "
-            "mapping from patterns of parameter names to such",
-        )
-        for value in (
-            *(1e-3, None, AdaptiveThreshold, {}, {"*": 1e-3}, {1: FixedThreshold()}),
-            [("*", FixedThreshold())],
-        )
-    ],
-    ("residual", 5.0, "must be a daskdl.compression.residuals.ResidualPostProcessor"),
-    ("residual", None, "must be a daskdl.compression.residuals.ResidualPostProcessor"),
-    *[
-        ("apply", value, "must be 'eager' or 'strict'")
-        for value in ("lazy", None, True, ["eager"])
-    ],
-    *[
-        ("update_scale", value, "must be 'mean', 'sum' or a number > 0")
-        for value in (0, -1.0, math.nan, math.inf, True, "max", None, [1.0])
-    ],
-    *[
-        ("max_staleness", value, "must be a whole number >= 0 or 'auto' or None")
-        for value in (-1, 1.0, True, "8", [8])
-    ],
-    *[
-        ("exchange_every", value, "must be a whole number >= 1 or 'auto'")
-        for value in (0, -1, 2.0, True, None, "1")
-    ],
-    *[
-        ("warmup_steps", value, "must be a whole number >= 0")
-        for value in (-1, 2.0, True, None, "1")
-    ],
-    *[
-        ("routing", value, "must be one of 'auto', 'plain', 'mesh'")
-        for value in ("tree", None, ["plain"])
-    ],
-    *[
-        ("replicas_per_worker", value, "must be a whole number >= 1 or 'auto'")
-        for value in (0, -2, 1.5, True, None, "all")
-    ],
-    *[
-        ("min_replicas", value, "must be a whole number >= 1")
-        for value in (0, 1.5, True, None, "1")
-    ],
-    *[
-        ("rejoin_timeout", value, "must be seconds > 0 or None")
-        for value in (0, -1.0, math.nan, math.inf, True, "30s")
-    ],
-    *[
-        ("fan_out", value, "must be a whole number >= 1")
-        for value in (0, -1, 2.0, True, None, "8")
-    ],
-]
-
-
+SHARING = cases([
+    ("threshold", Each((1e-3, None, AdaptiveThreshold, {}, {"*": 1e-3},
+                        {1: FixedThreshold()}, [("*", FixedThreshold())])),
+     "must be a daskdl.ThresholdAlgorithm, such as FixedThreshold(1e-3), or a mapping "
+     "from patterns of parameter names to such"),
+    ("residual", Each((5.0, None)),
+     "must be a daskdl.compression.residuals.ResidualPostProcessor"),
+    ("apply", Each(("lazy", None, True, ["eager"])), "must be 'eager' or 'strict'"),
+    ("update_scale", Each((*NOT_ABOVE_0, "max", None, [1.0])),
+     "must be 'mean', 'sum' or a number > 0"),
+    ("max_staleness", Each((-1, 1.0, True, "8", [8])),
+     "must be a whole number >= 0 or 'auto' or None"),
+    ("exchange_every", Each((*NOT_WHOLE, -1)), f"must be {WHOLE} or 'auto'"),
+    ("warmup_steps", Each((-1, 2.0, True, None, "1")), "must be a whole number >= 0"),
+    ("routing", Each(("tree", None, ["plain"])),
+     "must be one of 'auto', 'plain', 'mesh'"),
+    ("replicas_per_worker", Each((*NOT_WHOLE, "all")), f"must be {WHOLE} or 'auto'"),
+    ("min_replicas", Each(NOT_WHOLE), f"must be {WHOLE}"),
+    ("rejoin_timeout", Each(NOT_ABOVE_0), "must be seconds > 0 or None"),
+    ("fan_out", Each((*NOT_WHOLE, -1)), f"must be {WHOLE}"),
+])  # fmt: skip
 AVERAGING = [
-    ("frequency", 0, "must be a whole number >= 1"),
+    ("frequency", 0, f"must be {WHOLE}"),
     ("average_optimizer", 1, "must be True or False"),
-    (
-        "outer",
-        0.7,
-        "must be a function that makes an optimizer from parameters, such as lambda "
-        "params: torch.optim.SGD(params, lr=0.7), or None",
-    ),
+    ("outer", 0.7, "must be a function that makes an optimizer from parameters, such "
+     "as lambda params: torch.optim.SGD(params, lr=0.7), or None"),
     ("compression", "gzip", "must be 'dense8' or None"),
-    ("replicas_per_worker", 0, "must be a whole number >= 1 or 'auto'"),
-    ("min_replicas", 0, "must be a whole number >= 1"),
-    ("fan_out", 0, "must be a whole number >= 1"),
+    ("replicas_per_worker", 0, f"must be {WHOLE} or 'auto'"),
+    ("min_replicas", 0, f"must be {WHOLE}"),
+    ("fan_out", 0, f"must be {WHOLE}"),
     ("rejoin_timeout", 0, "must be seconds > 0 or None"),
-]
+]  # fmt: skip
 MASTERS = [
     *[(GradientSharing, *case) for case in SHARING],
     *[(ParameterAveraging, *case) for case in AVERAGING],

@@ -33,12 +33,9 @@ MANIFEST = "packed.json"
 ORIGINALS = "memory://daskdl-test-originals"
 
 
-@pytest.fixture(params=["memory", "local"])
-def url(request, tmp_path):
-    """A place for packed files; in memory they are deleted afterwards."""
-    if request.param == "local":
-        yield str(tmp_path / "packed")
-        return
+@pytest.fixture
+def url():
+    """A place for packed files: `test_store` has the others."""
     yield "memory://daskdl-test-packed"
     Store("memory://daskdl-test-packed").delete_all()
 
@@ -143,10 +140,12 @@ def change_manifest(url, change):
 
 class TestBothKinds:
     @pytest.mark.parametrize("shuffle", [True, False])
+    @pytest.mark.parametrize("place", ["memory", "local"])
     def test_each_example_is_there_once_and_nothing_else_is_left(
-        self, url, small, kind, shuffle
+        self, url, small, kind, place, shuffle, tmp_path
     ):
         make, read, count = kind
+        url = url if place == "memory" else str(tmp_path / "packed")
 
         urls = make(url, shuffle=shuffle)
 

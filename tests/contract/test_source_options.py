@@ -14,28 +14,11 @@ from torch.utils.data import DataLoader
 
 import daskdl
 from daskdl.data import dataset, files
-from daskdl.data.inputs import ReadOptions, compose, source_of
+from daskdl.data.inputs import compose, source_of
 from daskdl.data.normalize import Standardize
 from daskdl.data.storage import Store
 from daskdl.errors import OptionError
 from tests.support import s3
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("batch_size", 0, "batch_size must be a whole number >= 1, got 0"),
-        ("batch_size", 1.0, "batch_size must be a whole number >= 1, got 1.0"),
-        ("batch_size", True, "batch_size must be a whole number >= 1, got True"),
-        ("on_bad_batch", "ignore", "on_bad_batch must be 'raise' or 'skip', got 'ign"),
-        ("on_bad_batch", None, "on_bad_batch must be 'raise' or 'skip', got None"),
-        ("transform", 3, "transform must be a function or None, got 3"),
-    ],
-    ids=repr,
-)
-def test_an_option_is_refused_by_name(option, value, message):
-    with pytest.raises(OptionError, match=re.escape(message)):
-        ReadOptions(**{"batch_size": 1, option: value})
 
 
 @pytest.mark.parametrize(
@@ -58,11 +41,6 @@ def test_a_reader_is_refused_by_name_before_anything_is_read(read, message):
     with pytest.raises(OptionError, match=re.escape(message)) as caught:
         read()
     assert "secret" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("word", "skips"), [("raise", False), ("skip", True)])
-def test_only_one_word_leaves_parts_out(word, skips):
-    assert ReadOptions(1, on_bad_batch=word).skips is skips
 
 
 def test_files_with_storage_options_are_read_by_each_method(

@@ -51,17 +51,6 @@ def test_a_weight_counts_as_repeated_rows(loss, y):
         assert scores == pytest.approx(repeated.evaluate(*more), rel=1e-5)
 
 
-def test_accumulated_batches_count_by_their_weights():
-    runs = []
-    for accumulate in (1, 3):
-        own = trainer(False, optimizer=sgd, accumulate=accumulate)
-        size = len(X) // accumulate
-        own.fit(X, Y, sample_weight=WEIGHT, batch_size=size, shuffle=False)
-        runs.append(vector(own.model_))
-
-    torch.testing.assert_close(*runs)
-
-
 @pytest.mark.parametrize(
     "kind",
     [np.asarray, list, torch.as_tensor, pd.Series],

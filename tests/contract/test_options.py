@@ -128,7 +128,7 @@ def test_an_option_of_a_trainer_is_refused_by_name(option, value, message):
 
 FIT = cases([
     ("epochs", Each(NOT_WHOLE), f"epochs must be {WHOLE}"),
-    ("batch_size", Each(NOT_WHOLE), f"batch_size must be {WHOLE}"),
+    ("batch_size", Each((0, 1.0, True)), f"batch_size must be {WHOLE}"),
     ("on_bad_batch", Each(("ignore", None)), "on_bad_batch must be 'raise' or 'skip'"),
     ("transform", 3, "transform must be a function or None"),
     ("shuffle", 1, "shuffle must be True or False"),

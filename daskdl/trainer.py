@@ -23,8 +23,8 @@ from daskdl.data.inputs import (
     Approach,
     OnBad,
     ReadOptions,
-    batch_options,
     compose,
+    loader_arguments,
     scaling_of,
     source_of,
     warn_of_scaling,
@@ -874,7 +874,7 @@ class Trainer:
         **options: Any,
     ) -> tuple[Any, FitSpec]:
         """Return the data, or the dataset of a `DataLoader`, and the fit's options."""
-        X, batches = batch_options(
+        X, batches = loader_arguments(
             X,
             {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last},
             {"batch_size": 32, "shuffle": True, "drop_last": False},

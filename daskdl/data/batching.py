@@ -77,9 +77,9 @@ def mapped(function: Callable[..., Any], tree: T, *others: Tree) -> T:
     if alone or all(map(is_leaf, (tree, *others))):
         result: T = function(tree, *others)
         return result
-    parts = [dict(_children(tree)), *(dict(_children(other)) for other in others)]
+    parts = [dict(_children(tree)), *(dict(_children(tree)) for tree in others)]
     if any(part.keys() != parts[0].keys() for part in parts):
-        shown = ", ".join(outline(other) for other in (tree, *others))
+        shown = ", ".join(outline(structure) for structure in (tree, *others))
         raise ValueError(f"trees must have the same structure, got {shown}")
     inner: Any = {key: mapped(function, *(p[key] for p in parts)) for key in parts[0]}
     if isinstance(tree, tuple):
@@ -276,8 +276,8 @@ def to_device(
 
     def moved(leaf: Tensor) -> Tensor:
         kept = leaf.dtype == torch.bool
-        own = dtype if leaf.is_floating_point() else torch.int64
-        return leaf.to(device, leaf.dtype if kept else own, non_blocking=True)
+        target = dtype if leaf.is_floating_point() else torch.int64
+        return leaf.to(device, leaf.dtype if kept else target, non_blocking=True)
 
     return inputs_to_device(x, device, dtype), mapped(moved, y)
 
@@ -286,8 +286,8 @@ def inputs_to_device(x: Tree, device: torch.device | str, dtype: torch.dtype) ->
     """Return ``x`` on ``device``, floating tensors in ``dtype``; see `to_device`."""
 
     def moved(leaf: Tensor) -> Tensor:
-        own = dtype if leaf.is_floating_point() else leaf.dtype
-        return leaf.to(device, own, non_blocking=True)
+        target = dtype if leaf.is_floating_point() else leaf.dtype
+        return leaf.to(device, target, non_blocking=True)
 
     return mapped(moved, x)
 

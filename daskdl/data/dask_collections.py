@@ -38,7 +38,7 @@ from daskdl.data import batching, tables
 from daskdl.data.batching import Rows, Tree
 from daskdl.data.distribute import check_annotations
 from daskdl.data.named_columns import Columns, NamedRows, columns_in, few
-from daskdl.data.source import Facts, Member, PartGraph, Source, culled
+from daskdl.data.source import Facts, GraphPart, PartGraph, Source, culled
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DataError
 
@@ -166,7 +166,7 @@ class Partitions:
         finish = functools.partial(finish, part=part)
         if self._several:
             finish = functools.partial(_apply_to_list, finish)
-        member = Member(name, (key,), finish, rows)
+        member = GraphPart(name, (key,), finish, rows)
         return PartGraph(name, graph, (*held, *elsewhere), (member,))
 
     def result(self, key: Any) -> Any:
@@ -285,15 +285,16 @@ def _halted(dask_scheduler: Any, keys: Sequence[Any]) -> list[str]:
 
 
 def _planned(collections: Sequence[Any]) -> Planned:
-    (first, *others) = collections
-    if isinstance(first, list):
-        return _planned_list(first)
-    if others:
+    if len(collections) > 1:
         return _planned_columns(collections)
-    if is_frame(first):
-        return _planned_frame(first)
-    graph, keys = first.__dask_graph__(), list(flatten(first.__dask_keys__()))
-    tasks = dict(first.__dask_optimize__(graph, keys))
+    (collection,) = collections
+    if isinstance(collection, list):
+        return _planned_list(collection)
+    if is_frame(collection):
+        return _planned_frame(collection)
+    graph = collection.__dask_graph__()
+    keys = list(flatten(collection.__dask_keys__()))
+    tasks = dict(collection.__dask_optimize__(graph, keys))
     # The optimized graph lacks the futures of persisted results.
     return Planned(tasks, keys, _futures(graph))
 
@@ -354,7 +355,7 @@ def _planned_columns(collections: Sequence[Any]) -> Planned:
         keys.append((name, part))
         references = [TaskRef(value) for value in values]
         tables_, *blocks_ = references if frames else [[], *references]
-        tasks[keys[-1]] = Task(keys[-1], _in_order, places, tables_, *blocks_)
+        tasks[keys[-1]] = Task(keys[-1], _in_user_order, places, tables_, *blocks_)
     return Planned(tasks, keys, {**tables.futures, **_futures(graph)})
 
 
@@ -388,7 +389,7 @@ def _listed(*values: Any) -> list[Any]:
     return list(values)
 
 
-def _in_order(places: Sequence[int], tables: list[Any], *blocks: Any) -> list[Any]:
+def _in_user_order(places: Sequence[int], tables: list[Any], *blocks: Any) -> list[Any]:
     """Put tables and blocks in the order of the collections that they come from."""
     values = zip(places, [*tables, *blocks], strict=True)
     return [value for _, value in sorted(values, key=itemgetter(0))]
@@ -396,14 +397,14 @@ def _in_order(places: Sequence[int], tables: list[Any], *blocks: Any) -> list[An
 
 def _futures(graph: Mapping[Any, Any]) -> dict[Any, Any]:
     """Futures by key: tasks themselves, wrapped as data, or arguments of tasks."""
-    found = {}
+    futures = {}
     for key, task in graph.items():
         value = getattr(task, "value", task)
         if is_future(value):
-            found[key] = value
+            futures[key] = value
         elif any(need not in graph for need in getattr(task, "dependencies", ())):
-            found |= {future.key: future for future in _inside(task)}
-    return found
+            futures |= {future.key: future for future in _inside(task)}
+    return futures
 
 
 def _inside(task: Any) -> Iterator[Any]:
@@ -435,12 +436,12 @@ class Collections(Source):
         partitions: Partitions,
         finish: Finish,
         lengths: Sequence[int] | None = None,
-        first: Rows | None = None,
+        first_rows: Rows | None = None,
     ) -> None:
         self.partitions = partitions
         self.parts = partitions.parts
         self.lengths = lengths
-        self.first_rows = first
+        self.first_rows = first_rows
         self.finish = finish
         self._graphs: dict[int, PartGraph] = {}
         self._counted: Sequence[int | None] = [None] * self.parts
@@ -475,23 +476,23 @@ class Collections(Source):
 
     @override
     def known(self, facts: Sequence[Facts]) -> Self:
-        whole = super().known(facts)
-        whole._counted = [fact.rows for fact in facts]
-        whole._graphs = {}
-        return whole
+        counted = super().known(facts)
+        counted._counted = [fact.rows for fact in facts]
+        counted._graphs = {}
+        return counted
 
     def finished(self, finish: Finish) -> Self:
         """Return the same parts, from which another function makes rows."""
-        other = copy.copy(self)
-        other.finish = finish
-        other._graphs = {}
-        return other
+        finished = copy.copy(self)
+        finished.finish = finish
+        finished._graphs = {}
+        return finished
 
     def beside(self, keys: Any) -> Self:
         """Return the same rows, computed together with a collection of their keys."""
-        other = self.finished(KeysBeside(self.finish))
-        other.partitions = Partitions(*self.partitions.collections, keys)
-        return other
+        keyed = self.finished(KeysBeside(self.finish))
+        keyed.partitions = Partitions(*self.partitions.collections, keys)
+        return keyed
 
 
 @dataclass(frozen=True)
@@ -595,10 +596,10 @@ class _Columns:
         ]
         x, y = batching.filled(self.names, values)
         rows = NamedRows.of(batching.filled((x, y), arrays), columns_in(x, y))
-        found = batching.length(_same_length(rows, part))
-        if self.lengths is not None and found != self.lengths[part]:
+        length = batching.length(_same_length(rows, part))
+        if self.lengths is not None and length != self.lengths[part]:
             raise DataError(
-                f"part {part} has {found} rows, but the chunks promise "
+                f"part {part} has {length} rows, but the chunks promise "
                 f"{self.lengths[part]}; call compute_chunk_sizes()"
             )
         return rows
@@ -614,9 +615,9 @@ def columns(x: Tree, y: Tree) -> Collections:
         classes[name], row = _checked(value, name)
         zeros.append(row)
     aligned, lengths = _aligned(named)
-    first = None
+    first_rows = None
     if all(row is not None for row in zeros):
-        first = batching.filled((x, y), zeros)
+        first_rows = batching.filled((x, y), zeros)
     source = Collections(
         Partitions(*aligned),
         # The columns of a partition may be in another order than its metadata say.
@@ -625,7 +626,7 @@ def columns(x: Tree, y: Tree) -> Collections:
             columns_in(x, y),
         ),
         lengths,
-        first,
+        first_rows,
     )
     source.classes = classes.get("y")
     source.columns = columns_in(x, y)
@@ -770,7 +771,9 @@ def stacked(examples: Sequence[Any], name: str) -> Rows:
     if not examples:
         return np.zeros(0), None
     xs, ys = unzipped(examples, name)
-    return _stacked(xs, "X", name), None if ys is None else _stacked(ys, "y", name)
+    return _stacked_part(xs, "X", name), None if ys is None else _stacked_part(
+        ys, "y", name
+    )
 
 
 def unzipped(
@@ -787,7 +790,7 @@ def unzipped(
     return list(xs), None if unlabelled else list(ys)
 
 
-def _stacked(examples: Sequence[Tree], argument: str, part: str) -> Tree:
+def _stacked_part(examples: Sequence[Tree], argument: str, part: str) -> Tree:
     try:
         return _arrays(stack(examples), argument, part)
     except ValueError as error:
@@ -810,7 +813,7 @@ def stack(examples: Sequence[Tree]) -> Tree:
     """
     if isinstance(examples[0], int | float | str | list | np.generic):
         return np.asarray(examples)  # faster
-    if any(leaf is None for one in examples for leaf in batching.leaves(one)):
+    if any(leaf is None for example in examples for leaf in batching.leaves(example)):
         raise ValueError("a value is None")
     tables.check_no_tables(examples)
 

@@ -91,7 +91,7 @@ def answers_of(
         answers: dict[str, Any] = client.sync(ask)
     except TimeoutError as error:
         raise WaitTimeoutError(
-            f"not all of {', '.join(workers)} said within {bound} {what}"
+            f"not all of {', '.join(workers)} answered within {bound} {what}"
         ) from error
     return answers
 
@@ -119,8 +119,8 @@ def responsive(client: Client, workers: Iterable[str]) -> set[str]:
             and task.result() == {worker: True}
         }
 
-    found: set[str] = client.sync(ask)
-    return found
+    connected: set[str] = client.sync(ask)
+    return connected
 
 
 def _answer() -> bool:
@@ -172,13 +172,13 @@ class Fetcher:
 
     def _needs(self, graph: PartGraph, unwanted: Callable[[], bool]) -> dict[Any, Any]:
         """Fetch the results that a part depends on; several in one request."""
-        found = {key: self.here(key) for key in graph.needs}
-        missing = [key for key, value in found.items() if value is None]
+        results = {key: self.here(key) for key in graph.needs}
+        missing = [key for key, value in results.items() if value is None]
         if len(missing) > 1:
-            found |= self._gathered(missing, unwanted)
-            missing = [key for key, value in found.items() if value is None]
+            results |= self._gathered(missing, unwanted)
+            missing = [key for key, value in results.items() if value is None]
         # One by one: the error then names the lost one.
-        return found | {key: self._need(key, unwanted) for key in missing}
+        return results | {key: self._need(key, unwanted) for key in missing}
 
     def _gathered(
         self, keys: Sequence[Any], unwanted: Callable[[], bool]
@@ -187,8 +187,8 @@ class Fetcher:
 
         async def gather() -> dict[Any, Any]:
             held = await self._client.scheduler.who_has(keys=keys)
-            found, *_ = await gather_from_workers(held, rpc=self._client.rpc)
-            return dict(found)
+            values, *_ = await gather_from_workers(held, rpc=self._client.rpc)
+            return dict(values)
 
         loop = self._client.loop.asyncio_loop
         coming = asyncio.run_coroutine_threadsafe(gather(), loop)
@@ -299,7 +299,7 @@ def scatter(
             sending.add_done_callback(_release_late)
             raise WaitTimeoutError(
                 f"{what} could not be sent to {', '.join(workers)} within {bound}; is "
-                "the way there slow, or a worker busy?"
+                "the network slow, or a worker busy?"
             )
         return sending.result()
 
@@ -382,7 +382,7 @@ class DataPlacement:
         self.release()
 
     def _send(self, parts: Sequence[int], workers: Sequence[str]) -> None:
-        needs = {part: found[0] for part in parts if (found := self.source.needs(part))}
+        needs = {part: keys[0] for part in parts if (keys := self.source.needs(part))}
         held: Mapping[Any, Sequence[str]] = {}
         if needs:
             who_has = self._client.scheduler.who_has
@@ -412,18 +412,18 @@ def _sent(
         homes = _spread(left, workers, holders)
         left = []
         for worker in dict.fromkeys(homes.values()):
-            own = [part for part in homes if homes[part] == worker]
+            unsent = [part for part in homes if homes[part] == worker]
             try:
-                for contents in _portions(source, own):
+                for contents in _portions(source, unsent):
                     # No local variable: a logged error may keep this frame.
                     yield _scattered(client, contents, worker, bound)
-                    own = own[len(contents) :]
+                    unsent = unsent[len(contents) :]
             except OSError as error:
                 workers.remove(worker)
                 if not workers:
                     raise
                 logger.warning("no data on %s: %s", worker, error)
-                left += own
+                left += unsent
 
 
 def _scattered(
@@ -509,17 +509,17 @@ def map_parts(
     """
     numbers = iter(range(source.parts) if parts is None else parts)
     stays = client is False or (source.here and not send)
-    found = None if stays else client or running_client()
-    source.prepare(found or False)
-    if found is None:
+    cluster = None if stays else client or running_client()
+    source.prepare(cluster or False)
+    if cluster is None:
         for part in numbers:
             yield part, function(source, part)
         return
-    own = _Pass(source, function, found)
+    mapping = _Pass(source, function, cluster)
     try:
-        yield from own.results(numbers)
+        yield from mapping.results(numbers)
     finally:
-        own.end()
+        mapping.end()
 
 
 class _SentPart(Source):
@@ -666,7 +666,7 @@ class _Pass:
                 self._client.wait_for_workers(1, timeout=bound.seconds)
             except TimeoutError as error:
                 raise WaitTimeoutError(
-                    f"no worker came within {bound} after the last one was lost"
+                    f"no worker joined within {bound} after the last one was lost"
                 ) from error
         return workers
 

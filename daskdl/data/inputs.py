@@ -56,7 +56,7 @@ from daskdl.data.torch_datasets import (
     IterableStyle,
     MapStyle,
     Stream,
-    loader_options,
+    arguments_of,
 )
 from daskdl.errors import DataError, ModelError, OptionError
 
@@ -107,7 +107,7 @@ class ReadOptions:
 
         The batch size is that of a `DataLoader`, else 64.
         """
-        X, batches = batch_options(X, {"batch_size": batch_size}, {"batch_size": 64})
+        X, batches = loader_arguments(X, {"batch_size": batch_size}, {"batch_size": 64})
         return X, cls(batches["batch_size"], transform, on_bad_batch, label)
 
     @property
@@ -157,47 +157,51 @@ class KeepWeights:
         return x, Weighted(labels, y.weight)
 
 
-def batch_options(
-    X: Any, given: Mapping[str, Any], usual: Mapping[str, Any]
+def loader_arguments(
+    X: Any, arguments: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Take batches as the user's arguments say, else as a `DataLoader` does.
+    """Complete arguments from those of a `DataLoader`, and from defaults.
 
     Args:
         X: Inputs, or inputs and labels together.
-        given: Arguments by name; None: not given.
-        usual: Defaults by name.
+        arguments: Arguments of the user, by their names in `DataLoader`; None: not set.
+        defaults: Defaults by name.
 
     Returns:
-        The data, the dataset of a loader; and a value for each argument.
+        The data, which are the dataset of a loader; and a value for each argument.
+
+    Raises:
+        OptionError: If an argument contradicts the loader.
 
     Example:
         >>> loader = DataLoader([1.0, 2.0], batch_size=2)
-        >>> batch_options(loader, {"batch_size": 4}, {})
+        >>> loader_arguments(loader, {"batch_size": 4}, {})
         Traceback (most recent call last):
         daskdl.errors.OptionError: batch_size=4 contradicts the DataLoader, which has \
 batch_size=2: leave it out, or give X.dataset
     """
-    said: dict[str, Any] = {}
+    loader: dict[str, Any] = {}
     if isinstance(X, DataLoader):
-        said = loader_options(X)._asdict()
-        X = said["dataset"]
-        if said["collate_fn"] is not None:
-            X = CollatedDataset(X, said["collate_fn"])
-        if said["drop_last"] and "drop_last" not in given:
+        loader = arguments_of(X)._asdict()
+        X = loader["dataset"]
+        if loader["collate_fn"] is not None:
+            X = CollatedDataset(X, loader["collate_fn"])
+        if loader["drop_last"] and "drop_last" not in arguments:
             raise OptionError(
-                "a DataLoader with drop_last=True leaves rows out, and each row is "
-                "scored: make it without, or give X.dataset"
+                "every row is scored, but this DataLoader drops the last batch: use "
+                "drop_last=False, or pass X.dataset"
             )
     chosen = {}
-    for name, value in given.items():
-        own = said.get(name)
-        if value is not None and own is not None and value != own:
+    for name, value in arguments.items():
+        of_loader = loader.get(name)
+        if None not in (value, of_loader) and value != of_loader:
             raise OptionError(
-                f"{name}={value!r} contradicts the DataLoader, which has {name}={own!r}"
-                ": leave it out, or give X.dataset"
+                f"{name}={value!r} contradicts the DataLoader, which has "
+                f"{name}={of_loader!r}: leave it out, or give X.dataset"
             )
-        own = own if value is None else value
-        chosen[name] = usual.get(name) if own is None else own
+        if value is None:
+            value = defaults.get(name) if of_loader is None else of_loader
+        chosen[name] = value
     return X, chosen
 
 
@@ -205,24 +209,24 @@ batch_size=2: leave it out, or give X.dataset
 class Compose:
     """Two transforms in sequence; picklable."""
 
-    first: Transform
-    then: Transform
+    before: Transform
+    after: Transform
 
     def __call__(self, batch: Batch) -> Batch:
         """Apply both to a batch."""
-        return self.then(self.first(batch))
+        return self.after(self.before(batch))
 
 
 def compose(*transforms: Transform | None) -> Transform | None:
     """Combine transforms in this order; None if there are none."""
-    given = [transform for transform in transforms if transform is not None]
-    return functools.reduce(Compose, given) if given else None
+    present = [transform for transform in transforms if transform is not None]
+    return functools.reduce(Compose, present) if present else None
 
 
 def keeps_columns(transform: Transform | None) -> bool:
     """Whether the columns after a transform are those before it."""
     if isinstance(transform, Compose):
-        return keeps_columns(transform.first) and keeps_columns(transform.then)
+        return keeps_columns(transform.before) and keeps_columns(transform.after)
     return transform is None or isinstance(transform, FittedTransform)
 
 
@@ -233,8 +237,8 @@ def _fitted(transform: Transform | None) -> Iterator[FittedTransform]:
     elif isinstance(transform, KeepWeights):
         yield from _fitted(transform.transform)
     elif isinstance(transform, Compose):
-        yield from _fitted(transform.first)
-        yield from _fitted(transform.then)
+        yield from _fitted(transform.before)
+        yield from _fitted(transform.after)
 
 
 def scaling_of(source: Source | None, transform: Transform | None) -> tuple[str, ...]:
@@ -262,10 +266,12 @@ def warn_of_scaling(scaled_by: Sequence[str], trained: Sequence[str] | None) -> 
         )
     if trained is None or not Counter(trained) - Counter(scaled_by):
         return
-    other = "scaled by another one" if {*scaled_by} - {*trained} else "not scaled by it"
+    difference = "not scaled by it"
+    if {*scaled_by} - {*trained}:
+        difference = "scaled by another one"
     warnings.warn(
         "the model is trained on rows that a normalizer scaled, in packed files or as "
-        f"transform= of fit, and these rows are {other}: give the normalizer as "
+        f"transform= of fit, and these rows are {difference}: give the normalizer as "
         "transform= here too, or pack them with it; with Trainer(..., transform=) "
         "it scales the rows of all methods",
         stacklevel=3,
@@ -327,7 +333,7 @@ def _paths_alone(X: Any, y: Any) -> tuple[Any, Any]:
 def _items_with_y(X: CollatedDataset, y: Any) -> tuple[Any, Any]:
     if not isinstance(X.dataset, list):
         return X, _without_y(X.dataset, y)[1]
-    y = _stacked(y, "y")
+    y = _stacked_examples(y, "y")
     _check_items(X.dataset, y)
     return X, y
 
@@ -363,12 +369,12 @@ _UNPAIRED = (
 
 
 def _examples(X: Any, y: Any) -> tuple[Any, Any]:
-    y = _stacked(y, "y")
+    y = _stacked_examples(y, "y")
     _check_items(X, y)
     if y is None and X:
         X, y = unzipped(X, "X")
-        y = _stacked(y, "y")
-    return _stacked(X, "X"), y
+        y = _stacked_examples(y, "y")
+    return _stacked_examples(X, "X"), y
 
 
 def _check_items(items: Sequence[Any], y: Any) -> None:
@@ -380,7 +386,7 @@ def _check_items(items: Sequence[Any], y: Any) -> None:
 
 
 def _arrays(X: Any, y: Any) -> tuple[Any, Any]:
-    return _stacked(X, "X"), _stacked(y, "y")
+    return _stacked_examples(X, "X"), _stacked_examples(y, "y")
 
 
 def _files_have_none(X: Any, label: Any) -> NoReturn:
@@ -499,7 +505,7 @@ def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
     unchanged, and so are results of this function.
     """
     if isinstance(X, DataLoader):  # of validation, or of a pass over all rows
-        X, _ = batch_options(X, {"batch_size": None}, {})
+        X, _ = loader_arguments(X, {"batch_size": None}, {})
     if isinstance(X, Delayed) or is_future(X):
         X, y = [X], y if y is None else [y]
     kind = _kind_of(X)
@@ -515,7 +521,7 @@ def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
     return X, y, read
 
 
-def _stacked(tree: Tree, name: str) -> Tree:
+def _stacked_examples(tree: Tree, name: str) -> Tree:
     """Make arrays of the lists of examples in a tree."""
 
     def array(name: str, leaf: Any) -> Any:
@@ -692,24 +698,24 @@ def weighted_source(X: Any, y: Any, read: ReadOptions, **options: Any) -> Source
     x, labels = source.whole
     rows = batching.length(x)
     try:
-        found = np.asarray(weight, dtype=np.float64)
+        weights = np.asarray(weight, dtype=np.float64)
     except (TypeError, ValueError):
-        found = np.zeros(0)
-    if found.shape != (rows,):
+        weights = np.zeros(0)
+    if weights.shape != (rows,):
         shape = getattr(weight, "shape", None) or type(weight).__name__
         raise DataError(
             f"sample_weight must have one number for each of {rows} rows, got {shape}"
         )
-    wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
-    if len(wrong) or not found.any():
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong) or not weights.any():
         at = wrong[0] if len(wrong) else 0
         raise DataError(
             "sample_weight must be finite numbers >= 0, not all zero, got "
-            f"sample_weight[{at}] = {found[at]}"
+            f"sample_weight[{at}] = {weights[at]}"
         )
     step_rows = read.batch_size * options.get("accumulate", 1)
     seed = options.get("shuffle_seed")
-    weighted = InMemory(x, Weighted(labels, found), step_rows, seed)
+    weighted = InMemory(x, Weighted(labels, weights), step_rows, seed)
     weighted.columns = source.columns
     weighted.classes = source.classes
     return weighted
@@ -727,15 +733,15 @@ def infer_metadata(
         return source
     logger.info("the rows of %s parts are counted, once", source.parts)
     look = functools.partial(_look, skips=skips)
-    found = sorted(map_parts(source, look, client), key=itemgetter(0))
-    seen = [one for _, one in found]
+    looks = sorted(map_parts(source, look, client), key=itemgetter(0))
+    seen = [seen_of_part for _, seen_of_part in looks]
     bad = [
-        part for part, (facts, _) in found if facts is None or facts.first_rows is None
+        part for part, (facts, _) in looks if facts is None or facts.first_rows is None
     ]
     if bad:
         logger.warning("%s parts cannot be read and are left out: %s", len(bad), bad)
     empty: Any = None
-    facts = [Facts(0, empty) if one is None else one for one, _ in seen]
+    facts = [fact or Facts(0, empty) for fact, _ in seen]
     rows = sum(fact.rows for fact in facts)
     if rows == 0 or all(fact.first_rows is None for fact in facts):
         unread = f", of which {len(bad)} cannot be read" if bad else ""
@@ -836,11 +842,11 @@ def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:
         if not is_left_out(error, source.name(part), skips, separate):
             raise
         rows, files = join_readable(load_each(separate, skips=True))
-        first = None if rows is None else facts_of(rows)
+        facts = None if rows is None else facts_of(rows)
         if source.lengths is not None:
             # Examples that cannot be read keep their places, and are counted later.
-            return Facts(source.lengths[part], first and first.first_rows), 0
-        return first, max(len(separate), 1) - files
+            return Facts(source.lengths[part], facts and facts.first_rows), 0
+        return facts, max(len(separate), 1) - files
 
 
 # Small parts are merged while this many remain, so that replicas wait for 1/64 of an
@@ -857,23 +863,23 @@ def merge_small_parts(source: Source) -> Source:
     The result does not depend on the number of replicas. A source whose lengths or
     first rows are unknown is returned unchanged.
     """
-    lengths, first = source.lengths, source.first_rows
-    if not source.mergeable or lengths is None or first is None:
+    lengths, first_rows = source.lengths, source.first_rows
+    if not source.mergeable or lengths is None or first_rows is None:
         return source
-    row_bytes = max(batching.nbytes(first) // batching.length(first), 1)
+    row_bytes = max(batching.nbytes(first_rows) // batching.length(first_rows), 1)
     most = min(sum(lengths) // LEAST_PARTS, MERGED_ROWS, MERGED_BYTES // row_bytes)
     groups: list[list[int]] = []
     rows, kinds = most, None
-    for part, own in enumerate(lengths):
+    for part, length in enumerate(lengths):
         unlike = None if source.unlike is None else source.unlike[part]
-        if own == 0:
+        if length == 0:
             continue
-        if rows + own > most or unlike != kinds:
+        if rows + length > most or unlike != kinds:
             groups.append([])
             rows, kinds = 0, unlike
         groups[-1].append(part)
-        rows += own
-    if len(groups) == sum(own > 0 for own in lengths):
+        rows += length
+    if len(groups) == sum(length > 0 for length in lengths):
         return source
     logger.info("%s parts are put together to %s", source.parts, len(groups))
     return source.together(groups)

@@ -34,8 +34,8 @@ def few(names: Any, most: int = SHOWN_NAMES) -> str:
     if names is None or not len(names):
         return "none"
     shown = ", ".join(repr(name) for name in names[:most])
-    more = len(names) - most
-    return f"{shown} and {more} more" if more > 0 else shown
+    hidden = len(names) - most
+    return f"{shown} and {hidden} more" if hidden > 0 else shown
 
 
 class FittedTransform(ABC):

@@ -6,6 +6,7 @@ collection is a graph of tasks, computed in the thread that loads the part.
 
 import copy
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ STREAMED_ROWS = 1024
 Separate = Sequence[tuple[str, Callable[[], Rows]]]  # see `Source.separate`
 
 
-class Member(NamedTuple):
+class GraphPart(NamedTuple):
     """One of the parts of a `PartGraph`."""
 
     name: str
@@ -51,7 +52,7 @@ class PartGraph:
     name: str  # of the whole, for messages
     graph: Mapping[Any, Any]  # tasks by key, of these parts alone
     needs: tuple[Any, ...]  # keys of results that the tasks depend on
-    members: tuple[Member, ...]  # the parts, whose rows are joined
+    members: tuple[GraphPart, ...]  # the parts, whose rows are joined
 
     def rows(self, held: Mapping[Any, Any]) -> Rows:
         """Compute the part in this thread; `held` has the values of `needs` by key."""
@@ -64,12 +65,12 @@ class PartGraph:
         """See `Source.separate`."""
         if len(self.members) == 1:
             return []
-        found = []
+        pieces = []
         for member in self.members:
             graph = culled(self.graph, member.keys)
-            own = PartGraph(member.name, graph, self.needs, (member,))
-            found.append((member.name, functools.partial(own.rows, held)))
-        return found
+            alone = PartGraph(member.name, graph, self.needs, (member,))
+            pieces.append((member.name, functools.partial(alone.rows, held)))
+        return pieces
 
 
 def culled(graph: Mapping[Any, Any], keys: Sequence[Any]) -> dict[Any, Any]:
@@ -200,13 +201,13 @@ class Source(ABC):
         wanted = {**known, **columns}
         if classes is None and wanted == (self.columns or NO_COLUMNS):
             return self
-        other = copy.copy(self)
+        arranged = copy.copy(self)
         if not self.sequential and self.first_rows is not None:
             x, y = NamedRows.of(self.first_rows, known).arranged(columns)
-            other.first_rows = x, y
-        other.columns = wanted
-        other._arrange_(known, columns, classes)
-        return other
+            arranged.first_rows = x, y
+        arranged.columns = wanted
+        arranged._arrange_(known, columns, classes)
+        return arranged
 
     def _arrange_(  # noqa: B027
         self, known: Columns, columns: Columns, classes: Sequence[str] | None
@@ -226,12 +227,14 @@ class Source(ABC):
 
     def known(self, facts: Sequence[Facts]) -> Self:
         """Return the same source with the facts of each part, in order."""
-        other = copy.copy(self)
-        other.lengths = [fact.rows for fact in facts]
+        counted = copy.copy(self)
+        counted.lengths = [fact.rows for fact in facts]
         if self.first_rows is None:
             firsts = (fact.first_rows for fact in facts if fact.rows)
-            other.first_rows = next((rows for rows in firsts if rows is not None), None)
-        return other
+            counted.first_rows = next(
+                (rows for rows in firsts if rows is not None), None
+            )
+        return counted
 
 
 class Together(Source):
@@ -257,40 +260,42 @@ class Together(Source):
 
     @override
     def packed(self, part: int) -> Rows | PartGraph:
-        contents = [self._source.packed(own) for own in self._groups[part]]
-        graphs = [one for one in contents if isinstance(one, PartGraph)]
+        contents = [self._source.packed(member) for member in self._groups[part]]
+        graphs = [content for content in contents if isinstance(content, PartGraph)]
         if len(graphs) < len(contents):
             return self.load_counted(part)
-        graph = {key: task for one in graphs for key, task in one.graph.items()}
-        needs = tuple(dict.fromkeys(key for one in graphs for key in one.needs))
-        members = tuple(member for one in graphs for member in one.members)
-        return PartGraph(self.name(part), graph, needs, members)
+        tasks = {key: task for graph in graphs for key, task in graph.graph.items()}
+        needs = tuple(dict.fromkeys(key for graph in graphs for key in graph.needs))
+        members = tuple(member for graph in graphs for member in graph.members)
+        return PartGraph(self.name(part), tasks, needs, members)
 
     @override
     def needs(self, part: int) -> tuple[Any, ...]:
-        own = (self._source.needs(own) for own in self._groups[part])
-        return tuple(dict.fromkeys(key for needs in own for key in needs))
+        needs_of_members = map(self._source.needs, self._groups[part])
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(needs_of_members)))
 
     @override
     def separate(self, part: int) -> Separate:
-        found: list[tuple[str, Callable[[], Rows]]] = []
-        for own in self._groups[part]:
-            load = functools.partial(self._source.load_counted, own)
-            found += self._source.separate(own) or [(self._source.name(own), load)]
-        return found
+        pieces: list[tuple[str, Callable[[], Rows]]] = []
+        for member in self._groups[part]:
+            load = functools.partial(self._source.load_counted, member)
+            pieces += self._source.separate(member) or [
+                (self._source.name(member), load)
+            ]
+        return pieces
 
     @override
     def name(self, part: int) -> str:
-        first, *others = self._groups[part]
-        name = self._source.name(first)
+        leader, *others = self._groups[part]
+        name = self._source.name(leader)
         return f"{name} and {len(others)} more" if others else name
 
 
 def check_counted(name: str, rows: Rows, counted: int | None) -> None:
     """Refuse rows of a part that are more or fewer than were counted, if any were."""
-    if counted is not None and (found := batching.length(rows)) != counted:
+    if counted is not None and (length := batching.length(rows)) != counted:
         raise DataError(
-            f"{name} has {found} rows, but {counted} were counted before; a part must "
+            f"{name} has {length} rows, but {counted} were counted before; a part must "
             "have the same rows each time: do not change the data meanwhile, and "
             "persist() or pack what is computed anew"
         )

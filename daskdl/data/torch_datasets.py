@@ -32,15 +32,14 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
+    default_collate,
 )
 
 # Private in torch 2.7 to 2.13: nothing public sets `get_worker_info`.
 from torch.utils.data._utils import worker
-from torch.utils.data._utils.collate import (
-    collate,
-    default_collate,
-    default_collate_fn_map,
-)
+
+# Torch documents `collate` and its map, since 1.13, under this private name alone.
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from typing_extensions import override
 
 from daskdl.config import check_whole
@@ -94,7 +93,7 @@ class Collation:
         if self.label is not None:
             batch = split_label(batch, self.label)
         if isinstance(batch, tuple | list) and len(batch) == 2:
-            return _tree(batch[0], "x"), _tree(batch[1], "y")
+            return _tree_of(batch[0], "x"), _tree_of(batch[1], "y")
         if self.labelled:
             remedy = LABEL if isinstance(batch, Mapping) else PAIR
             raise DataError(
@@ -102,11 +101,11 @@ class Collation:
             )
         if isinstance(batch, tuple | list) and len(batch) == 1:
             batch = batch[0]  # of a TensorDataset with one tensor
-        return _tree(batch, "x"), None
+        return _tree_of(batch, "x"), None
 
 
 def _collated(items: list[Any]) -> Any:
-    functions = {**default_collate_fn_map, Tensor: _stacked}
+    functions = {**default_collate_fn_map, Tensor: _stacked_in_process}
     try:
         return collate(items, collate_fn_map=functions)
     except (RuntimeError, TypeError, KeyError) as error:
@@ -117,7 +116,9 @@ def _collated(items: list[Any]) -> Any:
         ) from error
 
 
-def _stacked(batch: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
+def _stacked_in_process(
+    batch: Sequence[Tensor], *, collate_fn_map: Any = None
+) -> Tensor:
     """Stack like torch, but never in shared memory.
 
     Torch uses shared memory where ``get_worker_info()`` is not None, as it may be here
@@ -126,7 +127,7 @@ def _stacked(batch: Sequence[Tensor], *, collate_fn_map: Any = None) -> Tensor:
     return torch.stack(list(batch))
 
 
-def _tree(value: Any, name: str) -> Tree:
+def _tree_of(value: Any, name: str) -> Tree:
     if isinstance(value, Tensor | np.ndarray):
         check_array(value, name)
         return as_numpy(value)
@@ -143,7 +144,7 @@ def _tree(value: Any, name: str) -> Tree:
             "or use daskdl.data.dataset(X, collate_fn=...)"
         )
     children = value.items() if isinstance(value, Mapping) else enumerate(value)
-    inner = {key: _tree(child, f"{name}[{key!r}]") for key, child in children}
+    inner = {key: _tree_of(child, f"{name}[{key!r}]") for key, child in children}
     if isinstance(value, Mapping):
         return inner
     if hasattr(value, "_fields"):
@@ -216,6 +217,8 @@ class LoaderWorkers:
 @contextlib.contextmanager
 def worker_info(info: Any) -> Iterator[None]:
     """Set the result of ``get_worker_info()`` in this process."""
+    # Torch's only place for the result of `get_worker_info`, private since torch 1.2:
+    # torch sets it in the processes of a `DataLoader` alone, and replicas are threads.
     with _one_at_a_time:
         former = worker._worker_info
         worker._worker_info = info
@@ -338,10 +341,10 @@ class IterableStyle(Source):
 
     def in_parts(self, parts: int) -> Self:
         """Return the same dataset in `parts` parts."""
-        other = copy.copy(self)
-        other.parts = parts
-        other.__dict__.pop("first_rows", None)
-        return other
+        divided = copy.copy(self)
+        divided.parts = parts
+        divided.__dict__.pop("first_rows", None)
+        return divided
 
     @override
     def load(self, part: int) -> Rows:
@@ -364,9 +367,9 @@ def split_stream(source: Source, parts: int) -> Source:
     """Return a stream in `parts` parts, unless the user chose; others unchanged."""
     if not isinstance(source, IterableStyle):
         return source
-    own = source if source.fixed else source.in_parts(parts)
-    own.warn_if_alike()
-    return own
+    divided = source if source.fixed else source.in_parts(parts)
+    divided.warn_if_alike()
+    return divided
 
 
 @dataclass(frozen=True)
@@ -489,10 +492,10 @@ class MapStyle(Source):
                     return self._row(index)
             raise
 
-    def _part_size(self, first: Rows) -> int:
+    def _part_size(self, first_rows: Rows) -> int:
         if self._collation.function is not None:
             return self._collation.batch_size
-        row_bytes = max(batching.nbytes(first) // batching.length(first), 1)
+        row_bytes = max(batching.nbytes(first_rows) // batching.length(first_rows), 1)
         most = min(MOST_ITEMS, max(1, MOST_BYTES // row_bytes))
         return min(max(-(-self._items // PARTS), LEAST_ITEMS), most)
 
@@ -584,7 +587,7 @@ class _Collated:
     @functools.cached_property
     def _together(self) -> tuple[Rows, dict[int, int]] | None:
         """The rows and the place of each good item; None: they do not go together."""
-        good = [i for i, one in self._alone.items() if not isinstance(one, Exception)]
+        good = [i for i, rows in self._alone.items() if not isinstance(rows, Exception)]
         try:
             return self._rows(good), {index: i for i, index in enumerate(good)}
         except UNREADABLE:
@@ -606,10 +609,10 @@ def _class_names(
     if names is None and str(getattr(feature, "dtype", "")).endswith("string"):
         if classes is not None:
             return classes
-        found = dataset.unique(label)
-        if None in found:
+        labels = dataset.unique(label)
+        if None in labels:
             raise DataError(f"column {label!r} of X has missing labels; drop the rows")
-        names = sorted(found)
+        names = sorted(labels)
     return names
 
 
@@ -625,21 +628,25 @@ def _tensors_of(dataset: Any, indices: Sequence[int]) -> tuple[Tensor, ...] | No
     return tuple(tensor[indices] for tensor in dataset.tensors)
 
 
-class LoaderOptions(NamedTuple):
-    """Data and batches of a `DataLoader`; None: nothing is said."""
+class LoaderArguments(NamedTuple):
+    """The arguments of a `DataLoader` that choose its items and batches."""
 
     dataset: Any
     batch_size: int
     collate_fn: Callable[..., Any] | None  # None: torch's default
-    shuffle: bool | None
+    shuffle: bool | None  # None: the items of a stream have their own order
     drop_last: bool
 
 
-def loader_options(loader: "DataLoader[Any]") -> LoaderOptions:
-    """Take a `DataLoader` apart; its processes and pinned memory are left out."""
+def arguments_of(loader: "DataLoader[Any]") -> LoaderArguments:
+    """Return the arguments of a `DataLoader`, without its processes and pinned memory.
+
+    Raises:
+        DataError: If replicas cannot reproduce what the loader does.
+    """
     batches = loader.batch_sampler
     kind, sampler = type(batches).__name__, getattr(batches, "sampler", None)
-    for what, found, remedy in (
+    for what, present, remedy in (
         (
             f"__iter__ of {type(loader).__name__}, a subclass,",
             type(loader).__iter__ is not DataLoader.__iter__,
@@ -666,14 +673,17 @@ def loader_options(loader: "DataLoader[Any]") -> LoaderOptions:
             "leave it out: the order follows from Trainer(seed=...)",
         ),
     ):
-        if found:
+        if present:
             raise DataError(f"{what} of a DataLoader cannot be distributed; {remedy}")
     assert isinstance(batches, BatchSampler)
     dataset, shuffle = _sampled(loader.dataset, batches.sampler)
-    own = loader.collate_fn
-    collate_fn = None if own is default_collate else own
-    return LoaderOptions(
-        dataset, batches.batch_size, collate_fn, shuffle, batches.drop_last
+    collate_fn = loader.collate_fn
+    return LoaderArguments(
+        dataset,
+        batches.batch_size,
+        None if collate_fn is default_collate else collate_fn,
+        shuffle,
+        batches.drop_last,
     )
 
 
@@ -686,8 +696,8 @@ def _sampled(dataset: Any, sampler: Any) -> tuple[Any, bool | None]:
     kind = type(sampler)
     if kind is SequentialSampler:
         return dataset, False
-    whole = kind is RandomSampler and not sampler.replacement
-    if whole and sampler.num_samples == len(dataset):
+    permutes = kind is RandomSampler and not sampler.replacement
+    if permutes and sampler.num_samples == len(dataset):
         return dataset, True
     chosen = sampler.indices if kind is SubsetRandomSampler else sampler
     if isinstance(chosen, list | tuple | range | np.ndarray | Tensor):

@@ -226,9 +226,9 @@ def test_a_loader_says_how_batches_are_made():
     ids=["sequential", "random", "list", "subset", "processes"],
 )
 def test_a_loader_says_which_items_in_which_order(options, items, shuffle):
-    from daskdl.data.torch_datasets import loader_options
+    from daskdl.data.torch_datasets import arguments_of
 
-    made = loader_options(loader(**options))
+    made = arguments_of(loader(**options))
 
     assert [int(y) for _, y in made.dataset] == Y[list(items)].tolist()
     assert made.shuffle is shuffle
@@ -289,7 +289,9 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
     with pytest.raises(daskdl.OptionError, match=f"^{name}=.* contradicts the Data"):
         trainer().fit(own, **options)
     trainer().fit(own, batch_size=4, shuffle=False, drop_last=False)
-    with pytest.raises(daskdl.OptionError, match="drop_last=True leaves rows out"):
+    with pytest.raises(
+        daskdl.OptionError, match=r"row is scored, but .* drops the last"
+    ):
         trainer().fit(X, Y, validation=loader(drop_last=True))
 
 
@@ -310,6 +312,7 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
          "has 'a', 'b', 'price'"),
         (TABLE[["a"]], None, {"label": "a"}, "must be a column of X beside others"),
         (TABLE, Y, {"label": "price"}, "and y both give labels; leave one"),
+        (bag(RECORDS), bag(Y), {"label": "price"}, "and y both give labels; leave"),
         (TABLE, None, {"label": ["price"]}, "one column, got a list; .* as y"),
         (X, None, {"label": 0}, "label=0 names a column of a table or a key of dicts, "
          "got a numpy.ndarray; give the labels as y"),
@@ -337,7 +340,8 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
     ],
     ids=[
         "inputs of Keras", "inputs alone", "ragged", "mixed", "empty", "bag, array",
-        "partitions", "lengths", "no column", "only column", "label, y", "labels",
+        "partitions", "lengths", "no column", "only column", "label, y",
+        "label, y of bags", "labels",
         "label of an array", "label of a tuple", "label of files", "dicts", "splits",
         "text in a dataset", "text in a bag", "missing", "text of Dask",
         "text in blocks", "Delayed y", "dataset, y", "stream, y", "list, y",

@@ -111,7 +111,7 @@ class TestScatter:
 
         assert str(caught.value) == (
             "the model could not be sent to a, b within 0.01 s (daskdl.timeouts.join); "
-            "is the way there slow, or a worker busy?"
+            "is the network slow, or a worker busy?"
         )
 
     def test_releases_what_arrives_too_late(self):

@@ -143,12 +143,14 @@ def check_same_classes(source: Source, classes: Sequence[str] | None) -> None:
 trained with, 'cat', 'dog', got the names 'dog', 'cat': give them these categories, \
 with pandas' cat.set_categories for one
     """
-    own = source.classes
-    if own is None or classes is None or list(own) == list(classes)[: len(own)]:
+    names = source.classes
+    if names is None or classes is None:
+        return
+    if list(names) == list(classes)[: len(names)]:
         return
     raise DataError(
         "labels must be numbered as those that the model was trained with, "
-        f"{few(classes)}, got the names {few(own)}: give them these categories, with "
+        f"{few(classes)}, got the names {few(names)}: give them these categories, with "
         "pandas' cat.set_categories for one"
     )
 
@@ -402,8 +404,8 @@ def optimizer_function(optimizer: Any, lr: Any = None) -> Callable[..., Optimize
 
 def _optimizer_class(name: str) -> type[Optimizer]:
     kinds = {
-        own.lower(): kind
-        for own, kind in vars(torch.optim).items()
+        class_name.lower(): kind
+        for class_name, kind in vars(torch.optim).items()
         if isinstance(kind, type)
         and issubclass(kind, Optimizer)
         and kind is not Optimizer
@@ -451,30 +453,32 @@ def check_training(model: Any, loss: Any, optimizer: Callable[..., Optimizer]) -
     check_loss(loss)
     try:
         with preserved_random_state():
-            made: Any = optimizer_of(optimizer, model)
+            built: Any = optimizer_of(optimizer, model)
     except USER_ERRORS as error:
         raise ModelError(optimizer_failed(optimizer, model, error)) from error
-    several = made.values() if isinstance(made, dict) else made
+    several = built.values() if isinstance(built, dict) else built
     if isinstance(several, Iterable):
-        kinds = ", ".join(type(one).__name__ for one in several)
+        kinds = ", ".join(type(item).__name__ for item in several)
         raise ModelError(
             f"optimizer must return one torch.optim.Optimizer, got several ({kinds}); "
             "make one of parameter groups, as in torch.optim.SGD([{'params': a, "
             f"'lr': 0.1}}, {{'params': b, 'lr': 0.01}}]); {SEVERAL}"
         )
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ModelError(f"optimizer must return a torch.optim.Optimizer, got {made!r}")
+    if not isinstance(built, torch.optim.Optimizer):
+        raise ModelError(
+            f"optimizer must return a torch.optim.Optimizer, got {built!r}"
+        )
     known = {id(parameter) for parameter in model.parameters()}
-    if any(id(p) not in known for group in made.param_groups for p in group["params"]):
+    if any(id(p) not in known for group in built.param_groups for p in group["params"]):
         raise ModelError(
             "optimizer works on parameters it was not given, so the replicas would "
             "not be trained; make it from its argument, as in "
             "lambda params: torch.optim.SGD(params, lr=0.1)"
         )
-    closure = inspect.signature(made.step).parameters.get("closure")
+    closure = inspect.signature(built.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ModelError(
-            f"optimizer {type(made).__name__} needs a closure that evaluates the "
+            f"optimizer {type(built).__name__} needs a closure that evaluates the "
             "model several times per step; choose one that does without"
         )
 
@@ -540,21 +544,21 @@ def dry_run(
     shown = shown_rows(rows)
     with preserved_random_state(), _repeating(batching.length(rows)):
         module.eval()
-        own = transformed_batch(shown, transform)
-        x, y = batch = to_device(*own, "cpu", floating_dtype(module))
+        x, y = transformed_batch(shown, transform)
+        x, y = batch = to_device(x, y, "cpu", floating_dtype(module))
         unchanged = LabelCheck() if transform is None else None
         if isinstance(loss, OwnStep):
             step = Packed(loss, "step").unpack()
             shapes = f"x being {described(x)} and y {described(y)}"
             if isinstance(loss, ModelLoss):
-                found: list[Any] = []
+                outcome: list[Any] = []  # loss, output, labels
 
                 def own_loss() -> Any:
-                    found[:] = model_loss(module, batch)
-                    return found[0]
+                    outcome[:] = model_loss(module, batch)
+                    return outcome[0]
 
                 _run_loss("the model's loss", own_loss, shapes, x, y)
-                _, output, labels = found
+                _, output, labels = outcome
                 return DryRun(shown, batch, output, labels, None, unchanged)
             logs = _run_loss("step", lambda: step.function(module, batch), shapes, x, y)
             return DryRun(shown, batch, None, y, None, unchanged, logs)
@@ -601,7 +605,7 @@ def _warn_of_squeezing(module: nn.Module, x: Tree, output: Any) -> None:
     try:
         alone = _forward(module, batching.rows(x, slice(0, 1)))
         dropped = batching.mapped(
-            lambda one, two: isinstance(two, Tensor) and one.ndim < two.ndim,
+            lambda row, rows: isinstance(rows, Tensor) and row.ndim < rows.ndim,
             scored(alone),
             scored(output),
         )
@@ -748,15 +752,15 @@ def transformed_batch(rows: Rows, transform: Transform | None) -> Batch:
         return batch
     shown = f"x being {described(batch[0])} and y {described(batch[1])}"
     try:
-        made = transform(batch)
+        transformed = transform(batch)
     except USER_ERRORS as error:
         raise ModelError(f"transform failed on two rows, {shown}: {error}") from error
-    if not isinstance(made, tuple) or len(made) != 2:
+    if not isinstance(transformed, tuple) or len(transformed) != 2:
         raise ModelError(
-            f"transform must return a pair (x, y), got a {type(made).__name__}; y is "
-            "None where there are no labels"
+            f"transform must return a pair (x, y), got a {type(transformed).__name__}; "
+            "y is None where there are no labels"
         )
-    return made
+    return transformed
 
 
 def _forward(module: nn.Module, x: Tree) -> Any:
@@ -975,12 +979,12 @@ def _input_remedy(module: nn.Module, x: Tree, error: BaseException) -> str:
 class ShapeCheck:
     """Refuses rows whose shapes make the model fail; each new shape is tried once.
 
-    `first` are the kinds of the rows of the dry run.
+    `tried` are the kinds of the rows of the dry run.
     """
 
-    def __init__(self, first: Kinds | None, transform: Transform | None) -> None:
-        self._first = first
-        self._fit = {first}
+    def __init__(self, tried: Kinds | None, transform: Transform | None) -> None:
+        self._tried = tried
+        self._fit = {tried}
         self._transform = transform
 
     def check(
@@ -995,11 +999,11 @@ class ShapeCheck:
                 x, _ = transformed_batch(shown_rows(rows), self._transform)
                 _forward(module, inputs_to_device(x, device, floating_dtype(module)))
         except ModelError as error:
-            first = ""
-            if self._first is not None:
-                first = f", and others {_shown_kinds(self._first)}"
+            others = ""
+            if self._tried is not None:
+                others = f", and others {_shown_kinds(self._tried)}"
             raise DataError(
-                f"{name} has rows of {_shown_kinds(kinds)}{first}: {error}"
+                f"{name} has rows of {_shown_kinds(kinds)}{others}: {error}"
             ) from error
         self._fit.add(kinds)
 

@@ -95,22 +95,22 @@ class Report:
             ... and more, 1 shown
         """
         files = "" if self.files is None else f"{_counted(self.files, 'file')} in "
-        first = f"{files}{_counted(self.parts, 'part')}, {_counted(self.rows, 'row')}"
+        heading = f"{files}{_counted(self.parts, 'part')}, {_counted(self.rows, 'row')}"
         if self.ok:
-            return f"{first}\nnothing is wrong"
-        whole = "part" if self.files is None else "file"
+            return f"{heading}\nnothing is wrong"
+        unit = "part" if self.files is None else "file"
         counts = [
-            (kind, _counted(count, "row" if kind in OF_ROWS else whole))
+            (kind, _counted(count, "row" if kind in OF_ROWS else unit))
             for kind, count in self.counts.items()
         ]
         shown = [
-            tuple("" if cell is None else str(cell) for cell in one)
-            for one in self.offenders
+            tuple("" if cell is None else str(cell) for cell in offender)
+            for offender in self.offenders
         ]
-        more = sum(self.counts.values()) > len(shown)
-        last = [f"... and more, {len(shown)} shown"] if more else []
+        hidden = sum(self.counts.values()) > len(shown)
+        last = [f"... and more, {len(shown)} shown"] if hidden else []
         table = _aligned([Offender._fields, *shown])
-        return "\n".join([first, *_aligned(counts), "", *table, *last])
+        return "\n".join([heading, *_aligned(counts), "", *table, *last])
 
     def to_pandas(self) -> Any:
         """The offenders as a ``pandas.DataFrame``, one per row."""
@@ -148,24 +148,24 @@ class Expectations:
 labels={'y': range(0, 2)})
         """
         return cls(
-            dict(pair for side, own in _sides(shapes) for pair in _shapes(own, side)),
-            dict(pair for side, own in _sides(dtypes) for pair in _dtypes(own, side)),
+            dict(pair for side, tree in _sides(shapes) for pair in _shapes(tree, side)),
+            dict(pair for side, tree in _sides(dtypes) for pair in _dtypes(tree, side)),
             {} if labels is None else dict(_labels(labels)),
         )
 
     @property
     def labeled(self) -> bool:
         """Whether labels are expected."""
-        own = (*self.shapes, *self.dtypes)
-        return bool(self.labels) or any(name.startswith("y") for name in own)
+        names = (*self.shapes, *self.dtypes)
+        return bool(self.labels) or any(name.startswith("y") for name in names)
 
 
-def _sides(given: Any) -> list[tuple[str, Any]]:
-    if given is None:
+def _sides(tree: Any) -> list[tuple[str, Any]]:
+    if tree is None:
         return []
-    if isinstance(given, dict) and given and given.keys() <= {"x", "y"}:
-        return list(given.items())
-    return [("x", given)]
+    if isinstance(tree, dict) and tree and tree.keys() <= {"x", "y"}:
+        return list(tree.items())
+    return [("x", tree)]
 
 
 def _shapes(tree: Any, name: str) -> Iterator[tuple[str, Shape]]:
@@ -188,27 +188,27 @@ def _shapes(tree: Any, name: str) -> Iterator[tuple[str, Shape]]:
 
 
 def _dtypes(tree: Any, name: str) -> Iterator[tuple[str, np.dtype[Any]]]:
-    for own, given in batching.named(tree, name):
-        if given is None:
+    for array, expected in batching.named(tree, name):
+        if expected is None:
             continue
-        plain = str(given).removeprefix("torch.")
+        plain = str(expected).removeprefix("torch.")
         try:
-            dtype = np.dtype(plain if isinstance(given, torch.dtype) else given)
+            dtype = np.dtype(plain if isinstance(expected, torch.dtype) else expected)
         except TypeError as error:
             raise OptionError(
-                f"dtypes must be dtypes of numpy, got {given!r} for {own}: {error}"
+                f"dtypes must be dtypes of numpy, got {expected!r} for {array}: {error}"
             ) from error
-        yield own, dtype.newbyteorder("=")
+        yield array, dtype.newbyteorder("=")
 
 
 def _labels(tree: Any) -> Iterator[tuple[str, Labels]]:
-    for name, given in batching.named(tree, "y"):
-        some: Any = range(int(given)) if is_integral(given) else given
+    for name, labels in batching.named(tree, "y"):
+        some: Any = range(int(labels)) if is_integral(labels) else labels
         if isinstance(some, range) and some and abs(some.step) == 1:
             yield name, some[:: some.step]
             continue
-        if isinstance(given, np.ndarray):
-            some = np.ravel(given)
+        if isinstance(labels, np.ndarray):
+            some = np.ravel(labels)
         try:
             allowed = np.asarray(list(some) if isinstance(some, Collection) else [])
         except (TypeError, ValueError):  # nested, of different lengths
@@ -220,7 +220,7 @@ def _labels(tree: Any) -> Iterator[tuple[str, Labels]]:
         ):
             raise OptionError(
                 "labels must be a number of classes, a range or a set of numbers, with "
-                f"at least one label, got {given!r}"
+                f"at least one label, got {labels!r}"
             )
         yield name, np.unique(allowed)
 
@@ -236,14 +236,14 @@ def _is_allowed(leaf: np.ndarray, allowed: Labels) -> np.ndarray:
 
 def _shown(labels: Labels) -> str:
     """Labels for a message: '0 to 2', '0', or '0, 3'."""
-    first, last = labels[0], labels[-1]
+    least, most = labels[0], labels[-1]
     if isinstance(labels, range):
-        return f"{first} to {last}" if first < last else f"{first}"
-    whole = labels.dtype.kind in "iu"
-    if whole and len(labels) > 1 and int(last) - int(first) + 1 == len(labels):
-        return f"{first} to {last}"
-    more = ", ..." if len(labels) > _SHOWN_LABELS else ""
-    return ", ".join(str(label) for label in labels[:_SHOWN_LABELS]) + more
+        return f"{least} to {most}" if least < most else f"{least}"
+    integers = labels.dtype.kind in "iu"
+    if integers and len(labels) > 1 and int(most) - int(least) + 1 == len(labels):
+        return f"{least} to {most}"
+    ellipsis = ", ..." if len(labels) > _SHOWN_LABELS else ""
+    return ", ".join(str(label) for label in labels[:_SHOWN_LABELS]) + ellipsis
 
 
 @dataclass
@@ -258,19 +258,21 @@ class Findings:
     @classmethod
     def of_part(cls, source: Source, part: int, expected: Expectations) -> "Findings":
         """Load and examine a part; file by file if something is wrong."""
-        found = cls()
-        found._read(source.name(part), source.stream(part, STREAMED_ROWS), expected)
+        findings = cls()
+        findings._read(source.name(part), source.stream(part, STREAMED_ROWS), expected)
         separate = source.separate(part)
-        if found.counts and separate:
-            found = cls()
+        if findings.counts and separate:
+            findings = cls()
             for name, load in separate:
-                own = cls()
-                own._read(name, (one() for one in [load]), expected)
-                found.rows += own.rows
-                found.counts += own.counts
-                found.offenders = (found.offenders + own.offenders)[:SHOWN]
-        found.files = max(len(separate), 1)
-        return found
+                of_file = cls()
+                # A generator, so that `_read` handles the errors of loading.
+                of_file._read(name, (read() for read in [load]), expected)
+                findings.rows += of_file.rows
+                findings.counts += of_file.counts
+                findings.offenders += of_file.offenders
+            findings.offenders = findings.offenders[:SHOWN]
+        findings.files = max(len(separate), 1)
+        return findings
 
     def _read(self, name: str, loaded: Iterable[Rows], expected: Expectations) -> None:
         try:
@@ -302,8 +304,9 @@ class Findings:
         lengths = {len(leaf) for leaf in arrays.values() if leaf.ndim} or {0}
         length = max(lengths)
         if rows[1] is None and expected.labeled and length:
-            first = [] if self.counts["missing label"] else [(None, "it has no labels")]
-            self._add(name, "missing label", first, length)
+            unreported = not self.counts["missing label"]
+            messages = [(None, "it has no labels")] if unreported else []
+            self._add(name, "missing label", messages, length)
         if len(lengths) == 1:
             self._examine_values(name, arrays, expected)
         self.rows += length
@@ -313,13 +316,13 @@ class Findings:
     ) -> None:
         seen: dict[str, np.ndarray] = {}  # rows with a fault of this kind
         few: dict[str, list[tuple[int, str]]] = {}
-        for own, leaf in arrays.items():
+        for array, leaf in arrays.items():
             if not leaf.ndim or leaf.dtype.kind not in _NUMBER_KINDS:
                 continue
-            allowed = expected.labels.get(own, expected.labels.get("y"))
+            allowed = expected.labels.get(array, expected.labels.get("y"))
             faults = {"non-finite": ~np.isfinite(leaf)}
             remedy = ""
-            if own.startswith("y"):
+            if array.startswith("y"):
                 missing, invalid = np.isnan(leaf), ~np.isfinite(leaf)
                 if allowed is not None:
                     invalid = ~_is_allowed(leaf, allowed)
@@ -331,7 +334,7 @@ class Findings:
                 seen[kind] = bad | seen.get(kind, bad)
                 for row in new[:SHOWN].tolist():
                     value = leaf[row][wrong[row]]
-                    shown = f"{own} is {np.ravel(value)[0]}"
+                    shown = f"{array} is {np.ravel(value)[0]}"
                     shown += remedy if kind == "invalid label" else ""
                     few.setdefault(kind, []).append((self.rows + row, shown))
         for kind, bad in seen.items():
@@ -350,16 +353,16 @@ class Findings:
             self.offenders = heapq.nsmallest(
                 SHOWN,
                 [*self.offenders, *new],
-                lambda one: (-1 if one.row is None else one.row, one.kind),
+                lambda fault: (-1 if fault.row is None else fault.row, fault.kind),
             )
 
 
 def _wrong_shapes(arrays: Arrays, expected: Expectations) -> Iterator[str]:
     for side in sorted({name[0] for name in arrays}):
-        own = {name for name in arrays if name.startswith(side)}
+        present = {name for name in arrays if name.startswith(side)}
         wanted = {name for name in expected.shapes if name.startswith(side)}
-        if wanted and own != wanted:
-            shown = [", ".join(sorted(names)) for names in (own, wanted)]
+        if wanted and present != wanted:
+            shown = [", ".join(sorted(names)) for names in (present, wanted)]
             yield f"it has {shown[0]}, expected {shown[1]}"
     for name, leaf in arrays.items():
         shape = expected.shapes.get(name)
@@ -444,18 +447,18 @@ def validate(
         source = InMemory(*source.whole, batch_size=sum(source.lengths))
     rows = files = 0
     counts = Counter[str]()
-    first: list[tuple[int, int, Offender]] = []  # by part and place in it
+    offenders: list[tuple[int, int, Offender]] = []  # by part and place in it
     function = functools.partial(Findings.of_part, expected=expected)
-    for part, found in map_parts(source, function, client):
-        rows += found.rows
-        files += found.files
-        counts += found.counts
-        new = [(part, i, one) for i, one in enumerate(found.offenders)]
-        first = sorted([*first, *new])[:SHOWN] if new else first
+    for part, findings in map_parts(source, function, client):
+        rows += findings.rows
+        files += findings.files
+        counts += findings.counts
+        new = [(part, i, offender) for i, offender in enumerate(findings.offenders)]
+        offenders = sorted([*offenders, *new])[:SHOWN] if new else offenders
     return Report(
         source.parts,
         files if isinstance(source, GroupedFiles) else None,
         rows,
         {kind: counts[kind] for kind in KINDS},
-        tuple(one for _, _, one in first),
+        tuple(offender for _, _, offender in offenders),
     )

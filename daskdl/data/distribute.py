@@ -91,7 +91,7 @@ def answers_of(
         answers: dict[str, Any] = client.sync(ask)
     except TimeoutError as error:
         raise WaitTimeoutError(
-            f"not all of {', '.join(workers)} answered within {bound} {what}"
+            f"not all of {', '.join(workers)} said within {bound} {what}"
         ) from error
     return answers
 

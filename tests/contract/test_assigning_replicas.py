@@ -83,8 +83,8 @@ def test_workers_none_of_which_reports_its_devices_are_named(impatient):
         seats(Cluster(b=1, a=1, frozen="ab"), each="auto")
 
     assert str(caught.value) == (
-        "not all of a, b answered within 0.01 s (daskdl.timeouts.request) how many "
-        "CUDA devices they have"
+        "not all of a, b said within 0.01 s (daskdl.timeouts.request) how many CUDA "
+        "devices they have"
     )
 
 

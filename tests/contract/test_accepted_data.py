@@ -332,7 +332,7 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
          "y.astype.'category'..cat.as_known"),
         (dask.array.from_array(X), dask.array.from_array(NAMES), {},
          "number the classes, y.map_blocks.*numpy.searchsorted"),
-        (X, delayed(Y), {}, "whole rows .x, y.: give them as X"),
+        (X, delayed(Y), {}, "futures hold pairs .x, y.: give them as X"),
         (DATASET, Y, {}, "y must not be given with .* labels"),
         (Streamed(), Y, {}, "y must not be given with .* labels"),
         ([delayed((X, Y))], Y, {}, "y must be a list of .*, partitioned as X is, got"),

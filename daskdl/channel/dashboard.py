@@ -301,8 +301,8 @@ class Dashboard:
             _add_page(self, scheduler, pages[0].prefix)
         elif importlib.util.find_spec("bokeh") is None:
             logger.info(
-                "the scheduler has no page /%s, because it cannot import bokeh; pip "
-                "install daskdl[dashboard]",
+                "bokeh is not installed with the scheduler, so its dashboard has no "
+                "page /%s: pip install daskdl[dashboard]",
                 PATH,
             )
 

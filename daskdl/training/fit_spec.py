@@ -91,14 +91,14 @@ class TrainedOptimizer(NamedTuple):
         optimizer: The optimizer, with state.
         rate: Its learning rate.
         scheduling: Options of the schedule.
-        made: Hyperparameters of each group as the trainer's function set them.
+        initial: Hyperparameters of each group as the trainer's function set them.
         parameters: Its parameters, from `parameters_of`.
     """
 
     optimizer: Optimizer
     rate: LearningRate
     scheduling: Scheduling
-    made: list[dict[str, Any]]
+    initial: list[dict[str, Any]]
     parameters: dict[str, str]
 
     @classmethod
@@ -106,9 +106,10 @@ class TrainedOptimizer(NamedTuple):
         cls, optimizer: Optimizer, scheduling: Scheduling, model: nn.Module
     ) -> Self:
         """Wrap a new optimizer over a model's parameters."""
-        made = hyperparameters(optimizer)  # before a scheduler changes the rate
+        initial = hyperparameters(optimizer)  # before a scheduler changes the rate
         rate = LearningRate(optimizer, scheduling)
-        return cls(optimizer, rate, scheduling, made, parameters_of(optimizer, model))
+        parameters = parameters_of(optimizer, model)
+        return cls(optimizer, rate, scheduling, initial, parameters)
 
     def steering(self, scheduling: Scheduling) -> State:
         """Return the state for the next fit; no schedule if it has other scheduling."""
@@ -132,14 +133,14 @@ class TrainedOptimizer(NamedTuple):
         if parameters_of(optimizer, model) != self.parameters:
             _log_reset("optimizer has other parameters or groups than before")
             return None
-        made = hyperparameters(optimizer)
+        initial = hyperparameters(optimizer)
         changed = [
             {n: v for n, v in new.items() if n not in old or not _same(v, old[n])}
-            for new, old in zip(made, self.made, strict=True)
+            for new, old in zip(initial, self.initial, strict=True)
         ]
         if not any(changed):
             return self
-        if any(map(_needs_other_state, changed, self.made)):
+        if any(map(_needs_other_state, changed, self.initial)):
             _log_reset(f"optimizer needs other state for {changed}")
             return None
         logger.info("the optimizer continues with its state and %s", changed)
@@ -151,7 +152,7 @@ class TrainedOptimizer(NamedTuple):
             if position is not None:
                 logger.warning("the learning rate is new: its schedule starts over")
             position = None
-            for group, new in zip(state["param_groups"], made, strict=True):
+            for group, new in zip(state["param_groups"], initial, strict=True):
                 group.pop("initial_lr", None)  # a new scheduler would start from it
                 group["lr"] = new["lr"]
         if position is None:
@@ -161,7 +162,7 @@ class TrainedOptimizer(NamedTuple):
             rate = LearningRate(optimizer, scheduling)
             optimizer.load_state_dict(state)
             rate.go_on_(*position)
-        return TrainedOptimizer(optimizer, rate, scheduling, made, self.parameters)
+        return TrainedOptimizer(optimizer, rate, scheduling, initial, self.parameters)
 
 
 @dataclass(frozen=True)

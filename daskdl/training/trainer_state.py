@@ -491,8 +491,8 @@ def _fit_values(state: TrainerState) -> dict[str, Any]:
         raise OptionError("the trainer has no optimizer_; fit it, or optimizer=False")
     scheduler = trained.rate.scheduler if trained.scheduling == scheduling else None
     fingerprint = _fingerprint(state.model, trained.optimizer, scheduler)
-    made = new_optimizer(state.arguments, state.model)
-    _fingerprint(state.model, made, scheduler).check(
+    optimizer = new_optimizer(state.arguments, state.model)
+    _fingerprint(state.model, optimizer, scheduler).check(
         fingerprint,
         "the state after the last fit",
         "save without it, optimizer=False, or fit first",
@@ -501,7 +501,7 @@ def _fit_values(state: TrainerState) -> dict[str, Any]:
     assert start is not None, "there is an optimizer"
     return {
         "fingerprint": list(fingerprint),
-        "hyperparameters": trained.made,
+        "hyperparameters": trained.initial,
         "common": start.common,
         "per_replica": start.per_replica,
     }
@@ -548,7 +548,7 @@ def _continued(
                 f"the residual must be int32 ({size},), in steps > 0, got "
                 f"{described(counts)}, in steps of {grid}"
             )
-    trained = trained._replace(made=list(fit["hyperparameters"]))
+    trained = trained._replace(initial=list(fit["hyperparameters"]))
     checksum = checksum_of(model)
     return replace(state, optimizer=trained, carried=exchange, checksum=checksum)
 

@@ -547,7 +547,7 @@ def _first_batch(X: tuple[Any, ...], size: int, transform: Any) -> Any:
 
     source = source_of(*X)
     chunks = (
-        batching.whole(rows)
+        batching.all_rows(rows)
         for part in range(source.parts)
         for rows in source.stream(part, size)
     )

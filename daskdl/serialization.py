@@ -153,7 +153,7 @@ class _Maker:
         return type(None), ()
 
 
-def made(function: Callable[[], nn.Module]) -> nn.Module:
+def created(function: Callable[[], nn.Module]) -> nn.Module:
     """Create a module with a function that is called again for copies of the module."""
     module = function()
     if isinstance(module, nn.Module):

@@ -1,6 +1,6 @@
 """Names that say nothing are refused: ``python -m tests.names``, a part of `make lint`.
 
-Refused in `daskdl` are variables, arguments and attributes with a name in `BANNED`, a
+Refused in `daskdl` are values and functions with a name in `BANNED`, a
 tuple that is built to be unpacked into a later call, a class whose name another module
 defines, and a private function whose name two other modules define.
 """
@@ -18,9 +18,6 @@ BANNED = {
     *("whole", "first", "then"),
 }
 
-# Modules with such names, to be renamed: this list only shrinks.
-UNCLEAN: set[str] = set()
-
 Functions = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -29,6 +26,8 @@ def named(node: ast.AST) -> str | None:
     match node:
         case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
             return name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return name.removeprefix("_")
         case ast.Attribute(attr=name, ctx=ast.Store()):
             return name.removeprefix("_")
         case ast.ExceptHandler(name=name) | ast.alias(asname=name):
@@ -81,21 +80,16 @@ def shared_names(trees: dict[str, ast.Module]) -> Iterator[tuple[str, int, str]]
             yield file, line, f"{name} is also defined in {files}"
 
 
-def problems(package: Path, unclean: set[str]) -> list[str]:
-    """All findings in a package; listed modules must have some, others none."""
+def problems(package: Path) -> list[str]:
+    """All findings in a package."""
     paths = {str(p.relative_to(package)): p for p in sorted(package.rglob("*.py"))}
     trees = {file: ast.parse(path.read_text()) for file, path in paths.items()}
     lines = [(f, *finding) for f, tree in trees.items() for finding in findings(tree)]
     lines += shared_names(trees)
-    wrong = {file for file, *_ in lines}
-    clean = [f"{f} is clean: take it off UNCLEAN" for f in sorted(unclean - wrong)]
-    shown = [
-        f"{f}:{line}: {text}" for f, line, text in sorted(lines) if f not in unclean
-    ]
-    return shown + clean
+    return [f"{file}:{line}: {text}" for file, line, text in sorted(lines)]
 
 
 if __name__ == "__main__":
-    found = problems(PACKAGE, UNCLEAN)
-    print("\n".join(found))
-    sys.exit(bool(found))
+    lines = problems(PACKAGE)
+    print("\n".join(lines))
+    sys.exit(bool(lines))

@@ -350,14 +350,14 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
             >>> thresholds.assign(["0.weight", "0.bias"])
             {'0.weight': '*', '0.bias': '*.bias'}
         """
-        assigned = {name: self._first(name) for name in names}
+        assigned = {name: self._pattern_of(name) for name in names}
         used = set(assigned.values())
         for pattern in self:
             if pattern not in used:
                 raise OptionError(_useless(pattern, assigned))
         return assigned
 
-    def _first(self, name: str) -> str:
+    def _pattern_of(self, name: str) -> str:
         for pattern in self:
             if fnmatchcase(name, pattern):
                 return pattern

@@ -254,7 +254,7 @@ def _concatenated(*parts: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def whole(rows: Rows) -> Chunk:
+def all_rows(rows: Rows) -> Chunk:
     """Return all rows of a part, in order."""
     return Chunk(rows, slice(0, length(rows)))
 

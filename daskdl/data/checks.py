@@ -128,7 +128,7 @@ class LabelCheck:
     def check_source(self, source: Source) -> None:
         """Check labels in memory; all other labels are checked when they are loaded."""
         if isinstance(source, InMemory):
-            self.check(source.whole[1])
+            self.check(source.rows[1])
 
 
 def check_same_classes(source: Source, classes: Sequence[str] | None) -> None:

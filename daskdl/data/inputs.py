@@ -690,12 +690,12 @@ def weighted_source(X: Any, y: Any, read: ReadOptions, **options: Any) -> Source
         return source_of(X, y, read, **options)
     weight = y.weight
     source = source_of(X, y.labels, read, **options)
-    if not isinstance(source, InMemory) or source.whole[1] is None:
+    if not isinstance(source, InMemory) or source.rows[1] is None:
         raise DataError(
             "sample_weight is for X and y in memory; for other data, make the weights "
             "a part of X, X=(X, weight), and weigh the rows in a step"
         )
-    x, labels = source.whole
+    x, labels = source.rows
     rows = batching.length(x)
     try:
         weights = np.asarray(weight, dtype=np.float64)

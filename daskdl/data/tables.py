@@ -290,7 +290,7 @@ class InMemory(Source):
         return source
 
     @property
-    def whole(self) -> Rows:
+    def rows(self) -> Rows:
         """All rows in their original order."""
         return self._rows
 

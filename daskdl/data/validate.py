@@ -444,7 +444,7 @@ def validate(
     source = source_of(X, y, labelled=False)  # missing labels are counted
     source = with_columns(source, client)
     if isinstance(source, InMemory):  # as one part: its rows are the user's
-        source = InMemory(*source.whole, batch_size=sum(source.lengths))
+        source = InMemory(*source.rows, batch_size=sum(source.lengths))
     rows = files = 0
     counts = Counter[str]()
     offenders: list[tuple[int, int, Offender]] = []  # by part and place in it

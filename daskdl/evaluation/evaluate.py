@@ -290,7 +290,7 @@ class PartScorer(Scorer):
         readable = checks.stream_readable(
             source, part, self.batch_size, check, self.skips
         )
-        scored_batches = batches(map(batching.whole, readable), self.batch_size)
+        scored_batches = batches(map(batching.all_rows, readable), self.batch_size)
         if self.transform is not None:
             scored_batches = map(self.transform, scored_batches)
         with freed_memory_kept(), without_gradients(objective):

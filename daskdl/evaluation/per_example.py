@@ -182,7 +182,7 @@ class ExampleScorer(Scorer):
         module, objective, device = self.unpacked()
         dtype = batching.floating_dtype(module)
         losses = [np.zeros(0)]
-        for batch in batching.batches([batching.whole(rows)], self.batch_size):
+        for batch in batching.batches([batching.all_rows(rows)], self.batch_size):
             transformed = batch
             if self.transform is not None:
                 transformed = self.transform(batch)

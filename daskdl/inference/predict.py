@@ -205,7 +205,7 @@ class BatchPredictor:
         self.model.opened(lambda copy: copy.eval().to(device))
         module = self.model.module()
         dtype = batching.floating_dtype(module)
-        chunks = (batching.whole((x, None)) for x, _ in parts)
+        chunks = (batching.all_rows((x, None)) for x, _ in parts)
         outputs = []
         with freed_memory_kept(), torch.inference_mode():
             for batch in batching.batches(chunks, self.batch_size):

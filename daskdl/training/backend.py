@@ -248,7 +248,7 @@ def _merge_carried(carried: Sequence[State], residuals: Sequence[State]) -> Stat
         mean = average_sent([outcome and Sent(*outcome) for outcome in outcomes])
         if mean is not None:
             sent[pattern] = mean.threshold, mean.density
-    merged = {"made": max(state["made"] for state in carried), "sent": sent}
+    merged = {"steps_made": max(state["steps_made"] for state in carried), "sent": sent}
     if residuals:
         total_N = sum(state["residual"].long() for state in residuals)
         assert isinstance(total_N, torch.Tensor), "there is a residual"

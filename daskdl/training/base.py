@@ -537,11 +537,11 @@ class Exchange(ABC):
             ended: Whether the fit has ended; else there is no residual.
 
         Returns:
-            ``"made"``, the steps over all fits; ``"sent"``, threshold and density of
+            ``"steps_made"``, the steps over all fits; ``"sent"``, threshold and density of
             the last exchange by pattern; perhaps ``"residual"``, int32 in steps of
             ``"grid"``, which is summed over all replicas for the next fit.
         """
-        return {"made": 0, "sent": {}}
+        return {"steps_made": 0, "sent": {}}
 
     def leave(self) -> None:  # noqa: B027
         """Deliver unshared progress; the replica leaves before the end of the fit."""
@@ -579,15 +579,15 @@ class SoloExchange(Exchange):
 
     @override
     def load_(self, common: State, per_replica: Sequence[State]) -> None:
-        check_like({"made": 0, "sent": {}}, common, "exchange")
-        self._steps_made, self._sent = common["made"], common["sent"]
+        check_like({"steps_made": 0, "sent": {}}, common, "exchange")
+        self._steps_made, self._sent = common["steps_made"], common["sent"]
         if "residual" in common:  # there is no replica to share it with
             self._start = Parameters.of(self.context.module)
             deliver_(self.context.module, common)
 
     @override
     def carried(self, *, ended: bool) -> State:
-        return {"made": self._steps_made, "sent": self._sent}
+        return {"steps_made": self._steps_made, "sent": self._sent}
 
 
 class TrainingMaster(ABC):

@@ -37,8 +37,8 @@ from daskdl.data.batching import (
     Batch,
     Chunk,
     Rows,
+    all_rows,
     batches,
-    whole,
     with_lone_rows_joined,
 )
 from daskdl.data.checks import (
@@ -694,5 +694,5 @@ class Feed:
         with self._left_out_if_bad(part):
             for rows in self._store.stream(self._phase, part, size, ahead):
                 self._check(rows, self._store.name(self._phase, part))
-                yield whole(rows)
+                yield all_rows(rows)
                 del rows

@@ -57,7 +57,7 @@ from daskdl.errors import ModelError, OptionError, shown
 from daskdl.keras.module import as_module
 from daskdl.objective import Objective, OwnStep
 from daskdl.saving.checkpoints import CheckpointPlan
-from daskdl.serialization import copied, made
+from daskdl.serialization import copied, created
 from daskdl.training.base import TrainingMaster, checksum_of, evaluating_in
 from daskdl.training.checkpointing import ResumePlan, parameters_of
 from daskdl.training.epoch_control import (
@@ -214,14 +214,14 @@ class FitState:
         """Return `carried`, with a residual only if it belongs to the model."""
         if "residual" not in self.carried or self.checksum == checksum_of(model):
             return self.carried
-        return {name: self.carried[name] for name in ("made", "sent")}
+        return {name: self.carried[name] for name in ("steps_made", "sent")}
 
     def start(self, scheduling: Scheduling) -> ReplicaState | None:
         """Return the state that replicas start from; None: they have none."""
         trained = self.optimizer
         if trained is None and not self.carried:
             return None
-        common = {"exchange": {"made": 0, "sent": {}, **self.carried}}
+        common = {"exchange": {"steps_made": 0, "sent": {}, **self.carried}}
         steering = {} if trained is None else trained.steering(scheduling)
         return ReplicaState({"kind": ALONE, "epoch": 0}, common, steering)
 
@@ -268,7 +268,7 @@ def starting_model(model: nn.Module | Callable[[], nn.Module], seed: int) -> nn.
             random.seed(seed)  # the source of Keras' seeds for initialisers
             return as_module(_called(function))
 
-    return made(seeded)
+    return created(seeded)
 
 
 def _called(function: Callable[[], Any]) -> Any:

@@ -162,11 +162,11 @@ class GradientSharingExchange(Exchange):
             for part in per_replica[:1]:
                 self._unshared, self._due = part["unshared"], part["due"]
             self._replicas = 0  # the restored state has its own scale
-            self._steps_before, self._step = common["made"], common["step"]
+            self._steps_before, self._step = common["steps_made"], common["step"]
             self._clipped_before = self._compressor.clipped
         else:  # of a replica that was alone, or of an earlier fit
-            check_like({"made": 0, "sent": {}}, common, "exchange")
-            self._steps_before = common["made"]
+            check_like({"steps_made": 0, "sent": {}}, common, "exchange")
+            self._steps_before = common["steps_made"]
             self._compressor.continue_(common["sent"])
         if "residual" in common:
             members, replica = self.context.members, self.context.replica
@@ -424,7 +424,11 @@ class GradientSharingExchange(Exchange):
     @override
     def state(self) -> ExchangeState:
         shared, residuals = self._compressor.state()
-        common = {"compressor": shared, "made": self._steps_before, "step": self._step}
+        common = {
+            "compressor": shared,
+            "steps_made": self._steps_before,
+            "step": self._step,
+        }
         waiting = {"unshared": self._unshared, "due": self._due}
         return ExchangeState(common, {**residuals, **waiting})
 
@@ -434,7 +438,7 @@ class GradientSharingExchange(Exchange):
             pattern: (outcome.threshold, outcome.density)
             for pattern, outcome in self._compressor.sent.items()
         }
-        carried = {"made": self._steps_before + self._step, "sent": sent}
+        carried = {"steps_made": self._steps_before + self._step, "sent": sent}
         if not ended:
             return carried
         residual = torch.from_numpy(self._vector.residual_counts())

@@ -190,8 +190,8 @@ class AveragingExchange(Exchange):
 
     @override
     def load_(self, common: State, per_replica: Sequence[State]) -> None:
-        check_like({"made": 0}, common, "exchange")
-        self._steps_made = common["made"]
+        check_like({"steps_made": 0}, common, "exchange")
+        self._steps_made = common["steps_made"]
         outer = self.reduce_state.outer
         if "residual" in common:  # whole, on every initial replica
             self._start = self.agreed()
@@ -348,14 +348,14 @@ class AveragingExchange(Exchange):
         common = {
             PARAMETERS: trained_in(self.context.module),
             "outer": None if outer is None else outer.values(),
-            "made": self._steps_made,
+            "steps_made": self._steps_made,
             "met": self._vote.seen,
         }
         return ExchangeState(common, {})
 
     @override
     def carried(self, *, ended: bool) -> State:
-        return {"made": self._steps_made, "sent": {}}
+        return {"steps_made": self._steps_made, "sent": {}}
 
 
 @dataclass(frozen=True)

@@ -438,7 +438,7 @@ class Replica:
             run_hook(callback.on_epoch_begin, begin)
         totals, feed = self.totals, self._feed("train", epoch, self.totals)
 
-        def rest() -> None:
+        def wait() -> None:
             self._spans.enter("exchange")
             self.exchange.sync(self.interval, totals.examples, ended=False)
             self._spans.enter("data")
@@ -447,7 +447,7 @@ class Replica:
             started = self._spans.enter("data")
             # Not of the epoch, so that a fit resumed at a sync point has the same.
             self._kept = Thinned(MOST_SCORED)
-            groups = feed.groups(rest, self._spec.stepping.accumulate)
+            groups = feed.groups(wait, self._spec.stepping.accumulate)
             for number, group in enumerate(groups):
                 if number % SCORED_EVERY == 0 and self._chooses:
                     self._keep(number // SCORED_EVERY, group[0])

@@ -470,7 +470,7 @@ _FIT = {
     "common": Mapping[str, Any],
     "per_replica": Mapping[str, Any],
 }
-_EXCHANGE = {"made": Natural, "sent": Mapping[str, tuple[float, float]]}
+_EXCHANGE = {"steps_made": Natural, "sent": Mapping[str, tuple[float, float]]}
 _RESIDUAL = {"residual": Tensor, "grid": float}
 _STEERING = {
     "optimizer": Mapping[str, Any],

@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.names import PACKAGE, UNCLEAN, findings, problems
+from tests.names import PACKAGE, findings, problems
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,7 @@ from tests.names import PACKAGE, UNCLEAN, findings, problems
     [
         "own = 1",
         "def f(given): ...",
+        "def _made(): ...",
         "def f(*rest): ...",
         "self._first = 1",
         "class A:\n    first: int",
@@ -48,7 +49,7 @@ def test_a_class_has_one_module_and_a_private_function_at_most_two(tmp_path):
     (tmp_path / "a.py").write_text("class Same: ...\ndef _g(): ...\ndef _f(): ...\n")
     (tmp_path / "b.py").write_text("class Same: ...\ndef _g(): ...\ndef _f(): ...\n")
 
-    assert problems(tmp_path, set()) == [
+    assert problems(tmp_path) == [
         "a.py:1: Same is also defined in b.py",
         "a.py:3: _f is also defined in b.py, c.py",
         "b.py:1: Same is also defined in a.py",
@@ -57,16 +58,5 @@ def test_a_class_has_one_module_and_a_private_function_at_most_two(tmp_path):
     ]
 
 
-def test_a_listed_module_must_have_findings(tmp_path):
-    (tmp_path / "bad.py").write_text("own = 1\n")
-    (tmp_path / "good.py").write_text("rows = 1\n")
-
-    assert problems(tmp_path, {"bad.py"}) == []
-    assert problems(tmp_path, {"bad.py", "good.py", "gone.py"}) == [
-        "gone.py is clean: take it off UNCLEAN",
-        "good.py is clean: take it off UNCLEAN",
-    ]
-
-
 def test_the_package_has_no_such_names():
-    assert problems(PACKAGE, UNCLEAN) == []
+    assert problems(PACKAGE) == []

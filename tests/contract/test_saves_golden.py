@@ -15,8 +15,8 @@ from tests.golden import make_trainer_v1 as saves
 
 # Of the manifests, which have those of the other files.
 SHA256 = {
-    saves: "5a4a757b909f566c55cc5d35b125a3a1a955f8ff006e6ea799907c417d8ed35e",
-    checkpoints: "696ded1df26a4bbbcc72fb20703de235f9ece448551e72be5d26b967d8a5f279",
+    saves: "9290bcdf29354a13d861ee170b49b794f9adac4293a12fad7d9029529959a5d8",
+    checkpoints: "d9a5a08e567ca4ce6bd0964d62e3d4dc252109d1427d5a88b05c6ac566ab02a7",
 }
 
 

@@ -142,7 +142,7 @@ class Case:
             )
         )
         if made or shared is not None:
-            self.exchange.load_(shared or {"made": made, "sent": {}}, [])
+            self.exchange.load_(shared or {"steps_made": made, "sent": {}}, [])
         self.exchange._now = lambda: self.channel.now
         self.exchange._comparison._now = self.exchange._now
 
@@ -235,7 +235,7 @@ def test_a_kept_residual_is_delivered_in_steps_of_its_grid():
     exchange = GradientSharing(QUANTUM, compare_models=False).attach(context)
     residual = {"residual": torch.full((12,), 3).int(), "grid": 2.0**-4}
 
-    exchange.load_({"made": 0, "sent": {}, **residual}, [])
+    exchange.load_({"steps_made": 0, "sent": {}, **residual}, [])
 
     # One of three steps, the other two.
     assert residual_in(exchange).tolist() == [2.0**-4] * 12

@@ -25,7 +25,7 @@ def shared(counts, mark=0.0):
 
 
 def carried(made=0, sent=None, residual=None):
-    own = {"made": made, "sent": sent or {}}
+    own = {"steps_made": made, "sent": sent or {}}
     if residual is None:
         return own
     return {**own, "residual": torch.tensor(residual).int(), "grid": GRID}
@@ -112,7 +112,7 @@ def test_thresholds_are_averaged_over_replicas_that_have_sent():
         FitResult(NOTHING, finished=False),
     )
 
-    assert final.carried == {"made": 7, "sent": {"*": (1.5, 0.5)}}
+    assert final.carried == {"steps_made": 7, "sent": {"*": (1.5, 0.5)}}
 
 
 class Net(nn.Module):

@@ -50,7 +50,7 @@ def fitted(model=layers, steps=3, **options):
         totals = EpochTotals(loss_sum=3.0 - i, examples=1)
         trained.rate.end_epoch([EpochReport(totals=totals, scheduled=i)])
     optimizer.zero_grad(set_to_none=True)
-    carried = {"made": 7, "sent": {"*": (1e-3, 0.25)}}
+    carried = {"steps_made": 7, "sent": {"*": (1e-3, 0.25)}}
     standing = FitState(trained, carried, epochs=2, class_count=2)
     history = History([{"epoch": 0, "loss": float("nan"), "waits": {"end": 0.5}}])
     history.steps.extend([(10, StepRow(0, 10, 1, 0.5, kind="GAPS"))])

@@ -537,8 +537,8 @@ class Exchange(ABC):
             ended: Whether the fit has ended; else there is no residual.
 
         Returns:
-            ``"steps_made"``, the steps over all fits; ``"sent"``, threshold and density of
-            the last exchange by pattern; perhaps ``"residual"``, int32 in steps of
+            ``"steps_made"``, the steps over all fits; ``"sent"``, threshold and density
+            of the last exchange by pattern; perhaps ``"residual"``, int32 in steps of
             ``"grid"``, which is summed over all replicas for the next fit.
         """
         return {"steps_made": 0, "sent": {}}

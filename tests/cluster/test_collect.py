@@ -74,6 +74,6 @@ def test_results_that_are_not_joined_in_time(client):
     worker = next(iter(client.nthreads()))
 
     with pytest.raises(
-        WaitTimeoutError, match=r"daskdl\.timeouts\.data.* replica 0: finished"
+        WaitTimeoutError, match=r"daskdl\.timeouts\.data.* replica 0 is finished"
     ):
         collect(client, by_name(left(client, worker, 0, [2, 3])), options(data=1e-6))

@@ -9,13 +9,13 @@ from torch import nn
 
 from daskdl.data.batching import (
     Chunk,
+    all_rows,
     auto_device,
     batches,
     floating_dtype,
     inputs_to_device,
     tensors,
     to_device,
-    whole,
 )
 
 
@@ -25,7 +25,7 @@ def chunks_of(lengths, rng=None):
     for length in lengths:
         rows = np.arange(start, start + length)
         part = np.stack([rows, rows + 0.5], axis=1), 10 * rows
-        yield whole(part) if rng is None else Chunk(part, rng.permutation(length))
+        yield all_rows(part) if rng is None else Chunk(part, rng.permutation(length))
         start += length
 
 
@@ -64,7 +64,7 @@ def test_of_a_part_the_chosen_rows_come_in_their_order(chosen):
 def test_trees_are_cut_leaf_by_leaf():
     rows = {"a": np.arange(3), "b": (np.arange(6).reshape(3, 2),)}, (np.arange(3),)
 
-    got = list(batches([whole(rows), whole(rows)], 4))
+    got = list(batches([all_rows(rows), all_rows(rows)], 4))
 
     assert [x["a"].tolist() for x, _ in got] == [[0, 1, 2, 0], [1, 2]]
     assert got[1][0]["b"][0].tolist() == [[2, 3], [4, 5]]
@@ -72,7 +72,7 @@ def test_trees_are_cut_leaf_by_leaf():
 
 
 def test_without_labels_there_are_none():
-    got = list(batches([whole((np.arange(3), None))] * 2, 4))
+    got = list(batches([all_rows((np.arange(3), None))] * 2, 4))
 
     assert [(x.tolist(), y) for x, y in got] == [([0, 1, 2, 0], None), ([1, 2], None)]
 
@@ -85,7 +85,7 @@ def test_without_labels_there_are_none():
 def test_rows_of_another_shape_begin_a_batch_of_their_own(rows):
     chunks = [(np.zeros((5, 3)), np.zeros(5)), rows, (np.ones((1, 3)), np.ones(1))]
 
-    got = list(batches(map(whole, chunks), 4))
+    got = list(batches(map(all_rows, chunks), 4))
 
     assert [len(x) for x, _ in got] == [4, 1, 2, 1]
     assert got[2][0].shape == rows[0].shape
@@ -94,7 +94,7 @@ def test_rows_of_another_shape_begin_a_batch_of_their_own(rows):
 def test_a_chunk_without_rows_ends_no_batch_whatever_its_shape():
     chunks = [(np.zeros((3, 2)), None), (np.zeros(0), None), (np.ones((1, 2)), None)]
 
-    got = list(batches(map(whole, chunks), 4))
+    got = list(batches(map(all_rows, chunks), 4))
 
     assert [len(x) for x, _ in got] == [4]
 
@@ -145,7 +145,7 @@ def test_read_only_arrays_are_taken_without_a_warning(size):
     x, y = np.arange(4.0), np.arange(4)
     x.flags.writeable = y.flags.writeable = False
 
-    got = [v for x, _ in batches([whole((x, y))], size) for v in x.tolist()]
+    got = [v for x, _ in batches([all_rows((x, y))], size) for v in x.tolist()]
 
     assert got == [0.0, 1.0, 2.0, 3.0]
 
@@ -155,7 +155,7 @@ def test_read_only_arrays_are_taken_without_a_warning(size):
 def test_rows_of_a_table_of_columns_are_laid_out_row_by_row(step, size):
     columns = np.asfortranarray(np.arange(12.0).reshape(4, 3))[::step]
 
-    got = list(batches([whole((columns, None))] * 2, size))
+    got = list(batches([all_rows((columns, None))] * 2, size))
 
     assert all(x.is_contiguous() for x, _ in got)
     assert [row for x, _ in got for row in x.tolist()] == columns.tolist() * 2
@@ -209,7 +209,7 @@ def test_a_part_that_is_done_with_is_gone_before_the_next_is_asked_for():
             assert [part() for part in there] == [None] * len(there)
             rows = np.zeros((2, 1))
             there.append(weakref.ref(rows))
-            chunk = whole((rows, None))
+            chunk = all_rows((rows, None))
             del rows
             yield chunk
             del chunk

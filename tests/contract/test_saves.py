@@ -138,7 +138,7 @@ def check_goes_on(loaded, one):
     ours, theirs = one.fit_state.optimizer, loaded.fit_state.optimizer
     groups = theirs.optimizer.state_dict()["param_groups"]
     assert groups == ours.optimizer.state_dict()["param_groups"]
-    assert theirs.made == ours.made
+    assert theirs.initial == ours.initial
     for number, entries in states(ours.optimizer).items():
         for name, value in entries.items():
             read = states(theirs.optimizer)[number][name]

@@ -28,7 +28,7 @@ def test_a_too_small_threshold_is_logged(caplog, threshold, residual, hints):
         )
     )
 
-    assert caplog.text.count("begin with a larger threshold") == hints
+    assert caplog.text.count("start with a larger threshold") == hints
 
 
 ADAPTIVE = [optim.Adam, optim.RMSprop, optim.Adadelta, optim.Adagrad]

@@ -203,7 +203,7 @@ def test_a_one_cycle_that_has_come_to_its_end_keeps_its_rate(caplog):
 
 
 def test_the_steps_of_a_stream_are_not_known():
-    with pytest.raises(OptionError, match=r"not known for a stream.* set total_steps"):
+    with pytest.raises(OptionError, match=r"unknown for a stream.* set total_steps"):
         trainer(False).steps(ShardedStream(10))
 
 

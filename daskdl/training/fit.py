@@ -500,7 +500,8 @@ class FitRun:
             resume=None,
             start=ReplicaState({**header, "rows": rows}, common, per_replica),
         )
-        return sent, f"from the state after epoch {epoch}"
+        lacking = ", without the optimizer's" if header["lacks_optimizer"] else ""
+        return sent, f"from the state after epoch {epoch}{lacking}"
 
     def _handle_event(self, event: Event, reporter: "ProgressReporter") -> None:
         match event:

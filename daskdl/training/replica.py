@@ -654,11 +654,13 @@ class Replica:
                 the first replica, so the others leave these tensors out.
         """
         optimizer = state_of(self.optimizer)
+        lacks_optimizer = not with_optimizer and bool(optimizer["state"])
         if not with_optimizer:
             optimizer["state"] = {}
         header = {
             "kind": ALONE,
             "epoch": epoch + 1,
+            "lacks_optimizer": lacks_optimizer,
             "stopping": self.stopper.decision.values(),
         }
         common = {

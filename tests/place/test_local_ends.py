@@ -272,18 +272,20 @@ class TestBackend:
 
 
 def test_only_the_first_replica_copies_its_optimizer_for_the_client(monkeypatch):
-    states = {}
+    states, lacking = {}, {}
 
     def keep_state(channel, epoch, make):
         if make is not None:
-            states[channel._replica] = decoded(make()).per_replica["optimizer"]
+            state = decoded(make())
+            states[channel._replica] = state.per_replica["optimizer"]
+            lacking[channel._replica] = state.header["lacks_optimizer"]
 
     monkeypatch.setattr(LocalChannel, "has_client", True)
     monkeypatch.setattr(LocalChannel, "keep_state", keep_state)
 
     trainer(False, master=TWO, optimizer=adam).fit(X, Y, epochs=1, batch_size=16)
 
-    assert states.keys() == {0, 1}
+    assert lacking == {0: False, 1: True}
     assert states[0]["state"]
     assert states[1]["state"] == {}
     assert states[1]["param_groups"] == states[0]["param_groups"]

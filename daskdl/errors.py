@@ -12,7 +12,7 @@ DaskDLError
 ├── BusyError             the queue of a predictor is full
 └── RunError              a run ended before it was finished
     ├── ReplicaError      user code raised on a worker
-    ├── DivergedError     the loss became NaN or infinite, or ran away
+    ├── DivergedError     the loss became NaN or infinite, or diverged
     └── ChannelError      the channel between the replicas failed
 """
 
@@ -94,7 +94,7 @@ class ReplicaError(RunError):
 
 
 class DivergedError(RunError):
-    """The loss or a parameter became NaN or infinite, or ran away.
+    """The loss or a parameter became NaN or infinite, or the loss diverged.
 
     The message lists the known symptoms.
     """

@@ -115,8 +115,8 @@ class ParameterGroup:
                 f"a threshold must be finite and > 0, got {threshold!r} "
                 f"from {self.algorithm!r}"
             )
-        # Without limits, the threshold would sink towards 0 while the residual is zero,
-        # and take as long to rise again.
+        # Without limits, the threshold would fall towards 0 while the residual is zero,
+        # and need as many exchanges to rise again.
         return min(max(threshold, grid), MAX_COUNT * grid)
 
     def record(self, threshold: float, density: float) -> None:
@@ -128,8 +128,8 @@ class ParameterGroup:
 class Compressor:
     """Proposes updates of one replica, and commits the accepted ones.
 
-    A quantum is 1 to 2**22 steps of the grid (2**-2 at most while no parameter starts
-    above 1); thresholds are limited to that range.
+    A quantum is 1 to 2**22 steps of the grid, and thresholds are limited to that range.
+    If no parameter is above 1 at the start, the largest quantum is 0.25.
 
     Args:
         parameters: The module's flat parameters, changed in place from now on; see
@@ -194,8 +194,8 @@ class Compressor:
         """
         grid = self.vector.grid
         if dense:
-            # Dense updates do not use thresholds, so only the first one is computed.
-            # DENSE_DENSITY would raise the threshold after every dense exchange.
+            # A dense update needs no threshold, so the last one is kept: an algorithm
+            # would raise it after every dense update, because of DENSE_DENSITY.
             thresholds = {
                 pattern: group.sent.threshold
                 if group.sent

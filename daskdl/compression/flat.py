@@ -267,8 +267,8 @@ class Untrained:
             if before != now:
                 raise ModelError(
                     f"{name} of the model was {before} before the fit and is {now} "
-                    "now: several replicas can only average what keeps its shape and "
-                    "dtype; give it those before the fit, or train one replica"
+                    "now: replicas can average only tensors of constant shape and "
+                    "dtype; set both before the fit, or train one replica"
                 )
 
     def take(self) -> dict[str, npt.NDArray[Any]]:

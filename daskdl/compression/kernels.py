@@ -1,4 +1,4 @@
-"""Arithmetic on the vectors of one parameter group, in torch operations.
+"""Arithmetic on the vectors of one dtype and device, in torch operations.
 
 ``local_N`` is float32 or float64 in parameter units, ``shared_N`` int32 in steps of the
 grid. The residual is ``(local - shared * grid) / lead`` and is never stored: local is

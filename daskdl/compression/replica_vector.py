@@ -81,9 +81,9 @@ def coarsened(counts: Any, shift: int) -> Any:
 def to_grid(update: DenseUpdate, grid: float) -> DenseUpdate:
     """Return a received dense update in steps of the grid.
 
-    A replica may have left while the others changed the grid: its last update is in
-    steps of the former one, a power of two finer, and is rounded as they rounded
-    shared.
+    The last update of a replica that left may arrive after the others have coarsened
+    the grid. Its counts are in steps of the former, finer grid, and are rounded in the
+    same way as shared.
 
     Example:
         >>> from daskdl.codec import Stamp

@@ -20,7 +20,8 @@ from daskdl.errors import OptionError
 DL4J_INITIAL = 1e-4
 HALVES_IN_20 = 0.5 ** (1 / 20)  # Deeplearning4j's decay
 # The density recorded for a dense update. It is above every default band, so that the
-# threshold rises; Deeplearning4j's bitmap becomes smaller than its entries there.
+# next sparse update has a larger threshold. At this density, a bitmap of Deeplearning4j
+# becomes smaller than a list of entries.
 DENSE_DENSITY = 1 / 16
 # Largest share of the moved parameters to send as entries. With Laplacian residuals,
 # one quantum for each of the 1/e largest moves the most mass at once; at higher

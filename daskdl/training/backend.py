@@ -1,4 +1,4 @@
-"""The interface between a fit and the machines of its replicas, and local threads.
+"""The interface between a fit and the workers or threads that run its replicas.
 
 A :class:`Backend` assigns replicas to workers, yields typed events while they train,
 and collects a :class:`FitResult`. :class:`LocalBackend` runs a fixed number of replicas
@@ -105,7 +105,7 @@ class ReplicaJoined:
 
 @dataclass(frozen=True)
 class ReplicaGone:
-    """A replica has left the run: it failed or retired."""
+    """A replica was lost or has retired; the run continues without it."""
 
     replica: int
     reason: str
@@ -130,7 +130,7 @@ Event = (
 
 
 def event_of(posted: Mapping[str, Any]) -> Event | None:
-    """Convert an event posted by the run state; None: for the backend only.
+    """Convert an event that the run state posted; None if only the backend handles it.
 
     Example:
         >>> event_of({"kind": "removed", "replica": 3})
@@ -175,7 +175,7 @@ class Backend(ABC):
 
     @abstractmethod
     def poll_events(self) -> Iterator[Event]:
-        """Yield events until every replica has ended; handle those of workers."""
+        """Yield events until every replica has ended; handle events about workers."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
@@ -269,7 +269,7 @@ def useful(wanted: int, most: int) -> int:
     """Return the smaller of two numbers of replicas; log a reduction."""
     if wanted > most:
         logger.info(
-            "an epoch has %s batches: %s of %s replicas are used", most, most, wanted
+            "an epoch has %s steps: %s of %s replicas are used", most, most, wanted
         )
     return min(wanted, most)
 

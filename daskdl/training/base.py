@@ -128,8 +128,8 @@ def evaluating_in(
 ) -> Collection[str]:
     """Return the paths of the submodules that training leaves in evaluation mode.
 
-    These are the submodules in evaluation mode, such as a frozen backbone. If all of
-    the module is in evaluation mode, this says nothing: the result is `otherwise`.
+    These are the submodules in evaluation mode, such as a frozen backbone. If the whole
+    module is in evaluation mode, the choice is unknown, and the result is `otherwise`.
 
     Example:
         >>> model = nn.Sequential(nn.BatchNorm1d(2).eval(), nn.Linear(2, 1))
@@ -400,8 +400,8 @@ class Exchange(ABC):
         rate_factor: The same, but decoupled weight decay stays as it is.
         update_scale: Weight of this replica's updates in the group; used only in
             divergence messages.
-        adds_up: Whether this weight is 1 because replicas rarely move the same rows of
-            embeddings; used there, too.
+        adds_up: Whether `update_scale` is 1 because replicas rarely change the same
+            rows of embeddings; used only in divergence messages.
         exchanged: Whether the last step ended with an exchange.
         averages_optimizer: Whether `sync` gives all replicas the same optimizer state,
             so that a checkpoint stores it once.
@@ -446,7 +446,8 @@ class Exchange(ABC):
             examples: Rows this replica has trained on in this epoch.
             ended: False: this replica has no data at present, but may take over the
                 leases of a failed replica; do not wait for the end of the interval.
-                True: return when all replicas have the same parameters and buffers.
+                True: return when all replicas agree on parameters and buffers, see
+                `agreed`; their own parameters may still differ.
         """
 
     def choose(
@@ -460,7 +461,8 @@ class Exchange(ABC):
         Args:
             interval: See `before_step`.
             score: Scores the module as it is on a few training batches of this replica.
-            last: No epoch follows; an exchange may leave out others to save time.
+            last: Whether this is the last epoch. To save time, an exchange may keep the
+                agreed model after other epochs.
         """
         return Choice()
 
@@ -499,7 +501,7 @@ class Exchange(ABC):
         return {}
 
     def admit(self) -> dict[str, Any]:
-        """Prepare for a joining replica, which starts from the `state` of now.
+        """Prepare for a joining replica, which starts from the present `state`.
 
         Returns:
             Plain values for its channel: ``"received"``, the updates of each replica
@@ -534,7 +536,8 @@ class Exchange(ABC):
         """Return what the next fit starts from, beside the agreed parameters.
 
         Args:
-            ended: Whether the fit has ended; else there is no residual.
+            ended: Whether to include the residual. False if the fit has not ended, or
+                ends with the parameters of the best epoch.
 
         Returns:
             ``"steps_made"``, the steps over all fits; ``"sent"``, threshold and density

@@ -1,7 +1,7 @@
 """The better of two models at the end of an epoch: shared, or shared plus residuals.
 
-`GradientSharing.compare_models` turns the comparison on. Hides when a comparison is
-worth its time, which scores replicas exchange, and how residuals are sent and applied.
+`GradientSharing.compare_models` turns the comparison on. This module decides whether a
+comparison is worth its time, exchanges scores, and sends and applies residuals.
 """
 
 import math
@@ -34,7 +34,7 @@ def loss_of(met: BarrierResult, members: Iterable[int], name: str) -> float:
 
 
 class ModelComparison:
-    """One replica's side of the comparison; a replica can join only between two.
+    """One replica's side of the comparison; no replica joins during a comparison.
 
     Args:
         vector: The replica's vectors; a better model is applied to them.
@@ -70,10 +70,11 @@ class ModelComparison:
     def choose(self, interval: int, step: int, score: Callable[[], Score]) -> Choice:
         """Continue from shared, or from shared plus all residuals if that is better.
 
-        Sending all residuals takes a byte per parameter. So each replica first scores
-        shared, shared plus its own residual, and local. For small steps in independent
-        directions the effects add up; for large steps in one direction local, which is
-        shared plus n residuals, shows the effect of all.
+        Sending all residuals takes a byte per parameter, so the replicas first estimate
+        the gain. Each one scores shared, shared plus its own residual, and local. For
+        small residuals in independent directions, the gain of n replicas is n times the
+        gain of one. For large residuals in one direction, local shows the gain: with
+        ``update_scale="mean"`` it is shared plus n times the residual.
 
         Args:
             interval: Number of the sync interval that has ended.
@@ -111,7 +112,7 @@ class ModelComparison:
         kept = Choice(shared, shared - gain)
         allowed = max(SENDING, gain / abs(shared)) if shared else SENDING
         if (
-            # A joining replica has a snapshot of shared as it is.
+            # A joining replica already has a snapshot of the present shared.
             met.counted["present"] != len(members)
             or len(members) < 2
             or not gain > PROMISING * abs(shared)
@@ -140,8 +141,9 @@ class ModelComparison:
         kept = kept._replace(delivered_loss=loss_of(met, members, "delivered"))
         if not kept.delivered_loss < shared:
             return kept
-        # A replica that leaves sends its residual, unless it knows that all deliver it.
-        channel.check()  # before it arrives, they do not
+        # A replica that leaves sends its residual, unless the others apply it. They
+        # do so once this replica has arrived at the next barrier.
+        channel.check()  # a replica that stops here leaves with its residual
         try:
             met = channel.barrier(f"{key}, known", {}, BarrierKind.AGREE)
         except Stopped:

@@ -195,8 +195,8 @@ def collect(
             states = ", ".join(f"{who} is {task.status}" for who, task in tasks.items())
             raise WaitTimeoutError(
                 f"the replicas' results were not merged within {bound}; in Dask, "
-                f"{states}; was a worker lost at the end, or are all busy with other "
-                "tasks?"
+                f"{states}; perhaps a worker was lost at the end, or all workers are "
+                "busy with other tasks"
             )
     return None
 
@@ -398,7 +398,7 @@ class DaskBackend(Backend):
     def _send_first(self) -> None:
         """Send the model to the initial workers, except for those that hang.
 
-        Called before the run is open, since its replicas must join within a bound.
+        Called before the run is open: after that, replicas must join within a bound.
         """
         thawed = False
         while True:
@@ -411,7 +411,7 @@ class DaskBackend(Backend):
                     if set(silent.values()).isdisjoint(self._client.nthreads()):
                         return  # all have left
                     raise
-                # If all respond, one was frozen; a second time is an error.
+                # If all respond now, a worker hung for a while: retry once.
                 if not silent and (thawed or not isinstance(error, WaitTimeoutError)):
                     raise
                 thawed = not silent
@@ -457,7 +457,8 @@ class DaskBackend(Backend):
             for phase, placement in self._supplies.items()
             if placement.packed
         }
-        # Events wait during `scatter`: workers that joined later get a shorter bound.
+        # `scatter` blocks the handling of events, so workers that joined later get a
+        # shorter bound.
         initial = self._initial.issuperset(replicas)
         bound = self._spec.timeouts.bound("join" if initial else "request")
         nbytes = payload.nbytes + sum(s.payload.nbytes for s in sources.values())
@@ -645,10 +646,10 @@ class DaskBackend(Backend):
             return
         self._warned = True
         logger.warning(
-            "frozen parameters that the model itself changes, %.1f MB on each of %s "
-            "replicas, pass through the scheduler at the end of each epoch: %.1f MB to "
-            "each replica, in one message; use ParameterAveraging, which sums them "
-            "between workers, or fewer replicas",
+            "the model changes frozen parameters, up to %.1f MB on each of %s "
+            "replicas; at the end of each epoch, the scheduler sends %.1f MB to each "
+            "replica in one message; use ParameterAveraging, which sums them between "
+            "workers, or fewer replicas",
             max(each) / 1e6,
             len(each),
             sum(each) / 1e6,
@@ -750,7 +751,7 @@ class DaskBackend(Backend):
             if isinstance(error, TimeoutError):
                 raise WaitTimeoutError(
                     f"the scheduler at {self._address} did not answer within {bound}; "
-                    f"{last}; does it hang, or is the network down?"
+                    f"{last}; perhaps it hangs, or the network is down"
                 ) from error
             raise ChannelError(
                 f"the scheduler at {self._address} was lost: {error}; {last}"

@@ -100,8 +100,8 @@ class Scheduling:
             )
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise OptionError(
-                "scheduler works on an optimizer it was not given, so the learning "
-                "rate would stay; make it from its argument"
+                "scheduler must use the optimizer passed to it, got a scheduler of "
+                "another optimizer, which would not change the learning rate"
             )
         if self.every == "step" and isinstance(scheduler, ReduceLROnPlateau):
             raise OptionError(
@@ -147,7 +147,7 @@ class LearningRate:
         self.per_step = scheduling.every == "step"
         self.scheduler = scheduling.of(optimizer)
         self._count = self._count_before = 0  # steps over all fits
-        self._held = 0  # steps at the end of a cycle
+        self._held = 0  # steps after the last step of OneCycleLR
         self._epochs = epochs
 
     def state(self) -> bytes:
@@ -170,7 +170,7 @@ class LearningRate:
             group.update(saved)
 
     def carried(self) -> dict[str, Any] | None:
-        """Return `values` for the next fit, whose first step follows."""
+        """Return `values` for the next fit; the steps so far belong to earlier fits."""
         values = self.values()
         return values and {**values, "before": self._count}
 
@@ -586,7 +586,7 @@ class EarlyStopper:
         }
 
     def restore_(self, values: Mapping[str, Any], epoch: int | None) -> None:
-        """Continue from `values`; only its time if the monitor differs.
+        """Continue from `values`; use only the elapsed time if the monitor differs.
 
         Args:
             values: Result of `values`.

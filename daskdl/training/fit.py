@@ -1,6 +1,6 @@
 """One fit on the client, from its options to the trained model.
 
-:class:`FitRun` hides the order of a fit: `prepare` does a dry run, prepares the data
+:class:`FitRun` runs a fit in three stages: `prepare` does a dry run, prepares the data
 and chooses the workers; `train` drives the backend and collects the result; `settle_`
 loads the result into the model and returns the state for the next fit.
 """
@@ -112,8 +112,8 @@ if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib
 
 logger = logging.getLogger(__name__)
 
-OUTBOX_BYTES = 2**20  # a longer queue only goes stale; the residual is better
-INBOX_BYTES = 64 * 2**20  # decoded entries; an inbox above this size is folded
+OUTBOX_BYTES = 2**20  # more updates would become stale; they wait in the residual
+INBOX_BYTES = 64 * 2**20  # decoded entries; above this size, the inbox sums updates
 FILE_BYTES = 4 * 2**20  # target size of a packed file
 
 Sources = Mapping[str, Source]  # keys: "train" and "validation"
@@ -180,7 +180,7 @@ class FitRun:
         self._losses: Counter[str] = Counter()  # of all replicas, by resumed state
         self._failure: Exception | None = None
         self._class_count: int | None = None
-        self._gone: set[int] = set()  # replicas that failed or retired
+        self._gone: set[int] = set()  # replicas that were lost or have retired
 
     # ---- before
 
@@ -441,7 +441,8 @@ class FitRun:
             self._losses[resumed] += 1
             if self._losses[resumed] > most:
                 self._give_up(
-                    f"all replicas were lost {most} times after resuming {resumed} "
+                    "all replicas were lost, or no worker was left at the start, "
+                    f"{most} times after resuming {resumed} "
                     "(distributed.scheduler.allowed-failures)"
                 )
                 return None
@@ -734,9 +735,9 @@ def _end_callback(
 
 
 def _built_in(event: ReplicaFailed) -> Exception | None:
-    """Recreate the exception of a replica from its name; None if it is not built in.
+    """Recreate a replica's exception from its class name; None if it is not built in.
 
-    Finding a class of the user would mean running code that a message names.
+    User classes are not looked up: a message must not decide which code is imported.
     """
     module, _, name = event.error.rpartition(".")
     kind = getattr(builtins, name, None) if module == "builtins" else None
@@ -840,8 +841,8 @@ class ProgressReporter:
             run_hook(callback.on_epoch_end, row)
 
 
-# A suitable threshold sends at most 1 % of the entries. A threshold that half of the
-# entries reach is far smaller than the parameter updates.
+# A suitable threshold sends a few percent of the parameters. A threshold that half of
+# the residuals reach is far smaller than the changes between two exchanges.
 DENSE = 0.5
 
 
@@ -854,8 +855,8 @@ def hint_at_small_threshold(last: Row) -> None:
     if last["density"] >= DENSE and last["clipped"] > 0:
         logger.warning(
             "the threshold is too small for the steps of this model: in the last epoch "
-            "%.0f %% of all entries were sent, in quanta of %.1e, and clipping dropped "
-            "a mass of %.1e; start with a larger threshold, such as "
+            "%.0f %% of the parameters were sent, in quanta of %.1e, and clipping "
+            "discarded a mass of %.1e; start with a larger threshold, such as "
             "AdaptiveThreshold(initial=1e-2), or keep the residual, "
             "residual=KeepResidual()",
             100 * last["density"],

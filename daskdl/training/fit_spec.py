@@ -1,4 +1,4 @@
-"""The specifications of a fit and of its replicas, and what a trainer carries on.
+"""The specifications of a fit and of its replicas, and the state between two fits.
 
 A :class:`FitSpec` holds the options of one fit, checked before the fit starts. A
 :class:`ReplicaSpec` adds the values that the client determines during preparation. A
@@ -167,7 +167,7 @@ class TrainedOptimizer(NamedTuple):
 
 @dataclass(frozen=True)
 class FitState:
-    """The state that the fits of a trainer leave to the next one, beside the model.
+    """The state that a fit leaves to the next fit of its trainer, besides the model.
 
     Attributes:
         optimizer: Optimizer of the last fit, or None.

@@ -1,7 +1,7 @@
 """Asynchronous SGD: replicas exchange threshold-compressed updates as they train.
 
-Hides when updates are due, how they are proposed, published and committed, and how
-replicas agree at sync points.
+This module decides when updates are due, proposes, publishes and commits them, and
+makes replicas agree at sync points.
 """
 
 import math
@@ -80,9 +80,10 @@ from daskdl.training.telemetry import SAMPLE, mean, norm_of, spread_of
 class GradientSharingExchange(Exchange):
     """One replica's side of gradient sharing.
 
-    If a barrier finds no other replica, this one becomes the sole owner of shared: it
-    moves the whole residual into shared and encodes no updates, until it serves a
-    snapshot to a joining replica.
+    A run that begins with one replica has a `SoloExchange` instead, until a second one
+    joins. Later, if a barrier finds no other replica, this one becomes the sole owner
+    of shared: it moves the whole residual into shared and encodes no updates, until it
+    serves a snapshot to a joining replica.
     """
 
     kind = SHARING
@@ -162,7 +163,7 @@ class GradientSharingExchange(Exchange):
             for part in per_replica[:1]:
                 self._unshared, self._due = part["unshared"], part["due"]
             self._replicas = 0  # the restored state has its own scale
-            self._steps_before, self._step = common["steps_made"], common["step"]
+            self._steps_before, self._step = common["steps_before"], common["step"]
             self._clipped_before = self._compressor.clipped
         else:  # of a replica that was alone, or of an earlier fit
             check_like({"steps_made": 0, "sent": {}}, common, "exchange")
@@ -180,7 +181,8 @@ class GradientSharingExchange(Exchange):
     @override
     def before_step(self, interval: int) -> None:
         options, started = self._options, self._now()
-        if not self._stats.steps:  # on_epoch_begin has run
+        # Before the first step of an epoch, `on_epoch_begin` may change parameters.
+        if not self._stats.steps:
             self._vector.sync_from_parameters_()
             self._comparison.begin()
         replicas = 1 + len(self._channel.peers())
@@ -188,8 +190,8 @@ class GradientSharingExchange(Exchange):
             self._scale_for(replicas)
         begins = self._step % self._interval.steps == 0
         steps_made = self._steps_before + self._step
-        # An adaptive optimizer learns less from old updates, so the interval of this
-        # replica decides, not the longest that another replica may have.
+        # An adaptive optimizer learns less from stale updates, so the bound follows the
+        # exchange interval of this replica, not the longest one that is allowed.
         every = self._interval.steps if self._adaptive else 0
         bound = options.staleness_bound(steps_made, every) if begins else None
         ahead = self._channel.wait_for_peers(self._step, interval, bound)
@@ -230,6 +232,7 @@ class GradientSharingExchange(Exchange):
         self.exchanged = self._step % self._interval.steps == 0
         if self.exchanged:
             self._share()
+            # Clipping hides from `sync` how far a parameter has moved.
             self._check_reach(self._compressor.clipped_per_entry)
         if self.exchanged or self._options.announces(self._step):
             self._channel.progress(self._step)
@@ -238,7 +241,7 @@ class GradientSharingExchange(Exchange):
         """Publish pending updates; without room, they stay in the residual."""
         self._due = False
         if self._sole:
-            if self._vector.strict:  # else the module would not see its own progress
+            if self._vector.strict:  # the module computes with shared: move shared now
                 self._vector.flush_residual_()
             self._unshared, self._computed_s, self._spent_s = 0, 0.0, 0.0
             return
@@ -322,8 +325,8 @@ class GradientSharingExchange(Exchange):
         published = {r: payload["sequence"] for r, payload in met.payloads.items()}
         self._channel.agree(key, published, met.gone, self._load)
         self._apply(self._channel.drain())
-        # A replica that joins later gets a later snapshot, unless a snapshot was made
-        # during this barrier.
+        # A replica that joins after the barrier gets a new snapshot. One that was sent
+        # a snapshot during the barrier depends on the updates that follow.
         present = met.counted.get("present")
         self._sole = present == 1 and not self._served
         if self._sole:
@@ -426,7 +429,7 @@ class GradientSharingExchange(Exchange):
         shared, residuals = self._compressor.state()
         common = {
             "compressor": shared,
-            "steps_made": self._steps_before,
+            "steps_before": self._steps_before,
             "step": self._step,
         }
         waiting = {"unshared": self._unshared, "due": self._due}
@@ -476,25 +479,26 @@ class GradientSharing(TrainingMaster):
             which behaves like data-parallel training at the same learning rate;
             ``"sum"`` is 1; or a number > 0. With ``apply="strict"`` this is a factor
             on each replica's learning rate.
-        max_staleness: Steps a replica may be ahead of the slowest when it starts
-            an exchange interval. 0 runs replicas in lockstep, reproducible bit for
-            bit; None is unbounded; ``"auto"`` is two exchange intervals, at least 8: of
-            the longest length allowed so far, or, with adaptive optimizers, of the
-            present length.
-        exchange_every: Steps between exchanges. ``"auto"`` chooses a power of two up to
-            64 and up to `max_staleness`, so that exchanging takes about 3 % of a
-            replica's time; 10 % with adaptive optimizers. More than a 32nd of the steps
-            made so far are chosen only if it would take more than 10 %, and up to 16.
-            In lockstep the number of steps alone decides, up to 16; with adaptive
-            optimizers, up to 2. With ``apply="strict"`` it is 1.
-        warmup_steps: The progress of this many first steps is sent in full, in eight
-            bits per parameter and without a threshold. Steps are counted over all fits
-            of a trainer; later fits and joining replicas do not start again from 0.
+        max_staleness: Most steps that a replica may be ahead of the slowest one when
+            it starts an exchange interval, the steps between two exchanges. 0: replicas
+            run in lockstep, and results are reproducible bit for bit. None: no limit.
+            ``"auto"``: two exchange intervals, at least 8 steps. The longest interval
+            allowed so far counts or, with an adaptive optimizer, the present one.
+        exchange_every: Steps between exchanges. ``"auto"``: a power of two, at most 64
+            and at most `max_staleness`, such that exchanges take up to about 3 % of a
+            replica's time, or 10 % with an adaptive optimizer. An interval longer than
+            1/32 of the steps made so far is used only if exchanges would otherwise take
+            more than 10 %, and is at most 16. In lockstep, the interval depends only on
+            the steps made so far: at most 16, or 2 with an adaptive optimizer. With
+            ``apply="strict"``, the interval is 1.
+        warmup_steps: Number of first steps whose progress is sent in dense updates, in
+            eight bits per parameter and without a threshold. Steps are counted over all
+            fits of a trainer; later fits and joining replicas do not restart at 0.
         adapt_rate: With adaptive optimizers, multiply the learning rate by the root of
             the number of replicas, as for one batch of all replicas (the square-root
-            scaling rule). Or, if more than half of the parameters are those of
-            embeddings with ``sparse=True``, add up the updates of all replicas at the
-            learning rate as it is: they hardly ever touch the same rows. Only with
+            scaling rule). If more than half of the parameters belong to embeddings with
+            ``sparse=True``, the learning rate stays, and the updates of replicas are
+            summed instead, since replicas rarely change the same rows. Only with
             ``update_scale="mean"``.
         compare_models: At an epoch's end, compare shared with shared plus all
             residuals, on a few training batches of each replica, and continue from the
@@ -510,9 +514,9 @@ class GradientSharing(TrainingMaster):
             one.
         min_replicas: Training waits while there are fewer replicas. With
             ``client=False`` no replica can join, so fewer are refused at the start.
-        rejoin_timeout: Seconds of this wait, and of the wait for a worker after the
-            loss of all; None: ``daskdl.timeouts.rejoin``, 300 s. No effect with
-            ``client=False``.
+        rejoin_timeout: Most seconds to wait for `min_replicas`, or for a worker after
+            the loss of all replicas. None: ``daskdl.timeouts.rejoin``, 300 s. No effect
+            with ``client=False``.
 
     Example:
         >>> GradientSharing(max_staleness=0).synchronous
@@ -521,7 +525,7 @@ class GradientSharing(TrainingMaster):
     Source:
         Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
         Computing", Interspeech 2015; Deeplearning4j, SharedTrainingMaster.java.
-        There, updates are summed and the residual is dropped at each epoch's end.
+        Deeplearning4j sums updates, and drops the residual at the end of each epoch.
         Malladi and others, "On the SDEs and Scaling Rules for Adaptive Gradient
         Algorithms", NeurIPS 2022, for `adapt_rate`.
     """
@@ -658,8 +662,8 @@ class GradientSharing(TrainingMaster):
     def announces(self, step: int) -> bool:
         """Return whether replicas announce a completed step, as others may wait for it.
 
-        All announce the end of an interval. Other replicas wait only at the start of
-        one, for the step that is `max_staleness` steps back.
+        A replica announces the last step of each exchange interval. Others wait only at
+        the start of an interval, for the step `max_staleness` before it.
 
         Example:
             >>> sharing = GradientSharing(max_staleness=4, exchange_every=16)

@@ -283,7 +283,7 @@ def _course(s: Symptoms) -> str:
         return f"{s.event} {where}"
     if s.high_steps:
         return (
-            f"the loss ran away: it is {s.loss:.4g} {where}, and has been too high for "
+            f"the loss diverged: it is {s.loss:.4g} {where}, and has been too high for "
             f"{s.high_steps} steps{before}"
         )
     if s.before is not None:
@@ -295,8 +295,8 @@ def _hints(s: Symptoms) -> Iterator[str]:
     if s.of_loss:
         yield (
             "the model's outputs are finite, so the loss itself is nan: perhaps no "
-            "label of this batch counts, and it divides 0 by 0; in a loss of your own, "
-            "divide by count.clamp(min=1); with a loss of torch, such a batch has the "
+            "label of this batch counts, and the loss divides 0 by 0; in your own "
+            "loss, divide by count.clamp(min=1); a torch loss gives such a batch the "
             "weight 0: loss=torch.nn.CrossEntropyLoss(ignore_index=-1), or "
             "loss=functools.partial(torch.nn.functional.cross_entropy, ignore_index=-1)"
         )
@@ -354,8 +354,8 @@ def _of_gradient(s: Symptoms) -> Iterator[str]:
 def _of_sharing(s: Symptoms) -> Iterator[str]:
     if s.staleness >= APART:
         yield (
-            f"this replica is {s.staleness:.1f} steps ahead of the slowest in the "
-            "mean: lower max_staleness, or the optimizer's momentum"
+            f"on average, this replica is {s.staleness:.1f} steps ahead of the "
+            "slowest: lower max_staleness, or the optimizer's momentum"
         )
     if BEHIND <= s.residual < TOO_FAR:
         far = s.residual
@@ -573,9 +573,10 @@ class Stepper:
         return loss.detach()
 
     def has_finite_outputs(self, group: BatchGroup) -> bool:
-        """Whether all outputs for a group are finite, after its loss is not.
+        """Whether all outputs for a group are finite; called when its loss is NaN.
 
-        Where the outputs are unknown, as with a step, the gradients have to be 0.
+        The outputs of a user's own step are unknown. They count as finite if all
+        gradients are 0.
         """
         if isinstance(self._objective, OwnStep):
             return self.gradient_norm() == 0

@@ -1,8 +1,8 @@
 """When replicas of gradient sharing exchange updates.
 
-An exchange costs time, and the longer replicas train apart, the less each step of
-theirs teaches the others. `ExchangePace` weighs the two; `MeasuredInterval` applies it
-to one replica, with durations that the replica measures as it trains.
+An exchange costs time, but the more steps lie between two exchanges, the less each step
+improves the shared model. `ExchangePace` balances the two; `MeasuredInterval` applies
+it to one replica, with durations that the replica measures while it trains.
 """
 
 import math
@@ -13,8 +13,8 @@ from statistics import median
 from daskdl.config import check_whole
 
 RECENT = 5  # exchanges in the median of the cost
-# More than these bytes of earlier updates in the outbox postpone an exchange whose
-# interval is chosen here: on a slow link, more steps then lie between exchanges, and
+# With an automatic interval, an exchange is postponed while the outbox holds more than
+# these bytes of earlier updates. On a slow link, replicas then exchange less often, and
 # no update waits long.
 UNSENT_BYTES = 2**16
 

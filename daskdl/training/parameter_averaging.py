@@ -370,13 +370,13 @@ class ParameterAveraging(TrainingMaster):
         frequency: Steps of each replica between two means, >= 1.
         average_optimizer: Whether to average the optimizer's state too; else each
             replica keeps its own, and the trainer gets the weighted mean at the end.
-        outer: Creates a `torch.optim.Optimizer` from a list of parameters. Its gradient
-            is the difference between the last common parameters and the new mean. With
+        outer: Creates a `torch.optim.Optimizer` from a list of parameters. The gradient
+            is the last common parameters minus the new mean. With
             SGD, learning rate 0.7 and Nesterov momentum 0.9, this is DiLoCo. None: no
             outer optimizer, replicas continue from the mean.
         compression: "dense8": replicas send differences to the last common parameters
-            in eight bits per parameter. The rounding error is sent with the next mean,
-            and exactly at the end of an epoch. None: 32 bits.
+            in eight bits per parameter. Replicas add the rounding error to the next
+            mean. The last mean of a sync interval has no rounding. None: 32 bits.
         replicas_per_worker: See `GradientSharing`.
         min_replicas: See `GradientSharing`.
         rejoin_timeout: See `GradientSharing`.

@@ -131,9 +131,9 @@ class FitResult:
     finished: bool = True
 
 
-# Batches that a replica keeps to score models at the end of an epoch, and the steps
-# between two of them while there are fewer: four scores take as long as 1.4 steps.
 MOST_REASON = 500  # characters of `Step.stop`, sent with every later lease request
+# Most batches that a replica keeps to score models at the end of an epoch, and the
+# initial number of steps between two of them. Four scores take as long as 1.4 steps.
 MOST_SCORED, SCORED_EVERY = 4, 64
 LIVE_S = 1.0  # least time between two reports for the dashboard, in an epoch
 
@@ -338,7 +338,7 @@ class Replica:
             )
 
     def _load_(self, start: StartState) -> None:
-        """Load what steers the training; errors name the file and the field."""
+        """Load optimizer, schedule and loss scaler; errors name file and field."""
         donor, at = start.donor
         if donor.get("schedule") is not None:
             self._load_optimizer_(start)  # a new scheduler has changed the rate
@@ -358,7 +358,7 @@ class Replica:
                 restore_optimizer_(self.optimizer, state.values)
 
     def _resume(self, start: StartState) -> None:
-        """Continue for the replicas of a checkpoint; errors name file and field."""
+        """Take over the progress of earlier replicas; errors name file and field."""
         resume, stopping = self._spec.resume, start.common.values["early_stopping"]
         with restoring(f"{start.common.at}: early_stopping"):
             self.stopper.restore_(stopping, None if resume is None else resume.epoch)
@@ -403,7 +403,7 @@ class Replica:
         return {**admitted, **encoded(state)}
 
     def _parts(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], ...]:
-        """Return what is common to all replicas, and what steers this one's training.
+        """Return the common state, and this replica's optimizer, schedule and scaler.
 
         Args:
             tensors: Buffers and frozen parameters to include.
@@ -507,7 +507,8 @@ class Replica:
             stats = exchange.step_stats()
             row = StepRow(epoch, self.steps, self._number, loss, rate, *stats, step_s)
             self._log.add(row)
-        # A step without an exchange has no density: wait for one, but not for long.
+        # Prefer a step with an exchange, as others have no density; wait for one up to
+        # `LIVE_S` longer.
         if now >= self._live_at + (0.0 if exchange.exchanged else LIVE_S):
             self._report_live(epoch, now)
 
@@ -538,7 +539,7 @@ class Replica:
 
     @property
     def _chooses(self) -> bool:
-        """Whether models are compared; a user's own step may do more than score."""
+        """Whether to compare models; a user's own step may have side effects."""
         return self.exchange.chooses and type(self._spec.objective) is not OwnStep
 
     def _keep(self, number: int, batch: Batch) -> None:
@@ -805,9 +806,9 @@ class Replica:
     def _diverged(
         self, epoch: int, loss: float, event: str = "", *, of_loss: bool = False
     ) -> DivergedError:
-        """Diagnose a step's loss, or the `event` reported by an exchange.
+        """Return the error for a diverged loss, or for the `event` of an exchange.
 
-        `of_loss` says whether the model's outputs are finite and the loss is NaN.
+        With `of_loss`, the loss is NaN although the model's outputs are finite.
         """
         exchange, stats = self.exchange, self.exchange.stats()
         symptoms = Symptoms(

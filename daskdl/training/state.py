@@ -1,8 +1,8 @@
-"""The state of a replica, in the one form that checkpoints and messages carry.
+"""The state of a replica, in the form that checkpoints and messages contain.
 
 A replica starts from such a state when it joins a run, when it resumes a checkpoint,
-after the loss of all replicas, and in a later fit of a trainer. Plain values and
-tensors; nothing is copied before it is encoded.
+after the loss of all replicas, and in a later fit of a trainer. A state consists of
+plain values and tensors, which are not copied until they are encoded.
 """
 
 import contextlib
@@ -152,7 +152,7 @@ class StartState(NamedTuple):
 
     @classmethod
     def of(cls, state: ReplicaState, at: str) -> Self:
-        """Start from the state of a replica that goes on by itself, or is lost."""
+        """Start from the state of another replica, an earlier fit or a lost run."""
         common, donor = LoadedPart(state.common, at), LoadedPart(state.per_replica, at)
         return cls(state.header["kind"], common, donor)
 

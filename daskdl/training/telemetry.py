@@ -1,7 +1,6 @@
 """Measurements of replicas and the rows of the history made from them.
 
-Hides how steps and layers are sampled, how epoch reports travel, and how they are
-aggregated.
+This module samples steps and layers, and sends and aggregates epoch reports.
 """
 
 import contextlib

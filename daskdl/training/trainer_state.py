@@ -367,7 +367,7 @@ def _decode_arguments(
 
 @dataclass(frozen=True)
 class ModelState:
-    """The state of a module that its code does not create."""
+    """The state of a module that a newly created module lacks."""
 
     tensors: Mapping[str, Tensor]  # the state dict, with only the first of tied tensors
     hidden: Mapping[str, Tensor]  # buffers that are not in the state dict
@@ -488,14 +488,14 @@ def _fit_values(state: TrainerState) -> dict[str, Any]:
     fit, scheduling = state.fit_state, scheduling_of(state.arguments)
     trained = fit.optimizer
     if trained is None:
-        raise OptionError("the trainer has no optimizer_; fit it, or optimizer=False")
+        raise OptionError("trainer has no optimizer_; fit it, or pass optimizer=False")
     scheduler = trained.rate.scheduler if trained.scheduling == scheduling else None
     fingerprint = _fingerprint(state.model, trained.optimizer, scheduler)
     optimizer = new_optimizer(state.arguments, state.model)
     _fingerprint(state.model, optimizer, scheduler).check(
         fingerprint,
         "the state after the last fit",
-        "save without it, optimizer=False, or fit first",
+        "save with optimizer=False, or fit first",
     )
     start = replace(fit, carried=fit.carried_to(state.model)).start(scheduling)
     assert start is not None, "there is an optimizer"

@@ -1,6 +1,6 @@
 """Reduction of replicas' states along a tree, and the outer optimizer.
 
-Hides how arrays are named, rounded with error feedback, and written to blobs.
+This module names arrays, rounds them with error feedback, and writes them to blobs.
 """
 
 import enum

@@ -427,8 +427,8 @@ def test_a_fit_that_always_loses_all_at_the_same_place_ends(tmp_path):
     message = str(caught.value)
     assert message.startswith("all workers have retired: ")
     assert (
-        "all replicas were lost 2 times after resuming from the state after epoch 1"
-        in message
+        "all replicas were lost, or no worker was left at the start, 2 times after "
+        "resuming from the state after epoch 1" in message
     )
     own.client = False
     check_kept(own, caught.value)

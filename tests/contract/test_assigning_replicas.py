@@ -103,7 +103,7 @@ def test_fewer_replicas_are_logged(caplog):
     with caplog.at_level("INFO", logger="daskdl.training.backend"):
         seats(Cluster(a=0, b=0, c=0), examples=20)
 
-    assert caplog.messages == ["an epoch has 2 batches: 2 of 3 replicas are used"]
+    assert caplog.messages == ["an epoch has 2 steps: 2 of 3 replicas are used"]
 
 
 def test_a_cluster_without_workers_is_refused():

@@ -253,7 +253,7 @@ TRIED = [
             (
                 lambda o: StepLR(sgd(), 1),
                 "epoch",
-                "works on an optimizer it was not gi",
+                "must use the optimizer passed to it",
             ),
             (ReduceLROnPlateau, "step", "must be 'epoch' for ReduceLROnPlateau, which"),
             (

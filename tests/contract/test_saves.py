@@ -389,7 +389,7 @@ def with_another_optimizer():
     ("make", "message"),
     [
         (with_odd_state, r"optimizer\.state\.0\.own is a builtins"),
-        (with_another_optimizer, "save without it, optimizer=False"),
+        (with_another_optimizer, "save with optimizer=False"),
         (lambda: fitted(lambda: Extra(3, 2), 0), "_extra_state of the model's state"),
     ],
 )

@@ -116,7 +116,7 @@ def test_hints_depend_on_the_measurements(symptoms, change, hints):
         ),
         (
             HIGH,
-            "the loss ran away: it is 512 at step 80 of replica 3, in epoch 2, and has "
+            "the loss diverged: it is 512 at step 80 of replica 3, in epoch 2, and has "
             "been too high for 200 steps; it was 2.303 at its first step; model_ holds "
             "the state agreed on after epoch 1; ",
         ),

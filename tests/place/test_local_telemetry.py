@@ -121,7 +121,7 @@ def test_a_rising_loss_ends_the_run_with_a_diagnosis(replicas):
         own.fit(X, Y, epochs=100, batch_size=8)
 
     text = str(caught.value)
-    assert "the loss ran away: it is 500" in text
+    assert "the loss diverged: it is 500" in text
     assert "has been too high for 200 steps; it was 1." in text
     assert "; lower the learning rate, 0.05; " in text
     assert "gradients are clipped already" in text

@@ -35,14 +35,14 @@ class JoinResult(NamedTuple):
     snapshot of another replica's state, to be loaded before `activate`.
     """
 
-    members: Sequence[int]  # ascending, with itself; a joining replica: only itself
+    members: Sequence[int]  # ascending, with this replica; if it joins: only itself
     snapshot: Mapping[str, Any] | None
 
 
 class ActivateResult(NamedTuple):
     """Where a joining replica starts to train."""
 
-    members: Sequence[int]  # training replicas, ascending, with itself
+    members: Sequence[int]  # training replicas including this one, ascending
     epoch: int  # counted from 0
     report: Mapping[str, Any]  # see `RunState.report`
     interval: int = 0  # sync interval, counted from 0 over all epochs
@@ -72,7 +72,7 @@ class ChannelStats:
             once, and of blobs that other replicas fetched.
         received_bytes: Bytes of frames, arrays and blobs from other replicas.
         frames: Published frames.
-        withheld: Exchanges skipped because the outbox was full.
+        withheld: Updates not published because an outbox was full.
         refused: Frames that could not be decoded.
         folds: How often the inbox folded its updates into one vector.
         repaired: Missing updates that arrived after a repair request.
@@ -100,7 +100,10 @@ class ChannelStats:
 
 
 class Stopped(BaseException):  # not an error: unwinds a wait
-    """The run was stopped; leave now. Like `KeyboardInterrupt`, no `Exception`."""
+    """This replica must leave. Like `KeyboardInterrupt`, not an `Exception`.
+
+    The run was stopped, the worker closes, or the scheduler has removed the replica.
+    """
 
 
 Frame = NDArray[np.uint8]
@@ -112,7 +115,7 @@ Load = Callable[[Mapping[str, Any]], object]
 class Channel(ABC):
     """One replica's connection to its run; for the training thread only.
 
-    Methods that wait raise :class:`Stopped` once the run is stopped, and
+    Methods that wait raise :class:`Stopped` once this replica must leave, and
     :class:`~daskdl.errors.ChannelError` or
     :class:`~daskdl.errors.WaitTimeoutError` if the replica cannot continue. The
     receiving half and the waits are the same for all channels; subclasses send.
@@ -151,7 +154,7 @@ class Channel(ABC):
     @property
     @abstractmethod
     def closing(self) -> bool:
-        """Whether the replica must flush and leave while the run continues."""
+        """Whether the worker closes: publish a last update and leave."""
 
     @property
     def published(self) -> int:
@@ -174,7 +177,10 @@ class Channel(ABC):
 
     @abstractmethod
     def serve_snapshot(self, make: MakeSnapshot | None) -> None:
-        """Set the function that makes snapshots for joining replicas.
+        """Set the function that makes snapshots of this replica.
+
+        Replicas that join load a snapshot, and survivors that cannot obtain missing
+        updates.
 
         Args:
             make: Called by the training thread in waits and in `check`; returns plain
@@ -206,8 +212,8 @@ class Channel(ABC):
 
         Args:
             wait: Block until there is room; with a relay, until the outbox is empty.
-            unsent: Bound on this replica's unsent bytes to any destination, below the
-                bound of the outbox.
+            unsent: No room if more than this many bytes of this replica's updates wait
+                for one destination.
         """
 
     def publish(
@@ -218,8 +224,8 @@ class Channel(ABC):
         Args:
             encode: Makes the frame for a stamp; the frame must not change afterwards
                 and is discarded if the outbox is full, so check :meth:`has_room`.
-            step: Completed steps; receivers count them as completed.
-            partial: More updates of this step follow; receivers count one step less.
+            step: Step of this update, counted from 1; receivers count it as completed.
+            partial: More updates of this step follow; receivers count `step - 1` steps.
             force: Ignore the bounds and wait until the update is sent. For a leaving
                 replica; works even after the run was stopped.
 
@@ -316,7 +322,7 @@ class Channel(ABC):
 
         Args:
             step: Completed steps.
-            interval: Peers that have completed this sync interval do not count.
+            interval: Ignore peers that have completed this sync interval.
             max_staleness: Steps; None: do not wait.
 
         Returns:
@@ -431,8 +437,8 @@ class Channel(ABC):
 
         Args:
             epoch: Epoch that has ended, counted from 0.
-            make: Makes the state in another thread on each fetch, until the next call.
-                None: no state for now; the former one is released.
+            make: Makes the state; called in another thread on each fetch until the next
+                `keep_state`. None: serve no state and release the former one.
         """
 
     # ---- counters
@@ -466,7 +472,10 @@ class Channel(ABC):
         return math.nan
 
     def check(self) -> None:
-        """Raise :class:`Stopped` if the run was stopped; cheap."""
+        """Raise :class:`Stopped` if this replica must leave; send no request.
+
+        Makes a snapshot if another replica waits for one, see `serve_snapshot`.
+        """
         if self._inbox.stopped is not None:
             raise Stopped(self._inbox.stopped)
 
@@ -522,8 +531,9 @@ class Channel(ABC):
         if not self._wait_until(cause, ready, self._patience.seconds):
             with self._inbox.changed:
                 raise WaitTimeoutError(
-                    f"replica {self._replica} waited {self._patience} for {cause}; by "
-                    f"replica: {state()}; last seen: {self._last_seen()}"
+                    f"replica {self._replica} waited {self._patience} for other "
+                    f"replicas ({cause}); state by replica: {state()}; last seen: "
+                    f"{self._last_seen()}"
                 )
 
     def _last_seen(self) -> str:

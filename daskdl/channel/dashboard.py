@@ -475,7 +475,7 @@ def heading(run: RunView, now: float) -> str:
     else:
         at, why = run.over
         took = format_time(run.second(at))
-        state = f"over after {took}, {format_time(now - at)} ago: {why}"
+        state = f"ended after {took}, {format_time(now - at)} ago: {why}"
     total = "" if run.epochs is None else f" of {run.epochs}"
     status.insert(0, f"epoch {min(run.epoch + 1, run.epochs or math.inf):.0f}{total}")
     status += [f"{name} {number(value)}" for name, value in scores_in(row).items()]

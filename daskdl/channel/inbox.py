@@ -158,9 +158,9 @@ class DeliveryBarrier:
     """Decides which updates may be delivered while replicas compare theirs.
 
     If a survivor applied an update after reporting its received updates, the others
-    might lack that update when they continue. A later update, even of a failed replica,
-    is delivered afterwards, and compared the next time. Not thread-safe: guarded by the
-    lock of the received set.
+    might lack that update when they continue. Senders repeat held updates after
+    `release`, even those of failed replicas; the next comparison covers them. Not
+    thread-safe: guarded by the lock of the received set.
 
     Attributes:
         holding: Whether updates are held back.
@@ -228,9 +228,9 @@ class PendingUpdates:
 
     With `in_step`, each step is a bucket with its own bound, and later updates of a
     folded bucket are folded too: folding changes the rounding of local, which must not
-    depend on when updates arrive. All replicas wait for one that trains, so at most two
-    steps have pending updates. They do not wait for a replica that is still joining:
-    beyond two steps' worth, all of its updates are folded together.
+    depend on when updates arrive. Replicas that train wait for each other, so at most
+    two steps have pending updates. No replica waits for a joining one: beyond two
+    steps' worth, the joining replica folds all pending updates together.
 
     Args:
         size: Parameters of the model.
@@ -421,7 +421,7 @@ class Inbox:
     """Received updates of one replica, and progress of its peers.
 
     The event loop fills the inbox and the training thread empties it. Methods may be
-    called from any thread; `changed` guards all attributes but the first six.
+    called from any thread; `changed` guards the attributes listed after it.
 
     Args:
         size: Parameters of the model.
@@ -434,7 +434,7 @@ class Inbox:
         clock: Times the waits and announcements.
 
     Attributes:
-        in_order: As passed; False after the first unreadable update.
+        in_order: As passed; False after an unreadable update, or after `activate`.
         stopped: Reason why the replica has to leave; None while the run continues.
         joining: Whether the replica has not joined, or waits for its snapshot. Until
             then no update counts as received or missing.
@@ -442,9 +442,9 @@ class Inbox:
             which it began; None while the thread computes.
         progress: Progress of this replica.
         clock: Times the waits and announcements.
+        changed: Notified after each change; reentrant.
         passed_on: Number of the last ``AGREE`` barrier before which a relay has
             forwarded all updates to this replica.
-        changed: Notified after each change; reentrant.
         received: Received updates.
         unreadable: Updates that arrived unreadable and have to be requested again: the
             step that each completes, by origin and sequence number.
@@ -461,8 +461,8 @@ class Inbox:
     waiting: tuple[str, float] | None
     progress: PeerProgress
     clock: Clock
-    passed_on: int
     changed: threading.Condition
+    passed_on: int
     received: ReceivedSet
     unreadable: dict[int, dict[int, int]]
     barrier: DeliveryBarrier
@@ -598,7 +598,7 @@ class Inbox:
 
         Args:
             step: Completed steps.
-            interval: Peers that have completed this sync interval do not count.
+            interval: Ignore peers that have completed this sync interval.
         """
         with self.changed:
             progress = self.peers.progress.values()
@@ -610,8 +610,8 @@ class Inbox:
     ) -> None:
         """Start from a snapshot: adopt its grid and its received updates.
 
-        Nobody sends updates up to the `cut` to this replica again: those that the
-        snapshot lacks have to be requested, like unreadable ones.
+        No replica sends updates up to the `cut` to this replica again, so it has to
+        request those that the snapshot lacks, like unreadable updates.
         """
         with self.changed:
             self.pending.grid = grid
@@ -686,7 +686,9 @@ def on_grid(update: Update, message: Message, grid: float) -> Update:
         CodecError: If it is not the update of the message, or not on the grid.
     """
     if update.stamp[1:3] != (message.origin, message.sequence):
-        raise CodecError(f"sent as {message[1:3]}, stamped {update.stamp[1:3]}")
+        raise CodecError(
+            f"(replica, sequence) {message[1:3]} sent, {update.stamp[1:3]} in frame"
+        )
     if isinstance(update, codec.SparseUpdate):
         count_of(update.threshold, grid)
         return update

@@ -1,8 +1,8 @@
 """Leases of rows to replicas: dynamic, or a static partition. No I/O, clock or thread.
 
-Each row is leased once per epoch; a failed replica's leases are leased again. After a
-sync interval no replica holds a lease, so the remaining rows describe the position in
-the epoch.
+Each row is leased once per epoch, and again only if its replica is lost. After a sync
+interval no replica holds a lease, so the remaining rows describe the position in the
+epoch.
 """
 
 import bisect
@@ -148,14 +148,14 @@ class RunSpec:
         seed: Seed of the order of the training parts; None keeps their order.
         epochs_before: Epochs of earlier fits, so that each epoch has its own order.
         synchronous: Static partition instead of dynamic leases.
-        relay_bytes: Bound of the relay's queue for each replica, bytes; from a replica
-            that leaves, a full queue accepts updates up to a second bound.
+        relay_bytes: Bound on the relay's queue for each replica, bytes. Last updates
+            of a leaving replica may exceed it, see `run_state.LEAVING_BYTES`.
         min_replicas: With fewer active replicas, no replica gets a lease.
         timeouts: Bounds on waiting, seconds, by name.
         relayed: Whether the scheduler relays updates; see `Routing`.
         first_epoch: First epoch to train, counted from 0; a resumed run skips some.
         intervals: Division of the epochs.
-        epochs: Number after the last epoch; None: unknown.
+        epochs: Number of epochs, including those before `first_epoch`; None: unknown.
         title: Describes the model, for the dashboard.
         payload_bytes: Bound of what a replica sends at a barrier or with a lease.
         secret: In each request about the run, see `check_secret`.
@@ -299,7 +299,9 @@ class Leasing(ABC):
     def open(self, epoch: int, replicas: Sequence[int]) -> None:
         """Begin an epoch, unless it has begun."""
         if epoch < self.epoch:
-            raise ValueError(f"epoch {epoch} is over, this is {self.epoch}")
+            raise ValueError(
+                f"epoch {epoch} is over; the current epoch is {self.epoch}"
+            )
         if epoch == self.epoch:
             return
         self.epoch = epoch
@@ -367,7 +369,7 @@ class Leasing(ABC):
     def interval_is_over(self, replicas: Iterable[int]) -> bool:
         """Whether rows remain that no replica can lease before the next interval.
 
-        Stays true, whoever joins or is lost: some may be on their way to the barrier.
+        Stays true when replicas join or are lost: some may be at the barrier already.
         """
         self._interval_over = self._interval_over or (
             self._limit is not None
@@ -433,19 +435,20 @@ class Leasing(ABC):
 # with 98 % probability, 1 - exp(-4); the bound keeps answers fast with many parts.
 LOOKS_PER_REPLICA, LEAST_LOOKS = 4, 64
 
-# Loading a part takes up to this fraction of the time to train on it; a part is not
-# loaded again for a smaller fraction of its rows.
+# Assumed time to load a part, as a fraction of the time to train on it. A replica
+# shares the part of another replica only if more than this fraction of rows is left.
 LOADING = 0.005
 
 
 class DynamicLeasing(Leasing):
     """Replicas work through one part after another, so that most parts load once.
 
-    The next part is held by the replica's worker, else the next in order. It is
-    reserved when the current part is begun, to be loaded meanwhile. A part larger than
-    one replica's share is divided into stretches. Once all parts are begun or reserved,
-    a replica without rows takes over a reserved part, then shares a begun part. Leases
-    become smaller near the end, so that all replicas finish at about the same time.
+    The next part of a replica is one that its worker holds, or else the next in order.
+    The part is reserved and loaded while the replica trains on its current part. A part
+    larger than one replica's share is divided into stretches. Once all parts are begun
+    or reserved, a replica without rows takes over a reserved part, then shares a begun
+    part. Leases become smaller near the end, so that all replicas finish at about the
+    same time.
     """
 
     shared_limit = True

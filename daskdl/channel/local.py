@@ -73,7 +73,7 @@ class LocalRun:
         with self.changed:
             if replica in self._inboxes:
                 raise ChannelError(
-                    f"replica {replica} of run {spec.run} is open already"
+                    f"replica {replica} of run {spec.run:x} is already open"
                 )
             inbox = Inbox(
                 spec.size,
@@ -114,7 +114,7 @@ class LocalRun:
     def check_heartbeats(self, bound: Bound) -> None:
         """Give up the run if a replica has timed out.
 
-        The thread of the replica keeps its lease, so no other replica can replace it.
+        No replica takes over: the thread cannot be ended and may go on with its lease.
         """
         members, now = self.state.members, self.now()
         timed_out = members.timed_out(now - bound.seconds)
@@ -177,8 +177,8 @@ class Delivery(Outbox):
 class LocalChannel(Channel):
     """The channel of one replica among threads.
 
-    No replica joins later, and no update is lost: updates arrive before `publish`
-    returns.
+    No replica joins later. Updates arrive before `publish` returns; an update that
+    cannot be decoded is skipped.
     """
 
     def __init__(self, run: LocalRun, spec: ChannelSpec) -> None:

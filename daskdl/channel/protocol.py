@@ -53,7 +53,7 @@ Token = Natural  # drawn at random, for a run or a task; kept secret
 
 T = TypeVar("T")
 
-BUILTIN_TYPES = (bytes,)  # otherwise text is taken for bytes in base 64
+BUILTIN_TYPES = (bytes,)  # else msgspec reads bytes fields from base64 text
 
 
 def hints_of(kind: Any) -> Mapping[str, Any]:
@@ -171,9 +171,9 @@ LOG_S = 1.0  # least time between two warnings about refused messages
 
 
 class GoneError(Exception):
-    """The run or replica has ended, or the snapshot is not kept any more.
+    """The run, replica or snapshot of a request no longer exists.
 
-    The request may have been sent before.
+    It may have existed when the request was sent.
     """
 
 
@@ -195,8 +195,8 @@ class Guard:
 
     Dask logs a traceback for each request whose handler raises; a guarded handler
     refuses and counts the request instead. Fields must match the annotations of the
-    handler's arguments. An answer without a status gets ``"ok"``; a request that timed
-    out may be sent again.
+    handler's arguments. An answer without a status gets ``"ok"``. A handler that
+    times out answers ``"refused"``; the sender may repeat the request.
     """
 
     def __init__(self, refused: Callable[[Fields], object]) -> None:
@@ -232,12 +232,13 @@ class Guard:
 
 
 def check_secret(secret: int | None, of_run: int) -> None:
-    """Compare the secret in a request with that of its run, which only members know.
+    """Check that a request contains the secret of its run.
 
-    The client draws it at random. Those that can run code on the cluster may read it.
+    The client draws the secret at random and passes it to the scheduler and the
+    replicas. Code that runs on the cluster can read the secret.
     """
     if secret != of_run:
-        raise ValueError("the request does not come from a member of its run")
+        raise ValueError("the request does not contain the secret of its run")
 
 
 def handlers_of(owner: Any) -> dict[str, Handler]:
@@ -251,9 +252,9 @@ def handlers_of(owner: Any) -> dict[str, Handler]:
 # requests to the scheduler, from a client
 OPEN, WATCH, STOP, CLOSE = "daskdl_open", "daskdl_watch", "daskdl_stop", "daskdl_close"
 ASSIGN, UNASSIGN, RESTORE = "daskdl_assign", "daskdl_unassign", "daskdl_restore"
-# the same; the scheduler forwards it to a worker and does not unpack the answer
+# the same; the scheduler forwards the request to a worker, the answer to the client
 AGREED = "daskdl_agreed"
-# the same, about all runs; the scheduler asks each worker with replicas likewise
+# request to the scheduler, from a client, and to workers, from the scheduler
 DESCRIBE = "daskdl_describe"
 # request to the scheduler, from a new worker
 ARRIVE = "daskdl_arrive"
@@ -407,7 +408,7 @@ class MessageKind(enum.StrEnum):
     JOINED = "joined"  # origin trains from now on, starting at `step`
     MEMBERS = "members"  # payload: `Members`
     FAILED = "failed"  # origin has failed or left, and sends no more messages
-    PASSED_ON = "passed on"  # all updates before an ``AGREE`` barrier; its number
+    PASSED_ON = "passed on"  # follows all updates before ``AGREE`` barrier `sequence`
     STOP = "stop"  # payload: the reason
 
 
@@ -447,7 +448,7 @@ class Message(NamedTuple):
         return message
 
     def to_wire(self) -> tuple[Any, ...]:
-        """Return the fields, with an array payload serialised."""
+        """Return the fields, with an array payload serialized."""
         is_array = isinstance(self.payload, np.ndarray)
         return tuple(self._replace(payload=wrap(self.payload)) if is_array else self)
 
@@ -462,7 +463,7 @@ class Message(NamedTuple):
                 f"a frame must be bytes, got {type(self.payload)}"
             ) from None
         if nbytes != self.nbytes:
-            raise ValueError(f"a frame of {self.nbytes} bytes came with {nbytes}")
+            raise ValueError(f"expected a frame of {self.nbytes} bytes, got {nbytes}")
 
 
 PAYLOADS: Mapping[str, Any] = {  # others are checked where they are used
@@ -474,31 +475,31 @@ PAYLOADS: Mapping[str, Any] = {  # others are checked where they are used
 class BarrierKind(enum.StrEnum):
     """Purpose of a barrier."""
 
-    AGREE = "agree"  # updates are held back until the next barrier
+    AGREE = "agree"  # updates are held back until a barrier of another kind
     REPORT = "report"  # an epoch is over; the client reads the payloads too
     SYNC = "sync"  # a sync interval is over, but not the epoch
-    MEET = "meet"
-    RESUME = "resume"  # payloads have the work of an epoch that continues
-    ROUND = "round"  # does not wait for replicas that wait for a lease, see `set_idle`
+    MEET = "meet"  # replicas exchange payloads, nothing else
+    RESUME = "resume"  # an epoch continues; payloads contain the work done in it
+    ROUND = "round"  # does not wait for idle replicas, see `Channel.set_idle`
 
 
 class WaitCause(enum.StrEnum):
-    """Causes of waits: the keys of ``history["waits"]``, see docs/tuning.md."""
+    """What a wait is for: the keys of ``history["waits"]``, see docs/tuning.md."""
 
-    STALENESS = "staleness"
-    ROOM = "room"
-    LEASE = "lease"
-    GATHER = "gather"
-    FETCH = "fetch"
-    FLUSH = "flush"
-    UPDATES = "updates"
-    CHECKPOINT = "checkpoint"
-    DATA = "data"
-    MISSING = "missing"
-    REPAIR = "repair"
-    JOIN = "join"
-    SNAPSHOT = "snapshot"
-    ACTIVATE = "activate"
+    STALENESS = "staleness"  # peers more than `max_staleness` steps behind
+    ROOM = "room"  # space in the queue of own updates
+    LEASE = "lease"  # rows to train on
+    GATHER = "gather"  # the other replicas at a barrier
+    FETCH = "fetch"  # a blob of another replica
+    FLUSH = "flush"  # own updates to reach the scheduler
+    UPDATES = "updates"  # updates that others have published
+    CHECKPOINT = "checkpoint"  # a checkpoint to be written or read
+    DATA = "data"  # the rows of the lease
+    MISSING = "missing"  # a part of the data that was lost with its worker
+    REPAIR = "repair"  # missing updates that this replica has requested
+    JOIN = "join"  # the other initial replicas, or the start of the run
+    SNAPSHOT = "snapshot"  # the state of another replica
+    ACTIVATE = "activate"  # the end of an agreement, before a joining replica trains
 
 
 FAN_OUT = 8  # two hops reach 73 replicas, three 585
@@ -554,14 +555,14 @@ class ChannelSpec:
     """Settings of one replica's channel.
 
     Attributes:
-        run: RunId of the run.
+        run: Id of the run.
         replica: Number of the replica.
         size: Parameters of the model.
         grid: Grid of the run at its start, parameter units.
         outbox_bytes: Bound on unsent updates, bytes.
         inbox_bytes: Bound on pending updates, bytes.
         timeouts: Bounds on waiting.
-        routing: ``"plain"`` or ``"mesh"``.
+        routing: ``"plain"``: the scheduler relays updates; ``"mesh"``: replicas do.
         fan_out: Most replicas to which a replica of a mesh forwards an update.
         in_step: Replicas take each step together.
         secret: Secret of the run, in each request about it, see `check_secret`.
@@ -667,7 +668,7 @@ PLAIN_BYTES = 2**16
 
 
 def wrap(value: Any) -> Any:
-    """Serialise an array or a tree in advance, so that Dask does not compress it.
+    """Serialize an array or a tree in advance, so that Dask does not compress it.
 
     The result shares the memory of arrays, which must not be changed any more.
     """
@@ -675,7 +676,7 @@ def wrap(value: Any) -> Any:
 
 
 def unwrap(payload: Any) -> Any:
-    """Return a payload as it was before `wrap`, whichever comm carried it."""
+    """Undo `wrap`; Dask's comms deliver payloads in different forms."""
     if isinstance(payload, Serialized):
         return deserialize(payload.header, payload.frames)
     if isinstance(payload, Serialize):

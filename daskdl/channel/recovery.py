@@ -177,7 +177,7 @@ class Repairs:
             return sorted(self._inbox.unreadable.get(origin, ()))[:MOST_REQUESTED]
 
     def _helpers(self, origin: int) -> list[int]:
-        """The origin first, which keeps its updates; in a mesh, then the others."""
+        """Replicas that may have copies: the origin; in a mesh, then the others."""
         replica = self._connection.spec.replica
         workers = self._routing.workers
         others = [r for r in sorted(workers) if r not in (replica, origin)]
@@ -186,9 +186,9 @@ class Repairs:
         return [origin, *others] if origin in workers else others
 
     def _helper(self, origin: int) -> int | None:
-        """The origin; after requests in vain, every second time another replica.
+        """Choose a replica to ask: the origin, or after failures alternately another.
 
-        Only the origin is sure to keep its updates, but requests to it may get lost.
+        Only the origin certainly keeps its updates, but requests to it may get lost.
         """
         vain, here = self._vain.get(origin, 0), origin in self._routing.workers
         others = self._helpers(origin)[here:]
@@ -208,7 +208,9 @@ class Repairs:
         worker = self._routing.workers.get(helper)
         if worker is None:
             return None
-        logger.info("asking replica %s for %s of %s", helper, sequences, origin)
+        logger.info(
+            "asking replica %s for updates %s of replica %s", helper, sequences, origin
+        )
         messages: list[Message] = []
         asking = self._connection.ask(
             worker,
@@ -307,9 +309,9 @@ def helpers(
 def donors(have: Have, asker: int) -> list[int]:
     """Replicas whose state to take over, in order, if requests did not help.
 
-    Donors have the most updates among the replicas that lack no survivor's own updates,
-    and have the same ones. Every other replica takes over their state, and drops the
-    updates of failed replicas that the donors lack.
+    Donors lack no survivor's own updates. Among such replicas they have the most
+    updates, and all donors have the same. Every other replica loads a donor's state
+    and so drops updates of failed replicas that the donors lack.
 
     Returns:
         Donors, in a different order for each asker; empty if the asker has the same

@@ -1,6 +1,6 @@
 """A replica's channel over Dask, for its training thread.
 
-Every wait also serves snapshots to joining replicas, and ends when the run is stopped
+Every wait also serves snapshots to other replicas, and ends when the replica must leave
 or the connection to the scheduler fails.
 """
 
@@ -81,7 +81,7 @@ class RemoteChannel(Channel):
     def closing(self) -> bool:
         return self._endpoint.closing
 
-    # ---- waits, and snapshots for joining replicas
+    # ---- waits, and snapshots for other replicas
 
     @override
     def check(self) -> None:
@@ -111,7 +111,7 @@ class RemoteChannel(Channel):
         self._make = make
 
     def _serve(self) -> None:
-        """Serve a snapshot to each joining replica whose cut is reached."""
+        """Serve a snapshot to each replica whose request has its cut reached."""
         requests = self._servable()
         if not requests:
             return
@@ -272,7 +272,7 @@ class RemoteChannel(Channel):
         return self._ask(WaitCause.JOIN, protocol.JOIN, bound, version=VERSION)
 
     def _snapshot(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Request a snapshot from the named donor; on failure, from the next one.
+        """Request a snapshot from the named donor; on failure, ask for a donor again.
 
         A donor makes no snapshot while it validates, or in the middle of a step. Once
         the plain values have arrived, this replica takes updates in again, while the
@@ -283,7 +283,7 @@ class RemoteChannel(Channel):
         while (donor := answer["donor"]) is not None:
             worker, asked_at = answer["worker"], self._now()
             cut = {o: max(s, seen.get(o, 0)) for o, s in answer["cut"]}
-            reason = "the others are at a barrier"
+            reason = "no snapshot can be made at the moment"
             if worker is not None:
                 served = self._ask_for_snapshot(donor, worker, cut)
                 reason = served.get("reason", "it has gone")
@@ -609,10 +609,11 @@ class RemoteChannel(Channel):
             self._inbox.begin(self._received_with(values), values["grid"], gone)
             load({**values, **arrays})
             logger.warning(
-                "replica %s has loaded the state of replica %s, which has updates that "
-                "cannot be requested; its residual is kept",
+                "replica %s loaded the state of replica %s, because it could not "
+                "obtain missing updates; replica %s keeps its own residual",
                 self._replica,
                 donor,
+                self._replica,
             )
             return
 

@@ -306,8 +306,8 @@ class Routing(ABC):
         received: Updates of others, if the scheduler does not relay them.
         meter: Measures the outgoing link.
         to_scheduler: Sends heartbeats, whatever the routing.
-        leaving: Whether the last update was published, which the scheduler accepts even
-            if a queue is full.
+        leaving: Whether this replica has published its last update; the scheduler
+            accepts it even if a queue is full.
         live: The newest report for the dashboard, until it is sent.
     """
 
@@ -518,7 +518,11 @@ RECENT = 16
 
 
 class RelayRouting(Routing):
-    """Routes updates to the scheduler, which relays them to all other replicas."""
+    """Routes updates to the scheduler, which relays them to all other replicas.
+
+    This is the option ``routing="plain"``. One replica with a full queue at the
+    scheduler holds up the updates of all replicas, see `RunState.publish`.
+    """
 
     relayed = True
 

@@ -43,19 +43,19 @@ class MemberState:
     Attributes:
         worker: Address of its worker.
         active: Whether the replica trains, so that barriers wait for it: initial
-            replicas from the beginning, joining ones once they have the common state.
+            replicas from the beginning, joining ones after `activate`.
         joined: Whether the replica's task has reached the scheduler.
         gone: Whether the replica has left or failed, for good.
         heartbeat_at: Time of the last heartbeat, seconds on the scheduler's clock.
         progress: Last known progress.
-        generation: Membership by which the replica sends to others; -1: none yet.
+        generation: In a mesh, membership that the replica has adopted; -1: none yet.
         adopted_at: Its last update when it adopted that membership, or a later one.
         received: By origin, the update up to which all are received or not needed.
         joined_at: Time at which it joined, seconds on the scheduler's clock.
         gone_at: Time at which it left or failed, on the same clock.
         why: Why it has gone, or is about to go.
         failed: Whether it was lost, or has raised an error.
-        token: Sent with each request of the replica; None before the earliest request.
+        token: Sent with each request of the replica; None before the first request.
     """
 
     worker: str
@@ -166,7 +166,12 @@ class Membership:
             raise ValueError(f"the request is not from replica {replica}")
 
     def taking_part(self, replica: int) -> MemberState:
-        """A replica that joined and has not gone."""
+        """Return a replica that joined and has not gone.
+
+        Raises:
+            GoneError: If the replica has left or failed.
+            ValueError: If the replica has not joined.
+        """
         member = self.replicas.get(replica)
         if member is not None and member.gone:
             raise GoneError(f"replica {replica} is no longer a member of this run")
@@ -237,7 +242,10 @@ class OpenBarrier:
 
     @property
     def kind(self) -> str:
-        """The kind with which all replicas arrived; ``ROUND`` if the kinds differ."""
+        """The kind with which all replicas arrived; ``ROUND`` if the kinds differ.
+
+        Replicas at a ``ROUND`` may meet others with ``AGREE``; no other kinds mix.
+        """
         return next(iter(self.kinds)) if len(self.kinds) == 1 else BarrierKind.ROUND
 
     @property
@@ -464,12 +472,16 @@ class RunState:
     ) -> int:
         """Queue a replica's updates for all others, in order, while there is room.
 
+        An update is accepted for all other replicas or for none, so that it reaches all
+        or none even if its origin fails now. One replica whose queue is full therefore
+        holds up the updates of all the others.
+
         Args:
             origin: The replica.
             messages: Its next updates.
             progress: Its progress with these.
-            leaves: Its worker closes soon: accept its last updates without room as
-                well, up to `LEAVING_BYTES`.
+            leaves: The replica leaves: accept its last updates without room, up to
+                `LEAVING_UPDATES` and, beyond these, up to `LEAVING_BYTES`.
 
         Returns:
             Number of accepted updates; the replica has to retransmit the rest.
@@ -480,8 +492,8 @@ class RunState:
         for message in messages if self.spec.relayed else ():
             if message.sequence > last + 1:  # a retransmitted one may be earlier
                 raise ValueError(
-                    f"update {message.sequence} of replica {origin} does not follow "
-                    f"its update {last}"
+                    f"replica {origin} sent update {message.sequence} after update "
+                    f"{last}: updates are missing in between"
                 )
             last = max(last, message.sequence)
         accepted = 0
@@ -617,8 +629,8 @@ class RunState:
         """Fix the result of a barrier, the same for all replicas.
 
         After an ``AGREE`` barrier, updates are held back here until a barrier of
-        another kind is complete. Only leaving replicas publish then, one update each;
-        while survivors compare their updates, all or none must receive it.
+        another kind is complete. Only leaving replicas publish then. While survivors
+        compare their updates, all of them or none must receive such an update.
         """
         del self.barriers[key]
         kind, payloads = barrier.kind, barrier.payloads
@@ -747,7 +759,9 @@ class RunState:
 
     def _leases(self, phase: str, epoch: int) -> Leasing:
         if epoch > self.epoch:
-            raise ValueError(f"epoch {epoch} has not begun, this is {self.epoch}")
+            raise ValueError(
+                f"epoch {epoch} has not begun; the current epoch is {self.epoch}"
+            )
         leases = self.leases[phase]
         leases.open(epoch, self.members.expected)
         return leases

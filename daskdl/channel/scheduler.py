@@ -65,8 +65,8 @@ from daskdl.errors import shown
 
 logger = logging.getLogger(__name__)
 
-# The send loops of one worker resume after the same request and pause equally long, so
-# that they differ only by turns of the event loop: less time than a request takes.
+# Time to wait for batches of the other replicas on a worker. Their send loops wake
+# almost together after a shared request; the wait is shorter than one request.
 TOGETHER_S = 0.002
 
 
@@ -177,12 +177,13 @@ LONGEST_S = 3600.0  # longest wait of a client for events; usually a few seconds
 class LiveRun:
     """A run with its send loops and waiting requests.
 
-    A method ``handle_x`` answers the request ``daskdl_x`` of a member, see `answer`.
+    A method ``handle_x`` answers the request ``daskdl_x`` of a client or replica,
+    see `answer`.
 
     Attributes:
         state: State of the run.
         record: What the dashboard shows.
-        hanging: Addresses of workers with a heartbeat timeout that Dask still has.
+        hanging: Addresses of workers without a heartbeat that Dask has not removed.
         relays: Send loop of each replica.
     """
 
@@ -223,7 +224,11 @@ class LiveRun:
     async def until(
         self, ready: Callable[[], bool], timeout_s: float | None = None
     ) -> None:
-        """Wait until ready or stopped; check after each `notify`."""
+        """Wait until ready or stopped; check after each `notify`.
+
+        Raises:
+            TimeoutError: After `timeout_s` seconds.
+        """
         async with asyncio.timeout(timeout_s):
             while self.state.stopped is None and not ready():
                 await self._changed.wait()
@@ -461,7 +466,9 @@ class LiveRun:
         member = state.members.taking_part(replica)
         for update in messages:
             if update.kind != MessageKind.UPDATE or update.origin != replica:
-                raise ValueError(f"replica {replica} must not publish {update[:3]}")
+                raise ValueError(
+                    f"replica {replica} sent a {update.kind} of replica {update.origin}"
+                )
             update.check_size()
         member.heartbeat_at = self.now()
         if live is not None:
@@ -524,7 +531,7 @@ class LiveRun:
         """Check the size of payloads, which are kept until all replicas have met."""
         nbytes, most = nbytes_of(payloads), self.state.spec.payload_bytes
         if nbytes > most:
-            raise ValueError(f"payloads have at most {most} bytes, got {nbytes}")
+            raise ValueError(f"payloads must have at most {most} bytes, got {nbytes}")
 
     async def handle_missing(
         self, replica: Natural, phase: str, part: Natural, key: str
@@ -633,7 +640,7 @@ class LiveRun:
         if not self.state.members.is_here(replica):
             return
         # The client reports the failure to its user.
-        logger.info("run %s lost replica %s: %s", self.state.spec.run, replica, why)
+        logger.info("run %x lost replica %s: %s", self.state.spec.run, replica, why)
         self.state.lose(replica, why, self.now())
         self._forget(replica)
         self.notify()
@@ -729,12 +736,12 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             transport.handlers[operation] = guard.of(handler)
 
     def _of_run(self, operation: str, method: Handler) -> Handler:
-        """Let a method of a run answer only requests from members of the run."""
+        """Let a method of a run answer only requests with the secret of the run."""
 
         @functools.wraps(method)
         async def handler(run: int, secret: int | None = None, **fields: Any) -> Fields:
             if run not in self.runs:
-                raise GoneError(f"no run {run} here")
+                raise GoneError(f"no run {run:x} here")
             live = self.runs[run]
             check_secret(secret, live.state.spec.secret)
             if operation in OF_REPLICAS:
@@ -756,11 +763,11 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
     async def handle_open(self, spec: Mapping[str, Any], client: str) -> Fields:
         """Open a run for a client."""
         if not self._transport.has_client(client):
-            raise ValueError(f"{client!r} is no client of this cluster")
+            raise ValueError(f"{client!r} is not a client of this cluster")
         run_spec = RunSpec.from_wire(spec)
         run = run_spec.run
         if run in self.runs:
-            raise ValueError(f"run {run} is open already")
+            raise ValueError(f"run {run:x} is already open")
         live = self.runs[run] = LiveRun(run_spec, self._transport, client)
         self.dashboard.open(live.record)
         # Workers without a replica: some arrived after the client's choice, others had
@@ -769,7 +776,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
             if not live.state.members.assigned_to(worker):
                 live.state.post("worker", worker=worker, versions=versions)
         self._set_pace()
-        logger.info("run %s opens: %s", run, run_spec.replicas)
+        logger.info("run %x opens: %s", run, run_spec.replicas)
         return {"status": Answer.OK.value}
 
     async def handle_close(self, run: RunId, secret: Token | None = None) -> Fields:
@@ -789,7 +796,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         if live is not None:  # else it was closed twice
             why = live.state.stopped or reason
             self.dashboard.end(run, why, self._transport.loop)
-        logger.info("run %s is closed", run)
+        logger.info("run %x is closed", run)
         return still_here
 
     async def handle_describe(self) -> Fields:
@@ -858,7 +865,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
         still_here = await self._close(run, "its client is gone", bound.seconds)
         if still_here:
             logger.warning(
-                "run %s: replicas that have not left after %s: %s",
+                "run %x: replicas that have not left after %s: %s",
                 run,
                 bound,
                 still_here,

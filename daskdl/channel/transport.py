@@ -69,7 +69,7 @@ class Clock:
     now: Callable[[], float] = staticmethod(time.monotonic)
 
     def condition(self) -> threading.Condition:
-        """Make a reentrant condition; time-outs of its waits are by this clock."""
+        """Make a reentrant condition whose timeouts follow this clock."""
         return threading.Condition()
 
 
@@ -80,7 +80,7 @@ class Transport(ABC):
     """The part of a Dask server that the channel uses.
 
     Attributes:
-        loop: Event loop of the server; time on it passes as by `clock`.
+        loop: Event loop of the server; its time runs like `clock`.
         clock: Clock of the server's process.
         handlers: Handlers of requests to the server, by operation.
     """
@@ -91,7 +91,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def ask(self, address: str | None, operation: str, **fields: Any) -> Any:
-        """Send a request, and return the answer; there is no time-out.
+        """Send a request, and return the answer; there is no timeout.
 
         Args:
             address: Address of a worker; None: the scheduler.
@@ -318,9 +318,9 @@ class Connection:
 class Outbox:
     """A queue for one destination with a bound in bytes.
 
-    At the bound, offers are refused and nothing changes: on a replica the update then
-    stays in the residual, in the relay the publisher keeps it. An empty queue accepts
-    one message of any size, so that no update is too large to send.
+    At the bound, `has_room` is False and `offer` refuses: a replica then keeps the
+    update in its residual, the relay leaves it with the publisher. An empty queue
+    accepts one message of any size, so that no update is too large to send.
 
     Args:
         limit_bytes: Bound on `nbytes`.
@@ -400,9 +400,10 @@ class RetransmitBuffer:
     Args:
         limit_bytes: Bound on `nbytes`.
         evicts: At the bound, evict the oldest updates; an update above the bound is not
-            kept. A replica that lacks an evicted update takes a snapshot instead. If
-            False, an update is kept until all others have acknowledged it, and at the
-            bound `has_room` is False, so no update of a live replica is lost.
+            kept. A replica that lacks an evicted update loads a state at the next
+            agreement. If False, an update is kept until all others have acknowledged
+            it, and at the bound `has_room` is False, so no update of a live replica is
+            lost.
 
     Attributes:
         limit_bytes: As given; may be raised.
@@ -566,5 +567,6 @@ class SendLoop:
         )
         return WaitTimeoutError(
             f"{self._destination} did not answer within {self._bound}, {ATTEMPTS} "
-            f"times, to {items} items ({self._outbox.nbytes} bytes waiting); {last}"
+            f"times, to {items} messages ({self._outbox.nbytes} bytes are queued); "
+            f"{last}"
         )

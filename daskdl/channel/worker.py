@@ -70,8 +70,8 @@ INLINE_BYTES = 2**20  # larger frames are decoded in a thread
 
 
 SNAPSHOT = "snapshot "  # begins the names of snapshots, and of no other blobs
-# Per reader. A delayed request may be answered after the next request of its reader,
-# which no longer waited for the answer.
+# Snapshots kept for one reader: an abandoned request may be answered after the next
+# request of its reader, and must not evict the newer snapshot.
 SNAPSHOTS_KEPT = 2
 
 
@@ -180,7 +180,7 @@ class Snapshot(NamedTuple):
 
 
 class SnapshotRequest(NamedTuple):
-    """A joining replica's request for this replica's state."""
+    """Another replica's request for this state, to join or to agree."""
 
     cut: dict[int, int]  # by origin, last update that the state must contain
     answer: concurrent.futures.Future[Snapshot]
@@ -196,7 +196,7 @@ class ReplicaEndpoint:
         repairs: Requests missing updates.
         closing: Whether the worker closes; the replica should hand over and leave.
         blobs: Arrays that other replicas and the client may fetch.
-        snapshot_requests: Requests of joining replicas, for the training thread.
+        snapshot_requests: Requests for snapshots, which the training thread serves.
     """
 
     inbox: Inbox
@@ -233,9 +233,6 @@ class ReplicaEndpoint:
 
     async def deliver(self, message: Message) -> bool:
         """Process a message; an unreadable one is counted and dropped.
-
-        All messages of other replicas pass through here, except repairs: tests that
-        lose updates replace this method.
 
         Returns:
             False if there is no room for the message or a barrier holds it back, so
@@ -462,7 +459,7 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             transport.handlers[operation] = self._guard.of(self._of_members(handler))
 
     def _of_members(self, handler: Handler) -> Handler:
-        """Let a handler answer only requests from members of a run."""
+        """Let a handler answer only requests with the secret of their run."""
 
         @functools.wraps(handler)
         async def answer(run: int, secret: int | None = None, **fields: Any) -> Fields:
@@ -595,14 +592,14 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
         endpoint = self.endpoints.get((run, replica))
         if endpoint is None:
             self.refused += 1
-            raise GoneError(f"no replica {replica} of run {run} here")
+            raise GoneError(f"no replica {replica} of run {run:x} here")
         return endpoint
 
     def open(self, spec: ChannelSpec) -> ReplicaEndpoint:
         """Make the endpoint of a replica, which accepts messages from now on."""
         key = (spec.run, spec.replica)
         if key in self.endpoints:
-            raise ChannelError(f"replica {key[1]} of run {key[0]} is open already")
+            raise ChannelError(f"replica {key[1]} of run {key[0]:x} is already open")
         self.endpoints[key] = ReplicaEndpoint(self._transport, spec)
         if self._pace is not None:
             self._pace.slow_down(bool(self.endpoints))

@@ -133,7 +133,7 @@ async def test_payloads_beyond_the_bound_of_the_run_are_refused(c, s, a, b):
         ):
             fields = {**GOOD[operation], **wrong}
             answer = await run.ask(f"daskdl_{operation}", run=RUN, **fields)
-            assert "payloads have at most 1000 bytes" in answer["reason"]
+            assert "payloads must have at most 1000 bytes" in answer["reason"]
         assert run.record.barriers == {}
         await check_unharmed(run)
 

@@ -178,7 +178,7 @@ class TestPage:
                 finally:
                     held.released.set()
                     await fitting
-                after = "Appears", "over after", "epoch 3 of 3"
+                after = "Appears", "ended after", "epoch 3 of 3"
                 await page.until(*after, within_s=WITHIN_S)
 
         asyncio.run(look())

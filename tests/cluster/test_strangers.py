@@ -174,7 +174,7 @@ class Attack:
         values = {
             "run": run,
             "secret": live.state.spec.secret,
-            "spec": dataclasses.asdict(live.state.spec),  # it is open already
+            "spec": dataclasses.asdict(live.state.spec),  # it is already open
             "client": self.client.id,
             "seen": 0,
             "timeout_s": 0.0,

@@ -258,7 +258,7 @@ class TestTheEnd:
 
         run.over = 160.0, "replica 1 failed: <x>"
 
-        ended = "over after 60.00 s, 30.00 s ago: replica 1 failed: &lt;x&gt;"
+        ended = "ended after 60.00 s, 30.00 s ago: replica 1 failed: &lt;x&gt;"
         assert ended in heading(run, 190.0)
         assert "joined at 0.0 s" in replica_table(run)
         assert run.present == {}

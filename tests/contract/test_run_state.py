@@ -210,7 +210,7 @@ def test_an_update_that_leaves_a_gap_is_refused_by_a_relay():
     state.publish(1, [update(1, 1)], PeerProgress())
 
     for sequences in ([10**9], [3], [2, 4]):
-        with pytest.raises(ValueError, match=r"does not follow its update [12]"):
+        with pytest.raises(ValueError, match=r"after update [12]: updates are missing"):
             state.publish(1, [update(1, each) for each in sequences], PeerProgress())
 
     assert queued(state, 0, "update") == [update(1, 1)]

@@ -362,7 +362,7 @@ def test_the_remaining_work_replaces_only_the_first_epoch():
         rows.append(leases.unfinished)
 
     assert rows == [32, 40]
-    with pytest.raises(ValueError, match="epoch 3 is over, this is 4"):
+    with pytest.raises(ValueError, match="epoch 3 is over; the current epoch is 4"):
         leases.open(3, [0])
 
 

@@ -115,11 +115,11 @@ async def test_a_wait_for_acknowledgements_names_the_kept_updates(c, s, a, b):
 AHEAD = {
     "staleness": (
         lambda channel: channel.wait_for_peers(9, 0, 2),
-        r"staleness; by replica: \{1: 4\}",
+        r"other replicas \(staleness\); state by replica: \{1: 4\}",
     ),
     "updates": (
         lambda channel: channel.wait_for_updates({1: 3}),
-        r"updates; by replica: \{1: \[2, 3\]\}",
+        r"other replicas \(updates\); state by replica: \{1: \[2, 3\]\}",
     ),
 }
 

@@ -50,7 +50,7 @@ from daskdl.data.batching import (
 from daskdl.data.formats import DAMAGED
 from daskdl.data.named_columns import few
 from daskdl.data.source import SHOWN_ROWS, Separate, Source, shown_rows
-from daskdl.data.tables import InMemory, as_numpy
+from daskdl.data.tables import as_numpy
 from daskdl.errors import (
     DaskDLError,
     DataError,
@@ -127,14 +127,15 @@ class LabelCheck:
 
     def check_source(self, source: Source) -> None:
         """Check labels in memory; all other labels are checked when they are loaded."""
-        if isinstance(source, InMemory):
-            self.check(source.rows[1])
+        if source.memory is not None:
+            self.check(source.memory[1])
 
 
 def check_same_classes(source: Source, classes: Sequence[str] | None) -> None:
     """Refuse labels that are numbered differently from those of the training data.
 
     Example:
+        >>> from daskdl.data.tables import InMemory
         >>> source = InMemory(np.zeros((1, 1)), np.zeros(1), 1)
         >>> source.classes = ["dog", "cat"]
         >>> check_same_classes(source, ["cat", "dog"])
@@ -1091,9 +1092,7 @@ def is_left_out(
     return True
 
 
-def load_each(
-    separate: Sequence[tuple[str, Callable[[], Rows]]], skips: bool
-) -> Iterator[tuple[str, Rows]]:
+def load_each(separate: Separate, skips: bool) -> Iterator[tuple[str, Rows]]:
     """Load the pieces of a part, as of `Source.separate`; yield names and rows."""
     for name, load in separate:
         try:

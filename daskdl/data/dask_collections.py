@@ -440,6 +440,8 @@ class Collections(Source):
     ) -> None:
         self.partitions = partitions
         self.parts = partitions.parts
+        first, *_ = partitions.collections
+        self.chunks = first.chunks[0] if _is_array(first) else None
         self.lengths = lengths
         self.first_rows = first_rows
         self.finish = finish
@@ -710,6 +712,7 @@ class Pairs(Collections):
     """
 
     columns = None  # parts may be tables
+    keyable = True
 
     def __init__(self, collection: Any, *, bag: bool) -> None:
         super().__init__(Partitions(collection), _Pairs(bag))

@@ -20,7 +20,7 @@ from daskdl.data.batching import Rows
 from daskdl.data.formats import Loader, Reader
 from daskdl.data.named_columns import NO_COLUMNS, NamedRows
 from daskdl.data.packed import PackedFiles, PackedRows, packed_in
-from daskdl.data.source import SHOWN_ROWS, Facts, Source, facts_of
+from daskdl.data.source import SHOWN_ROWS, Facts, Separate, Source, facts_of
 from daskdl.data.storage import AnyPath, is_local, is_path, store_of
 from daskdl.errors import DataError, OptionError, ShapeError
 
@@ -92,13 +92,7 @@ FILES_PER_PART = 64
 
 
 class GroupedFiles(Source):
-    """A source whose parts are groups of files; each file becomes rows.
-
-    Attributes:
-        one_example: Whether each file has exactly one row.
-    """
-
-    one_example: bool
+    """A source whose parts are groups of files; each file becomes rows."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = groups
@@ -119,7 +113,7 @@ class GroupedFiles(Source):
         return f"{group.url(0)} and {others} more" if others else group.url(0)
 
     @override
-    def separate(self, part: int) -> Sequence[tuple[str, Callable[[], Rows]]]:
+    def separate(self, part: int) -> Separate:
         group = self.groups[part]
         numbers = range(len(group.names))
         if len(numbers) == 1:
@@ -210,16 +204,11 @@ class LoadedFiles(GroupedFiles):
 
     @override
     def known(self, facts: Sequence[Facts]) -> Self:
-        """Return the same source without the parts that have no rows."""
         nonempty = [part for part, fact in enumerate(facts) if fact.rows]
-        if not nonempty:
-            raise DataError(f"there are no rows in any file, as {self.name(0)}")
         source = copy.copy(self)
         source.groups = [self.groups[part] for part in nonempty]
         source.parts = len(nonempty)
         source.lengths = [facts[part].rows for part in nonempty]
-        examples = (facts[part].first_rows for part in nonempty)
-        source.first_rows = next((rows for rows in examples if rows is not None), None)
         return source
 
 

@@ -433,11 +433,8 @@ def _source_of_arrays(X: Tree, y: Tree, reading: _Reading) -> Source:
     ]
     x, labels = batching.filled((X, y), arrays)
     tables.check_arrays(x, labels)
-    source = InMemory(
-        x, labels, reading.step_rows, reading.shuffle_seed, columns_in(X, y)
-    )
-    source.classes = classes
-    return source
+    names = columns_in(X, y)
+    return InMemory(x, labels, reading.step_rows, reading.shuffle_seed, names, classes)
 
 
 class _Kind(NamedTuple):
@@ -688,37 +685,7 @@ def weighted_source(X: Any, y: Any, read: ReadOptions, **options: Any) -> Source
     """Make a source like `source_of`; labels in memory may be `Weighted`."""
     if not isinstance(y, Weighted):
         return source_of(X, y, read, **options)
-    weight = y.weight
-    source = source_of(X, y.labels, read, **options)
-    if not isinstance(source, InMemory) or source.rows[1] is None:
-        raise DataError(
-            "sample_weight is for X and y in memory; for other data, make the weights "
-            "a part of X, X=(X, weight), and weigh the rows in a step"
-        )
-    x, labels = source.rows
-    rows = batching.length(x)
-    try:
-        weights = np.asarray(weight, dtype=np.float64)
-    except (TypeError, ValueError):
-        weights = np.zeros(0)
-    if weights.shape != (rows,):
-        shape = getattr(weight, "shape", None) or type(weight).__name__
-        raise DataError(
-            f"sample_weight must have one number for each of {rows} rows, got {shape}"
-        )
-    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-    if len(wrong) or not weights.any():
-        at = wrong[0] if len(wrong) else 0
-        raise DataError(
-            "sample_weight must be finite numbers >= 0, not all zero, got "
-            f"sample_weight[{at}] = {weights[at]}"
-        )
-    step_rows = read.batch_size * options.get("accumulate", 1)
-    seed = options.get("shuffle_seed")
-    weighted = InMemory(x, Weighted(labels, weights), step_rows, seed)
-    weighted.columns = source.columns
-    weighted.classes = source.classes
-    return weighted
+    return source_of(X, y.labels, read, **options).weighted(y.weight)
 
 
 def infer_metadata(

@@ -27,7 +27,8 @@ SHOWN_ROWS = 2  # for a dry run
 # Rows read at a time from a part that may not fit into memory.
 STREAMED_ROWS = 1024
 
-Separate = Sequence[tuple[str, Callable[[], Rows]]]  # see `Source.separate`
+Piece = tuple[str, Callable[[], Rows]]  # see `Source.separate`
+Separate = Sequence[Piece]
 
 
 class GraphPart(NamedTuple):
@@ -107,6 +108,10 @@ class Source(ABC):
         scaled_by: Digests of the normalizers that the rows went through when they were
             written, in order.
         here: Whether the rows are in this process's memory.
+        memory: All rows in their original order, if they are arrays in this process's
+            memory; otherwise None.
+        chunks: Lengths of the blocks of a ``dask.array`` along its first axis, NaN if
+            unknown, if each block is a part; otherwise None.
         left_out: Number of unreadable examples, which are in no part; each file of a
             part of unknown length counts as one example.
         unlike: Kinds of the rows of each part, see `daskdl.data.batching.kinds`; None:
@@ -114,6 +119,8 @@ class Source(ABC):
         mergeable: Whether small parts may be merged, as the user has chosen them.
         lazy: Whether the rows are Dask's, so that outputs for them are lazy, too.
         named: Whether the names of the parts identify the rows for users, as URLs do.
+        keyable: Whether the examples may be pairs (key, x).
+        one_example: Whether each piece of a part, see `separate`, has exactly one row.
         apart: Whether each part is sent by itself, as `packed` returns it, to the
             worker that loads it; otherwise each worker gets the whole source once.
     """
@@ -127,11 +134,15 @@ class Source(ABC):
     trained: Columns | None = None
     scaled_by: Sequence[str] = ()
     here: bool = False
+    memory: Rows | None = None
+    chunks: Sequence[float] | None = None
     left_out: int = 0
     unlike: Sequence[Kinds] | None = None
     mergeable: bool = False
     lazy: bool = False
     named: bool = True
+    keyable: bool = False
+    one_example: bool = False
     apart: bool = False
 
     @abstractmethod
@@ -188,6 +199,42 @@ class Source(ABC):
         """Return the same rows in fewer parts; parts without rows are in no group."""
         return Together(self, groups)
 
+    def split(self, parts: int) -> Self:
+        """Return a stream in `parts` parts, unless the user chose the number of parts.
+
+        Other sources are returned unchanged.
+
+        Warns:
+            UserWarning: If every part of the stream seems to have all items.
+        """
+        return self
+
+    def in_parts(self, parts: int) -> Self:
+        """Return rows in memory in at most `parts` parts, or more if they are large.
+
+        Other sources are returned unchanged.
+        """
+        return self
+
+    def whole(self) -> Self:
+        """Return rows in memory as one part; other sources are returned unchanged."""
+        return self
+
+    def weighted(self, weight: Any) -> Self:
+        """Return the same rows with `Weighted` labels.
+
+        Args:
+            weight: (rows,), a finite number >= 0 for each row.
+
+        Raises:
+            DataError: If the rows are not in memory, have no labels, or do not match
+                the weights.
+        """
+        raise DataError(
+            "sample_weight is for X and y in memory; for other data, make the weights "
+            "a part of X, X=(X, weight), and weigh the rows in a step"
+        )
+
     def arranged(self, columns: Columns, classes: Sequence[str] | None = None) -> Self:
         """Return the same rows, with the columns of tables in this order.
 
@@ -226,14 +273,14 @@ class Source(ABC):
         return facts_of(self.load_counted(part))
 
     def known(self, facts: Sequence[Facts]) -> Self:
-        """Return the same source with the facts of each part, in order."""
+        """Return the same source with the lengths of its parts.
+
+        Args:
+            facts: Those of each part, in order; a source of files drops its empty
+                parts.
+        """
         counted = copy.copy(self)
         counted.lengths = [fact.rows for fact in facts]
-        if self.first_rows is None:
-            firsts = (fact.first_rows for fact in facts if fact.rows)
-            counted.first_rows = next(
-                (rows for rows in firsts if rows is not None), None
-            )
         return counted
 
 
@@ -276,7 +323,7 @@ class Together(Source):
 
     @override
     def separate(self, part: int) -> Separate:
-        pieces: list[tuple[str, Callable[[], Rows]]] = []
+        pieces: list[Piece] = []
         for member in self._groups[part]:
             load = functools.partial(self._source.load_counted, member)
             pieces += self._source.separate(member) or [

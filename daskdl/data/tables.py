@@ -8,7 +8,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from daskdl.data import batching
-from daskdl.data.batching import Rows, Tree
+from daskdl.data.batching import Rows, Tree, Weighted
 from daskdl.data.named_columns import (
     NO_COLUMNS,
     SHOWN_NAMES,
@@ -250,10 +250,12 @@ class InMemory(Source):
         shuffle_seed: Seed of a random distribution of rows to parts, so that data may
             be sorted by label; None keeps the order.
         columns: Column names of the arrays that were tables.
+        classes: Names of the labels 0, 1, ..., or None.
     """
 
     lengths: Sequence[int]
     first_rows: Rows
+    memory: Rows
     here = True
     apart = True
     named = False
@@ -265,50 +267,85 @@ class InMemory(Source):
         batch_size: int,
         shuffle_seed: int | None = None,
         columns: Columns = NO_COLUMNS,
+        classes: Sequence[str] | None = None,
     ) -> None:
         self.columns = columns
-        self._rows = batching.mapped(as_numpy, (x, y))
-        rows = batching.length(x)
+        self.classes = classes
         self._batch_size = batch_size
-        self._cut(PARTS)
-        self.first_rows = batching.rows(self._rows, slice(SHOWN_ROWS))
         self._order: np.ndarray | None = None
         if shuffle_seed is not None:
+            rows = batching.length(x)
             self._order = np.random.default_rng(shuffle_seed).permutation(rows)
+        self._set(batching.mapped(as_numpy, (x, y)))
+
+    def _set(self, rows: Rows) -> None:
+        self.memory = rows
+        self.first_rows = batching.rows(rows, slice(SHOWN_ROWS))
+        self._cut(PARTS)
 
     def _cut(self, parts: int) -> None:
-        rows = batching.length(self._rows)
-        most = max(parts, -(-batching.nbytes(self._rows) // PART_BYTES))
+        rows = batching.length(self.memory)
+        most = max(parts, -(-batching.nbytes(self.memory) // PART_BYTES))
         self._bounds = cut(rows, self._batch_size, most)
         self.parts = len(self._bounds)
         self.lengths = [stop - start for start, stop in self._bounds]
 
-    def in_parts(self, parts: int) -> "InMemory":
-        """Return the same rows in at most `parts` parts, or more if they are large."""
+    @override
+    def in_parts(self, parts: int) -> Self:
         source = copy.copy(self)
         source._cut(parts)
         return source
 
-    @property
-    def rows(self) -> Rows:
-        """All rows in their original order."""
-        return self._rows
+    @override
+    def whole(self) -> Self:
+        source = copy.copy(self)
+        source._order = None
+        source._bounds = [(0, batching.length(self.memory))]
+        source.parts, source.lengths = 1, [batching.length(self.memory)]
+        return source
+
+    @override
+    def weighted(self, weight: Any) -> Self:
+        x, labels = self.memory
+        if labels is None:
+            return super().weighted(weight)
+        rows = batching.length(x)
+        try:
+            weights = np.asarray(weight, dtype=np.float64)
+        except (TypeError, ValueError):
+            weights = np.zeros(0)
+        if weights.shape != (rows,):
+            shape = getattr(weight, "shape", None) or type(weight).__name__
+            raise DataError(
+                f"sample_weight must have one number for each of {rows} rows, got "
+                f"{shape}"
+            )
+        wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+        if len(wrong) or not weights.any():
+            at = wrong[0] if len(wrong) else 0
+            raise DataError(
+                "sample_weight must be finite numbers >= 0, not all zero, got "
+                f"sample_weight[{at}] = {weights[at]}"
+            )
+        source = copy.copy(self)
+        source._set((x, Weighted(labels, weights)))
+        return source
 
     @override
     def _arrange_(
         self, known: Columns, columns: Columns, classes: Sequence[str] | None
     ) -> None:
-        x, y = NamedRows.of(self._rows, known).arranged(columns)
-        self._rows = x, y
+        x, y = NamedRows.of(self.memory, known).arranged(columns)
+        self.memory = x, y
 
     @override
     def load(self, part: int) -> Rows:
         rows = slice(*self._bounds[part])
         if self._order is not None:
-            return batching.rows(self._rows, self._order[rows])
+            return batching.rows(self.memory, self._order[rows])
         # Contiguous, because Dask pickles other arrays.
         return batching.mapped(
-            lambda leaf: np.ascontiguousarray(leaf[rows]), self._rows
+            lambda leaf: np.ascontiguousarray(leaf[rows]), self.memory
         )
 
 

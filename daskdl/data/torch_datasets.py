@@ -299,13 +299,8 @@ class IterableStyle(Source):
             )
         return there[0]
 
-    def warn_if_alike(self) -> None:
-        """Warn if every part seems to have all items.
-
-        Warns:
-            UserWarning: If two parts begin with the same items, or if a torch dataset
-                does not ask which worker it is on.
-        """
+    def _warn_if_alike(self) -> None:
+        """Warn if two parts begin alike, or a torch dataset ignores its worker's id."""
         there = self._beginnings(2)
         if len(there) < 2:
             return
@@ -339,11 +334,13 @@ class IterableStyle(Source):
         few = itertools.islice(filter(None, begun), most)
         return [self._collation.rows(items) for items in few]
 
-    def in_parts(self, parts: int) -> Self:
-        """Return the same dataset in `parts` parts."""
+    @override
+    def split(self, parts: int) -> Self:
         divided = copy.copy(self)
-        divided.parts = parts
-        divided.__dict__.pop("first_rows", None)
+        if not self.fixed:
+            divided.parts = parts
+            divided.__dict__.pop("first_rows", None)
+        divided._warn_if_alike()
         return divided
 
     @override
@@ -361,15 +358,6 @@ class IterableStyle(Source):
     @override
     def name(self, part: int) -> str:
         return f"part {part} of {self.parts}"
-
-
-def split_stream(source: Source, parts: int) -> Source:
-    """Return a stream in `parts` parts, unless the user chose; others unchanged."""
-    if not isinstance(source, IterableStyle):
-        return source
-    divided = source if source.fixed else source.in_parts(parts)
-    divided.warn_if_alike()
-    return divided
 
 
 @dataclass(frozen=True)

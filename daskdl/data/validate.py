@@ -23,7 +23,6 @@ from daskdl.data.distribute import map_parts
 from daskdl.data.files import GroupedFiles
 from daskdl.data.inputs import source_of, with_columns
 from daskdl.data.source import STREAMED_ROWS, Source
-from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, OptionError, ShapeError
 
 Shape = tuple[int | None, ...]  # of a row; None: any length
@@ -442,9 +441,8 @@ def validate(
     """
     expected = Expectations.of(shapes, dtypes, labels)
     source = source_of(X, y, labelled=False)  # missing labels are counted
-    source = with_columns(source, client)
-    if isinstance(source, InMemory):  # as one part: its rows are the user's
-        source = InMemory(*source.rows, batch_size=sum(source.lengths))
+    # As one part in memory, whose rows are numbered as in X.
+    source = with_columns(source, client).whole()
     rows = files = 0
     counts = Counter[str]()
     offenders: list[tuple[int, int, Offender]] = []  # by part and place in it

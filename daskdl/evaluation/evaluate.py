@@ -34,7 +34,6 @@ from daskdl.data.checks import LabelCheck, ShapeCheck
 from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.inputs import OnBad, ReadOptions, infer_metadata, weighted_source
 from daskdl.data.source import Source
-from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import DataError, OptionError
 from daskdl.evaluation.report import Evaluation
 from daskdl.keras.compiled import OutputLosses, resolved_loss
@@ -229,7 +228,7 @@ def map_split(
 ) -> Iterator[tuple[int, T]]:
     """Call a function for each part; streams are split among the workers."""
     if client is not False:
-        source = split_stream(source, len(workers_of(client)))
+        source = source.split(len(workers_of(client)))
     return map_parts(source, function, client, send=True)
 
 

@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from daskdl.data import batching, checks
 from daskdl.data import source as sources
 from daskdl.data.batching import Batch, Rows, Tree
-from daskdl.data.dask_collections import Collections, Pairs, is_frame
+from daskdl.data.dask_collections import Collections
 from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
 from daskdl.data.source import SHOWN_ROWS, Separate, Source
-from daskdl.data.tables import InMemory, as_numpy
+from daskdl.data.tables import as_numpy
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation.evaluate import (
     Scorer,
@@ -32,7 +32,6 @@ from daskdl.evaluation.evaluate import (
 )
 from daskdl.inference.lazy import (
     Ask,
-    Examples,
     lazy_outputs,
     partition_outputs,
     with_first_rows,
@@ -71,15 +70,14 @@ def score_examples(
                 "scores are computed later"
             )
     checks.check_same_classes(source, classes)
-    if isinstance(source, Pairs):
-        source = Examples(source, key if isinstance(key, bool) else None)
     if keys is not None and keys.lazy and isinstance(source, Collections):
         source = source.beside(keys.values)
     with client_or_process(client) as cluster:
         if read.skips:
             source = infer_metadata(source, cluster, skips=True)
         else:
-            source = with_first_rows(source, cluster)
+            keyed = key if isinstance(key, bool) else None
+            source = with_first_rows(source, cluster, keyed)
         if keys is not None:
             keys.check(source)
         here = cluster is False and not source.lazy
@@ -98,7 +96,7 @@ def score_examples(
         scores = np.concatenate([np.zeros(0), *in_order])
     if keys is not None:
         return keys.index(scores)
-    return _like(X, scores) if isinstance(source, InMemory) else scores
+    return _like(X, scores) if source.here else scores
 
 
 def _like(X: Any, scores: np.ndarray) -> Any:
@@ -480,7 +478,7 @@ def keys_of(source: Source, key: Any, kind: str) -> Keys | None:
 
     `kind` is the type of the user's data, for messages.
     """
-    if isinstance(key, bool) and not isinstance(source, Pairs):
+    if isinstance(key, bool) and not source.keyable:
         raise OptionError(
             f"key={key} says whether a bag, or a list of Delayed objects and futures, "
             f"has pairs (key, example), and X is a {kind}"
@@ -507,25 +505,23 @@ def keys_of(source: Source, key: Any, kind: str) -> Keys | None:
 
 def _cut_alike(source: Source, key: Any, kind: str) -> Any:
     """Rechunk a ``dask.array`` of keys like the first array of a source."""
-    array = None
-    if isinstance(source, Collections) and not isinstance(source, Pairs):
-        array = source.partitions.collections[0]
-    if is_frame(array) or array is None or key.ndim != 1:
+    chunks = source.chunks
+    if chunks is None or key.ndim != 1:
         raise OptionError(
             "a key that is a dask.array must be one-dimensional, and X a dask.array, "
             f"got {key.ndim} axes and X is a {kind}"
         )
-    if not np.isnan([*array.chunks[0], *key.chunks[0]]).any():
-        if len(array) != len(key):
+    if not np.isnan([*chunks, *key.chunks[0]]).any():
+        if sum(chunks) != len(key):
             raise DataError(
                 f"key must have one value for each row, got {len(key)} for "
-                f"{len(array)} rows"
+                f"{sum(chunks)} rows"
             )
-        return key.rechunk({0: array.chunks[0]}, method="tasks")
-    if key.numblocks[0] != array.numblocks[0]:
+        return key.rechunk({0: chunks}, method="tasks")
+    if key.numblocks[0] != len(chunks):
         raise DataError(
             "key must have as many blocks as X if their lengths are unknown, got "
-            f"{key.numblocks[0]} and {array.numblocks[0]}"
+            f"{key.numblocks[0]} and {len(chunks)}"
         )
     return key
 

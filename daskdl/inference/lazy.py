@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from dask.delayed import Delayed, delayed
@@ -24,9 +24,8 @@ from typing_extensions import override
 
 from daskdl.data import batching, dask_collections
 from daskdl.data.batching import Rows, Tree
-from daskdl.data.dask_collections import Collections, Finish, Pairs, is_frame
+from daskdl.data.dask_collections import Collections, Finish, Pairs
 from daskdl.data.distribute import map_parts, new_key, workers_of
-from daskdl.data.files import GroupedFiles
 from daskdl.data.named_columns import Columns as Names
 from daskdl.data.named_columns import NamedRows
 from daskdl.data.source import STREAMED_ROWS, Facts, Source, facts_of
@@ -36,7 +35,6 @@ from daskdl.serialization import Packed
 # Maps blocks of rows to the outputs of all blocks, numpy arrays with a row for each.
 Ask = Callable[[Iterator[Rows]], Tree]
 Columns = tuple[Any, ...] | None  # names of a dataframe's columns
-S = TypeVar("S", bound=Source)
 
 
 class error_context(AbstractContextManager[None]):
@@ -174,6 +172,8 @@ class Examples(Collections):
     `keyed` says whether examples are pairs (key, x); None: the first example decides.
     """
 
+    keyable = True
+
     def __init__(self, pairs: Pairs, keyed: bool | None) -> None:
         super().__init__(pairs.partitions, _unread)
         self.columns, self.trained = pairs.columns, pairs.trained
@@ -187,24 +187,29 @@ class Examples(Collections):
         self.reader = dataclasses.replace(self.reader, rows=rows)
 
 
-def with_first_rows(source: S, client: Client | Literal[False]) -> S:
-    """Return the source with rows for a dry run; `Examples` then know `keyed`.
+def with_first_rows(
+    source: Source, client: Client | Literal[False], keyed: bool | None = None
+) -> Source:
+    """Return the source with rows for a dry run, `Pairs` as `Examples`.
 
     Computes one part after the other until one has rows. If no order of columns is
-    expected, the first part determines it.
+    expected, the first part determines it. `keyed` says whether examples are pairs
+    (key, x); None: the first example decides.
     """
+    if isinstance(source, Pairs):
+        source = Examples(source, keyed)
     reader = source.reader if isinstance(source, Examples) else None
     if source.first_rows is not None and reader is None:
         return source
     for part in range(source.parts):
         first_rows = functools.partial(_first_rows, reader)
         look = map_parts(source, first_rows, client, parts=[part])
-        for _, (facts, keyed) in look:
+        for _, (facts, has_keys) in look:
             if facts is not None and facts.first_rows is not None:
                 known = copy.copy(source)
                 known.first_rows = facts.first_rows
                 if isinstance(known, Examples):
-                    known.reader = dataclasses.replace(known.reader, keyed=keyed)
+                    known.reader = dataclasses.replace(known.reader, keyed=has_keys)
                 named_rows = NamedRows.of(facts.first_rows)
                 columns = {**named_rows.columns, **(source.columns or {})}
                 if source.first_rows is None:
@@ -315,13 +320,12 @@ def lazy_outputs(
     parts = partition_outputs(source, ask, client)
     if isinstance(source, Examples):
         return _bag(parts) if source.reader.bag else parts
-    collection = source.partitions.collections[0]
-    if not is_frame(collection):
-        chunks = collection.chunks[0]
+    if (chunks := source.chunks) is not None:
         leaves = enumerate(batching.leaves(empty))
         return batching.filled(empty, [_array(parts, i, x, chunks) for i, x in leaves])
+    frame, *_ = source.partitions.collections
     values = source.partitions.delayed(client)
-    return collection_of_tables(parts, empty, collection, values, names)
+    return collection_of_tables(parts, empty, frame, values, names)
 
 
 def _bag(parts: list[Delayed]) -> Any:
@@ -357,7 +361,7 @@ def _pairs_of_files(
     keys: list[Any] = []
 
     def rows_of_files() -> Iterator[Rows]:
-        if isinstance(source, GroupedFiles) and source.one_example:
+        if source.one_example:
             keys.extend(urls)
             yield from source.stream(part, STREAMED_ROWS)  # loads several at a time
             return

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from daskdl.config import is_whole
 from daskdl.data import batching, checks
 from daskdl.data.batching import Rows, Transform, Tree
-from daskdl.data.dask_collections import Collections, Pairs
+from daskdl.data.dask_collections import Collections
 from daskdl.data.distribute import map_parts, workers_of
 from daskdl.data.inputs import ReadOptions, source_of
 from daskdl.data.source import Source
-from daskdl.data.tables import InMemory, as_numpy
-from daskdl.data.torch_datasets import split_stream
+from daskdl.data.tables import as_numpy
 from daskdl.errors import ModelError, OptionError
 from daskdl.inference.lazy import (
-    Examples,
     check_tabular,
     error_context,
     keyed_by_file,
@@ -66,7 +64,7 @@ def predict(
     _check_options(output, postprocess, keyed)
     checks.check_module(model)
     source = source_of(X, None, read, labelled=False)
-    if keyed and not (source.named or isinstance(source, Pairs)):
+    if keyed and not (source.named or source.keyable):
         raise OptionError(
             "keyed=True is for files, and for a bag, or a list of Delayed objects and "
             f"futures, of pairs (key, x); got a {type(X).__name__}"
@@ -79,12 +77,10 @@ def predict(
         if cluster is not False:
             check_installed(cluster)
             workers_of(cluster)  # at least one
-        if isinstance(source, Pairs):
-            source = Examples(source, keyed)
-        source = with_first_rows(source, cluster)
+        source = with_first_rows(source, cluster, keyed)
         packed = PackedModel(model, here=cluster is False and not lazy)
         none = no_outputs(packed.unpack(), source, read.transform, output, postprocess)
-        exact = not isinstance(source, Examples)
+        exact = not source.keyable  # examples may have several shapes
         predictor = BatchPredictor(
             packed, none, read.batch_size, read.transform, output, postprocess, exact
         )
@@ -97,19 +93,18 @@ def predict(
             single = isinstance(outputs, list) and not isinstance(X, list)
             return outputs[0] if single else outputs
         if cluster is not False:
-            source = split_stream(source, 1)  # otherwise outputs are in no order
-        pandas = isinstance(source, InMemory) and hasattr(X, "iloc")
+            source = source.split(1)  # otherwise outputs are in no order
+        pandas = source.here and hasattr(X, "iloc")
         if pandas:
             check_tabular(empty, "pandas.DataFrame; use X.to_numpy()")
-        if cluster is not False and isinstance(source, InMemory):
+        if cluster is not False:
             threads = sum(cluster.nthreads().values())
             source = source.in_parts(PARTS_PER_THREAD * threads)
         parts = dict(map_parts(source, predictor, cluster, send=True))
     outputs = batching.joined([parts[part] for part in sorted(parts)])
     if pandas:
         return pandas_of(outputs, X, names)
-    in_memory = isinstance(source, InMemory)
-    if not in_memory or not all(isinstance(x, Tensor) for x in batching.leaves(X)):
+    if not source.here or not all(isinstance(x, Tensor) for x in batching.leaves(X)):
         return outputs
     return batching.mapped(
         lambda empty, array: torch.from_numpy(array).to(empty.dtype), none, outputs

@@ -32,7 +32,6 @@ from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.compression.thresholds import Sent, average_sent
 from daskdl.config import Bound
 from daskdl.data.source import Source, rows_in
-from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import OptionError, SaveError
 from daskdl.observe.tables import Row
 from daskdl.process_settings import process_environment
@@ -393,7 +392,7 @@ class LocalBackend(Backend):
         self.workers = dict.fromkeys(range(replicas), HERE)
         self._spec = spec
         self._sources = {
-            phase: split_stream(source, replicas) for phase, source in sources.items()
+            phase: source.split(replicas) for phase, source in sources.items()
         }
         # The thread that fills a relay queue also empties it, so it needs no bound.
         self._run = LocalRun(run_spec_of(spec, self.workers, self._sources))

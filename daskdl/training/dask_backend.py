@@ -44,7 +44,6 @@ from daskdl.data.distribute import (
     workers_of,
 )
 from daskdl.data.source import Source
-from daskdl.data.torch_datasets import split_stream
 from daskdl.errors import ChannelError, WaitTimeoutError
 from daskdl.observe.tables import Row
 from daskdl.process_settings import process_environment
@@ -786,9 +785,7 @@ def dask_backend(
     with contextlib.ExitStack() as stack:
         supplies = {
             phase: stack.enter_context(
-                DataPlacement(
-                    split_stream(source, len(assigned)), client, workers, bound
-                )
+                DataPlacement(source.split(len(assigned)), client, workers, bound)
             )
             for phase, source in sources.items()
         }

@@ -28,7 +28,7 @@ import daskdl
 from daskdl.data import Stream
 from daskdl.data import dataset as collated
 from daskdl.data.inputs import ReadOptions, source_of
-from daskdl.data.torch_datasets import Collation, split_stream, worker_info
+from daskdl.data.torch_datasets import Collation, worker_info
 from daskdl.errors import DataError, OptionError
 
 
@@ -340,7 +340,7 @@ def counted(items):
 
 def split(dataset, parts):
     with warnings.catch_warnings(action="error"):
-        return split_stream(source_of(dataset), parts)
+        return source_of(dataset).split(parts)
 
 
 def streamed(source, part, rows=3):
@@ -432,7 +432,7 @@ def test_parts_that_begin_alike_are_warned_of(dataset, message):
     _ = source.first_rows
 
     with pytest.warns(UserWarning, match=message):
-        split_stream(source, 2)
+        source.split(2)
 
 
 def test_one_part_may_have_everything_and_other_shapes_are_not_alike():
@@ -468,7 +468,8 @@ def test_a_dataset_takes_no_step_while_another_does():
                 seen = get_worker_info().id
             yield seen, 0
 
-    source = source_of(Slow()).in_parts(2)
+    source = source_of(Slow())
+    source.parts = 2
 
     def read(part):
         return [x.tolist() for x, _ in source.stream(part, 1)]
@@ -489,7 +490,8 @@ def test_each_pass_goes_through_a_copy_with_a_seed_of_its_own():
             yield get_worker_info().seed, 0
 
     dataset = Own()
-    one, other = (source_of(dataset).in_parts(3) for _ in range(2))
+    one, other = source_of(dataset), source_of(dataset)
+    one.parts = other.parts = 3
 
     def seeds(source):
         return [next(source.stream(part, 1))[0].item() for part in (0, 1, 2, 0, 1, 2)]

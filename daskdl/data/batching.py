@@ -37,6 +37,11 @@ class Weighted(NamedTuple):
     weight: Any  # (B,), floating, >= 0
 
 
+def labels_of(y: Tree) -> Tree:
+    """Return labels without their weights, if they have any."""
+    return y.labels if isinstance(y, Weighted) else y
+
+
 def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
     """Yield each array with its name in the user's code, in order.
 
@@ -123,6 +128,11 @@ def length(tree: Tree) -> int:
 
 def nbytes(both: Rows) -> int:
     return sum(int(leaf.nbytes) for leaf in named_both(both).values())
+
+
+def row_bytes(rows: Rows) -> int:
+    """Return the average size of a row, at least 1; there must be a row."""
+    return max(nbytes(rows) // length(rows), 1)
 
 
 def rows(tree: T, which: Any) -> T:

@@ -102,8 +102,7 @@ class LabelCheck:
 
     def check(self, y: Tree, of: str = "") -> None:
         """Raise a DataError with the first wrong label, its index and the part."""
-        if isinstance(y, Weighted):
-            y = y.labels
+        y = batching.labels_of(y)
         for name, leaf in () if y is None else batching.named(y, "y"):
             labels = as_numpy(leaf)
             if labels.dtype.kind == "f":
@@ -173,8 +172,7 @@ def ignored_label(loss: Any) -> int | None:
 
 def is_classification(output: Any, y: Tree) -> bool:
     """Whether y holds class indices, and dimension 1 of the output their scores."""
-    if isinstance(y, Weighted):
-        y = y.labels
+    y = batching.labels_of(y)
     return (
         isinstance(y, Tensor)
         and y.dtype == torch.int64  # as `to_device` makes every integer label
@@ -222,7 +220,7 @@ def batch_weight(loss: Any, y: Tree, rows: int) -> float:
         (1, 3)
     """
     weighted = isinstance(y, Weighted)
-    loss, labels = unweighted(loss), y.labels if weighted else y
+    loss, labels = unweighted(loss), batching.labels_of(y)
     weights = None if is_sum(loss) else label_weights(loss, labels)
     if weighted:
         weight: Tensor = y.weight
@@ -573,15 +571,15 @@ def dry_run(
         if loss is None:
             return DryRun(shown, batch, output, y, None, unchanged)
         output = scored(output)
-        labels_of = y.labels if isinstance(y, Weighted) else y
-        accepted = _accepted_labels(loss, *aligned(unweighted(loss), output, labels_of))
+        labels = batching.labels_of(y)
+        accepted = _accepted_labels(loss, *aligned(unweighted(loss), output, labels))
         if accepted.classes is not None and transform is None:
             accepted.check(shown[1])
         copied_loss = Packed(loss, "loss").unpack()
         shapes = f"the output being {described(output)} and the labels {described(y)}"
-        remedy = functools.partial(_label_remedy, loss, output, labels_of)
+        remedy = functools.partial(_label_remedy, loss, output, labels)
         _run_loss(
-            "loss", lambda: copied_loss(output, y), shapes, output, labels_of, remedy
+            "loss", lambda: copied_loss(output, y), shapes, output, labels, remedy
         )
         _check_scores(unweighted(loss), output)
         labels = accepted if transform is None else None

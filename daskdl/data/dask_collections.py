@@ -39,7 +39,7 @@ from daskdl.data.batching import Rows, Tree
 from daskdl.data.distribute import check_annotations
 from daskdl.data.named_columns import Columns, NamedRows, columns_in, few
 from daskdl.data.source import Facts, GraphPart, PartGraph, Source, culled
-from daskdl.data.tables import as_numpy
+from daskdl.data.tables import as_numpy, is_dask_array
 from daskdl.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -54,11 +54,6 @@ def is_future(value: Any) -> bool:
     return type(value).__module__ == "distributed.client"
 
 
-def _is_array(collection: Any) -> bool:
-    """Whether a collection is a ``dask.array``, asked without importing Dask's."""
-    return hasattr(type(collection), "numblocks")
-
-
 def is_frame(collection: Any) -> bool:
     """Whether a collection is a ``dask.dataframe``, or a column of one."""
     return hasattr(type(collection), "divisions")
@@ -66,7 +61,7 @@ def is_frame(collection: Any) -> bool:
 
 def is_partitioned(value: Any) -> bool:
     """Whether a value is a ``dask.array`` or a ``dask.dataframe``."""
-    return _is_array(value) or is_frame(value)
+    return is_dask_array(value) or is_frame(value)
 
 
 # ---- one graph
@@ -324,7 +319,7 @@ def _planned_frame(frame: Any) -> Planned:
 def _planned_columns(collections: Sequence[Any]) -> Planned:
     """Plan several arrays and dataframes; a part is the list of their partitions."""
     frames = [data for data in collections if is_frame(data)]
-    arrays = [data for data in collections if _is_array(data)]
+    arrays = [data for data in collections if is_dask_array(data)]
     tables = Planned({}, [], {})
     if frames:
         import dask.dataframe
@@ -349,7 +344,9 @@ def _planned_columns(collections: Sequence[Any]) -> Planned:
     columns = [tables.keys, *blocks] if frames else blocks
     _check_shuffled_together(tasks, columns)
     name = f"part-{tokenize(columns)}"
-    places = sorted(range(len(collections)), key=lambda i: _is_array(collections[i]))
+    places = sorted(
+        range(len(collections)), key=lambda i: is_dask_array(collections[i])
+    )
     keys = []
     for part, values in enumerate(zip(*columns, strict=True)):
         keys.append((name, part))
@@ -440,8 +437,8 @@ class Collections(Source):
     ) -> None:
         self.partitions = partitions
         self.parts = partitions.parts
-        first, *_ = partitions.collections
-        self.chunks = first.chunks[0] if _is_array(first) else None
+        collection = partitions.collections[0]
+        self.chunks = collection.chunks[0] if is_dask_array(collection) else None
         self.lengths = lengths
         self.first_rows = first_rows
         self.finish = finish
@@ -641,7 +638,7 @@ def _checked(value: Any, name: str) -> tuple[tuple[str, ...] | None, np.ndarray 
         classes = tables.check_columns(value._meta, name, name.startswith("y"))
         meta = tables.columns_of(value._meta, name, classes)
         return classes, np.zeros((1, *meta.shape[1:]), meta.dtype)
-    if not _is_array(value):
+    if not is_dask_array(value):
         raise DataError(
             f"{name} is in memory and the other data are Dask's; use "
             f"dask.array.from_array({name}, chunks=...) with the chunks of the others, "
@@ -658,7 +655,7 @@ def _aligned(named: Mapping[str, Any]) -> tuple[Sequence[Any], tuple[int, ...] |
     chunks = {
         name: tuple(map(int, value.chunks[0]))
         for name, value in named.items()
-        if _is_array(value) and not any(map(math.isnan, value.chunks[0]))
+        if is_dask_array(value) and not any(map(math.isnan, value.chunks[0]))
     }
     tables.check_lengths({name: sum(rows) for name, rows in chunks.items()})
     lengths = next(iter(chunks.values()), None)
@@ -669,7 +666,7 @@ def _aligned(named: Mapping[str, Any]) -> tuple[Sequence[Any], tuple[int, ...] |
         ]
         return rechunked, lengths
     counts = {
-        name: int(value.numblocks[0] if _is_array(value) else value.npartitions)
+        name: int(value.numblocks[0] if is_dask_array(value) else value.npartitions)
         for name, value in named.items()
     }
     if len(set(counts.values())) > 1:
@@ -757,6 +754,13 @@ def _zipped(xs: Any, ys: Any) -> list[tuple[Any, Any]]:
     return list(zip(xs, ys, strict=True))
 
 
+def is_pair(value: Any) -> bool:
+    """Whether a value is a tuple of two, but not a named one."""
+    return (
+        isinstance(value, tuple) and len(value) == 2 and not hasattr(value, "_fields")
+    )
+
+
 def pair(value: Any) -> tuple[Tree, Tree]:
     """Split a tuple of two into x and y; anything else is x alone.
 
@@ -764,9 +768,7 @@ def pair(value: Any) -> tuple[Tree, Tree]:
         >>> pair((1, 2)), pair([1, 2])
         ((1, 2), ([1, 2], None))
     """
-    if isinstance(value, tuple) and len(value) == 2 and not hasattr(value, "_fields"):
-        return value
-    return value, None
+    return value if is_pair(value) else (value, None)
 
 
 def stacked(examples: Sequence[Any], name: str) -> Rows:

@@ -301,11 +301,6 @@ class Table(Reader):
     label_dtype: str | None = None
     classes: Sequence[str] | None = None
 
-    @property
-    def _has_names(self) -> bool:
-        """Whether files name their columns."""
-        return True
-
     def _chosen(self, names: Sequence[str], url: str) -> tuple[list[int], list[int]]:
         """Return the indices of the columns of x, and of the columns of y."""
         labels = [_index(names, c, "label", url) for c in _as_list(self.label)]
@@ -336,9 +331,9 @@ class Table(Reader):
     def _names(self, features: Columns, labels: Columns) -> NamedColumns:
         """The names of the columns, except of those that are chosen by index."""
         names: dict[str, tuple[str, ...]] = {}
-        if self._has_names and not _by_index(self.features):
+        if not _by_index(self.features):
             names["X"] = tuple(name for name, _ in features)
-        if self._has_names and len(labels) > 1 and not _by_index(self.label):
+        if len(labels) > 1 and not _by_index(self.label):
             names["y"] = tuple(name for name, _ in labels)
         return names
 
@@ -465,10 +460,9 @@ class Csv(Table):
     header: bool = True
     delimiter: str = ","
 
-    @property
     @override
-    def _has_names(self) -> bool:
-        return self.header
+    def _names(self, features: Columns, labels: Columns) -> NamedColumns:
+        return super()._names(features, labels) if self.header else {}
 
     def __post_init__(self) -> None:
         if len(self.delimiter) == 1:

@@ -57,6 +57,7 @@ from daskdl.data.torch_datasets import (
     MapStyle,
     Stream,
     arguments_of,
+    is_arrow,
 )
 from daskdl.errors import DataError, ModelError, OptionError
 
@@ -437,6 +438,79 @@ def _source_of_arrays(X: Tree, y: Tree, reading: _Reading) -> Source:
     return InMemory(x, labels, reading.step_rows, reading.shuffle_seed, names, classes)
 
 
+class _RandomSplit(NamedTuple):
+    """A random split of rows, see `split_rows`."""
+
+    fraction: float
+    seed: int
+
+    def rows(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of the rows to train on, and of those to score."""
+        held = round(count * self.fraction)
+        if not 0 < held < count:
+            raise DataError(
+                f"validation={self.fraction!r} of {count} rows leaves {count - held} "
+                f"rows to train on and {held} to score; give more rows, or "
+                "validation=(X, y)"
+            )
+        order = np.random.default_rng([self.seed, count]).permutation(count)
+        return np.sort(order[held:]), np.sort(order[:held])
+
+
+Halves = tuple[tuple[Any, Any], tuple[Any, Any]]  # (X, y) to train on and to score
+
+
+def _split_collated(X: CollatedDataset, y: Any, how: _RandomSplit) -> Halves:
+    train, held = _kind_of(X.dataset).split(X.dataset, y, how)
+    return (
+        (replace(X, dataset=train[0]), train[1]),
+        (replace(X, dataset=held[0]), held[1]),
+    )
+
+
+def _split_dataset(X: Any, y: Any, how: _RandomSplit) -> Halves:
+    if not hasattr(X, "__len__"):
+        return _split_arrays(X, y, how)
+    # Datasets of Hugging Face keep their columns and classes.
+    take = X.select if is_arrow(X) else functools.partial(Subset, X)
+    train, held = (take(rows.tolist()) for rows in how.rows(len(X)))
+    return (train, y), (held, y)
+
+
+def _split_arrays(X: Any, y: Any, how: _RandomSplit) -> Halves:
+    fraction = how.fraction
+    leaves = batching.named_both((X, y))
+    if leaves and all(map(is_frame, leaves.values())):
+        source = columns(X, y)
+        train_share, held_share = (
+            source.finished(Share(source.finish, fraction, how.seed, second))
+            for second in (False, True)
+        )
+        return (train_share, None), (held_share, None)
+    lengths = {}
+    for name, leaf in leaves.items():
+        length = None if _is_lazy_list(leaf) else tables.row_count(leaf)
+        if length is None:
+            raise DataError(
+                f"validation={fraction!r} splits arrays, tensors, lists, tables, "
+                "datasets with a length, Dask arrays and dataframes, but not "
+                f"{name}, a {type(leaf).__name__}; split it yourself, and give "
+                "validation=(X, y) or data that include labels"
+            )
+        lengths[name] = length
+    if any(map(math.isnan, lengths.values())):
+        raise DataError(
+            f"validation={fraction!r} needs the lengths of the chunks, which Dask does "
+            "not know; call compute_chunk_sizes() first, or give validation=(X, y)"
+        )
+    tables.check_lengths(lengths)
+    train, held = (
+        batching.filled((X, y), [tables.take(leaf, rows) for leaf in leaves.values()])
+        for rows in how.rows(next(iter(lengths.values())))
+    )
+    return train, held
+
+
 class _Kind(NamedTuple):
     """A kind of data, a row of the table `_KINDS`.
 
@@ -447,12 +521,15 @@ class _Kind(NamedTuple):
         label_apart: Takes the column or key of the labels out of X; returns X and y.
             None: items keep it until they are collated.
         source: Makes the source of prepared data.
+        split: Splits the rows at random, see `split_rows`; raises a DataError if it
+            cannot.
     """
 
     holds: Callable[[Any], bool]
     prepare: Callable[[Any, Any], tuple[Any, Any]]
     label_apart: Callable[[Any, Any], tuple[Any, Any]] | None
     source: Callable[[Any, Any, _Reading], Source]
+    split: Callable[[Any, Any, _RandomSplit], Halves] = _split_arrays
 
 
 # In this order: the first kind that holds.
@@ -469,8 +546,9 @@ _KINDS = (
         _items_with_y,
         None,
         _source_of_dataset,
+        _split_collated,
     ),
-    _Kind(_is_dataset, _without_y, None, _source_of_dataset),
+    _Kind(_is_dataset, _without_y, None, _source_of_dataset, _split_dataset),
     _Kind(_has_datasets, _choose_dataset, None, _source_of_dataset),
     _Kind(
         _is_bag,
@@ -833,8 +911,8 @@ def merge_small_parts(source: Source) -> Source:
     lengths, first_rows = source.lengths, source.first_rows
     if not source.mergeable or lengths is None or first_rows is None:
         return source
-    row_bytes = max(batching.nbytes(first_rows) // batching.length(first_rows), 1)
-    most = min(sum(lengths) // LEAST_PARTS, MERGED_ROWS, MERGED_BYTES // row_bytes)
+    most_of_bytes = MERGED_BYTES // batching.row_bytes(first_rows)
+    most = min(sum(lengths) // LEAST_PARTS, MERGED_ROWS, most_of_bytes)
     groups: list[list[int]] = []
     rows, kinds = most, None
     for part, length in enumerate(lengths):
@@ -852,9 +930,7 @@ def merge_small_parts(source: Source) -> Source:
     return source.together(groups)
 
 
-def split_rows(
-    X: Any, y: Any, fraction: float, seed: int
-) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+def split_rows(X: Any, y: Any, fraction: float, seed: int) -> Halves:
     """Split rows at random; the same seed and number of rows give the same split.
 
     X and y are arrays, tensors, tables, Dask arrays and dataframes in tuples and dicts,
@@ -872,56 +948,4 @@ def split_rows(
             "validation must be (X, y), data, or a fraction of the rows in (0, 1), got "
             f"{fraction!r}"
         )
-
-    def parts_of(rows: int) -> tuple[np.ndarray, np.ndarray]:
-        count = round(rows * fraction)
-        if not 0 < count < rows:
-            raise DataError(
-                f"validation={fraction!r} of {rows} rows leaves {rows - count} rows to "
-                f"train on and {count} to score; give more rows, or validation=(X, y)"
-            )
-        order = np.random.default_rng([seed, rows]).permutation(rows)
-        return np.sort(order[count:]), np.sort(order[:count])
-
-    if isinstance(X, CollatedDataset):
-        (train_X, train_y), (held_X, held_y) = split_rows(X.dataset, y, fraction, seed)
-        return (
-            (replace(X, dataset=train_X), train_y),
-            (replace(X, dataset=held_X), held_y),
-        )
-    if _is_dataset(X) and hasattr(X, "__len__"):
-        # Datasets of Hugging Face keep their columns and classes.
-        arrow = type(X).__module__.partition(".")[0] == "datasets"
-        take = X.select if arrow else functools.partial(Subset, X)
-        train_items, held_items = (take(rows.tolist()) for rows in parts_of(len(X)))
-        return (train_items, y), (held_items, y)
-    leaves = batching.named_both((X, y))
-    if leaves and all(map(is_frame, leaves.values())):
-        source = columns(X, y)
-        train_share, held_share = (
-            source.finished(Share(source.finish, fraction, seed, second))
-            for second in (False, True)
-        )
-        return (train_share, None), (held_share, None)
-    lengths = {}
-    for name, leaf in leaves.items():
-        length = None if _is_lazy_list(leaf) else tables.row_count(leaf)
-        if length is None:
-            raise DataError(
-                f"validation={fraction!r} splits arrays, tensors, lists, tables, "
-                "datasets with a length, Dask arrays and dataframes, but not "
-                f"{name}, a {type(leaf).__name__}; split it yourself, and give "
-                "validation=(X, y) or data that include labels"
-            )
-        lengths[name] = length
-    if any(map(math.isnan, lengths.values())):
-        raise DataError(
-            f"validation={fraction!r} needs the lengths of the chunks, which Dask does "
-            "not know; call compute_chunk_sizes() first, or give validation=(X, y)"
-        )
-    tables.check_lengths(lengths)
-    train, held = (
-        batching.filled((X, y), [tables.take(leaf, rows) for leaf in leaves.values()])
-        for rows in parts_of(next(iter(lengths.values())))
-    )
-    return train, held
+    return _kind_of(X).split(X, y, _RandomSplit(fraction, seed))

@@ -248,10 +248,6 @@ class Normalization(FittedTransform):
     scalings: Tree
     columns: Columns = field(default_factory=dict, hash=False)
 
-    def __call__(self, batch: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        """Scale x of a batch, like `transform`."""
-        return self.transform(batch)
-
     def transform(self, batch: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         """Scale x of a batch.
 
@@ -268,6 +264,8 @@ class Normalization(FittedTransform):
         """
         x, y = batch
         return self._mapped(Scaling.apply, x), y
+
+    __call__ = transform
 
     def inverse(self, x: Tree) -> Tree:
         """Return x before the scaling.

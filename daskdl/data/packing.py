@@ -39,6 +39,7 @@ from daskdl.config import Timeouts, check_whole
 from daskdl.data import batching, storage
 from daskdl.data.batching import Rows
 from daskdl.data.checks import LabelCheck, stream_readable
+from daskdl.data.dask_collections import is_future
 from daskdl.data.distribute import answers_of, map_parts, workers_of
 from daskdl.data.inputs import (
     ReadOptions,
@@ -129,7 +130,7 @@ def _repeatable(value: Any) -> Any:
         return {key: _repeatable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_repeatable(item) for item in value]
-    if isinstance(value, Delayed) or type(value).__module__ == "distributed.client":
+    if isinstance(value, Delayed) or is_future(value):
         return type(value).__name__  # the key is random
     return value
 
@@ -204,7 +205,9 @@ Content = tuple[Schema | None, Mapping[str, np.ndarray], Mapping[str, Any]]
 
 
 class Contents(Source):
-    """The content of packed files; the task of a part writes some of them.
+    """The content of packed files, for `map_parts`: a task for each part writes files.
+
+    The parts are not loaded as rows.
 
     Attributes:
         checksum: Checksum of the assignment of rows to packed files.

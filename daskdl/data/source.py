@@ -216,7 +216,7 @@ class Source(ABC):
         """
         return self
 
-    def whole(self) -> Self:
+    def in_one_part(self) -> Self:
         """Return rows in memory as one part; other sources are returned unchanged."""
         return self
 

@@ -82,7 +82,7 @@ def _remedy_for_dtype(array: Any, argument: str) -> str:
     elif array.dtype.kind in "UST" or isinstance(item, str | bytes):
         if not argument.startswith("y"):
             remedy = "encode them as numbers"
-        elif not _is_dask_array(array):
+        elif not is_dask_array(array):
             remedy = "number the classes, numpy.unique({X}, return_inverse=True)[1]"
             if " of " in argument:  # of a part, which may lack some classes
                 remedy = "number the classes, alike in all parts"
@@ -107,7 +107,7 @@ _LARGEST_ITEM_BYTES = 8
 _NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
-def _is_dask_array(value: Any) -> bool:
+def is_dask_array(value: Any) -> bool:
     """Whether a value is a ``dask.array``, without importing Dask."""
     module = sys.modules.get("dask.array")
     return module is not None and isinstance(value, module.Array)
@@ -126,13 +126,13 @@ def check_array(value: Any, argument: str) -> float:
 dask.array, got a list; convert it with numpy.asarray(X)
     """
     check_values(value, argument)
-    if _is_dask_array(value):
+    if is_dask_array(value):
         _check_chunks(value, argument)
     if 0 in value.shape:
         raise DataError(
             f"{argument} must not be empty, got the shape {tuple(value.shape)}"
         )
-    return value.shape[0] if _is_dask_array(value) else len(value)
+    return value.shape[0] if is_dask_array(value) else len(value)
 
 
 def check_structure(X: Tree, y: Tree) -> None:
@@ -180,7 +180,7 @@ def check_values(value: Any, argument: str) -> None:
             f"{argument} is a masked array, whose mask would be ignored; "
             f"fill it with {argument}.filled(...)"
         )
-    if not (isinstance(value, np.ndarray | Tensor) or _is_dask_array(value)):
+    if not (isinstance(value, np.ndarray | Tensor) or is_dask_array(value)):
         name = "None" if value is None else _type_name(value)
         article = "" if value is None else "an " if name[0] in "aeio" else "a "
         matches = (remedy for applies, remedy in _REMEDIES if applies(value))
@@ -297,7 +297,7 @@ class InMemory(Source):
         return source
 
     @override
-    def whole(self) -> Self:
+    def in_one_part(self) -> Self:
         source = copy.copy(self)
         source._order = None
         source._bounds = [(0, batching.length(self.memory))]
@@ -409,7 +409,7 @@ def row_count(value: Any) -> int | None:
 
     NaN if it is unknown to Dask; None for other values.
     """
-    if isinstance(value, np.ndarray | Tensor) or _is_dask_array(value):
+    if isinstance(value, np.ndarray | Tensor) or is_dask_array(value):
         return value.shape[0] if value.ndim else None
     return len(value) if isinstance(value, list) or _is_frame(value) else None
 

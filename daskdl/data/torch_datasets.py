@@ -406,7 +406,7 @@ class MapStyle(Source):
         skips: bool = False,
     ) -> None:
         # Columns are read together; with a function of the user, items are his.
-        self._arrow = _is_arrow(dataset) and collation.function is None
+        self._arrow = is_arrow(dataset) and collation.function is None
         self._arrow &= not (self._arrow and dataset.format["type"] == "custom")
         if self._arrow:
             self.classes = _class_names(dataset, collation.label, classes)
@@ -483,8 +483,7 @@ class MapStyle(Source):
     def _part_size(self, first_rows: Rows) -> int:
         if self._collation.function is not None:
             return self._collation.batch_size
-        row_bytes = max(batching.nbytes(first_rows) // batching.length(first_rows), 1)
-        most = min(MOST_ITEMS, max(1, MOST_BYTES // row_bytes))
+        most = min(MOST_ITEMS, max(1, MOST_BYTES // batching.row_bytes(first_rows)))
         return min(max(-(-self._items // PARTS), LEAST_ITEMS), most)
 
     def _indices(self, part: int) -> Sequence[int]:
@@ -582,7 +581,7 @@ class _Collated:
             return None
 
 
-def _is_arrow(value: Any) -> bool:
+def is_arrow(value: Any) -> bool:
     """Whether a value is a ``datasets.Dataset`` of Hugging Face."""
     module = sys.modules.get("datasets.arrow_dataset")
     return module is not None and isinstance(value, module.Dataset)
@@ -691,7 +690,7 @@ def _sampled(dataset: Any, sampler: Any) -> tuple[Any, bool | None]:
     if isinstance(chosen, list | tuple | range | np.ndarray | Tensor):
         items = [int(i) for i in chosen]
         chosen_items = (
-            dataset.select(items) if _is_arrow(dataset) else Subset(dataset, items)
+            dataset.select(items) if is_arrow(dataset) else Subset(dataset, items)
         )
         return chosen_items, kind is SubsetRandomSampler
     remedy = (

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 from daskdl.config import is_integral
 from daskdl.data import batching
@@ -74,10 +73,6 @@ class Report:
         """Whether there is no fault."""
         return not any(self.counts.values())
 
-    @override
-    def __str__(self) -> str:
-        return self.summary()
-
     def summary(self) -> str:
         """A table to read.
 
@@ -110,6 +105,8 @@ class Report:
         last = [f"... and more, {len(shown)} shown"] if hidden else []
         table = _aligned([Offender._fields, *shown])
         return "\n".join([heading, *_aligned(counts), "", *table, *last])
+
+    __str__ = summary
 
     def to_pandas(self) -> Any:
         """The offenders as a ``pandas.DataFrame``, one per row."""
@@ -442,7 +439,7 @@ def validate(
     expected = Expectations.of(shapes, dtypes, labels)
     source = source_of(X, y, labelled=False)  # missing labels are counted
     # As one part in memory, whose rows are numbered as in X.
-    source = with_columns(source, client).whole()
+    source = with_columns(source, client).in_one_part()
     rows = files = 0
     counts = Counter[str]()
     offenders: list[tuple[int, int, Offender]] = []  # by part and place in it

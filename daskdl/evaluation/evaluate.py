@@ -439,7 +439,7 @@ def right_labels(loss: Any, output: Tree, y: Tree) -> tuple[Tensor, Tensor] | No
     not count. A score of NaN is never correct. Returns None for all other labels.
     """
     loss = checks.unweighted(loss)
-    output, y = aligned(loss, output, y.labels if isinstance(y, Weighted) else y)
+    output, y = aligned(loss, output, batching.labels_of(y))
     if checks.is_classification(output, y):
         ignored, best = checks.ignored_label(loss), output.max(dim=1)
         counted = torch.ones_like(y).bool() if ignored is None else y != ignored

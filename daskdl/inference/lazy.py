@@ -67,7 +67,7 @@ def is_keyed(example: Any) -> bool:
         >>> is_keyed((np.zeros(3), 7)), is_keyed((7, 1)), is_keyed(np.zeros(3))
         (False, False, False)
     """
-    if not _is_pair(example) or not _is_key(example[0]):
+    if not dask_collections.is_pair(example) or not _is_key(example[0]):
         return False
     x, _ = dask_collections.pair(example[1])
     arrays = all(isinstance(leaf, np.ndarray | Tensor) for leaf in batching.leaves(x))
@@ -77,19 +77,13 @@ def is_keyed(example: Any) -> bool:
 def split_keys(examples: Sequence[Any], name: str) -> tuple[list[Any], list[Any]]:
     """Return the first and the second members of pairs (key, x) of a part."""
     for number, example in enumerate(examples):
-        if not _is_pair(example):
+        if not dask_collections.is_pair(example):
             raise DataError(
                 f"example {number} of {name} must be a pair (key, x) like the first "
                 f"example, got a {type(example).__name__}; if the examples have no "
                 "keys, pass keyed=False"
             )
     return [key for key, _ in examples], [x for _, x in examples]
-
-
-def _is_pair(value: Any) -> bool:
-    return (
-        isinstance(value, tuple) and len(value) == 2 and not hasattr(value, "_fields")
-    )
 
 
 def _is_key(value: Any) -> bool:

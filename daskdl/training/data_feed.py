@@ -16,7 +16,6 @@ from collections.abc import (
     Generator,
     Iterator,
     Mapping,
-    Sequence,
 )
 from concurrent.futures import Future
 from contextvars import copy_context
@@ -49,7 +48,7 @@ from daskdl.data.checks import (
     load_each,
 )
 from daskdl.data.distribute import ASK_S, Fetcher
-from daskdl.data.source import Source
+from daskdl.data.source import Separate, Source
 from daskdl.errors import (
     MOST_CHARACTERS,
     DataError,
@@ -192,9 +191,7 @@ class PartStore(ABC):
         )
         return self._wait(phase, part, "", job)
 
-    def _separate(
-        self, phase: str, part: int, key: str
-    ) -> Sequence[tuple[str, Callable[[], Rows]]]:
+    def _separate(self, phase: str, part: int, key: str) -> Separate:
         """Return `Source.separate`; runs in a loading thread."""
         source = self.source(phase)
         return () if source is None else source.separate(part)
@@ -336,9 +333,7 @@ class WorkerStore(PartStore):
         return self._fetcher.names.get(key) or super()._name(phase, part)
 
     @override
-    def _separate(
-        self, phase: str, part: int, key: str
-    ) -> Sequence[tuple[str, Callable[[], Rows]]]:
+    def _separate(self, phase: str, part: int, key: str) -> Separate:
         if not key:
             return super()._separate(phase, part, key)
         return self._fetcher.separate(key, lambda: self._channel.closing)

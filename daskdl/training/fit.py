@@ -32,7 +32,6 @@ from daskdl.callbacks import Callback, FitBegin, FitEnd, LayerMonitor, run_hook
 from daskdl.compression.flat import FlatParameters, grid_for
 from daskdl.config import is_number
 from daskdl.data import batching
-from daskdl.data.batching import Weighted
 from daskdl.data.checks import (
     DryRun,
     LabelCheck,
@@ -289,12 +288,11 @@ class FitRun:
                     sets = metrics_for(objective, spec.metrics)
                     from daskdl.evaluation.metric_state import metric_specs, numbers_of
 
-                    y = scored.y
                     specs = metric_specs(
                         sets,
                         unweighted(objective),
                         scored.output,
-                        y.labels if isinstance(y, Weighted) else y,
+                        batching.labels_of(scored.y),
                         validation.classes or train.classes,
                     )
                     measured = numbers_of(specs)
@@ -688,8 +686,7 @@ def _prepared(
             train, size = ready["train"], spec.read.batch_size
             rows = train.first_rows
             assert rows is not None, "empty data are an error"
-            row_bytes = max(batching.nbytes(rows) // batching.length(rows), 1)
-            batches = max(FILE_BYTES // (row_bytes * size), 1)
+            batches = max(FILE_BYTES // (batching.row_bytes(rows) * size), 1)
             seed = spec.seed if spec.shuffle else None
             options = PackOptions(
                 size * batches, seed, labels=labels, skips=spec.read.skips

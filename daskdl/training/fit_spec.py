@@ -30,7 +30,7 @@ from daskdl.config import (
     is_number,
     is_whole,
 )
-from daskdl.data.batching import Rows, Weighted
+from daskdl.data.batching import Rows, Weighted, labels_of
 from daskdl.data.checks import (
     LabelCheck,
     WeightedLoss,
@@ -417,7 +417,7 @@ class FitSpec:
             validation = validation[0], Weighted(*validation[1:])
         if is_number(validation):
             weight = y.weight if isinstance(y, Weighted) else None
-            X, y, read = unified(X, y.labels if isinstance(y, Weighted) else y, read)
+            X, y, read = unified(X, labels_of(y), read)
             classes = number_labels(y, "y", classes)[1] or classes
             if weight is not None:
                 y = Weighted(y, weight)

@@ -53,12 +53,12 @@ class PendingSparse:
     entries_K: Counts  # +(i + 1) or -(i + 1), ascending in i
     body: codec.Body  # of these entries, and how many quanta each has
 
-    @cached_property
+    @property
     def threshold(self) -> float:
         """The quantum: on the grid, exact in float32, parameter units."""
         return self.count * self.grid
 
-    @cached_property
+    @property
     def entries(self) -> int:
         """K; an update without entries is not sent."""
         return len(self.entries_K)

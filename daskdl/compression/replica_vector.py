@@ -349,7 +349,7 @@ class ReplicaVector:
             group.local_N[where] += counts * (grid * self.lead)
         self._show_all_()
 
-    def regrid_(self) -> float:
+    def regrid_(self) -> None:
         """Coarsen the grid if shared has grown far beyond the start; at a barrier.
 
         Above ``2**28`` steps the grid is multiplied by the smallest power of two that
@@ -368,7 +368,6 @@ class ReplicaVector:
                     group.shared_N[where] = coarsened(group.shared_N[where], shift)
             self.grid *= 2**shift
             self._show_all_()
-        return self.grid
 
     # Shared, and state for checkpoints.
 

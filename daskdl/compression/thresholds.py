@@ -119,12 +119,6 @@ def first_threshold(initial: float | None, density: float, residual: Residual) -
     return threshold_for(density, residual) or DL4J_INITIAL
 
 
-def check_initial(initial: float | None) -> None:
-    """Check that a first threshold is None, or finite and > 0."""
-    if initial is not None:
-        _check_positive("initial", initial)
-
-
 def _check_positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
         raise OptionError(f"{name} must be finite and > 0, got {value!r}")
@@ -178,7 +172,8 @@ class AdaptiveThreshold(ThresholdAlgorithm):
     decay: float = HALVES_IN_20
 
     def __post_init__(self) -> None:
-        check_initial(self.initial)
+        if self.initial is not None:
+            _check_positive("initial", self.initial)
         if not 0 < self.min_density <= self.max_density <= 1:
             raise OptionError(
                 "need 0 < min_density <= max_density <= 1, "
@@ -247,7 +242,8 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
     decay: float = HALVES_IN_20
 
     def __post_init__(self) -> None:
-        check_initial(self.initial)
+        if self.initial is not None:
+            _check_positive("initial", self.initial)
         if not 0 < self.target < DENSE_DENSITY:
             raise OptionError(f"target must be in (0, 1/16), got {self.target!r}")
         _check_decay(self.decay)

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -154,65 +154,6 @@ def train_(module: nn.Module, evaluating: Collection[str]) -> nn.Module:
     for path in evaluating:
         parts[path].training = False
     return module
-
-
-def class_name(value: object) -> str:
-    """Name the class of a value with its module: libraries repeat each other's names.
-
-    Example:
-        >>> class_name(nn.Linear(1, 1))
-        'torch.nn.modules.linear.Linear'
-    """
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
-def is_same_class(name: str, saved: str) -> bool:
-    """Compare results of `class_name`; a script, `__main__`, is a module elsewhere.
-
-    Example:
-        >>> is_same_class("__main__.Own", "train.Own"), is_same_class("a.Own", "b.Own")
-        (True, False)
-    """
-    if "__main__" in (name.partition(".")[0], saved.partition(".")[0]):
-        return name.rpartition(".")[2] == saved.rpartition(".")[2]
-    return name == saved
-
-
-# Attributes in which wrappers of modules keep the module.
-WRAPPERS = {"_orig_mod": "torch.compile", "module": "torch.nn.DataParallel"}
-
-
-def differing_wrappers(saved: Iterable[str], here: Iterable[str]) -> str:
-    """Explain why names of tensors differ, if only wrappers of modules differ; else "".
-
-    Example:
-        >>> print(differing_wrappers(["_orig_mod.0.weight"], ["0.weight"]))
-        the saved model is wrapped in torch.compile, and this one is not wrapped: \
-'_orig_mod.0.weight' there is '0.weight' here; pass the model as it was saved, wrapped \
-in torch.compile
-        >>> differing_wrappers(["weight"], ["bias"])
-        ''
-    """
-
-    def by_plain_name(names: Iterable[str]) -> dict[str, str]:
-        return {
-            ".".join(part for part in name.split(".") if part not in WRAPPERS): name
-            for name in names
-        }
-
-    def state(name: str) -> str:
-        wrappers = [WRAPPERS[part] for part in name.split(".") if part in WRAPPERS]
-        return f"wrapped in {' and '.join(wrappers)}" if wrappers else "not wrapped"
-
-    theirs, ours = by_plain_name(saved), by_plain_name(here)
-    if theirs.keys() != ours.keys() or theirs == ours:
-        return ""
-    plain, name = next(item for item in theirs.items() if item not in ours.items())
-    return (
-        f"the saved model is {state(name)}, and this one is {state(ours[plain])}: "
-        f"{name!r} there is {ours[plain]!r} here; pass the model as it was saved, "
-        f"{state(name)}"
-    )
 
 
 @dataclass
@@ -559,6 +500,8 @@ class SoloExchange(Exchange):
         super().__init__(context)
         self.learning_rate_scale = self.update_scale = scale
         self._steps_made, self._sent = 0, dict[str, Any]()
+        # The parameters before the carried residual was added: `agreed` returns them
+        # once, as a fit that fails early carries the residual again.
         self._start: Parameters | None = None
 
     @override

@@ -38,9 +38,6 @@ from daskdl.saving.checkpoints import (
 )
 from daskdl.training.base import (
     TrainingMaster,
-    class_name,
-    differing_wrappers,
-    is_same_class,
     others_in,
     trained_in,
 )
@@ -52,7 +49,10 @@ from daskdl.training.state import (
     ReplicaState,
     StartState,
     State,
+    class_name,
     described,
+    differing_wrappers,
+    is_same_class,
     restoring,
 )
 from daskdl.training.telemetry import EpochTotals, Reports, RowLog

@@ -41,8 +41,6 @@ if TYPE_CHECKING:  # torchmetrics loads SciPy and matplotlib
 
 logger = logging.getLogger(__name__)
 
-Position = tuple[int, dict[str, Any]]  # steps of the scheduler, and its state dict
-
 
 @dataclass(frozen=True)
 class Scheduling:
@@ -164,8 +162,7 @@ class LearningRate:
             return
         packed: Packed[Any] = Packed.of(np.frombuffer(state, np.uint8), "scheduler")
         values, groups = packed.unpack()
-        self.go_on_(values["count"], values["state"])
-        self._count_before = values["before"]
+        self.restore_(values)
         for group, saved in zip(self._optimizer.param_groups, groups, strict=True):
             group.update(saved)
 
@@ -188,20 +185,8 @@ class LearningRate:
         """Restore the result of `values`; the optimizer has been restored before."""
         if self.scheduler is not None and values is not None:
             check_like(self.values(), values, "it", loose=True)
-            self.go_on_(values["count"], values["state"])
-            self._count_before = values["before"]
-
-    def position(self) -> Position | None:
-        """Return steps and state dict of the scheduler; None without one."""
-        if self.scheduler is None:
-            return None
-        return self._count, self.scheduler.state_dict()
-
-    def go_on_(self, count: int, state: dict[str, Any]) -> None:
-        """Continue from a position; the optimizer has been restored before."""
-        assert self.scheduler is not None, "a position is of a scheduler"
-        self._count = count
-        self.scheduler.load_state_dict(state)
+            self._count, self._count_before = values["count"], values["before"]
+            self.scheduler.load_state_dict(values["state"])
 
     @property
     def value(self) -> float:
@@ -552,7 +537,6 @@ class EarlyStopper:
     def __init__(
         self,
         plan: EvaluationPlan,
-        elapsed_s: float = 0.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.decision = StoppingDecision()
@@ -560,7 +544,7 @@ class EarlyStopper:
         self._best: Parameters | None = None
         self._best_epoch = -1
         self._now = now
-        self._began_at = now() - elapsed_s
+        self._began_at = now()
         rule = plan.stopping
         self._monitor = None if rule is None else rule.monitor
         self._keeps_best = rule is not None and rule.restore_best

@@ -147,21 +147,21 @@ class TrainedOptimizer(NamedTuple):
         state: dict[str, Any] = self.optimizer.state_dict()
         for group, new in zip(state["param_groups"], changed, strict=True):
             group.update(new)
-        position = self.rate.position() if scheduling == self.scheduling else None
+        schedule = self.rate.carried() if scheduling == self.scheduling else None
         if any("lr" in group for group in changed):
-            if position is not None:
+            if schedule is not None:
                 logger.warning("the learning rate is new: its schedule starts over")
-            position = None
+            schedule = None
             for group, new in zip(state["param_groups"], initial, strict=True):
                 group.pop("initial_lr", None)  # a new scheduler would start from it
                 group["lr"] = new["lr"]
-        if position is None:
+        if schedule is None:
             optimizer.load_state_dict(state)
             rate = LearningRate(optimizer, scheduling)
         else:
             rate = LearningRate(optimizer, scheduling)
             optimizer.load_state_dict(state)
-            rate.go_on_(*position)
+            rate.restore_(schedule)
         return TrainedOptimizer(optimizer, rate, scheduling, initial, self.parameters)
 
 

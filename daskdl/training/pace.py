@@ -13,6 +13,7 @@ from statistics import median
 from daskdl.config import check_whole
 
 RECENT = 5  # exchanges in the median of the cost
+RAMP = 32  # steps made so far / the longest interval above `first_longest`
 # With an automatic interval, an exchange is postponed while the outbox holds more than
 # these bytes of earlier updates. On a slow link, replicas then exchange less often, and
 # no update waits long.
@@ -29,13 +30,12 @@ class ExchangePace:
     Args:
         share: Part of a replica's time that exchanging may take. 0: intervals are the
             longest that is allowed, whatever an exchange costs.
-        first_share: The same while an interval is more than ``1 / ramp`` of the steps
+        first_share: The same while an interval is more than ``1 / RAMP`` of the steps
             made so far, as a model moves fastest at first.
         shortest: Shortest interval, in steps.
         first_longest: Longest interval, in steps, at first.
-        longest: Longest interval, in steps.
-        ramp: An interval longer than `first_longest` is at most ``1 / ramp`` of the
-            steps made so far.
+        longest: Longest interval, in steps. An interval longer than `first_longest` is
+            at most ``1 / RAMP`` of the steps made so far.
     """
 
     share: float
@@ -43,7 +43,6 @@ class ExchangePace:
     first_longest: int
     longest: int
     shortest: int = 1
-    ramp: int = 32
 
     def __post_init__(self) -> None:
         check_whole("shortest", self.shortest, 1)
@@ -83,7 +82,7 @@ class ExchangePace:
             >>> ADAPTIVE.interval(0.2, 10**6)
             2
         """
-        by_ramp = steps_made // self.ramp
+        by_ramp = steps_made // RAMP
         limit = min(max(by_ramp, self.first_longest), self.longest)
         steps = self.shortest
         while 2 * steps <= limit:

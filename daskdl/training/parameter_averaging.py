@@ -186,7 +186,7 @@ class AveragingExchange(Exchange):
         self._sent_bytes, self._sent_kind = 0, ""  # sent in this step
         self._wait_s = 0.0  # waited in this step
         self.exchanged = False
-        self._start: Parameters | None = None
+        self._start: Parameters | None = None  # as in `SoloExchange`
 
     @override
     def load_(self, common: State, per_replica: Sequence[State]) -> None:

@@ -8,7 +8,7 @@ plain values and tensors, which are not copied until they are encoded.
 import contextlib
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -258,3 +258,65 @@ def described(tensor: Tensor) -> str:
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     return f"{dtype} {tuple(tensor.shape)}"
+
+
+# Names of classes and tensors, in saved states and now.
+
+
+def class_name(value: object) -> str:
+    """Name the class of a value with its module: libraries repeat each other's names.
+
+    Example:
+        >>> class_name(torch.nn.Linear(1, 1))
+        'torch.nn.modules.linear.Linear'
+    """
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def is_same_class(name: str, saved: str) -> bool:
+    """Compare results of `class_name`; a script, `__main__`, is a module elsewhere.
+
+    Example:
+        >>> is_same_class("__main__.Own", "train.Own"), is_same_class("a.Own", "b.Own")
+        (True, False)
+    """
+    if "__main__" in (name.partition(".")[0], saved.partition(".")[0]):
+        return name.rpartition(".")[2] == saved.rpartition(".")[2]
+    return name == saved
+
+
+# Attributes in which wrappers of modules keep the module.
+WRAPPERS = {"_orig_mod": "torch.compile", "module": "torch.nn.DataParallel"}
+
+
+def differing_wrappers(saved: Iterable[str], here: Iterable[str]) -> str:
+    """Explain why names of tensors differ, if only wrappers of modules differ; else "".
+
+    Example:
+        >>> print(differing_wrappers(["_orig_mod.0.weight"], ["0.weight"]))
+        the saved model is wrapped in torch.compile, and this one is not wrapped: \
+'_orig_mod.0.weight' there is '0.weight' here; pass the model as it was saved, wrapped \
+in torch.compile
+        >>> differing_wrappers(["weight"], ["bias"])
+        ''
+    """
+
+    def by_plain_name(names: Iterable[str]) -> dict[str, str]:
+        return {
+            ".".join(part for part in name.split(".") if part not in WRAPPERS): name
+            for name in names
+        }
+
+    def state(name: str) -> str:
+        wrappers = [WRAPPERS[part] for part in name.split(".") if part in WRAPPERS]
+        return f"wrapped in {' and '.join(wrappers)}" if wrappers else "not wrapped"
+
+    theirs, ours = by_plain_name(saved), by_plain_name(here)
+    if theirs.keys() != ours.keys() or theirs == ours:
+        return ""
+    plain, name = next(item for item in theirs.items() if item not in ours.items())
+    return (
+        f"the saved model is {state(name)}, and this one is {state(ours[plain])}: "
+        f"{name!r} there is {ours[plain]!r} here; pass the model as it was saved, "
+        f"{state(name)}"
+    )

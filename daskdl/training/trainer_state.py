@@ -45,13 +45,13 @@ from daskdl.saving.json_values import (
     UntrustedError,
     trusted_modules,
 )
-from daskdl.training.base import checksum_of, differing_wrappers, evaluating_in
+from daskdl.training.base import checksum_of, evaluating_in
 from daskdl.training.checkpointing import Fingerprint
 from daskdl.training.epoch_control import Scheduling, hyperparameters
 from daskdl.training.fit_spec import FitState, TrainedOptimizer, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.parameter_averaging import ParameterAveraging
-from daskdl.training.state import described, restoring
+from daskdl.training.state import described, differing_wrappers, restoring
 
 ROLES = ("model", "optimizer", "extra")
 KIND = ManifestFormat(
@@ -533,7 +533,7 @@ def _continued(
         if methods:
             raise SaveError(f"the scheduler's state would replace methods: {methods}")
         try:
-            rate.go_on_(schedule["count"], saved)
+            rate.restore_(schedule)
         except USER_ERRORS as error:
             raise SaveError(f"the scheduler cannot load its state: {error}") from error
     sent = exchange["sent"]

@@ -28,9 +28,8 @@ from daskdl.compression.flat import (
 from daskdl.data.checks import trainable
 from daskdl.errors import CodecError, OptionError
 from daskdl.serialization import Packed
-from daskdl.training.base import class_name, is_same_class
 from daskdl.training.optimizer_step import restore_optimizer_, state_of
-from daskdl.training.state import check_like
+from daskdl.training.state import check_like, class_name, is_same_class
 
 ALMOST, ONE = 1e-9, np.ones(1)
 # Entries of optimizer states that change parameters linearly.

@@ -144,7 +144,7 @@ def check_goes_on(loaded, one):
             read = states(theirs.optimizer)[number][name]
             assert read.dtype == value.dtype
             assert torch.equal(read, value), (number, name)
-    assert theirs.rate.position() == ours.rate.position()
+    assert theirs.rate.carried() == ours.rate.carried()
 
 
 def test_all_state_is_restored_and_can_be_saved_again(tmp_path):
@@ -344,7 +344,7 @@ def test_without_optimizer_state_the_next_fit_starts_with_new_state(tmp_path):
     trained = loaded.fit_state.optimizer
     assert states(trained.optimizer) == {}
     assert trained.optimizer.param_groups[0]["lr"] == 0.01
-    assert trained.rate.position()[0] == 0
+    assert trained.rate.values()["count"] == 0
     assert loaded.fit_state.carried == {}
     assert loaded.fit_state.epochs == 2
     assert not list(tmp_path.glob("optimizer-*"))
@@ -403,7 +403,7 @@ def test_state_of_a_replaced_scheduler_is_not_saved(tmp_path):
     one = fitted(scheduler=stepped)
     one.arguments["scheduler"] = own_scheduler
 
-    assert back(one, tmp_path).fit_state.optimizer.rate.position()[0] == 0
+    assert back(one, tmp_path).fit_state.optimizer.rate.values()["count"] == 0
 
 
 @pytest.mark.parametrize(

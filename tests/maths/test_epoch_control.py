@@ -289,7 +289,10 @@ class TestStopper:
     def test_the_time_before_a_fit_was_resumed_counts(self):
         plan = EvaluationPlan(99, stopping=EarlyStopping("loss"))
 
-        assert EarlyStopper(plan, elapsed_s=35.0, now=Clock()).elapsed_s == 35.0
+        own = EarlyStopper(plan, now=Clock())
+        own.restore_({**own.values(), "elapsed_s": 35.0}, None)
+
+        assert own.elapsed_s == 35.0
 
     def test_a_time_limit_that_has_passed_ends_the_fit(self):
         clock = Clock()

@@ -344,22 +344,20 @@ class Peers:
     progress: dict[int, PeerProgress]
     announced: dict[int, PeerProgress]
 
-    def __init__(self, clock: Clock = CLOCK) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.failed = set()
         self.progress = {}
         self.announced = {}
         self._clock = clock
         self._news_at: dict[int, float] = {}
 
-    def announce(
-        self, origin: int, progress: PeerProgress, complete: float = math.inf
-    ) -> bool:
+    def announce(self, origin: int, progress: PeerProgress, complete: float) -> bool:
         """Record progress that a replica announced; return whether it was new.
 
         Args:
             origin: The replica.
             progress: Its progress.
-            complete: Its last update before the first gap.
+            complete: Its last update before the first gap; infinite: count in any case.
         """
         if origin in self.failed:
             return False

@@ -333,11 +333,10 @@ class Leasing(ABC):
         free = bool(self._again) or self._has_free(replica)
         return within and free and not self._interval_over and not self._ended
 
-    def finish(self, replica: int, number: int) -> bool:
-        """Finish a lease; False if the replica does not hold it."""
+    def finish(self, replica: int, number: int) -> None:
+        """Finish a lease; one that the replica does not hold changes nothing."""
         lease = self._held.get(replica, {}).pop(number, None)
         self.unfinished -= 0 if lease is None else lease.rows
-        return lease is not None
 
     def lose(self, replica: int) -> None:
         """Free the leases of a gone replica, and its share or parts."""

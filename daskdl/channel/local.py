@@ -162,7 +162,7 @@ class Delivery(Outbox):
         self._inbox = inbox
 
     @override
-    def offer(self, message: Message, *, force: bool = False) -> bool:
+    def append(self, message: Message) -> None:
         if message.kind != MessageKind.UPDATE:
             if message.kind != MessageKind.MEMBERS:
                 self._inbox.note(message)
@@ -171,7 +171,6 @@ class Delivery(Outbox):
             self._inbox.skip_unreadable(message.origin)  # there is no other copy
         else:
             self._inbox.put(message, message.payload)
-        return True
 
 
 class LocalChannel(Channel):

@@ -440,6 +440,20 @@ class Message(NamedTuple):
         return cls(kind, stamp.origin, stamp.sequence, completed, nbytes, payload)
 
     @classmethod
+    def control(
+        cls,
+        kind: MessageKind,
+        origin: int = 0,
+        *,
+        sequence: int = 0,
+        step: int = 0,
+        nbytes: int = 0,
+        payload: Any = None,
+    ) -> "Message":
+        """Make a message without a frame; fields that its kind does not use are 0."""
+        return cls(kind, origin, sequence, step, nbytes, payload)
+
+    @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> "Message":
         """Read a message that arrived over the wire."""
         message = read(fields, cls)

@@ -136,7 +136,7 @@ class Repairs:
             return missing(received, {origin: target[origin]}).get(origin, ())
 
         async def collect(origin: int, sequences: Sequence[int]) -> None:
-            order = helpers(origin, sequences, have, have, replica)
+            order = helpers(origin, sequences, have, replica)
             async with at_once:
                 await self._collect(origin, order, lambda: lacking(origin))
 
@@ -276,31 +276,30 @@ def helpers(
     origin: int,
     sequences: Collection[int],
     have: Have,
-    alive: Collection[int],
     asker: int,
 ) -> list[int]:
     """Replicas from which to request updates of one origin, in order.
 
-    The origin comes first if it is alive, as it keeps its own updates. Replicas with
+    The origin comes first if it survives, as it keeps its own updates. Replicas with
     more of the requested updates precede replicas with fewer. Among equals, each asker
     starts with a different replica, so that equal requests are spread.
 
     Returns:
-        The origin if alive, and replicas with at least one of the updates.
+        The origin if it survives, and replicas with at least one of the updates.
 
     Example:
         >>> have = {0: {}, 1: {7: (5, ())}, 2: {7: (5, ())}, 3: {7: (4, ())}}
-        >>> helpers(7, [4, 5], have, alive=[0, 1, 2, 3], asker=0)
+        >>> helpers(7, [4, 5], have, asker=0)
         [1, 2, 3]
-        >>> helpers(7, [4, 5], have, alive=[0, 1, 2, 3, 7], asker=3)
+        >>> helpers(7, [4, 5], {**have, 7: {}}, asker=3)
         [7, 2, 1]
     """
     tiers: dict[int, list[int]] = {}
-    for replica in sorted(set(alive) - {asker, origin}):
-        received = have.get(replica, {}).get(origin, NOTHING)
+    for replica in sorted(have.keys() - {asker, origin}):
+        received = have[replica].get(origin, NOTHING)
         held = sum(contains(received, sequence) for sequence in sequences)
         tiers.setdefault(held, []).append(replica)
-    order = [origin] if origin in alive and origin != asker else []
+    order = [origin] if origin in have and origin != asker else []
     for held in sorted(tiers.keys() - {0}, reverse=True):
         order += _rotated(tiers[held], asker)
     return order

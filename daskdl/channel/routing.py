@@ -127,7 +127,7 @@ class Destination(ABC):
         self._routing = routing
         self._connection = routing.connection
         self.outbox = Outbox(limit_bytes)
-        self.outbox.on_offer, self.outbox.on_drop = self.wake, routing.inbox.wake
+        self.outbox.on_append, self.outbox.on_drop = self.wake, routing.inbox.wake
         self._loop = SendLoop(
             self.outbox,
             self._send,
@@ -147,7 +147,7 @@ class Destination(ABC):
 
     def offer(self, message: Message) -> None:
         """Queue an update; the routing has checked for room."""
-        self.outbox.offer(message, force=True)
+        self.outbox.append(message)
 
     def wake(self) -> None:
         """Wake the send loop. Any thread."""
@@ -445,11 +445,15 @@ class Routing(ABC):
         """Announce the progress of this replica."""
         self.inbox.progress = progress
         step, sequence, interval = progress
-        kind = MessageKind.PROGRESS
+        message = Message.control(
+            MessageKind.PROGRESS,
+            self._replica,
+            sequence=sequence,
+            step=step,
+            payload=interval,
+        )
         with self._lock:
-            message = Message(
-                kind, self._replica, sequence, step, 0, interval, self.generation
-            )
+            message = message._replace(generation=self.generation)
             for destination in self.destinations():
                 destination.announce(message)
 
@@ -567,9 +571,8 @@ class TopologyHistory:
 
     current: MeshTopology
 
-    def __init__(self, kept: int = GENERATIONS_KEPT) -> None:
+    def __init__(self) -> None:
         self.current = MeshTopology(0, ())
-        self._kept = kept
         self._known: dict[int, MeshTopology] = {}
 
     def adopt(self, topology: MeshTopology) -> None:
@@ -580,7 +583,7 @@ class TopologyHistory:
         generation counts.
         """
         self._known.setdefault(topology.generation, topology)
-        while len(self._known) > self._kept:
+        while len(self._known) > GENERATIONS_KEPT:
             del self._known[min(self._known)]
         if topology.generation > self.current.generation:
             self.current = topology

@@ -396,7 +396,7 @@ class RunState:
             return
         member.active = True
         member.progress = member.progress._replace(step=step)
-        self._send(Message(MessageKind.JOINED, replica, 0, step, 0), but=replica)
+        self._send(Message.control(MessageKind.JOINED, replica, step=step), but=replica)
         self.post("joined", replica=replica, worker=member.worker)
 
     def lose(self, replica: int, why: str, now: float) -> None:
@@ -431,8 +431,8 @@ class RunState:
     def remove(
         self,
         replica: int,
-        why: str = "",
-        now: float = math.nan,
+        why: str,
+        now: float,
         *,
         failed: bool = False,
     ) -> None:
@@ -448,17 +448,18 @@ class RunState:
         for leases in self.leases.values():
             leases.lose(replica)
         self._idle.pop(replica, None)
-        self._send(Message(MessageKind.FAILED, replica, 0, member.progress.step, 0))
+        step = member.progress.step
+        self._send(Message.control(MessageKind.FAILED, replica, step=step))
         self._send_topology()
         self._complete_barriers()
 
     def _send(self, message: Message, but: int | None = None) -> None:
         for replica, box in self.outboxes.items():
             if replica != but:
-                box.offer(message, force=True)
+                box.append(message)
 
     def _send_topology(self) -> None:
-        self._send(Message(MessageKind.MEMBERS, 0, 0, 0, 0, self.topology()))
+        self._send(Message.control(MessageKind.MEMBERS, payload=self.topology()))
 
     # ---- updates and progress
 
@@ -515,8 +516,14 @@ class RunState:
         member.advance(progress.step, 0, progress.interval)
         if member.progress != before:  # not announced by an update
             step, sequence, interval = member.progress
-            kind = MessageKind.PROGRESS
-            self._send(Message(kind, origin, sequence, step, 0, interval), but=origin)
+            announced = Message.control(
+                MessageKind.PROGRESS,
+                origin,
+                sequence=sequence,
+                step=step,
+                payload=interval,
+            )
+            self._send(announced, but=origin)
         return accepted
 
     def acknowledge(
@@ -648,7 +655,7 @@ class RunState:
             if self.spec.relayed:
                 self._agreements += 1
                 barrier.passed_on = number = self._agreements
-                self._send(Message(MessageKind.PASSED_ON, 0, number, 0, 0))
+                self._send(Message.control(MessageKind.PASSED_ON, sequence=number))
         elif kind == BarrierKind.SYNC:
             departed = self._work_of_departed(payloads.keys() - gone.keys())
             trained = [work["train"] for work in departed if "train" in work]
@@ -885,5 +892,6 @@ class RunState:
         """Stop the run: every replica has to leave. The first reason is kept."""
         if self.stopped is None:
             self.stopped = reason
-            self._send(Message(MessageKind.STOP, 0, 0, 0, len(reason), reason))
+            nbytes = len(reason)
+            self._send(Message.control(MessageKind.STOP, nbytes=nbytes, payload=reason))
             self.post("stopped", summary=reason)

@@ -420,7 +420,7 @@ class LiveRun:
             bound=bound,
             destination=f"replica {replica} on {worker}",
         )
-        outbox.on_offer = loop.wake
+        outbox.on_append = loop.wake
         state.join(replica, self.now(), outbox)
 
         def failed(error: Exception) -> None:
@@ -633,7 +633,7 @@ class LiveRun:
 
         self._removals[replica] = asyncio.ensure_future(lose_later())
         if replica in state.outboxes:
-            state.outboxes[replica].on_offer()  # wakes the loop: its next request fails
+            state.outboxes[replica].on_append()  # wakes the loop, whose request fails
 
     def lose(self, replica: int, why: str) -> None:
         """Remove a failed replica; the run continues with the others."""

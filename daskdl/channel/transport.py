@@ -125,9 +125,9 @@ class SchedulerTransport(Transport):
     def places(self, key: str) -> TaskPlaces | None:
         """Return the places of a task; None if the task is unknown."""
 
-    @abstractmethod
     async def is_listening(self, address: str, timeout_s: float) -> bool:
-        """Whether a process listens at an address, see `is_listening`."""
+        """Whether a process listens at an address, see the function of this name."""
+        return await is_listening(address, timeout_s)
 
 
 class WorkerOverDask(Transport):
@@ -183,10 +183,6 @@ class SchedulerOverDask(SchedulerTransport):
             {worker.address for worker in task.who_has or ()},
             {worker.address for worker in computing},
         )
-
-    @override
-    async def is_listening(self, address: str, timeout_s: float) -> bool:
-        return await is_listening(address, timeout_s)
 
 
 # Shortest intervals of a Dask server's periodic callbacks while replicas train, ms. At
@@ -318,28 +314,28 @@ class Connection:
 class Outbox:
     """A queue for one destination with a bound in bytes.
 
-    At the bound, `has_room` is False and `offer` refuses: a replica then keeps the
-    update in its residual, the relay leaves it with the publisher. An empty queue
-    accepts one message of any size, so that no update is too large to send.
+    At the bound, `has_room` is False: a replica then keeps the update in its residual,
+    the relay leaves it with the publisher. An empty queue has room for one message of
+    any size, so that no update is too large to send.
 
     Args:
-        limit_bytes: Bound on `nbytes`.
+        limit_bytes: Bound on `nbytes`; callers of `append` check it with `has_room`.
 
     Attributes:
         nbytes: Bytes of the queued messages, each with `MESSAGE_BYTES` of overhead.
-        on_offer: Called after each accepted message, in the offering thread.
+        on_append: Called after each appended message, in the appending thread.
         on_drop: Called after messages have arrived, in the dropping thread.
     """
 
     limit_bytes: float
     nbytes: int
-    on_offer: Callable[[], object]
+    on_append: Callable[[], object]
     on_drop: Callable[[], object]
 
     def __init__(self, limit_bytes: float) -> None:
         self.limit_bytes = limit_bytes
         self.nbytes = 0
-        self.on_offer = self.on_drop = lambda: None
+        self.on_append = self.on_drop = lambda: None
         self._messages: deque[Message] = deque()
         self._bytes_of: Counter[int] = Counter()  # by origin
         self._lock = threading.Lock()
@@ -348,25 +344,21 @@ class Outbox:
         return len(self._messages)
 
     def has_room(self, nbytes: float) -> bool:
-        """Whether `nbytes` more bytes would be accepted now."""
+        """Whether a message of `nbytes` bytes, with its overhead, keeps the bound."""
         return not self._messages or self.nbytes + nbytes <= self.limit_bytes
 
     def bytes_of(self, origin: int) -> int:
         """Return the bytes of queued messages of one origin."""
         return self._bytes_of[origin]
 
-    def offer(self, message: Message, *, force: bool = False) -> bool:
-        """Append a message if there is room; return whether it was accepted."""
+    def append(self, message: Message) -> None:
+        """Append a message, whether there is room or not."""
         nbytes = message.nbytes + MESSAGE_BYTES
         with self._lock:
-            full = self._messages and self.nbytes + nbytes > self.limit_bytes
-            if full and not force:
-                return False
             self._messages.append(message)
             self._bytes_of[message.origin] += nbytes
             self.nbytes += nbytes
-        self.on_offer()
-        return True
+        self.on_append()
 
     def head(self, limit_bytes: int) -> list[Message]:
         """Return the oldest messages, up to a number of bytes but at least one."""

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import math
 import threading
 from types import SimpleNamespace
 
@@ -205,11 +206,11 @@ class TestProgress:
     def test_messages_name_the_last_announcement_of_each_replica_and_its_age(self):
         now = 10.0
         peers = Peers(clock=SimpleNamespace(now=lambda: now))
-        peers.announce(2, PeerProgress(5, 1))
-        peers.announce(1, PeerProgress(7, 4))
+        peers.announce(2, PeerProgress(5, 1), math.inf)
+        peers.announce(1, PeerProgress(7, 4), math.inf)
         now = 12.0
-        peers.announce(1, PeerProgress(7, 4))  # nothing new
-        peers.announce(2, PeerProgress(6, 1))
+        peers.announce(1, PeerProgress(7, 4), math.inf)  # nothing new
+        peers.announce(2, PeerProgress(6, 1), math.inf)
         now = 12.5
 
         assert peers.described() == (

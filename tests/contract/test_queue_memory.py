@@ -10,7 +10,7 @@ from distributed.protocol import dumps, loads
 
 from daskdl import codec
 from daskdl.channel.inbox import PendingUpdates
-from daskdl.channel.protocol import Message, compact, owned
+from daskdl.channel.protocol import MESSAGE_BYTES, Message, compact, owned
 from daskdl.channel.transport import Outbox, RetransmitBuffer
 from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
@@ -60,8 +60,9 @@ def fill_buffer(buffer, messages):
 
 def fill_outbox(outbox, messages):
     for message in messages:
-        if not outbox.offer(message):
+        if not outbox.has_room(message.nbytes + MESSAGE_BYTES):
             return
+        outbox.append(message)
 
 
 def fill_inbox(pending, messages):

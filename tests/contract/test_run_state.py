@@ -146,9 +146,9 @@ def test_a_retried_arrival_does_not_change_the_payload():
 def test_a_failure_during_a_barrier_is_in_the_result_of_all():
     state = joined()
     barrier = arrive(state, "end", 0, 1)
-    state.remove(2)
+    state.remove(2, "left", 0.0)
 
-    state.remove(1)
+    state.remove(1, "left", 0.0)
 
     assert barrier.gone == {2: 0}
     assert barrier.payloads == {0: "of 0", 1: "of 1"}
@@ -158,10 +158,10 @@ def test_no_barrier_is_complete_without_members_or_after_a_stop():
     deserted, stopped = joined(2), joined(2)
     barriers = [arrive(state, "end", 0) for state in (deserted, stopped)]
 
-    deserted.remove(0)
-    deserted.remove(1)
+    deserted.remove(0, "left", 0.0)
+    deserted.remove(1, "left", 0.0)
     stopped.stop("enough")
-    stopped.remove(1)
+    stopped.remove(1, "left", 0.0)
 
     assert [barrier.complete for barrier in barriers] == [False, False]
 
@@ -169,7 +169,7 @@ def test_no_barrier_is_complete_without_members_or_after_a_stop():
 def test_a_replica_that_fails_while_idle_has_no_payload_in_later_rounds():
     state = joined(3)
     state.give_back(2, "train", 0, [], 0.0, idle_payload="of 2")
-    state.remove(2)
+    state.remove(2, "left", 0.0)
     barrier = arrive(state, "round", 0, kind="round")
     assert not barrier.complete
 
@@ -192,7 +192,7 @@ def test_updates_are_held_back_between_two_barriers_and_then_passed_on():
     arrive(state, "end", 0, 1, 2, kind="agree")
 
     accepted = state.publish(2, [update(2, 1, step=3)], PeerProgress(5))
-    state.remove(2)
+    state.remove(2, "left", 0.0)
     held = queued(state, 0, "update")
     arrive(state, "report", 0, 1, kind="report")
 
@@ -280,8 +280,8 @@ def test_the_last_work_that_a_gone_replica_handed_over_is_counted_at_a_sync_poin
     for replica, examples in ((0, 4), (1, 5), (1, 10), (2, 3)):
         hand_over(state, replica, trained(2.0 * examples, examples))
     arrive(state, "pause", 1, kind="sync")
-    state.remove(1)
-    state.remove(0)
+    state.remove(1, "left", 0.0)
+    state.remove(0, "left", 0.0)
 
     barrier = arrive(state, "pause", 2, kind="sync")
 
@@ -294,8 +294,8 @@ def test_a_report_has_the_work_in_all_phases_of_replicas_without_a_payload():
         hand_over(state, replica, trained(2.0, replica))
         hand_over(state, replica, SCORED, "validation")
     arrive(state, "end", 1, kind="report")
-    state.remove(1)
-    state.remove(2)
+    state.remove(1, "left", 0.0)
+    state.remove(2, "left", 0.0)
 
     barrier = arrive(state, "end", 0, kind="report")
 
@@ -314,7 +314,7 @@ def test_what_a_replica_had_trained_before_a_resumed_position_is_not_lost_with_i
     for replica in range(2):
         work = trained(1.0, replica)
         state.arrive("resume", replica, {"work": work}, b"", "resume")
-    state.remove(1)
+    state.remove(1, "left", 0.0)
 
     barrier = arrive(state, "end", 0, kind="report")
 
@@ -324,7 +324,7 @@ def test_what_a_replica_had_trained_before_a_resumed_position_is_not_lost_with_i
 def test_a_stop_ends_the_epoch_and_outlives_its_replica():
     state = joined(2)
     hand_over(state, 1, trained(1.0, 3, stop="enough"))
-    state.remove(1)
+    state.remove(1, "left", 0.0)
 
     assert take(state, 0) is None
     assert state.can_lease(0, "train", 0)
@@ -336,7 +336,7 @@ def test_what_a_replica_trained_in_an_earlier_epoch_is_not_counted_again():
     state = joined(2)
     hand_over(state, 1, trained(1.0, 3))
     arrive(state, "end", 0, 1, kind="report")
-    state.remove(1)
+    state.remove(1, "left", 0.0)
 
     barrier = arrive(state, "next", 0, kind="report")
 
@@ -431,7 +431,7 @@ def test_every_join_and_loss_changes_the_membership_of_all():
     state = joined(2, relayed=False)
 
     replica = newcomer(state)
-    state.remove(0)
+    state.remove(0, "left", 0.0)
 
     memberships = [message.payload for message in queued(state, 1, "members")]
     assert [(g, [r for r, _ in members]) for g, members in memberships] == [
@@ -512,7 +512,7 @@ def test_a_run_with_too_few_replicas_is_given_up_unless_others_come_in_time():
     state = joined(2, now=0.0, min_replicas=2)
     state.members.replicas[0].heartbeat_at = 1000.0
     state.check_deadlines(5.0)
-    state.remove(1)
+    state.remove(1, "left", 0.0)
     state.check_deadlines(5.0 + TIMEOUTS.rejoin)
     assert state.stopped is None
 

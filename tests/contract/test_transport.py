@@ -33,27 +33,32 @@ from tests.support.run_states import EACH, GRID, SPEC, TIMEOUTS, filled, update
 def box_of(*messages, limit_bytes=10**12):
     box = Outbox(limit_bytes)
     for message in messages:
-        box.offer(message, force=True)
+        box.append(message)
     return box
 
 
-def test_an_outbox_accepts_messages_up_to_its_bound_exactly():
-    box = Outbox(2 * EACH)
+def test_an_outbox_has_room_up_to_its_bound_exactly():
+    box = box_of(update(3, 1), limit_bytes=2 * EACH)
 
-    accepted = [box.offer(update(3, sequence)) for sequence in (1, 2, 3)]
+    assert box.has_room(EACH)
+    assert not box.has_room(EACH + 1)
 
-    assert accepted == [True, True, False]
+    box.append(update(3, 2))
+
     assert box.nbytes == 2 * EACH
-
-
-def test_an_empty_outbox_accepts_one_message_of_any_size():
-    box = Outbox(EACH)
-
-    assert box.offer(update(3, 1, nbytes=10**9))
     assert not box.has_room(1)
 
 
-def test_forced_messages_exceed_the_bound_and_delivered_ones_make_room():
+def test_an_empty_outbox_has_room_for_one_message_of_any_size():
+    box = Outbox(EACH)
+    assert box.has_room(10**9)
+
+    box.append(update(3, 1, nbytes=10**9))
+
+    assert not box.has_room(1)
+
+
+def test_appended_messages_may_exceed_the_bound_and_delivered_ones_make_room():
     dropped = []
     box = box_of(update(3, 1), update(4, 2), update(3, 3), limit_bytes=EACH)
     box.on_drop = lambda: dropped.append(box.nbytes)
@@ -63,7 +68,7 @@ def test_forced_messages_exceed_the_bound_and_delivered_ones_make_room():
 
     assert dropped == [0]
     assert (box.bytes_of(3), box.bytes_of(4)) == (0, 0)
-    assert box.offer(update(4, 4))
+    assert box.has_room(EACH)
 
 
 @pytest.mark.parametrize(("limit", "count"), [(0, 1), (2 * EACH, 2), (3 * EACH - 1, 2)])
@@ -122,7 +127,7 @@ async def sending(box, receiver, *, pace_s=0.0, timeout_s=5.0):
         bound=Bound(timeout_s, ("request",)),
         destination="replica 7",
     )
-    box.on_offer = loop.wake
+    box.on_append = loop.wake
     loop.wake()
     task = asyncio.ensure_future(loop.run())
     try:
@@ -138,8 +143,8 @@ def test_one_request_is_in_flight_and_later_messages_go_together():
         box, receiver = box_of(update(3, 1)), Receiver(answered)
         async with sending(box, receiver):
             assert await receiver.request() == [1]
-            box.offer(update(3, 2))
-            box.offer(update(3, 3))
+            box.append(update(3, 2))
+            box.append(update(3, 3))
             assert receiver.requests.empty()
             answered.set()
             assert await receiver.request() == [2, 3]
@@ -156,7 +161,7 @@ def test_a_request_without_an_answer_is_sent_once_more(lost):
         async with sending(box, receiver, timeout_s=0.05):
             assert await receiver.request() == [1]
             assert await receiver.request() == [1]
-            box.offer(update(3, 2))
+            box.append(update(3, 2))
             assert await receiver.request() == [2]
 
     asyncio.run(body())

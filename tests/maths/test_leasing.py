@@ -124,8 +124,11 @@ class Crowd:
 
     def _finish(self):
         for replica, lease in self._held:
-            assert not self.leases.finish(replica + 100, lease.number)
-            assert self.leases.finish(replica, lease.number)
+            before = self.leases.unfinished
+            self.leases.finish(replica + 100, lease.number)
+            assert self.leases.unfinished == before
+            self.leases.finish(replica, lease.number)
+            assert self.leases.unfinished == before - lease.rows
             self.trained += rows_in(lease.ranges)
             self.rows[replica] += lease.rows
         self._held = []
@@ -298,7 +301,7 @@ def test_an_ended_epoch_has_only_the_rows_that_are_held(kind):
     assert leases.unfinished == held[1].rows + held[2].rows
     leases.lose(1)
     assert leases.take(0) is None
-    assert leases.finish(2, held[2].number)
+    leases.finish(2, held[2].number)
     assert leases.unfinished == 0
     assert not leases.interval_is_over([0, 2])
     leases.open(1, [0, 2])

@@ -20,7 +20,6 @@ from daskdl.callbacks import Callback
 from daskdl.data.batching import Transform, Weighted
 from daskdl.data.checks import optimizer_function
 from daskdl.data.inputs import (
-    Approach,
     OnBad,
     ReadOptions,
     compose,
@@ -48,7 +47,7 @@ from daskdl.training.base import TrainingMaster
 from daskdl.training.checkpointing import resume_plan
 from daskdl.training.epoch_control import Scheduling
 from daskdl.training.fit import FitRun, steps_of_replica
-from daskdl.training.fit_spec import FitSpec, FitState, starting_model
+from daskdl.training.fit_spec import Approach, FitSpec, FitState, starting_model
 from daskdl.training.gradient_sharing import GradientSharing
 from daskdl.training.optimizer_step import Stepping
 from daskdl.training.trainer_state import TrainerState

@@ -64,7 +64,6 @@ from daskdl.errors import DataError, ModelError, OptionError
 logger = logging.getLogger(__name__)
 
 OnBad = Literal["raise", "skip"]
-Approach = Literal["direct", "export"]
 
 
 @dataclass(frozen=True)

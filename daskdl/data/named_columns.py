@@ -49,18 +49,21 @@ class FittedTransform(ABC):
         """A text that transforms with the same results have in common."""
 
 
-def names_of(table: Any) -> tuple[str, ...] | None:
+def names_of(table: Any) -> list[Any] | None:
     """Return the names of the columns of a table of pandas, pyarrow or Dask.
 
     None for anything else, and for a single column without an axis of columns.
     """
-    if hasattr(table, "schema"):  # pyarrow
-        names = table.schema.names
-    elif getattr(table, "ndim", 0) == 2 and hasattr(table, "columns"):
-        names = table.columns
-    else:
-        return None
-    return tuple(map(str, names))
+    if is_pyarrow(table):
+        return list(table.schema.names) if hasattr(table, "schema") else None
+    if getattr(table, "ndim", 0) == 2 and hasattr(table, "columns"):
+        return list(table.columns)
+    return None
+
+
+def is_pyarrow(value: Any) -> bool:
+    """Whether a value is a table or an array of pyarrow."""
+    return type(value).__module__.startswith("pyarrow")
 
 
 def columns_in(x: Tree, y: Tree) -> Columns:
@@ -69,7 +72,7 @@ def columns_in(x: Tree, y: Tree) -> Columns:
     The only column of a table of labels may have any name, so it is left out.
     """
     named = {
-        place: names
+        place: tuple(map(str, names))
         for place, leaf in batching.named_both((x, y)).items()
         if (names := names_of(leaf)) is not None
     }

@@ -24,6 +24,8 @@ from daskdl.data.named_columns import (
     Columns,
     NamedRows,
     few,
+    is_pyarrow,
+    names_of,
 )
 from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.errors import DataError, OptionError
@@ -533,14 +535,8 @@ def split_label(value: Any, label: Any) -> tuple[Any, Any]:
         >>> split_label({"age": [31], "price": [7.5]}, "price")
         ({'age': [31]}, [7.5])
     """
-    is_arrow = type(value).__module__.startswith("pyarrow")
-    if isinstance(value, Mapping):
-        names = list(value)
-    elif is_arrow:
-        names = value.schema.names
-    elif getattr(value, "ndim", 0) == 2 and hasattr(value, "columns"):
-        names = list(value.columns)
-    else:
+    names = list(value) if isinstance(value, Mapping) else names_of(value)
+    if names is None:
         raise DataError(
             f"label={label!r} names a column of a table or a key of dicts, got a "
             f"{_type_name(value)}; give the labels as y"
@@ -551,7 +547,7 @@ def split_label(value: Any, label: Any) -> tuple[Any, Any]:
         raise DataError(f"label={label!r} must be {where}, which has {few(names)}")
     if isinstance(value, Mapping):
         return {name: value[name] for name in inputs}, value[label]
-    if is_arrow:
+    if is_pyarrow(value):
         return value.select(inputs), value.column(label)
     return value[inputs], value[label]
 

@@ -43,7 +43,6 @@ from daskdl.data.checks import (
 )
 from daskdl.data.dask_collections import pair
 from daskdl.data.inputs import (
-    Approach,
     ReadOptions,
     scaling_of,
     split_rows,
@@ -70,6 +69,8 @@ from daskdl.training.optimizer_step import Stepping
 from daskdl.training.state import ALONE, ReplicaState, State
 
 logger = logging.getLogger(__name__)
+
+Approach = Literal["direct", "export"]
 
 # Options of torch's optimizers that change the step computation, not the state.
 STATELESS = frozenset(

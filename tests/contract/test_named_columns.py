@@ -25,6 +25,7 @@ from daskdl.data import (
     pack,
 )
 from daskdl.data import validate as validate_data
+from daskdl.data.inputs import source_of
 
 WEIGHTS = torch.tensor([[1.0, 10.0, 100.0]])
 FRAME = pd.DataFrame(
@@ -259,6 +260,15 @@ def test_each_table_of_several_inputs_has_its_columns(tree):
 
     assert own.evaluate(tree(OTHER, FRAME[["b", "c", "a"]]), zeros)["loss"] < 1e-3
     assert [*own.feature_names_in_.values()] == [("a", "b", "c")] * 2
+
+
+def test_a_column_may_have_the_name_of_an_attribute_of_tables():
+    table = pd.DataFrame({"schema": [1.0, 2.0], "ndim": [3.0, 4.0]})
+
+    source = source_of(table)
+
+    assert source.columns == {"X": ("schema", "ndim")}
+    assert source.load(0)[0].tolist() == [[1.0, 3.0], [2.0, 4.0]]
 
 
 def test_columns_of_labels_are_matched_by_name():

@@ -126,8 +126,8 @@ class LabelCheck:
 
     def check_source(self, source: Source) -> None:
         """Check labels in memory; all other labels are checked when they are loaded."""
-        if source.memory is not None:
-            self.check(source.memory[1])
+        if source.rows_in_memory is not None:
+            self.check(source.rows_in_memory[1])
 
 
 def check_same_classes(source: Source, classes: Sequence[str] | None) -> None:

@@ -438,7 +438,7 @@ class Collections(Source):
         self.partitions = partitions
         self.parts = partitions.parts
         collection = partitions.collections[0]
-        self.chunks = collection.chunks[0] if is_dask_array(collection) else None
+        self.block_lengths = collection.chunks[0] if is_dask_array(collection) else None
         self.lengths = lengths
         self.first_rows = first_rows
         self.finish = finish

@@ -108,10 +108,10 @@ class Source(ABC):
         scaled_by: Digests of the normalizers that the rows went through when they were
             written, in order.
         here: Whether the rows are in this process's memory.
-        memory: All rows in their original order, if they are arrays in this process's
-            memory; otherwise None.
-        chunks: Lengths of the blocks of a ``dask.array`` along its first axis, NaN if
-            unknown, if each block is a part; otherwise None.
+        rows_in_memory: All rows in their original order, if they are arrays in this
+            process's memory; otherwise None.
+        block_lengths: Number of rows of each block, NaN if unknown, if the parts are
+            the blocks of a ``dask.array``; otherwise None.
         left_out: Number of unreadable examples, which are in no part; each file of a
             part of unknown length counts as one example.
         unlike: Kinds of the rows of each part, see `daskdl.data.batching.kinds`; None:
@@ -134,8 +134,8 @@ class Source(ABC):
     trained: Columns | None = None
     scaled_by: Sequence[str] = ()
     here: bool = False
-    memory: Rows | None = None
-    chunks: Sequence[float] | None = None
+    rows_in_memory: Rows | None = None
+    block_lengths: Sequence[float] | None = None
     left_out: int = 0
     unlike: Sequence[Kinds] | None = None
     mergeable: bool = False
@@ -199,7 +199,7 @@ class Source(ABC):
         """Return the same rows in fewer parts; parts without rows are in no group."""
         return Together(self, groups)
 
-    def split(self, parts: int) -> Self:
+    def divided(self, parts: int) -> Self:
         """Return a stream in `parts` parts, unless the user chose the number of parts.
 
         Other sources are returned unchanged.

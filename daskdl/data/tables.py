@@ -257,7 +257,7 @@ class InMemory(Source):
 
     lengths: Sequence[int]
     first_rows: Rows
-    memory: Rows
+    rows_in_memory: Rows
     here = True
     apart = True
     named = False
@@ -281,13 +281,13 @@ class InMemory(Source):
         self._set(batching.mapped(as_numpy, (x, y)))
 
     def _set(self, rows: Rows) -> None:
-        self.memory = rows
+        self.rows_in_memory = rows
         self.first_rows = batching.rows(rows, slice(SHOWN_ROWS))
         self._cut(PARTS)
 
     def _cut(self, parts: int) -> None:
-        rows = batching.length(self.memory)
-        most = max(parts, -(-batching.nbytes(self.memory) // PART_BYTES))
+        rows = batching.length(self.rows_in_memory)
+        most = max(parts, -(-batching.nbytes(self.rows_in_memory) // PART_BYTES))
         self._bounds = cut(rows, self._batch_size, most)
         self.parts = len(self._bounds)
         self.lengths = [stop - start for start, stop in self._bounds]
@@ -301,14 +301,14 @@ class InMemory(Source):
     @override
     def in_one_part(self) -> Self:
         source = copy.copy(self)
-        source._order = None
-        source._bounds = [(0, batching.length(self.memory))]
-        source.parts, source.lengths = 1, [batching.length(self.memory)]
+        rows = batching.length(self.rows_in_memory)
+        source.parts, source.lengths = 1, [rows]
+        source._order, source._bounds = None, [(0, rows)]
         return source
 
     @override
     def weighted(self, weight: Any) -> Self:
-        x, labels = self.memory
+        x, labels = self.rows_in_memory
         if labels is None:
             return super().weighted(weight)
         rows = batching.length(x)
@@ -337,17 +337,17 @@ class InMemory(Source):
     def _arrange_(
         self, known: Columns, columns: Columns, classes: Sequence[str] | None
     ) -> None:
-        x, y = NamedRows.of(self.memory, known).arranged(columns)
-        self.memory = x, y
+        x, y = NamedRows.of(self.rows_in_memory, known).arranged(columns)
+        self.rows_in_memory = x, y
 
     @override
     def load(self, part: int) -> Rows:
         rows = slice(*self._bounds[part])
         if self._order is not None:
-            return batching.rows(self.memory, self._order[rows])
+            return batching.rows(self.rows_in_memory, self._order[rows])
         # Contiguous, because Dask pickles other arrays.
         return batching.mapped(
-            lambda leaf: np.ascontiguousarray(leaf[rows]), self.memory
+            lambda leaf: np.ascontiguousarray(leaf[rows]), self.rows_in_memory
         )
 
 

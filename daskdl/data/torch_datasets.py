@@ -335,7 +335,7 @@ class IterableStyle(Source):
         return [self._collation.rows(items) for items in few]
 
     @override
-    def split(self, parts: int) -> Self:
+    def divided(self, parts: int) -> Self:
         divided = copy.copy(self)
         if not self.fixed:
             divided.parts = parts

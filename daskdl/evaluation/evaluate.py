@@ -228,7 +228,7 @@ def map_split(
 ) -> Iterator[tuple[int, T]]:
     """Call a function for each part; streams are split among the workers."""
     if client is not False:
-        source = source.split(len(workers_of(client)))
+        source = source.divided(len(workers_of(client)))
     return map_parts(source, function, client, send=True)
 
 

@@ -505,7 +505,7 @@ def keys_of(source: Source, key: Any, kind: str) -> Keys | None:
 
 def _cut_alike(source: Source, key: Any, kind: str) -> Any:
     """Rechunk a ``dask.array`` of keys like the first array of a source."""
-    chunks = source.chunks
+    chunks = source.block_lengths
     if chunks is None or key.ndim != 1:
         raise OptionError(
             "a key that is a dask.array must be one-dimensional, and X a dask.array, "

@@ -314,7 +314,7 @@ def lazy_outputs(
     parts = partition_outputs(source, ask, client)
     if isinstance(source, Examples):
         return _bag(parts) if source.reader.bag else parts
-    if (chunks := source.chunks) is not None:
+    if (chunks := source.block_lengths) is not None:
         leaves = enumerate(batching.leaves(empty))
         return batching.filled(empty, [_array(parts, i, x, chunks) for i, x in leaves])
     frame, *_ = source.partitions.collections

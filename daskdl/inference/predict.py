@@ -93,7 +93,7 @@ def predict(
             single = isinstance(outputs, list) and not isinstance(X, list)
             return outputs[0] if single else outputs
         if cluster is not False:
-            source = source.split(1)  # otherwise outputs are in no order
+            source = source.divided(1)  # otherwise outputs are in no order
         pandas = source.here and hasattr(X, "iloc")
         if pandas:
             check_tabular(empty, "pandas.DataFrame; use X.to_numpy()")

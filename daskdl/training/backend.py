@@ -392,7 +392,7 @@ class LocalBackend(Backend):
         self.workers = dict.fromkeys(range(replicas), HERE)
         self._spec = spec
         self._sources = {
-            phase: source.split(replicas) for phase, source in sources.items()
+            phase: source.divided(replicas) for phase, source in sources.items()
         }
         # The thread that fills a relay queue also empties it, so it needs no bound.
         self._run = LocalRun(run_spec_of(spec, self.workers, self._sources))

@@ -785,7 +785,7 @@ def dask_backend(
     with contextlib.ExitStack() as stack:
         supplies = {
             phase: stack.enter_context(
-                DataPlacement(source.split(len(assigned)), client, workers, bound)
+                DataPlacement(source.divided(len(assigned)), client, workers, bound)
             )
             for phase, source in sources.items()
         }

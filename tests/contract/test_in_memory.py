@@ -210,7 +210,7 @@ class TestParts:
     def test_are_beside_the_first_rows_and_all_rows_as_they_were_given(self, y):
         source = InMemory(X, y, batch_size=30, shuffle_seed=5)
 
-        rows = [source.first_rows, source.memory, source.load(0)]
+        rows = [source.first_rows, source.rows_in_memory, source.load(0)]
 
         assert [x.tolist() for x, _ in rows[:2]] == [X[:2].tolist(), X.tolist()]
         assert [labels is None for _, labels in rows] == [y is None] * 3
@@ -240,7 +240,7 @@ def test_tables_among_arrays_become_arrays_and_names_of_labels_are_kept():
 
     source = source_of({"table": table, "array": X4}, labels)
 
-    x, y = source.memory
+    x, y = source.rows_in_memory
     assert x["table"].tolist() == [[1, 0.5], [2, 0.5], [3, 0.5], [4, 0.5]]
     assert x["array"].tolist() == X4.tolist()
     assert source.classes == ("ant", "bee", "cat")

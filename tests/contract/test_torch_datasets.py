@@ -340,7 +340,7 @@ def counted(items):
 
 def split(dataset, parts):
     with warnings.catch_warnings(action="error"):
-        return source_of(dataset).split(parts)
+        return source_of(dataset).divided(parts)
 
 
 def streamed(source, part, rows=3):
@@ -432,7 +432,7 @@ def test_parts_that_begin_alike_are_warned_of(dataset, message):
     _ = source.first_rows
 
     with pytest.warns(UserWarning, match=message):
-        source.split(2)
+        source.divided(2)
 
 
 def test_one_part_may_have_everything_and_other_shapes_are_not_alike():

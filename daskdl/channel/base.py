@@ -289,7 +289,7 @@ class Channel(ABC):
             inbox.progress = inbox.progress._replace(step=step)
             inbox.pending.grid = grid
             for peer in list(inbox.peers.progress):
-                inbox.announce(peer, PeerProgress(step))
+                inbox.record_progress(peer, PeerProgress(step))
 
     def agree(
         self, key: str, published: LastUpdates, gone: LastUpdates, load: Load

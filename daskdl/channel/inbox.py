@@ -351,7 +351,9 @@ class Peers:
         self._clock = clock
         self._news_at: dict[int, float] = {}
 
-    def announce(self, origin: int, progress: PeerProgress, complete: float) -> bool:
+    def record_progress(
+        self, origin: int, progress: PeerProgress, complete: float
+    ) -> bool:
         """Record progress that a replica announced; return whether it was new.
 
         Args:
@@ -434,8 +436,8 @@ class Inbox:
     Attributes:
         in_order: As passed; False after an unreadable update, or after `activate`.
         stopped: Reason why the replica has to leave; None while the run continues.
-        joining: Whether the replica has not joined, or waits for its snapshot. Until
-            then no update counts as received or missing.
+        awaits_snapshot: Whether the replica has not joined, or waits for its snapshot.
+            Until then no update counts as received or missing.
         waiting: Cause of the training thread's current wait, and the clock's time at
             which it began; None while the thread computes.
         progress: Progress of this replica.
@@ -455,7 +457,7 @@ class Inbox:
 
     in_order: bool
     stopped: str | None
-    joining: bool
+    awaits_snapshot: bool
     waiting: tuple[str, float] | None
     progress: PeerProgress
     clock: Clock
@@ -481,7 +483,7 @@ class Inbox:
         clock: Clock = CLOCK,
     ) -> None:
         self.stopped = None
-        self.joining = False
+        self.awaits_snapshot = False
         self.waiting = None
         self.progress = PeerProgress()
         self.clock = clock
@@ -516,7 +518,7 @@ class Inbox:
                 self.unreadable.get(origin, {}).pop(sequence, None)
             self.pending.add(update)
             self.received_bytes += message.nbytes
-            self.announce(origin, PeerProgress(message.step, sequence))
+            self.record_progress(origin, PeerProgress(message.step, sequence))
             return True
 
     def add_unreadable(self, message: Message) -> None:
@@ -530,7 +532,7 @@ class Inbox:
         with self.changed:
             gone, received = origin in self.peers.failed, self.received
             ahead = sequence - received.complete(origin)
-            is_known = gone or self.joining or origin in self.peers.announced
+            is_known = gone or self.awaits_snapshot or origin in self.peers.announced
             is_duplicate = contains(received.by_origin().get(origin, NOTHING), sequence)
             if not is_known or is_duplicate or ahead > MOST_REQUESTED:
                 return
@@ -539,7 +541,7 @@ class Inbox:
             if gone:
                 self.skip_unreadable(origin)
 
-    def sent(self, message: Message) -> None:
+    def advance(self, message: Message) -> None:
         """Advance this replica's progress by its next update."""
         step, _, interval = self.progress
         self.progress = PeerProgress(
@@ -552,7 +554,7 @@ class Inbox:
             skipped = sorted(self.unreadable.pop(origin, {}).items())
             for sequence, step in skipped:
                 self.received.skip(origin, sequence)
-                self.announce(origin, PeerProgress(step, sequence))
+                self.record_progress(origin, PeerProgress(step, sequence))
             return [sequence for sequence, _ in skipped]
 
     def holds_back(self, message: Message) -> bool:
@@ -564,7 +566,7 @@ class Inbox:
             received = self.received.by_origin().get(origin, NOTHING)
             return not contains(received, sequence)
 
-    def note(self, message: Message) -> bool:
+    def process_control(self, message: Message) -> bool:
         """Process a control message; False if its progress is not new."""
         if message.kind == MessageKind.STOP:
             self.stop(str(message.payload))
@@ -580,14 +582,14 @@ class Inbox:
         else:
             interval = message.payload if message.kind == MessageKind.PROGRESS else -1
             progress = PeerProgress(message.step, message.sequence, interval)
-            return self.announce(message.origin, progress)
+            return self.record_progress(message.origin, progress)
         return True
 
-    def announce(self, origin: int, progress: PeerProgress) -> bool:
+    def record_progress(self, origin: int, progress: PeerProgress) -> bool:
         """Record the progress of another replica; return whether it was new."""
         with self.changed:
             complete = math.inf if self.in_order else self.received.complete(origin)
-            is_new = self.peers.announce(origin, progress, complete)
+            is_new = self.peers.record_progress(origin, progress, complete)
             self.changed.notify_all()
             return is_new
 
@@ -620,7 +622,7 @@ class Inbox:
             for origin in self.peers.failed:
                 self.skip_unreadable(origin)
             for origin, announced in self.peers.announced.items():
-                self.announce(origin, announced)
+                self.record_progress(origin, announced)
 
     def hold(self) -> dict[int, Received]:
         """Hold back all updates from now on; return the updates received so far."""

@@ -149,7 +149,7 @@ class RunSpec:
         epochs_before: Epochs of earlier fits, so that each epoch has its own order.
         synchronous: Static partition instead of dynamic leases.
         relay_bytes: Bound on the relay's queue for each replica, bytes. Last updates
-            of a leaving replica may exceed it, see `run_state.LEAVING_BYTES`.
+            of a leaving replica may exceed it, see `run_state.EXCESS_BYTES`.
         min_replicas: With fewer active replicas, no replica gets a lease.
         timeouts: Bounds on waiting, seconds, by name.
         relayed: Whether the scheduler relays updates; see `Routing`.
@@ -321,16 +321,16 @@ class Leasing(ABC):
         if lease.ahead is not None:
             parts.setdefault(lease.ahead)
         lease = lease._replace(keys={part: self._keys[part] for part in parts})
-        self._leased[self._counted(replica)] += lease.rows
+        self._leased[self._limit_key(replica)] += lease.rows
         self._held.setdefault(replica, {})[lease.number] = lease
         return lease
 
     def has_one_for(self, replica: int) -> bool:
         """Whether `take` would lease rows to this replica now."""
         within = (
-            self._limit is None or self._leased[self._counted(replica)] < self._limit
+            self._limit is None or self._leased[self._limit_key(replica)] < self._limit
         )
-        free = bool(self._again) or self._has_free(replica)
+        free = bool(self._lost_leases) or self._has_free(replica)
         return within and free and not self._interval_over and not self._ended
 
     def finish(self, replica: int, number: int) -> None:
@@ -344,7 +344,7 @@ class Leasing(ABC):
         if self._ended:
             self.unfinished -= sum(lease.rows for lease in held.values())
             return
-        self._again.extend(held[number] for number in sorted(held))
+        self._lost_leases.extend(held[number] for number in sorted(held))
 
     def rows_held(self, replica: int) -> int:
         """Rows that a replica has leased and not finished."""
@@ -407,7 +407,7 @@ class Leasing(ABC):
         self._interval_over = self._ended = False
         self._leased: Counter[int] = Counter()  # rows in this interval, by replica
         self._held: dict[int, dict[int, Lease]] = {}  # by replica and lease number
-        self._again: deque[Lease] = deque()  # unfinished leases of gone replicas
+        self._lost_leases: deque[Lease] = deque()  # unfinished leases of gone replicas
 
     @abstractmethod
     def _has_free(self, replica: int) -> bool:
@@ -417,7 +417,7 @@ class Leasing(ABC):
     def _take(self, replica: int, is_near: IsNear | None) -> Lease:
         """Lease rows to a replica; called only if `has_one_for` it."""
 
-    def _counted(self, replica: int) -> int:
+    def _limit_key(self, replica: int) -> int:
         return NOBODY if self.shared_limit else replica
 
     def _cut_lease(self, ranges: Sequence[Range], ahead: int | None) -> Lease:
@@ -427,7 +427,7 @@ class Leasing(ABC):
     def _repeat(self) -> Lease:
         """Lease the oldest lost lease again, without a part to load ahead."""
         self.repeated += 1
-        return self._again.popleft()._replace(ahead=None)
+        return self._lost_leases.popleft()._replace(ahead=None)
 
 
 # With parts spread over the workers at random, four looks per replica find a near part
@@ -436,7 +436,7 @@ LOOKS_PER_REPLICA, LEAST_LOOKS = 4, 64
 
 # Assumed time to load a part, as a fraction of the time to train on it. A replica
 # shares the part of another replica only if more than this fraction of rows is left.
-LOADING = 0.005
+LOADING_FRACTION = 0.005
 
 
 class DynamicLeasing(Leasing):
@@ -471,18 +471,18 @@ class DynamicLeasing(Leasing):
             for stretch in stretches(part, most, self._sizes.step_rows)
         ][::-1]
         self._free = list(range(len(self._parts)))  # positions of parts not begun
-        self._rests: list[Range] = []  # unleased rows of gone replicas' parts
+        self._left_over: list[Range] = []  # unleased rows of gone replicas' parts
         self._begun: dict[int, Range] = {}  # unleased rows of each replica's part
         self._reserved: dict[int, Range] = {}  # next part of each replica
-        self._far: set[int] = set()  # replicas whose reserved part is not near
+        self._reserved_far: set[int] = set()  # replicas whose reserved part is not near
         self._looked: dict[int, int] = {}  # where a replica's search resumes
-        self._takers: set[int] = set()
+        self._active: set[int] = set()
 
     @override
     def remaining(self) -> list[RemainingWork]:
         free = (self._parts[position] for position in self._free)
-        begun = (*self._rests, *self._begun.values(), *self._reserved.values())
-        again = (part for lease in self._again for part in lease.ranges)
+        begun = (*self._left_over, *self._begun.values(), *self._reserved.values())
+        again = (part for lease in self._lost_leases for part in lease.ranges)
         ranges = [*free, *begun, *again]
         ranges.sort(key=lambda part: (self._order[part.part], part.start))
         return [RemainingWork(NOBODY, joined(ranges))]
@@ -492,29 +492,29 @@ class DynamicLeasing(Leasing):
         return bool(
             replica in self._begun
             or self._free
-            or self._rests
+            or self._left_over
             or self._reserved
-            or self._ample()
+            or self._shareable()
         )
 
     @override
     def lose(self, replica: int) -> None:
         super().lose(replica)
-        self._takers.discard(replica)
+        self._active.discard(replica)
         for parts in (self._begun, self._reserved):
             if replica in parts:
-                self._rests.append(parts.pop(replica))
+                self._left_over.append(parts.pop(replica))
 
     @override
     def _take(self, replica: int, is_near: IsNear | None) -> Lease:
-        self._takers.add(replica)
-        if not self._go_on(replica, is_near):
-            if self._again:
+        self._active.add(replica)
+        if not self._ensure_part(replica, is_near):
+            if self._lost_leases:
                 return self._repeat()
-            self._join_in(replica)
+            self._take_over(replica)
         ranges: list[Range] = []
         rows, most = 0, self._lease_rows()
-        while rows < most and self._go_on(replica, is_near):
+        while rows < most and self._ensure_part(replica, is_near):
             part = self._begun.pop(replica)
             if part.stop == TO_ITS_END:
                 if ranges:  # a part of unknown length is leased alone
@@ -534,12 +534,12 @@ class DynamicLeasing(Leasing):
         step, rows = self._sizes.step_rows, self._unleased
         if self._limit is not None:
             rows = min(rows, self._limit - self._leased[NOBODY])
-        share = -(-rows // (2 * len(self._takers) * step)) * step
+        share = -(-rows // (2 * len(self._active) * step)) * step
         return min(self._sizes.lease_rows, share)
 
     # ---- own parts
 
-    def _go_on(self, replica: int, is_near: IsNear | None) -> bool:
+    def _ensure_part(self, replica: int, is_near: IsNear | None) -> bool:
         """Ensure that a replica has a part, and reserve its next; False if none."""
         if replica not in self._begun:
             if not self._reserve(replica, is_near):
@@ -551,11 +551,11 @@ class DynamicLeasing(Leasing):
     def _reserve(self, replica: int, is_near: IsNear | None) -> bool:
         if replica not in self._reserved:
             part = None if is_near is None else self._find_near(replica, is_near)
-            self._far.discard(replica)
+            self._reserved_far.discard(replica)
             if part is None:
-                self._far.add(replica)
-                if self._rests:
-                    part = self._rests.pop(0)
+                self._reserved_far.add(replica)
+                if self._left_over:
+                    part = self._left_over.pop(0)
                 elif self._free:
                     part = self._parts[self._free.pop()]
                 else:
@@ -570,12 +570,12 @@ class DynamicLeasing(Leasing):
             key = self._keys[part.part]
             return key != "" and is_near(key)
 
-        for part in self._rests:
+        for part in self._left_over:
             if near(part):
-                self._rests.remove(part)
+                self._left_over.remove(part)
                 return part
         # A bounded search; the next one resumes where this one ends.
-        most = max(LOOKS_PER_REPLICA * len(self._takers), LEAST_LOOKS)
+        most = max(LOOKS_PER_REPLICA * len(self._active), LEAST_LOOKS)
         resumes_at = self._looked.get(replica, len(self._parts))
         at = bisect.bisect_right(self._free, resumes_at) - 1
         for index in range(at, at - min(most, len(self._free)), -1):
@@ -583,23 +583,23 @@ class DynamicLeasing(Leasing):
             if near(self._parts[self._free[index]]):
                 return self._parts[self._free.pop(index)]
         # Parts reserved for replicas that would have to fetch them from this worker.
-        for holder in sorted(self._far & self._reserved.keys()):
+        for holder in sorted(self._reserved_far & self._reserved.keys()):
             if near(self._reserved[holder]):
                 return self._reserved.pop(holder)
         return None
 
     # ---- parts of other replicas
 
-    def _ample(self) -> list[int]:
+    def _shareable(self) -> list[int]:
         """Replicas with enough unleased rows of their part to share it."""
         rows = self._sizes.rows
         return [
             r
             for r, part in self._begun.items()
-            if part.rows > LOADING * rows[part.part]
+            if part.rows > LOADING_FRACTION * rows[part.part]
         ]
 
-    def _join_in(self, replica: int) -> None:
+    def _take_over(self, replica: int) -> None:
         """Take over rows that another replica would train on next."""
 
         def to_do(holder: int) -> int:
@@ -610,10 +610,10 @@ class DynamicLeasing(Leasing):
             busiest = max(self._reserved, key=to_do)
             self._begun[replica] = self._reserved.pop(busiest)
             return
-        busiest = max(sorted(self._ample()), key=to_do)
+        busiest = max(sorted(self._shareable()), key=to_do)
         part, step = self._begun.pop(busiest), self._sizes.step_rows
         if part.rows >= 2 * step:  # half of the rows, in whole steps; else all
-            loading = int(LOADING * self._sizes.rows[part.part])
+            loading = int(LOADING_FRACTION * self._sizes.rows[part.part])
             kept = (part.rows + loading + step) // (2 * step)
             most = part.rows // step - 1
             self._begun[busiest], part = split(part, min(kept, most) * step)
@@ -683,7 +683,7 @@ class StaticPartition(Leasing):
     def remaining(self) -> list[RemainingWork]:
         flat = itertools.chain.from_iterable
         work = [RemainingWork(r, joined(flat(s))) for r, s in self._shares.items()]
-        again = (lease.ranges for lease in self._again)
+        again = (lease.ranges for lease in self._lost_leases)
         free = joined(flat([*again, *self._orphans]))
         return [*work, RemainingWork(NOBODY, free)] if free else work
 

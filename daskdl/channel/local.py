@@ -153,7 +153,7 @@ class LocalRun:
         self.changed.notify_all()
 
 
-class Delivery(Outbox):
+class DirectOutbox(Outbox):
     """Delivers messages to a replica at once, in the thread of their sender."""
 
     def __init__(self, spec: ChannelSpec, inbox: Inbox) -> None:
@@ -165,7 +165,7 @@ class Delivery(Outbox):
     def append(self, message: Message) -> None:
         if message.kind != MessageKind.UPDATE:
             if message.kind != MessageKind.MEMBERS:
-                self._inbox.note(message)
+                self._inbox.process_control(message)
         elif isinstance(message.payload, Exception):
             refuse(message, message.payload, self._spec, self._inbox)
             self._inbox.skip_unreadable(message.origin)  # there is no other copy
@@ -210,7 +210,7 @@ class LocalChannel(Channel):
         state = self._state
         with self._changed:
             self.check()
-            delivery = Delivery(self._spec, self._inbox)
+            delivery = DirectOutbox(self._spec, self._inbox)
             state.join(self._replica, self._run.now(), delivery)
             self._changed.notify_all()
             bound = self._timeouts.bound("join")
@@ -223,7 +223,7 @@ class LocalChannel(Channel):
             members = state.members.present
             for peer in members:
                 if peer != self._replica:
-                    self._inbox.announce(peer, PeerProgress())
+                    self._inbox.record_progress(peer, PeerProgress())
         return JoinResult(members, None)
 
     @override
@@ -261,7 +261,7 @@ class LocalChannel(Channel):
         except CodecError as error:
             payload = error
         with self._changed:
-            inbox.sent(message)
+            inbox.advance(message)
             self._publish([message._replace(payload=payload)])
         return True
 

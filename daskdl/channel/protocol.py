@@ -732,14 +732,14 @@ def nbytes_of(value: Any) -> int:
     return int(getattr(value, "nbytes", 8))
 
 
-def compact(frame: NDArray[np.uint8]) -> Any:
+def for_queue(frame: NDArray[np.uint8]) -> Any:
     """Return a frame for a queue; it must not be changed any more."""
     return frame.tobytes() if frame.nbytes <= PLAIN_BYTES else frame
 
 
-def owned(payload: Any) -> Any:
+def copied(payload: Any) -> Any:
     """Copy a received frame out of its buffer, which may hold a whole batch."""
     frame = unwrap(payload)
     if isinstance(frame, bytes):
         return frame
-    return compact(np.frombuffer(frame, np.uint8).copy())
+    return for_queue(np.frombuffer(frame, np.uint8).copy())

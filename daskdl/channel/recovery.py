@@ -24,13 +24,13 @@ from daskdl.errors import ChannelError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0  # an update delayed for longer counts as dropped
-LOOK_S = 0.25  # between two checks for missing updates
+MISSING_AFTER_S = 1.0  # an update delayed for longer counts as dropped
+CHECK_S = 0.25  # between two checks for missing updates
 # Origins whose updates are requested concurrently: an answer has up to `BATCH_BYTES`,
 # so that at most 64 MiB are in flight.
-AT_ONCE = 16
+CONCURRENT_ORIGINS = 16
 
-Take = Callable[[Message], Awaitable[bool]]
+Put = Callable[[Message], Awaitable[bool]]
 
 
 class Repairs:
@@ -42,14 +42,14 @@ class Repairs:
 
     repaired: int
 
-    def __init__(self, routing: Routing, take: Take) -> None:
+    def __init__(self, routing: Routing, put: Put) -> None:
         self.repaired = 0
         self._routing = routing
         self._connection = routing.connection
         self._inbox = routing.inbox
-        self._take = take
+        self._put = put
         self._missing_since: dict[tuple[int, int], float] = {}  # or last requested
-        self._vain: dict[int, int] = {}  # consecutive requests without updates
+        self._failures: dict[int, int] = {}  # consecutive requests without updates
 
     async def run(self) -> None:
         """Request missing updates until cancelled.
@@ -57,21 +57,23 @@ class Repairs:
         Requests for updates of different origins do not wait for each other, so that a
         hanging replica does not delay the others.
         """
-        at_once = asyncio.Semaphore(AT_ONCE)
+        at_once = asyncio.Semaphore(CONCURRENT_ORIGINS)
 
         async def request(origin: int, sequences: Sequence[int]) -> None:
             async with at_once:
                 if origin in self._inbox.unreadable:
-                    await self._replace(origin)
+                    await self._request_unreadable(origin)
                 helper = self._helper(origin)
                 if sequences and helper is not None:
                     count = await self.ask(helper, origin, sequences)
-                    self._vain[origin] = 0 if count else self._vain.get(origin, 0) + 1
+                    self._failures[origin] = (
+                        0 if count else self._failures.get(origin, 0) + 1
+                    )
 
         asking: dict[int, asyncio.Task[None]] = {}
         try:
             while True:
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(CHECK_S)
                 answered = [o for o, task in asking.items() if task.done()]
                 for origin in answered:
                     asking.pop(origin).result()
@@ -84,7 +86,7 @@ class Repairs:
                 task.cancel()
 
     def _due(self) -> dict[int, list[int]]:
-        """Announced updates that have been missing for `PATIENCE_S`, by origin."""
+        """Announced updates that have been missing for `MISSING_AFTER_S`, by origin."""
         now, inbox = self._connection.loop.time(), self._inbox
         with inbox.changed:
             last = {
@@ -93,17 +95,17 @@ class Repairs:
                 )
                 for origin, announced in inbox.peers.announced.items()
             }
-            gaps = {} if inbox.joining else inbox.received.behind(last)
+            gaps = {} if inbox.awaits_snapshot else inbox.received.behind(last)
         keys = [(origin, s) for origin, sequences in gaps.items() for s in sequences]
         self._missing_since = {k: self._missing_since.get(k, now) for k in keys}
         due: dict[int, list[int]] = {}
         for (origin, sequence), since in self._missing_since.items():
-            if now - since >= PATIENCE_S:
+            if now - since >= MISSING_AFTER_S:
                 self._missing_since[origin, sequence] = now
                 due.setdefault(origin, []).append(sequence)
         return due
 
-    async def _replace(self, origin: int) -> None:
+    async def _request_unreadable(self, origin: int) -> None:
         """Request unreadable updates again from all replicas that may have a copy.
 
         Updates without a readable copy are skipped: replicas continue without them,
@@ -121,14 +123,14 @@ class Repairs:
                 origin,
             )
 
-    async def fill(self, have: "Have") -> None:
+    async def request_lacking(self, have: "ReceivedByReplica") -> None:
         """Request updates that survivors of an agreement have and this replica lacks.
 
         Args:
             have: Received updates of each survivor.
         """
-        replica, target = self._connection.spec.replica, settle(have)
-        at_once = asyncio.Semaphore(AT_ONCE)
+        replica, target = self._connection.spec.replica, target_of(have)
+        at_once = asyncio.Semaphore(CONCURRENT_ORIGINS)
 
         def lacking(origin: int) -> Sequence[int]:
             with self._inbox.changed:
@@ -190,11 +192,11 @@ class Repairs:
 
         Only the origin certainly keeps its updates, but requests to it may get lost.
         """
-        vain, here = self._vain.get(origin, 0), origin in self._routing.workers
+        failures, here = self._failures.get(origin, 0), origin in self._routing.workers
         others = self._helpers(origin)[here:]
-        if here and (vain % 2 == 0 or not others):
+        if here and (failures % 2 == 0 or not others):
             return origin
-        turn = vain // 2 if here else vain
+        turn = failures // 2 if here else failures
         return others[turn % len(others)] if others else None
 
     async def ask(
@@ -231,16 +233,16 @@ class Repairs:
         wanted = (MessageKind.UPDATE, origin)
         messages = [m for m in messages if (m.kind, m.origin) == wanted]
         for message in messages:
-            is_taken = await self._take(message)  # `repaired` may change meanwhile
+            is_taken = await self._put(message)  # `repaired` may change meanwhile
             self.repaired += is_taken
         return len(messages)
 
 
 # By replica and origin. A replica's own updates count as received.
-Have = Mapping[int, Mapping[int, Received]]
+ReceivedByReplica = Mapping[int, Mapping[int, Received]]
 
 
-def settle(have: Have) -> dict[int, tuple[int, tuple[int, ...]]]:
+def target_of(have: ReceivedByReplica) -> dict[int, tuple[int, tuple[int, ...]]]:
     """The target of all survivors: every update that any of them has received.
 
     Args:
@@ -252,7 +254,7 @@ def settle(have: Have) -> dict[int, tuple[int, tuple[int, ...]]]:
         alone, so all survivors compute the same target.
 
     Example:
-        >>> settle({0: {7: (5, (7,))}, 1: {7: (6, ())}, 2: {7: (2, (9,))}})
+        >>> target_of({0: {7: (5, (7,))}, 1: {7: (6, ())}, 2: {7: (2, (9,))}})
         {7: (7, (9,))}
     """
     origins = sorted({origin for received in have.values() for origin in received})
@@ -275,7 +277,7 @@ def _union(parts: Sequence[Received]) -> tuple[int, tuple[int, ...]]:
 def helpers(
     origin: int,
     sequences: Collection[int],
-    have: Have,
+    have: ReceivedByReplica,
     asker: int,
 ) -> list[int]:
     """Replicas from which to request updates of one origin, in order.
@@ -305,7 +307,7 @@ def helpers(
     return order
 
 
-def donors(have: Have, asker: int) -> list[int]:
+def donors(have: ReceivedByReplica, asker: int) -> list[int]:
     """Replicas whose state to take over, in order, if requests did not help.
 
     Donors lack no survivor's own updates. Among such replicas they have the most

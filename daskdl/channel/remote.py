@@ -40,21 +40,21 @@ from daskdl.channel.protocol import (
     PeerProgress,
     WaitCause,
     Work,
-    compact,
+    for_queue,
     join,
     read,
     unwrap,
     unwrap_arrays,
     wrap_arrays,
 )
-from daskdl.channel.recovery import Have, donors, settle
+from daskdl.channel.recovery import ReceivedByReplica, donors, target_of
 from daskdl.channel.worker import ChannelWorkerPlugin, Snapshot, SnapshotRequest
 from daskdl.config import VERSION, Bound
 from daskdl.errors import ChannelError, WaitTimeoutError
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 0.1  # before a failed fetch is repeated
+FETCH_RETRY_S = 0.1  # before a failed fetch is repeated
 JOIN_PACE_S = 1.0  # least time between two requests for a snapshot
 
 
@@ -252,20 +252,20 @@ class RemoteChannel(Channel):
             for replica in answer["gone"]:
                 self._inbox.peers.fail(replica)
         if answer["members"]:
-            members = self._meet(answer["members"])
-            self._endpoint.begin({}, self._spec.grid, {})
+            members = self._record_members(answer["members"])
+            self._endpoint.start_from_snapshot({}, self._spec.grid, {})
             self._endpoint.start()
             return JoinResult(members, None)
         self._endpoint.start()
         return JoinResult([self._replica], self._snapshot(answer))
 
-    def _meet(self, reached: Sequence[Sequence[int]]) -> list[int]:
+    def _record_members(self, members: Sequence[Sequence[int]]) -> list[int]:
         """Record the progress of each member; return the members."""
-        for replica, *progress in reached:
+        for replica, *progress in members:
             if replica != self._replica:
-                self._inbox.announce(replica, PeerProgress())
-                self._inbox.announce(replica, PeerProgress(*progress))
-        return sorted(replica for replica, *_ in reached)
+                self._inbox.record_progress(replica, PeerProgress())
+                self._inbox.record_progress(replica, PeerProgress(*progress))
+        return sorted(replica for replica, *_ in members)
 
     def _ask_to_join(self) -> dict[str, Any]:
         bound = self._timeouts.bound("join", "request")
@@ -289,7 +289,9 @@ class RemoteChannel(Channel):
                 reason = served.get("reason", "it has gone")
             if worker is not None and served["status"] == Answer.OK:
                 values = served["values"]
-                self._endpoint.begin(self._received_with(values), values["grid"], cut)
+                self._endpoint.start_from_snapshot(
+                    self._received_with(values), values["grid"], cut
+                )
                 arrays = self._fetch(WaitCause.SNAPSHOT, donor, served["name"])
                 if arrays is not None:
                     return {**values, **arrays}
@@ -302,7 +304,7 @@ class RemoteChannel(Channel):
                 )
             pause_s = max(JOIN_PACE_S - (self._now() - asked_at), 0.0)
             self._wait_until(WaitCause.SNAPSHOT, lambda: False, pause_s)
-            seen = self._endpoint.wait_for_snapshot() or seen
+            seen = self._endpoint.buffer_again() or seen
             answer = self._ask_to_join()
             self._endpoint.drop_early(dict(answer["cut"]))
         raise Stopped("no replica is left to take the state from")
@@ -326,7 +328,7 @@ class RemoteChannel(Channel):
         self._inbox.progress = PeerProgress(step, self.published, interval - 1)
         # This answer may overtake updates of the others on their way through a relay.
         self._inbox.in_order = False
-        members = self._meet(answer["members"])
+        members = self._record_members(answer["members"])
         return ActivateResult(members, answer["epoch"], answer["report"], interval)
 
     @override
@@ -353,12 +355,12 @@ class RemoteChannel(Channel):
 
     @override
     def _queue(self, item: Message, frame: Frame, force: bool) -> bool:
-        item = item._replace(payload=compact(frame))
+        item = item._replace(payload=for_queue(frame))
         accepted = self._routing.publish(item, force=force)
         if force:
             bound = self._timeouts.bound("stop")
             if not self._inbox.wait_for(
-                self._routing.sent, bound.seconds, even_if_stopped=True
+                self._routing.all_sent, bound.seconds, even_if_stopped=True
             ):
                 logger.warning(
                     "replica %s leaves after %s: %s; last seen: %s",
@@ -442,7 +444,7 @@ class RemoteChannel(Channel):
         if kind == BarrierKind.AGREE and self._routing.relayed:
             # Updates still queued here would be held back with those of leaving
             # replicas.
-            self._wait_until_sent(WaitCause.FLUSH, self._routing.sent)
+            self._wait_until_sent(WaitCause.FLUSH, self._routing.all_sent)
         answer = self._ask(
             WaitCause.GATHER,
             protocol.BARRIER,
@@ -511,7 +513,7 @@ class RemoteChannel(Channel):
                 )
             # Pause: the failure of a replica is reported a little later.
             gone = lambda: replica not in self._routing.workers  # noqa: E731
-            self._wait_until(cause, gone, AGAIN_S)
+            self._wait_until(cause, gone, FETCH_RETRY_S)
         arrays = join(forms, parts)
         self._stats.received_bytes += sum(a.nbytes for a in arrays.values())
         return arrays
@@ -573,17 +575,17 @@ class RemoteChannel(Channel):
 
         self._wait_for_others(WaitCause.UPDATES, lambda: not behind(), behind)
 
-    def _compare(self, key: str) -> tuple[Have, LastUpdates]:
+    def _compare(self, key: str) -> tuple[ReceivedByReplica, LastUpdates]:
         """Stop deliveries; return each survivor's updates, and the gone replicas."""
         received = {**self._inbox.hold(), self._replica: (self.published, ())}
         met = self.barrier(key, {"received": received}, BarrierKind.AGREE)
         survivors = sorted(met.payloads.keys() - met.gone.keys())
         return {r: _received(met.payloads[r]) for r in survivors}, met.gone
 
-    def _request_missing(self, have: Have) -> None:
+    def _request_missing(self, have: ReceivedByReplica) -> None:
         """Request this replica's missing updates from replicas that have them."""
-        self._inbox.barrier.open(settle(have))
-        filling = self._connection.start(self._endpoint.repairs.fill(have))
+        self._inbox.barrier.open(target_of(have))
+        filling = self._connection.start(self._endpoint.repairs.request_lacking(have))
         try:
             # Each request has a bound of its own.
             self.wait(WaitCause.REPAIR, filling, None)
@@ -591,7 +593,9 @@ class RemoteChannel(Channel):
         finally:
             filling.cancel()
 
-    def _take_state(self, have: Have, gone: LastUpdates, load: Load) -> None:
+    def _take_state(
+        self, have: ReceivedByReplica, gone: LastUpdates, load: Load
+    ) -> None:
         """Load the state of a donor, if this replica lacks updates of the donor."""
         workers = self._routing.workers
         for donor in donors(have, self._replica):

@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 BEAT_S = 1.0  # longest time between two heartbeats
 PACE_S = 0.005  # shortest time between two requests to one destination
 BEAT_PACE_S = 0.05  # shortest time between two heartbeats without updates
-IDLE_S = 60.0  # neighbours exchange no heartbeats, so an idle loop rarely wakes
-RETRY_S = 1.0  # pause after a neighbour could not be reached
+IDLE_S = 60.0  # neighbors exchange no heartbeats, so an idle loop rarely wakes
+RETRY_S = 1.0  # pause after a neighbor could not be reached
 QUICK_S = 0.01  # requests shorter than this measure latency, not bandwidth
 
 
@@ -153,7 +153,7 @@ class Destination(ABC):
         """Wake the send loop. Any thread."""
         self._connection.loop.call_soon_threadsafe(self._loop.wake)
 
-    def sent(self) -> bool:
+    def all_sent(self) -> bool:
         """Whether all updates of this replica have arrived at the destination."""
         return not self.outbox.bytes_of(self._connection.spec.replica)
 
@@ -198,7 +198,7 @@ class ToScheduler(Destination):
         return accepted
 
 
-class Neighbour(Destination):
+class Neighbor(Destination):
     """Sends to another replica.
 
     An unreachable replica blocks no other: its queue is dropped, and if it is alive, it
@@ -281,8 +281,8 @@ class Neighbour(Destination):
             super().offer(message)
 
     @override
-    def sent(self) -> bool:
-        return self._down or super().sent()
+    def all_sent(self) -> bool:
+        return self._down or super().all_sent()
 
 
 class Routing(ABC):
@@ -291,7 +291,7 @@ class Routing(ABC):
     A subclass chooses the destinations of the replica's own updates (`destinations`)
     and forwards updates of others (`on_message`). If the scheduler does not relay
     updates (`relayed`), own updates are kept until all other replicas have acknowledged
-    them, and queues to other replicas are made on first use (`neighbour`).
+    them, and queues to other replicas are made on first use (`neighbor`).
 
     Args:
         connection: Connection of this replica.
@@ -302,8 +302,8 @@ class Routing(ABC):
             update of a failed replica reaches all replicas or none.
         generation: Generation of the membership; 0 before the first membership.
         workers: Address of the worker of each member.
-        published: Updates of this replica that others may request again.
-        received: Updates of others, if the scheduler does not relay them.
+        own_kept: Updates of this replica that others may request again.
+        others_kept: Updates of others, if the scheduler does not relay them.
         meter: Measures the outgoing link.
         to_scheduler: Sends heartbeats, whatever the routing.
         leaving: Whether this replica has published its last update; the scheduler
@@ -314,8 +314,8 @@ class Routing(ABC):
     relayed: ClassVar[bool]
     generation: int
     workers: Mapping[int, str]
-    published: RetransmitBuffer
-    received: RetransmitBuffer
+    own_kept: RetransmitBuffer
+    others_kept: RetransmitBuffer
     meter: LinkMeter
     to_scheduler: ToScheduler
     leaving: bool
@@ -327,8 +327,8 @@ class Routing(ABC):
         self.inbox = inbox
         self.generation = 0
         self.workers = {}
-        self.published = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
-        self.received = RetransmitBuffer(spec.inbox_bytes)
+        self.own_kept = RetransmitBuffer(spec.outbox_bytes, evicts=self.relayed)
+        self.others_kept = RetransmitBuffer(spec.inbox_bytes)
         self.meter = LinkMeter(connection.clock)
         self.leaving = False
         self.live = deque(maxlen=1)
@@ -341,7 +341,7 @@ class Routing(ABC):
         )
         self._replica = spec.replica
         self._lock = threading.RLock()  # an update belongs to one generation
-        self._neighbours: dict[int, Neighbour] = {}
+        self._neighbors: dict[int, Neighbor] = {}
         self._ended = False
         self._adopted_at = 0  # last own update when the generation was adopted
         self._unreported: Counter[int] = Counter()  # bytes since the last heartbeat
@@ -371,34 +371,34 @@ class Routing(ABC):
                 return
             self.generation, self.workers = generation, workers
             self._adopted_at = self.inbox.progress.sequence
-            gone = self._neighbours.keys() - workers.keys()
-            former = [self._neighbours.pop(replica) for replica in gone]
-        for neighbour in former:
-            neighbour.end()
+            gone = self._neighbors.keys() - workers.keys()
+            former = [self._neighbors.pop(replica) for replica in gone]
+        for neighbor in former:
+            neighbor.end()
         if not self.relayed:
             self.to_scheduler.wake()  # a joining replica waits for the acknowledgement
             self.inbox.wake()
 
     def lookup(self, origin: int, sequences: Iterable[int]) -> list[Message]:
         """Return kept updates for a replica that lacks them, ascending. Event loop."""
-        kept = self.published if origin == self._replica else self.received
+        kept = self.own_kept if origin == self._replica else self.others_kept
         return kept.find(origin, sequences)
 
     # ---- any thread
 
-    def neighbour(self, replica: int) -> Neighbour | None:
+    def neighbor(self, replica: int) -> Neighbor | None:
         """Return the queue to another member, made on first use; None if no member."""
         with self._lock:
             known = replica in self.workers and not self._ended
-            if known and replica not in self._neighbours:
+            if known and replica not in self._neighbors:
                 worker = self.workers[replica]
-                self._neighbours[replica] = Neighbour(self, replica, worker)
-            return self._neighbours.get(replica)
+                self._neighbors[replica] = Neighbor(self, replica, worker)
+            return self._neighbors.get(replica)
 
-    def sent(self) -> bool:
+    def all_sent(self) -> bool:
         """Whether all updates of this replica have arrived at their destinations."""
-        destinations = [self.to_scheduler, *self._neighbours.values()]
-        return all(destination.sent() for destination in destinations)
+        destinations = [self.to_scheduler, *self._neighbors.values()]
+        return all(destination.all_sent() for destination in destinations)
 
     def take_live(self) -> Mapping[str, LiveReport]:
         """Return the field of a request that carries the newest report, if any."""
@@ -412,8 +412,8 @@ class Routing(ABC):
         """Whether an update of `nbytes` bytes may be published now."""
         if self.relayed:
             return self.to_scheduler.outbox.has_room(nbytes)
-        # Updates queued for a neighbour are not acknowledged: this bounds them too.
-        return self.published.has_room()
+        # Updates queued for a neighbor are not acknowledged: this bounds them too.
+        return self.own_kept.has_room()
 
     def unsent(self) -> int:
         """Return the bytes of own updates that wait for the slowest destination."""
@@ -433,11 +433,11 @@ class Routing(ABC):
             if not (force or self.has_room(message.nbytes + MESSAGE_BYTES)):
                 return False
             message = message._replace(generation=self.generation)
-            self.published.keep(message)
+            self.own_kept.keep(message)
             for destination in [self.to_scheduler] if force else self.destinations():
                 destination.offer(message)
-            self.inbox.sent(message)  # last: heartbeats must not overtake the update
-        if not self.relayed and self.published.nbytes > self.published.limit_bytes // 2:
+            self.inbox.advance(message)  # last: heartbeats must not overtake the update
+        if not self.relayed and self.own_kept.nbytes > self.own_kept.limit_bytes // 2:
             self.to_scheduler.wake()  # its answer has the acknowledgements
         return True
 
@@ -460,7 +460,7 @@ class Routing(ABC):
     @property
     def queue(self) -> Outbox | RetransmitBuffer:
         """Updates that have not reached the scheduler, or in a mesh all replicas."""
-        return self.to_scheduler.outbox if self.relayed else self.published
+        return self.to_scheduler.outbox if self.relayed else self.own_kept
 
     def backlog(self) -> str:
         """Describe the unsent updates, for error messages."""
@@ -476,7 +476,7 @@ class Routing(ABC):
         """Keep a delivered update of another replica, unless it was relayed."""
         if self.relayed:
             return
-        self.received.keep(message)
+        self.others_kept.keep(message)
         self._unreported[message.origin] += message.nbytes + MESSAGE_BYTES
         # The origin can publish `outbox_bytes` at most without an acknowledgement.
         if self._unreported[message.origin] > self.connection.spec.outbox_bytes // 4:
@@ -488,7 +488,9 @@ class Routing(ABC):
             return {}
         self._unreported.clear()
         with self.inbox.changed:
-            received = {} if self.inbox.joining else self.inbox.received.all_complete()
+            received = (
+                {} if self.inbox.awaits_snapshot else self.inbox.received.all_complete()
+            )
         return {
             "acknowledgement": {
                 "generation": self.generation,
@@ -503,17 +505,17 @@ class Routing(ABC):
             return
         for replica, *progress in answer.get("peers", ()):
             if replica != self._replica:
-                self.inbox.announce(replica, PeerProgress(*progress))
-        if self.published.acknowledge(answer.get("received_by_all", 0)):
+                self.inbox.record_progress(replica, PeerProgress(*progress))
+        if self.own_kept.acknowledge(answer.get("received_by_all", 0)):
             self.inbox.wake()
-        if self.published.nbytes > self.published.limit_bytes // 2:
+        if self.own_kept.nbytes > self.own_kept.limit_bytes // 2:
             self.to_scheduler.wake()
 
     def end(self) -> None:
         """Send nothing more."""
         self._ended = True
-        for neighbour in list(self._neighbours.values()):
-            neighbour.end()
+        for neighbor in list(self._neighbors.values()):
+            neighbor.end()
 
 
 # Number of updates kept even if they exceed an outbox. A replica requests a missing
@@ -539,7 +541,7 @@ class RelayRouting(Routing):
         # Never lowered: small updates may follow before a large update is requested.
         recent_bytes = RECENT * (message.nbytes + MESSAGE_BYTES)
         limit_bytes = min(recent_bytes, self.connection.spec.inbox_bytes)
-        self.published.limit_bytes = max(self.published.limit_bytes, limit_bytes)
+        self.own_kept.limit_bytes = max(self.own_kept.limit_bytes, limit_bytes)
         return super().publish(message, force=force)
 
 
@@ -622,7 +624,7 @@ class MeshRouting(Routing):
     @override
     def destinations(self) -> Sequence[Destination]:
         children = self._topologies.current.children(self._replica, self._replica)
-        return [n for child in children if (n := self.neighbour(child)) is not None]
+        return [n for child in children if (n := self.neighbor(child)) is not None]
 
     @override
     def on_members(self, generation: int, workers: Mapping[int, str]) -> None:
@@ -636,18 +638,18 @@ class MeshRouting(Routing):
     def on_message(self, message: Message) -> None:
         topology = self._topologies.for_generation(message.generation)
         for child in topology.children(message.origin, self._replica):
-            neighbour = self.neighbour(child)
-            if neighbour is None:
+            neighbor = self.neighbor(child)
+            if neighbor is None:
                 continue
             if message.kind == MessageKind.PROGRESS:
-                neighbour.announce(message)
+                neighbor.announce(message)
             elif self._may_forward(message):
-                neighbour.offer(message)
+                neighbor.offer(message)
             else:
                 self.forwards_dropped += 1
 
     def _may_forward(self, message: Message) -> bool:
-        queues = [neighbour.outbox for neighbour in list(self._neighbours.values())]
+        queues = [neighbor.outbox for neighbor in list(self._neighbors.values())]
         waiting = sum(queue.nbytes - queue.bytes_of(self._replica) for queue in queues)
         limit = self.connection.spec.inbox_bytes
         return not waiting or waiting + message.nbytes + MESSAGE_BYTES <= limit

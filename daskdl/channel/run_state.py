@@ -122,7 +122,7 @@ class Membership:
         )
 
     @property
-    def joining(self) -> list[int]:
+    def not_active(self) -> list[int]:
         """Replicas that were assigned later and are not active yet, ascending."""
         return self._those(lambda member: not member.active and not member.gone)
 
@@ -179,11 +179,11 @@ class Membership:
             raise ValueError(f"replica {replica} is not a member of this run")
         return member
 
-    def timed_out(self, bound: float) -> list[int]:
-        """Replicas whose last heartbeat is before `bound`; none before the start."""
+    def timed_out(self, before: float) -> list[int]:
+        """Replicas without a heartbeat since `before`; none before the start."""
         if not self.started:
             return []
-        return [r for r in self.present if self.replicas[r].heartbeat_at < bound]
+        return [r for r in self.present if self.replicas[r].heartbeat_at < before]
 
     def donor(self) -> int | None:
         """The replica that makes snapshots: the training replica with most steps."""
@@ -216,7 +216,7 @@ def _phase(member: MemberState) -> str:
 
 
 @dataclass
-class OpenBarrier:
+class BarrierState:
     """A barrier at which some replicas have arrived.
 
     The payload of a replica that fails after its arrival stays. The barrier does not
@@ -258,8 +258,8 @@ class OpenBarrier:
 # updates of any size, and more up to this many bytes. A leaving replica sends its
 # outbox, which is 1 MiB or one update of any size, and a last update of any size, each
 # twice if an answer is lost. The bounds limit a replica that only claims to leave.
-LEAVING_UPDATES = 4
-LEAVING_BYTES = 16 * 2**20
+EXCESS_UPDATES = 4
+EXCESS_BYTES = 16 * 2**20
 MOST_NAMED = 8  # gone replicas in a message, which fits a screen
 
 
@@ -289,7 +289,7 @@ class RunState:
     outboxes: dict[int, Outbox]
     events: list[dict[str, Any]]
     leases: Mapping[str, Leasing]
-    barriers: dict[str, OpenBarrier]
+    barriers: dict[str, BarrierState]
     stopped: str | None
     deserted: bool
     refused: int
@@ -323,7 +323,7 @@ class RunState:
         self._held: list[Message] = []  # updates held back, of leaving replicas
         # By origin, number and bytes of updates accepted without room, since held ones
         # were passed on: all had received the earlier ones by then.
-        self._without_room: dict[int, tuple[int, int]] = {}
+        self._excess: dict[int, tuple[int, int]] = {}
         self._idle: dict[int, Any] = {}  # payloads of replicas that wait for a lease
         self._interval_began_at: float | None = None
         # Work over finished leases of this epoch, by replica and phase.
@@ -425,7 +425,7 @@ class RunState:
         why = "retired with its worker" if retires else "left: its task has ended"
         self.remove(replica, why, now)
         if members.started and not members.expected:
-            self.post("over", waiting=members.joining)
+            self.post("over", waiting=members.not_active)
             self._give_up_if_deserted()
 
     def remove(
@@ -482,7 +482,7 @@ class RunState:
             messages: Its next updates.
             progress: Its progress with these.
             leaves: The replica leaves: accept its last updates without room, up to
-                `LEAVING_UPDATES` and, beyond these, up to `LEAVING_BYTES`.
+                `EXCESS_UPDATES` and, beyond these, up to `EXCESS_BYTES`.
 
         Returns:
             Number of accepted updates; the replica has to retransmit the rest.
@@ -501,11 +501,11 @@ class RunState:
         for message in messages:
             nbytes = message.nbytes + MESSAGE_BYTES
             if self.holding or not all(box.has_room(nbytes) for box in others):
-                count, total = self._without_room.get(origin, (0, 0))
-                full = count >= LEAVING_UPDATES and total >= LEAVING_BYTES
+                count, total = self._excess.get(origin, (0, 0))
+                full = count >= EXCESS_UPDATES and total >= EXCESS_BYTES
                 if full or not (self.holding or leaves):
                     return accepted
-                self._without_room[origin] = count + 1, total + nbytes
+                self._excess[origin] = count + 1, total + nbytes
             if self.holding:
                 self._held.append(message)
             else:
@@ -556,7 +556,7 @@ class RunState:
             default=replicas[origin].progress.sequence,
         )
 
-    def progress(self) -> list[tuple[int, PeerProgress]]:
+    def training_progress(self) -> list[tuple[int, PeerProgress]]:
         """Progress of each replica that trains."""
         return [(r, self.members.replicas[r].progress) for r in self.members.training]
 
@@ -597,7 +597,7 @@ class RunState:
 
     def arrive(
         self, key: str, replica: int, payload: Any, client_payload: bytes, kind: str
-    ) -> OpenBarrier:
+    ) -> BarrierState:
         """Register a replica at a barrier; a second arrival changes nothing.
 
         An arrival after the barrier is complete opens the next barrier of this key. A
@@ -612,7 +612,7 @@ class RunState:
         if kind == BarrierKind.RESUME:
             read(payload["work"], WORK["train"])
             self._work[replica] = {"train": payload["work"]}
-        barrier = self.barriers.setdefault(key, OpenBarrier())
+        barrier = self.barriers.setdefault(key, BarrierState())
         barrier.kinds.add(kind)
         barrier.payloads.setdefault(replica, payload)
         barrier.client_payloads.setdefault(replica, client_payload)
@@ -626,13 +626,13 @@ class RunState:
             if self.members.expected and not awaited and self.stopped is None:
                 self._complete(key, barrier)
 
-    def _awaited(self, barrier: OpenBarrier) -> set[int]:
+    def _awaited(self, barrier: BarrierState) -> set[int]:
         awaited = set(self.members.expected) - barrier.payloads.keys()
         if barrier.kind == BarrierKind.ROUND:
             awaited -= self._idle.keys()
         return awaited
 
-    def _complete(self, key: str, barrier: OpenBarrier) -> None:
+    def _complete(self, key: str, barrier: BarrierState) -> None:
         """Fix the result of a barrier, the same for all replicas.
 
         After an ``AGREE`` barrier, updates are held back here until a barrier of
@@ -647,7 +647,7 @@ class RunState:
             for message in self._held:
                 self._send(message, but=message.origin)
             self._held.clear()
-            self._without_room.clear()
+            self._excess.clear()
         if kind == BarrierKind.ROUND:
             payloads.update({**self._idle, **payloads})
         elif kind == BarrierKind.AGREE:
@@ -667,7 +667,7 @@ class RunState:
             self._interval_began_at = None
             self.leases["train"].begin_interval()
 
-    def _end_epoch(self, key: str, barrier: OpenBarrier) -> None:
+    def _end_epoch(self, key: str, barrier: BarrierState) -> None:
         barrier.counted = {
             "refused": self.refused - self._refused_before,
             "repeated": self.leases["train"].repeated,
@@ -877,7 +877,7 @@ class RunState:
         summary = failure["summary"]
         member = self.members.replicas[replica]
         member.why, member.failed = shown(f"failed: {summary}", 500), True
-        if replica in self.members.joining:  # the others can continue
+        if replica in self.members.not_active:  # the others can continue
             self.post(
                 "not joined",
                 replica=replica,

@@ -58,7 +58,7 @@ from daskdl.channel.transport import (
     SchedulerOverDask,
     SchedulerTransport,
     SendLoop,
-    awaited,
+    run_reporting,
 )
 from daskdl.config import VERSION, Bound
 from daskdl.errors import shown
@@ -184,14 +184,14 @@ class LiveRun:
         state: State of the run.
         record: What the dashboard shows.
         hanging: Addresses of workers without a heartbeat that Dask has not removed.
-        relays: Send loop of each replica.
+        send_loops: Send loop of each replica.
     """
 
     state: RunState
     record: RunView
     client: str
     hanging: set[str]
-    relays: dict[int, asyncio.Task[None]]
+    send_loops: dict[int, asyncio.Task[None]]
 
     def __init__(
         self, spec: RunSpec, transport: SchedulerTransport, client: str
@@ -201,7 +201,7 @@ class LiveRun:
         self.record = RunView(spec, self.state.members, self.now())
         self.client = client
         self.hanging = set()
-        self.relays = {}
+        self.send_loops = {}
         self._changed = asyncio.Event()  # replaced after each change
         self._batchers: dict[str, WorkerBatcher] = {}
         self._removals: dict[int, asyncio.Task[None]] = {}  # of removed workers
@@ -210,7 +210,7 @@ class LiveRun:
     @property
     def tasks(self) -> list[asyncio.Task[None]]:
         """All background tasks."""
-        return [self._watchdog, *self.relays.values(), *self._removals.values()]
+        return [self._watchdog, *self.send_loops.values(), *self._removals.values()]
 
     def now(self) -> float:
         """Time on the clock for heartbeats, seconds."""
@@ -369,7 +369,7 @@ class LiveRun:
         if not members.is_here(replica):
             raise ValueError(f"no replica {replica} in this run")
         if replica not in state.outboxes:  # else the request is a retry
-            self._relay_to(replica)
+            self._add_member(replica)
         if initial:
             self.notify()
             await self.until(lambda: members.started)
@@ -403,7 +403,7 @@ class LiveRun:
             "cut": list(cut.items()),
         }
 
-    def _relay_to(self, replica: int) -> None:
+    def _add_member(self, replica: int) -> None:
         """Add a replica to the members and start its send loop."""
         state, worker = self.state, self.state.members.replicas[replica].worker
         bound = state.timeouts.bound("request")
@@ -430,7 +430,9 @@ class LiveRun:
             logger.error("the relay to replica %s failed", replica, exc_info=error)
             self.lose(replica, f"its relay failed: {error!r}")
 
-        self.relays[replica] = asyncio.ensure_future(awaited(loop.run, failed))
+        self.send_loops[replica] = asyncio.ensure_future(
+            run_reporting(loop.run, failed)
+        )
 
     async def handle_activate(self, replica: Natural, step: Natural) -> Fields:
         """Activate a replica that has the common state, once no updates are held."""
@@ -486,7 +488,7 @@ class LiveRun:
         return {
             "accepted": accepted,
             "received_by_all": state.received_by_all(replica),
-            "peers": [(peer, *reached) for peer, reached in state.progress()],
+            "peers": [(peer, *reached) for peer, reached in state.training_progress()],
         }
 
     async def handle_lease(
@@ -593,7 +595,7 @@ class LiveRun:
     async def handle_fail(self, replica: Natural, failure: Failure) -> Fields:
         """Report a replica's failure; end the run unless the replica is joining."""
         members = self.state.members
-        if replica not in members.joining:
+        if replica not in members.not_active:
             # A removed replica that returns must not end the run of the others.
             members.taking_part(replica)
         self.state.fail(replica, failure)
@@ -646,7 +648,7 @@ class LiveRun:
         self.notify()
 
     def _forget(self, replica: int) -> None:
-        for tasks in (self.relays, self._removals):
+        for tasks in (self.send_loops, self._removals):
             task = tasks.pop(replica, None)
             if task is not None and task is not asyncio.current_task():
                 task.cancel()
@@ -806,7 +808,7 @@ class ChannelSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]  # Dask is 
 
     def _set_pace(self) -> None:
         if self._pace is not None:
-            self._pace.slow_down(bool(self.runs))
+            self._pace.set_training(bool(self.runs))
 
     # ---- requests of a worker
 

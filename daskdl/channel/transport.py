@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def awaited(
+async def run_reporting(
     work: Callable[[], Awaitable[None]], failed: Callable[[Exception], None]
 ) -> None:
     """Run a background task; pass an exception to `failed`.
@@ -199,7 +199,7 @@ class Pace:
         self._callbacks = server.periodic_callbacks
         self._configured: dict[str, float] = {}  # milliseconds
 
-    def slow_down(self, training: bool) -> None:
+    def set_training(self, training: bool) -> None:
         """Lengthen the intervals; False: restore those of Dask's configuration."""
         with _pacing:
             for name in LEAST_MS.keys() & self._callbacks.keys():
@@ -209,7 +209,10 @@ class Pace:
                 callback.callback_time = max(configured, least)
 
 
-CHECKABLE = ("tcp", "tls")  # protocols that refuse a connection to a closed port
+CHECKABLE_PROTOCOLS = (
+    "tcp",
+    "tls",
+)  # protocols that refuse a connection to a closed port
 
 
 async def is_listening(address: str, timeout_s: float) -> bool:
@@ -225,7 +228,7 @@ async def is_listening(address: str, timeout_s: float) -> bool:
         True also for protocols that cannot be checked.
     """
     scheme, _ = parse_address(address)
-    if scheme not in CHECKABLE:
+    if scheme not in CHECKABLE_PROTOCOLS:
         return True
     host, port = get_address_host_port(address)
     try:
@@ -282,7 +285,7 @@ class Connection:
                 self.failure = ChannelError(f"a task of the channel failed: {error!r}")
             self._stop(str(self.failure))
 
-        return awaited(work, failed)
+        return run_reporting(work, failed)
 
     # ---- any thread
 
@@ -524,7 +527,7 @@ class SendLoop:
                     await self._wake.wait()
             self._wake.clear()
             batch = self._outbox.head(BATCH_BYTES)
-            accepted = await self._send_surely(batch)
+            accepted = await self._send_with_retry(batch)
             self._outbox.drop(accepted)
             if len(self._outbox):
                 self._wake.set()
@@ -534,7 +537,7 @@ class SendLoop:
             pause_s = min(2 * pause_s, longest_s) if full else self._pace_s
             await asyncio.sleep(pause_s)
 
-    async def _send_surely(self, batch: Sequence[Message]) -> int:
+    async def _send_with_retry(self, batch: Sequence[Message]) -> int:
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 async with asyncio.timeout(self._bound.seconds):

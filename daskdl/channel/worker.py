@@ -47,8 +47,8 @@ from daskdl.channel.protocol import (
     Natural,
     RunId,
     check_secret,
+    copied,
     handlers_of,
-    owned,
     task_key,
 )
 from daskdl.channel.recovery import Repairs
@@ -93,7 +93,9 @@ class BlobServer:
         self._numbers = itertools.count()  # of snapshots
         # Epoch at whose end the state was agreed on, and the function that makes it.
         self._state: tuple[int, Callable[[], Arrays]] | None = None
-        self._cut: tuple[int, BlobParts] | None = None  # epoch, state being fetched
+        self._fetched_state: tuple[int, BlobParts] | None = (
+            None  # epoch, state being fetched
+        )
         self._changed = asyncio.Condition()
 
     async def publish(self, name: str, blob: BlobParts) -> None:
@@ -163,12 +165,12 @@ class BlobServer:
                 while self._state is None or self._state[0] < epoch:
                     await self._changed.wait()
                 epoch, make = self._state
-            self._cut = epoch, BlobParts(await asyncio.to_thread(make))
-        if self._cut is None or self._cut[0] != epoch:
+            self._fetched_state = epoch, BlobParts(await asyncio.to_thread(make))
+        if self._fetched_state is None or self._fetched_state[0] != epoch:
             raise ValueError(f"epoch {epoch} is not being fetched")
-        blob = self._cut[1]
+        blob = self._fetched_state[1]
         if part == blob.parts - 1:
-            self._cut = None
+            self._fetched_state = None
         return {"epoch": epoch, **blob.to_wire(part)}
 
 
@@ -217,7 +219,9 @@ class ReplicaEndpoint:
             in_step=spec.in_step,
             clock=transport.clock,
         )
-        self.inbox.joining = True  # updates may arrive before the answer to the join
+        self.inbox.awaits_snapshot = (
+            True  # updates may arrive before the answer to the join
+        )
         self.connection = Connection(transport, spec, self.inbox.stop)
         self.routing = routing(self.connection, self.inbox)
         self.repairs = Repairs(self.routing, self._put)
@@ -242,11 +246,14 @@ class ReplicaEndpoint:
             self.on_members(message.payload)
             return True
         if message.kind != MessageKind.UPDATE:
-            if self.inbox.note(message) and message.kind == MessageKind.PROGRESS:
+            if (
+                self.inbox.process_control(message)
+                and message.kind == MessageKind.PROGRESS
+            ):
                 self.routing.on_message(message)
             return True
         message = self._owned(message)
-        if self.inbox.joining:
+        if self.inbox.awaits_snapshot:
             limit_bytes = self._spec.inbox_bytes
             is_kept = self._before_snapshot.keep(message, limit_bytes)
             if is_kept and self.routing.generation:
@@ -261,13 +268,13 @@ class ReplicaEndpoint:
 
     def _owned(self, message: Message) -> Message:
         """Copy the frame of a message out of its buffer, which may hold a batch."""
-        if self.routing.relayed and not self.inbox.joining:
+        if self.routing.relayed and not self.inbox.awaits_snapshot:
             return message  # decoded at once, not kept
         payload = message.payload
         if isinstance(payload, SharedFrame):
             payload = payload.payload
         try:
-            return message._replace(payload=owned(payload))
+            return message._replace(payload=copied(payload))
         except (TypeError, ValueError):  # not bytes: refused later
             return message
 
@@ -351,9 +358,9 @@ class ReplicaEndpoint:
         async def enter() -> None:
             self.on_members(payload)
 
-        self._now(enter())
+        self._run_on_loop(enter())
 
-    def wait_for_snapshot(self) -> dict[int, int]:
+    def buffer_again(self) -> dict[int, int]:
         """Buffer updates until the next snapshot, as before the initial one.
 
         Returns:
@@ -361,16 +368,16 @@ class ReplicaEndpoint:
             longer keep updates that this replica has acknowledged.
         """
         with self.inbox.changed:
-            if self.inbox.joining:
+            if self.inbox.awaits_snapshot:
                 return {}
-            self.inbox.joining = True
+            self.inbox.awaits_snapshot = True
             return self.inbox.received.all_complete()
 
     def drop_early(self, cut: Mapping[int, int]) -> None:
         """Drop buffered updates that the next snapshot has to contain."""
         self.connection.loop.call_soon_threadsafe(self._before_snapshot.drop, cut)
 
-    def begin(
+    def start_from_snapshot(
         self, received: Mapping[int, Received], grid: float, cut: Mapping[int, int]
     ) -> None:
         """Start from a snapshot; deliver buffered updates that it does not contain."""
@@ -378,11 +385,11 @@ class ReplicaEndpoint:
         async def deliver() -> None:
             for message in self._before_snapshot.messages:  # more may arrive meanwhile
                 await self._put(message)
-            self.inbox.joining = False
+            self.inbox.awaits_snapshot = False
             self._before_snapshot = PreSnapshotBuffer()
 
         self.inbox.begin(received, grid, cut)
-        self._now(deliver())
+        self._run_on_loop(deliver())
 
     def complete(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Wait for a coroutine on the event loop, even if the run was stopped."""
@@ -393,7 +400,7 @@ class ReplicaEndpoint:
             raise TimeoutError("no answer")
         return future.result()
 
-    def _now(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run_on_loop(self, work: Coroutine[Any, Any, None]) -> None:
         bound = self._spec.timeouts.bound("request")
         try:
             self.complete(work, bound.seconds)
@@ -409,7 +416,7 @@ class ReplicaEndpoint:
             future.cancel()
         self.connection.loop.call_soon_threadsafe(self.routing.end)
 
-    def end(self) -> None:
+    def mark_left(self) -> None:
         """End the wait for the replica to leave."""
         self.connection.loop.call_soon_threadsafe(self._left.set)
 
@@ -602,16 +609,16 @@ class ChannelWorkerPlugin(WorkerPlugin):  # type: ignore[misc]  # Dask is untype
             raise ChannelError(f"replica {key[1]} of run {key[0]:x} is already open")
         self.endpoints[key] = ReplicaEndpoint(self._transport, spec)
         if self._pace is not None:
-            self._pace.slow_down(bool(self.endpoints))
+            self._pace.set_training(bool(self.endpoints))
         return self.endpoints[key]
 
     def forget(self, spec: ChannelSpec) -> None:
         """Remove the endpoint of a replica that has left, and end waits for that."""
         endpoint = self.endpoints.pop((spec.run, spec.replica), None)
         if endpoint is not None:
-            endpoint.end()
+            endpoint.mark_left()
         if self._pace is not None:
-            self._pace.slow_down(bool(self.endpoints))
+            self._pace.set_training(bool(self.endpoints))
 
 
 def set_up(worker: Worker) -> None:

@@ -80,18 +80,18 @@ class LoopbackChannel(LocalChannel):
         )
         super().__init__(LocalRun(run), spec)
         self._sent: list[tuple[Message, NDArray[np.uint8]]] = []
-        self._inbox.announce(1, PeerProgress())
+        self._inbox.record_progress(1, PeerProgress())
 
     @override
     def _announce(self, progress: PeerProgress) -> None:
         self._inbox.progress = progress
-        self._inbox.announce(1, PeerProgress(progress.step))
+        self._inbox.record_progress(1, PeerProgress(progress.step))
 
     @override
     def _queue(self, message: Message, frame: NDArray[np.uint8], force: bool) -> bool:
         self._sent.append((message, frame))
-        self._inbox.sent(message)
-        self._inbox.announce(1, PeerProgress(message.step))
+        self._inbox.advance(message)
+        self._inbox.record_progress(1, PeerProgress(message.step))
         return True
 
     def receive(self) -> int:

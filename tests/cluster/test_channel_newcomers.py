@@ -54,7 +54,7 @@ async def test_a_snapshot_waits_for_the_updates_that_it_must_contain(c, s, a, b)
     async with a_run(c, s, a, b) as run:
         donor, other = run.channels[0], run.channels[1]
         donor.serve_snapshot(applied_by(donor))
-        run.live.relays[0].cancel()  # the relay to the donor
+        run.live.send_loops[0].cancel()  # the relay to the donor
         assert publish(other, 1)
         await in_thread(other.has_room, wait=True)
 
@@ -289,7 +289,7 @@ async def test_a_joining_replica_waits_until_all_send_to_it(c, s, a, b):
     async with a_run(c, s, a, b, routing="mesh") as run:
         donor, other = run.channels[0], run.channels[1]
         donor.serve_snapshot(applied_by(donor))
-        run.live.relays[1].cancel()  # the relay to the other one
+        run.live.send_loops[1].cancel()  # the relay to the other one
         _, channel = await run.newcomer(b)
         joining = begin(channel.join)
         waiting = begin(donor.wait_for_updates, {1: 2})

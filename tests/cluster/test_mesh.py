@@ -22,7 +22,7 @@ class Direct(Routing):
 
     def destinations(self):
         others = [replica for replica in self.workers if replica != self._replica]
-        return [n for r in others if (n := self.neighbour(r)) is not None]
+        return [n for r in others if (n := self.neighbor(r)) is not None]
 
 
 @pytest.fixture(autouse=True)

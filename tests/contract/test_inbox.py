@@ -161,8 +161,8 @@ class TestBeforeTheSnapshot:
 class TestProgress:
     def test_nobody_waits_for_replicas_that_have_completed_the_interval(self):
         inbox = filled()
-        inbox.announce(1, PeerProgress(step=3, sequence=0, interval=0))
-        inbox.announce(2, PeerProgress(step=5, sequence=0, interval=-1))
+        inbox.record_progress(1, PeerProgress(step=3, sequence=0, interval=0))
+        inbox.record_progress(2, PeerProgress(step=5, sequence=0, interval=-1))
 
         assert [inbox.lead(7, interval) for interval in (1, 0, -1)] == [4, 2, 0]
         assert inbox.lead(4, 0) == 0
@@ -178,7 +178,9 @@ class TestProgress:
 
     def test_a_step_counts_once_a_snapshot_contains_its_updates(self):
         inbox = filled(in_order=False)
-        inbox.note(control(MessageKind.PROGRESS, 1, 9, payload=0, sequence=4))
+        inbox.process_control(
+            control(MessageKind.PROGRESS, 1, 9, payload=0, sequence=4)
+        )
         assert steps(inbox) == {}
 
         inbox.begin({1: (4, ())}, GRID, {})
@@ -187,30 +189,30 @@ class TestProgress:
 
     def test_a_received_step_counts_though_a_later_one_is_announced(self):
         inbox = filled(in_order=False)
-        inbox.announce(1, PeerProgress(9, 4))
+        inbox.record_progress(1, PeerProgress(9, 4))
 
         put(inbox, 1, 1)
-        inbox.announce(1, PeerProgress(0, 0))  # a late message
+        inbox.record_progress(1, PeerProgress(0, 0))  # a late message
 
         assert steps(inbox) == {1: 1}
 
     def test_a_failed_replica_has_no_progress(self):
         inbox = filled((1, 1), (2, 1))
-        inbox.note(control(MessageKind.FAILED, 1, 3))
+        inbox.process_control(control(MessageKind.FAILED, 1, 3))
 
         for origin in (1, 2):
-            inbox.announce(origin, PeerProgress(6))
+            inbox.record_progress(origin, PeerProgress(6))
 
         assert steps(inbox) == {2: 6}
 
     def test_messages_name_the_last_announcement_of_each_replica_and_its_age(self):
         now = 10.0
         peers = Peers(clock=SimpleNamespace(now=lambda: now))
-        peers.announce(2, PeerProgress(5, 1), math.inf)
-        peers.announce(1, PeerProgress(7, 4), math.inf)
+        peers.record_progress(2, PeerProgress(5, 1), math.inf)
+        peers.record_progress(1, PeerProgress(7, 4), math.inf)
         now = 12.0
-        peers.announce(1, PeerProgress(7, 4), math.inf)  # nothing new
-        peers.announce(2, PeerProgress(6, 1), math.inf)
+        peers.record_progress(1, PeerProgress(7, 4), math.inf)  # nothing new
+        peers.record_progress(2, PeerProgress(6, 1), math.inf)
         now = 12.5
 
         assert peers.described() == (
@@ -246,10 +248,10 @@ def begun_wait(inbox, ready):
 )
 def test_a_wait_for_a_replica_ends_on_failure_progress_or_stop(message):
     inbox = filled()
-    inbox.announce(1, PeerProgress(0))
+    inbox.record_progress(1, PeerProgress(0))
     thread, came = begun_wait(inbox, lambda: steps(inbox).get(1, 9) == 9)
 
-    inbox.note(message)
+    inbox.process_control(message)
     thread.join(PATIENCE_S / 2)  # less than the timeout of the wait
     inbox.stop("later")
 

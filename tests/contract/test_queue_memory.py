@@ -10,7 +10,7 @@ from distributed.protocol import dumps, loads
 
 from daskdl import codec
 from daskdl.channel.inbox import PendingUpdates
-from daskdl.channel.protocol import MESSAGE_BYTES, Message, compact, owned
+from daskdl.channel.protocol import MESSAGE_BYTES, Message, copied, for_queue
 from daskdl.channel.transport import Outbox, RetransmitBuffer
 from daskdl.training.dask_backend import RELAY_BYTES
 from daskdl.training.fit import INBOX_BYTES, OUTBOX_BYTES
@@ -28,7 +28,7 @@ def published():
     frame = codec.encode(codec.Stamp(1, 1, 1, 1), SIZE, THRESHOLD, entries_K)
     for sequence in itertools.count(1000):  # Python caches smaller numbers
         stamp = codec.Stamp(1, 1, sequence, sequence + 1)
-        yield Message.update(stamp, sequence + 2, frame.nbytes, compact(frame.copy()))
+        yield Message.update(stamp, sequence + 2, frame.nbytes, for_queue(frame.copy()))
 
 
 def arrived(deserialize):
@@ -44,7 +44,7 @@ def arrived(deserialize):
         for fields in request["items"]:
             message = Message.from_wire(fields)
             yield (
-                message._replace(payload=owned(message.payload))
+                message._replace(payload=copied(message.payload))
                 if deserialize
                 else message
             )

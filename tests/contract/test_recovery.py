@@ -13,12 +13,12 @@ from daskdl.channel import recovery
 from daskdl.channel.inbox import ReceivedSet, missing
 from daskdl.channel.protocol import MessageKind, PeerProgress
 from daskdl.channel.recovery import (
+    MISSING_AFTER_S,
     MOST_REQUESTED,
-    PATIENCE_S,
     Repairs,
     donors,
     helpers,
-    settle,
+    target_of,
 )
 from tests.support.run_states import SPEC, control, filled, item_of, put, sparse
 
@@ -53,7 +53,7 @@ def with_repairs(test):
 
     @functools.wraps(test)
     def run(monkeypatch):
-        monkeypatch.setattr(recovery, "LOOK_S", 0)
+        monkeypatch.setattr(recovery, "CHECK_S", 0)
 
         async def body():
             inbox, peers = filled((1, 1), (1, 3), in_order=False), Peers()
@@ -86,9 +86,9 @@ def with_repairs(test):
 async def test_a_late_update_is_requested_repeatedly_of_each_replica_in_turn(
     inbox, peers
 ):
-    assert await peers.at(0.9 * PATIENCE_S) == []
+    assert await peers.at(0.9 * MISSING_AFTER_S) == []
 
-    asked = [await peers.at(turn * PATIENCE_S / 2) for turn in range(2, 9)]
+    asked = [await peers.at(turn * MISSING_AFTER_S / 2) for turn in range(2, 9)]
 
     assert asked == [[(1, [2])], [], [(2, [2])], [], [(1, [2])], [], [(2, [2])]]
 
@@ -97,7 +97,7 @@ async def test_a_late_update_is_requested_repeatedly_of_each_replica_in_turn(
 async def test_the_origin_is_asked_every_second_time(inbox, peers):
     peers.routing.workers = {replica: f"on {replica}" for replica in range(5)}
 
-    asked = [await peers.at(turn * PATIENCE_S) for turn in range(1, 8)]
+    asked = [await peers.at(turn * MISSING_AFTER_S) for turn in range(1, 8)]
 
     assert [replica for [(replica, _)] in asked] == [1, 2, 1, 3, 1, 4, 1]
 
@@ -108,7 +108,7 @@ async def test_the_others_are_asked_in_turn_for_updates_of_a_replica_without_a_w
 ):
     peers.routing.workers = {replica: f"on {replica}" for replica in (0, 2, 3)}
 
-    asked = [await peers.at(turn * PATIENCE_S) for turn in range(1, 5)]
+    asked = [await peers.at(turn * MISSING_AFTER_S) for turn in range(1, 5)]
 
     assert [replica for [(replica, _)] in asked] == [2, 3, 2, 3]
 
@@ -117,15 +117,15 @@ async def test_the_others_are_asked_in_turn_for_updates_of_a_replica_without_a_w
 async def test_an_update_that_arrives_meanwhile_is_not_requested(inbox, peers):
     put(inbox, 1, 2)
 
-    assert await peers.at(PATIENCE_S) == []
+    assert await peers.at(MISSING_AFTER_S) == []
 
 
 @with_repairs
 async def test_an_announced_update_is_missed_without_a_later_update(inbox, peers):
-    inbox.note(control(MessageKind.PROGRESS, 1, 9, payload=0, sequence=5))
+    inbox.process_control(control(MessageKind.PROGRESS, 1, 9, payload=0, sequence=5))
     await peers.at(0)
 
-    assert await peers.at(PATIENCE_S) == [(1, [2, 4, 5])]
+    assert await peers.at(MISSING_AFTER_S) == [(1, [2, 4, 5])]
 
 
 @with_repairs
@@ -133,7 +133,7 @@ async def test_only_updates_of_the_origin_are_taken_from_an_answer(inbox, peers)
     updates = [sparse(1, 2, [1]), sparse(1, 4, [1]), sparse(2, 1, [1])]
     peers.given = [item_of(update).to_wire() for update in updates]
     peers.given.append(control(MessageKind.STOP, 1).to_wire())
-    await peers.at(PATIENCE_S)
+    await peers.at(MISSING_AFTER_S)
 
     assert peers.taken == [(1, 2), (1, 4)]
     assert peers.repairs.repaired == 1
@@ -141,10 +141,10 @@ async def test_only_updates_of_the_origin_are_taken_from_an_answer(inbox, peers)
 
 @with_repairs
 async def test_the_number_of_updates_in_a_request_is_bounded(inbox, peers):
-    inbox.announce(1, PeerProgress(10**5, 10**5))
+    inbox.record_progress(1, PeerProgress(10**5, 10**5))
     await peers.at(0)
 
-    [(_, sequences)] = await peers.at(PATIENCE_S)
+    [(_, sequences)] = await peers.at(MISSING_AFTER_S)
     assert sequences == [2, *range(4, MOST_REQUESTED + 2)]
 
 
@@ -153,10 +153,10 @@ def test_nothing_is_requested_while(reason, monkeypatch):
     @with_repairs
     async def body(inbox, peers):
         if reason == "it is joining":
-            inbox.joining = True
+            inbox.awaits_snapshot = True
         else:
-            inbox.note(control(MessageKind.FAILED, 1))
-        assert await peers.at(PATIENCE_S) == []
+            inbox.process_control(control(MessageKind.FAILED, 1))
+        assert await peers.at(MISSING_AFTER_S) == []
 
     body(monkeypatch)
 
@@ -188,7 +188,7 @@ def told(have):
 
 @given(HAVE)
 def test_the_target_is_every_update_that_any_survivor_has(have):
-    target = settle(told(have))
+    target = target_of(told(have))
 
     assert updates_in(target) == set().union(*have.values())
     assert target == received(updates_in(target))  # in the same form
@@ -241,7 +241,7 @@ def test_the_origin_comes_first_and_lost_replicas_are_not_asked():
 async def test_in_a_relay_only_the_origin_keeps_its_updates(inbox, peers):
     peers.routing.relayed = True
 
-    asked = [await peers.at(turn * PATIENCE_S) for turn in (1, 2, 3)]
+    asked = [await peers.at(turn * MISSING_AFTER_S) for turn in (1, 2, 3)]
 
     assert asked == [[(1, [2])]] * 3
 

@@ -15,7 +15,7 @@ from daskdl.channel.leasing import (
     SyncPoint,
 )
 from daskdl.channel.protocol import BarrierKind, Message, PeerProgress, read
-from daskdl.channel.run_state import LEAVING_BYTES, LEAVING_UPDATES, RunState
+from daskdl.channel.run_state import EXCESS_BYTES, EXCESS_UPDATES, RunState
 from daskdl.channel.transport import Outbox
 from daskdl.training.telemetry import EpochTotals
 from tests.support.run_states import EACH, TIMEOUTS, joined, plan_of, queued, update
@@ -46,8 +46,8 @@ def test_updates_before_the_one_without_room_are_accepted():
     assert queued(state, 1, "progress") == []  # it would overtake the third
 
 
-MUCH = 2**21  # bytes of an update: more than `LEAVING_UPDATES` fit
-LEAVING = LEAVING_BYTES // MUCH  # updates below the bound, each a little larger
+MUCH = 2**21  # bytes of an update: more than `EXCESS_UPDATES` fit
+LEAVING = EXCESS_BYTES // MUCH  # updates below the bound, each a little larger
 
 
 @pytest.mark.parametrize("holding", [False, True], ids=["queued", "held back"])
@@ -65,7 +65,7 @@ def test_a_replica_that_says_it_leaves_cannot_fill_the_relay(holding):
     assert state.publish(0, [update(0, 1)], PeerProgress(1), leaves=True) == 1
 
 
-HUGE = LEAVING_BYTES + 1  # bytes of an update
+HUGE = EXCESS_BYTES + 1  # bytes of an update
 
 
 @pytest.mark.parametrize("holding", [False, True], ids=["queued", "held back"])
@@ -79,19 +79,19 @@ def test_the_last_updates_of_a_replica_that_leaves_are_accepted_whatever_their_s
     if holding:
         arrive(state, "end", 0, 1, 2, kind="agree")
     last = [update(2, 2, nbytes=HUGE), update(2, 3, nbytes=4 * HUGE)]
-    many = [update(2, 4 + i, nbytes=HUGE) for i in range(LEAVING_UPDATES)]
+    many = [update(2, 4 + i, nbytes=HUGE) for i in range(EXCESS_UPDATES)]
 
     assert state.publish(2, last, PeerProgress(1), leaves=True) == 2
 
     more = state.publish(2, many, PeerProgress(1), leaves=True)
-    assert more == LEAVING_UPDATES - 2  # it is only its word
+    assert more == EXCESS_UPDATES - 2  # it is only its word
 
 
 def test_the_allowance_without_room_is_for_one_barrier():
     state = joined(relay_bytes=EACH)
-    last = [update(2, 1 + i, nbytes=HUGE) for i in range(LEAVING_UPDATES)]
-    first = LEAVING_UPDATES + 1
-    later = [update(2, first + i, nbytes=HUGE) for i in range(LEAVING_UPDATES + 1)]
+    last = [update(2, 1 + i, nbytes=HUGE) for i in range(EXCESS_UPDATES)]
+    first = EXCESS_UPDATES + 1
+    later = [update(2, first + i, nbytes=HUGE) for i in range(EXCESS_UPDATES + 1)]
     arrive(state, "end", 0, 1, 2, kind="agree")
     held = state.publish(2, last, PeerProgress(1))
     arrive(state, "met", 0, 1, 2)  # the held updates are passed on
@@ -99,7 +99,7 @@ def test_the_allowance_without_room_is_for_one_barrier():
     arrive(state, "end", 0, 1, 2, kind="agree")
     accepted = state.publish(2, later, PeerProgress(1))
 
-    assert (held, accepted) == (LEAVING_UPDATES, LEAVING_UPDATES)
+    assert (held, accepted) == (EXCESS_UPDATES, EXCESS_UPDATES)
 
 
 def test_progress_is_announced_once_to_all_others():

@@ -275,7 +275,7 @@ def test_the_wait_for_an_event_loop_that_hangs_is_bounded(transport):
     endpoint = ReplicaEndpoint(transport, dataclasses.replace(SPEC, timeouts=timeouts))
 
     with pytest.raises(WaitTimeoutError, match=r"0\.05 s .* event loop of its own"):
-        endpoint.begin({}, GRID, {})
+        endpoint.start_from_snapshot({}, GRID, {})
 
 
 def test_each_answer_of_the_scheduler_counts_as_news():

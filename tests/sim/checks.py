@@ -88,12 +88,12 @@ class Inspector:
                     own = setup.outbox_bytes + 2 * most
                     box = routing.to_scheduler.outbox
                     self._bound(f"outbox {name}", box, own)
-                    kept = max(routing.published.limit_bytes, setup.outbox_bytes)
+                    kept = max(routing.own_kept.limit_bytes, setup.outbox_bytes)
                     self._bound(
-                        f"own updates {name}", routing.published, kept + 2 * most
+                        f"own updates {name}", routing.own_kept, kept + 2 * most
                     )
                     others = setup.inbox_bytes + most
-                    self._bound(f"others' updates {name}", routing.received, others)
+                    self._bound(f"others' updates {name}", routing.others_kept, others)
                     pending = end.inbox.pending
                     self._bound(f"inbox {name}", pending, 2 * others)
 

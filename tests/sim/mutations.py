@@ -60,7 +60,7 @@ MUTATIONS = {
     ),
     "no missing update is requested": Mutation(
         "daskdl.channel.recovery",
-        "if now - since >= PATIENCE_S:",
+        "if now - since >= MISSING_AFTER_S:",
         "if False:",
     ),
     "replicas compare before a relay has passed all updates on": Mutation(
@@ -135,12 +135,12 @@ MUTATIONS = {
     ),
     "leases of a lost replica stay taken": Mutation(
         "daskdl.channel.leasing",
-        "        self._again.extend(held[number] for number in sorted(held))",
+        "        self._lost_leases.extend(held[number] for number in sorted(held))",
         "        pass",
     ),
     "a lost replica's own part is forgotten": Mutation(
         "daskdl.channel.leasing",
-        "                self._rests.append(parts.pop(replica))",
+        "                self._left_over.append(parts.pop(replica))",
         "                parts.pop(replica)",
     ),
     "a lease that is given out again is not counted": Mutation(
@@ -201,7 +201,7 @@ MUTATIONS = {
     ),
     "a silent replica is never removed": Mutation(
         "daskdl.channel.run_state",
-        "return [r for r in self.present if self.replicas[r].heartbeat_at < bound]",
+        "return [r for r in self.present if self.replicas[r].heartbeat_at < before]",
         "return []",
     ),
     "a run that has ended fails for lack of replicas": Mutation(
@@ -236,8 +236,8 @@ MUTATIONS = {
     ),
     "a newcomer drops what came before its snapshot": Mutation(
         "daskdl.channel.worker",
-        "                await self._put(message)\n            self.inbox.joining",
-        "                pass\n            self.inbox.joining",
+        "                await self._put(message)\n            self.inbox.awaits_",
+        "                pass\n            self.inbox.awaits_",
     ),
     "a newcomer that comes early does not wait for the others": Mutation(
         "daskdl.channel.scheduler",

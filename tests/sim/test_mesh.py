@@ -155,7 +155,7 @@ async def test_a_survivor_that_hangs_does_not_delay_requests_to_others(
 async def test_an_update_that_all_have_is_forgotten(c, s, *workers):
     async with a_run(c, s, *workers, **MESH) as run:
         assert publish(run.channels[0])
-        own = run.link(0).routing.published
+        own = run.link(0).routing.own_kept
         assert len(own) == 1
 
         await wait_until(lambda: len(own) == 0)
@@ -175,7 +175,7 @@ async def test_a_replica_that_acknowledges_nothing_blocks_its_peers(
 
         count = sum(accepted)
         assert accepted == [True] * count + [False] * (20 - count)
-        own = run.link(0).routing.published
+        own = run.link(0).routing.own_kept
         assert 500 <= own.nbytes < 500 + own.nbytes // count
         assert not sender.has_room()
         assert sender.published == count

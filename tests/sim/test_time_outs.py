@@ -98,8 +98,8 @@ async def test_a_wait_for_a_relay_lasts_while_updates_pass(c, s, a, b, monkeypat
 async def test_a_wait_for_acknowledgements_names_the_kept_updates(c, s, a, b):
     timeouts = bounds(silence=4.0, request=0.5)
     async with a_run(c, s, a, b, timeouts=timeouts, routing="mesh") as run:
-        run.link(0).routing.published.has_room = lambda: False
-        run.link(0).routing.published.acknowledge = lambda sequence: False
+        run.link(0).routing.own_kept.has_room = lambda: False
+        run.link(0).routing.own_kept.acknowledge = lambda sequence: False
         assert await in_thread(publish, run.channels[0], force=True)
 
         with pytest.raises(WaitTimeoutError) as caught:

@@ -65,7 +65,7 @@ async def test_a_full_outbox_refuses_updates_and_accepted_ones_arrive(
 
         first = [publish(sender, step=step) for step in range(5)]
         await async_poll_for(lambda: len(run.record.outboxes[1]) == 4, PATIENCE_S)
-        await async_poll_for(lambda: run.link(0).routing.sent(), PATIENCE_S)
+        await async_poll_for(lambda: run.link(0).routing.all_sent(), PATIENCE_S)
         more = [publish(sender, step=step) for step in range(4, 9)]
         assert first == more == [True] * 4 + [False]
         assert not sender.has_room()
@@ -89,11 +89,11 @@ async def test_a_full_relay_accepts_the_last_updates_of_a_leaving_replica(
         leaver = run.channels[2]
         assert [publish(leaver, 2, step=step) for step in range(2)] == [True] * 2
         await async_poll_for(lambda: len(run.record.outboxes[1]) == 1, PATIENCE_S)
-        assert not run.link(2).routing.sent()
+        assert not run.link(2).routing.all_sent()
 
         await in_thread(publish, leaver, 1, step=2, force=True)
 
-        assert run.link(2).routing.sent()
+        assert run.link(2).routing.all_sent()
         await in_thread(run.channels.pop(2).leave)
         released.set()
         await in_thread(run.channels[1].wait_for_updates, {2: 3})

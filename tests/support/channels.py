@@ -342,7 +342,7 @@ class DaskRun(Run):
 
     async def has_left(self, replica):
         """Wait until all that a replica has published arrived at its destinations."""
-        await wait_until(self.link(replica).routing.sent)
+        await wait_until(self.link(replica).routing.all_sent)
 
     async def stop(self, reason):
         await self.ask("daskdl_stop", run=self.spec.run, reason=reason)

@@ -333,10 +333,11 @@ class Leasing(ABC):
         free = bool(self._lost_leases) or self._has_free(replica)
         return within and free and not self._interval_over and not self._ended
 
-    def finish(self, replica: int, number: int) -> None:
-        """Finish a lease; one that the replica does not hold changes nothing."""
+    def finish(self, replica: int, number: int) -> bool:
+        """Finish a lease; False, and no change, if the replica does not hold it."""
         lease = self._held.get(replica, {}).pop(number, None)
         self.unfinished -= 0 if lease is None else lease.rows
+        return lease is not None
 
     def lose(self, replica: int) -> None:
         """Free the leases of a gone replica, and its share or parts."""

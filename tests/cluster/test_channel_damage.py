@@ -226,7 +226,7 @@ async def test_a_client_without_the_secret_of_a_run_is_refused(c, s, a, b):
                 answer = await request(run=RUN, **fields, **wrong)
 
                 assert answer["status"] == "refused", (operation, wrong)
-                assert "a member of its run" in answer["reason"]
+                assert "the secret of its run" in answer["reason"]
         assert run.record.refused == len(OF_CLIENTS) * len(FOREIGN)
         assert (run.record.stopped, [*run.live.state.members.gone]) == (None, [])
         await check_unharmed(run)
@@ -243,7 +243,7 @@ async def test_a_worker_answers_no_request_without_the_secret_of_the_run(c, s, a
 
                 assert answer.keys() == {"status", "reason"}, (operation, wrong)
                 assert answer["status"] == "refused"
-                assert "a member of its run" in answer["reason"]
+                assert "the secret of its run" in answer["reason"]
         assert run.channels[1].stats().refused
         await check_unharmed(run)
 

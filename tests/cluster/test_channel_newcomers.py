@@ -226,7 +226,7 @@ async def test_a_joining_replica_without_a_donor_stops(c, s, a, b):
     async with a_run(c, s, a, b) as run:
         _, channel = await run.newcomer(b)
         for replica in (0, 1):
-            run.record.remove(replica)
+            run.record.remove(replica, "left", 0.0)
 
         with pytest.raises(Stopped, match="no replica is left to take the state from"):
             await in_thread(channel.join)

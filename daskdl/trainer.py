@@ -429,7 +429,7 @@ class Trainer:
             try:
                 run.train()
             finally:  # keeps the trained state if the fit ends early
-                self._state = run.settle_(model)
+                self._state = run.load_result_(model)
                 if run.result is not None:
                     self._set_results(model)
         return self.history_

@@ -34,7 +34,7 @@ from daskdl.compression.residuals import ResidualPostProcessor
 from daskdl.compression.thresholds import (
     DENSE_DENSITY,
     LayerThresholds,
-    Sent,
+    Outcome,
     ThresholdAlgorithm,
 )
 from daskdl.errors import OptionError
@@ -48,15 +48,15 @@ class PendingSparse:
 
     pattern: str  # pattern of the parameter group
     grid: float  # one step, parameter units
-    count: int  # the quantum in steps of the grid, in [1, 2**22]
-    chosen: float  # threshold of the algorithm, limited to the range of the grid
+    quantum_count: int  # the quantum in steps of the grid, in [1, 2**22]
+    threshold: float  # of the algorithm, limited to the range of the grid
     entries_K: Counts  # +(i + 1) or -(i + 1), ascending in i
     body: codec.Body  # of these entries, and how many quanta each has
 
     @property
-    def threshold(self) -> float:
+    def quantum(self) -> float:
         """The quantum: on the grid, exact in float32, parameter units."""
-        return self.count * self.grid
+        return self.quantum_count * self.grid
 
     @property
     def entries(self) -> int:
@@ -65,7 +65,7 @@ class PendingSparse:
 
     def encode(self, stamp: Stamp) -> Frame:
         """Encode the update as a frame of the kind that carries most for its bytes."""
-        return codec.framed(stamp, self.threshold, self.body)
+        return codec.framed(stamp, self.quantum, self.body)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +104,10 @@ class ParameterGroup:
 
     algorithm: ThresholdAlgorithm
     residual: ResidualView
-    sent: Sent | None = None  # outcome of the last exchange
+    sent: Outcome | None = None  # outcome of the last exchange
     exchanges: int = 0
 
-    def next_threshold(self, last: Sent | None, grid: float) -> float:
+    def next_threshold(self, last: Outcome | None, grid: float) -> float:
         """Return the algorithm's next threshold, limited to the range of the grid."""
         threshold = self.algorithm.next_threshold(self.residual, last)
         if not 0 < threshold < math.inf:
@@ -121,7 +121,7 @@ class ParameterGroup:
 
     def record(self, threshold: float, density: float) -> None:
         """Record the outcome of an exchange."""
-        self.sent = Sent(threshold, density)
+        self.sent = Outcome(threshold, density)
         self.exchanges += 1
 
 
@@ -179,7 +179,7 @@ class Compressor:
         }
 
     @property
-    def sent(self) -> dict[str, Sent]:
+    def sent(self) -> dict[str, Outcome]:
         """Outcome of the last exchange by pattern, without patterns that had none."""
         return {p: g.sent for p, g in self.groups.items() if g.sent is not None}
 
@@ -209,11 +209,13 @@ class Compressor:
         for pattern, group in sorted(
             self.groups.items(), key=lambda item: item[1].exchanges
         ):
-            chosen = group.next_threshold(group.sent, grid)
-            count = round(chosen / grid)
+            threshold = group.next_threshold(group.sent, grid)
+            count = round(threshold / grid)
             entries_K, levels_K = group.residual.find(count)
             body = codec.pack(size, entries_K, levels_K)
-            updates.append(PendingSparse(pattern, grid, count, chosen, entries_K, body))
+            updates.append(
+                PendingSparse(pattern, grid, count, threshold, entries_K, body)
+            )
         return updates
 
     def commit_(self, update: PendingUpdate) -> None:
@@ -237,19 +239,19 @@ class Compressor:
             for pattern, threshold in update.thresholds.items():
                 self.groups[pattern].record(threshold, DENSE_DENSITY)
             return
-        group, threshold = self.groups[update.pattern], update.threshold
-        bound = self._residual.bound(group.exchanges, threshold)
-        if not bound >= threshold:
+        group, quantum = self.groups[update.pattern], update.quantum
+        bound = self._residual.bound(group.exchanges, quantum)
+        if not bound >= quantum:
             raise OptionError(
-                f"a bound must be >= the threshold {threshold}, got {bound!r} "
+                f"a bound must be >= the quantum {quantum}, got {bound!r} "
                 f"from {self._residual!r}"
             )
         removed = self.vector.commit_(
-            update.entries_K, update.count, bound, update.body.levels_K
+            update.entries_K, update.quantum_count, bound, update.body.levels_K
         )
         self.clipped += removed
         self.clipped_per_entry = removed / max(update.entries, 1)
-        group.record(update.chosen, update.entries / max(group.residual.size, 1))
+        group.record(update.threshold, update.entries / max(group.residual.size, 1))
 
     def samples(self, most: int) -> list[Sample]:
         """Sample about ``most`` residuals, from each group its share by size."""
@@ -265,7 +267,7 @@ class Compressor:
         """Continue from thresholds and densities of an earlier run, by pattern."""
         for pattern in self.groups.keys() & sent.keys():
             threshold, density = sent[pattern]
-            self.groups[pattern].sent = Sent(float(threshold), float(density))
+            self.groups[pattern].sent = Outcome(float(threshold), float(density))
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the state shared by all replicas, and this replica's own state.
@@ -301,4 +303,4 @@ class Compressor:
             group, saved = self.groups[pattern], groups[pattern]
             group.exchanges = operator.index(saved["exchanges"])
             if saved["threshold"] is not None:
-                group.sent = Sent(float(saved["threshold"]), float(saved["density"]))
+                group.sent = Outcome(float(saved["threshold"]), float(saved["density"]))

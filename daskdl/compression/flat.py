@@ -237,7 +237,7 @@ class Untrained:
         >>> layer = torch.nn.Linear(1, 1).requires_grad_(False)
         >>> untrained = Untrained(layer)
         >>> _ = layer.bias.data.fill_(0.5)
-        >>> untrained.look()
+        >>> untrained.find_changed()
         >>> untrained.take()["frozen bias"]
         array([0.5], dtype=float32)
     """
@@ -248,7 +248,7 @@ class Untrained:
         self._changed: dict[str, None] = {}  # frozen parameters that have changed
         self._checksums = _checksums(module)
 
-    def look(self) -> None:
+    def find_changed(self) -> None:
         """Find frozen parameters that have changed; reads all frozen parameters.
 
         Exchanges call this before sending the arrays, and after steps 1, 2, 4, 8 and so

@@ -1,10 +1,10 @@
 """Arithmetic on the vectors of one dtype and device, in torch operations.
 
 ``local_N`` is float32 or float64 in parameter units, ``shared_N`` int32 in steps of the
-grid. The residual is ``(local - shared * grid) / lead`` and is never stored: local is
-ahead of shared by ``lead`` times the residual, as if ``lead - 1`` other replicas had
-moved the same way. As ``shared`` counts whole steps, sums of updates are exact and do
-not depend on their order.
+grid. The residual is ``(local - shared * grid) / local_factor`` and is never stored:
+local is ahead of shared by ``local_factor`` times the residual, as if ``local_factor -
+1`` other replicas had moved the same way. As ``shared`` counts whole steps, sums of
+updates are exact and do not depend on their order.
 
 Entries are int32, ascending in the position ``i``: ``+(i + 1)`` moves position ``i`` of
 the model up by one quantum, ``-(i + 1)`` down; with levels, uint8, by 1 to 15 quanta.
@@ -76,18 +76,18 @@ class VectorGroup:
             yield slice(start, min(start + CHUNK, size))
 
     def find(
-        self, count: int, grid: float, lead: float = 1.0, where: slice = ALL
+        self, count: int, grid: float, local_factor: float = 1.0, where: slice = ALL
     ) -> tuple[Tensor, Tensor]:
         """List the positions whose residual has reached one quantum. Reads only.
 
-        A position gets one entry if ``|local - shared * grid| >= lead * count * grid``.
-        There are no entries where ``|shared| > 2**30``, so that int32 never wraps, and
-        none for NaN.
+        A position gets one entry if ``|local - shared * grid| >= local_factor * count *
+        grid``. There are no entries where ``|shared| > 2**30``, so that int32 never
+        wraps, and none for NaN.
 
         Args:
             count: Quantum in steps of ``grid``, in [1, 2**22].
             grid: Size of one step, parameter units, a power of two.
-            lead: Ratio of ``local - shared * grid`` to the residual, > 0.
+            local_factor: Ratio of ``local - shared * grid`` to the residual, > 0.
             where: Positions within the group.
 
         Returns:
@@ -100,11 +100,11 @@ class VectorGroup:
             Computing", Interspeech 2015; here the residual is a difference.
         """
         local_N, shared_N = self.local_N[where], self.shared_N[where]
-        ahead_N = local_N - _sent(local_N, shared_N, grid)
+        ahead_N = local_N - _shared_values(local_N, shared_N, grid)
         # Two comparisons, not abs: int32's minimum is its own absolute value.
         safe_N = (shared_N >= -GUARD) & (shared_N <= GUARD)
         # Rounded like local: a comparison with a Python number would not round.
-        quantum = torch.tensor(lead * count * grid, dtype=local_N.dtype)
+        quantum = torch.tensor(local_factor * count * grid, dtype=local_N.dtype)
         # On the device: CUDA multiplies by the reciprocal of a number from the CPU.
         quantum = quantum.to(local_N.device)
         emitted_N = (ahead_N.abs() >= quantum) & safe_N
@@ -122,25 +122,26 @@ class VectorGroup:
         count: int,
         grid: float,
         bound: float = math.inf,
-        lead: float = 1.0,
+        local_factor: float = 1.0,
         levels_K: Tensor | None = None,
     ) -> float:
         """Take own entries out of the residual, then clip the residual there.
 
-        For each entry shared moves by its quanta, and local moves back by ``lead - 1``
-        times as much, which it expects from other replicas. With ``bound >= count *
-        grid`` no other position can exceed the bound (it would be an entry), so this
-        equals clipping the whole residual. Returns the removed mass, parameter units.
+        For each entry shared moves by its quanta, and local moves back by
+        ``local_factor - 1`` times as much, which it expects from other replicas. With
+        ``bound >= count * grid`` no other position can exceed the bound (it would be an
+        entry), so this equals clipping the whole residual. Returns the removed mass,
+        parameter units.
         """
         positions_K, quanta_K = self.positions(entries_K), _quanta(entries_K, levels_K)
-        back = (1.0 - lead) * count * grid
+        back = (1.0 - local_factor) * count * grid
         self.shared_N[positions_K] += count * quanta_K
         if back:
             self.local_N[positions_K] += quanta_K.to(self.local_N.dtype) * back
-        most = lead * bound
+        most = local_factor * bound
         if most == math.inf:
             return 0.0
-        sent_K = _sent(self.local_N, self.shared_N[positions_K], grid)
+        sent_K = _shared_values(self.local_N, self.shared_N[positions_K], grid)
         before_K = self.local_N[positions_K]
         ahead_K = before_K - sent_K
         after_K = torch.where(ahead_K > most, sent_K + most, before_K)
@@ -148,7 +149,7 @@ class VectorGroup:
         self.local_N[positions_K] = after_K
         # Moved to the CPU first: not every device has float64.
         cut_K = before_K.cpu().double() - after_K.cpu().double()
-        return float(cut_K.abs().sum()) / lead
+        return float(cut_K.abs().sum()) / local_factor
 
     def apply_(
         self,
@@ -161,24 +162,24 @@ class VectorGroup:
         positions_K = self.positions(entries_K)
         counts_K = count * _quanta(entries_K, levels_K)
         self.shared_N[positions_K] += counts_K
-        self.local_N[positions_K] += _sent(self.local_N, counts_K, grid)
+        self.local_N[positions_K] += _shared_values(self.local_N, counts_K, grid)
 
     def apply_counts_(
         self, counts_N: Tensor, grid: float, factor: float = 1.0, where: slice = ALL
     ) -> None:
         """Move shared by a dense update, and local by ``factor`` times the update.
 
-        The factor is 1 for another replica's update, and ``1 - lead`` for an own one,
-        which is taken out of the residual.
+        The factor is 1 for another replica's update, and ``1 - local_factor`` for an
+        own one, which is taken out of the residual.
         """
         self.shared_N[where] += counts_N
-        self.local_N[where] += _sent(self.local_N, counts_N, factor * grid)
+        self.local_N[where] += _shared_values(self.local_N, counts_N, factor * grid)
 
     def residual_counts(
         self,
         grid: float,
         most: int = INT32_MAX,
-        lead: float = 1.0,
+        local_factor: float = 1.0,
         where: slice = ALL,
     ) -> Tensor:
         """Return the residual in whole steps of the grid, on the CPU. Reads only.
@@ -190,7 +191,7 @@ class VectorGroup:
         # On the CPU, as not every device has float64.
         before_N = self.shared_N[where].cpu().double()
         local_N = self.local_N[where].cpu().double()
-        target_N = before_N + (local_N / grid - before_N) / lead
+        target_N = before_N + (local_N / grid - before_N) / local_factor
         target_N = torch.round(target_N).clamp(-most, most)
         counts_N = (target_N - before_N).nan_to_num(0.0)
         return counts_N.clamp(-INT32_MAX, INT32_MAX).to(torch.int32)
@@ -210,5 +211,5 @@ def _quanta(entries_K: Tensor, levels_K: Tensor | None) -> Tensor:
     return signs_K if levels_K is None else signs_K * levels_K.int()
 
 
-def _sent(local_N: Tensor, shared_N: Tensor, grid: float) -> Tensor:
+def _shared_values(local_N: Tensor, shared_N: Tensor, grid: float) -> Tensor:
     return shared_N.to(local_N.dtype) * grid

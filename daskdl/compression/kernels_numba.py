@@ -180,10 +180,10 @@ def _scan_(
             i = start + lowest_bit(word)
             word &= word - np.uint64(1)
             if -GUARD <= shared_N[i] <= GUARD:
-                lead = local_N[i] - local_N.dtype.type(shared_N[i]) * grid
+                ahead = local_N[i] - local_N.dtype.type(shared_N[i]) * grid
                 position = base + 1 + i
-                entries_K[filled] = position if lead > 0 else -position
-                levels_K[filled] = np.uint8(min(abs(lead) / quantum, most))
+                entries_K[filled] = position if ahead > 0 else -position
+                levels_K[filled] = np.uint8(min(abs(ahead) / quantum, most))
                 filled += 1
     return local_N.size, filled
 
@@ -196,15 +196,15 @@ def _commit_(
     levels_K: Array,
     base: int,
     count: int,
-    lengths: tuple[float, float, float],
+    limits: tuple[float, float, float],
 ) -> float:
-    """Move shared by own entries and local back, then limit local's lead over shared.
+    """Move shared by own entries and local back, then limit local - shared.
 
-    ``levels_K`` are empty if each entry has one quantum. ``lengths`` are the grid, the
+    ``levels_K`` are empty if each entry has one quantum. ``limits`` are the grid, the
     change of local for a positive quantum, and the bound on
     ``|local - shared * grid|``, all in local's dtype. Returns the mass cut from local.
     """
-    grid, back, most = lengths
+    grid, back, most = limits
     removed = 0.0
     last = entries_K.size - 1
     shared_only = back == 0 and most == math.inf  # local is not read
@@ -282,13 +282,13 @@ def _residual_counts_(
     step: tuple[float, float],
     most: float,
 ) -> None:
-    """Round the residual to steps; ``step`` is the grid and the lead."""
-    grid, lead = step
+    """Round the residual to steps; ``step`` is the grid and the local_factor."""
+    grid, local_factor = step
     per_step = 1.0 / grid  # exact, as the grid is a power of two
     for i in range(local_N.size):
         before = np.float64(shared_N[i])
         ahead = np.float64(local_N[i]) * per_step - before
-        target = np.rint(before + ahead / lead)
+        target = np.rint(before + ahead / local_factor)
         target = most if target > most else target
         target = -most if target < -most else target
         count = target - before
@@ -305,12 +305,16 @@ class NumbaGroup(VectorGroup):
 
     @override
     def find(
-        self, count: int, grid: float, lead: float = 1.0, where: slice = ALL
+        self, count: int, grid: float, local_factor: float = 1.0, where: slice = ALL
     ) -> tuple[Tensor, Tensor]:
         local, shared = self.local_N[where].numpy(), self.shared_N[where].numpy()
         base = self.start + (where.start or 0)
         number = local.dtype.type
-        step = (number(lead * count * grid), number(grid), number(most_levels(count)))
+        step = (
+            number(local_factor * count * grid),
+            number(grid),
+            number(most_levels(count)),
+        )
         # Room for a density of 1/16, above the densities that thresholds aim at.
         room = min(local.size, local.size // 16 + LANES)
         parts: list[tuple[Tensor, Tensor]] = []
@@ -334,19 +338,19 @@ class NumbaGroup(VectorGroup):
         count: int,
         grid: float,
         bound: float = math.inf,
-        lead: float = 1.0,
+        local_factor: float = 1.0,
         levels_K: Tensor | None = None,
     ) -> float:
         local = self.local_N.numpy()
-        lengths = (
+        limits = (
             local.dtype.type(grid),
-            local.dtype.type((1.0 - lead) * count * grid),
-            local.dtype.type(lead * bound),
+            local.dtype.type((1.0 - local_factor) * count * grid),
+            local.dtype.type(local_factor * bound),
         )
         levels = ONE_EACH if levels_K is None else levels_K.numpy()
         shared, entries = self.shared_N.numpy(), entries_K.numpy()
-        cut = _commit_(local, shared, entries, levels, self.start, count, lengths)
-        return float(cut) / lead
+        cut = _commit_(local, shared, entries, levels, self.start, count, limits)
+        return float(cut) / local_factor
 
     @override
     def apply_(
@@ -375,10 +379,10 @@ class NumbaGroup(VectorGroup):
         self,
         grid: float,
         most: int = INT32_MAX,
-        lead: float = 1.0,
+        local_factor: float = 1.0,
         where: slice = ALL,
     ) -> Tensor:
         local, shared = self.local_N[where].numpy(), self.shared_N[where].numpy()
         counts = np.empty(local.size, np.int32)
-        _residual_counts_(local, shared, counts, (grid, lead), float(most))
+        _residual_counts_(local, shared, counts, (grid, local_factor), float(most))
         return torch.from_numpy(counts)

@@ -2,10 +2,10 @@
 
 The module computes with ``flat``; ``local`` has the values that this replica has
 trained, and ``shared`` (int32, steps of the grid) those that all replicas have in
-common. Local is shared plus ``lead`` times the unsent residual. Between optimizer steps
-flat equals local (eager) or shared (strict), in its own dtype. In eager float32 and
-float64, local *is* flat. Otherwise local is a separate vector (float32 for half types,
-so that quanta below their resolution add up), and
+common. Local is shared plus ``local_factor`` times the unsent residual. Between
+optimizer steps flat equals local (eager) or shared (strict), in its own dtype. In eager
+float32 and float64, local *is* flat. Otherwise local is a separate vector
+(float32 for half types, so that quanta below their resolution add up), and
 :meth:`ReplicaVector.sync_from_parameters_` adds the optimizer's changes of flat to it.
 
 Only the training thread calls these methods, between optimizer steps.
@@ -39,7 +39,7 @@ Where = slice | Tensor  # positions within a group
 MAX_COUNT = 2**22
 REGRID_ABOVE = 2**28  # a quarter of the count at which kernels stop sending
 REGRID_BELOW = 2**25
-RUN = 16  # neighbouring values in a sample: a cache line of float32
+NEIGHBOURS = 16  # neighbouring values in a sample: a cache line of float32
 
 
 def kernels_for(device: torch.device) -> type[VectorGroup]:
@@ -150,14 +150,14 @@ class ReplicaVector:
 
     size: int  # N
     grid: float  # one step of shared, parameter units, a power of two
-    lead: float  # local is shared plus lead times the residual
+    local_factor: float  # local is shared plus local_factor times the residual
     strict: bool
     groups: list[VectorGroup]  # ascending in position
 
     def __init__(self, parameters: FlatParameters, strict: bool) -> None:
         self.size = parameters.size
         self.grid = grid_for(parameters)
-        self.lead = 1.0
+        self.local_factor = 1.0
         self.strict = strict
         self.groups = []
         self._showing = False
@@ -172,7 +172,7 @@ class ReplicaVector:
                 # On the CPU, as not every device has float64.
                 counts = torch.round(flat[where].cpu().double() / self.grid)
                 shared_N[where] = counts.to(torch.int32)
-                local_N[where] = self._sent(group, where)
+                local_N[where] = self._shared_values(group, where)
         self._copied = [g for g in self.groups if g.local_N is not g.flat]
         # int32 as entries are: otherwise `searchsorted` converts all entries.
         ends = [g.start + g.shared_N.numel() for g in self.groups]
@@ -181,15 +181,17 @@ class ReplicaVector:
 
     # Flat, local and the residual.
 
-    def _sent(self, group: VectorGroup, where: Where) -> Tensor:
+    def _shared_values(self, group: VectorGroup, where: Where) -> Tensor:
         """Return shared in parameter units, in local's dtype; a new tensor."""
         return group.shared_N[where].to(group.local_N.dtype) * self.grid
 
     def _ahead(self, group: VectorGroup, where: Where) -> Tensor:
-        return group.local_N[where] - self._sent(group, where)
+        return group.local_N[where] - self._shared_values(group, where)
 
     def _shown(self, group: VectorGroup, where: Where) -> Tensor:
-        source = self._sent(group, where) if self.strict else group.local_N[where]
+        source = (
+            self._shared_values(group, where) if self.strict else group.local_N[where]
+        )
         return source.to(group.flat.dtype)
 
     def _show_all_(self) -> None:
@@ -225,7 +227,7 @@ class ReplicaVector:
 
     def residual(self, group: VectorGroup, where: Where) -> Tensor:
         """Return the residual at some positions, parameter units; a new tensor."""
-        return self._ahead(group, where) / self.lead
+        return self._ahead(group, where) / self.local_factor
 
     def residual_counts(self, most: int = INT32_MAX) -> Counts:
         """Return the residual in whole steps of the grid, int32, shape (N,).
@@ -237,7 +239,9 @@ class ReplicaVector:
         for group in self._local_groups():
             own_N = counts_N[group.start :]
             for where in group.chunks():
-                own_N[where] = group.residual_counts(self.grid, most, self.lead, where)
+                own_N[where] = group.residual_counts(
+                    self.grid, most, self.local_factor, where
+                )
         return counts_N
 
     def farthest(self) -> float:
@@ -275,12 +279,14 @@ class ReplicaVector:
         """
         if self.strict:
             return scale
-        if self.lead != 1.0 / scale:
+        if self.local_factor != 1.0 / scale:
             for group in self._local_groups():
                 for where in group.chunks():
-                    ahead = self._ahead(group, where) * (1.0 / scale / self.lead)
-                    group.local_N[where] = self._sent(group, where) + ahead
-            self.lead = 1.0 / scale
+                    ahead = self._ahead(group, where) * (
+                        1.0 / scale / self.local_factor
+                    )
+                    group.local_N[where] = self._shared_values(group, where) + ahead
+            self.local_factor = 1.0 / scale
             self._show_all_()
         return 1.0
 
@@ -295,7 +301,7 @@ class ReplicaVector:
         removed = 0.0
         for group, part_K, quanta_K in self._split(entries_K, levels_K):
             removed += group.commit_(
-                part_K, count, self.grid, bound, self.lead, quanta_K
+                part_K, count, self.grid, bound, self.local_factor, quanta_K
             )
             if self._copied:
                 self._show_entries_(group, part_K)
@@ -323,7 +329,7 @@ class ReplicaVector:
             counts_N: Int32, shape (N,), steps of the grid.
             from_residual: The update is this replica's: take it out of the residual.
         """
-        factor = 1.0 - self.lead if from_residual else 1.0
+        factor = 1.0 - self.local_factor if from_residual else 1.0
         for group, where, part_N in self._split_counts(counts_N):
             group.apply_counts_(part_N, self.grid, factor, where)
         self._show_all_()
@@ -346,7 +352,7 @@ class ReplicaVector:
         """
         for group, where, part_N in self._split_counts(counts_N):
             counts = part_N.to(group.local_N.dtype)
-            group.local_N[where] += counts * (grid * self.lead)
+            group.local_N[where] += counts * (grid * self.local_factor)
         self._show_all_()
 
     def regrid_(self) -> None:
@@ -403,7 +409,7 @@ class ReplicaVector:
         shared = {"grid": self.grid, "shared": [group.shared_N for group in groups]}
         replica_state = {
             "local": [group.local_N for group in groups],
-            "lead": self.lead,
+            "local_factor": self.local_factor,
         }
         return shared, replica_state
 
@@ -412,18 +418,20 @@ class ReplicaVector:
     ) -> None:
         """Restore the state of one replica, or the combined state of several."""
         self.grid = shared["grid"]
-        self.lead = parts[0]["lead"] if parts else self.lead
+        self.local_factor = parts[0]["local_factor"] if parts else self.local_factor
         for i, group in enumerate(self.groups):
             group.shared_N.copy_(shared["shared"][i])
             if parts:
                 group.local_N.copy_(parts[0]["local"][i])
             for where in group.chunks():
-                sent = self._sent(group, where)
+                sent = self._shared_values(group, where)
                 if not parts:
                     group.local_N[where] = sent
                 for part in parts[1:]:
                     ahead = part["local"][i][where].to(sent) - sent
-                    group.local_N[where] += ahead * (self.lead / part["lead"])
+                    group.local_N[where] += ahead * (
+                        self.local_factor / part["local_factor"]
+                    )
         self._show_all_()
 
     @contextlib.contextmanager
@@ -443,7 +451,7 @@ class ReplicaVector:
         try:
             for group in groups:
                 for where in group.chunks():
-                    shown = self._sent(group, where)
+                    shown = self._shared_values(group, where)
                     if moved is not None:
                         part = moved[group.start :][where].to(shown)
                         shown += part * self.grid
@@ -504,7 +512,7 @@ class ResidualView:
         vector = self._vector
         vector._local_groups()  # raises inside `showing_shared`
         entries_and_levels = [
-            group.find(count, vector.grid, vector.lead, where)
+            group.find(count, vector.grid, vector.local_factor, where)
             for group, where in self.ranges
         ]
         entries_K, levels_K = (
@@ -520,11 +528,11 @@ class ResidualView:
 
     def sample(self, most: int) -> Tensor:
         """See :class:`daskdl.compression.thresholds.Residual`."""
-        apart = RUN * max(-(-self.size // most), 1)
+        apart = NEIGHBOURS * max(-(-self.size // most), 1)
         parts, since = [], 0  # positions since the last run began
         for group, where in self.ranges:  # evenly spaced over all ranges together
             starts = torch.arange(where.start - since, where.stop, apart)
-            positions = (starts[:, None] + torch.arange(RUN)).flatten()
+            positions = (starts[:, None] + torch.arange(NEIGHBOURS)).flatten()
             # Ascending: a run before the range or beyond it is cut at its end.
             ends = torch.tensor([where.start, where.stop])
             positions = positions[slice(*torch.searchsorted(positions, ends).tolist())]

@@ -26,11 +26,11 @@ DENSE_DENSITY = 1 / 16
 # Largest share of the moved parameters to send as entries. With Laplacian residuals,
 # one quantum for each of the 1/e largest moves the most mass at once; at higher
 # densities, quanta shrink faster than the number of entries grows.
-MOST = 1 / math.e
-SAMPLE = 2**18  # values of the residual in a sample
+MOST_DENSITY = 1 / math.e
+SAMPLE_SIZE = 2**18  # values of the residual in a sample
 
 
-class Sent(NamedTuple):
+class Outcome(NamedTuple):
     """The outcome of the last exchange."""
 
     threshold: float  # threshold of the algorithm, not rounded to the grid
@@ -54,12 +54,12 @@ class Residual(Protocol):
 class ThresholdAlgorithm(ABC):
     """Chooses the next threshold from the outcome of the last exchange.
 
-    Implementations are frozen and stateless: the compressor keeps :class:`Sent` and
+    Implementations are frozen and stateless: the compressor keeps :class:`Outcome` and
     passes it back.
     """
 
     @abstractmethod
-    def next_threshold(self, residual: Residual, last: Sent | None) -> float:
+    def next_threshold(self, residual: Residual, last: Outcome | None) -> float:
         """Return a threshold, finite and > 0, in parameter units.
 
         Args:
@@ -69,12 +69,14 @@ class ThresholdAlgorithm(ABC):
         """
 
 
-def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
+def average_outcome(
+    outcomes: Iterable[Outcome | None],
+) -> Outcome | None:
     """Average the outcomes of several replicas, for the next run or a joining replica.
 
     Example:
-        >>> average_sent([Sent(1.0, 0.25), None, Sent(2.0, 0.75)])
-        Sent(threshold=1.5, density=0.5)
+        >>> average_outcome([Outcome(1.0, 0.25), None, Outcome(2.0, 0.75)])
+        Outcome(threshold=1.5, density=0.5)
 
     Source:
         Deeplearning4j, AdaptiveThresholdAlgorithm.Reducer (2021).
@@ -82,14 +84,14 @@ def average_sent(outcomes: Iterable[Sent | None]) -> Sent | None:
     used = [outcome for outcome in outcomes if outcome is not None]
     if not used:
         return None
-    return Sent(
+    return Outcome(
         math.fsum(outcome.threshold for outcome in used) / len(used),
         math.fsum(outcome.density for outcome in used) / len(used),
     )
 
 
 def threshold_for(
-    density: float, residual: Residual, most: int = SAMPLE
+    density: float, residual: Residual, most: int = SAMPLE_SIZE
 ) -> float | None:
     """Return the threshold for a density, from a sample of the residual.
 
@@ -107,7 +109,7 @@ def threshold_for(
     moved = int((sample > 0).sum())
     if not moved:
         return None
-    largest = round(max(min(density * len(sample), MOST * moved), 1))
+    largest = round(max(min(density * len(sample), MOST_DENSITY * moved), 1))
     sample.partition(-largest)  # an eighth of the time of torch.topk
     return float(sample[-largest])
 
@@ -129,7 +131,7 @@ def _check_decay(decay: float) -> None:
         raise OptionError(f"decay must be in [0.5, 1), got {decay!r}")
 
 
-def _steered(last: Sent, low: float, high: float, decay: float) -> float:
+def _steered(last: Outcome, low: float, high: float, decay: float) -> float:
     if last.density < low:
         return last.threshold * decay
     if last.density > high:
@@ -158,7 +160,7 @@ class AdaptiveThreshold(ThresholdAlgorithm):
 
     Example:
         >>> rule = AdaptiveThreshold(initial=1e-3, max_density=0.01, decay=0.5)
-        >>> rule.next_threshold(residual=None, last=Sent(1e-3, density=0.2))
+        >>> rule.next_threshold(residual=None, last=Outcome(1e-3, density=0.2))
         0.002
 
     Source:
@@ -182,7 +184,7 @@ class AdaptiveThreshold(ThresholdAlgorithm):
         _check_decay(self.decay)
 
     @override
-    def next_threshold(self, residual: Residual, last: Sent | None) -> float:
+    def next_threshold(self, residual: Residual, last: Outcome | None) -> float:
         if last is None:
             middle = math.sqrt(self.min_density * self.max_density)
             return first_threshold(self.initial, middle, residual)
@@ -200,7 +202,7 @@ class FixedThreshold(ThresholdAlgorithm):
         OptionError: If ``value`` is not finite and > 0.
 
     Example:
-        >>> FixedThreshold(0.25).next_threshold(residual=None, last=Sent(1.0, 0.5))
+        >>> FixedThreshold(0.25).next_threshold(residual=None, last=Outcome(1.0, 0.5))
         0.25
     """
 
@@ -210,7 +212,7 @@ class FixedThreshold(ThresholdAlgorithm):
         _check_positive("value", self.value)
 
     @override
-    def next_threshold(self, residual: Residual, last: Sent | None) -> float:
+    def next_threshold(self, residual: Residual, last: Outcome | None) -> float:
         return self.value
 
 
@@ -230,7 +232,7 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
 
     Example:
         >>> rule = TargetSparsityThreshold(target=0.01, decay=0.5)
-        >>> rule.next_threshold(residual=None, last=Sent(1e-3, density=0.001))
+        >>> rule.next_threshold(residual=None, last=Outcome(1e-3, density=0.001))
         0.0005
 
     Source:
@@ -249,7 +251,7 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
         _check_decay(self.decay)
 
     @override
-    def next_threshold(self, residual: Residual, last: Sent | None) -> float:
+    def next_threshold(self, residual: Residual, last: Outcome | None) -> float:
         if last is None:
             return first_threshold(self.initial, self.target, residual)
         return _steered(last, self.target, self.target, self.decay)
@@ -257,7 +259,7 @@ class TargetSparsityThreshold(ThresholdAlgorithm):
 
 # Values from which `SampledThreshold` takes a threshold: the density is then a few per
 # cent off, and drawing them costs far less than the scan.
-FEW = 2**15
+SMALL_SAMPLE_SIZE = 2**15
 
 
 @dataclass(frozen=True)
@@ -287,17 +289,17 @@ class SampledThreshold(ThresholdAlgorithm):
     density: float = 0.05
 
     def __post_init__(self) -> None:
-        if not 0 < self.density < MOST:
+        if not 0 < self.density < MOST_DENSITY:
             raise OptionError(f"density must be in (0, 1/e), got {self.density!r}")
 
     @override
-    def next_threshold(self, residual: Residual, last: Sent | None) -> float:
-        threshold = threshold_for(self.density, residual, FEW)
+    def next_threshold(self, residual: Residual, last: Outcome | None) -> float:
+        threshold = threshold_for(self.density, residual, SMALL_SAMPLE_SIZE)
         return threshold or (DL4J_INITIAL if last is None else last.threshold)
 
 
-ALL = "*"  # the pattern of a single algorithm
-SHOWN = 5  # names in a message
+ALL_NAMES = "*"  # the pattern of a single algorithm
+MOST_NAMES_SHOWN = 5  # names in a message
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -331,7 +333,7 @@ class LayerThresholds(Mapping[str, ThresholdAlgorithm]):
         if isinstance(threshold, LayerThresholds):
             return threshold
         if isinstance(threshold, ThresholdAlgorithm):
-            return cls(((ALL, threshold),))
+            return cls(((ALL_NAMES, threshold),))
         if isinstance(threshold, Mapping):
             return cls(tuple(threshold.items()))
         raise OptionError(refusal(threshold))
@@ -406,8 +408,8 @@ def _useless(pattern: str, assigned: Mapping[str, str]) -> str:
                 f"others that it matches go to {assigned_pattern!r} or others before "
                 "it; put it first, or leave it out"
             )
-    names = ", ".join(repr(name) for name in list(assigned)[:SHOWN])
-    ellipsis = ", ..." if len(assigned) > SHOWN else ""
+    names = ", ".join(repr(name) for name in list(assigned)[:MOST_NAMES_SHOWN])
+    ellipsis = ", ..." if len(assigned) > MOST_NAMES_SHOWN else ""
     return (
         f"threshold pattern {pattern!r} matches no trainable parameter of the model, "
         f"which are {names}{ellipsis}"

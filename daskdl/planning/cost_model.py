@@ -234,7 +234,7 @@ def predict(
     costs = alone if link is not None else measured.here(workers)
     exchange_s = costs.encode_s + (workers - 1) * costs.apply_s
     cost = exchange_s / costs.step_s
-    every = master.pace(adaptive=costs.adaptive).interval(cost, MADE)
+    every = master.pace(adaptive=costs.adaptive).steps_between(cost, MADE)
     unsent = UNSENT_BYTES if master.exchange_every == "auto" else OUTBOX_BYTES
     master = dataclasses.replace(master, exchange_every=every)
     encode_s, apply_s = costs.encode_s / every, (workers - 1) * costs.apply_s / every

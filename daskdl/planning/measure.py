@@ -28,7 +28,7 @@ from daskdl.channel.leasing import RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import ChannelSpec, Message, PeerProgress, unwrap, wrap
 from daskdl.compression.flat import FlatParameters, grid_for
-from daskdl.compression.thresholds import Residual, Sent, ThresholdAlgorithm
+from daskdl.compression.thresholds import Outcome, Residual, ThresholdAlgorithm
 from daskdl.config import Timeouts
 from daskdl.data.checks import optimizer_of, preserved_random_state, trainable
 from daskdl.errors import DivergedError, RunError, WaitTimeoutError
@@ -110,7 +110,7 @@ class _Hastened(ThresholdAlgorithm):
     changes: list[float] = field(default_factory=list)
 
     @override
-    def next_threshold(self, residual: Residual, last: Sent | None) -> float:
+    def next_threshold(self, residual: Residual, last: Outcome | None) -> float:
         threshold = self.rule.next_threshold(residual, last)
         if last is None:
             return threshold

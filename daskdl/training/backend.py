@@ -29,7 +29,7 @@ from daskdl.channel.leasing import (
     partition_sizes,
 )
 from daskdl.channel.local import LocalChannel, LocalRun
-from daskdl.compression.thresholds import Sent, average_sent
+from daskdl.compression.thresholds import Outcome, average_outcome
 from daskdl.config import Bound
 from daskdl.data.source import Source, rows_in
 from daskdl.errors import OptionError, SaveError
@@ -229,7 +229,7 @@ def merge(results: Sequence[FitResult]) -> FitResult:
         ended[0].schedule if ended else b"",  # equal on all replicas
         [packed for result in results for packed in result.telemetry],
         bool(restored),
-        used[0].met,
+        used[0].has_agreed,
         bool(ended),
     )
 
@@ -244,7 +244,7 @@ def _merge_carried(carried: Sequence[State], residuals: Sequence[State]) -> Stat
     sent = {}
     for pattern in patterns:
         outcomes = [s["sent"].get(pattern) for s in carried]
-        mean = average_sent([outcome and Sent(*outcome) for outcome in outcomes])
+        mean = average_outcome([outcome and Outcome(*outcome) for outcome in outcomes])
         if mean is not None:
             sent[pattern] = mean.threshold, mean.density
     merged = {"steps_made": max(state["steps_made"] for state in carried), "sent": sent}
@@ -264,7 +264,7 @@ def most_replicas(source: Source, spec: ReplicaSpec) -> int:
     return sys.maxsize if rows is None else math.ceil(rows / spec.step_rows)
 
 
-def useful(wanted: int, most: int) -> int:
+def limit_replicas(wanted: int, most: int) -> int:
     """Return the smaller of two numbers of replicas; log a reduction."""
     if wanted > most:
         logger.info(
@@ -372,7 +372,7 @@ def replicas_here(master: TrainingMaster, most: int) -> int:
     """Choose the number of replicas in this process."""
     each = master.replicas_per_worker
     wanted = max(1, torch.cuda.device_count()) if each == "auto" else int(each)
-    replicas = useful(wanted, most)
+    replicas = limit_replicas(wanted, most)
     if master.min_replicas > replicas:
         raise OptionError(
             f"min_replicas must be at most {replicas}, the number of replicas in this "
@@ -406,7 +406,7 @@ class LocalBackend(Backend):
         threads = max(1, torch.get_num_threads() // len(self.workers))
         for replica in self.workers:
             thread = threading.Thread(
-                target=self._settle,
+                target=self._run_into_future,
                 args=(replica, threads),
                 name=f"daskdl-replica-{replica}",
                 # A thread that hangs in user code must not keep Python from exiting.
@@ -417,7 +417,7 @@ class LocalBackend(Backend):
             thread.start()
         return True
 
-    def _settle(self, replica: int, threads: int) -> None:
+    def _run_into_future(self, replica: int, threads: int) -> None:
         train = functools.partial(self._train, replica, threads)
         settle(self._results[replica], train)
         with self._run.changed:
@@ -425,7 +425,7 @@ class LocalBackend(Backend):
 
     def _train(self, number: int, threads: int) -> FitResult:
         spec = self._packed.unpack()
-        channel = LocalChannel(self._run, spec.spec(number))
+        channel = LocalChannel(self._run, spec.channel_spec(number))
         store = LocalStore(self._sources, channel, spec.timeouts, spec.load_threads)
         try:
             with process_environment(str(spec.device), threads) as device:

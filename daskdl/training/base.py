@@ -33,9 +33,9 @@ from daskdl.compression.flat import (
 from daskdl.config import Timeouts, check_bound, check_whole
 from daskdl.evaluation.evaluate import Score
 from daskdl.training.state import (
-    ALONE,
     MODEL,
     PARAMETERS,
+    UNSHARED,
     ExchangeState,
     State,
     check_like,
@@ -494,7 +494,7 @@ class Exchange(ABC):
 class SoloExchange(Exchange):
     """Exchange of a run's only replica, which trains like a plain PyTorch loop."""
 
-    kind = ALONE
+    kind = UNSHARED
 
     def __init__(self, context: ReplicaContext, scale: float) -> None:
         super().__init__(context)
@@ -547,7 +547,7 @@ class TrainingMaster(ABC):
     rejoin_timeout: float | None = None  # seconds of this wait; None: as configured
     fan_out: int = FAN_OUT  # most replicas that a replica forwards to, in a mesh
     # Kinds of exchange states that a fit can resume from, see `Exchange.kind`.
-    resumes: ClassVar[Collection[str]] = (ALONE, MODEL)
+    resumes: ClassVar[Collection[str]] = (UNSHARED, MODEL)
 
     @property
     def synchronous(self) -> bool:

@@ -25,9 +25,9 @@ COMPARING = 0.01  # fraction of a replica's time that comparisons may take
 SENDING = 0.03  # fraction of a replica's time that sending residuals may take
 
 
-def loss_of(met: BarrierResult, members: Iterable[int], name: str) -> float:
+def loss_of(gathered: BarrierResult, members: Iterable[int], name: str) -> float:
     """Return the mean loss of scores in the payloads; NaN without examples."""
-    scores = [Score(*met.payloads[replica][name]) for replica in members]
+    scores = [Score(*gathered.payloads[replica][name]) for replica in members]
     total = sum(scores, start=Score())
     weight = total.examples + total.surplus
     return total.loss_sum / weight if weight else math.nan
@@ -102,21 +102,24 @@ class ModelComparison:
         sending_s = 0.0 if self._lockstep else self._expected_sending_s()
         key = f"choose {interval}"
         note: dict[str, object] = {name: list(value) for name, value in scores.items()}
-        note["share"] = sending_s / since_s
-        met = channel.barrier(key, note, BarrierKind.AGREE)
-        members = sorted(met.payloads.keys() - met.gone.keys())
+        note["sending_fraction"] = sending_s / since_s
+        gathered = channel.barrier(key, note, BarrierKind.AGREE)
+        members = sorted(gathered.payloads.keys() - gathered.gone.keys())
         shared, moved, local = (
-            loss_of(met, members, name) for name in ("shared", "own", "local")
+            loss_of(gathered, members, name) for name in ("shared", "own", "local")
         )
         gain = max(len(members) * (shared - moved), shared - local)
         kept = Choice(shared, shared - gain)
         allowed = max(SENDING, gain / abs(shared)) if shared else SENDING
         if (
             # A joining replica already has a snapshot of the present shared.
-            met.counted["present"] != len(members)
+            gathered.counted["present"] != len(members)
             or len(members) < 2
             or not gain > PROMISING * abs(shared)
-            or any(payload["share"] > allowed for payload in met.payloads.values())
+            or any(
+                payload["sending_fraction"] > allowed
+                for payload in gathered.payloads.values()
+            )
         ):
             return kept
 
@@ -132,24 +135,26 @@ class ModelComparison:
             with vector.showing_shared(residual_N + others_N):
                 delivered = score()
         ready = {"delivered": list(delivered), "complete": others_N is not None}
-        met = channel.barrier(f"{key}, sent", ready, BarrierKind.AGREE)
+        gathered = channel.barrier(f"{key}, sent", ready, BarrierKind.AGREE)
         channel.drop_blobs()
-        if others_N is None or not all(o["complete"] for o in met.payloads.values()):
+        if others_N is None or not all(
+            o["complete"] for o in gathered.payloads.values()
+        ):
             return kept
-        if met.payloads.keys() != set(members):
+        if gathered.payloads.keys() != set(members):
             return kept
-        kept = kept._replace(delivered_loss=loss_of(met, members, "delivered"))
+        kept = kept._replace(delivered_loss=loss_of(gathered, members, "delivered"))
         if not kept.delivered_loss < shared:
             return kept
         # A replica that leaves sends its residual, unless the others apply it. They
         # do so once this replica has arrived at the next barrier.
         channel.check()  # a replica that stops here leaves with its residual
         try:
-            met = channel.barrier(f"{key}, known", {}, BarrierKind.AGREE)
+            gathered = channel.barrier(f"{key}, known", {}, BarrierKind.AGREE)
         except Stopped:
             vector.apply_counts_(residual_N, from_residual=True)
             raise
-        if met.payloads.keys() != set(members):
+        if gathered.payloads.keys() != set(members):
             return kept
         vector.apply_counts_(residual_N, from_residual=True)
         vector.apply_counts_(others_N)

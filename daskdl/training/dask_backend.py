@@ -57,10 +57,10 @@ from daskdl.training.backend import (
     ReplicaGone,
     TaskFailed,
     event_of,
+    limit_replicas,
     merge,
     most_replicas,
     run_spec_of,
-    useful,
 )
 from daskdl.training.base import TrainingMaster
 from daskdl.training.data_feed import WorkerStore
@@ -124,7 +124,7 @@ def train_replica(
     plugin = worker.extensions.get(NAME)
     if not isinstance(plugin, ChannelWorkerPlugin):
         raise ChannelError(f"worker {worker.address} has no daskdl plugin; see its log")
-    channel = RemoteChannel(plugin, spec.spec(number, routing))
+    channel = RemoteChannel(plugin, spec.channel_spec(number, routing))
     store = WorkerStore(sources, channel, spec.timeouts, spec.load_threads)
     finished = False
     try:
@@ -228,7 +228,10 @@ def _merge(
 
 RELAY_BYTES = 8 * 2**20  # bound of the relay's queue for each replica
 MUCH_FROZEN = 64 * 2**20  # frozen bytes received per replica and epoch: warn above
-PASSING = "ChannelError", "WaitTimeoutError"  # after these, joining may succeed later
+TRANSIENT_ERRORS = (
+    "ChannelError",
+    "WaitTimeoutError",
+)  # after these, joining may succeed later
 
 
 def assign_workers(
@@ -249,7 +252,7 @@ def assign_workers(
         each = replicas_on(master, client, workers)
     # Round robin, so that truncation leaves the load balanced.
     places = [w for i in range(max(each.values())) for w in workers if i < each[w]]
-    return dict(enumerate(places[: useful(len(places), most)], first_replica))
+    return dict(enumerate(places[: limit_replicas(len(places), most)], first_replica))
 
 
 def replicas_on(
@@ -264,7 +267,7 @@ def replicas_on(
     return {worker: max(1, devices[worker]) for worker in workers}
 
 
-REST_TIMES = 30.0  # pause after a fetch / its duration: leaves time for training
+PAUSE_FACTOR = 30.0  # pause after a fetch / its duration: leaves time for training
 
 
 class AgreedStateFetcher:
@@ -311,7 +314,7 @@ class AgreedStateFetcher:
             if state is None:
                 return
             self.state = state
-            await asyncio.sleep(REST_TIMES * (now() - began_at))
+            await asyncio.sleep(PAUSE_FACTOR * (now() - began_at))
 
     async def _newest(self) -> ReplicaState | None:
         """Request the state from one replica after another; None if all fail."""
@@ -370,7 +373,7 @@ class DaskBackend(Backend):
         self._futures: dict[int, Future] = {}  # by replica; cancelled ones are removed
         # The parts of the model, and sources by phase, until tasks are submitted. Not
         # local variables: a logged error may keep its frame, and so the futures.
-        self._sent: tuple[list[Future], dict[str, Future]] = [], {}
+        self._scattered: tuple[list[Future], dict[str, Future]] = [], {}
         self._rows: list[Row] = []  # of the history, not sent to the scheduler yet
         self._retry_at: dict[str, float] = {}  # by worker; monotonic time
         self._answered_at = time.monotonic()  # last response of the scheduler
@@ -443,7 +446,7 @@ class DaskBackend(Backend):
         self._ask(protocol.OPEN, spec=vars(run), client=self._client.id)
 
     def _send(self, replicas: Mapping[int, str]) -> None:
-        """Scatter the model, and sources that workers need in full; set `_sent`."""
+        """Scatter the model and sources that workers need in full; set `_scattered`."""
         workers = sorted(set(replicas.values()))
         name = new_key(f"replica-{self._spec.run:x}")
         payload = self._packed.payload
@@ -463,7 +466,7 @@ class DaskBackend(Backend):
         nbytes = payload.nbytes + sum(s.payload.nbytes for s in sources.values())
         what = f"the model ({nbytes} bytes)"
         futures = scatter(self._client, {**parts, **sources}, workers, bound, what)
-        self._sent = (
+        self._scattered = (
             [futures[key] for key in parts],
             {key.removeprefix(f"{name}-"): futures[key] for key in sources},
         )
@@ -476,7 +479,7 @@ class DaskBackend(Backend):
             with dask.annotate(retries=0):  # overrides an enclosing annotation
                 self._futures[replica] = self._client.submit(
                     train_replica,
-                    *self._sent,
+                    *self._scattered,
                     replica,
                     per_worker[worker],
                     self._routing,
@@ -486,7 +489,7 @@ class DaskBackend(Backend):
                     allow_other_workers=False,
                     pure=False,
                 )
-        self._sent = [], {}
+        self._scattered = [], {}
 
     def _unassign(self, replicas: Iterable[int]) -> None:
         """Cancel replicas that do not start, and free their numbers."""
@@ -556,7 +559,7 @@ class DaskBackend(Backend):
                 logger.info("replica %s trains on %s", replica, worker)
             case {"kind": "not joined", "replica": replica, "summary": summary}:
                 self._cancel(replica)
-                passes = posted["type"] in PASSING
+                passes = posted["type"] in TRANSIENT_ERRORS
                 self._retry_later(self.workers[replica], summary, passes=passes)
             case {"kind": "worker", "worker": worker}:
                 installed = posted.get("versions")  # None if it took part before
@@ -694,21 +697,21 @@ class DaskBackend(Backend):
     @override
     def close(self) -> None:
         self._client.loop.add_callback(self._fetcher.close)
-        self._sent = [], {}
+        self._scattered = [], {}
         if not self._connected:  # Dask has cancelled the futures
             self._futures.clear()
             return
         for replica in list(self._futures):
             self._cancel(replica)
         if self._scheduler_lost:
-            self._client.loop.add_callback(self._say_farewell)
+            self._client.loop.add_callback(self._request_close)
             return
         still_here = self._ask(protocol.CLOSE).get("still_here")
         if still_here:
             bound = self._spec.timeouts.bound("stop")
             logger.warning("not all replicas left within %s: %s", bound, still_here)
 
-    async def _say_farewell(self) -> None:
+    async def _request_close(self) -> None:
         """Send a close request to a scheduler that no longer responds."""
         with contextlib.suppress(OSError):
             await self._client.scheduler.daskdl_close(

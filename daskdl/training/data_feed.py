@@ -110,7 +110,7 @@ class Loader:
             del future, job, taken  # frees the loaded part before the next job
 
 
-Which = tuple[str, int]  # phase and part
+PhasePart = tuple[str, int]  # phase and part
 
 
 class _Loading(NamedTuple):
@@ -127,7 +127,7 @@ class PartStore(ABC):
         self._channel = channel
         self._timeouts = timeouts
         self._loader = Loader(threads, "daskdl-loader")
-        self._begun: dict[Which, _Loading] = {}
+        self._begun: dict[PhasePart, _Loading] = {}
 
     def begin(self, phase: str, part: int, key: str) -> None:
         """Start loading a part, unless loading has started; do not wait."""
@@ -141,7 +141,7 @@ class PartStore(ABC):
         for which in [w for w in self._begun if w[0] == phase and w[1] not in but]:
             self._drop(which)
 
-    def _drop(self, which: Which) -> None:
+    def _drop(self, which: PhasePart) -> None:
         loading = self._begun.pop(which, None)
         if loading is not None:
             loading.unwanted.set()
@@ -302,7 +302,7 @@ class WorkerStore(PartStore):
         self._remote = channel
         self._sources = sources
         self._fetcher = Fetcher(timeouts.data)
-        self._keys: dict[Which, str] = {}  # last requested key of each part
+        self._keys: dict[PhasePart, str] = {}  # last requested key of each part
 
     @override
     def source(self, phase: str) -> Source | None:

@@ -1,8 +1,8 @@
 """One fit on the client, from its options to the trained model.
 
 :class:`FitRun` runs a fit in three stages: `prepare` does a dry run, prepares the data
-and chooses the workers; `train` drives the backend and collects the result; `settle_`
-loads the result into the model and returns the state for the next fit.
+and chooses the workers; `train` drives the backend and collects the result;
+`load_result_` loads the result into the model and returns the state for the next fit.
 """
 
 import ast
@@ -146,7 +146,7 @@ def steps_of_replica(
 
 
 class FitRun:
-    """One fit: call `prepare`, then `train` once, then `settle_`.
+    """One fit: call `prepare`, then `train` once, then `load_result_`.
 
     Attributes:
         history: Gets a row after each epoch.
@@ -215,7 +215,7 @@ class FitRun:
                 self._class_count = len(train.classes)
             optimizer = spec.optimizer_for(model)
             self._state = self._state.continued(model, optimizer, spec.scheduling)
-            self._sent = self._replica_spec(train, run, evaluation)
+            self._run_spec = self._replica_spec(train, run, evaluation)
 
             def open_backend(spec: ReplicaSpec, first_replica: int = 0) -> Backend:
                 if client is False:
@@ -225,14 +225,14 @@ class FitRun:
                 )
 
             self._open_backend = open_backend
-            self._backend = open_backend(self._sent)
+            self._backend = open_backend(self._run_spec)
             begin = FitBegin(
                 replicas=len(self._backend.workers),
                 epochs=spec.epochs,
                 epochs_before=self._state.epochs,
                 batch_size=size,
                 examples=self._rows,
-                parameters=self._sent.size,
+                parameters=self._run_spec.size,
             )
             self._begin_record(optimizer)
             stack.enter_context(callback_scope(spec.callbacks, begin, self.history))
@@ -373,17 +373,19 @@ class FitRun:
         finally:
             if self.result is None and self._assigned and self._resume is None:
                 # The initial model is the last state that all replicas agreed on.
-                self.result = FitResult(Parameters(), met=False)
+                self.result = FitResult(Parameters(), has_agreed=False)
         self._finish(self.result)
 
     def _run(self) -> None:
         """Train in one run, or in several: one more after each loss of all replicas."""
         callbacks = self._spec.callbacks
-        following: tuple[ReplicaSpec, Backend] | None = self._sent, self._backend
-        with ProgressReporter(self._sent, self.history, callbacks, self._rows) as shown:
+        following: tuple[ReplicaSpec, Backend] | None = self._run_spec, self._backend
+        with ProgressReporter(
+            self._run_spec, self.history, callbacks, self._rows
+        ) as shown:
             while following is not None:
-                self._sent, self._backend = following
-                shown.begin(self._sent)
+                self._run_spec, self._backend = following
+                shown.begin(self._run_spec)
                 following = self._run_once(shown)
 
     def _run_once(
@@ -427,7 +429,7 @@ class FitRun:
         Returns:
             The run; None if there is none, for the reason in `_failure`.
         """
-        backend, bound = self._backend, self._sent.timeouts.bound("rejoin")
+        backend, bound = self._backend, self._run_spec.timeouts.bound("rejoin")
         self._agreed = backend.agreed or self._agreed
         try:
             sent, resumed = self._following()
@@ -476,7 +478,7 @@ class FitRun:
     def _following(self) -> tuple[ReplicaSpec, str]:
         """Specify the run after the loss of all replicas, and name what it resumes."""
         run, secret = secrets.randbits(63), secrets.randbits(63)
-        sent = replace(self._sent, run=run, secret=secret)
+        sent = replace(self._run_spec, run=run, secret=secret)
         callbacks = self._spec.callbacks
         checkpoint = None if sent.checkpoints is None else sent.checkpoints.newest()
         if checkpoint is not None:
@@ -559,7 +561,7 @@ class FitRun:
             if agreed is not None and not (result and result.parameters):
                 result = result or FitResult(Parameters())
                 parameters = Parameters.from_values(agreed.common["model"])
-                self.result = replace(result, parameters=parameters, met=True)
+                self.result = replace(result, parameters=parameters, has_agreed=True)
                 self._agreed_epoch = agreed.header["epoch"] - 1
             backend.close()
 
@@ -576,7 +578,7 @@ class FitRun:
                 "the client received no agreed state: model_ holds the state "
                 f"{when} this fit"
             )
-        plan = self._sent.checkpoints
+        plan = self._run_spec.checkpoints
         if plan is None:
             return
         try:
@@ -589,7 +591,7 @@ class FitRun:
 
     def _finish(self, result: FitResult) -> None:
         """Complete `history.stopping`, and conclude the checkpoints."""
-        sent, history = self._sent, self.history
+        sent, history = self._run_spec, self.history
         rule, stopping = sent.evaluation.stopping, history.stopping
         if stopping is not None and rule is not None:
             history.stopping = replace(stopping, restored=result.restored)
@@ -614,7 +616,7 @@ class FitRun:
 
     # ---- after
 
-    def settle_(self, model: nn.Module) -> FitState:
+    def load_result_(self, model: nn.Module) -> FitState:
         """Load the result into the model, also if the fit ended early.
 
         Returns:
@@ -633,11 +635,11 @@ class FitRun:
             load_optimizer_(optimizer, *result.optimizer)
             trained.rate.load_(result.schedule)
         elif former is not None:  # the run ended early
-            steering = former.steering(scheduling)
-            optimizer.load_state_dict(steering["optimizer"])
-            trained.rate.restore_(steering["schedule"])
+            training_state = former.training_state(scheduling)
+            optimizer.load_state_dict(training_state["optimizer"])
+            trained.rate.restore_(training_state["schedule"])
         carried, checksum = {**before.carried, **result.carried}, before.checksum
-        if result.met:  # else a former residual belongs to the initial model
+        if result.has_agreed:  # else a former residual belongs to the initial model
             for name in {"residual", "grid"} - result.carried.keys():
                 carried.pop(name, None)
             checksum = checksum_of(model)
@@ -786,7 +788,7 @@ class ProgressReporter:
         self._epoch, self._decision = spec.first_epoch, StoppingDecision()
         if resume is not None:
             self._decision = resume.decision
-        elif start is not None and spec.goes_on:
+        elif start is not None and spec.resumes_lost_run:
             self._decision = StoppingDecision.of(start.header["stopping"])
         self._scores = self._evaluation.scores(self._history)
         self._bar.n = sum(self._history.column("examples"))

@@ -66,7 +66,7 @@ from daskdl.training.epoch_control import (
     hyperparameters,
 )
 from daskdl.training.optimizer_step import Stepping
-from daskdl.training.state import ALONE, ReplicaState, State
+from daskdl.training.state import UNSHARED, ReplicaState, State
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class TrainedOptimizer(NamedTuple):
         parameters = parameters_of(optimizer, model)
         return cls(optimizer, rate, scheduling, initial, parameters)
 
-    def steering(self, scheduling: Scheduling) -> State:
+    def training_state(self, scheduling: Scheduling) -> State:
         """Return the state for the next fit; no schedule if it has other scheduling."""
         same = scheduling == self.scheduling
         return {
@@ -223,8 +223,8 @@ class FitState:
         if trained is None and not self.carried:
             return None
         common = {"exchange": {"steps_made": 0, "sent": {}, **self.carried}}
-        steering = {} if trained is None else trained.steering(scheduling)
-        return ReplicaState({"kind": ALONE, "epoch": 0}, common, steering)
+        training_state = {} if trained is None else trained.training_state(scheduling)
+        return ReplicaState({"kind": UNSHARED, "epoch": 0}, common, training_state)
 
 
 def _same(new: Any, old: Any) -> bool:
@@ -541,7 +541,7 @@ class ReplicaSpec(FitSpec):
         return 0 if self.start is None else int(self.start.header["epoch"])
 
     @property
-    def goes_on(self) -> bool:
+    def resumes_lost_run(self) -> bool:
         """Whether an earlier run of the fit has lost all its replicas."""
         return self.start is not None and self.start.header["epoch"] > 0
 
@@ -555,7 +555,7 @@ class ReplicaSpec(FitSpec):
         """Rows per optimizer step."""
         return self.read.batch_size * self.stepping.accumulate
 
-    def spec(self, replica: int, routing: str = "plain") -> ChannelSpec:
+    def channel_spec(self, replica: int, routing: str = "plain") -> ChannelSpec:
         """Return the specification of a replica's channel."""
         return ChannelSpec(
             self.run,

@@ -67,8 +67,8 @@ from daskdl.training.pace import (
     MeasuredInterval,
 )
 from daskdl.training.state import (
-    ALONE,
     SHARING,
+    UNSHARED,
     ExchangeState,
     State,
     check_like,
@@ -111,7 +111,7 @@ class GradientSharingExchange(Exchange):
         self._all_compare = True  # comparing has become cheap enough on all replicas
         adaptive = context.optimizer is not None and is_adaptive(context.optimizer)
         self._adaptive = adaptive
-        self._interval = MeasuredInterval(options.pace(adaptive=adaptive))
+        self._exchange_interval = MeasuredInterval(options.pace(adaptive=adaptive))
         self._adapts = (
             adaptive and options.adapt_rate and options.update_scale == "mean"
         )
@@ -142,7 +142,7 @@ class GradientSharingExchange(Exchange):
         if not self.context.joins:
             # The module may not be that of which the client computed the grid.
             self._channel.sync(self._step, self._vector.grid)
-        self._interval.choose_(self._steps_before + self._step)
+        self._exchange_interval.choose_(self._steps_before + self._step)
 
     def _scale_for(self, replicas: int) -> None:
         self._replicas = replicas
@@ -188,11 +188,11 @@ class GradientSharingExchange(Exchange):
         replicas = 1 + len(self._channel.peers())
         if replicas != self._replicas:
             self._scale_for(replicas)
-        begins = self._step % self._interval.steps == 0
+        begins = self._step % self._exchange_interval.steps == 0
         steps_made = self._steps_before + self._step
         # An adaptive optimizer learns less from stale updates, so the bound follows the
         # exchange interval of this replica, not the longest one that is allowed.
-        every = self._interval.steps if self._adaptive else 0
+        every = self._exchange_interval.steps if self._adaptive else 0
         bound = options.staleness_bound(steps_made, every) if begins else None
         ahead = self._channel.wait_for_peers(self._step, interval, bound)
         waited = self._now()
@@ -225,19 +225,19 @@ class GradientSharingExchange(Exchange):
         self._unshared += 1
         self._due = True
         if self._step.bit_count() == 1:
-            self._untrained.look()
+            self._untrained.find_changed()
         self._vector.sync_from_parameters_()
         self._encode_s += self._now() - stepped
-        self._interval.choose_(self._steps_before + self._step)
-        self.exchanged = self._step % self._interval.steps == 0
+        self._exchange_interval.choose_(self._steps_before + self._step)
+        self.exchanged = self._step % self._exchange_interval.steps == 0
         if self.exchanged:
-            self._share()
+            self._exchange()
             # Clipping hides from `sync` how far a parameter has moved.
             self._check_reach(self._compressor.clipped_per_entry)
         if self.exchanged or self._options.announces(self._step):
             self._channel.progress(self._step)
 
-    def _share(self) -> None:
+    def _exchange(self) -> None:
         """Publish pending updates; without room, they stay in the residual."""
         self._due = False
         if self._sole:
@@ -264,7 +264,7 @@ class GradientSharingExchange(Exchange):
         self._density, self._frames = density, frames
         self._stats.density_sum += density
         self._stats.exchanges += 1
-        self._interval.note(
+        self._exchange_interval.note(
             self._spent_s + self._encode_s, self._computed_s / max(self._unshared, 1)
         )
         self._unshared, self._computed_s, self._spent_s = 0, 0.0, 0.0
@@ -301,17 +301,17 @@ class GradientSharingExchange(Exchange):
         if ended:
             self._check_reach(self._vector.farthest())
         if self._due:
-            self._share()
+            self._exchange()
         self._channel.progress(self._step, interval)
         if not ended:
             return
-        self._untrained.look()
+        self._untrained.find_changed()
         untrained = self._untrained.take()
         frozen = [array for n, array in untrained.items() if n.startswith(FROZEN)]
         self._stats.frozen_bytes = sum(array.nbytes for array in frozen)
         self._served = False
         key = f"sync {interval}"
-        met = self._channel.barrier(
+        gathered = self._channel.barrier(
             key,
             {
                 "sequence": self._channel.published,
@@ -322,19 +322,19 @@ class GradientSharingExchange(Exchange):
             },
             BarrierKind.AGREE,
         )
-        published = {r: payload["sequence"] for r, payload in met.payloads.items()}
-        self._channel.agree(key, published, met.gone, self._load)
+        published = {r: payload["sequence"] for r, payload in gathered.payloads.items()}
+        self._channel.agree(key, published, gathered.gone, self._load)
         self._apply(self._channel.drain())
         # A replica that joins after the barrier gets a new snapshot. One that was sent
         # a snapshot during the barrier depends on the updates that follow.
-        present = met.counted.get("present")
+        present = gathered.counted.get("present")
         self._sole = present == 1 and not self._served
         if self._sole:
             self._vector.flush_residual_()
-        payloads = [met.payloads[replica] for replica in sorted(met.payloads)]
+        payloads = [gathered.payloads[replica] for replica in sorted(gathered.payloads)]
         self._step = max(payload["step"] for payload in payloads)
         self._all_compare = all(payload["compares"] for payload in payloads)
-        if present == len(met.payloads.keys() - met.gone.keys()):
+        if present == len(gathered.payloads.keys() - gathered.gone.keys()):
             self._vector.regrid_()  # else somebody joins, with a snapshot of this grid
         self._channel.sync(self._step, self._vector.grid)
         parts = [(payload, payload["examples"]) for payload in payloads]
@@ -546,7 +546,7 @@ class GradientSharing(TrainingMaster):
     min_replicas: int = 1
     rejoin_timeout: float | None = None
     fan_out: int = FAN_OUT
-    resumes: ClassVar = (ALONE, SHARING)
+    resumes: ClassVar = (UNSHARED, SHARING)
 
     def __post_init__(self) -> None:
         thresholds = self.thresholds  # validates `threshold`

@@ -230,7 +230,7 @@ class Symptoms:
         clip_grad_norm: Norm that gradients are clipped to; None: no clipping.
         event: Error of the exchange after the step; "": the loss is the problem, and
             the step was not made.
-        of_loss: Whether the loss is NaN for finite outputs of the model.
+        only_loss_is_nan: Whether the loss is NaN for finite outputs of the model.
     """
 
     replica: int
@@ -249,7 +249,7 @@ class Symptoms:
     gradient_norm: float = math.nan
     clip_grad_norm: float | None = None
     event: str = ""
-    of_loss: bool = False
+    only_loss_is_nan: bool = False
 
     @property
     def rising(self) -> bool:
@@ -292,7 +292,7 @@ def _course(s: Symptoms) -> str:
 
 
 def _hints(s: Symptoms) -> Iterator[str]:
-    if s.of_loss:
+    if s.only_loss_is_nan:
         yield (
             "the model's outputs are finite, so the loss itself is nan: perhaps no "
             "label of this batch counts, and the loss divides 0 by 0; in your own "
@@ -703,7 +703,7 @@ def scaled(
 
 
 # Optimizers that divide by the root of squared gradients have one of these options.
-ADAPTIVE = ("betas", "beta2_decay", "centered", "rho", "lr_decay")
+ADAPTIVE_OPTIONS = ("betas", "beta2_decay", "centered", "rho", "lr_decay")
 
 
 def is_adaptive(optimizer: Optimizer) -> bool:
@@ -715,7 +715,9 @@ def is_adaptive(optimizer: Optimizer) -> bool:
         >>> is_adaptive(adam), is_adaptive(sgd)
         (True, False)
     """
-    return any(key in group for group in optimizer.param_groups for key in ADAPTIVE)
+    return any(
+        key in group for group in optimizer.param_groups for key in ADAPTIVE_OPTIONS
+    )
 
 
 def has_sparse_gradients(module: nn.Module) -> bool:

@@ -28,18 +28,18 @@ class ExchangePace:
     replicas fall on exchanges of the faster ones.
 
     Args:
-        share: Part of a replica's time that exchanging may take. 0: intervals are the
-            longest that is allowed, whatever an exchange costs.
-        first_share: The same while an interval is more than ``1 / RAMP`` of the steps
-            made so far, as a model moves fastest at first.
+        time_fraction: Part of a replica's time that exchanging may take. 0: intervals
+            are the longest that is allowed, whatever an exchange costs.
+        first_fraction: The same while an interval is more than ``1 / RAMP`` of the
+            steps made so far, as a model moves fastest at first.
         shortest: Shortest interval, in steps.
         first_longest: Longest interval, in steps, at first.
         longest: Longest interval, in steps. An interval longer than `first_longest` is
             at most ``1 / RAMP`` of the steps made so far.
     """
 
-    share: float
-    first_share: float
+    time_fraction: float
+    first_fraction: float
     first_longest: int
     longest: int
     shortest: int = 1
@@ -54,7 +54,7 @@ class ExchangePace:
         """Return a pace with one interval.
 
         Example:
-            >>> ExchangePace.fixed(12).interval(cost=0.2, steps_made=10**6)
+            >>> ExchangePace.fixed(12).steps_between(cost=0.2, steps_made=10**6)
             12
         """
         return cls(0.0, 0.0, steps, steps, steps)
@@ -67,7 +67,7 @@ class ExchangePace:
             longest=min(self.longest, steps),
         )
 
-    def interval(self, cost: float, steps_made: int) -> int:
+    def steps_between(self, cost: float, steps_made: int) -> int:
         """Return the steps between two exchanges.
 
         Args:
@@ -75,19 +75,20 @@ class ExchangePace:
             steps_made: Steps of a replica, over all fits.
 
         Example:
-            >>> [EAGER.interval(cost, 10**6) for cost in (0.01, 0.2, 9.0)]
+            >>> [EAGER.steps_between(cost, 10**6) for cost in (0.01, 0.2, 9.0)]
             [1, 8, 64]
-            >>> [EAGER.interval(0.2, steps_made) for steps_made in (0, 100, 1000)]
+            >>> [EAGER.steps_between(0.2, steps_made) for steps_made in (0, 100, 1000)]
             [2, 2, 8]
-            >>> ADAPTIVE.interval(0.2, 10**6)
+            >>> ADAPTIVE.steps_between(0.2, 10**6)
             2
         """
         by_ramp = steps_made // RAMP
         limit = min(max(by_ramp, self.first_longest), self.longest)
         steps = self.shortest
         while 2 * steps <= limit:
-            share = self.share if 2 * steps <= by_ramp else self.first_share
-            if share and cost <= share * steps:
+            late = 2 * steps <= by_ramp
+            fraction = self.time_fraction if late else self.first_fraction
+            if fraction and cost <= fraction * steps:
                 break
             steps *= 2
         return steps
@@ -99,15 +100,21 @@ class ExchangePace:
             >>> [EAGER.longest_after(steps) for steps in (0, 100, 1000, 10**6)]
             [16, 16, 16, 64]
         """
-        return self.interval(math.inf, steps_made)
+        return self.steps_between(math.inf, steps_made)
 
 
-EAGER = ExchangePace(share=0.03, first_share=0.1, first_longest=16, longest=64)
+EAGER = ExchangePace(
+    time_fraction=0.03, first_fraction=0.1, first_longest=16, longest=64
+)
 # An adaptive optimizer, such as Adam, learns markedly more from the same steps if
 # replicas exchange often.
-ADAPTIVE = ExchangePace(share=0.1, first_share=0.1, first_longest=16, longest=64)
+ADAPTIVE = ExchangePace(
+    time_fraction=0.1, first_fraction=0.1, first_longest=16, longest=64
+)
 # In lockstep, results are reproducible, so no measured time may decide.
-LOCKSTEP = ExchangePace(share=0.0, first_share=0.0, first_longest=1, longest=16)
+LOCKSTEP = ExchangePace(
+    time_fraction=0.0, first_fraction=0.0, first_longest=1, longest=16
+)
 LOCKSTEP_ADAPTIVE = LOCKSTEP.at_most(2)
 EACH_STEP = ExchangePace.fixed(1)
 
@@ -126,7 +133,7 @@ class MeasuredInterval:
         self._pace = pace
         self._costs: deque[float] = deque(maxlen=RECENT)  # of an exchange, in steps
         self._warm = False
-        self.steps = pace.interval(0.0, 0)
+        self.steps = pace.steps_between(0.0, 0)
 
     def note(self, exchange_s: float, step_s: float) -> None:
         """Add the durations of an exchange and of a step.
@@ -140,4 +147,4 @@ class MeasuredInterval:
     def choose_(self, steps_made: int) -> None:
         """Choose the interval, for a number of steps over all fits."""
         cost = median(self._costs) if self._costs else 0.0
-        self.steps = self._pace.interval(cost, steps_made)
+        self.steps = self._pace.steps_between(cost, steps_made)

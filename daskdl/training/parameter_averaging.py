@@ -31,9 +31,9 @@ from daskdl.training.base import (
     trained_in,
 )
 from daskdl.training.state import (
-    ALONE,
     AVERAGING,
     PARAMETERS,
+    UNSHARED,
     ExchangeState,
     State,
     check_like,
@@ -51,8 +51,8 @@ from daskdl.training.tree_reduce import (
 class Vote(NamedTuple):
     """A replica's vote at the barrier of a round."""
 
-    seen: int  # number of the last round the replica took part in
-    mean: int  # number of the round whose mean the replica has; -1: none
+    last_round: int  # number of the last round the replica took part in
+    mean_round: int  # number of the round whose mean the replica has; -1: none
     examples: int  # trained on since this mean
     ended: bool = False  # the sync interval has ended for the replica
     parked: bool = False  # absent from the round, waiting for a lease
@@ -120,8 +120,8 @@ class RoundDecision:
             (5, {0: 0.75, 1: 0.25}, (0, 1, 2))
         """
         here = {r: votes[r] for r in sorted(votes) if r not in gone}
-        latest = max(vote.mean for vote in here.values())
-        current = [r for r, vote in here.items() if vote.mean == latest]
+        latest = max(vote.mean_round for vote in here.values())
+        current = [r for r, vote in here.items() if vote.mean_round == latest]
         ended = all(vote.ended for vote in here.values())
         if ended:
             same = here[current[0]].digest
@@ -132,7 +132,7 @@ class RoundDecision:
         settles = ended and not total and any(vote.owes for vote in here.values())
         weights = {r: n / total for r, n in trained.items() if n} if total else {}
         decided = cls(
-            number=1 + max(vote.seen for vote in here.values()),
+            number=1 + max(vote.last_round for vote in here.values()),
             latest=latest,
             weights=weights,
             members=members,
@@ -149,7 +149,7 @@ class RoundDecision:
         return replace(decided, weights={decided.root: 1.0}) if settles else decided
 
 
-MEETING = "average"  # barrier key of all rounds
+ROUND_KEY = "average"  # barrier key of all rounds
 
 
 class AveragingExchange(Exchange):
@@ -177,7 +177,9 @@ class AveragingExchange(Exchange):
         # A joining replica begins with the state of one replica at some step. It
         # fetches the common state before its first step, unless no other replica is
         # left then.
-        self._vote = Vote(seen=0, mean=-1 if context.joins else 0, examples=0)
+        self._vote = Vote(
+            last_round=0, mean_round=-1 if context.joins else 0, examples=0
+        )
         self._behind = context.joins  # other replicas may have a later mean
         self._trained = 0  # steps of this fit
         self._since = 0  # steps since the last mean
@@ -198,21 +200,26 @@ class AveragingExchange(Exchange):
             deliver_(self.context.module, common)
             if outer is not None:
                 outer.follow_()
-        if not common.keys() & {"met", "outer"}:  # of a lone replica, or an earlier fit
+        if not common.keys() & {
+            "round",
+            "outer",
+        }:  # of a lone replica, or an earlier fit
             return
-        check_like({"outer": None, "met": 0}, common, "exchange")
+        check_like({"outer": None, "round": 0}, common, "exchange")
         if common["outer"] is not None and outer is not None:
             outer.restore_(common["outer"])
         if not self.context.joins:
             # The number of a round determines the tree of its mean.
-            self._vote = Vote(seen=common["met"], mean=common["met"], examples=0)
+            self._vote = Vote(
+                last_round=common["round"], mean_round=common["round"], examples=0
+            )
 
     @override
     def before_step(self, interval: int) -> None:
         self._wait_s, self._sent_bytes = 0.0, 0
         while self._behind:
-            latest = self._meet().latest
-            self._behind = self._vote.mean < latest
+            latest = self._run_round().latest
+            self._behind = self._vote.mean_round < latest
         self.reduce_state.keep_common_()
 
     @override
@@ -222,7 +229,7 @@ class AveragingExchange(Exchange):
         self._since += 1
         self._trained += 1
         if self._trained.bit_count() == 1:
-            self._untrained.look()
+            self._untrained.find_changed()
         examples += self._vote.examples
         self._vote = self._vote._replace(examples=examples, rests=False)
         self.exchanged = self._since == self._options.frequency
@@ -232,26 +239,26 @@ class AveragingExchange(Exchange):
     def _average_all(self) -> None:
         """Run rounds until this replica's training is in a mean."""
         while self._vote.examples:
-            self._meet()
+            self._run_round()
         self._channel.progress(self._steps_made)
 
     @override
     def sync(self, interval: int, examples: int, *, ended: bool) -> None:
         if ended:
-            while not self._meet(ended=True).over:
+            while not self._run_round(ended=True).over:
                 pass
             self._behind = False
             self._channel.progress(self._steps_made, interval)
             return
         # Also after the last step of an interval: its mean is computed now.
-        self._untrained.look()
+        self._untrained.find_changed()
         self._vote = self._vote._replace(rests=True)
         self._average_all()
         self._publish_state()
         self._channel.set_idle(self._vote._replace(parked=True).to_wire())
         self._behind = True
 
-    def _meet(self, *, ended: bool = False) -> RoundDecision:
+    def _run_round(self, *, ended: bool = False) -> RoundDecision:
         """Run one round: vote, and carry out the decision."""
         digest = checksum_of(self.context.module) if ended else 0
         owes = bool(self.reduce_state.residual)
@@ -260,15 +267,15 @@ class AveragingExchange(Exchange):
             self._publish_state()
         kind = BarrierKind.AGREE if ended else BarrierKind.ROUND
         started = time.perf_counter()
-        gathered = self._channel.barrier(MEETING, self._vote.to_wire(), kind)
+        gathered = self._channel.barrier(ROUND_KEY, self._vote.to_wire(), kind)
         self._wait_s += time.perf_counter() - started
         if self._replica in gathered.gone:
             raise Stopped("the other replicas continued without this one")
         decided = RoundDecision.of(Vote.by_replica(gathered.payloads), gathered.gone)
         # By now, all replicas have fetched the blobs of the round before.
         self._channel.drop_blobs(keep=self._state_name)
-        self._vote = self._vote._replace(seen=decided.number)
-        self.reduce_state.settle_(decided.latest)
+        self._vote = self._vote._replace(last_round=decided.number)
+        self.reduce_state.resolve_residual_(decided.latest)
         if decided.weights:
             self._average(decided)
         elif self._replica not in decided.current:
@@ -298,16 +305,16 @@ class AveragingExchange(Exchange):
                 self._stats.exchanges += 1
                 self._stats.density_sum += 1.0
             mean.load_(blob, step=not decided.settles)
-            self._has(decided.number)
+            self._note_mean(decided.number)
 
-    def _has(self, mean: int) -> None:
-        self._vote = self._vote._replace(mean=mean, examples=0)
+    def _note_mean(self, mean: int) -> None:
+        self._vote = self._vote._replace(mean_round=mean, examples=0)
         self._since = 0
-        self.reduce_state.settle_(mean)
+        self.reduce_state.resolve_residual_(mean)
 
     @property
     def _state_name(self) -> str:
-        return f"state {self._vote.mean}"
+        return f"state {self._vote.mean_round}"
 
     def _publish_state(self) -> None:
         self._channel.publish_blob(self._state_name, self.reduce_state.to_blob())
@@ -318,7 +325,7 @@ class AveragingExchange(Exchange):
             blob = self._channel.fetch_blob(donor, f"state {decided.latest}")
             if blob is not None:
                 self.reduce_state.load_blob_(blob)
-                self._has(decided.latest)
+                self._note_mean(decided.latest)
                 return
 
     @override
@@ -349,7 +356,7 @@ class AveragingExchange(Exchange):
             PARAMETERS: trained_in(self.context.module),
             "outer": None if outer is None else outer.values(),
             "steps_made": self._steps_made,
-            "met": self._vote.seen,
+            "round": self._vote.last_round,
         }
         return ExchangeState(common, {})
 
@@ -403,7 +410,7 @@ class ParameterAveraging(TrainingMaster):
     min_replicas: int = 1
     rejoin_timeout: float | None = None
     fan_out: int = FAN_OUT
-    resumes: ClassVar = (ALONE, AVERAGING)
+    resumes: ClassVar = (UNSHARED, AVERAGING)
 
     def __post_init__(self) -> None:
         check_whole("frequency", self.frequency, 1)

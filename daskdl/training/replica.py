@@ -75,7 +75,7 @@ from daskdl.training.optimizer_step import (
     state_of,
 )
 from daskdl.training.state import (
-    ALONE,
+    UNSHARED,
     ReplicaState,
     StartState,
     State,
@@ -115,8 +115,8 @@ class FitResult:
         telemetry: Packed step rows and spans that were not reported before, see
             `telemetry_of`; one for each replica.
         restored: Whether the parameters are those of the best epoch.
-        met: Whether the replicas have agreed since the start; otherwise the parameters
-            are the initial ones.
+        has_agreed: Whether the replicas have agreed since the start; otherwise the
+            parameters are the initial ones.
         finished: Whether the replica, or any replica, reached the end of the run;
             otherwise the other fields describe the last agreed state.
     """
@@ -127,7 +127,7 @@ class FitResult:
     schedule: bytes = b""
     telemetry: Sequence[bytes] = ()
     restored: bool = False
-    met: bool = True
+    has_agreed: bool = True
     finished: bool = True
 
 
@@ -148,7 +148,7 @@ class Replica:
         stepper: Makes the optimizer steps.
         exchange: Exchange with the other replicas.
         stopper: Decides whether the fit ends early.
-        watch: Detects diverging losses.
+        loss_watch: Detects diverging losses.
         steps: Steps of this replica, over all epochs.
         seen: Examples this replica has trained on, over all epochs.
         weight: This replica's share of the examples of all replicas.
@@ -156,7 +156,7 @@ class Replica:
         first_epoch: The first epoch to train in.
         interval: Number of the current sync interval, from 0 over all epochs.
         agreed: Parameters that all replicas agreed on last; at first the initial ones.
-        met: Whether all replicas have agreed since the start of the run.
+        has_agreed: Whether all replicas have agreed since the start of the run.
         checkpoints: Writes checkpoints; None: the fit has none.
     """
 
@@ -188,16 +188,19 @@ class Replica:
         channel.on_wait = self._spans.wait
         self._shapes = ShapeCheck(batching.kinds(spec.rows), spec.read.transform)
         self._joined = False
-        self.watch = LossWatch(spec.max_loss_rise)
+        self.loss_watch = LossWatch(spec.max_loss_rise)
         self.steps = self.seen = self.interval = 0
         self.weight = 0.0
         self.totals = EpochTotals()
-        self._before, self._traffic = EpochTotals(), ChannelStats()  # of ended epochs
+        self._ended_totals, self._traffic = (
+            EpochTotals(),
+            ChannelStats(),
+        )  # of ended epochs
         self._live_at = -math.inf if channel.has_dashboard else math.inf
         self._choice = Choice()
         self._kept: Thinned[Batch] = Thinned(MOST_SCORED)  # of this sync interval
         self.first_epoch = spec.first_epoch
-        self.met = spec.goes_on
+        self.has_agreed = spec.resumes_lost_run
 
     def run(self) -> FitResult:
         """Join the run, train, and leave.
@@ -242,7 +245,7 @@ class Replica:
             self._load_(start)
             if step is not None:
                 self._catch_up(start, step)
-            elif self._spec.resume is not None or self._spec.goes_on:
+            elif self._spec.resume is not None or self._spec.resumes_lost_run:
                 self._resume(start)
         self._channel.serve_snapshot(self.snapshot)
         self._joined = True
@@ -279,7 +282,7 @@ class Replica:
                 check_checkpoint(start, self.module)
             with restoring(start.common.at):
                 load_tensors_(self.module, start.tensors)
-            self._untrained.look()
+            self._untrained.find_changed()
         self._layers.watch(self.module)
         self.optimizer = spec.optimizer_for(self.module)
         if start is not None:
@@ -294,7 +297,7 @@ class Replica:
             untrained=self._untrained,
         )
         scale, alone = spec.master.solo_scale, len(members) == 1 and not joins
-        begins = start is None or start.kind == ALONE
+        begins = start is None or start.kind == UNSHARED
         if alone and scale is not None and begins:
             self.exchange = SoloExchange(context, scale)
         else:
@@ -365,7 +368,7 @@ class Replica:
         for part, at in start.parts[:1]:
             self.steps = part["steps"]
             with restoring(f"{at}: loss_watch"):
-                self.watch.restore_(part["loss_watch"])
+                self.loss_watch.restore_(part["loss_watch"])
             with restoring(f"{at}: random"):
                 restore_generators(part["random"], self._device)
         for part, at in start.parts:
@@ -396,10 +399,12 @@ class Replica:
             self.exchange = self._spec.master.attach(self.exchange.context)
             self.exchange.load_(alone.common, [])
         admitted = self.exchange.admit()
-        self._untrained.look()
-        common, steering = self._parts(self._untrained.tensors())
+        self._untrained.find_changed()
+        common, training_state = self._parts(self._untrained.tensors())
         header = {} if self.checkpoints is None else self.checkpoints.header()
-        state = ReplicaState({"kind": self.exchange.kind, **header}, common, steering)
+        state = ReplicaState(
+            {"kind": self.exchange.kind, **header}, common, training_state
+        )
         return {**admitted, **encoded(state)}
 
     def _parts(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], ...]:
@@ -413,10 +418,13 @@ class Replica:
             "tensors": tensors,
             "early_stopping": self.stopper.values(),
         }
-        steering = {"schedule": self.rate.values(), "scaler": self.stepper.values()}
+        training_state = {
+            "schedule": self.rate.values(),
+            "scaler": self.stepper.values(),
+        }
         averaged = self.exchange.averages_optimizer
-        (common if averaged else steering)["optimizer"] = state_of(self.optimizer)
-        return common, steering
+        (common if averaged else training_state)["optimizer"] = state_of(self.optimizer)
+        return common, training_state
 
     # ---- train
 
@@ -464,9 +472,10 @@ class Replica:
         exchange.before_step(self.interval)
         enter("compute")
         loss, weight = self.stepper.backward(group)
-        if weight and (not math.isfinite(loss) or self.watch.note(loss)):
-            of_loss = math.isnan(loss) and self.stepper.has_finite_outputs(group)
-            raise self._diverged(epoch, loss, of_loss=of_loss)
+        if weight and (not math.isfinite(loss) or self.loss_watch.note(loss)):
+            is_nan = math.isnan(loss)
+            only_loss_is_nan = is_nan and self.stepper.has_finite_outputs(group)
+            raise self._diverged(epoch, loss, only_loss_is_nan=only_loss_is_nan)
         callbacks, rate = self._spec.callbacks, math.nan
         if callbacks or self.steps + 1 >= self._log.next_step:
             scale = exchange.learning_rate_scale * exchange.rate_factor
@@ -501,7 +510,7 @@ class Replica:
         totals.excess += weight - rows
         now = enter("data")
         step_s = now - started
-        if self.steps >= self._log.next_step and self._log.due(
+        if self.steps >= self._log.next_step and self._log.begin_row(
             self.steps, exchange.exchanged
         ):
             stats = exchange.step_stats()
@@ -515,7 +524,11 @@ class Replica:
     def _report_live(self, epoch: int, now: float) -> None:
         """Report numbers to the dashboard, as plain ones: the scheduler checks them."""
         self._live_at = now + LIVE_S
-        totals, before, stats = self.totals, self._before, self.exchange.step_stats()
+        totals, before, stats = (
+            self.totals,
+            self._ended_totals,
+            self.exchange.step_stats(),
+        )
         traffic = self._traffic + self._channel.stats_so_far()
         live = LiveReport(
             at_s=now,
@@ -568,7 +581,7 @@ class Replica:
         """Agree with all replicas; choose the model if the epoch is over."""
         started = self._spans.enter("exchange")
         self.totals.logs = added(self.totals.logs, self.stepper.logs.take())
-        loss = math.nan if self.watch.last is None else self.watch.last
+        loss = math.nan if self.loss_watch.last is None else self.loss_watch.last
         largest = largest_in(self.module)
         if not math.isfinite(largest):
             raise self._diverged(epoch, loss, f"parameters became {largest}")
@@ -587,7 +600,7 @@ class Replica:
             self._channel.serve_snapshot(self.snapshot)
             self._spans.enter("exchange")
         self.agreed = self.exchange.agreed()
-        self.met = True
+        self.has_agreed = True
         self.totals.seconds += self._spans.enter("other") - started
 
     def _take_checkpoint(self, epoch: int, sync_point: SyncPoint) -> None:
@@ -625,7 +638,7 @@ class Replica:
         check_alike(gathered, f"at the end of epoch {epoch}")
         reports = reports_of(gathered.payloads, gathered.counted["departed"])
         check_trained(epoch, reports)
-        self._before.add(self.totals)
+        self._ended_totals.add(self.totals)
         self.totals = EpochTotals()
         self.interval += 1
         seen = sum(report.seen for report in reports)
@@ -659,7 +672,7 @@ class Replica:
         if not with_optimizer:
             optimizer["state"] = {}
         header = {
-            "kind": ALONE,
+            "kind": UNSHARED,
             "epoch": epoch + 1,
             "lacks_optimizer": lacks_optimizer,
             "stopping": self.stopper.decision.values(),
@@ -669,12 +682,12 @@ class Replica:
             "exchange": self.exchange.carried(ended=False),
             "early_stopping": self.stopper.values(),
         }
-        steering = {
+        training_state = {
             "optimizer": optimizer,
             "schedule": self.rate.values(),
             "scaler": self.stepper.values(),
         }
-        return ReplicaState(header, common, copied_state(steering))
+        return ReplicaState(header, common, copied_state(training_state))
 
     def _decide(self, epoch: int, reports: Reports) -> None:
         """Step the scheduler, and decide whether the fit continues."""
@@ -759,12 +772,12 @@ class Replica:
             "fingerprint": list(fingerprint),
             "stopping": self.stopper.decision.values(),
         }
-        common, steering = self._parts(others_in(self.module))
+        common, training_state = self._parts(others_in(self.module))
         per_replica = {
-            **steering,
+            **training_state,
             "exchange": self.exchange.state().per_replica,
             "totals": vars(EpochTotals() if sync_point is None else self.totals),
-            "loss_watch": self.watch.values(),
+            "loss_watch": self.loss_watch.values(),
             "random": generators(self._device),
             "steps": self.steps,
             "examples": self.seen,
@@ -779,13 +792,13 @@ class Replica:
         telemetry = [telemetry_of(self._log, self._layers, self._spans)]
         if not self._joined:
             return FitResult(
-                Parameters(), telemetry=telemetry, met=False, finished=False
+                Parameters(), telemetry=telemetry, has_agreed=False, finished=False
             )
         return FitResult(
             self.agreed,
             carried=self.exchange.carried(ended=False),
             telemetry=telemetry,
-            met=self.met,
+            has_agreed=self.has_agreed,
             finished=False,
         )
 
@@ -804,11 +817,16 @@ class Replica:
     # ---- divergence
 
     def _diverged(
-        self, epoch: int, loss: float, event: str = "", *, of_loss: bool = False
+        self,
+        epoch: int,
+        loss: float,
+        event: str = "",
+        *,
+        only_loss_is_nan: bool = False,
     ) -> DivergedError:
         """Return the error for a diverged loss, or for the `event` of an exchange.
 
-        With `of_loss`, the loss is NaN although the model's outputs are finite.
+        With `only_loss_is_nan`, the loss is NaN for finite outputs of the model.
         """
         exchange, stats = self.exchange, self.exchange.stats()
         symptoms = Symptoms(
@@ -816,9 +834,9 @@ class Replica:
             epoch=epoch,
             step=self.steps + (not event),
             loss=loss,
-            first_loss=self.watch.first_loss,
-            before=self.watch.last,
-            high_steps=self.watch.recent if math.isfinite(loss) else 0,
+            first_loss=self.loss_watch.first_loss,
+            before=self.loss_watch.last,
+            high_steps=self.loss_watch.recent if math.isfinite(loss) else 0,
             learning_rate=self.rate.value,
             scale=exchange.update_scale,
             adds_up=exchange.adds_up,
@@ -828,7 +846,7 @@ class Replica:
             gradient_norm=self.stepper.gradient_norm(),
             clip_grad_norm=self._spec.stepping.clip_grad_norm,
             event=event,
-            of_loss=of_loss,
+            only_loss_is_nan=only_loss_is_nan,
         )
         return DivergedError(diagnosis(symptoms))
 

@@ -25,7 +25,8 @@ from daskdl.saving.json_values import Json, JsonValues
 from daskdl.serialization import Packed
 
 # Kinds of exchange states.
-ALONE, SHARING, AVERAGING = "alone", "gradient_sharing", "parameter_averaging"
+# UNSHARED: without a state of an exchange, so that any master resumes it.
+UNSHARED, SHARING, AVERAGING = "alone", "gradient_sharing", "parameter_averaging"
 MODEL = "model"  # kind of an exchange whose only state is the model
 PARAMETERS = "parameters"  # key of unquantized parameters in a common state
 

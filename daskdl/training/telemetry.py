@@ -84,7 +84,7 @@ MOST_ROWS = 256
 # With "auto": least steps between two rows, and the fraction of time that making rows
 # may take. The documented fraction is twice as large: the clock misses some work.
 SPACING = 10
-SHARE = 0.005
+TIME_FRACTION = 0.005
 
 
 class StepLog:
@@ -98,7 +98,7 @@ class StepLog:
 
     Example:
         >>> log = StepLog(every=5)
-        >>> [step for step in range(1, 16) if log.due(step)]
+        >>> [step for step in range(1, 16) if log.begin_row(step)]
         [5, 10, 15]
     """
 
@@ -117,7 +117,7 @@ class StepLog:
         self._began = 0.0
         self._next_at = -math.inf
 
-    def due(self, step: int, exchange_tried: bool = True) -> bool:
+    def begin_row(self, step: int, exchange_tried: bool = True) -> bool:
         """Return whether a step gets a row; if so, `add` must follow.
 
         Args:
@@ -145,7 +145,7 @@ class StepLog:
         self._rows.add(self._number, row)
         if self._every == "auto":
             now = self._now()
-            self._next_at = now + (now - self._began) * (1 / SHARE - 1)
+            self._next_at = now + (now - self._began) * (1 / TIME_FRACTION - 1)
 
     def take(self) -> bytes:
         """Return the packed rows since the last call."""

@@ -472,7 +472,7 @@ _FIT = {
 }
 _EXCHANGE = {"steps_made": Natural, "sent": Mapping[str, tuple[float, float]]}
 _RESIDUAL = {"residual": Tensor, "grid": float}
-_STEERING = {
+_TRAINING_STATE = {
     "optimizer": Mapping[str, Any],
     "schedule": Mapping[str, Any] | None,
     "scaler": Mapping[str, Any],
@@ -518,14 +518,14 @@ def _continued(
         "the save",
         "to train with another one, create a new Trainer from the loaded model_",
     )
-    exchange, steering = fit["common"]["exchange"], fit["per_replica"]
+    exchange, training_state = fit["common"]["exchange"], fit["per_replica"]
     check({name: exchange[name] for name in _EXCHANGE}, _EXCHANGE)
-    check({name: steering[name] for name in _STEERING}, _STEERING)
+    check({name: training_state[name] for name in _TRAINING_STATE}, _TRAINING_STATE)
     try:
-        optimizer.load_state_dict(steering["optimizer"])
+        optimizer.load_state_dict(training_state["optimizer"])
     except USER_ERRORS as error:
         raise SaveError(f"the optimizer cannot load its state: {error}") from error
-    schedule = steering["schedule"]
+    schedule = training_state["schedule"]
     if schedule is not None:
         check({name: schedule[name] for name in _SCHEDULE}, _SCHEDULE)
         saved = schedule["state"]

@@ -304,7 +304,7 @@ class ReduceState:
         """Propose the residual to keep if the mean with this number is computed."""
         self._proposed = number, residual
 
-    def settle_(self, latest: int) -> None:
+    def resolve_residual_(self, latest: int) -> None:
         """Keep the proposed residual if its mean exists; discard it otherwise.
 
         A replica may learn only in the next round whether the mean of its sum was

@@ -18,9 +18,9 @@ from daskdl.saving.checkpoints import (
     complete_at,
     of_replica,
 )
-from daskdl.training.base import ALONE
 from daskdl.training.checkpointing import Fingerprint, ResumePlan, start_state
 from daskdl.training.epoch_control import StoppingDecision
+from daskdl.training.state import UNSHARED
 from tests.support.problems import rows, trainer
 
 
@@ -77,7 +77,7 @@ def resuming(store, stamp, members):
         {},
         {},
         1,
-        ALONE,
+        UNSHARED,
         made_of,
     )
 

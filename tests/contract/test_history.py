@@ -21,7 +21,7 @@ from daskdl.observe.tables import (
     unpack_rows,
 )
 from daskdl.training import telemetry
-from daskdl.training.telemetry import SHARE, StepLog, measured, spread_of
+from daskdl.training.telemetry import TIME_FRACTION, StepLog, measured, spread_of
 from tests.support.problems import Clock
 
 ROWS = [
@@ -272,7 +272,7 @@ def run(log, clock, steps, step_s, row_s=0.0):
     had = []
     for step in steps:
         clock.now += step_s
-        if log.due(step):
+        if log.begin_row(step):
             clock.now += row_s
             log.add(StepRow(0, step, 0, 1.0))
             had.append(step)
@@ -297,7 +297,11 @@ class TestAutomaticRows:
 
         had = run(StepLog("auto", clock), clock, range(1, 20_001), step_s, row_s)
 
-        assert 0.5 * SHARE < len(had) * row_s / (clock.now - began) <= 1.5 * SHARE
+        assert (
+            0.5 * TIME_FRACTION
+            < len(had) * row_s / (clock.now - began)
+            <= 1.5 * TIME_FRACTION
+        )
 
     def test_one_slow_row_delays_only_the_next(self):
         clock = Clock()

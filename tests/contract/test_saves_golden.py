@@ -16,7 +16,7 @@ from tests.golden import make_trainer_v1 as saves
 # Of the manifests, which have those of the other files.
 SHA256 = {
     saves: "9290bcdf29354a13d861ee170b49b794f9adac4293a12fad7d9029529959a5d8",
-    checkpoints: "f37cc5d2d7427f8654eb7bd7670cb7153ab4ae8ad7d13fdbb16c4f02a5740911",
+    checkpoints: "083cab1e231a8d6ce94497ff30eb43c8241c5c1256ed06f073f56e3e33fefbfc",
 }
 
 

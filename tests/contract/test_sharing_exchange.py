@@ -463,7 +463,7 @@ def test_exchanges_are_seldom_only_late_and_where_they_cost(
 ):
     pace = GradientSharing(**options).pace(adaptive=adaptive)
 
-    assert pace.interval(cost, steps_made) == steps
+    assert pace.steps_between(cost, steps_made) == steps
 
 
 def test_the_bound_of_staleness_follows_the_interval():
@@ -680,7 +680,7 @@ class TestChoice:
     def test_sending_may_take_as_much_of_an_epoch_as_the_loss_may_gain(
         self, case, share, delivered
     ):
-        case.channel.its[FIRST] = {"share": share}  # the loss may become 0
+        case.channel.its[FIRST] = {"sending_fraction": share}  # the loss may become 0
 
         assert self.choose(case).delivered == delivered
         assert case.channel.blobs == [FIRST] * delivered

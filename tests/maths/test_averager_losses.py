@@ -19,7 +19,7 @@ from daskdl.channel.leasing import PartitionSizes, RunSpec
 from daskdl.channel.local import LocalChannel, LocalRun
 from daskdl.channel.protocol import BarrierKind, ChannelSpec
 from daskdl.training.base import ReplicaContext
-from daskdl.training.parameter_averaging import MEETING, RoundDecision, Vote
+from daskdl.training.parameter_averaging import ROUND_KEY, RoundDecision, Vote
 from tests.support.run_states import TIMEOUTS
 
 EPOCHS = 3
@@ -49,7 +49,7 @@ class Mortal(LocalChannel):
         self._age()
         gathered = super().barrier(*args, **options)
         self._age()
-        if args[0] == MEETING:
+        if args[0] == ROUND_KEY:
             votes = Vote.by_replica(gathered.payloads)
             self.votes.append(Vote(*args[1]["vote"]))
             self._compare(list(votes.values()))
@@ -62,9 +62,9 @@ class Mortal(LocalChannel):
 
     def _compare(self, votes):
         """Check that replicas with the same mean have the same parameters."""
-        digests = {one.mean: one.digest for one in votes if one.ended}
+        digests = {one.mean_round: one.digest for one in votes if one.ended}
         for one in votes:
-            self.differed |= one.ended and digests[one.mean] != one.digest
+            self.differed |= one.ended and digests[one.mean_round] != one.digest
 
     def lease(self, *args, **options):
         self._age()

@@ -22,7 +22,7 @@ from daskdl.compression.thresholds import (
     AdaptiveThreshold,
     FixedThreshold,
     LayerThresholds,
-    Sent,
+    Outcome,
     ThresholdAlgorithm,
 )
 from daskdl.errors import OptionError
@@ -35,10 +35,12 @@ class TestPropose:
 
         update = proposed(compressor)
 
-        assert update.count == 20133  # 20132.66 steps: the nearest, not the first
-        assert update.threshold == update.count * GRID
-        assert update.threshold == np.float32(update.threshold)
-        assert update.chosen == 1.2e-3
+        assert (
+            update.quantum_count == 20133
+        )  # 20132.66 steps: the nearest, not the first
+        assert update.quantum == update.quantum_count * GRID
+        assert update.quantum == np.float32(update.quantum)
+        assert update.threshold == 1.2e-3
 
     @pytest.mark.parametrize(
         ("value", "count"), [(GRID / 1000, 1), (1e9, MAX_COUNT)], ids=["low", "high"]
@@ -46,8 +48,8 @@ class TestPropose:
     def test_the_threshold_is_limited_to_the_range_of_the_grid(self, value, count):
         update = proposed(make(Vector([0.5]), FixedThreshold(value)))
 
-        assert update.count == count
-        assert update.chosen == count * GRID
+        assert update.quantum_count == count
+        assert update.threshold == count * GRID
 
     @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf], ids=str)
     def test_a_rule_must_return_a_positive_number(self, value):
@@ -68,9 +70,9 @@ class TestCommit:
 
         compressor.commit_(proposed(compressor))
 
-        assert compressor.sent == {"*": Sent(1e-3, 0.25)}
+        assert compressor.sent == {"*": Outcome(1e-3, 0.25)}
         assert compressor.groups["*"].exchanges == 1
-        assert proposed(compressor).chosen == 2e-3
+        assert proposed(compressor).threshold == 2e-3
 
     @pytest.mark.parametrize("factor", [0.5, math.nan], ids=["half", "nan"])
     def test_a_bound_below_the_threshold_is_refused(self, factor):
@@ -225,7 +227,7 @@ def test_a_restored_compressor_continues_bit_for_bit(types, apply, threshold):
 
     other.own.restore_(shared, [own])
 
-    assert other.own.vector.lead == one.own.vector.lead
+    assert other.own.vector.local_factor == one.own.vector.local_factor
     assert other.own.clipped == one.own.clipped > 0
     assert other.own.vector.digest() == one.own.vector.digest()
     for step in range(3):  # and they stay so
@@ -321,8 +323,8 @@ class TestCompressor:
 
         bias, rest = compressor.propose()
 
-        assert (bias.pattern, bias.threshold) == ("bias", 2.0**-6)
-        assert (rest.pattern, rest.threshold) == ("*", 2.0**-3)
+        assert (bias.pattern, bias.quantum) == ("bias", 2.0**-6)
+        assert (rest.pattern, rest.quantum) == ("*", 2.0**-3)
         assert bias.entries_K.tolist() == [-6]
         assert rest.entries_K.tolist() == [10, -14]
         assert bias.body.size == rest.body.size == 16
@@ -359,8 +361,8 @@ class TestCompressor:
 
         assert compressor.vector.farthest() == 0.0
         assert compressor.sent == {
-            "bias": Sent(2.0**-6, DENSE_DENSITY),
-            "*": Sent(2.0**-3, DENSE_DENSITY),
+            "bias": Outcome(2.0**-6, DENSE_DENSITY),
+            "*": Outcome(2.0**-3, DENSE_DENSITY),
         }
 
 
@@ -376,7 +378,7 @@ class TestLevels:
         compressor.commit_(update)
 
         assert update.body.kind is codec.Kind.LEVELS
-        residual = compressor.vector.residual_counts() / round(update.count)
+        residual = compressor.vector.residual_counts() / round(update.quantum_count)
         assert residual.tolist() == [max(0, quanta - 15) for quanta in range(100)]
 
     @pytest.mark.parametrize("apply", ["eager", "strict"])
@@ -398,7 +400,7 @@ class TestLevels:
 
         sent = np.zeros(80, np.int64)
         decoded = codec.decode(frame)
-        sent[np.abs(decoded.entries_K) - 1] = decoded.quanta_K * update.count
+        sent[np.abs(decoded.entries_K) - 1] = decoded.quanta_K * update.quantum_count
         after = compressor.vector.residual_counts().astype(np.int64)
         assert decoded.levels_K.max() == 15
         # A step of the grid for each rounding: before, local, after.

@@ -226,18 +226,18 @@ def test_nan_is_no_residual(kernel):
 
 
 class TestLead:
-    """Local is shared plus ``lead`` times the residual."""
+    """Local is shared plus ``local_factor`` times the residual."""
 
     def test_an_entry_takes_that_many_quanta_of_local(self, kernel):
         group = kernel([3.9 * QUANTUM, 4 * QUANTUM, -4 * QUANTUM])
 
-        assert group.find(64, GRID, lead=4.0)[0].tolist() == [2, -3]
+        assert group.find(64, GRID, local_factor=4.0)[0].tolist() == [2, -3]
 
     def test_a_commit_moves_local_back_by_the_quanta_expected_from_others(self, kernel):
         group = kernel([5 * QUANTUM, -4 * QUANTUM, 1.0], start=10)
         entries = ints([11, -12]).to(group.local_N.device)
 
-        cut = group.commit_(entries, 64, GRID, QUANTUM / 8, lead=4.0)
+        cut = group.commit_(entries, 64, GRID, QUANTUM / 8, local_factor=4.0)
 
         # Ahead of shared by a quantum and none; an eighth of one is kept, 4 times.
         assert group.local_N.tolist() == [1.5 * QUANTUM, -QUANTUM, 1.0]
@@ -247,15 +247,15 @@ class TestLead:
 
 @st.composite
 def problems(draw):
-    """Local, shared, the quantum in steps of the grid, and the lead."""
+    """Local, shared, the quantum in steps of the grid, and the local_factor."""
     size = draw(st.integers(1, 40))
     number = st.floats(-4.0, 4.0, width=32)
     local = draw(st.lists(number, min_size=size, max_size=size))
     count = draw(st.sampled_from([1, 3, 64, 2**18, 2**22]))
     steps = st.integers(-(2**23), 2**23)
     shared = draw(st.lists(steps, min_size=size, max_size=size))
-    lead = draw(st.sampled_from([1.0, 2.0, 3.0, 8.0, 0.7]))
-    return local, shared, count, lead
+    local_factor = draw(st.sampled_from([1.0, 2.0, 3.0, 8.0, 0.7]))
+    return local, shared, count, local_factor
 
 
 def group_of(local, shared, kind=NumbaGroup, dtype=torch.float32):
@@ -266,18 +266,18 @@ def group_of(local, shared, kind=NumbaGroup, dtype=torch.float32):
 @given(problems(), st.sampled_from([torch.float32, torch.float64]))
 @settings(max_examples=150)
 def test_numba_gives_the_bits_of_torch(problem, dtype):
-    local, shared, count, lead = problem
+    local, shared, count, local_factor = problem
     outcomes, cuts = [], []
     for kind in (NumbaGroup, VectorGroup):
         group = group_of(local, shared, kind, dtype)
-        entries, levels = group.find(count, GRID, lead)
+        entries, levels = group.find(count, GRID, local_factor)
         bound = 1.3 * count * GRID
-        cuts.append(group.commit_(entries, count, GRID, bound, lead, levels))
+        cuts.append(group.commit_(entries, count, GRID, bound, local_factor, levels))
         group.apply_(entries, count, GRID, levels)
-        cuts[-1] += group.commit_(entries, count, GRID, bound, lead)
+        cuts[-1] += group.commit_(entries, count, GRID, bound, local_factor)
         group.apply_(entries, count, GRID)
-        group.apply_counts_(ints(shared), GRID, 1 - lead)
-        residual = group.residual_counts(GRID, 2**22, lead)
+        group.apply_counts_(ints(shared), GRID, 1 - local_factor)
+        residual = group.residual_counts(GRID, 2**22, local_factor)
         outcomes.append((entries, levels, group.local_N, group.shared_N, residual))
 
     assert cuts[0] == pytest.approx(cuts[1], rel=1e-12)
@@ -312,13 +312,13 @@ def test_a_fit_with_torch_operations_ends_with_the_bits_of_compiled_kernels(
 @given(problems())
 @settings(max_examples=100)
 def test_the_opposite_residual_has_the_opposite_entries(problem):
-    local, shared, count, lead = problem
+    local, shared, count, local_factor = problem
     group, mirrored = group_of(local, shared), group_of(local, shared)
     mirrored.local_N.neg_()
     mirrored.shared_N.neg_()
 
-    entries, levels = group.find(count, GRID, lead)
-    opposite, same = mirrored.find(count, GRID, lead)
+    entries, levels = group.find(count, GRID, local_factor)
+    opposite, same = mirrored.find(count, GRID, local_factor)
 
     assert torch.equal(entries, -opposite)
     assert torch.equal(levels, same)

@@ -19,7 +19,7 @@ from daskdl.compression.flat import (
     load_untrained_,
 )
 from daskdl.compression.kernels import CHUNK
-from daskdl.compression.replica_vector import MAX_COUNT, RUN, ResidualView
+from daskdl.compression.replica_vector import MAX_COUNT, NEIGHBOURS, ResidualView
 from daskdl.errors import CodecError, ModelError, RunError
 from tests.support.updates import GRID, STAMP, Vector, sparse, whole
 
@@ -149,7 +149,7 @@ def test_untrained_tensors_are_loaded_as_taken():
     untrained = Untrained(module)
     module.load_state_dict(of_every_kind(3).state_dict())
 
-    untrained.look()
+    untrained.find_changed()
     arrays = untrained.take()
     for array in arrays.values():
         array.flags.writeable = False  # as what came through Dask
@@ -453,11 +453,17 @@ class TestSample:
     def test_a_sample_has_evenly_spaced_runs(self):
         sample = self.view(100).sample(most=50)
 
-        runs = [*range(RUN), *range(2 * RUN, 3 * RUN), *range(4 * RUN, 5 * RUN)]
+        runs = [
+            *range(NEIGHBOURS),
+            *range(2 * NEIGHBOURS, 3 * NEIGHBOURS),
+            *range(4 * NEIGHBOURS, 5 * NEIGHBOURS),
+        ]
         assert sample.tolist() == [*runs, 96.0, 97.0, 98.0, 99.0]
 
     def test_runs_are_evenly_spaced_over_ranges_that_are_shorter_than_one(self):
-        places = [slice(start, start + RUN // 2) for start in range(0, 160, RUN)]
+        places = [
+            slice(start, start + NEIGHBOURS // 2) for start in range(0, 160, NEIGHBOURS)
+        ]
         apart = self.view(160, ranges=[(0, where) for where in places])
         positions = torch.cat([torch.arange(160)[where] for where in places])
         together = self.view(apart.size)
@@ -465,4 +471,4 @@ class TestSample:
         sample = apart.sample(most=20)
 
         assert sample.tolist() == positions[together.sample(most=20).long()].tolist()
-        assert len(sample) == 2 * RUN
+        assert len(sample) == 2 * NEIGHBOURS

@@ -11,9 +11,9 @@ from daskdl.compression.thresholds import (
     DENSE_DENSITY,
     AdaptiveThreshold,
     FixedThreshold,
-    Sent,
+    Outcome,
     TargetSparsityThreshold,
-    average_sent,
+    average_outcome,
 )
 from daskdl.errors import OptionError
 
@@ -48,7 +48,9 @@ RESIDUAL = Untouched()
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: type(a).__name__)
-@pytest.mark.parametrize("last", [None, Sent(1e-3, 0.0), Sent(1e-3, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    "last", [None, Outcome(1e-3, 0.0), Outcome(1e-3, 1.0)], ids=str
+)
 def test_every_threshold_is_positive_and_needs_no_whole_residual(algorithm, last):
     assert 0 < algorithm.next_threshold(RESIDUAL, last) < math.inf
 
@@ -135,16 +137,16 @@ class TestAdaptiveThreshold:
     def test_steers_towards_the_band(self, density, expected):
         algorithm = AdaptiveThreshold(min_density=0.1, max_density=0.3, decay=0.5)
 
-        assert algorithm.next_threshold(RESIDUAL, Sent(1.0, density)) == expected
+        assert algorithm.next_threshold(RESIDUAL, Outcome(1.0, density)) == expected
 
     def test_follows_the_sequence_of_deeplearning4js_own_test(self):
         rule = AdaptiveThreshold(1e-3, 1e-3, 1e-2, 0.95)
 
         first = rule.next_threshold(RESIDUAL, None)
-        second = rule.next_threshold(RESIDUAL, Sent(first, DENSE_DENSITY))
-        third = rule.next_threshold(RESIDUAL, Sent(second, 0.1))
-        fourth = rule.next_threshold(RESIDUAL, Sent(third, 1e-4))
-        reduced = average_sent([Sent(fourth, 1e-4), None, Sent(fourth, 1e-4)])
+        second = rule.next_threshold(RESIDUAL, Outcome(first, DENSE_DENSITY))
+        third = rule.next_threshold(RESIDUAL, Outcome(second, 0.1))
+        fourth = rule.next_threshold(RESIDUAL, Outcome(third, 1e-4))
+        reduced = average_outcome([Outcome(fourth, 1e-4), None, Outcome(fourth, 1e-4)])
         fifth = rule.next_threshold(RESIDUAL, reduced)
 
         assert first == 1e-3
@@ -159,10 +161,10 @@ class TestTargetSparsityThreshold:
         ("last", "expected"),
         [
             (None, 0.25),
-            (Sent(1.0, 0.0), 0.5),
-            (Sent(1.0, 0.01), 1.0),
-            (Sent(1.0, 0.011), 2.0),
-            (Sent(1.0, DENSE_DENSITY), 2.0),
+            (Outcome(1.0, 0.0), 0.5),
+            (Outcome(1.0, 0.01), 1.0),
+            (Outcome(1.0, 0.011), 2.0),
+            (Outcome(1.0, DENSE_DENSITY), 2.0),
         ],
         ids=["first", "nothing", "on target", "above", "dense"],
     )

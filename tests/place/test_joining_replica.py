@@ -76,7 +76,7 @@ def a_replica(make, begun, epoch=0):
     sources = {"train": InMemory(X, Y, 16)}
     plan = run_spec_of(options, {0: "here"}, sources)
     run = LocalRun(dataclasses.replace(plan, first_epoch=epoch))
-    channel = make(run, options.spec(0))
+    channel = make(run, options.channel_spec(0))
     store = LocalStore(sources, channel, options.timeouts, options.load_threads)
     with preserved_random_state(), contextlib.closing(store):
         yield 0, options, channel, torch.device("cpu"), store

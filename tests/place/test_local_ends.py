@@ -251,7 +251,7 @@ class TestBackend:
         def collect(self):
             result = LocalBackend.collect(self)
             late = StepLog(every=1)
-            assert late.due(10**6)
+            assert late.begin_row(10**6)
             late.add(StepRow(epoch=1, step=10**6, replica=0, loss=0.5))
             telemetry = [telemetry_of(late, LayerLog(0, None), SpanLog(0))]
             return dataclasses.replace(

@@ -282,7 +282,7 @@ class Client(Server):
             await self._left()
             await self._ask(protocol.CLOSE)
         except errors.DaskDLError:
-            self.start(self._say_farewell())
+            self.start(self._request_close())
             raise
         results = [result for result in self._results.values() if result is not None]
         if self.error is None and not any(result.finished for result in results):
@@ -339,7 +339,7 @@ class Client(Server):
                 return
             await asyncio.sleep(0.1)
 
-    async def _say_farewell(self):
+    async def _request_close(self):
         """Ask a scheduler that does not answer to close the run."""
         fields = {"run": self.spec.run, "secret": self.spec.secret}
         with contextlib.suppress(OSError):
@@ -395,7 +395,7 @@ class Client(Server):
         spec, oracle = self.spec, self._cluster.oracle
         own = dataclasses.replace(spec, model=Weights())
         channel = WatchedChannel(
-            worker.plugin, own.spec(replica, self.setup.routing), oracle
+            worker.plugin, own.channel_spec(replica, self.setup.routing), oracle
         )
         channel.on_publish = functools.partial(
             self._cluster.on_moment, "publish", worker.address

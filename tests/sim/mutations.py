@@ -107,9 +107,9 @@ MUTATIONS = {
     ),
     "updates are not applied after replicas agree": Mutation(
         "daskdl.training.gradient_sharing",
-        "        self._channel.agree(key, published, met.gone, self._load)\n"
+        "        self._channel.agree(key, published, gathered.gone, self._load)\n"
         "        self._apply(self._channel.drain())\n",
-        "        self._channel.agree(key, published, met.gone, self._load)\n",
+        "        self._channel.agree(key, published, gathered.gone, self._load)\n",
     ),
     "updates are delivered while replicas compare theirs": Mutation(
         "daskdl.channel.inbox",

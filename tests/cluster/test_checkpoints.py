@@ -135,7 +135,9 @@ def agreed_and_residual(whole):
     (shared,) = compressor["shared"]
     start = shared.numpy() * compressor["grid"]
     owns = [part["exchange"] for part in parts]
-    residuals = [(own["local"][0].numpy() - start) / own["lead"] for own in owns]
+    residuals = [
+        (own["local"][0].numpy() - start) / own["local_factor"] for own in owns
+    ]
     return start, sum(residuals)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from nbclient import NotebookClient
 
-from daskdl.compression.thresholds import Sent
+from daskdl.compression.thresholds import Outcome
 from tests.support.public_files import (
     write_cifar10,
     write_fashion_mnist,
@@ -215,7 +215,9 @@ def test_an_own_training_master_trains():
     assert number(accuracy) >= 0.8
 
 
-@pytest.mark.parametrize("last", [None, Sent(1e-3, 0.0), Sent(1e-3, 1.0)], ids=str)
+@pytest.mark.parametrize(
+    "last", [None, Outcome(1e-3, 0.0), Outcome(1e-3, 1.0)], ids=str
+)
 @pytest.mark.parametrize(
     ("values", "share", "expected"),
     [

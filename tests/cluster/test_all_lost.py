@@ -65,9 +65,9 @@ class Act(Callback):
 
 @pytest.mark.parametrize("apply", ["eager", "strict"])
 def test_the_last_replica_sends_nothing_and_is_still_scored(two, apply):
-    own = trainer(two, master=kept(apply=apply), callbacks=[Leave()])
+    fitted = trainer(two, master=kept(apply=apply), callbacks=[Leave()])
 
-    history = own.fit(X, Y, epochs=6, batch_size=16, validation=(X, Y))
+    history = fitted.fit(X, Y, epochs=6, batch_size=16, validation=(X, Y))
 
     assert history.column("replicas") == [2, 1, 1, 1, 1, 1]
     assert history[0]["sent_bytes"] > 0
@@ -76,8 +76,8 @@ def test_the_last_replica_sends_nothing_and_is_still_scored(two, apply):
     assert len(set(losses)) == len(losses)  # each epoch is scored anew
     assert max(losses[1:]) < losses[0]  # strict steps may overshoot after that
     assert losses[-1] < 0.6 * losses[0]
-    own.client = False
-    assert own.evaluate(X, Y)["loss"] == pytest.approx(losses[-1], rel=1e-4)
+    fitted.client = False
+    assert fitted.evaluate(X, Y)["loss"] == pytest.approx(losses[-1], rel=1e-4)
 
 
 def test_the_last_replica_shares_again_with_a_joining_one(two):
@@ -88,30 +88,30 @@ def test_the_last_replica_shares_again_with_a_joining_one(two):
         if last["epoch"] > 5 and last["replicas"] == 2 and last["sent_bytes"] > 0:
             raise EnoughError
 
-    own = trainer(two, master=GradientSharing(), callbacks=[Leave(), Act(act)])
+    fitted = trainer(two, master=GradientSharing(), callbacks=[Leave(), Act(act)])
 
     with pytest.raises(EnoughError):
-        own.fit(X, Y, epochs=500, batch_size=16, validation=(X, Y))
+        fitted.fit(X, Y, epochs=500, batch_size=16, validation=(X, Y))
 
-    alone = [row for row in own.history_ if row["replicas"] == 1][1:]
+    alone = [row for row in fitted.history_ if row["replicas"] == 1][1:]
     assert alone[0]["sent_bytes"] == 0
-    before, after = alone[-1]["val_loss"], own.history_[-1]["val_loss"]
+    before, after = alone[-1]["val_loss"], fitted.history_[-1]["val_loss"]
     assert after < 1.5 * before  # nothing was clipped that only this one had
 
 
 def test_a_replica_whose_worker_closes_hands_over_its_residual(tmp_path):
     with cluster_of(3, processes=False) as client:
-        own = trainer(
+        fitted = trainer(
             client, master=Recorded(str(tmp_path), kept()), callbacks=[Leave()]
         )
-        history = own.fit(X, Y, epochs=4, batch_size=8)
+        history = fitted.fit(X, Y, epochs=4, batch_size=8)
 
     ends, left = records(tmp_path, epoch=3), np.load(tmp_path / "1-left.npz")
     assert (history[0]["replicas"], sorted(ends)) == (3, [0, 2])
     start = ends[0]["start"]
     gone = left["local"] - start - left["others"] * GRID
     expected = start + sum(end["progress"] for end in ends.values()) + gone
-    np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=ATOL)
+    np.testing.assert_allclose(delivered(fitted), expected, rtol=0, atol=ATOL)
 
 
 MANY = 10**4  # epochs: the fit ends otherwise
@@ -149,10 +149,10 @@ def two():
 
 def test_losses_are_logged_on_the_client(two, caplog):
     gone = sorted(two.nthreads())[1]
-    own = trainer(two, callbacks=[after_epoch(1, lambda: retire(two, gone))])
+    fitted = trainer(two, callbacks=[after_epoch(1, lambda: retire(two, gone))])
 
     with caplog.at_level(logging.INFO, logger="daskdl.training"):
-        own.fit(X, Y, epochs=6, batch_size=16)
+        fitted.fit(X, Y, epochs=6, batch_size=16)
 
     said = [r for r in caplog.records if r.name.startswith("daskdl.training")]
     lost = [r for r in said if "replica 1" in r.message and gone in r.message]
@@ -177,12 +177,12 @@ def kept_epoch(error):
     return int(re.search("after epoch ([0-9]+)", note)[1])
 
 
-def check_kept(own, error):
+def check_kept(fitted, error):
     """`model_` is the agreed state of an epoch: it scores as that did."""
     epoch = kept_epoch(error)
-    scored = own.history_[epoch]["val_loss"]
-    assert own.evaluate(X, Y)["loss"] == pytest.approx(scored, rel=1e-5)
-    others = [row for row in own.history_ if row["epoch"] != epoch]
+    scored = fitted.history_[epoch]["val_loss"]
+    assert fitted.evaluate(X, Y)["loss"] == pytest.approx(scored, rel=1e-5)
+    others = [row for row in fitted.history_ if row["epoch"] != epoch]
     assert scored not in [row["val_loss"] for row in others]
 
 
@@ -201,15 +201,15 @@ def test_when_all_retire_the_last_agreed_model_and_the_checkpoint_are_left(
     two, master, tmp_path
 ):
     there = sorted(two.nthreads())
-    own = trainer(two, master=master, model=normalised)
-    own.callbacks = [
+    fitted = trainer(two, master=master, model=normalised)
+    fitted.callbacks = [
         Checkpoint(tmp_path),
         Held(),
         after_epoch(ACTS_AFTER, lambda: retire(two)),
     ]
 
     with pytest.raises(RunError) as caught:
-        own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
+        fitted.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
 
     message = str(caught.value)
     assert message.startswith("all workers have retired: ")
@@ -218,8 +218,8 @@ def test_when_all_retire_the_last_agreed_model_and_the_checkpoint_are_left(
     assert "rejoin_timeout" in message
     (note,) = [n for n in caught.value.__notes__ if "fit(resume=" in n]
     assert str(tmp_path) in note
-    own.client = False
-    check_kept(own, caught.value)
+    fitted.client = False
+    check_kept(fitted, caught.value)
 
 
 @pytest.mark.slow
@@ -229,11 +229,11 @@ def test_a_lost_scheduler_is_noticed_at_once_and_the_model_is_kept(tmp_path):
             cluster.grow()
         client, scheduler = cluster.client, cluster.processes[0]
         address = client.scheduler.address
-        own = trainer(client, callbacks=[Checkpoint(tmp_path / "c"), Held()])
-        own.callbacks.append(after_epoch(ACTS_AFTER, scheduler.kill))
+        fitted = trainer(client, callbacks=[Checkpoint(tmp_path / "c"), Held()])
+        fitted.callbacks.append(after_epoch(ACTS_AFTER, scheduler.kill))
 
         with pytest.raises(ChannelError) as caught:
-            own.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
+            fitted.fit(X, Y, epochs=MANY, batch_size=16, validation=(X, Y))
 
     message = str(caught.value)
     assert re.fullmatch(
@@ -242,8 +242,8 @@ def test_a_lost_scheduler_is_noticed_at_once_and_the_model_is_kept(tmp_path):
         message,
     )
     assert str(tmp_path) in "".join(caught.value.__notes__)
-    own.client = False
-    check_kept(own, caught.value)
+    fitted.client = False
+    check_kept(fitted, caught.value)
 
 
 def replaced(client):
@@ -274,20 +274,20 @@ class SeenRates(Callback):
 def test_after_the_loss_of_all_workers_the_fit_goes_on_with_others(
     two, master, checkpointed, tmp_path, caplog
 ):
-    own = trainer(two, master=master, model=normalised, scheduler=halved)
-    own.callbacks = [Held(), SeenRates(tmp_path)]
-    own.callbacks.append(after_epoch(ACTS_AFTER, lambda: replaced(two)))
+    fitted = trainer(two, master=master, model=normalised, scheduler=halved)
+    fitted.callbacks = [Held(), SeenRates(tmp_path)]
+    fitted.callbacks.append(after_epoch(ACTS_AFTER, lambda: replaced(two)))
     if checkpointed:
-        own.callbacks.append(Checkpoint(tmp_path / "checkpoints"))
+        fitted.callbacks.append(Checkpoint(tmp_path / "checkpoints"))
 
     with caplog.at_level(logging.WARNING, logger="daskdl.training.fit"):
-        history = own.fit(X, Y, epochs=10, batch_size=16, validation=(X, Y))
+        history = fitted.fit(X, Y, epochs=10, batch_size=16, validation=(X, Y))
 
     assert history.column("epoch") == list(range(10))
     losses = history.column("val_loss")
     assert max(losses[7:]) < min(losses[:2])  # not from the start
-    own.client = False
-    assert own.evaluate(X, Y)["loss"] == pytest.approx(losses[-1], rel=1e-4)
+    fitted.client = False
+    assert fitted.evaluate(X, Y)["loss"] == pytest.approx(losses[-1], rel=1e-4)
     replicas = history.run.replicas
     assert [r for r, one in replicas.items() if one["left"] is not None][:2] == [0, 1]
     assert min(r for r, one in replicas.items() if one["left"] is None) >= 2
@@ -318,13 +318,15 @@ def late(parameters):
 
 
 def test_replicas_that_begin_again_know_the_grid_of_the_agreed_model(two):
-    own = trainer(two, master=kept(warmup_steps=10**6), model=from_one, optimizer=late)
-    own.callbacks = [Held(), after_epoch(ACTS_AFTER, lambda: replaced(two))]
+    fitted = trainer(
+        two, master=kept(warmup_steps=10**6), model=from_one, optimizer=late
+    )
+    fitted.callbacks = [Held(), after_epoch(ACTS_AFTER, lambda: replaced(two))]
 
     with dask.config.set({"daskdl.timeouts.data": "5s", "daskdl.timeouts.silence": 5}):
-        history = own.fit(X, Y, epochs=10, batch_size=16)
+        history = fitted.fit(X, Y, epochs=10, batch_size=16)
 
-    assert max(p.abs().max() for p in own.model_.parameters()) > 1
+    assert max(p.abs().max() for p in fitted.model_.parameters()) > 1
     assert len(history.run.replicas) >= 4
     assert not any(history.column("refused_messages"))
 
@@ -340,18 +342,18 @@ def test_a_fit_goes_on_when_all_processes_were_killed(monkeypatch, seem_to_close
         monkeypatch.setattr("daskdl.channel.scheduler.GRACE_S", 60.0)
     best = EarlyStopping("val_loss", patience=MANY)
     with cluster_of(2) as client:
-        own = trainer(client, callbacks=[Held(), best])
-        own.callbacks.append(after_epoch(ACTS_AFTER, lambda: kill(client)))
-        history = own.fit(X, Y, epochs=10, batch_size=16, validation=(X, Y))
+        fitted = trainer(client, callbacks=[Held(), best])
+        fitted.callbacks.append(after_epoch(ACTS_AFTER, lambda: kill(client)))
+        history = fitted.fit(X, Y, epochs=10, batch_size=16, validation=(X, Y))
 
     assert history.column("epoch") == list(range(10))
     assert sum(history.column("examples")) == 10 * len(X)
-    own.client = False
+    fitted.client = False
     losses = history.column("val_loss")
     assert history.stopping.scores == dict(enumerate(losses))
     loss = losses[history.stopping.best_epoch]
     assert loss == min(losses)
-    assert own.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
+    assert fitted.evaluate(X, Y)["loss"] == pytest.approx(loss, rel=1e-4)
 
 
 class Close(Callback):
@@ -394,12 +396,14 @@ def test_after_the_loss_of_all_workers_the_optimizer_keeps_its_state(master, tmp
     quick = dask.config.set({"distributed.deploy.lost-worker-timeout": "0.1s"})
     with quick, cluster_of(1, processes=False) as client:
         client.cluster.adapt(minimum=1, maximum=1, interval="100ms", wait_count=2)
-        own = trainer(client, master=master, optimizer=adam)
-        own.callbacks = [Close(tmp_path, 4, times=1)]
-        own.fit(X, Y, epochs=epochs, batch_size=16)
+        fitted = trainer(client, master=master, optimizer=adam)
+        fitted.callbacks = [Close(tmp_path, 4, times=1)]
+        fitted.fit(X, Y, epochs=epochs, batch_size=16)
 
     assert not [*tmp_path.glob("life-*")]
-    counts = {s["step"].item() for s in own.optimizer_.state_dict()["state"].values()}
+    counts = {
+        s["step"].item() for s in fitted.optimizer_.state_dict()["state"].values()
+    }
     assert counts == {epochs * steps}
 
 
@@ -412,17 +416,17 @@ def test_a_fit_that_always_loses_all_at_the_same_place_ends(tmp_path):
             client.cluster.adapt(minimum=least, maximum=1, **options)
 
         adapt(1)
-        own = trainer(client, callbacks=[Close(tmp_path, 0, times=1)])
-        own.fit(X, Y, epochs=1, batch_size=16)  # goes on from the start
+        fitted = trainer(client, callbacks=[Close(tmp_path, 0, times=1)])
+        fitted.fit(X, Y, epochs=1, batch_size=16)  # goes on from the start
         assert not [*tmp_path.glob("life-*")]
-        own.callbacks = [Close(tmp_path, 2, times=99)]
+        fitted.callbacks = [Close(tmp_path, 2, times=99)]
         # The cluster starts no worker then, unless the lost run wants one.
-        own.callbacks.append(after_epoch(0, lambda: adapt(0)))
+        fitted.callbacks.append(after_epoch(0, lambda: adapt(0)))
         with (
             dask.config.set({"distributed.scheduler.allowed-failures": 2}),
             pytest.raises(RunError) as caught,
         ):
-            own.fit(X, Y, epochs=5, batch_size=16, validation=(X, Y))
+            fitted.fit(X, Y, epochs=5, batch_size=16, validation=(X, Y))
 
     message = str(caught.value)
     assert message.startswith("all workers have retired: ")
@@ -430,5 +434,5 @@ def test_a_fit_that_always_loses_all_at_the_same_place_ends(tmp_path):
         "all replicas were lost, or no worker was left at the start, 2 times after "
         "resuming from the state after epoch 1" in message
     )
-    own.client = False
-    check_kept(own, caught.value)
+    fitted.client = False
+    check_kept(fitted, caught.value)

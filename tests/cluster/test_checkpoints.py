@@ -134,9 +134,9 @@ def agreed_and_residual(whole):
     compressor = common["exchange"]["compressor"]
     (shared,) = compressor["shared"]
     start = shared.numpy() * compressor["grid"]
-    owns = [part["exchange"] for part in parts]
+    exchanges = [part["exchange"] for part in parts]
     residuals = [
-        (own["local"][0].numpy() - start) / own["local_factor"] for own in owns
+        (own["local"][0].numpy() - start) / own["local_factor"] for own in exchanges
     ]
     return start, sum(residuals)
 

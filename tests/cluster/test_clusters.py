@@ -75,11 +75,11 @@ class TestWhereItRuns:
     ):
         local = dataclasses.replace(master, replicas_per_worker=2)
         fits = [
-            trainer(where, model=averaged, master=own, optimizer=adam)
-            for where, own in ((client, master), (threads, master), (False, local))
+            trainer(where, model=averaged, master=fitted, optimizer=adam)
+            for where, fitted in ((client, master), (threads, master), (False, local))
         ]
-        for own in fits:
-            own.fit(X, Y, epochs=3, batch_size=16, validation=(X, Y))
+        for fitted in fits:
+            fitted.fit(X, Y, epochs=3, batch_size=16, validation=(X, Y))
 
         first, *others = fits
         expected = parameters_of(first.model_)
@@ -95,10 +95,10 @@ class TestWhereItRuns:
     def test_the_default_client_is_used(self, client, tmp_path):
         notes = Notes(tmp_path)
         with client.as_current():
-            own = trainer(None, callbacks=[notes])
-            history = own.fit(X, Y)
+            fitted = trainer(None, callbacks=[notes])
+            history = fitted.fit(X, Y)
             before = executed(client)
-            score = own.evaluate(X, Y)
+            score = fitted.evaluate(X, Y)
 
         assert history.column("replicas") == [2]
         pids = client.run(os.getpid)
@@ -111,8 +111,8 @@ class TestWhereItRuns:
         goes_on = Event("goes on", client)
         before = of_workers(client), of_scheduler(client)
         with ThreadPoolExecutor(1) as pool:
-            own = trainer(client, callbacks=[Held()])
-            fit = pool.submit(own.fit, X, Y)
+            fitted = trainer(client, callbacks=[Held()])
+            fit = pool.submit(fitted.fit, X, Y)
             assert trains.wait(20)
             during = of_workers(client), of_scheduler(client)
             goes_on.set()

@@ -292,7 +292,7 @@ def test_a_new_worker_imports_daskdl_in_a_thread(apart):
         return getattr(sys, "imported", None), threading.main_thread().name
 
     answers = apart.client.run(imported).values()
-    ((modules, of_the_loop),) = (one for one in answers if one[0] is not None)
+    ((modules, of_the_loop),) = (answer for answer in answers if answer[0] is not None)
     threads = dict(reversed(modules))  # where each was looked for first
     assert {"daskdl", "torch", "daskdl.training.dask_backend"} <= threads.keys()
     packages = ("daskdl", "torch", "numba")

@@ -87,19 +87,19 @@ def fit(address, folder, resume, keep_last):
         Client(address, set_as_default=False) as client,
     ):
         client.wait_for_workers(WORKERS, timeout=WITHIN_S)
-        own = trainer(
+        fitted = trainer(
             client,
             model=model,
             optimizer=adam,
             master=kept(max_staleness=0),
             callbacks=[Checkpoint(folder / CHECKPOINTS, EVERY, keep_last=keep_last)],
         )
-        own.fit(X, Y, epochs=EPOCHS, batch_size=16, resume=resume)
+        fitted.fit(X, Y, epochs=EPOCHS, batch_size=16, resume=resume)
         result = {
-            "epochs": own.history_.column("epoch"),
-            "model": own.model_.state_dict(),
-            "optimizer": own.optimizer_.state_dict(),
-            **own.evaluate(TEST_X, TEST_Y),
+            "epochs": fitted.history_.column("epoch"),
+            "model": fitted.model_.state_dict(),
+            "optimizer": fitted.optimizer_.state_dict(),
+            **fitted.evaluate(TEST_X, TEST_Y),
         }
         torch.save(result, folder / RESULT)
 

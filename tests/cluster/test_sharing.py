@@ -98,7 +98,7 @@ def test_averaged_arrays_count_as_sent_and_received_and_cause_one_warning(
         assert row["received_bytes"] == row["sent_bytes"]  # of two replicas
         assert 1_600_000 <= row["sent_bytes"] < 1_700_000
     assert all(row["sent_bytes"] < 100_000 for row in still.history_)
-    (said,) = [r.getMessage() for r in caplog.records if "frozen" in r.getMessage()]
-    assert "0.8 MB on each of 2 replicas" in said
-    assert "1.6 MB" in said
-    assert "ParameterAveraging" in said
+    (warning,) = [r.getMessage() for r in caplog.records if "frozen" in r.getMessage()]
+    assert "0.8 MB on each of 2 replicas" in warning
+    assert "1.6 MB" in warning
+    assert "ParameterAveraging" in warning

@@ -228,10 +228,10 @@ def test_a_loader_says_how_batches_are_made():
 def test_a_loader_says_which_items_in_which_order(options, items, shuffle):
     from daskdl.data.torch_datasets import arguments_of
 
-    made = arguments_of(loader(**options))
+    arguments = arguments_of(loader(**options))
 
-    assert [int(y) for _, y in made.dataset] == Y[list(items)].tolist()
-    assert made.shuffle is shuffle
+    assert [int(y) for _, y in arguments.dataset] == Y[list(items)].tolist()
+    assert arguments.shuffle is shuffle
 
 
 def test_a_loader_is_scored_in_the_order_of_its_dataset():
@@ -371,8 +371,8 @@ def test_predictions_keep_the_index_of_a_table():
 
     assert isinstance(scores, pd.DataFrame)
     assert isinstance(last, pd.Series)
-    for made in (scores, last, both):
-        pd.testing.assert_index_equal(made.index, INDEX)
+    for arguments in (scores, last, both):
+        pd.testing.assert_index_equal(arguments.index, INDEX)
     with pytest.warns(UserWarning, match="matched by position"):
         np.testing.assert_array_equal(scores, own.predict(X))
     np.testing.assert_array_equal(scores[1], last)
@@ -411,9 +411,9 @@ def test_classes_are_numbered_before_the_rows_are_split():
 
 
 def test_a_single_delayed_object_gives_one():
-    made = daskdl.predict(nn.Identity(), delayed(X), client=False)
+    arguments = daskdl.predict(nn.Identity(), delayed(X), client=False)
 
-    np.testing.assert_array_equal(made.compute(scheduler="sync"), X)
+    np.testing.assert_array_equal(arguments.compute(scheduler="sync"), X)
 
 
 def test_other_passes_take_the_same_forms():

@@ -104,10 +104,10 @@ class TestParts:
         first.take(met(-1, -1), having(x=torch.zeros(1)))
         first.finish()
 
-        found = complete_at(series.folder(1))
-        assert (found.header["members"], found.header["count"]) == ([0, 1], 1)
-        assert found.stamp == CheckpointStamp("fit", "run", 1)
-        assert Part(found.store, of_replica(1)).read()[1]["x"].tolist() == [1.0]
+        complete = complete_at(series.folder(1))
+        assert (complete.header["members"], complete.header["count"]) == ([0, 1], 1)
+        assert complete.stamp == CheckpointStamp("fit", "run", 1)
+        assert Part(complete.store, of_replica(1)).read()[1]["x"].tolist() == [1.0]
 
     def test_a_departed_replica_has_no_part(self, series):
         second = writer(series, 1)
@@ -156,8 +156,8 @@ class TestCopy:
         gate.open.set()
         writes.finish()
 
-        _, found = Part(series.folder(1), of_replica(0)).read()
-        tensors = found["weight"], found["deep"][0][0], found["array"]
+        _, complete = Part(series.folder(1), of_replica(0)).read()
+        tensors = complete["weight"], complete["deep"][0][0], complete["array"]
         assert [tensor.tolist() for tensor in tensors] == [[0.0, 0.0]] * 3
         _, common = Part(series.folder(1), COMMON).read()
         assert (common["losses"], common["c"].tolist()) == ([1.0], [0.0, 0.0])

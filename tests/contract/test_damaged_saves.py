@@ -118,9 +118,9 @@ def saves(tmp_path_factory):
     """Files by name: of a trainer, and of a checkpoint in the middle of an epoch."""
     url, folder = (tmp_path_factory.mktemp(name) for name in ("series", "save"))
     checkpoint = Checkpoint(url, "2 steps", keep_last=None)
-    own = trainer("sharing", EarlyStopping("loss", patience=9), checkpoint)
-    own.fit(X, Y, epochs=2, batch_size=4)
-    own.save(folder)
+    fitted = trainer("sharing", EarlyStopping("loss", patience=9), checkpoint)
+    fitted.fit(X, Y, epochs=2, batch_size=4)
+    fitted.save(folder)
     series = Series.at(url)
     [last] = [
         one
@@ -187,11 +187,11 @@ def kind():
 
 @pytest.fixture
 def place(kind, saves, tmp_path):
-    own = Place(kind, saves[kind], tmp_path / "around")
-    yield own
+    fitted = Place(kind, saves[kind], tmp_path / "around")
+    yield fitted
     files = {path for path in tmp_path.rglob("*") if path.is_file()}
-    assert files - {*own.folder.iterdir()} == {own.around / "x"}
-    assert (own.around / "x").read_bytes() == MINE
+    assert files - {*fitted.folder.iterdir()} == {fitted.around / "x"}
+    assert (fitted.around / "x").read_bytes() == MINE
 
 
 def one_wrong(place, generator):
@@ -420,8 +420,8 @@ def test_a_wrong_field_of_the_state_is_named(kept, tmp_path, part, sample):
 def in_an_epoch(tmp_path_factory):
     """The first checkpoint of a fit, in the middle of its epoch."""
     url = tmp_path_factory.mktemp("middle")
-    own = trainer("sharing", Checkpoint(url, every="2 steps", keep_last=None))
-    own.fit(X, Y, epochs=1, batch_size=4)
+    fitted = trainer("sharing", Checkpoint(url, every="2 steps", keep_last=None))
+    fitted.fit(X, Y, epochs=1, batch_size=4)
     return "sharing", Series.at(url).folder(1)
 
 

@@ -56,8 +56,8 @@ def live(epoch, step, loss_sum=0.0, examples=0, at_s=0.0, **more):
 def line_of(run, figure, name):
     """The points of a line, by the title of its figure."""
     titles = [title for title, *_ in FIGURES]
-    (own,) = [o for o in curves_of(run)[titles.index(figure)] if o.name == name]
-    return own.x.tolist(), own.y.tolist()
+    (curve,) = [o for o in curves_of(run)[titles.index(figure)] if o.name == name]
+    return curve.x.tolist(), curve.y.tolist()
 
 
 class TestNumbers:
@@ -104,8 +104,8 @@ class TestNumbers:
         steps = 4 * MOST_REPORTS
 
         for step in range(1, steps + 1):
-            own = live(0, step, loss_sum=step, examples=step, at_s=step / 2)
-            run.report(0, own, 100.0 + step)
+            curve = live(0, step, loss_sum=step, examples=step, at_s=step / 2)
+            run.report(0, curve, 100.0 + step)
 
         x, y = line_of(run, "Examples per second", "replica 0")
         assert MOST_REPORTS / 2 <= len(x) <= MOST_REPORTS
@@ -116,8 +116,8 @@ class TestNumbers:
         _, run = run_of()
         for replica in (0, 1):
             for second in (1, 2, 3):
-                own = live(0, second, examples=10 * second, at_s=second)
-                run.report(replica, own, 100.0 + second)
+                curve = live(0, second, examples=10 * second, at_s=second)
+                run.report(replica, curve, 100.0 + second)
 
         _, speeds = line_of(run, "Examples per second", "all replicas")
         assert speeds == [20.0, 20.0]

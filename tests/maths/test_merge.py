@@ -24,8 +24,8 @@ def shared(counts, mark=0.0):
     return Parameters(None, np.array(counts, np.int32), GRID, untrained)
 
 
-def carried(made=0, sent=None, residual=None):
-    own = {"steps_made": made, "sent": sent or {}}
+def carried(steps=0, sent=None, residual=None):
+    own = {"steps_made": steps, "sent": sent or {}}
     if residual is None:
         return own
     return {**own, "residual": torch.tensor(residual).int(), "grid": GRID}
@@ -106,9 +106,9 @@ def test_the_optimizer_state_is_the_sum_of_the_weighted_shares():
 
 def test_thresholds_are_averaged_over_replicas_that_have_sent():
     final = merged(
-        result(shared([1]), finished=False, made=7, sent={"*": (1.0, 0.25)}),
-        result(shared([1]), made=5, sent={"*": (2.0, 0.75)}),
-        result(shared([1]), made=6),
+        result(shared([1]), finished=False, steps=7, sent={"*": (1.0, 0.25)}),
+        result(shared([1]), steps=5, sent={"*": (2.0, 0.75)}),
+        result(shared([1]), steps=6),
         FitResult(NOTHING, finished=False),
     )
 

@@ -216,10 +216,10 @@ OWN = {
 def test_a_loss_of_the_users_own_that_divides_by_no_label_is_named(objective):
     own = trainer(False, model=net, **objective)
 
-    with pytest.raises(DivergedError, match="no label of this batch counts") as said:
+    with pytest.raises(DivergedError, match="no label of this batch counts") as caught:
         own.fit(X, Y, batch_size=8, shuffle=False)
 
-    assert "learning rate" not in str(said.value)
+    assert "learning rate" not in str(caught.value)
 
 
 REMEDIES = [
@@ -238,7 +238,7 @@ def test_nan_in_x_is_not_blamed_on_the_loss():
     broken = X.copy()
     broken[40] = np.nan
 
-    with pytest.raises(DivergedError) as said:
+    with pytest.raises(DivergedError) as caught:
         trainer(False, model=net).fit(broken, Y.clip(0), batch_size=8, shuffle=False)
 
-    assert "check X for NaN" in str(said.value)
+    assert "check X for NaN" in str(caught.value)

@@ -24,13 +24,13 @@ def lazy(folder, y=Y):
 
 
 def delayed(folder, y=Y):
-    return ([dask.delayed((X[own], y[own])) for own in PARTS],)
+    return ([dask.delayed((X[fitted], y[fitted])) for fitted in PARTS],)
 
 
 def files(folder, y=Y):
     folder.mkdir()
-    for i, own in enumerate(PARTS):
-        np.savez(folder / f"{i:03}.npz", x=X[own], y=y[own])
+    for i, fitted in enumerate(PARTS):
+        np.savez(folder / f"{i:03}.npz", x=X[fitted], y=y[fitted])
     return (str(folder),)
 
 
@@ -55,9 +55,9 @@ def test_every_row_is_trained_on_once_in_each_epoch(tmp_path, kind, replicas, ca
     caplog.set_level(logging.INFO, "daskdl")
     trained = TrainedRows(tmp_path)
     master = daskdl.GradientSharing(replicas_per_worker=replicas)
-    own = trainer(False, master=master, loss=trained, callbacks=[trained])
+    fitted = trainer(False, master=master, loss=trained, callbacks=[trained])
 
-    own.fit(*kind(tmp_path / "data", NUMBERS), epochs=2, batch_size=32)
+    fitted.fit(*kind(tmp_path / "data", NUMBERS), epochs=2, batch_size=32)
 
     assert trained.by_epoch() == [collections.Counter(range(COUNT))] * 2
     assert "240 parts are put together to 80" in caplog.messages
@@ -98,9 +98,9 @@ def test_a_part_that_cannot_be_computed_goes_alone(tmp_path):
         lambda block: 1 / 0 if 50 in block else block, meta=NUMBERS[:0]
     )
     trained = TrainedRows(tmp_path)
-    own = trainer(False, loss=trained, callbacks=[trained])
+    fitted = trainer(False, loss=trained, callbacks=[trained])
 
-    history = own.fit(x, numbers, epochs=2, on_bad_batch="skip")
+    history = fitted.fit(x, numbers, epochs=2, on_bad_batch="skip")
 
     rest = collections.Counter(n for n in range(COUNT) if n not in (50, 51))
     assert trained.by_epoch() == [rest] * 2

@@ -38,13 +38,13 @@ def trainer(optimizer, **options):
 @pytest.mark.parametrize("master", [GradientSharing, ParameterAveraging])
 @EACH
 def test_two_replicas_train_and_a_second_fit_continues(optimizer, master):
-    own = trainer(optimizer, master=master(replicas_per_worker=2))
+    fitted = trainer(optimizer, master=master(replicas_per_worker=2))
 
-    first = own.fit(X, Y, epochs=3, batch_size=BATCH)
-    second = own.fit(X, Y, epochs=3, batch_size=BATCH)
+    first = fitted.fit(X, Y, epochs=3, batch_size=BATCH)
+    second = fitted.fit(X, Y, epochs=3, batch_size=BATCH)
 
     assert second[-1]["loss"] < first[0]["loss"]
-    [state] = own.optimizer_.state_dict()["state"].values()
+    [state] = fitted.optimizer_.state_dict()["state"].values()
     kept = [v for v in state.values() if getattr(v, "shape", None) == (WORDS, 3)]
     assert kept
     for tensor in kept:
@@ -57,12 +57,12 @@ def test_two_replicas_train_and_a_second_fit_continues(optimizer, master):
 @pytest.mark.parametrize("norm", [None, 0.1, 1e6], ids=["unclipped", "small", "large"])
 def test_one_replica_is_a_plain_loop(optimizer, norm):
     """Norms use the summed gradient of an index that occurs several times."""
-    own = trainer(optimizer, clip_grad_norm=norm)
+    fitted = trainer(optimizer, clip_grad_norm=norm)
     torch.manual_seed(0)
     module = embedding()
     plain = optimizer(module.parameters())
 
-    own.fit(X, Y, epochs=2, batch_size=BATCH, shuffle=False)
+    fitted.fit(X, Y, epochs=2, batch_size=BATCH, shuffle=False)
     for first in [*range(0, ROWS, BATCH)] * 2:
         x, y = (torch.from_numpy(a[first : first + BATCH]) for a in (X, Y))
         plain.zero_grad()
@@ -74,7 +74,9 @@ def test_one_replica_is_a_plain_loop(optimizer, norm):
         module.weight.grad = gradient
         plain.step()
 
-    torch.testing.assert_close(own.model_.weight, module.weight, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        fitted.model_.weight, module.weight, rtol=1e-4, atol=1e-6
+    )
 
 
 # ---- rows that one replica touches move as far as in one process
@@ -101,7 +103,7 @@ class Bag(nn.EmbeddingBag):
 def test_a_row_moves_by_whole_steps_of_optimizers_that_normalise(
     optimizer, sparse, moved
 ):
-    own = Trainer(
+    fitted = Trainer(
         lambda: Bag(sparse),
         nn.MSELoss(),
         lambda params: optimizer(params, lr=RATE),
@@ -111,9 +113,9 @@ def test_a_row_moves_by_whole_steps_of_optimizers_that_normalise(
         client=False,
     )
 
-    own.fit(ALONE, ONES, batch_size=4)
+    fitted.fit(ALONE, ONES, batch_size=4)
 
-    weights = own.model_.weight.detach().flatten().tolist()
+    weights = fitted.model_.weight.detach().flatten().tolist()
     assert weights == pytest.approx([moved] * 8, rel=0.02)  # sent in eight bits
 
 
@@ -122,7 +124,7 @@ def test_a_row_moves_by_whole_steps_of_optimizers_that_normalise(
     [({}, "use adapt_rate=False"), ({"update_scale": "sum"}, "update_scale")],
 )
 def test_a_run_that_diverges_names_the_option_that_adds_updates_up(options, remedy):
-    own = Trainer(
+    fitted = Trainer(
         lambda: Bag(True),
         nn.MSELoss(),
         lambda params: torch.optim.SparseAdam(params, lr=3e38),
@@ -131,7 +133,7 @@ def test_a_run_that_diverges_names_the_option_that_adds_updates_up(options, reme
     )
 
     with pytest.raises(DivergedError) as caught:
-        own.fit(ALONE, ONES, batch_size=4)
+        fitted.fit(ALONE, ONES, batch_size=4)
 
     named = [
         n for n in ("use adapt_rate=False", "update_scale") if n in str(caught.value)

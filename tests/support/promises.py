@@ -67,15 +67,15 @@ class EarlyEnds:
     """What holds wherever replicas train."""
 
     def test_a_run_after_a_failed_one_works(self, place):
-        own = place.trainer(callbacks=[FailAt(RuntimeError, number=20)])
+        fitted = place.trainer(callbacks=[FailAt(RuntimeError, number=20)])
         with pytest.raises(ReplicaError):
-            own.fit(X, Y, epochs=100, batch_size=16)
-        own.callbacks = []
+            fitted.fit(X, Y, epochs=100, batch_size=16)
+        fitted.callbacks = []
 
-        history = own.fit(X, Y, epochs=5, batch_size=16)
+        history = fitted.fit(X, Y, epochs=5, batch_size=16)
 
         assert history.column("replicas") == [2] * 5
-        assert own.evaluate(X, Y)["accuracy"] > 0.8
+        assert fitted.evaluate(X, Y)["accuracy"] > 0.8
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_after_divergence_the_last_agreed_state_is_kept(
@@ -83,12 +83,12 @@ class EarlyEnds:
     ):
         # In step, 15 steps of each replica in each epoch: in the third epoch.
         sharing = place.sharing(max_staleness=0, compare_models=False)
-        own = place.trainer(
+        fitted = place.trainer(
             loss=Diverging(33, value), master=Recorded(str(tmp_path), sharing)
         )
 
         with pytest.raises(DivergedError) as caught:
-            own.fit(X, Y, epochs=10, batch_size=16)
+            fitted.fit(X, Y, epochs=10, batch_size=16)
 
         pattern = (
             rf"replica (\d) on {place.where}: the loss became {value} at step 34 of "
@@ -102,8 +102,8 @@ class EarlyEnds:
         )
         assert re.match(pattern + hint, str(caught.value))
         shared = records(tmp_path, epoch=1)[0]["shared"]
-        np.testing.assert_array_equal(vector(own.model_).numpy(), shared)
-        assert len(own.history_) == 2
+        np.testing.assert_array_equal(vector(fitted.model_).numpy(), shared)
+        assert len(fitted.history_) == 2
 
 
 X, Y = rows()
@@ -145,9 +145,9 @@ class Conservation:
     )
     def test_at_every_step_and_at_the_end(self, place, tmp_path, options):
         sharing = place.sharing(**options)
-        own = place.trainer(master=Recorded(str(tmp_path), sharing, atol=self.atol))
+        fitted = place.trainer(master=Recorded(str(tmp_path), sharing, atol=self.atol))
 
-        own.fit(X, Y, epochs=3, batch_size=16)
+        fitted.fit(X, Y, epochs=3, batch_size=16)
 
         ends = records(tmp_path, epoch=2)
         assert sorted(ends) == list(range(place.replicas))
@@ -155,9 +155,9 @@ class Conservation:
         assert all(np.abs(progress).max() > 1e-3 for progress in moved)
         expected = ends[0]["start"] + sum(moved)
         # What comes back is what was validated, the rest is kept.
-        np.testing.assert_array_equal(vector(own.model_), ends[0]["shared"])
+        np.testing.assert_array_equal(vector(fitted.model_), ends[0]["shared"])
         atol = max(place.replicas * ROUNDING, self.atol)
-        np.testing.assert_allclose(delivered(own), expected, rtol=0, atol=atol)
+        np.testing.assert_allclose(delivered(fitted), expected, rtol=0, atol=atol)
 
 
 def check_agreed(ends):
@@ -213,9 +213,9 @@ class InStep:
         runs = []
         for _ in range(2):
             master = place.sharing(max_staleness=0)
-            own = place.trainer(model=model, master=master, seed=7)
-            history = own.fit(X, Y, epochs=2, batch_size=16)
-            runs.append((parameters_of(own.model_), history.column("loss")))
+            fitted = place.trainer(model=model, master=master, seed=7)
+            history = fitted.fit(X, Y, epochs=2, batch_size=16)
+            runs.append((parameters_of(fitted.model_), history.column("loss")))
 
         for name, value in runs[0][0].items():
             np.testing.assert_array_equal(value, runs[1][0][name])
@@ -228,12 +228,12 @@ class OneReplica:
     @pytest.mark.parametrize("optimizer", [sgd, adam])
     @pytest.mark.parametrize("model", [mlp, normalised])
     def test_equals_a_plain_loop(self, lone, model, optimizer):
-        own = lone.trainer(model=model, optimizer=optimizer, seed=3)
-        own.fit(X, Y, epochs=2, batch_size=50, shuffle=False)
+        fitted = lone.trainer(model=model, optimizer=optimizer, seed=3)
+        fitted.fit(X, Y, epochs=2, batch_size=50, shuffle=False)
 
         plain = plain_loop(model, optimizer, seed=3, epochs=2, batch_size=50, x=X, y=Y)
 
-        for name, value in parameters_of(own.model_).items():
+        for name, value in parameters_of(fitted.model_).items():
             np.testing.assert_array_equal(value, plain[name], err_msg=name)
 
 
@@ -244,24 +244,24 @@ class FitAgain:
     def test_two_fits_of_one_replica_are_one(self, lone, optimizer):
         models = []
         for fits, epochs in ((1, 2), (2, 1)):
-            own = lone.trainer(optimizer=optimizer)
+            fitted = lone.trainer(optimizer=optimizer)
             for _ in range(fits):
-                own.fit(X, Y, epochs=epochs, batch_size=50, shuffle=False)
-            models.append(vector(own.model_))
+                fitted.fit(X, Y, epochs=epochs, batch_size=50, shuffle=False)
+            models.append(vector(fitted.model_))
 
         assert torch.equal(*models)
 
     def test_the_optimizer_goes_on(self, place):
-        own = place.trainer(optimizer=adam, master=place.sharing(max_staleness=0))
+        fitted = place.trainer(optimizer=adam, master=place.sharing(max_staleness=0))
 
         steps = []
         for _ in range(2):
-            own.fit(X, Y, batch_size=16)
-            state = own.optimizer_.state_dict()["state"]
+            fitted.fit(X, Y, batch_size=16)
+            state = fitted.optimizer_.state_dict()["state"]
             steps.append([int(entry["step"]) for entry in state.values()])
 
         assert steps == [[15] * 4, [30] * 4]  # of 30 batches, each of two has half
         moments = [entry["exp_avg_sq"] for entry in state.values()]
         assert all(moment.max() > 0 for moment in moments)
-        known = {id(p) for p in own.model_.parameters()}
-        assert {id(p) for p in own.optimizer_.param_groups[0]["params"]} == known
+        known = {id(p) for p in fitted.model_.parameters()}
+        assert {id(p) for p in fitted.optimizer_.param_groups[0]["params"]} == known

@@ -1,7 +1,7 @@
-"""Data where they are: files, packed files, images, normalizers, checks.
+"""Sources of data: files, packed files and images; normalizers; validation.
 
-`Trainer.fit` also takes arrays, tables, Dask collections and torch datasets as they
-are; the page on data describes them.
+`Trainer.fit` also takes arrays, tables, Dask collections, torch datasets and
+`DataLoader` objects directly; see the page on data.
 """
 
 from daskdl.data.files import files

@@ -1,9 +1,9 @@
 """Trees of arrays, and batches cut from the rows of parts.
 
 A tree is an array, or a tuple (also a named one), a dict or another mapping of trees.
-Rows are a tree of two, (x, y), with None for y where there are no labels; None stays
-None in every function that returns a tree. Batches have their own memory: a part may be
-in a worker's store, and a model may work in place.
+Rows are a pair (x, y) of trees; y is None without labels. Functions that return a tree
+map None to None. Batches do not share memory with parts, because a part may be in a
+worker's store and a model may change its input in place.
 """
 
 import itertools
@@ -20,8 +20,8 @@ Rows = tuple[Tree, Tree]  # x and y, trees of arrays with rows along the first a
 Batch = tuple[Tree, Tree]  # x and y, trees of tensors
 Transform = Callable[[Batch], Batch]
 Kinds = tuple[tuple[str, tuple[int, ...], str], ...]  # see `kinds`
-# Nearly every tree is one of these; functions that run several times a step ask for
-# them first.
+# Nearly every tree is a single array; functions that run several times per step test
+# for these types first.
 ARRAYS = (Tensor, np.ndarray)
 
 
@@ -192,7 +192,7 @@ class Chunk(NamedTuple):
             which = slice(which.start + start, which.start + stop)
         else:
             which = which[start:stop]
-        x, y = self.rows  # each alone takes half the time, as in `_joined`
+        x, y = self.rows  # separately, in half the time, as in `_joined`
         return rows(x, which), rows(y, which)
 
 
@@ -337,9 +337,10 @@ def _joined(parts: Sequence[Rows]) -> Batch:
 
 
 def _tensor(*parts: np.ndarray) -> Tensor:
-    """Join rows in their own memory, which shuffled rows have already.
+    """Concatenate rows into a tensor with its own memory, in C order.
 
-    Row by row, unlike a table of columns: sums of floats depend on the order.
+    Rows that were selected by indices have their own memory already. The memory order
+    matters, because it changes the rounding of sums.
     """
     rows = np.concatenate(parts) if len(parts) > 1 else parts[0]
     if rows.flags.owndata and rows.flags.c_contiguous:

@@ -1,7 +1,7 @@
 """Checks that data, model, loss and optimizer fit together, before training.
 
-Contains the dry run on two rows, the checks of labels and shapes, and the exceptions
-that mean that a part cannot be read. No Dask; the user's objects are not changed.
+This module contains the dry run on two rows, the checks of labels and shapes, and the
+handling of unreadable parts. It runs no Dask task and does not change user objects.
 """
 
 import contextlib
@@ -157,7 +157,7 @@ with pandas' cat.set_categories for one
 
 def ignored_label(loss: Any) -> int | None:
     """The label that a loss ignores; None if the loss does not take class indices."""
-    if isinstance(loss, ModelLoss):  # ignores what torch does
+    if isinstance(loss, ModelLoss):  # ignores the same label as torch's losses
         return -100
     loss = unweighted(loss)
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
@@ -236,12 +236,12 @@ def unweighted(loss: Any) -> Any:
 
 
 class WeightedLoss(nn.Module):
-    """A loss of labels whose rows have weights: of an output and `Weighted` labels.
+    """A loss of an output and `Weighted` labels, in which each row has a weight.
 
-    A mean becomes the weighted mean, the sum of weight * loss over the sum of the
-    weights; a sum the weighted sum. A batch without any weight has the loss 0. Labels
-    without weights have the loss itself. The loss has a ``reduction``, such as torch's
-    losses, or is a function that takes one.
+    A mean becomes the weighted mean, the sum of weight * loss divided by the sum of the
+    weights; a sum becomes the weighted sum. If all weights of a batch are 0, the loss
+    is 0. For labels without weights, the loss is unchanged. The wrapped loss needs an
+    attribute or argument ``reduction``, as torch's losses have.
 
     Example:
         >>> loss = WeightedLoss(nn.MSELoss())
@@ -510,9 +510,9 @@ class DryRun(NamedTuple):
     """Result of a dry run on two rows."""
 
     rows: Rows  # arrays, before the transform
-    batch: Batch  # the model's, on the CPU
-    output: Any  # of the model; for a loss, what it gets; None: a step runs the model
-    y: Tree  # labels that belong to the output, which may be in x
+    batch: Batch  # transformed, in the dtype of the model, on the CPU
+    output: Any  # of the model, as the loss gets it; None: a step runs the model
+    y: Tree  # labels of the output; a model with its own loss may take them from x
     classes: int | None  # number of classes that the loss accepts; None: any labels
     labels: LabelCheck | None  # for labels loaded later; None: a transform changes them
     logs: Sequence[str] = ()  # names of what a step logs
@@ -612,9 +612,9 @@ def _warn_of_squeezing(module: nn.Module, x: Tree, output: Any) -> None:
         return
     if any(batching.leaves(dropped)):
         warnings.warn(
-            f"model gives {described(scored(output))} for {batching.length(x)} rows, "
-            f"but {described(scored(alone))} for one row, so that predict fails there: "
-            "squeeze() drops the axis of rows; write squeeze(-1)",
+            f"model returns {described(scored(output))} for {batching.length(x)} rows, "
+            f"but {described(scored(alone))} for one row, so predict fails on a single "
+            "row: squeeze() drops the axis of rows; write squeeze(-1)",
             stacklevel=2,
         )
 
@@ -963,9 +963,10 @@ def _input_remedy(module: nn.Module, x: Tree, error: BaseException) -> str:
     if way_of(module, x) == "one" and isinstance(error, TypeError | AttributeError):
         if not batching.is_leaf(x):
             return (
-                f"{takes(module)}, and gets X, {batching.outline(x)}, as one argument: "
-                "name the keys of a dict like its arguments, give a tuple of as many "
-                "arrays, or take X apart in forward(self, batch)"
+                f"{takes(module)}, but X, {batching.outline(x)}, is passed as one "
+                "argument: rename the keys of a dict to the names of the arguments, "
+                "pass a tuple with one array for each, or unpack X in "
+                "forward(self, batch)"
             )
         if "required positional argument" in str(error):
             return f"{takes(module)}: give X as a dict with these keys, or as a tuple"
@@ -1076,10 +1077,11 @@ def blames_data(error: BaseException) -> bool:
 def is_left_out(
     error: BaseException, name: str, skips: bool, separate: Separate = ()
 ) -> bool:
-    """Return whether to leave a part out, and log it; else name the part in the error.
+    """Return whether an unreadable part is left out; log it, or annotate the error.
 
-    `skips` says whether parts that cannot be read are left out. A part that is
-    `separate` is loaded piece by piece, and only the bad pieces are logged.
+    A part is left out if `skips` is true and the data cause the error. Otherwise the
+    name of the part is added to the error. If the part has `separate` pieces, the
+    caller loads them one by one, and only the bad pieces are logged.
     """
     if not skips or not blames_data(error):
         if not getattr(error, "__notes__", None):  # a piece of this part may be named
@@ -1147,8 +1149,8 @@ def stream_readable(
 ) -> Iterator[Rows]:
     """Stream a part as `Source.stream` does, and check its rows.
 
-    With `skips`, only the readable pieces of a bad part are yielded, see
-    `join_readable`, and of a stream that fails the rows before.
+    With `skips`, a part that fails yields its readable pieces, see `join_readable`; a
+    stream that fails ends with the rows before the error.
     """
     name = source.name(part)
     try:

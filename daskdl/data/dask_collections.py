@@ -44,7 +44,7 @@ from daskdl.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-MOST_WAIT_S = 5.0  # until it is checked that workers can run what is waited for
+MOST_WAIT_S = 5.0  # between two checks that workers can run the awaited tasks
 
 Finish = Callable[..., Rows]  # takes the values of a part, and its number `part`
 
@@ -214,7 +214,7 @@ def _is_barrier(task: Any) -> bool:
 
 @contextlib.contextmanager
 def _methods_of(client: Any) -> Iterator[None]:
-    """Let Dask choose how to shuffle: peer-to-peer on a cluster alone."""
+    """Let Dask choose its shuffle method, which is peer-to-peer only on a cluster."""
     if client is not False:
         with client.as_current():
             yield
@@ -264,7 +264,7 @@ def _wait(futures: Sequence[Any], client: Any) -> None:
 
 
 def _halted(dask_scheduler: Any, keys: Sequence[Any]) -> list[str]:
-    """Keys of the tasks without a worker that some tasks depend on."""
+    """Return the tasks without a worker that these tasks depend on, by key."""
     waiting = [dask_scheduler.tasks.get(key) for key in keys]
     seen = set(waiting)
     halted = []
@@ -421,7 +421,7 @@ def _inside(task: Any) -> Iterator[Any]:
 
 
 class Collections(Source):
-    """Parts of collections: `finish` makes rows from the partitions of a part."""
+    """A source of Dask collections; `finish` converts partitions of a part to rows."""
 
     apart = True
     mergeable = True
@@ -533,7 +533,7 @@ class KeysBeside:
 
 @dataclass(frozen=True)
 class Arranged:
-    """Makes rows as another function does, in the same order of columns in all parts.
+    """Makes rows with another function, then puts their columns into a fixed order.
 
     Picklable.
     """
@@ -571,8 +571,8 @@ def _same_length(rows: Rows, part: int) -> Rows:
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{count} of {name}" for name, count in lengths.items())
         raise DataError(
-            f"part {part} has rows that do not go together: {shown}; partition X and y "
-            "alike"
+            f"arrays of part {part} must have equally many rows, got {shown}; give X "
+            "and y the same partitions"
         )
     return rows
 
@@ -640,7 +640,7 @@ def _checked(value: Any, name: str) -> tuple[tuple[str, ...] | None, np.ndarray 
         return classes, np.zeros((1, *meta.shape[1:]), meta.dtype)
     if not is_dask_array(value):
         raise DataError(
-            f"{name} is in memory and the other data are Dask's; use "
+            f"{name} is in memory, but the other data are Dask collections; use "
             f"dask.array.from_array({name}, chunks=...) with the chunks of the others, "
             "or compute() the others"
         )
@@ -672,7 +672,7 @@ def _aligned(named: Mapping[str, Any]) -> tuple[Sequence[Any], tuple[int, ...] |
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"{count} of {name}" for name, count in counts.items())
         raise DataError(
-            "Dask's data whose lengths are not known must be partitioned alike, got "
+            "Dask collections of unknown length must have equally many partitions, got "
             f"{shown} partitions; take X and y from one collection, or repartition them"
         )
     return list(named.values()), lengths

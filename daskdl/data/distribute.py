@@ -1,6 +1,7 @@
-"""Parts of data on a cluster: placed for a fit, fetched by replicas, mapped in a pass.
+"""Place parts of a source on a cluster, fetch them, and map functions over them.
 
-A part that is sent apart goes to one worker; any other source goes to all workers.
+If `Source.apart`, each part is sent to one worker; otherwise each worker gets the
+whole source.
 Dask transfers numpy arrays and packed tasks, never tensors.
 """
 
@@ -45,9 +46,9 @@ def release(futures: Iterable[Any]) -> None:
 
 
 def check_annotations() -> None:
-    """Refuse placement by an enclosing `dask.annotate`: the caller places its tasks.
+    """Raise an OptionError inside a `dask.annotate` block that places tasks.
 
-    Dask would apply it to tasks that are bound to a worker, which might then never run.
+    daskdl binds tasks to workers. With an annotation in addition, they might never run.
     """
     placement = {"workers", "allow_other_workers", "resources"}
     if refused := sorted(placement.intersection(dask.get_annotations())):
@@ -127,8 +128,8 @@ def _answer() -> bool:
     return True
 
 
-ASK_S = 5.0  # spent on a better message, after a bound has been exceeded
-LOOK_S = 0.25  # between two checks whether the result is still wanted
+ASK_S = 5.0  # maximum wait for details of an error message, after a timeout
+LOOK_S = 0.25  # between two checks whether the result is still needed
 
 
 class Fetcher:
@@ -202,7 +203,8 @@ class Fetcher:
     def _need(self, key: Any, unwanted: Callable[[], bool]) -> Any:
         """Fetch a result that a part depends on.
 
-        A lost result is no `LostPieceError`: sending the part again would not help.
+        A lost result raises a DataError, because a part that is sent again needs the
+        result, too.
         """
         try:
             return self.fetch(key, unwanted)
@@ -235,7 +237,7 @@ class Fetcher:
                         f"(daskdl.timeouts.data); {self._where(key)}"
                     )
                 if unwanted():
-                    raise LostPieceError(f"{key} is not wanted any more")
+                    raise LostPieceError(f"{key} is no longer needed")
             # From the store: the client would open a connection to this very worker.
             held = self.here(moved.key)
             return moved.result() if held is None else held
@@ -653,9 +655,9 @@ class _Pass:
         if self._losses[part] > MOST_LOSSES:
             raise DataError(
                 f"{self._source.name(part)} was lost with its worker "
-                f"{self._losses[part]} times; does it, or one that was there with it, "
-                "fit into a worker's memory, and do the results that it is made from "
-                "still exist?"
+                f"{self._losses[part]} times; check that the parts on a worker fit "
+                "into its memory, and that the results that the part depends on still "
+                "exist"
             ) from error
 
     def _there(self) -> list[str]:

@@ -305,6 +305,7 @@ def _reader_for(urls: Iterable[str]) -> Reader:
         return _READERS[suffixes[0]]
     known, got = ", ".join(map(repr, _READERS)), ", ".join(map(repr, suffixes[:10]))
     raise DataError(
-        f"files without a loader must all be of one of {known}, got {got}, as "
-        f"{paths[0]}; use daskdl.data.files(X, loader=...), or pattern=..."
+        "without a loader, all files must have the same extension, one of "
+        f"{known}, got {got}, for example {paths[0]}; use "
+        "daskdl.data.files(X, loader=...), or pattern=..."
     )

@@ -129,7 +129,7 @@ def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
     }
     if len(set(lengths.values())) != 1:
         shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
-        raise DataError(f"all arrays of {url} must have as many rows, but {shown}")
+        raise DataError(f"arrays of {url} must have equally many rows, but {shown}")
     rows = batching.mapped(as_numpy, rows)
     if isinstance(result, NamedRows):
         return NamedRows.of(rows, result.columns)
@@ -311,8 +311,8 @@ class Table(Reader):
         repeated = {i for i in labels if i in features or labels.count(i) > 1}
         if repeated:
             raise DataError(
-                f"label {names[min(repeated)]!r} of {url} must be meant once, and not "
-                "in x"
+                f"label {names[min(repeated)]!r} of {url} must be selected once, and "
+                "must not be a feature"
             )
         if not features:
             raise DataError(f"{url} has no columns for x, only {few(names, _SHOWN)}")

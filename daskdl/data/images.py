@@ -390,7 +390,8 @@ def image_folder(
     listed = [extensions] if isinstance(extensions, str) else list(extensions)
     if not listed or not all(isinstance(e, str) and e.strip(".") for e in listed):
         raise OptionError(
-            f'extensions must be some like (".png", ".jpg"), got {extensions!r}'
+            'extensions must be file extensions, such as (".png", ".jpg"), '
+            f"got {extensions!r}"
         )
     suffixes = tuple(f".{extension.lstrip('.').lower()}" for extension in listed)
     split = None if split is None else split.strip("/")
@@ -495,5 +496,5 @@ class ImageFolder(GroupedFiles):
                     errors.append(error)
         raise DataError(
             f"the size of the images is not known, as none of the first {len(errors)} "
-            f"can be read: {errors[0]}; give size=(height, width) to go on without them"
+            f"can be read: {errors[0]}; pass size=(height, width) to set the size"
         ) from errors[0]

@@ -1,7 +1,7 @@
-"""The user's data: arguments for reading, a `Source` for each type, and its metadata.
+"""Convert the user's data to a `Source`, and determine the metadata of a source.
 
-A new kind of data is a subclass of :class:`~daskdl.data.source.Source` and a row in the
-table of kinds, which :func:`source_of` asks once; nothing behind it asks for the kind.
+To add a kind of data, write a subclass of :class:`~daskdl.data.source.Source` and add a
+row to the table `_KINDS`; :func:`source_of` uses the first row that matches X.
 """
 
 import copy
@@ -73,10 +73,11 @@ class ReadOptions:
     batch_size: int = 32
     transform: Transform | None = None
     on_bad_batch: OnBad = "raise"
-    label: Any = None  # column or key of the labels; None: no labels, or they are y
-    columns: Columns | None = None  # that the model was trained on; None: none yet
-    # Digests of the normalizers of the rows that the model was trained on.
-    scaled_by: Sequence[str] | None = None  # None: not trained, or nothing to compare
+    label: Any = None  # column or key of the labels; None: y has the labels, if any
+    columns: Columns | None = None  # of the training data; None: untrained model
+    # Digests of the normalizers that scaled the training rows; None: the model is
+    # untrained, or there is nothing to compare.
+    scaled_by: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         check_count("batch_size", self.batch_size)
@@ -103,9 +104,9 @@ class ReadOptions:
         label: Any,
         on_bad_batch: OnBad = "raise",
     ) -> tuple[Any, Self]:
-        """Return the data, the dataset of a `DataLoader`, and the options to score it.
+        """Return the data, or the dataset of a `DataLoader`, and the scoring options.
 
-        The batch size is that of a `DataLoader`, else 64.
+        The batch size defaults to that of the `DataLoader`, otherwise to 64.
         """
         X, batches = loader_arguments(X, {"batch_size": batch_size}, {"batch_size": 64})
         return X, cls(batches["batch_size"], transform, on_bad_batch, label)
@@ -131,7 +132,7 @@ class ReadOptions:
         return self.on_bad_batch == "skip"
 
     def weighted(self) -> "ReadOptions":
-        """Return the same for batches whose rows have weights."""
+        """Return the options with a transform that also accepts weighted rows."""
         if self.transform is None:
             return self
         return replace(self, transform=KeepWeights(self.transform))
@@ -160,7 +161,7 @@ class KeepWeights:
 def loader_arguments(
     X: Any, arguments: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Complete arguments from those of a `DataLoader`, and from defaults.
+    """Fill in arguments that are None from a `DataLoader`, then from defaults.
 
     Args:
         X: Inputs, or inputs and labels together.
@@ -168,7 +169,7 @@ def loader_arguments(
         defaults: Defaults by name.
 
     Returns:
-        The data, which are the dataset of a loader; and a value for each argument.
+        The data, or the dataset of a `DataLoader`; and a value for each argument.
 
     Raises:
         OptionError: If an argument contradicts the loader.
@@ -253,27 +254,27 @@ def scaling_of(source: Source | None, transform: Transform | None) -> tuple[str,
 
 
 def warn_of_scaling(scaled_by: Sequence[str], trained: Sequence[str] | None) -> None:
-    """Warn of rows that are scaled twice, or otherwise than those of the training.
+    """Warn if rows are scaled twice, or differently from the training rows.
 
-    Rows that are scaled before they are given, and never by a normalizer, are not
-    known as such: so the training rows may lack a normalizer that others have.
+    Only the normalizers of daskdl are compared. Training rows that the user scaled in
+    another way have no digest, so other rows may have more digests without a warning.
     """
     if len({*scaled_by}) < len(scaled_by):
         warnings.warn(
-            "rows are scaled twice by the same normalizer: give it only once, to "
-            "daskdl.data.pack, to the Trainer or as transform= of its method",
+            "rows are scaled twice by the same normalizer: pass the normalizer only "
+            "once, to daskdl.data.pack, to the Trainer, or as transform= of a method",
             stacklevel=3,
         )
     if trained is None or not Counter(trained) - Counter(scaled_by):
         return
     difference = "not scaled by it"
     if {*scaled_by} - {*trained}:
-        difference = "scaled by another one"
+        difference = "scaled by another normalizer"
     warnings.warn(
-        "the model is trained on rows that a normalizer scaled, in packed files or as "
-        f"transform= of fit, and these rows are {difference}: give the normalizer as "
-        "transform= here too, or pack them with it; with Trainer(..., transform=) "
-        "it scales the rows of all methods",
+        "the model was trained on rows scaled by a normalizer, in packed files or with "
+        f"fit(transform=...), but these rows are {difference}: pass the same "
+        "normalizer as transform= here, or pack the rows with it; "
+        "Trainer(..., transform=...) applies the normalizer in all methods",
         stacklevel=3,
     )
 
@@ -304,7 +305,7 @@ def _has_datasets(X: Any) -> bool:
 
 
 class _Reading(NamedTuple):
-    """How `source_of` was asked to read X and y; see there."""
+    """The arguments of `source_of` that the constructors of sources need."""
 
     read: ReadOptions
     labelled: bool
@@ -316,7 +317,7 @@ class _Reading(NamedTuple):
 def _without_y(X: Any, y: Any) -> tuple[Any, Any]:
     if y is not None:
         raise DataError(
-            f"y must not be given with a {type(X).__name__}, which brings its labels"
+            f"y must be None for a {type(X).__name__}, which includes its labels"
         )
     return X, None
 
@@ -324,8 +325,8 @@ def _without_y(X: Any, y: Any) -> tuple[Any, Any]:
 def _paths_alone(X: Any, y: Any) -> tuple[Any, Any]:
     if y is not None:
         raise DataError(
-            "y must not be given with paths or URLs of files, which bring their "
-            f"labels; {tables.TEXT}"
+            "y must be None for paths or URLs of files, which include their labels; "
+            f"{tables.TEXT}"
         )
     return X, None
 
@@ -363,8 +364,8 @@ def _list_of_pairs(X: Any, y: Any) -> tuple[Any, Any]:
 
 
 _UNPAIRED = (
-    "y must be a {}, partitioned as X is, got a {}; or let X have pairs (x, y), and "
-    "leave y out"
+    "y must be a {} with the same partitions as X, got a {}; or make X a collection of "
+    "pairs (x, y) and omit y"
 )
 
 
@@ -380,8 +381,8 @@ def _examples(X: Any, y: Any) -> tuple[Any, Any]:
 def _check_items(items: Sequence[Any], y: Any) -> None:
     if y is not None and batching.is_leaf(y) and len(items) != len(y):
         raise DataError(
-            f"X and y must have the same length, got {len(items)} and {len(y)}; a list "
-            "has an item for each example, and several inputs are a tuple, tuple(X)"
+            f"X and y must have the same length, got {len(items)} and {len(y)}; an "
+            "item of a list is an example: pass several inputs as a tuple, tuple(X)"
         )
 
 
@@ -515,10 +516,10 @@ class _Kind(NamedTuple):
 
     Attributes:
         holds: Whether X is of this kind.
-        prepare: Brings X and y, maybe None, to the form that `source` takes; may be
-            called again with its results. Refuses a y that the kind cannot have.
-        label_apart: Takes the column or key of the labels out of X; returns X and y.
-            None: items keep it until they are collated.
+        prepare: Converts X and y (None without labels) to the arguments of `source`;
+            idempotent. Raises a DataError if this kind of data takes no y.
+        label_apart: Splits the label column or key from X, and returns X and y. None:
+            the collation of the items splits it.
         source: Makes the source of prepared data.
         split: Splits the rows at random, see `split_rows`; raises a DataError if it
             cannot.
@@ -531,7 +532,7 @@ class _Kind(NamedTuple):
     split: Callable[[Any, Any, _RandomSplit], Halves] = _split_arrays
 
 
-# In this order: the first kind that holds.
+# The order matters: `_kind_of` returns the first kind whose `holds` is true.
 _KINDS = (
     _Kind(
         lambda X: isinstance(X, Source),
@@ -571,12 +572,12 @@ def _kind_of(X: Any) -> _Kind:
 
 
 def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
-    """Bring the forms in which people have data to those that sources are made of.
+    """Normalize X and y to the forms that the constructors of sources accept.
 
-    A `DataLoader` becomes its dataset; a Delayed object a list of one; two bags, or
-    lists of Delayed, one of pairs; labels that are a column of X become y; and lists of
-    examples arrays, unless there is a collate function. Other data are returned
-    unchanged, and so are results of this function.
+    This function replaces a `DataLoader` by its dataset, a Delayed object by a list of
+    one, and two bags or lists of Delayed objects by one of pairs. It splits a label
+    column from X, and stacks lists of examples unless they have a collate function.
+    Other data are returned unchanged. The function is idempotent.
     """
     if isinstance(X, DataLoader):  # of validation, or of a pass over all rows
         X, _ = loader_arguments(X, {"batch_size": None}, {})
@@ -622,7 +623,7 @@ def _stacked_examples(tree: Tree, name: str) -> Tree:
 
 
 class Items(Dataset[Any]):
-    """A list of examples for a collate function, with or without labels apart."""
+    """A dataset of a list of examples and, if given, their separate labels."""
 
     def __init__(self, X: Sequence[Any], y: Any) -> None:
         self._x, self._y = X, y
@@ -639,10 +640,10 @@ class Items(Dataset[Any]):
 def dataset(
     dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None
 ) -> CollatedDataset:
-    """Take the items of a dataset, or of a list, through a collate function.
+    """Combine a dataset, or a list of examples, with a collate function.
 
-    A torch dataset without one, and a `DataLoader`, are given to `Trainer.fit` as they
-    are.
+    Pass a `DataLoader`, or a dataset that needs no collate function, to `Trainer.fit`
+    directly.
 
     Args:
         dataset: A torch dataset, map-style or iterable; a dataset of Hugging Face; a
@@ -703,16 +704,15 @@ def source_of(
         X: Inputs, or inputs and labels together.
         y: Labels, or None.
         read: Arguments for reading.
-        shuffle_seed: Seed of the order in which rows in memory and items are dealt to
-            parts; None keeps the order.
+        shuffle_seed: Seed of the random assignment of rows in memory, or of items of a
+            dataset, to parts; None: in order.
         labelled: Whether labels are required.
-        accumulate: Batches per step; parts of data in memory are whole steps.
+        accumulate: Batches per step; a part in memory is a whole number of steps.
         classes: Names of the classes of labels that are text; None: those found.
 
     Warns:
-        UserWarning: If only the data, or only those that the model was trained on, have
-            names of columns. If the rows are scaled twice, or otherwise than those that
-            the model was trained on.
+        UserWarning: If either these data or the training data have column names, but
+            not both. If rows are scaled twice, or differently from the training rows.
     """
     X, y, read = unified(X, y, read)
     y, label_names = tables.number_labels(y, "y", classes)
@@ -741,9 +741,8 @@ def matched(
         classes: See `Source.arranged`.
 
     Warns:
-        UserWarning: If only the data, or only those that the model was trained on, have
-            names of columns. Where names are not known yet, the first look at the parts
-            warns.
+        UserWarning: If either these data or the training data have column names, but
+            not both. If the names are not known yet, a pass over the parts warns.
     """
     arranged = source.arranged(expected, classes)
     nameless_stream = source.sequential and source.columns == NO_COLUMNS
@@ -770,12 +769,12 @@ def infer_metadata(
 ) -> Source:
     """Return the source with the lengths of its parts and its first rows.
 
-    If these are unknown, each part is loaded once. With `skips`, a part that cannot be
-    read counts as empty.
+    If they are unknown, one pass over all parts determines them, from file headers
+    where possible. With `skips`, a part that cannot be read counts as empty.
     """
     if is_known(source):
         return source
-    logger.info("the rows of %s parts are counted, once", source.parts)
+    logger.info("counting the rows of %s parts", source.parts)
     look = functools.partial(_look, skips=skips)
     looks = sorted(map_parts(source, look, client), key=itemgetter(0))
     seen = [seen_of_part for _, seen_of_part in looks]
@@ -830,7 +829,7 @@ def infer_metadata(
 
 
 def _warn_of_parts(source: Source, facts: Sequence[Facts], columns: Columns) -> None:
-    """Warn where columns can only be matched by position, once for parts alike."""
+    """Warn if columns are matched by position, once per set of named tables."""
     seen = set()
     for part, fact in enumerate(facts):
         if fact.rows and fact.first_rows is not None:
@@ -841,7 +840,7 @@ def _warn_of_parts(source: Source, facts: Sequence[Facts], columns: Columns) -> 
 
 
 def _sorted_names(fact: Facts) -> Sequence[tuple[str, Sequence[str]]]:
-    """Names of the columns of a part by place, in whatever order they are."""
+    """Return the sorted column names of each table of a part, for comparison."""
     if fact.first_rows is None:
         return ()
     columns = NamedRows.of(fact.first_rows).columns
@@ -878,7 +877,7 @@ def _readable_facts(source: Source, part: int) -> Facts | None:
 
 
 def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:
-    """Facts of a part, or None if it cannot be read; number of bad examples."""
+    """Return the facts of a part, or None, and the number of left out examples."""
     try:
         return source.look(part), 0
     except UNREADABLE as error:
@@ -893,9 +892,9 @@ def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:
         return facts, max(len(separate), 1) - files
 
 
-# Small parts are merged while this many remain, so that replicas wait for 1/64 of an
-# epoch at most, and while no part exceeds these rows and bytes: some milliseconds of
-# training, and little memory.
+# Small parts are merged as long as at least this many parts remain, so that replicas
+# wait for at most 1/64 of an epoch at its end, and as long as no merged part exceeds
+# these rows and bytes, which take milliseconds to train on and little memory.
 LEAST_PARTS = 64
 MERGED_ROWS = 1024
 MERGED_BYTES = 2**20
@@ -925,7 +924,7 @@ def merge_small_parts(source: Source) -> Source:
         rows += length
     if len(groups) == sum(length > 0 for length in lengths):
         return source
-    logger.info("%s parts are put together to %s", source.parts, len(groups))
+    logger.info("%s parts are merged into %s", source.parts, len(groups))
     return source.together(groups)
 
 

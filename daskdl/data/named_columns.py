@@ -1,4 +1,4 @@
-"""Names of the columns of tables, by which later tables are matched with the first.
+"""Column names of tables, by which later tables are matched with the first table.
 
 A model and a normalizer know columns by position. The names of the first tables are
 kept, in a :class:`~daskdl.Trainer`, in saves and checkpoints, in normalizers and in
@@ -46,7 +46,7 @@ class FittedTransform(ABC):
     @property
     @abstractmethod
     def digest(self) -> str:
-        """A text that transforms with the same results have in common."""
+        """A string that is equal for transforms that give the same results."""
 
 
 def names_of(table: Any) -> list[Any] | None:
@@ -87,8 +87,8 @@ class NamedRows(tuple[Tree, Tree]):
     """Rows (x, y), and the names of the columns of their tables.
 
     Attributes:
-        columns: Names along the last axis of the arrays that come from tables. An
-            array without names has none, in whatever order its columns are taken.
+        columns: Names along the last axis of the arrays that come from tables. Other
+            arrays have no entry; their columns are matched by position.
         classes: Names of the labels 0, 1, ..., if a categorical column has them.
 
     Example:
@@ -152,16 +152,15 @@ class NamedRows(tuple[Tree, Tree]):
             names = self.columns.get(place)
             if names is not None and trained is not None and place not in trained:
                 warnings.warn(
-                    f"{label} has names of columns, {few(names)}, and the data that "
-                    "the model is trained on have none: columns are matched by "
-                    "position",
+                    f"{label} has the column names {few(names)}, but the training data "
+                    "of the model have none: columns are matched by position",
                     stacklevel=3,
                 )
             elif names is None and place in wanted:
                 warnings.warn(
-                    f"{label} has no names of columns, and the data that the model is "
-                    f"trained on have the columns {few(wanted[place])}: columns are "
-                    "matched by position",
+                    f"{label} has no column names, but the training data of the model "
+                    f"have the columns {few(wanted[place])}: columns are matched by "
+                    "position",
                     stacklevel=3,
                 )
 

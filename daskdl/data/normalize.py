@@ -30,8 +30,8 @@ from daskdl.errors import DataError, OptionError
 
 Per = Literal["feature", "channel", "all"]
 
-# Converted to float64 at a time: a complete part of uint8 would take eight times its
-# memory.
+# Size of the slices that are converted to float64: a complete part of uint8 would take
+# eight times its memory.
 _SLICE_BYTES = 16 * 2**20
 
 
@@ -283,8 +283,8 @@ class Normalization(FittedTransform):
     def digest(self) -> str:
         """The first digits of a SHA-256 of the numbers, rounded to float32.
 
-        The statistics of the same rows, partitioned differently, differ in the last
-        digits.
+        The numbers are rounded because another partitioning of the same rows changes
+        the last digits of the statistics.
         """
         rounded = [
             (name, None if scaling is None else scaling.rounded())
@@ -484,7 +484,7 @@ class Normalizer(ABC):
         *,
         client: Any = None,
     ) -> Normalization:
-        """Compute the statistics in one pass over the data, each part in place.
+        """Compute the statistics in one pass over the data, on the workers.
 
         Args:
             X: Any data that `Trainer.fit` accepts.

@@ -297,7 +297,7 @@ class PackedRows(Source):
         self.first_rows = self._schema.rows(np.zeros(SHOWN_ROWS, self._schema.record))
         classes = content["classes"]
         if classes is not None and not _are_strings(classes):
-            raise ValueError(f"{classes!r:.80} are no class names")
+            raise ValueError(f"{classes!r:.80} are not class names")
         self.classes = None if classes is None else tuple(classes)
         self.columns = self._names = self._columns_of(content["columns"])
         if not _are_strings(content["scaled_by"]):
@@ -311,7 +311,7 @@ class PackedRows(Source):
             field = "x" + place[1:] if place.startswith("X") else place
             width = self._schema.record[field].shape[-1:]
             if not _are_strings(names) or width != (len(names),):
-                raise ValueError(f"{names!r:.80} are no column names of {place}")
+                raise ValueError(f"{names!r:.80} are not the column names of {place}")
             columns[place] = tuple(names)
         return columns
 

@@ -1,9 +1,10 @@
 """Pack rows, or original files, into a few large files, once for many runs.
 
-Original files are copied in groups, one for each packed file. Rows take two passes: the
-first writes each part as pieces, files of shuffled rows; the second writes buckets, a
-span of rows of each piece, as packed files. No process holds more than a part or a
-bucket. The manifest is written last.
+Original files are copied in groups, one for each packed file. Rows take two passes. The
+first pass shuffles each part and writes it as pieces, which are files of rows. The
+second pass reads buckets: a bucket has a span of rows of each piece, and becomes one or
+more packed files. No process holds more than a part or a bucket. The manifest is
+written last.
 
 The folder ``.unfinished`` records the progress; an interrupted call resumes from it. A
 task that outlives its call finds no record there and deletes the file that it wrote.
@@ -648,7 +649,7 @@ def pack(
         storage_options: Options for fsspec, such as credentials, for ``url`` and paths
             in X; also used on the workers.
         overwrite: Whether packed files of other data or options are deleted first.
-            A changed content of an original file is not detected.
+            Without it, changes inside an original file are not detected.
 
     Returns:
         URLs of the packed files.

@@ -1,7 +1,8 @@
-"""The interface of every kind of data: a `Source` of parts, loaded one at a time.
+"""The interface of all kinds of data: a `Source`, divided into parts.
 
-A part is a chunk, a partition, a file, or a range of a dataset. A part of a Dask
-collection is a graph of tasks, computed in the thread that loads the part.
+A part is a range of rows in memory, a partition of a Dask collection, a file or a group
+of files, a range of the items of a dataset, or a share of a stream. The tasks of a
+partition are computed in the thread that loads the part.
 """
 
 import copy
@@ -90,21 +91,24 @@ class Facts(NamedTuple):
 
 
 class Source(ABC):
-    """One kind of data. Pickled to each worker once; the worker loads the parts.
+    """Data in parts, which are loaded one at a time, on a worker or in this process.
+
+    A source is pickled to each worker once, unless its parts are sent `apart`.
 
     Attributes:
         parts: Number of parts, >= 1.
-        lengths: Rows of each part; None: unknown, so each part is loaded once to count.
-        first_rows: At least one row like all others, for a dry run; None: unknown. The
-            values may be zeros.
-        sequential: Whether a part can only be read from its beginning, by `stream`
+        lengths: Number of rows of each part; None: unknown, and counted in a pass over
+            the parts unless the source is sequential.
+        first_rows: One or more rows with the shapes and dtypes of all rows, for the dry
+            run; the values may be zeros. None: unknown.
+        sequential: Whether a part can only be read from its beginning, with `stream`
             instead of `load`, and may exceed the memory. The rows of such a part are
-            not shuffled, and a single replica reads them.
+            not shuffled, and one replica reads the whole part.
         classes: Names of the labels 0, 1, ..., or None.
         columns: Names of the columns of the arrays that `load` makes of tables; None:
             not known before a part is loaded.
-        trained: Names of the columns that a model was trained on, with which those of
-            the first rows are still to be compared; None: there is nothing to compare.
+        trained: Column names of the training data, if the column names of this source
+            have not been compared with them yet; None: nothing is left to compare.
         scaled_by: Digests of the normalizers that the rows went through when they were
             written, in order.
         here: Whether the rows are in this process's memory.
@@ -112,16 +116,16 @@ class Source(ABC):
             process's memory; otherwise None.
         block_lengths: Number of rows of each block, NaN if unknown, if the parts are
             the blocks of a ``dask.array``; otherwise None.
-        left_out: Number of unreadable examples, which are in no part; each file of a
-            part of unknown length counts as one example.
-        unlike: Kinds of the rows of each part, see `daskdl.data.batching.kinds`; None:
-            the parts have rows of one kind.
-        mergeable: Whether small parts may be merged, as the user has chosen them.
-        lazy: Whether the rows are Dask's, so that outputs for them are lazy, too.
-        named: Whether the names of the parts identify the rows for users, as URLs do.
+        left_out: Number of unreadable examples that are in no part; in a part of
+            unknown length, each file counts as one example.
+        unlike: For each part, the names, shapes and dtypes of its arrays, see
+            `daskdl.data.batching.kinds`; None: equal in all parts.
+        mergeable: Whether small parts may be merged.
+        lazy: Whether the data are a Dask collection; outputs are then lazy, too.
+        named: Whether the names of the parts are URLs, which identify rows for users.
         keyable: Whether the examples may be pairs (key, x).
         one_example: Whether each piece of a part, see `separate`, has exactly one row.
-        apart: Whether each part is sent by itself, as `packed` returns it, to the
+        apart: Whether each part is sent separately, as `packed` returns it, to the
             worker that loads it; otherwise each worker gets the whole source once.
     """
 
@@ -175,7 +179,7 @@ class Source(ABC):
         yield self.load_counted(part)
 
     def prepare(self, client: Any) -> None:  # noqa: B027
-        """Prepare to load parts on a cluster, or False: in this process.
+        """Prepare to load parts on the cluster of a client; False: in this process.
 
         Called before the first part is loaded or sent, and maybe again.
         """
@@ -196,7 +200,7 @@ class Source(ABC):
         return ()
 
     def together(self, groups: Sequence[Sequence[int]]) -> "Source":
-        """Return the same rows in fewer parts; parts without rows are in no group."""
+        """Return a source with one part for each group; no group has empty parts."""
         return Together(self, groups)
 
     def divided(self, parts: int) -> Self:
@@ -343,8 +347,8 @@ def check_counted(name: str, rows: Rows, counted: int | None) -> None:
     if counted is not None and (length := batching.length(rows)) != counted:
         raise DataError(
             f"{name} has {length} rows, but {counted} were counted before; a part must "
-            "have the same rows each time: do not change the data meanwhile, and "
-            "persist() or pack what is computed anew"
+            "have the same rows each time it is loaded: do not change the data during "
+            "a run, and persist() or pack data that are computed again"
         )
 
 

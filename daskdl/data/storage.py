@@ -49,7 +49,7 @@ ENOUGH_S = 20.0
 _LIBRARIES = frozenset(
     {"aiohttp", "azure", "botocore", "gcsfs", "google", "http", "urllib3"}
 )
-# Errors that mean a failed connection, by module and name,
+# Errors that mean a failed connection, by module and name.
 _DROPPED = frozenset(
     {
         "botocore.exceptions.HTTPClientError",
@@ -61,7 +61,7 @@ _DROPPED = frozenset(
         "azure.core.exceptions.ServiceResponseError",
     }
 )
-# and errors that mean missing or wrong credentials.
+# Errors that mean missing or wrong credentials, by module and name.
 _REFUSED = frozenset(
     {
         "builtins.PermissionError",
@@ -195,7 +195,7 @@ def put(system: Any, path: str, content: bytes | memoryview) -> None:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())  # after a crash, the name must not lack its bytes
+            os.fsync(file.fileno())  # a crash after the rename must not lose content
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Arrays and tables in memory: checks, and conversion to numpy arrays.
 
-This module does not import Dask, pandas and pyarrow at the top: their objects exist
-only where other code has imported these libraries.
+This module does not import dask.array, pandas and pyarrow at the top: their objects
+exist only if other code has imported these libraries.
 """
 
 import copy
@@ -30,7 +30,7 @@ from daskdl.data.named_columns import (
 from daskdl.data.source import SHOWN_ROWS, Source
 from daskdl.errors import DataError, OptionError
 
-TEXT = "text must be numbers first, as a tokenizer makes them"
+TEXT = "convert text to numbers first, for example with a tokenizer"
 
 _ROW_EACH = "give an array with one row for each example"
 _CONVERTED = "convert it with numpy.asarray({X})"
@@ -55,7 +55,7 @@ _REMEDIES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (_has("to_numpy"), "convert it with {X}.to_numpy()"),
     (_has("toarray"), "make it dense with {X}.toarray()"),
     (_is(int, float, complex, np.generic, type(None)), _ROW_EACH),
-    (_is(str, PathLike), f"paths and URLs of files are given as X, without y; {TEXT}"),
+    (_is(str, PathLike), f"pass paths and URLs of files as X, without y; {TEXT}"),
     (_is(bytes, bytearray), "read it with numpy.frombuffer({X}, dtype=...)"),
     (
         _is(Dataset, DataLoader),
@@ -154,7 +154,7 @@ def check_arrays(X: Tree, y: Tree) -> int:
 
 
 def check_lengths(lengths: Mapping[str, int]) -> None:
-    """Refuse unequal lengths of arguments, which are given by name."""
+    """Raise a DataError if the named arguments have different lengths."""
     if len(set(lengths.values())) > 1:
         got = " and ".join(map(str, lengths.values()))
         raise DataError(f"{' and '.join(lengths)} must have the same length, got {got}")
@@ -243,14 +243,14 @@ PART_BYTES = 32 * 2**20  # approximate maximum, so that no part takes long to se
 
 
 class InMemory(Source):
-    """Rows in memory; they are copied when a part is loaded or sent, not before.
+    """Rows in memory; the rows of a part are copied when it is loaded or sent.
 
     Args:
         x: Tree of numpy arrays and torch tensors of equal length.
         y: The same, or None.
-        batch_size: Rows per batch, >= 1; a part is a whole number of batches.
-        shuffle_seed: Seed of a random distribution of rows to parts, so that data may
-            be sorted by label; None keeps the order.
+        batch_size: Rows per step, >= 1; a part is a whole number of steps.
+        shuffle_seed: Seed of the random assignment of rows to parts, so that the data
+            may be sorted by label; None: in order.
         columns: Column names of the arrays that were tables.
         classes: Names of the labels 0, 1, ..., or None.
     """
@@ -543,8 +543,8 @@ def split_label(value: Any, label: Any) -> tuple[Any, Any]:
         )
     inputs = [name for name in names if name != label]
     if not inputs or len(inputs) == len(names):
-        where = "a column of X beside others" if label in names else "a column of X"
-        raise DataError(f"label={label!r} must be {where}, which has {few(names)}")
+        problem = "is the only column" if label in names else "is not a column"
+        raise DataError(f"label={label!r} {problem} of X, which has {few(names)}")
     if isinstance(value, Mapping):
         return {name: value[name] for name in inputs}, value[label]
     if is_pyarrow(value):

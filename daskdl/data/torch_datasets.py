@@ -317,11 +317,10 @@ class IterableStyle(Source):
             else "begins in 2 of them with the same items"
         )
         warnings.warn(
-            f"the dataset is gone through in {self.parts} parts, one for each "
-            f"replica or worker, and {seen}: its items are then used "
-            f"{self.parts} times; give only every num_workers-th item, from the id-th "
-            "on, of torch.utils.data.get_worker_info() in __iter__, or use "
-            "daskdl.data.Stream",
+            f"the dataset is read in {self.parts} parts, one for each replica or "
+            f"worker, and {seen}: each item is then used {self.parts} times; in "
+            "__iter__, yield only every num_workers-th item, starting at id, of "
+            "torch.utils.data.get_worker_info(), or use daskdl.data.Stream",
             stacklevel=2,
         )
 
@@ -370,8 +369,8 @@ class CollatedDataset:
 
 PARTS = 64  # desired: at the end of an epoch, replicas wait for 1/64 of it at most
 LEAST_ITEMS = 64  # fewer are not worth a request to the scheduler
-# A part should load in well under a second. An item takes 10 to 100 us; decoding an
-# image takes 10 ms, and its 600 kB lead to parts of 50.
+# A part should load in well under a second. An item takes 10 to 100 us. An image takes
+# 10 ms to decode; at 600 kB per image, `MOST_BYTES` gives parts of about 50 images.
 MOST_ITEMS = 4096
 MOST_BYTES = 32 * 2**20
 
@@ -379,15 +378,15 @@ MOST_BYTES = 32 * 2**20
 class MapStyle(Source):
     """A dataset with ``__getitem__`` and ``__len__``, as in ``torch.utils.data``.
 
-    One thread of a process at a time reads items: a dataset made for the processes of a
-    ``DataLoader`` need not be thread-safe.
+    At most one thread of a process reads items at a time, because a dataset that was
+    written for the processes of a ``DataLoader`` need not be thread-safe.
 
     Args:
         dataset: Its items are pairs (x, y), or x alone if `collation` allows that.
-        collation: Makes rows from items. With a function of the user, a part has the
-            items of one call.
-        shuffle_seed: Seed of the order in which items are dealt to parts, once for all
-            epochs; None keeps the order.
+        collation: Makes rows from items. With a collate function, a part has the items
+            of one call of the function.
+        shuffle_seed: Seed of the random assignment of items to parts, which is the same
+            in all epochs; None: in order.
         classes: Names of the classes, if a column of text has the labels; None: the
             labels found, sorted.
         skips: Whether items that cannot be read are left out.
@@ -405,7 +404,7 @@ class MapStyle(Source):
         classes: Sequence[str] | None = None,
         skips: bool = False,
     ) -> None:
-        # Columns are read together; with a function of the user, items are his.
+        # Without a collate function, columns are read at once; the function gets items.
         self._arrow = is_arrow(dataset) and collation.function is None
         self._arrow &= not (self._arrow and dataset.format["type"] == "custom")
         if self._arrow:
@@ -528,13 +527,15 @@ class MapStyle(Source):
                 raise DataError(
                     f"rows of the column {name!r} of X differ in length: pad them, or "
                     "use daskdl.data.dataset(X, collate_fn=...) with a function that "
-                    "does, as DataCollatorWithPadding"
+                    "pads, such as DataCollatorWithPadding"
                 )
             if kind not in "biuf":
-                held = f"such as {str(column[0])!r}" if kind != "V" else "a structure"
+                wrong = "a structure"
+                if kind != "V":
+                    wrong = f"values such as {str(column[0])!r}"
                 raise DataError(
-                    f"column {name!r} of X holds no numbers, but {held}: make numbers "
-                    f"of it, or leave it out, X.remove_columns({name!r})"
+                    f"column {name!r} of X must hold numbers, got {wrong}: convert the "
+                    f"column, or remove it with X.remove_columns({name!r})"
                 )
         return self._collation.pair(columns)
 
@@ -551,7 +552,7 @@ class _Collated:
         self._rows, self._indices = rows, indices
 
     def row(self, index: int) -> Rows:
-        """The row of an item; raises why the item cannot be used."""
+        """Return the row of an item; raise its error if it cannot be used."""
         alone = self._alone[index]
         if isinstance(alone, Exception):
             raise alone
@@ -573,7 +574,7 @@ class _Collated:
 
     @functools.cached_property
     def _together(self) -> tuple[Rows, dict[int, int]] | None:
-        """The rows and the place of each good item; None: they do not go together."""
+        """The rows of the good items, and their places; None: collating them fails."""
         good = [i for i, rows in self._alone.items() if not isinstance(rows, Exception)]
         try:
             return self._rows(good), {index: i for i, index in enumerate(good)}
@@ -675,7 +676,7 @@ def arguments_of(loader: "DataLoader[Any]") -> LoaderArguments:
 
 
 def _sampled(dataset: Any, sampler: Any) -> tuple[Any, bool | None]:
-    """The items that a sampler takes, and whether in random order."""
+    """Return the items that a sampler selects, and whether it shuffles them."""
     if isinstance(dataset, IterableDataset | Stream):
         return dataset, None
     if not isinstance(dataset, Dataset) and not hasattr(dataset, "__getitems__"):

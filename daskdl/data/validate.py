@@ -376,7 +376,7 @@ def _wrong_shapes(arrays: Arrays, expected: Expectations) -> Iterator[str]:
     counts = {name: len(leaf) for name, leaf in arrays.items() if leaf.ndim}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{count} of {name}" for name, count in counts.items())
-        yield f"it has rows of different numbers: {listed}"
+        yield f"its arrays have different numbers of rows: {listed}"
 
 
 def _wrong_dtypes(arrays: Arrays, expected: Expectations) -> Iterator[str]:

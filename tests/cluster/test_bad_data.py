@@ -56,10 +56,10 @@ def lazy_positive():
 
 # What the client sees by itself, before it asks a worker for anything.
 DATA = {
-    "partitions": (uneven_tables, "must be partitioned alike, got 3 of X, 2 of y part"),
+    "partitions": (uneven_tables, "equally many partitions, got 3 of X, 2 of y part"),
     "y and Dataset": (
         lambda: Given(Items(), Y),
-        "y must not be given with a Items, which brings its labels",
+        "y must be None for a Items, which includes its labels",
     ),
     "too large": (
         lambda: Given(X, changed(Y, 3, 4)),
@@ -244,8 +244,8 @@ ON_READING = {
     ),
     "rows": (
         lambda w: Given(lazy_positive(), da.from_array(Y, chunks=30)),
-        r"replica \d on tcp://\S+: part \d has rows that do not go together: "
-        r"\d+ of X, 30 of y; partition X and y alike",
+        r"replica \d on tcp://\S+: arrays of part \d must have equally many "
+        r"rows, got \d+ of X, 30 of y; give X and y the same partitions",
     ),
 }
 

@@ -256,7 +256,7 @@ def test_what_is_not_wanted_any_more_is_given_up(client, workers, fetch):
     gate = Event("unwanted-gate", client=client)
     never = client.submit(Event("unwanted-gate").wait, 30, workers=[workers[0]])
     try:
-        with pytest.raises(LostPieceError, match="is not wanted any more"):
+        with pytest.raises(LostPieceError, match="is no longer needed"):
             fetch(workers[1], never.key, unwanted=lambda: True).result(30)
     finally:
         gate.set()

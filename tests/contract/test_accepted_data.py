@@ -298,19 +298,19 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
 @pytest.mark.parametrize(
     ("x", "y", "options", "message"),
     [
-        ([X, X[:, :1]], Y, {}, "must have the same length, got 2 and 8; a list has an "
-         "item for each example, and several inputs are a tuple, tuple.X."),
+        ([X, X[:, :1]], Y, {}, "must have the same length, got 2 and 8; an item of a "
+         "list is an example: pass several inputs as a tuple, tuple.X."),
         ([X, X[:, :1]], None, {}, "items of X must all have one shape: .* several "
          "inputs are a tuple"),
         ([[1.0], [2.0, 3.0]], [0, 1], {}, "items of X .* give daskdl.data.dataset"),
         ([(X[0], 0), X[1]], None, {}, "must all be pairs .* got 1 of 2 without y"),
         ([], None, {}, "X must not be empty, got an empty list"),
-        (bag(X), Y, {}, "y must be a bag, partitioned as X is, got a ndarray"),
+        (bag(X), Y, {}, "y must be a bag with the same partitions as X, got a"),
         (bag(X), bag(Y, 2), {}, "same partitions, got .* repartition them"),
         (bag(X, 2), bag(Y[:7], 2), {}, "same number of examples in each partition"),
-        (TABLE, None, {"label": "cost"}, "label='cost' must be a column of X, which "
+        (TABLE, None, {"label": "cost"}, "label='cost' is not a column of X, which "
          "has 'a', 'b', 'price'"),
-        (TABLE[["a"]], None, {"label": "a"}, "must be a column of X beside others"),
+        (TABLE[["a"]], None, {"label": "a"}, "label='a' is the only column of X"),
         (TABLE, Y, {"label": "price"}, "and y both give labels; leave one"),
         (bag(RECORDS), bag(Y), {"label": "price"}, "and y both give labels; leave"),
         (TABLE, None, {"label": ["price"]}, "one column, got a list; .* as y"),
@@ -333,10 +333,10 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
         (dask.array.from_array(X), dask.array.from_array(NAMES), {},
          "number the classes, y.map_blocks.*numpy.searchsorted"),
         (X, delayed(Y), {}, "futures hold pairs .x, y.: give them as X"),
-        (DATASET, Y, {}, "y must not be given with .* labels"),
-        (Streamed(), Y, {}, "y must not be given with .* labels"),
-        ([delayed((X, Y))], Y, {}, "y must be a list of .*, partitioned as X is, got"),
-        (Parts((X, Y)), Y, {}, "y must not be given with .* labels"),
+        (DATASET, Y, {}, "y must be None for .* labels"),
+        (Streamed(), Y, {}, "y must be None for .* labels"),
+        ([delayed((X, Y))], Y, {}, "y must be a list of .* with the same partitions"),
+        (Parts((X, Y)), Y, {}, "y must be None for .* labels"),
     ],
     ids=[
         "inputs of Keras", "inputs alone", "ragged", "mixed", "empty", "bag, array",

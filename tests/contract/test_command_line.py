@@ -221,7 +221,7 @@ def test_validation_data_are_read_like_data(nets, validation):
         (
             "nets:linear --data nets.py",
             2,
-            "files without a loader must all be of one of *, got '.py', as *",
+            "without a loader, all files must have * one of *, got '.py', *",
         ),
         (
             "nets:linear --data nets:rows --loader nets:READER",

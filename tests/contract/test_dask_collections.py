@@ -95,15 +95,15 @@ class TestArraysAndDataframes:
             (lazy(), lazy(Y[1:]), "X and y must have the same length, got 23 and 22"),
             ({"a": lazy(), "b": (lazy(X[:4]),)}, None, "X['a'] and X['b'][0] must have "
              "the same length, got 23 and 4"),
-            (lazy(), Y, "y is in memory and the other data are Dask's; use "
+            (lazy(), Y, "y is in memory, but the other data are Dask collections; use "
              "dask.array.from_array(y, chunks=...) with the chunks of the others"),
             ((lazy(), X), lazy(Y), "X[1] is in memory"),
             (lazy(X.astype(complex)), lazy(Y), "X must hold real numbers"),
             (lazy(X[:0]), lazy(Y[:0]), "X must not be empty, got the shape (0, 2)"),
             (da.from_array(X, chunks=(5, 1)), lazy(Y), "X must be chunked along its "
              "first axis only, got the blocks (5, 2); use X.rechunk({1: -1})"),
-            (frame(), frame(partitions=2)["a"], "Dask's data whose lengths are not "
-             "known must be partitioned alike, got 3 of X, 2 of y partitions; take X"),
+            (frame(), frame(partitions=2)["a"], "Dask collections of unknown length "
+             "must have equally many partitions, got 3 of X, 2 of y partitions; take"),
             (unknown(), lazy(Y, rows=5), "got 3 of X, 5 of y partitions"),
             (frame(TABLE.assign(b="text")), None, "column 'b' of X holds strings"),
             (frame(), frame(NAMES).cat.as_unknown(), "y is categorical with categories "
@@ -127,7 +127,7 @@ class TestArraysAndDataframes:
         ("x", "y", "message"),
         [
             (unknown(keep=lambda block: block[1:]), unknown(Y),
-             "part 2 has rows that do not go together: 2 of X, 3 of y; partition"),
+             "arrays of part 2 must have equally many rows, got 2 of X, 3 of y; give"),
             (unknown(keep=lambda block: block[1:]), lazy(Y), "2 of X, 3 of y"),
             (lazy().map_blocks(lambda block: block[1:], dtype=X.dtype), None,
              "part 2 has 2 rows, but the chunks promise 3; call compute_chunk_sizes()"),
@@ -362,8 +362,8 @@ class TestBagsAndLists:
             (bag([(1, 2), (3, None), 4]), "the examples of part 0 must all be pairs (x,"
              " y), or all x alone, got 2 of 3 without y"),
             (bag([("text", 1)]), "X of part 0 must hold real numbers"),
-            (parts((X, Y[1:])), "part 0 has rows that do not go together: 23 of X, 22 "
-             "of y; partition X and y alike"),
+            (parts((X, Y[1:])), "arrays of part 0 must have equally many rows, got 23 "
+             "of X, 22 of y; give X and y the same partitions"),
             (parts(({"a": X, "b": X[:3]}, Y)), "23 of X['a'], 3 of X['b'], 23 of y"),
             (parts((X.tolist(), Y)), "X of part 0 must be a numpy array, a torch ten"),
             (parts((X, np.array(3.0))), "y of part 0 must have examples along its first"
@@ -448,7 +448,7 @@ class TestInferringMetadata:
         assert whole.lengths == [0, 4, 2]
         assert whole.first_rows[0].tolist() == X6[:2].tolist()
         assert caplog.messages == [
-            "the rows of 3 parts are counted, once",
+            "counting the rows of 3 parts",
             "there are 6 rows in 3 parts",
         ]
 

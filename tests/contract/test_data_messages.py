@@ -98,8 +98,8 @@ OF_DATASET = "a dataset has inputs and labels together: give it as X, without y"
         ((row for row in X), f"got a generator; {STREAM.format('X')}"),
         (map(abs, X), f"got a map; {STREAM.format('X')}"),
         ({"q": "good film"}, "X['q'] must be a numpy array, a torch tensor or a "
-         "dask.array, got a str; paths and URLs of files are given as X, without y; "
-         "text must be numbers first, as a tokenizer makes them"),
+         "dask.array, got a str; pass paths and URLs of files as X, without y; "
+         "convert text to numbers first, for example with a tokenizer"),
         (b"123", "got a bytes; read it with numpy.frombuffer(X, dtype=...)"),
         (bytearray(b"12"), "got a bytearray; read it with numpy.frombuffer(X, dtype="),
         (lambda: X, "got a function; give what it returns"),
@@ -130,7 +130,7 @@ def test_inputs_of_another_kind_are_told_what_makes_an_array_of_them(x, message)
          "return_inverse=True)[1]"),
         (np.array(["ant", None] * 4), "got dtype object; number the classes, "),
         ("labels.npy", "y must be a numpy array, a torch tensor or a dask.array, got "
-         "a str; paths and URLs of files are given as X, without y"),
+         "a str; pass paths and URLs of files as X, without y"),
         (DATASET, f"got a torch.TensorDataset; {OF_DATASET}"),
         (DataLoader(DATASET), f"got a torch.DataLoader; {OF_DATASET}"),
         (iter(Y), f"got an iterator; {STREAM.format('y')}"),
@@ -216,8 +216,9 @@ def test_a_loss_of_ones_own_that_fails_is_given_no_advice():
 
 
 ONE_ARGUMENT = (
-    "forward of Linear takes 'input', and gets X, {}, as one argument: name the keys "
-    "of a dict like its arguments, give a tuple of as many arrays, or take X apart in "
+    "forward of Linear takes 'input', but X, {}, is passed as one argument: rename the "
+    "keys of a dict to the names of the arguments, pass a tuple with one array for "
+    "each, or unpack X in "
     "forward(self, batch)"
 )
 TOKENS = np.zeros((ROWS, 3), int)
@@ -288,10 +289,10 @@ def test_a_pattern_of_files_that_are_there_is_read():
 @pytest.mark.parametrize("given", ["a good film", ["a good film", "a bad one"]])
 def test_text_is_told_that_it_was_taken_for_a_path(given):
     assert told(given).endswith(
-        "a good film: a str is the path or URL of files; text must be numbers first, "
-        "as a tokenizer makes them"
+        "a good film: a str is the path or URL of files; convert text to "
+        "numbers first, for example with a tokenizer"
     )
     assert told(given, Y).startswith(
-        "y must not be given with paths or URLs of files, which bring their labels; "
-        "text must be numbers first"
+        "y must be None for paths or URLs of files, which include their labels; "
+        "convert text to numbers first"
     )

@@ -124,7 +124,7 @@ def test_a_path_with_brackets_is_no_pattern(tmp_path):
         (["{0}/0.npy", "{0}/9.npy"], None, "there is no file at {0}/9.npy"),
         (["{0}/0.npy", "{0}/*.png"], None, r"no files that match {0}/\*\.png"),
         ("memory://daskdl-nothing", None, "no files at memory://daskdl-nothing"),
-        ("a great film", None, "a str is the path or URL of files; text must be"),
+        ("a great film", None, "a str is the path or URL of files; convert text"),
     ],
 )
 def test_what_matches_nothing_is_named(folder, given, pattern, message):
@@ -159,8 +159,9 @@ def test_unknown_and_mixed_extensions_are_refused(tmp_path, names):
     with pytest.raises(DataError, match=r"one of '\.npy', .*ensors', got ") as raised:
         files(tmp_path)
 
-    assert f"as {tmp_path}/{names[0]}; use daskdl.data.files(X, loader=...)" in str(
-        raised.value
+    assert (
+        f"example {tmp_path}/{names[0]}; use daskdl.data.files(X, loader=...)"
+        in str(raised.value)
     )
 
 

@@ -124,7 +124,7 @@ class TestFunctions:
     @pytest.mark.parametrize(
         ("result", "message"),
         [
-            ((X, Y[:2]), "all arrays of {} must have as many rows, but x has 6, y"),
+            ((X, Y[:2]), "arrays of {} must have equally many rows, but x has 6, y"),
             (({"a": X, "b": X[1:]}, Y), r"but x\['a'\] has 6, x\['b'\] has 5, y has 6"),
             (([1.0, 2.0], Y), "x of {} must be a numpy array, .* got a list"),
             ((np.array(["a", "b", "c"]), Y), "x of {} must hold real numbers"),
@@ -236,7 +236,7 @@ class TestNames:
         for act in (loaded, looked):
             with pytest.raises(DataError, match=r"/a must .* named 'y', .*\['x', 'z'"):
                 act(kind(), written(x=X, z=Y))
-            with pytest.raises(DataError, match=r"must have as many rows, .*6.*5"):
+            with pytest.raises(DataError, match=r"must have equally many rows, .*6.*5"):
                 act(kind(), written(x=X, y=Y[1:]))
 
 
@@ -367,8 +367,8 @@ class TestCsv:
             (Csv(label=3), TABLE, "label 3 is not a column of .*; it has 'age'"),
             (Csv(["b"], "y"), b"a,y\n1,2\n", "feature 'b' is not a column"),
             (Csv(label="a"), b"a,a\n1,2\n", "label 'a' is the name of several columns"),
-            (Csv(["a"], "a"), b"a,b\n1,2\n", "label 'a' .* meant once, and not"),
-            (Csv(label=["b", "b"]), b"a,b\n1,2\n", "label 'b' .* meant once"),
+            (Csv(["a"], "a"), b"a,b\n1,2\n", "label 'a' .* selected once, and"),
+            (Csv(label=["b", "b"]), b"a,b\n1,2\n", "label 'b' .* selected once"),
             (Csv(label="a"), b"a\n1\n", "/a has no columns for x, only 'a'"),
             (Csv(), b"", "/a must have rows, got an empty file"),
             (Csv(), b"a,b\n1,2\n\n3\n", "column 'b' .* numbers, got '' in row 1"),

@@ -161,10 +161,10 @@ def test_a_model_is_fitted_evaluated_and_asked():
         (DatasetDict(train=DATA, test=DATA), "label", "X is a DatasetDict with the "
          "datasets 'train', 'test'; give one of them, X.'train'., and others"),
         (DATA, None, "keys .'ids', 'size', 'label'.; say which key has the labels"),
-        (DATA, "cost", "label='cost' must be a column of X, which has 'ids', 'size'"),
+        (DATA, "cost", "label='cost' is not a column of X, which has 'ids', 'size'"),
         (RAGGED, "label", "'ids' of X differ in length: pad them, or use daskdl.data"),
         (Dataset.from_dict({"a": NAMES, "label": LABELS}), "label",
-         "column 'a' of X holds no numbers, but such as 'dog': .*remove_columns.'a'"),
+         "column 'a' of X must hold numbers, got values such as 'dog': .*columns.'a'"),
         (Dataset.from_dict({"a": [1, 2], "label": ["a", None]}), "label",
          "column 'label' of X has missing labels; drop the rows"),
     ],

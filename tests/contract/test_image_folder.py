@@ -168,8 +168,8 @@ def test_other_extensions_may_be_images(tmp_path, extensions):
         ("a/1.png", {"classes": []}, "classes must be a list of"),
         ("a/1.png", {"classes": "a"}, "classes must be a list of"),
         ("a.png b.png", {"labels": {"a.png": "a"}}, r"labels has no class for {}/b\.p"),
-        ("a/1.png", {"extensions": ()}, "extensions must be some"),
-        ("a/1.png", {"extensions": [1]}, "extensions must be some"),
+        ("a/1.png", {"extensions": ()}, "extensions must be file extensions"),
+        ("a/1.png", {"extensions": [1]}, "extensions must be file extensions"),
         ("a/1.png", {"files_per_part": 0}, "files_per_part must be"),
     ],
 )

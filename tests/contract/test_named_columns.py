@@ -392,7 +392,7 @@ def test_data_without_names_after_a_table_are_taken_by_position_with_a_warning(
     X, y, options = UNNAMED[kind](FRAME.to_numpy(), Y.to_numpy(), tmp_path / "data")
     own = trained()
 
-    with pytest.warns(UserWarning, match="X.* has no names of columns, .* 'a', 'b'"):
+    with pytest.warns(UserWarning, match="X.* has no column names, .* 'a', 'b'"):
         assert method(own, X, y, options) < 1e-3
 
 
@@ -405,14 +405,14 @@ def test_tables_after_an_array_are_taken_by_position_with_a_warning(
     own = trainer()
     own.fit(FRAME.to_numpy(), Y)
 
-    with pytest.warns(UserWarning, match="X.* has names of columns, 'a', 'b', 'c'"):
+    with pytest.warns(UserWarning, match="X.* has the column names 'a', 'b', 'c'"):
         method(own, X, y, options)
 
 
 def test_validation_without_names_beside_parts_with_names_is_warned_about():
     parts, _, _ = delayed_parts(in_parts(FRAME), None)
 
-    with pytest.warns(UserWarning, match="X has no names of columns"):
+    with pytest.warns(UserWarning, match="X has no column names"):
         trainer().fit(parts, validation=(FRAME.to_numpy(), Y))
 
 
@@ -420,7 +420,7 @@ def test_a_part_without_names_beside_parts_with_names_is_warned_about():
     parts, _, _ = delayed_parts(in_parts(FRAME), None)
     parts[1] = delayed((FRAME[CUTS[1]].to_numpy(), Y[CUTS[1]]))
 
-    with pytest.warns(UserWarning, match="X of part 1 has no names of columns"):
+    with pytest.warns(UserWarning, match="X of part 1 has no column names"):
         trainer().fit(parts)
 
 
@@ -429,11 +429,11 @@ def test_a_predictor_warns_of_columns_that_it_takes_by_position():
     own.fit(FRAME.to_numpy(), Y)
 
     with trained().predictor() as predictor:
-        with pytest.warns(UserWarning, match="X has no names of columns, .* 'a', 'b'"):
+        with pytest.warns(UserWarning, match="X has no column names, .* 'a', 'b'"):
             outputs = predictor(FRAME.to_numpy())
         np.testing.assert_allclose(outputs, Y, rtol=1e-6)
     with own.predictor() as predictor:
-        with pytest.warns(UserWarning, match="X has names of columns, 'c', 'a', 'b'"):
+        with pytest.warns(UserWarning, match="X has the column names 'c', 'a', 'b'"):
             predictor(OTHER)
         predictor(FRAME.to_numpy())
 
@@ -443,7 +443,7 @@ class TestArraysAndTables:
         own = trainer()
         own.fit(FRAME.to_numpy(), Y)
 
-        with pytest.warns(UserWarning, match="X has names of columns, 'c', 'a', 'b'"):
+        with pytest.warns(UserWarning, match="X has the column names 'c', 'a', 'b'"):
             assert own.evaluate(OTHER, Y)["loss"] > 1
         assert own.feature_names_in_ is None
 

@@ -104,7 +104,7 @@ class TestExpectations:
             ((X3, Y3), {"shapes": (3, None)}, "shape", "of x .* expected (3, any)"),
             ((X3, X3), {"shapes": {"y": ()}}, "shape", "rows of y .* expected ()"),
             (({"a": X3}, Y3), {"shapes": {"b": (2,)}}, "shape", "x['a'], expected x["),
-            ((X3, Y3[:3]), {}, "shape", "rows of different numbers: 4 of x, 3 of"),
+            ((X3, Y3[:3]), {}, "shape", "different numbers of rows: 4 of x, 3 of"),
             ((np.ones(()), Y3), {}, "shape", "x has no rows"),
             ((X3, Y3), {"dtypes": "f8"}, "dtype", "x is float32, expected float64"),
             ((np.array(["a"] * 4), Y3), {}, "dtype", "x is <U1, expected real numbers"),

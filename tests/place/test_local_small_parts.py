@@ -60,7 +60,7 @@ def test_every_row_is_trained_on_once_in_each_epoch(tmp_path, kind, replicas, ca
     fitted.fit(*kind(tmp_path / "data", NUMBERS), epochs=2, batch_size=32)
 
     assert trained.by_epoch() == [collections.Counter(range(COUNT))] * 2
-    assert "240 parts are put together to 80" in caplog.messages
+    assert "240 parts are merged into 80" in caplog.messages
 
 
 def test_parts_of_different_shapes_are_not_merged():

@@ -234,7 +234,7 @@ def check_monitored(option: str, name: Any, mode: Any) -> None:
     if mode == "auto" and not ("loss" in name or "accuracy" in name):
         raise OptionError(
             f"mode must be 'min' or 'max' with {option}={name!r}, got 'auto', which "
-            "knows only losses and accuracies"
+            "knows only names with 'loss' or 'accuracy', such as 'val_accuracy'"
         )
 
 

@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar
 
 import torch
 from distributed import Client
@@ -100,14 +100,25 @@ _INSTEAD = {
 
 
 def _with_hints(function: Callable[P, T]) -> Callable[P, T]:
-    """Refuse keywords of other libraries with an error that says what to write."""
-    keywords = inspect.signature(function).parameters.keys()
+    """Refuse calls as of other libraries with an error that says what to write."""
+    parameters = inspect.signature(function).parameters
+    positional = [name for name, p in parameters.items() if p.kind != p.KEYWORD_ONLY]
+    by_keyword = [f"{name}=" for name in parameters if name not in positional]
+    name = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for keyword in kwargs.keys() - keywords:
+        if len(args) > len(positional):
+            allowed = ", ".join(
+                argument for argument in positional if argument != "self"
+            )
+            raise TypeError(
+                f"{name}() takes only {allowed} by position, got "
+                f"{len(args) - ('self' in positional)} arguments; give the others by "
+                f"keyword: {' '.join(by_keyword)}"
+            )
+        for keyword in kwargs.keys() - parameters.keys():
             if keyword in _INSTEAD:
-                name = function.__qualname__.removesuffix(".__init__")
                 raise TypeError(
                     f"{name}() has no argument {keyword!r}; write "
                     f"{_INSTEAD[keyword]} instead"
@@ -207,7 +218,7 @@ class Trainer:
             replicas, and else the CPU.
         seed: Seeds model initialisation (if `model` is a function), shuffling and
             dropout: replica i seeds torch with ``seed + i``.
-        callbacks: See :class:`daskdl.Callback`.
+        callbacks: A list of :class:`daskdl.Callback`; one alone needs no list.
         progress: Show a progress bar; None: at a terminal and in a notebook.
         autocast: dtype of the forward passes in training, under `torch.autocast`:
             ``torch.bfloat16``, or ``torch.float16`` with a `torch.amp.GradScaler` for
@@ -297,6 +308,15 @@ class Trainer:
     history_: History = field(init=False, repr=False)
     classes_: Sequence[str] | None = field(init=False, repr=False, default=None)
 
+    if not TYPE_CHECKING:  # a type checker would take any attribute for granted
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("model_", "optimizer_", "scheduler_", "history_"):
+                problem = f"the trainer has no {name} yet; call fit first"
+            else:
+                problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(problem, name=name, obj=self)
+
     def __post_init__(self) -> None:
         compiled = Compiled.of(self.model)
         if compiled is not None and self.loss is None and self.step is None:
@@ -307,6 +327,8 @@ class Trainer:
                 self.optimizer = compiled.optimizer
             if self.metrics is None and self.step is None:
                 self.metrics = compiled.metrics_beside(self.loss)
+        if isinstance(self.callbacks, Callback):
+            self.callbacks = [self.callbacks]
         self._spec()
         self._state = FitState()
 

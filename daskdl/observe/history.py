@@ -2,6 +2,7 @@
 
 import functools
 import html
+import itertools
 import math
 import os
 import time
@@ -16,7 +17,14 @@ from typing_extensions import override
 from daskdl.errors import ModelError, OptionError
 from daskdl.observe import plots, report
 from daskdl.observe.report import Line
-from daskdl.observe.tables import NORMS, LayerTable, Row, StepTable
+from daskdl.observe.tables import (
+    NORMS,
+    LabelledRow,
+    LayerTable,
+    Row,
+    StepTable,
+    no_column,
+)
 from daskdl.observe.timeline import SPANS, Timeline
 
 if TYPE_CHECKING:
@@ -208,7 +216,7 @@ class History(Sequence[Row]):
     """
 
     def __init__(self, rows: Sequence[Row] = ()) -> None:
-        self._rows = list(rows)
+        self._rows = [LabelledRow(row) for row in rows]
         self.steps = StepTable()
         self.layers = LayerTable()
         self.timeline = Timeline()
@@ -217,7 +225,7 @@ class History(Sequence[Row]):
 
     def append(self, row: Row) -> None:
         """Add the row of an epoch."""
-        self._rows.append(row)
+        self._rows.append(LabelledRow(row))
 
     def drop_from(self, epoch: int) -> None:
         """Remove the rows of an epoch and of later ones, which are trained again."""
@@ -226,7 +234,7 @@ class History(Sequence[Row]):
     def column(self, name: str) -> list[Any]:
         """Return one column over all epochs, NaN in epochs without a value."""
         if self._rows and not any(name in row for row in self._rows):
-            raise KeyError(name)
+            raise no_column(name, itertools.chain(*self._rows))
         return [row.get(name, math.nan) for row in self._rows]
 
     @property

@@ -4,10 +4,11 @@ Replicas send rows in packed form. Beyond its maximum size, a table drops rows e
 The scheduler imports this module, so it does not import torch.
 """
 
+import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -55,6 +56,22 @@ class Thinned(Generic[T]):
 
 
 Row = Mapping[str, Any]
+
+
+def no_column(name: str, columns: Iterable[str]) -> KeyError:
+    """Return the error of a table without a column, which lists those that it has."""
+    known = list(dict.fromkeys(columns))
+    close = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return KeyError(f"no column {name!r}; {hint}columns: {', '.join(known)}")
+
+
+class LabelledRow(dict[str, Any]):
+    """A row whose KeyError lists the columns."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise no_column(name, self)
+
 
 # A row takes about 600 bytes of memory in a table of steps, 830 in a table of layers:
 # 17 MB at most.
@@ -235,7 +252,7 @@ class _Table(Sequence[Row], Generic[R]):
     def column(self, name: str) -> list[Any]:
         """Return one column over all rows."""
         if name not in self._columns:
-            raise KeyError(name)
+            raise no_column(name, self._columns)
         return [self._value(row, name) for _, row in self._rows.numbered]
 
     def to_pandas(self) -> Any:
@@ -252,7 +269,7 @@ class _Table(Sequence[Row], Generic[R]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         row = self._rows.numbered[index][1]
-        return {name: self._value(row, name) for name in self._columns}
+        return LabelledRow({name: self._value(row, name) for name in self._columns})
 
     @override
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ Replicas and the client decide independently but from the same reports, so they 
 No I/O.
 """
 
+import difflib
 import logging
 import math
 import time
@@ -393,6 +394,8 @@ class EvaluationPlan:
             if name not in NOT_AGREED:
                 logged = name.removeprefix("val_")
                 remedy = f"to log it, a step returns loss, {{{logged!r}: ...}}"
+                if close := difflib.get_close_matches(name, columns, 1):
+                    remedy = f"did you mean {close[0]!r}? Or {remedy}"
             raise OptionError(
                 f"{option} must be one of {', '.join(map(repr, columns))} or another "
                 f"column of the history, got {name!r}; {remedy}"

@@ -837,7 +837,7 @@ class ProgressReporter:
         for packed in event.report["client_payloads"]:
             add_telemetry(self._history, packed)
         for callback in self._callbacks:
-            run_hook(callback.on_epoch_end, row)
+            run_hook(callback.on_epoch_end, self._history[-1])
 
 
 # A suitable threshold sends a few percent of the parameters. A threshold that half of

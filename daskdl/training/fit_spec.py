@@ -334,7 +334,8 @@ class FitSpec:
             )
         if not isinstance(self.callbacks, Sequence):
             raise OptionError(
-                f"callbacks must be a list of daskdl.Callback, got {self.callbacks!r}"
+                "callbacks must be a daskdl.Callback or a list of them, got "
+                f"{self.callbacks!r}"
             )
         for callback in self.callbacks:
             if not isinstance(callback, Callback):

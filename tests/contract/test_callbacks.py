@@ -86,7 +86,8 @@ def test_a_score_that_reaches_the_target_is_enough(monitor, score, enough):
     ("options", "message"),
     [
         ({"monitor": "val_f1"}, "mode must be 'min' or 'max' with monitor='val_f1', "
-         "got 'auto', which knows only losses and accuracies"),
+         "got 'auto', which knows only names with 'loss' or 'accuracy', such as "
+         "'val_accuracy'"),
         ({"monitor": None}, "monitor must be the name of a column of the history, such "
          "as 'val_loss', got None"),
         ({"mode": "least"}, "mode must be one of 'min', 'max', 'auto', got 'least'"),

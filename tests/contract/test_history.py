@@ -38,8 +38,8 @@ def test_a_history_is_a_sequence_of_its_rows():
 
     assert len(history) == 3
     assert list(history) == ROWS
-    assert history[0] is ROWS[0]
-    assert history[-1] is ROWS[2]
+    assert history[0] == ROWS[0]
+    assert history[-1] == ROWS[2]
     assert history[1:] == ROWS[1:]
     assert ROWS[1] in history
     assert history.column("loss") == [0.5, 0.25, 0.123456]
@@ -95,6 +95,26 @@ def table(*batches):
     for batch in batches:
         made.extend(batch)
     return made
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda epochs, steps: epochs[-1]["los"],
+        lambda epochs, steps: epochs[1:][0]["los"],
+        lambda epochs, steps: epochs.column("los"),
+        lambda epochs, steps: steps[-1]["los"],
+        lambda epochs, steps: steps.column("los"),
+    ],
+)
+def test_a_missing_column_is_answered_with_those_that_there_are(lookup):
+    history = History(ROWS[:1])
+    history.append(ROWS[1])
+
+    with pytest.raises(
+        KeyError, match=r"no column 'los'; did you mean 'loss'.*epoch, "
+    ):
+        lookup(history, table(rows(3)))
 
 
 @pytest.mark.parametrize("numbered", [[], [(1, FULL)], [(7, FULL), (8, FULL)]])

@@ -110,6 +110,18 @@ MISTAKES = {
         lambda: fit(options={"client": Client}),
         "a distributed.Client",
     ),
+    "a short name of a metric to monitor": (
+        lambda: trainer(callbacks=[daskdl.EarlyStopping("val_acc")]),
+        "such as 'val_accuracy'",
+    ),
+    "the same with a mode": (
+        lambda: fit(
+            validation=(X, Y),
+            options={"callbacks": [daskdl.EarlyStopping("val_acc", mode="max")]},
+        ),
+        "got 'val_acc'; did you mean 'val_accuracy'? Or to log it",
+    ),
+    "no callback": (lambda: trainer(callbacks=3), "or a list of them, got 3"),
     "nothing to train": (lambda: fit(model=Frozen()), "requires_grad"),
     # ---- a fit and its results
     "validation without labels": (lambda: fit(validation=X), "pairs (x, y)"),
@@ -308,9 +320,43 @@ class TestLossesWithTrainableTensors:
         Trainer(nn.Linear(4, 2), penalised, sgd, client=False).fit(X, Y)
 
 
+def test_one_callback_needs_no_list(tmp_path):
+    fitted = trainer(callbacks=daskdl.Checkpoint(tmp_path))
+    fitted.fit(X, Y, resume=True)
+    fitted.save(tmp_path / "saved")
+    again = Trainer.load(tmp_path / "saved", model=nn.Linear(4, 2), client=False)
+
+    again.fit(X, Y, epochs=2, resume=True)
+
+    assert [row["epoch"] for row in again.history_] == [0, 1]
+
+
+def test_results_before_a_fit_name_the_fit():
+    unfitted = trainer()
+
+    for name in ("model_", "optimizer_", "scheduler_", "history_"):
+        assert not hasattr(unfitted, name)
+        with pytest.raises(AttributeError, match=f"no {name} yet; call fit first"):
+            getattr(unfitted, name)
+    with pytest.raises(
+        AttributeError, match=r"'Trainer' object has no attribute 'net_"
+    ):
+        unfitted.net_  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (
+            lambda: fit(X, Y, X, Y),
+            "Trainer.fit() takes only X, y by position, got 4 arguments; give the "
+            "others by keyword: epochs= batch_size= validation= ",
+        ),
+        (
+            lambda: Trainer(nn.Linear(4, 2), nn.MSELoss(), "sgd", 0.1),
+            "Trainer() takes only model, loss, optimizer by position, got 4 arguments; "
+            "give the others by keyword: lr= ",
+        ),
         *[
             (
                 lambda keyword=keyword: fit(**{keyword: 3}),

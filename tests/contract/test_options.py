@@ -73,7 +73,7 @@ TRAINER = cases([
     ("master", GradientSharing, "; create one, GradientSharing()"),
     ("seed", Each((-1, 2**63, True, 0.0)), "seed must be a whole number in [0, 2**63)"),
     ("progress", 1, "progress must be True, False or None"),
-    ("callbacks", Callback(), "callbacks must be a list of daskdl.Callback"),
+    ("callbacks", 3, "callbacks must be a daskdl.Callback or a list of them, got 3"),
     ("callbacks", [Callback(), 5], "callbacks must be daskdl.Callback, got 5"),
     ("callbacks", [EarlyStopping], "; create one, EarlyStopping()"),
     ("device", Each((0, "quantum")),

@@ -563,8 +563,9 @@ def dry_run(
             return DryRun(shown, batch, None, y, None, unchanged, logs)
         if y is None and loss is not None:
             raise DataError(
-                "y must be given, or data of pairs (x, y): the loss needs labels; a "
-                "model that returns its own loss, and a step, need neither y nor loss="
+                "y must be given, or data of pairs (x, y), or label= with a column of "
+                "X: the loss needs labels; a model that returns its own loss, and a "
+                "step, need neither y nor loss="
             )
         output = _forward(module, x)
         _warn_of_squeezing(module, x, output)

@@ -46,6 +46,7 @@ from daskdl.data.named_columns import (
     NamedRows,
     columns_in,
     few,
+    names_of,
 )
 from daskdl.data.source import Facts, Source, facts_of, is_known
 from daskdl.data.storage import are_paths
@@ -314,10 +315,15 @@ class _Reading(NamedTuple):
     classes: Sequence[str] | None
 
 
+# What y was meant for, where X includes the labels.
+_MEANT = "pass validation data as validation=..., the name of labels as label=..."
+
+
 def _without_y(X: Any, y: Any) -> tuple[Any, Any]:
     if y is not None:
         raise DataError(
-            f"y must be None for a {type(X).__name__}, which includes its labels"
+            f"y must be None for {tables.with_article(type(X).__name__)}, which "
+            f"includes its labels; {_MEANT}"
         )
     return X, None
 
@@ -326,7 +332,7 @@ def _paths_alone(X: Any, y: Any) -> tuple[Any, Any]:
     if y is not None:
         raise DataError(
             "y must be None for paths or URLs of files, which include their labels; "
-            f"{tables.TEXT}"
+            f"{_MEANT}; {tables.TEXT}"
         )
     return X, None
 
@@ -592,8 +598,18 @@ def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
         if kind.label_apart is not None:
             X, y = kind.label_apart(X, read.label)
             read = replace(read, label=None)
+    elif _names_columns(y, X):
+        raise DataError(f"y must hold the labels, got {y!r}; write label={y!r}")
     X, y = kind.prepare(X, y)
     return X, y, read
+
+
+def _names_columns(y: Any, X: Any) -> bool:
+    """Whether y is a name, or a list of columns of X, instead of labels."""
+    columns = names_of(X)
+    if columns is None or isinstance(y, str):
+        return columns is not None
+    return isinstance(y, list) and bool(y) and set(map(str, y)) <= {*map(str, columns)}
 
 
 def _stacked_examples(tree: Tree, name: str) -> Tree:

@@ -183,13 +183,12 @@ def check_values(value: Any, argument: str) -> None:
             f"fill it with {argument}.filled(...)"
         )
     if not (isinstance(value, np.ndarray | Tensor) or is_dask_array(value)):
-        name = "None" if value is None else _type_name(value)
-        article = "" if value is None else "an " if name[0] in "aeio" else "a "
+        name = "None" if value is None else with_article(_type_name(value))
         matches = (remedy for applies, remedy in _REMEDIES if applies(value))
         remedy = next(matches, _ROW_EACH)
         raise DataError(
             f"{argument} must be a numpy array, a torch tensor or a dask.array, got "
-            f"{article}{name}; {remedy.replace('{X}', _variable(argument))}"
+            f"{name}; {remedy.replace('{X}', _variable(argument))}"
         )
     if value.ndim == 0:
         raise DataError(
@@ -212,6 +211,10 @@ def check_values(value: Any, argument: str) -> None:
             f"{argument} must hold real numbers of at most 64 bits, got dtype "
             f"{value.dtype}; {_remedy_for_dtype(value, argument)}"
         )
+
+
+def with_article(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeioAEIO' else 'a'} {noun}"
 
 
 def _type_name(value: Any) -> str:

@@ -59,7 +59,7 @@ DATA = {
     "partitions": (uneven_tables, "equally many partitions, got 3 of X, 2 of y part"),
     "y and Dataset": (
         lambda: Given(Items(), Y),
-        "y must be None for a Items, which includes its labels",
+        "y must be None for an Items, which includes its labels",
     ),
     "too large": (
         lambda: Given(X, changed(Y, 3, 4)),

@@ -334,6 +334,12 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
          "number the classes, y.map_blocks.*numpy.searchsorted"),
         (X, delayed(Y), {}, "futures hold pairs .x, y.: give them as X"),
         (DATASET, Y, {}, "y must be None for .* labels"),
+        (DATASET, DATASET, {}, "which includes its labels; pass validation data as "
+         "validation=..., the name of labels as label="),
+        ("a.csv", "b.csv", {}, "include their labels; pass validation data as valid"),
+        (TABLE, "price", {}, "must hold the labels, got 'price'; write label='price'"),
+        (TABLE, ["price"], {}, "got .'price'.; write label=.'price'."),
+        (dd.from_pandas(TABLE, npartitions=2), "price", {}, "write label='price'"),
         (Streamed(), Y, {}, "y must be None for .* labels"),
         ([delayed((X, Y))], Y, {}, "y must be a list of .* with the same partitions"),
         (Parts((X, Y)), Y, {}, "y must be None for .* labels"),
@@ -344,7 +350,8 @@ def test_an_argument_that_contradicts_the_loader_is_refused(options):
         "label, y of bags", "labels",
         "label of an array", "label of a tuple", "label of files", "dicts", "splits",
         "text in a dataset", "text in a bag", "missing", "text of Dask",
-        "text in blocks", "Delayed y", "dataset, y", "stream, y", "list, y",
+        "text in blocks", "Delayed y", "dataset, y", "dataset, dataset", "file, file",
+        "table, name", "table, names", "Dask table, name", "stream, y", "list, y",
         "source, y",
     ],
 )  # fmt: skip

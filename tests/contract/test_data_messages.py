@@ -294,5 +294,6 @@ def test_text_is_told_that_it_was_taken_for_a_path(given):
     )
     assert told(given, Y).startswith(
         "y must be None for paths or URLs of files, which include their labels; "
+        "pass validation data as validation=..., the name of labels as label=...; "
         "convert text to numbers first"
     )

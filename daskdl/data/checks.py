@@ -49,7 +49,7 @@ from daskdl.data.batching import (
 )
 from daskdl.data.formats import DAMAGED
 from daskdl.data.named_columns import few
-from daskdl.data.source import SHOWN_ROWS, Separate, Source, shown_rows
+from daskdl.data.source import SHOWN_ROWS, Pieces, Source, shown_rows
 from daskdl.data.tables import as_numpy
 from daskdl.errors import (
     DaskDLError,
@@ -1076,26 +1076,26 @@ def blames_data(error: BaseException) -> bool:
 
 
 def is_left_out(
-    error: BaseException, name: str, skips: bool, separate: Separate = ()
+    error: BaseException, name: str, skips: bool, pieces: Pieces = ()
 ) -> bool:
     """Return whether an unreadable part is left out; log it, or annotate the error.
 
     A part is left out if `skips` is true and the data cause the error. Otherwise the
-    name of the part is added to the error. If the part has `separate` pieces, the
-    caller loads them one by one, and only the bad pieces are logged.
+    name of the part is added to the error. If the part has `pieces`, the caller
+    loads them one by one, and only the bad pieces are logged.
     """
     if not skips or not blames_data(error):
         if not getattr(error, "__notes__", None):  # a piece of this part may be named
             error.add_note(f"in {name}")
         return False
-    if not separate:
+    if not pieces:
         logger.warning("%s is left out: %s", name, error)
     return True
 
 
-def load_each(separate: Separate, skips: bool) -> Iterator[tuple[str, Rows]]:
-    """Load the pieces of a part, as of `Source.separate`; yield names and rows."""
-    for name, load in separate:
+def load_each(pieces: Pieces, skips: bool) -> Iterator[tuple[str, Rows]]:
+    """Load the pieces of a part, as of `Source.pieces`; yield names and rows."""
+    for name, load in pieces:
         try:
             rows = load()
         except UNREADABLE as error:
@@ -1159,9 +1159,9 @@ def stream_readable(
             check(some, name)
             yield some
     except UNREADABLE as error:
-        separate = source.separate(part) if skips else ()
-        if not is_left_out(error, name, skips, separate):
+        pieces = source.pieces(part) if skips else ()
+        if not is_left_out(error, name, skips, pieces):
             raise
-        left, _ = join_readable(load_each(separate, skips=True), check)
+        left, _ = join_readable(load_each(pieces, skips=True), check)
         if left is not None:
             yield left

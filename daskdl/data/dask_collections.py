@@ -423,10 +423,10 @@ def _inside(task: Any) -> Iterator[Any]:
 class Collections(Source):
     """A source of Dask collections; `finish` converts partitions of a part to rows."""
 
-    apart = True
+    sent_by_part = True
     mergeable = True
     lazy = True
-    named = False
+    has_part_names = False
 
     def __init__(
         self,
@@ -450,7 +450,7 @@ class Collections(Source):
         self.partitions.place(client)
 
     @override
-    def packed(self, part: int) -> PartGraph:
+    def content(self, part: int) -> PartGraph:
         if part not in self._graphs:
             self._graphs[part] = self.partitions.graph_of(
                 part, self.finish, self.name(part), self._counted[part]
@@ -459,11 +459,11 @@ class Collections(Source):
 
     @override
     def needs(self, part: int) -> tuple[Any, ...]:
-        return self.packed(part).needs
+        return self.content(part).needs
 
     @override
     def load(self, part: int) -> Rows:
-        graph = self.packed(part)
+        graph = self.content(part)
         return graph.rows({key: self.partitions.result(key) for key in graph.needs})
 
     @override
@@ -474,8 +474,8 @@ class Collections(Source):
         self._graphs = {}
 
     @override
-    def known(self, facts: Sequence[Facts]) -> Self:
-        counted = super().known(facts)
+    def with_facts(self, facts: Sequence[Facts]) -> Self:
+        counted = super().with_facts(facts)
         counted._counted = [fact.rows for fact in facts]
         counted._graphs = {}
         return counted

@@ -1,7 +1,7 @@
 """Place parts of a source on a cluster, fetch them, and map functions over them.
 
-If `Source.apart`, each part is sent to one worker; otherwise each worker gets the
-whole source.
+If `Source.sent_by_part`, each part is sent to one worker; otherwise each worker gets
+the whole source.
 Dask transfers numpy arrays and packed tasks, never tensors.
 """
 
@@ -26,7 +26,7 @@ from typing_extensions import override
 from daskdl.config import Bound, Timeouts
 from daskdl.data import batching
 from daskdl.data.batching import Rows
-from daskdl.data.source import PartGraph, Separate, Source
+from daskdl.data.source import PartGraph, Pieces, Source
 from daskdl.errors import DataError, LostPieceError, OptionError, WaitTimeoutError
 from daskdl.serialization import Packed
 from daskdl.util import check_installed, running_client
@@ -163,13 +163,13 @@ class Fetcher:
         self.names[key] = graph.name
         return graph.rows(self._needs(graph, unwanted))
 
-    def separate(self, key: str, unwanted: Callable[[], bool]) -> Separate:
-        """Return the pieces of a part, see `Source.separate` and `rows`."""
+    def pieces(self, key: str, unwanted: Callable[[], bool]) -> Pieces:
+        """Return the pieces of a part, see `Source.pieces` and `rows`."""
         content = self.fetch(key, unwanted)
         if not isinstance(content, Packed):
             return []
         graph: PartGraph = content.unpack()
-        return graph.separate(self._needs(graph, unwanted))
+        return graph.pieces(self._needs(graph, unwanted))
 
     def _needs(self, graph: PartGraph, unwanted: Callable[[], bool]) -> dict[Any, Any]:
         """Fetch the results that a part depends on; several in one request."""
@@ -325,25 +325,25 @@ SENT_BYTES = 4 * 2**20
 class DataPlacement:
     """Places the parts of a source on workers, and holds them there until released.
 
-    Each part of a source that is sent `apart` goes to one worker, one that holds a
-    result it depends on if there is one; any other source goes to every worker as a
-    whole, with the replica. A context manager.
+    Each part of a source that is `sent_by_part` goes to one worker, preferably to one
+    that holds a result that the part depends on. Any other source goes to every worker
+    as a whole, with the replica. A context manager.
 
     Attributes:
         source: Source of the parts, kept so that lost parts can be sent again.
-        packed: The whole source, for every worker; None if parts are sent apart.
+        packed: The whole source, for every worker; None if it is `sent_by_part`.
     """
 
     def __init__(
         self, source: Source, client: Client, workers: Sequence[str], bound: Bound
     ) -> None:
         self.source = source
-        self.packed = None if source.apart else Packed(source, "X")
+        self.packed = None if source.sent_by_part else Packed(source, "X")
         self._futures: dict[int, Future] = {}  # by part
         self._client = client
         self._bound = bound
         source.prepare(client)
-        if source.apart:
+        if source.sent_by_part:
             with contextlib.ExitStack() as unless_complete:
                 unless_complete.callback(self.release)  # also after Ctrl-C
                 self._send(range(source.parts), workers)
@@ -456,7 +456,7 @@ def _portions(source: Source, parts: Sequence[int]) -> Iterator[dict[int, Any]]:
 
 def content_of(source: Source, part: int) -> Any:
     """Return what is sent for a part: rows, or packed tasks."""
-    content = source.packed(part)
+    content = source.content(part)
     return Packed(content, "X") if isinstance(content, PartGraph) else content
 
 
@@ -510,7 +510,7 @@ def map_parts(
             this process calls the function.
     """
     numbers = iter(range(source.parts) if parts is None else parts)
-    stays = client is False or (source.here and not send)
+    stays = client is False or (source.in_memory and not send)
     cluster = None if stays else client or running_client()
     source.prepare(cluster or False)
     if cluster is None:
@@ -568,14 +568,14 @@ class _Pass:
         self._timeouts = Timeouts.from_config()
         self._bound = self._timeouts.bound("data")
         self._packed: list[Packed[Any]] = [Packed(function, "function")]
-        if not source.apart:
+        if not source.sent_by_part:
             self._packed.append(Packed(source, "X"))
         self._shared = self._share()
         self._running: dict[Future, int] = {}
         self._losses: Counter[int] = Counter()  # by part
 
     def _share(self) -> Future:
-        """Send all workers the function, and the source unless parts are sent apart."""
+        """Send all workers the function, and the source unless it is `sent_by_part`."""
         nbytes = sum(packed.payload.nbytes for packed in self._packed)
         what, key = f"the function and its data ({nbytes} bytes)", new_key("pass")
         data = {key: self._packed}
@@ -616,7 +616,7 @@ class _Pass:
 
     def _content(self, part: int) -> tuple[Any, ...]:
         """Arguments of `_SentPart`; none if workers have the source."""
-        if not self._source.apart:
+        if not self._source.sent_by_part:
             return ()
         needs = self._source.needs(part)
         held = [Future(key, self._client) for key in needs]

@@ -20,7 +20,7 @@ from daskdl.data.batching import Rows
 from daskdl.data.formats import Loader, Reader
 from daskdl.data.named_columns import NO_COLUMNS, NamedRows
 from daskdl.data.packed import PackedFiles, PackedRows, packed_in
-from daskdl.data.source import SHOWN_ROWS, Facts, Separate, Source, facts_of
+from daskdl.data.source import SHOWN_ROWS, Facts, Pieces, Source, facts_of
 from daskdl.data.storage import AnyPath, is_local, is_path, store_of
 from daskdl.errors import DataError, OptionError, ShapeError
 
@@ -113,7 +113,7 @@ class GroupedFiles(Source):
         return f"{group.url(0)} and {others} more" if others else group.url(0)
 
     @override
-    def separate(self, part: int) -> Separate:
+    def pieces(self, part: int) -> Pieces:
         group = self.groups[part]
         numbers = range(len(group.names))
         if len(numbers) == 1:
@@ -181,20 +181,20 @@ class LoadedFiles(GroupedFiles):
         return NamedRows.of(rows).arranged(self.columns or NO_COLUMNS, file.name)
 
     @override
-    def look(self, part: int) -> Facts:
+    def facts(self, part: int) -> Facts:
         group = self.groups[part]
         if self.one_example:
             shown = facts_of(self._joined(part, SHOWN_ROWS))
             return shown._replace(rows=len(group.names))
         header = isinstance(self._loader, Reader) and self._loader.reads_headers
-        facts = each_file(group, partial(self._facts, part), header=header)
+        facts = each_file(group, partial(self._facts_of_file, part), header=header)
         shown = next((fact for fact in facts if fact.rows), facts[0])
         return shown._replace(rows=sum(fact.rows for fact in facts))
 
-    def _facts(self, part: int, number: int, file: BinaryIO) -> Facts:
+    def _facts_of_file(self, part: int, number: int, file: BinaryIO) -> Facts:
         if isinstance(self._loader, Reader):
             with formats.reading(file.name):
-                facts = self._loader.look(file)
+                facts = self._loader.facts(file)
             if facts is not None and facts.first_rows is not None:
                 rows = NamedRows.of(facts.first_rows)
                 rows = rows.arranged(self.columns or NO_COLUMNS, file.name)
@@ -203,7 +203,7 @@ class LoadedFiles(GroupedFiles):
         return facts_of(self.rows(part, number, file))
 
     @override
-    def known(self, facts: Sequence[Facts]) -> Self:
+    def with_facts(self, facts: Sequence[Facts]) -> Self:
         nonempty = [part for part, fact in enumerate(facts) if fact.rows]
         source = copy.copy(self)
         source.groups = [self.groups[part] for part in nonempty]

@@ -65,7 +65,7 @@ class Reader(ABC):
 
     Attributes:
         classes: Names of the labels 0, 1, ..., or None.
-        reads_headers: Whether `look` reads only a small part of a file.
+        reads_headers: Whether `facts` reads only a small part of a file.
     """
 
     classes: Sequence[str] | None = None
@@ -75,7 +75,7 @@ class Reader(ABC):
     def __call__(self, file: BinaryIO) -> Any:
         """Read (x, y) from an open file: trees of arrays; y is None without labels."""
 
-    def look(self, file: BinaryIO) -> Facts | None:
+    def facts(self, file: BinaryIO) -> Facts | None:
         """Return facts from the header; None if they require the complete file."""
         return None
 
@@ -180,7 +180,7 @@ class Npy(Reader):
             return self._split(np.load(file, allow_pickle=False), file.name)
 
     @override
-    def look(self, file: BinaryIO) -> Facts:
+    def facts(self, file: BinaryIO) -> Facts:
         with _one_parses:
             version = np.lib.format.read_magic(file)
             # Version 3.0 differs only in field names, which arrays of numbers lack.
@@ -264,7 +264,7 @@ class Safetensors(NamedArrays):
         return self._chosen(load(file.read()), file.name)
 
     @override
-    def look(self, file: BinaryIO) -> Facts | None:
+    def facts(self, file: BinaryIO) -> Facts | None:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if length > _LARGEST_HEADER_BYTES:
             raise ValueError(f"its header would have {length} bytes")
@@ -541,7 +541,7 @@ class Csv(Table):
                 )
 
     @override
-    def look(self, file: BinaryIO) -> Facts:
+    def facts(self, file: BinaryIO) -> Facts:
         facts = facts_of(rows_of(self(file), file.name))
         assert facts.first_rows is not None, "the file has been read"
         shown = NamedRows.of(facts.first_rows)
@@ -581,7 +581,7 @@ class Parquet(Table):
         return self._decoded(parquet.schema_arrow, parquet.read, file.name)
 
     @override
-    def look(self, file: BinaryIO) -> Facts:
+    def facts(self, file: BinaryIO) -> Facts:
         parquet = optional_module("pyarrow.parquet").ParquetFile(file)
         schema = parquet.schema_arrow
         empty = self._decoded(schema, schema.empty_table().select, file.name)

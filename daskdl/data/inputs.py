@@ -767,9 +767,9 @@ def matched(
     if source.first_rows is not None and source.columns is not None:
         rows = NamedRows.of(source.first_rows, source.columns)
         rows.warn_of_positions(expected, trained)
-    elif arranged.trained != trained:
+    elif arranged.training_columns != trained:
         arranged = copy.copy(arranged)
-        arranged.trained = trained
+        arranged.training_columns = trained
     return arranged
 
 
@@ -791,16 +791,15 @@ def infer_metadata(
     if is_known(source):
         return source
     logger.info("counting the rows of %s parts", source.parts)
-    look = functools.partial(_look, skips=skips)
-    looks = sorted(map_parts(source, look, client), key=itemgetter(0))
-    seen = [seen_of_part for _, seen_of_part in looks]
+    facts_of_part = functools.partial(_facts_and_left_out, skips=skips)
+    counted = sorted(map_parts(source, facts_of_part, client), key=itemgetter(0))
     bad = [
-        part for part, (facts, _) in looks if facts is None or facts.first_rows is None
+        part for part, (fact, _) in counted if fact is None or fact.first_rows is None
     ]
     if bad:
         logger.warning("%s parts cannot be read and are left out: %s", len(bad), bad)
     empty: Any = None
-    facts = [fact or Facts(0, empty) for fact, _ in seen]
+    facts = [fact or Facts(0, empty) for _, (fact, _) in counted]
     rows = sum(fact.rows for fact in facts)
     if rows == 0 or all(fact.first_rows is None for fact in facts):
         unread = f", of which {len(bad)} cannot be read" if bad else ""
@@ -808,8 +807,8 @@ def infer_metadata(
             f"X must not be empty, got no rows in {source.parts} parts{unread}"
         )
     logger.info("there are %s rows in %s parts", rows, source.parts)
-    known = source.known(facts)
-    known.left_out = sum(left_out for _, left_out in seen)
+    known = source.with_facts(facts)
+    known.left_out = sum(left_out for _, (_, left_out) in counted)
     kinds = [
         batching.kinds(fact.first_rows)
         if fact.rows and fact.first_rows is not None
@@ -825,7 +824,7 @@ def infer_metadata(
         known.first_rows = usual_first
     if len({*kinds} - {()}) > 1:
         kept = known.parts == source.parts  # otherwise parts without rows are left out
-        known.unlike = kinds if kept else [*filter(None, kinds)]
+        known.part_specs = kinds if kept else [*filter(None, kinds)]
     assert usual_first is not None, "a part without rows has no kinds"
     usual_rows = NamedRows.of(usual_first)
     for part, fact in enumerate(facts):
@@ -852,7 +851,8 @@ def _warn_of_parts(source: Source, facts: Sequence[Facts], columns: Columns) -> 
             rows = NamedRows.of(fact.first_rows)
             if (places := frozenset(rows.columns)) not in seen:
                 seen.add(places)
-                rows.warn_of_positions(columns, source.trained, source.name(part))
+                name = source.name(part)
+                rows.warn_of_positions(columns, source.training_columns, name)
 
 
 def _sorted_names(fact: Facts) -> Sequence[tuple[str, Sequence[str]]]:
@@ -887,25 +887,27 @@ def with_columns(source: Source, client: Any) -> Source:
 
 def _readable_facts(source: Source, part: int) -> Facts | None:
     try:
-        return source.look(part)
+        return source.facts(part)
     except UNREADABLE:  # the pass over all parts reports it
         return None
 
 
-def _look(source: Source, part: int, skips: bool) -> tuple[Facts | None, int]:
+def _facts_and_left_out(
+    source: Source, part: int, skips: bool
+) -> tuple[Facts | None, int]:
     """Return the facts of a part, or None, and the number of left out examples."""
     try:
-        return source.look(part), 0
+        return source.facts(part), 0
     except UNREADABLE as error:
-        separate = source.separate(part) if skips else ()
-        if not is_left_out(error, source.name(part), skips, separate):
+        pieces = source.pieces(part) if skips else ()
+        if not is_left_out(error, source.name(part), skips, pieces):
             raise
-        rows, files = join_readable(load_each(separate, skips=True))
+        rows, files = join_readable(load_each(pieces, skips=True))
         facts = None if rows is None else facts_of(rows)
         if source.lengths is not None:
             # Examples that cannot be read keep their places, and are counted later.
             return Facts(source.lengths[part], facts and facts.first_rows), 0
-        return facts, max(len(separate), 1) - files
+        return facts, max(len(pieces), 1) - files
 
 
 # Small parts are merged as long as at least this many parts remain, so that replicas
@@ -930,7 +932,7 @@ def merge_small_parts(source: Source) -> Source:
     groups: list[list[int]] = []
     rows, kinds = most, None
     for part, length in enumerate(lengths):
-        unlike = None if source.unlike is None else source.unlike[part]
+        unlike = None if source.part_specs is None else source.part_specs[part]
         if length == 0:
             continue
         if rows + length > most or unlike != kinds:
@@ -941,7 +943,7 @@ def merge_small_parts(source: Source) -> Source:
     if len(groups) == sum(length > 0 for length in lengths):
         return source
     logger.info("%s parts are merged into %s", source.parts, len(groups))
-    return source.together(groups)
+    return source.merged(groups)
 
 
 def split_rows(X: Any, y: Any, fraction: float, seed: int) -> Halves:

@@ -441,7 +441,7 @@ def _pack_rows(
 ) -> Manifest:
     """Pack the rows of a source, or resume an interrupted call."""
     progress = Progress(store)
-    if source.here:
+    if source.in_memory:
         client = False
     write_part = partial(_write_part, progress=progress, options=options)
     schema: Schema | None = None

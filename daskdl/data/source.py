@@ -28,8 +28,8 @@ SHOWN_ROWS = 2  # for a dry run
 # Rows read at a time from a part that may not fit into memory.
 STREAMED_ROWS = 1024
 
-Piece = tuple[str, Callable[[], Rows]]  # see `Source.separate`
-Separate = Sequence[Piece]
+Piece = tuple[str, Callable[[], Rows]]  # see `Source.pieces`
+Pieces = Sequence[Piece]
 
 
 class GraphPart(NamedTuple):
@@ -63,8 +63,8 @@ class PartGraph:
         values = execute_graph(graph, {key: held[key] for key in self.needs}, keys)
         return batching.joined([member.of(values) for member in self.members])
 
-    def separate(self, held: Mapping[Any, Any]) -> Separate:
-        """See `Source.separate`."""
+    def pieces(self, held: Mapping[Any, Any]) -> Pieces:
+        """See `Source.pieces`."""
         if len(self.members) == 1:
             return []
         pieces = []
@@ -93,7 +93,7 @@ class Facts(NamedTuple):
 class Source(ABC):
     """Data in parts, which are loaded one at a time, on a worker or in this process.
 
-    A source is pickled to each worker once, unless its parts are sent `apart`.
+    A source is pickled to each worker once, unless it is `sent_by_part`.
 
     Attributes:
         parts: Number of parts, >= 1.
@@ -107,26 +107,27 @@ class Source(ABC):
         classes: Names of the labels 0, 1, ..., or None.
         columns: Names of the columns of the arrays that `load` makes of tables; None:
             not known before a part is loaded.
-        trained: Column names of the training data, if the column names of this source
-            have not been compared with them yet; None: nothing is left to compare.
+        training_columns: Column names of the training data, if the column names of this
+            source have not been compared with them yet; None: nothing to compare.
         scaled_by: Digests of the normalizers that the rows went through when they were
             written, in order.
-        here: Whether the rows are in this process's memory.
+        in_memory: Whether the rows are in this process's memory.
         rows_in_memory: All rows in their original order, if they are arrays in this
             process's memory; otherwise None.
         block_lengths: Number of rows of each block, NaN if unknown, if the parts are
             the blocks of a ``dask.array``; otherwise None.
         left_out: Number of unreadable examples that are in no part; in a part of
             unknown length, each file counts as one example.
-        unlike: For each part, the names, shapes and dtypes of its arrays, see
-            `daskdl.data.batching.kinds`; None: equal in all parts.
+        part_specs: Names, shapes and dtypes of the arrays of each part, see
+            `daskdl.data.batching.row_spec`; None: equal in all parts.
         mergeable: Whether small parts may be merged.
         lazy: Whether the data are a Dask collection; outputs are then lazy, too.
-        named: Whether the names of the parts are URLs, which identify rows for users.
+        has_part_names: Whether the names of the parts mean something to users, as the
+            URLs of files do.
         keyable: Whether the examples may be pairs (key, x).
-        one_example: Whether each piece of a part, see `separate`, has exactly one row.
-        apart: Whether each part is sent separately, as `packed` returns it, to the
-            worker that loads it; otherwise each worker gets the whole source once.
+        one_example: Whether each piece of a part, see `pieces`, has exactly one row.
+        sent_by_part: Whether each part is sent separately, as `content` returns it, to
+            the worker that loads it; otherwise each worker gets the whole source once.
     """
 
     parts: int
@@ -135,19 +136,19 @@ class Source(ABC):
     sequential: bool = False
     classes: Sequence[str] | None = None
     columns: Columns | None = NO_COLUMNS
-    trained: Columns | None = None
+    training_columns: Columns | None = None
     scaled_by: Sequence[str] = ()
-    here: bool = False
+    in_memory: bool = False
     rows_in_memory: Rows | None = None
     block_lengths: Sequence[float] | None = None
     left_out: int = 0
-    unlike: Sequence[Kinds] | None = None
+    part_specs: Sequence[Kinds] | None = None
     mergeable: bool = False
     lazy: bool = False
-    named: bool = True
+    has_part_names: bool = True
     keyable: bool = False
     one_example: bool = False
-    apart: bool = False
+    sent_by_part: bool = False
 
     @abstractmethod
     def load(self, part: int) -> Rows:
@@ -184,24 +185,24 @@ class Source(ABC):
         Called before the first part is loaded or sent, and maybe again.
         """
 
-    def packed(self, part: int) -> Rows | PartGraph:
-        """Return the content to send for a part, if parts are sent `apart`."""
+    def content(self, part: int) -> Rows | PartGraph:
+        """Return the content to send for a part of a source that is `sent_by_part`."""
         return self.load_counted(part)
 
     def needs(self, part: int) -> tuple[Any, ...]:
         """Return the Dask keys of the results that a part depends on."""
         return ()
 
-    def separate(self, part: int) -> Separate:
+    def pieces(self, part: int) -> Pieces:
         """Return the pieces of a part: names, and functions that load each one.
 
         Empty if the part can only be loaded as a whole.
         """
         return ()
 
-    def together(self, groups: Sequence[Sequence[int]]) -> "Source":
+    def merged(self, groups: Sequence[Sequence[int]]) -> "Source":
         """Return a source with one part for each group; no group has empty parts."""
-        return Together(self, groups)
+        return MergedParts(self, groups)
 
     def divided(self, parts: int) -> Self:
         """Return a stream in `parts` parts, unless the user chose the number of parts.
@@ -272,11 +273,11 @@ class Source(ABC):
         """Return the name of a part for messages; for a file, its URL."""
         return f"part {part}"
 
-    def look(self, part: int) -> Facts:
+    def facts(self, part: int) -> Facts:
         """Return length and first rows of a part; loads it if need be."""
         return facts_of(self.load_counted(part))
 
-    def known(self, facts: Sequence[Facts]) -> Self:
+    def with_facts(self, facts: Sequence[Facts]) -> Self:
         """Return the same source with the lengths of its parts.
 
         Args:
@@ -288,7 +289,7 @@ class Source(ABC):
         return counted
 
 
-class Together(Source):
+class MergedParts(Source):
     """Groups of parts of another source, with known lengths, as its parts."""
 
     def __init__(self, source: Source, groups: Sequence[Sequence[int]]) -> None:
@@ -299,7 +300,7 @@ class Together(Source):
         self.lengths = [sum(lengths[part] for part in group) for group in groups]
         self.first_rows, self.classes = source.first_rows, source.classes
         self.columns = source.columns
-        self.left_out, self.apart = source.left_out, source.apart
+        self.left_out, self.sent_by_part = source.left_out, source.sent_by_part
 
     @override
     def load(self, part: int) -> Rows:
@@ -310,8 +311,8 @@ class Together(Source):
         self._source.prepare(client)
 
     @override
-    def packed(self, part: int) -> Rows | PartGraph:
-        contents = [self._source.packed(member) for member in self._groups[part]]
+    def content(self, part: int) -> Rows | PartGraph:
+        contents = [self._source.content(member) for member in self._groups[part]]
         graphs = [content for content in contents if isinstance(content, PartGraph)]
         if len(graphs) < len(contents):
             return self.load_counted(part)
@@ -326,13 +327,11 @@ class Together(Source):
         return tuple(dict.fromkeys(itertools.chain.from_iterable(needs_of_members)))
 
     @override
-    def separate(self, part: int) -> Separate:
+    def pieces(self, part: int) -> Pieces:
         pieces: list[Piece] = []
         for member in self._groups[part]:
             load = functools.partial(self._source.load_counted, member)
-            pieces += self._source.separate(member) or [
-                (self._source.name(member), load)
-            ]
+            pieces += self._source.pieces(member) or [(self._source.name(member), load)]
         return pieces
 
     @override

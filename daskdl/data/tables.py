@@ -261,9 +261,9 @@ class InMemory(Source):
     lengths: Sequence[int]
     first_rows: Rows
     rows_in_memory: Rows
-    here = True
-    apart = True
-    named = False
+    in_memory = True
+    sent_by_part = True
+    has_part_names = False
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ from daskdl.config import check_whole
 from daskdl.data import batching
 from daskdl.data.batching import Rows, Tree
 from daskdl.data.checks import UNREADABLE, blames_data
-from daskdl.data.source import SHOWN_ROWS, Separate, Source
+from daskdl.data.source import SHOWN_ROWS, Pieces, Source
 from daskdl.data.tables import as_numpy, check_array, number_labels, split_label
 from daskdl.errors import DataError, OptionError
 
@@ -274,7 +274,7 @@ class IterableStyle(Source):
     """
 
     sequential = True
-    named = False
+    has_part_names = False
     lengths = None
 
     def __init__(
@@ -394,7 +394,7 @@ class MapStyle(Source):
 
     lengths: list[int]
     first_rows: Rows
-    named = False
+    has_part_names = False
 
     def __init__(
         self,
@@ -441,7 +441,7 @@ class MapStyle(Source):
         return f"items {start} to {stop} of the {shuffled}dataset"
 
     @override
-    def separate(self, part: int) -> Separate:
+    def pieces(self, part: int) -> Pieces:
         indices = self._indices(part)
         if len(indices) == 1:
             return ()

@@ -256,10 +256,10 @@ class Findings:
         """Load and examine a part; file by file if something is wrong."""
         findings = cls()
         findings._read(source.name(part), source.stream(part, STREAMED_ROWS), expected)
-        separate = source.separate(part)
-        if findings.counts and separate:
+        pieces = source.pieces(part)
+        if findings.counts and pieces:
             findings = cls()
-            for name, load in separate:
+            for name, load in pieces:
                 of_file = cls()
                 # A generator, so that `_read` handles the errors of loading.
                 of_file._read(name, (read() for read in [load]), expected)
@@ -267,7 +267,7 @@ class Findings:
                 findings.counts += of_file.counts
                 findings.offenders += of_file.offenders
             findings.offenders = findings.offenders[:SHOWN]
-        findings.files = max(len(separate), 1)
+        findings.files = max(len(pieces), 1)
         return findings
 
     def _read(self, name: str, loaded: Iterable[Rows], expected: Expectations) -> None:

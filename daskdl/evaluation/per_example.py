@@ -21,7 +21,7 @@ from daskdl.data import source as sources
 from daskdl.data.batching import Batch, Rows, Tree
 from daskdl.data.dask_collections import Collections
 from daskdl.data.inputs import ReadOptions, infer_metadata, source_of
-from daskdl.data.source import SHOWN_ROWS, Separate, Source
+from daskdl.data.source import SHOWN_ROWS, Pieces, Source
 from daskdl.data.tables import as_numpy
 from daskdl.errors import DataError, ModelError, OptionError
 from daskdl.evaluation.evaluate import (
@@ -96,7 +96,7 @@ def score_examples(
         scores = np.concatenate([np.zeros(0), *in_order])
     if keys is not None:
         return keys.index(scores)
-    return _like(X, scores) if source.here else scores
+    return _like(X, scores) if source.in_memory else scores
 
 
 def _like(X: Any, scores: np.ndarray) -> Any:
@@ -155,13 +155,13 @@ class ExampleScorer(Scorer):
         try:
             yield from self._checked(source.stream(part, self.batch_size), name)
         except checks.UNREADABLE as error:
-            files = source.separate(part) if self.skips else ()
+            files = source.pieces(part) if self.skips else ()
             if not checks.is_left_out(error, name, self.skips, files):
                 raise
             yield from self._readable(source, part, files)
 
     def _readable(
-        self, source: Source, part: int, files: Separate
+        self, source: Source, part: int, files: Pieces
     ) -> Iterator[tuple[int, Rows]]:
         """Yield rows of readable files; other files count if each has one example."""
         good = dict(checks.usable(checks.load_each(files, skips=True), self._check))

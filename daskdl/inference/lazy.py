@@ -170,7 +170,7 @@ class Examples(Collections):
 
     def __init__(self, pairs: Pairs, keyed: bool | None) -> None:
         super().__init__(pairs.partitions, _unread)
-        self.columns, self.trained = pairs.columns, pairs.trained
+        self.columns, self.training_columns = pairs.columns, pairs.training_columns
         self.reader = ExampleReader(pairs.finish, pairs.bag, keyed)
 
     @override
@@ -208,7 +208,7 @@ def with_first_rows(
                 columns = {**named_rows.columns, **(source.columns or {})}
                 if source.first_rows is None:
                     named_rows.warn_of_positions(
-                        columns, source.trained, source.name(part)
+                        columns, source.training_columns, source.name(part)
                     )
                 return known.arranged(columns, named_rows.classes)
     raise DataError(f"X must not be empty, got no rows in {source.parts} parts")
@@ -220,7 +220,7 @@ def _first_rows(
     with error_context(f"in {source.name(part)}"):
         if reader is not None:
             return reader.first_rows(source.load(part)[0], part)
-        facts = source.look(part)
+        facts = source.facts(part)
         return (facts if facts.rows else None), False
 
 
@@ -350,7 +350,7 @@ def _pairs_of_files(
     packed_source: Packed[Source], packed_ask: Packed[Ask], part: int
 ) -> list[tuple[Any, Any]]:
     source, ask = packed_source.shared(), packed_ask.shared()
-    files = source.separate(part)
+    files = source.pieces(part)
     urls = [url for url, _ in files] or [source.name(part)]
     keys: list[Any] = []
 

@@ -64,12 +64,12 @@ def predict(
     _check_options(output, postprocess, keyed)
     checks.check_module(model)
     source = source_of(X, None, read, labelled=False)
-    if keyed and not (source.named or source.keyable):
+    if keyed and not (source.has_part_names or source.keyable):
         raise OptionError(
             "keyed=True is for files, and for a bag, or a list of Delayed objects and "
             f"futures, of pairs (key, x); got a {type(X).__name__}"
         )
-    by_file = source.named and keyed is True
+    by_file = source.has_part_names and keyed is True
     lazy = source.lazy or by_file
     if lazy:
         check_outlives(client)
@@ -94,7 +94,7 @@ def predict(
             return outputs[0] if single else outputs
         if cluster is not False:
             source = source.divided(1)  # otherwise outputs are in no order
-        pandas = source.here and hasattr(X, "iloc")
+        pandas = source.in_memory and hasattr(X, "iloc")
         if pandas:
             check_tabular(empty, "pandas.DataFrame; use X.to_numpy()")
         if cluster is not False:
@@ -104,7 +104,9 @@ def predict(
     outputs = batching.joined([parts[part] for part in sorted(parts)])
     if pandas:
         return pandas_of(outputs, X, names)
-    if not source.here or not all(isinstance(x, Tensor) for x in batching.leaves(X)):
+    if not source.in_memory or not all(
+        isinstance(x, Tensor) for x in batching.leaves(X)
+    ):
         return outputs
     return batching.mapped(
         lambda empty, array: torch.from_numpy(array).to(empty.dtype), none, outputs

@@ -48,7 +48,7 @@ from daskdl.data.checks import (
     load_each,
 )
 from daskdl.data.distribute import ASK_S, Fetcher
-from daskdl.data.source import Separate, Source
+from daskdl.data.source import Pieces, Source
 from daskdl.errors import (
     MOST_CHARACTERS,
     DataError,
@@ -178,7 +178,7 @@ class PartStore(ABC):
         finally:
             loader.close()
 
-    def separate(
+    def pieces(
         self, phase: str, part: int, key: str, skips: bool
     ) -> list[tuple[str, Rows]]:
         """Read the files or smaller parts of a part one by one.
@@ -187,14 +187,14 @@ class PartStore(ABC):
             Names and rows; empty if the part can only be read as a whole.
         """
         job = self._loader.submit(
-            lambda: list(load_each(self._separate(phase, part, key), skips))
+            lambda: list(load_each(self._pieces(phase, part, key), skips))
         )
         return self._wait(phase, part, "", job)
 
-    def _separate(self, phase: str, part: int, key: str) -> Separate:
-        """Return `Source.separate`; runs in a loading thread."""
+    def _pieces(self, phase: str, part: int, key: str) -> Pieces:
+        """Return `Source.pieces`; runs in a loading thread."""
         source = self.source(phase)
-        return () if source is None else source.separate(part)
+        return () if source is None else source.pieces(part)
 
     def name(self, phase: str, part: int) -> str:
         """Return the name of a part for messages, with its file if known."""
@@ -269,12 +269,12 @@ class LocalStore(PartStore):
 
     @override
     def begin(self, phase: str, part: int, key: str) -> None:
-        if not self._sources[phase].here:  # rows in memory are only sliced
+        if not self._sources[phase].in_memory:  # rows in memory are only sliced
             super().begin(phase, part, key)
 
     @override
     def rows(self, phase: str, part: int, key: str) -> Rows:
-        if self._sources[phase].here:
+        if self._sources[phase].in_memory:
             return self._sources[phase].load_counted(part)
         return super().rows(phase, part, key)
 
@@ -333,10 +333,10 @@ class WorkerStore(PartStore):
         return self._fetcher.names.get(key) or super()._name(phase, part)
 
     @override
-    def _separate(self, phase: str, part: int, key: str) -> Separate:
+    def _pieces(self, phase: str, part: int, key: str) -> Pieces:
         if not key:
-            return super()._separate(phase, part, key)
-        return self._fetcher.separate(key, lambda: self._channel.closing)
+            return super()._pieces(phase, part, key)
+        return self._fetcher.pieces(key, lambda: self._channel.closing)
 
     @override
     def _key_now(self, phase: str, part: int, key: str) -> str:
@@ -651,7 +651,7 @@ class Feed:
         if not blames_data(error):
             return None
         skips = self._spec.read.skips
-        files = self._store.separate(self._phase, part, key, skips)
+        files = self._store.pieces(self._phase, part, key, skips)
         if not skips:
             for name, file_rows in files:
                 self._check(file_rows, name)

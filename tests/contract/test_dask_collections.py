@@ -190,7 +190,7 @@ class TestTasks:
     def test_a_part_is_sent_with_its_own_optimized_tasks_only(self):
         source = source_of((((lazy() + 1) * 2) - 1) / 3)
 
-        graphs = [source.packed(part) for part in range(3)]
+        graphs = [source.content(part) for part in range(3)]
 
         sent = cloudpickle.loads(cloudpickle.dumps(graphs[1]))
         np.testing.assert_allclose(sent.rows({})[0], ((X[10:20] + 1) * 2 - 1) / 3)
@@ -203,10 +203,10 @@ class TestTasks:
         alone, further = source_of(array), source_of(array * 10)
 
         assert alone.needs(1) == further.needs(1) == (held[1].key,)
-        assert held[1].key not in {**alone.packed(1).graph, **further.packed(1).graph}
+        assert held[1].key not in {**alone.content(1).graph, **further.content(1).graph}
         assert [one.asked for one in held] == [0, 0]
         assert loaded(further)[0] == [(X[:2] * 10).tolist(), (X[2:] * 10).tolist()]
-        x, _ = further.packed(1).rows({held[1].key: -X[2:]})
+        x, _ = further.content(1).rows({held[1].key: -X[2:]})
         assert x.tolist() == (X[2:] * -10).tolist()
 
     @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ class TestTasks:
     def test_a_future_in_a_list_is_a_result_wherever_it_is(self, part):
         source = source_of([part(future_of(X, "held")), *parts(X[:1])])
 
-        graph = cloudpickle.loads(cloudpickle.dumps(source.packed(0)))
+        graph = cloudpickle.loads(cloudpickle.dumps(source.content(0)))
 
         assert (source.needs(0), source.needs(1)) == (("held",), ())
         assert graph.rows({"held": X})[0].tolist() == X.tolist()
@@ -237,8 +237,8 @@ class TestTasks:
     )
     def test_a_result_that_looks_like_a_key_or_a_task_is_not_touched(self, value):
         graph = source_of([dask.delayed(lambda own: own)(future_of(1, "held"))])
-        (member,) = graph.packed(0).members
-        graph = graph.packed(0)
+        (member,) = graph.content(0).members
+        graph = graph.content(0)
         own = member._replace(finish=lambda values: (values[0], None))
 
         x, _ = graph.__class__("part", graph.graph, graph.needs, (own,)).rows(
@@ -414,17 +414,17 @@ class TestSmallParts:
 
         source = merge_small_parts(source_of(array * 10))
 
-        graph = source.packed(1)
+        graph = source.content(1)
         assert source.parts == 64
         assert source.lengths == [2] * 64
         assert source.name(1) == "part 2 and 1 more"
         assert source.needs(1) == graph.needs == (held[2].key, held[3].key)
         values = {key: np.full((1, 2), i) for i, key in enumerate(graph.needs)}
         assert graph.rows(values)[0].tolist() == [[0, 0], [10, 10]]
-        separate = [graph.separate(values), source.separate(1)]
-        assert [[name for name, _ in own] for own in separate] == [["part 2", "part 3"]
+        pieces = [graph.pieces(values), source.pieces(1)]
+        assert [[name for name, _ in own] for own in pieces] == [["part 2", "part 3"]
                                                                    ] * 2  # fmt: skip
-        loads = [own[1][1]()[0].tolist() for own in separate]
+        loads = [own[1][1]()[0].tolist() for own in pieces]
         assert loads == [[[10, 10]], [[60.0, 70.0]]]
 
     def test_that_dask_counted_are_still_checked(self):
@@ -454,7 +454,7 @@ class TestInferringMetadata:
 
     def test_loads_nothing_that_is_known_or_cheaper_to_find(self):
         class Cheap(Parts):
-            def look(self, part):
+            def facts(self, part):
                 return Facts(5, (X6[:1], None))
 
             def load(self, part):

@@ -99,7 +99,7 @@ class Store:
         self._refs.append(weakref.ref(x))
         return x, numbers
 
-    def separate(self, phase, part, key, skips):
+    def pieces(self, phase, part, key, skips):
         return []
 
     def name(self, phase, part):
@@ -314,7 +314,7 @@ def test_an_unreadable_part_is_loaded_once_counted_and_its_lease_returned():
 class Partial(Store):
     """A store whose bad parts have one good file of four rows."""
 
-    def separate(self, phase, part, key, skips):
+    def pieces(self, phase, part, key, skips):
         x = np.arange(4, dtype=np.float32) + 100 * part
         return [("a good file", (x, x))]
 

@@ -189,7 +189,7 @@ def test_files_of_one_example_are_grouped(store, each, lengths):
     np.testing.assert_array_equal(y, np.arange(100))
     assert source.load(0)[0].shape == (lengths[0], 2)
     assert source.name(0) == f"{store.url}/000.bin and {lengths[0] - 1} more"
-    name, load = source.separate(1)[2]
+    name, load = source.pieces(1)[2]
     assert (name, load()[1]) == (f"{store.url}/{lengths[0] + 2:03}.bin", lengths[0] + 2)
 
 
@@ -201,7 +201,7 @@ def test_few_of_a_group_are_loaded_to_look(store):
         read.append(file.name)
         return example(file)
 
-    facts = files(store.url, noted, one_example=True).look(0)
+    facts = files(store.url, noted, one_example=True).facts(0)
 
     assert facts.rows == 5
     assert len(facts.first_rows[0]) == len(read) == 2
@@ -230,7 +230,7 @@ def test_a_file_that_went_is_named(folder):
     source = files(folder)
     (folder / "1.npy").unlink()
 
-    for ask in (source.load, source.look):
+    for ask in (source.load, source.facts):
         with pytest.raises(DataError, match=f"cannot read {folder}/1.npy: there is no"):
             ask(1)
 
@@ -241,7 +241,7 @@ def test_a_file_that_went_from_a_server_is_named_when_its_end_is_read(store):
     store.delete(["a.parquet"])
 
     with pytest.raises(DataError, match=r"a\.parquet: there is no such file"):
-        source.look(0)
+        source.facts(0)
 
 
 def test_a_source_travels_without_showing_credentials(folder):
@@ -267,7 +267,7 @@ def test_files_on_a_server_are_listed_looked_at_and_loaded(bucket, s3_endpoint, 
     ):
         source = files(given, storage_options=options)
 
-        known = source.known([source.look(part) for part in range(3)])
+        known = source.with_facts([source.facts(part) for part in range(3)])
 
         assert known.lengths == [2, 3, 4]
         assert known.load(2)[0].shape == (4, 2)

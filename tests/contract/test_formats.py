@@ -44,7 +44,7 @@ def looked(store):
 
     def look(loader, content):
         store.write("a", content)
-        return files(store.url_of("a"), loader).look(0)
+        return files(store.url_of("a"), loader).facts(0)
 
     return look
 

@@ -112,7 +112,7 @@ def test_the_size_is_that_of_the_first_image_that_can_be_read(tmp_path):
     assert source.first_rows[0].shape == (1, 3, 4, 6)
     message = f"3.png has 9 x 3, but {where} has 4 x 6 .* give size="
     with pytest.raises(DataError, match=message):
-        source.separate(0)[2][1]()
+        source.pieces(0)[2][1]()
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ class TestAsNumpy:
 
 def parts_of(source):
     """Rows that are sent of each part."""
-    return [source.packed(part) for part in range(source.parts)]
+    return [source.content(part) for part in range(source.parts)]
 
 
 class TestParts:

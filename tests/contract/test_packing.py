@@ -855,7 +855,7 @@ class TestOriginalFiles:
 
         assert source.lengths == [2, 2, 1]
         assert source.load(1)[1].tolist() == [2, 3]
-        assert source.look(2).rows == 1
+        assert source.facts(2).rows == 1
 
     def test_files_are_loaded_one_by_one_from_a_packed_file_that_is_read_once(
         self, packed, monkeypatch
@@ -865,12 +865,12 @@ class TestOriginalFiles:
         source = files(packed, Npz())
         reads.clear()
 
-        separate = source.separate(1)
+        pieces = source.pieces(1)
 
-        assert [name for name, _ in separate] == [
+        assert [name for name, _ in pieces] == [
             f"{packed}/packed-000001.safetensors/{i}.npz" for i in (2, 3)
         ]
-        assert [load()[1].tolist() for _, load in separate] == [[1, 2], [3, 4, 5]]
+        assert [load()[1].tolist() for _, load in pieces] == [[1, 2], [3, 4, 5]]
         assert len(reads) == 1
 
     def test_what_does_not_fit_together_is_named(self, tmp_path):

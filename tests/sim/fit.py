@@ -76,7 +76,7 @@ def sgd(parameters):
 class Parts(Source):
     """Rows of small whole numbers, in parts."""
 
-    here = True
+    in_memory = True
 
     def __init__(self, lengths, seed):
         chance = np.random.default_rng(seed)

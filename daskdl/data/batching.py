@@ -19,7 +19,7 @@ Tree = Any
 Rows = tuple[Tree, Tree]  # x and y, trees of arrays with rows along the first axis
 Batch = tuple[Tree, Tree]  # x and y, trees of tensors
 Transform = Callable[[Batch], Batch]
-Kinds = tuple[tuple[str, tuple[int, ...], str], ...]  # see `kinds`
+RowSpec = tuple[tuple[str, tuple[int, ...], str], ...]  # see `row_spec`
 # Nearly every tree is a single array; functions that run several times per step test
 # for these types first.
 ARRAYS = (Tensor, np.ndarray)
@@ -42,38 +42,39 @@ def labels_of(y: Tree) -> Tree:
     return y.labels if isinstance(y, Weighted) else y
 
 
-def named(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
+def named_leaves(tree: Tree, name: str) -> Iterator[tuple[str, Any]]:
     """Yield each array with its name in the user's code, in order.
 
     Example:
-        >>> list(named({"image": 1, "size": (2, 3)}, "X"))
+        >>> list(named_leaves({"image": 1, "size": (2, 3)}, "X"))
         [("X['image']", 1), ("X['size'][0]", 2), ("X['size'][1]", 3)]
     """
     for key, child in _children(tree):
         if key is None:
             yield name, child
         else:
-            yield from named(child, f"{name}[{key!r}]")
+            yield from named_leaves(child, f"{name}[{key!r}]")
 
 
-def named_both(both: Rows, names: tuple[str, str] = ("X", "y")) -> dict[str, Any]:
+def leaves_by_name(both: Rows, names: tuple[str, str] = ("X", "y")) -> dict[str, Any]:
     """Return the arrays of x and, if present, y by name, in order."""
     (x, y), (x_name, y_name) = both, names
-    return dict([*named(x, x_name), *(named(y, y_name) if y is not None else [])])
+    labels = [] if y is None else named_leaves(y, y_name)
+    return dict([*named_leaves(x, x_name), *labels])
 
 
 def leaves(tree: Tree) -> list[Any]:
     """Return all arrays, in order."""
-    return [leaf for _, leaf in named(tree, "")]
+    return [leaf for _, leaf in named_leaves(tree, "")]
 
 
-def mapped(function: Callable[..., Any], tree: T, *others: Tree) -> T:
+def tree_map(function: Callable[..., Any], tree: T, *others: Tree) -> T:
     """Apply a function to each array and the arrays in the same places of other trees.
 
     Mappings become dicts. None stays None, whatever the other trees have there.
 
     Example:
-        >>> mapped(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
+        >>> tree_map(lambda a, b: a + b, {"a": 1, "b": (2,)}, {"a": 10, "b": (20,)})
         {'a': 11, 'b': (22,)}
     """
     if tree is None:
@@ -86,7 +87,7 @@ def mapped(function: Callable[..., Any], tree: T, *others: Tree) -> T:
     if any(part.keys() != parts[0].keys() for part in parts):
         shown = ", ".join(outline(structure) for structure in (tree, *others))
         raise ValueError(f"trees must have the same structure, got {shown}")
-    inner: Any = {key: mapped(function, *(p[key] for p in parts)) for key in parts[0]}
+    inner: Any = {key: tree_map(function, *(p[key] for p in parts)) for key in parts[0]}
     if isinstance(tree, tuple):
         kind: Any = type(tree)
         values = inner.values()
@@ -95,15 +96,15 @@ def mapped(function: Callable[..., Any], tree: T, *others: Tree) -> T:
     return same
 
 
-def filled(tree: T, values: Iterable[Any]) -> T:
+def with_leaves(tree: T, values: Iterable[Any]) -> T:
     """Return the same structure with other values, in order.
 
     Example:
-        >>> filled(({"a": 0, "b": (0, 0)}, None), [1, 2, 3])
+        >>> with_leaves(({"a": 0, "b": (0, 0)}, None), [1, 2, 3])
         ({'a': 1, 'b': (2, 3)}, None)
     """
     following = iter(values)
-    return mapped(lambda _: next(following), tree)
+    return tree_map(lambda _: next(following), tree)
 
 
 def outline(tree: Tree) -> str:
@@ -127,7 +128,7 @@ def length(tree: Tree) -> int:
 
 
 def nbytes(both: Rows) -> int:
-    return sum(int(leaf.nbytes) for leaf in named_both(both).values())
+    return sum(int(leaf.nbytes) for leaf in leaves_by_name(both).values())
 
 
 def row_bytes(rows: Rows) -> int:
@@ -141,17 +142,17 @@ def rows(tree: T, which: Any) -> T:
         array: Any = tree
         chosen: T = array[which]
         return chosen
-    return mapped(lambda leaf: leaf[which], tree)
+    return tree_map(lambda leaf: leaf[which], tree)
 
 
-def kinds(both: Rows) -> Kinds:
+def row_spec(both: Rows) -> RowSpec:
     """Return name, shape of a row and kind of dtype of each array of x and y.
 
     Example:
-        >>> kinds((np.zeros((3, 2), np.float32), np.array([0, 1, 0])))
+        >>> row_spec((np.zeros((3, 2), np.float32), np.array([0, 1, 0])))
         (('x', (2,), 'f'), ('y', (), 'i'))
     """
-    leaves = named_both(both, ("x", "y"))
+    leaves = leaves_by_name(both, ("x", "y"))
     return tuple((name, x.shape[1:], x.dtype.kind) for name, x in leaves.items())
 
 
@@ -159,7 +160,7 @@ def joined(trees: Sequence[T]) -> T:
     """Concatenate trees of numpy arrays along the first axis."""
     if len(trees) == 1:
         return trees[0]
-    return mapped(lambda *parts: np.concatenate(parts), *trees)
+    return tree_map(lambda *parts: np.concatenate(parts), *trees)
 
 
 def _children(tree: Tree) -> Iterator[tuple[Any, Any]]:
@@ -252,7 +253,7 @@ def with_lone_rows_joined(batches: Iterable[Batch]) -> Iterator[Batch]:
         if held is None:
             held = batch
         elif length(batch[0]) == 1 and _shapes(held) == _shapes(batch):
-            held = mapped(_concatenated, held, batch)
+            held = tree_map(_concatenated, held, batch)
         else:
             yield held
             held = batch
@@ -289,7 +290,7 @@ def to_device(
         target = dtype if leaf.is_floating_point() else torch.int64
         return leaf.to(device, leaf.dtype if kept else target, non_blocking=True)
 
-    return inputs_to_device(x, device, dtype), mapped(moved, y)
+    return inputs_to_device(x, device, dtype), tree_map(moved, y)
 
 
 def inputs_to_device(x: Tree, device: torch.device | str, dtype: torch.dtype) -> Tree:
@@ -299,7 +300,7 @@ def inputs_to_device(x: Tree, device: torch.device | str, dtype: torch.dtype) ->
         target = dtype if leaf.is_floating_point() else leaf.dtype
         return leaf.to(device, target, non_blocking=True)
 
-    return mapped(moved, x)
+    return tree_map(moved, x)
 
 
 def floating_dtype(module: nn.Module) -> torch.dtype:
@@ -324,16 +325,16 @@ def auto_device() -> torch.device:
 
 def tensors(rows: Rows) -> Batch:
     """Return rows as tensors in their own memory."""
-    return mapped(lambda leaf: torch.from_numpy(np.array(leaf, order="C")), rows)
+    return tree_map(lambda leaf: torch.from_numpy(np.array(leaf, order="C")), rows)
 
 
 def _shapes(rows: Rows) -> list[tuple[int, ...]]:
-    return [leaf.shape[1:] for leaf in named_both(rows).values()]
+    return [leaf.shape[1:] for leaf in leaves_by_name(rows).values()]
 
 
 def _joined(parts: Sequence[Rows]) -> Batch:
     xs, ys = zip(*parts, strict=True)
-    return mapped(_tensor, *xs), mapped(_tensor, *ys)
+    return tree_map(_tensor, *xs), tree_map(_tensor, *ys)
 
 
 def _tensor(*parts: np.ndarray) -> Tensor:

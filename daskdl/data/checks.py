@@ -38,8 +38,8 @@ from daskdl.config import is_number
 from daskdl.data import batching
 from daskdl.data.batching import (
     Batch,
-    Kinds,
     Rows,
+    RowSpec,
     Transform,
     Tree,
     Weighted,
@@ -103,7 +103,7 @@ class LabelCheck:
     def check(self, y: Tree, of: str = "") -> None:
         """Raise a DataError with the first wrong label, its index and the part."""
         y = batching.labels_of(y)
-        for name, leaf in () if y is None else batching.named(y, "y"):
+        for name, leaf in () if y is None else batching.named_leaves(y, "y"):
             labels = as_numpy(leaf)
             if labels.dtype.kind == "f":
                 wrong = np.isnan(labels)
@@ -604,7 +604,7 @@ def _warn_of_squeezing(module: nn.Module, x: Tree, output: Any) -> None:
     """Warn of a model whose output for one row has no axis of rows."""
     try:
         alone = _forward(module, batching.rows(x, slice(0, 1)))
-        dropped = batching.mapped(
+        dropped = batching.tree_map(
             lambda row, rows: isinstance(rows, Tensor) and row.ndim < rows.ndim,
             scored(alone),
             scored(output),
@@ -767,7 +767,7 @@ def _forward(module: nn.Module, x: Tree) -> Any:
     try:
         with torch.no_grad():
             # Clones: the first layer may work in place.
-            return call(module, batching.mapped(torch.clone, x))
+            return call(module, batching.tree_map(torch.clone, x))
     except ModelError:
         raise
     except USER_ERRORS as error:
@@ -833,7 +833,7 @@ def check_held_tensors(module: nn.Module, batch: Batch, objective: Objective) ->
     of_model = set(map(id, module.parameters()))
 
     def held() -> dict[int, Tensor]:
-        x, y = batching.mapped(torch.clone, batch)
+        x, y = batching.tree_map(torch.clone, batch)
         if isinstance(copied, OwnStep):
             value = loss_and_logs(copied.function(module, (x, y)))[0]
         else:
@@ -905,7 +905,7 @@ def _accepted_labels(loss: Any, output: Any, labels: Tree) -> LabelCheck:
 def described(value: Any) -> str:
     """Describe shapes and dtypes, for messages."""
     if not batching.is_leaf(value):
-        named = batching.named(value, "")
+        named = batching.named_leaves(value, "")
         return ", ".join(f"{name}: {described(leaf)}" for name, leaf in named)
     if isinstance(value, Tensor):
         return f"shape {tuple(value.shape)} and dtype {value.dtype}"
@@ -973,17 +973,17 @@ def _input_remedy(module: nn.Module, x: Tree, error: BaseException) -> str:
             return f"{takes(module)}: give X as a dict with these keys, or as a tuple"
     if any(leaf.is_floating_point() for leaf in batching.leaves(x)):
         return ""
-    names = [f"{name}.astype('float32')" for name, _ in batching.named(x, "X")]
+    names = [f"{name}.astype('float32')" for name, _ in batching.named_leaves(x, "X")]
     return f"if these are quantities, not indices, use {', '.join(names)}"
 
 
 class ShapeCheck:
     """Refuses rows whose shapes make the model fail; each new shape is tried once.
 
-    `tried` are the kinds of the rows of the dry run.
+    `tried` is the spec of the rows of the dry run.
     """
 
-    def __init__(self, tried: Kinds | None, transform: Transform | None) -> None:
+    def __init__(self, tried: RowSpec | None, transform: Transform | None) -> None:
         self._tried = tried
         self._fit = {tried}
         self._transform = transform
@@ -992,8 +992,8 @@ class ShapeCheck:
         self, module: nn.Module, device: torch.device, rows: Rows, name: str
     ) -> None:
         """Check the rows of a part; buffers and mode of the module are restored."""
-        kinds = batching.kinds(rows)
-        if kinds in self._fit or not batching.length(rows):
+        spec = batching.row_spec(rows)
+        if spec in self._fit or not batching.length(rows):
             return
         try:
             with preserved_random_state(), _unchanged(module):
@@ -1002,15 +1002,15 @@ class ShapeCheck:
         except ModelError as error:
             others = ""
             if self._tried is not None:
-                others = f", and others {_shown_kinds(self._tried)}"
+                others = f", and others {_shown_spec(self._tried)}"
             raise DataError(
-                f"{name} has rows of {_shown_kinds(kinds)}{others}: {error}"
+                f"{name} has rows of {_shown_spec(spec)}{others}: {error}"
             ) from error
-        self._fit.add(kinds)
+        self._fit.add(spec)
 
 
-def _shown_kinds(kinds: Kinds) -> str:
-    return ", ".join(f"{name} of shape {shape}" for name, shape, _ in kinds)
+def _shown_spec(spec: RowSpec) -> str:
+    return ", ".join(f"{name} of shape {shape}" for name, shape, _ in spec)
 
 
 @contextlib.contextmanager
@@ -1105,7 +1105,7 @@ def load_each(pieces: Pieces, skips: bool) -> Iterator[tuple[str, Rows]]:
         yield name, rows
 
 
-def usable(
+def consistent_pieces(
     files: Iterable[tuple[str, Rows]], check: Callable[[Rows, str], None] | None = None
 ) -> list[tuple[str, Rows]]:
     """Return the files whose rows pass a check and have the most frequent shapes.
@@ -1126,18 +1126,18 @@ def usable(
         good.append((url, rows))
     if not good:
         return []
-    ((most, _),) = Counter(batching.kinds(rows) for _, rows in good).most_common(1)
+    ((most, _),) = Counter(batching.row_spec(rows) for _, rows in good).most_common(1)
     for url, rows in good:
-        if batching.kinds(rows) != most:
+        if batching.row_spec(rows) != most:
             logger.warning("%s is left out: its rows have other shapes", url)
-    return [(url, rows) for url, rows in good if batching.kinds(rows) == most]
+    return [(url, rows) for url, rows in good if batching.row_spec(rows) == most]
 
 
 def join_readable(
     files: Iterable[tuple[str, Rows]], check: Callable[[Rows, str], None] | None = None
 ) -> tuple[Rows | None, int]:
-    """Join the rows of usable files; return them, or None, and the number of files."""
-    alike = [rows for _, rows in usable(files, check)]
+    """Join the rows of consistent files; return them or None, and the file count."""
+    alike = [rows for _, rows in consistent_pieces(files, check)]
     return batching.joined(alike) if alike else None, len(alike)
 
 

@@ -54,14 +54,14 @@ def is_future(value: Any) -> bool:
     return type(value).__module__ == "distributed.client"
 
 
-def is_frame(collection: Any) -> bool:
+def is_dask_frame(collection: Any) -> bool:
     """Whether a collection is a ``dask.dataframe``, or a column of one."""
     return hasattr(type(collection), "divisions")
 
 
 def is_partitioned(value: Any) -> bool:
     """Whether a value is a ``dask.array`` or a ``dask.dataframe``."""
-    return is_dask_array(value) or is_frame(value)
+    return is_dask_array(value) or is_dask_frame(value)
 
 
 # ---- one graph
@@ -285,7 +285,7 @@ def _planned(collections: Sequence[Any]) -> Planned:
     (collection,) = collections
     if isinstance(collection, list):
         return _planned_list(collection)
-    if is_frame(collection):
+    if is_dask_frame(collection):
         return _planned_frame(collection)
     graph = collection.__dask_graph__()
     keys = list(flatten(collection.__dask_keys__()))
@@ -318,7 +318,7 @@ def _planned_frame(frame: Any) -> Planned:
 
 def _planned_columns(collections: Sequence[Any]) -> Planned:
     """Plan several arrays and dataframes; a part is the list of their partitions."""
-    frames = [data for data in collections if is_frame(data)]
+    frames = [data for data in collections if is_dask_frame(data)]
     arrays = [data for data in collections if is_dask_array(data)]
     tables = Planned({}, [], {})
     if frames:
@@ -495,7 +495,7 @@ class Collections(Source):
 
 
 @dataclass(frozen=True)
-class Share:
+class RowShare:
     """Makes one of two shares of the rows of each part, which are drawn at random."""
 
     finish: Finish  # makes all rows of a part
@@ -567,7 +567,7 @@ def _as_array(
 
 
 def _same_length(rows: Rows, part: int) -> Rows:
-    lengths = {name: len(leaf) for name, leaf in batching.named_both(rows).items()}
+    lengths = {name: len(leaf) for name, leaf in batching.leaves_by_name(rows).items()}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{count} of {name}" for name, count in lengths.items())
         raise DataError(
@@ -581,7 +581,7 @@ def _same_length(rows: Rows, part: int) -> Rows:
 
 
 @dataclass(frozen=True)
-class _Columns:
+class _ArrayRows:
     """Makes rows from values, each of which is one array or table."""
 
     names: Rows  # trees of the names of arrays
@@ -593,8 +593,8 @@ class _Columns:
             _as_array(value, f"{name} of part {part}", classes, name.startswith("y"))
             for value, (name, classes) in zip(values, self.classes.items(), strict=True)
         ]
-        x, y = batching.filled(self.names, values)
-        rows = NamedRows.of(batching.filled((x, y), arrays), columns_in(x, y))
+        x, y = batching.with_leaves(self.names, values)
+        rows = NamedRows.of(batching.with_leaves((x, y), arrays), columns_in(x, y))
         length = batching.length(_same_length(rows, part))
         if self.lengths is not None and length != self.lengths[part]:
             raise DataError(
@@ -604,10 +604,10 @@ class _Columns:
         return rows
 
 
-def columns(x: Tree, y: Tree) -> Collections:
+def source_of_collections(x: Tree, y: Tree) -> Collections:
     """Make a source of trees of ``dask.array`` and ``dask.dataframe``."""
     tables.check_structure(x, y)
-    named = batching.named_both((x, y))
+    named = batching.leaves_by_name((x, y))
     classes: dict[str, tuple[str, ...] | None] = {}
     zeros: list[np.ndarray | None] = []  # one row each, of the right shape and dtype
     for name, value in named.items():
@@ -616,12 +616,12 @@ def columns(x: Tree, y: Tree) -> Collections:
     aligned, lengths = _aligned(named)
     first_rows = None
     if all(row is not None for row in zeros):
-        first_rows = batching.filled((x, y), zeros)
+        first_rows = batching.with_leaves((x, y), zeros)
     source = Collections(
         Partitions(*aligned),
         # The columns of a partition may be in another order than its metadata say.
         Arranged(
-            _Columns(batching.filled((x, y), named), classes, lengths),
+            _ArrayRows(batching.with_leaves((x, y), named), classes, lengths),
             columns_in(x, y),
         ),
         lengths,
@@ -634,7 +634,7 @@ def columns(x: Tree, y: Tree) -> Collections:
 
 def _checked(value: Any, name: str) -> tuple[tuple[str, ...] | None, np.ndarray | None]:
     """Names of labels, or None; and a row of zeros, or None if its shape is unknown."""
-    if is_frame(value):
+    if is_dask_frame(value):
         classes = tables.check_columns(value._meta, name, name.startswith("y"))
         meta = tables.columns_of(value._meta, name, classes)
         return classes, np.zeros((1, *meta.shape[1:]), meta.dtype)
@@ -682,7 +682,7 @@ def _aligned(named: Mapping[str, Any]) -> tuple[Sequence[Any], tuple[int, ...] |
 
 
 @dataclass(frozen=True)
-class _Pairs:
+class _ExampleRows:
     """Makes rows from a value that is (x, y), or x alone."""
 
     examples: bool  # whether values are lists of examples, as in a bag
@@ -699,7 +699,7 @@ class _Pairs:
         return NamedRows.of(_same_length(rows, part), columns_in(x, y), classes)
 
 
-class Pairs(Collections):
+class ExampleCollection(Collections):
     """Parts of a bag of examples, or of a list of Delayed objects and futures of rows.
 
     Examples and rows are pairs (x, y), or x alone.
@@ -712,7 +712,7 @@ class Pairs(Collections):
     keyable = True
 
     def __init__(self, collection: Any, *, bag: bool) -> None:
-        super().__init__(Partitions(collection), _Pairs(bag))
+        super().__init__(Partitions(collection), _ExampleRows(bag))
         self.bag = bag
 
 
@@ -827,7 +827,7 @@ def stack(examples: Sequence[Tree]) -> Tree:
             [as_numpy(x) if isinstance(x, Tensor) else np.asarray(x) for x in leaves]
         )
 
-    return batching.mapped(stacked, *examples)
+    return batching.tree_map(stacked, *examples)
 
 
 def _arrays(
@@ -836,6 +836,6 @@ def _arrays(
     label = argument == "y"
     arrays = [
         _as_array(leaf, f"{name} of {part}", classes, label)
-        for name, leaf in batching.named(tree, argument)
+        for name, leaf in batching.named_leaves(tree, argument)
     ]
-    return batching.filled(tree, arrays)
+    return batching.with_leaves(tree, arrays)

@@ -390,8 +390,10 @@ class DataPlacement:
             who_has = self._client.scheduler.who_has
             held = self._client.sync(who_has, keys=list(set(needs.values())))
         holders = {part: held.get(key, ()) for part, key in needs.items()}
-        there, client = [*workers], self._client
-        for sent in _sent(self.source, parts, client, there, holders, self._bound):
+        sending = _sent(
+            self.source, parts, self._client, [*workers], holders, self._bound
+        )
+        for sent in sending:
             self._futures |= sent
 
 
@@ -411,10 +413,10 @@ def _sent(
     """
     left = list(parts)
     while left:
-        homes = _spread(left, workers, holders)
+        chosen = _spread(left, workers, holders)
         left = []
-        for worker in dict.fromkeys(homes.values()):
-            unsent = [part for part in homes if homes[part] == worker]
+        for worker in dict.fromkeys(chosen.values()):
+            unsent = [part for part in chosen if chosen[part] == worker]
             try:
                 for contents in _portions(source, unsent):
                     # No local variable: a logged error may keep this frame.
@@ -470,11 +472,11 @@ def _spread(
     parts: Sequence[int], workers: Sequence[str], holders: Mapping[int, Sequence[str]]
 ) -> dict[int, str]:
     """Choose a worker for each part, a holder if possible; the least used of them."""
-    there = {p: [w for w in held if w in workers] for p, held in holders.items()}
+    present = {p: [w for w in held if w in workers] for p, held in holders.items()}
     count = dict.fromkeys(workers, 0)
     chosen = {}
-    for part in sorted(parts, key=lambda part: not there.get(part)):
-        chosen[part] = min(there.get(part) or workers, key=count.__getitem__)
+    for part in sorted(parts, key=lambda part: not present.get(part)):
+        chosen[part] = min(present.get(part) or workers, key=count.__getitem__)
         count[chosen[part]] += 1
     return chosen
 
@@ -517,11 +519,11 @@ def map_parts(
         for part in numbers:
             yield part, function(source, part)
         return
-    mapping = _Pass(source, function, cluster)
+    tasks = _PartTasks(source, function, cluster)
     try:
-        yield from mapping.results(numbers)
+        yield from tasks.results(numbers)
     finally:
-        mapping.end()
+        tasks.end()
 
 
 class _SentPart(Source):
@@ -554,7 +556,7 @@ class _SentPart(Source):
         return x, y
 
 
-class _Pass:
+class _PartTasks:
     """One task for each part of a source, on a cluster that may lose workers."""
 
     def __init__(
@@ -625,9 +627,9 @@ class _Pass:
     def _placed(self, part: int) -> Future:
         """Put the content of a part on a worker, in turns."""
         while True:
-            homes = {part: [self._workers[part % len(self._workers)]]}
+            holders = {part: [self._workers[part % len(self._workers)]]}
             sending = _sent(
-                self._source, [part], self._client, self._workers, homes, self._bound
+                self._source, [part], self._client, self._workers, holders, self._bound
             )
             try:
                 return next(sending)[part]
@@ -637,12 +639,12 @@ class _Pass:
                 # All have left, which Dask may not have noticed yet.
                 self._count_loss(part, error)
                 time.sleep(LISTED_S)
-                self._workers = self._there()
+                self._workers = self._live_workers()
 
     def _recover(self, part: int, error: BaseException) -> None:
         """Prepare to start a part again that was lost with its worker."""
         self._count_loss(part, error)
-        self._workers = self._there()
+        self._workers = self._live_workers()
         if self._shared.cancelled():
             self._shared.release()
             try:
@@ -660,7 +662,7 @@ class _Pass:
                 "exist"
             ) from error
 
-    def _there(self) -> list[str]:
+    def _live_workers(self) -> list[str]:
         """Return the workers; wait for one if the last is being restarted."""
         bound = self._timeouts.bound("join")
         while not (workers := sorted(self._client.nthreads())):

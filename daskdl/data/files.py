@@ -70,7 +70,7 @@ def each_file(
     return [call(number) for number in numbers]
 
 
-def in_groups(
+def grouped_files(
     urls: Sequence[str], size: int, options: Mapping[str, Any]
 ) -> list[LooseFiles]:
     """Divide loose files into groups of a size."""
@@ -130,7 +130,10 @@ class GroupedFiles(Source):
         group = self.groups[part]
         loaded = each_file(group, partial(self.rows, part), most)
         shapes = [
-            {name: leaf.shape[1:] for name, leaf in batching.named_both(rows).items()}
+            {
+                name: leaf.shape[1:]
+                for name, leaf in batching.leaves_by_name(rows).items()
+            }
             for rows in loaded
         ]
         for number, shape in enumerate(shapes):
@@ -291,7 +294,7 @@ def files(
     if groups is None:
         urls = storage.listed(url, pattern, storage_options)
         size = (files_per_part or FILES_PER_PART) if one_example else 1
-        groups = in_groups(urls, size, storage_options or {})
+        groups = grouped_files(urls, size, storage_options or {})
     if loader is None:
         loader = _reader_for(name for group in groups for name in group.names)
     return LoadedFiles(groups, loader, one_example, classes)

@@ -55,7 +55,7 @@ DAMAGED: tuple[type[Exception], ...] = (
 
 # Python 3.11 keeps one recursion counter of its parser for all threads, and raises a
 # SystemError if two threads parse at a time; numpy parses the header of each array.
-_one_parses: contextlib.AbstractContextManager[Any] = (
+_parser_lock: contextlib.AbstractContextManager[Any] = (
     threading.Lock() if sys.version_info < (3, 12) else contextlib.nullcontext()
 )
 
@@ -119,18 +119,18 @@ def rows_of(result: Any, url: str, *, one_example: bool = False) -> Rows:
     is_pair = isinstance(result, tuple) and len(result) == 2
     rows: Rows = (result[0], result[1]) if is_pair else (result, None)
     if one_example:
-        rows = batching.mapped(_as_row, rows)
+        rows = batching.tree_map(_as_row, rows)
     for name, tree in zip("xy", rows, strict=True):
         if not batching.leaves(tree):
             raise DataError(f"{name} of {url} must not be empty, got {tree!r}")
     lengths = {
         name: _length(leaf, f"{name} of {url}")
-        for name, leaf in batching.named_both(rows, ("x", "y")).items()
+        for name, leaf in batching.leaves_by_name(rows, ("x", "y")).items()
     }
     if len(set(lengths.values())) != 1:
         shown = ", ".join(f"{name} has {n}" for name, n in lengths.items())
         raise DataError(f"arrays of {url} must have equally many rows, but {shown}")
-    rows = batching.mapped(as_numpy, rows)
+    rows = batching.tree_map(as_numpy, rows)
     if isinstance(result, NamedRows):
         return NamedRows.of(rows, result.columns)
     return rows
@@ -157,7 +157,7 @@ def header_facts(rows: int, empty: Any, url: str) -> Facts:
         return np.zeros((min(rows, SHOWN_ROWS), *leaf.shape[1:]), leaf.dtype)
 
     named = NamedRows.of(rows_of(empty, url))
-    x, y = batching.mapped(zeros, (named[0], named[1]))
+    x, y = batching.tree_map(zeros, (named[0], named[1]))
     return Facts(rows, NamedRows.of((x, y), named.columns))
 
 
@@ -176,12 +176,12 @@ class Npy(Reader):
 
     @override
     def __call__(self, file: BinaryIO) -> Any:
-        with _one_parses:
+        with _parser_lock:
             return self._split(np.load(file, allow_pickle=False), file.name)
 
     @override
     def facts(self, file: BinaryIO) -> Facts:
-        with _one_parses:
+        with _parser_lock:
             version = np.lib.format.read_magic(file)
             # Version 3.0 differs only in field names, which arrays of numbers lack.
             if version == (1, 0):
@@ -213,14 +213,14 @@ class NamedArrays(Reader):
 
     def _chosen(self, arrays: Mapping[str, Any], url: str) -> tuple[Tree, Tree]:
         """The arrays with the names in x and y."""
-        for name in batching.named_both((self.x, self.y)).values():
+        for name in batching.leaves_by_name((self.x, self.y)).values():
             if name not in arrays:
                 raise DataError(
                     f"{url} must have an array named {name!r}, but has "
                     f"{sorted(arrays)}; name them with x=... and y=..., y=None without "
                     "labels"
                 )
-        return batching.mapped(lambda name: arrays[name], (self.x, self.y))
+        return batching.tree_map(lambda name: arrays[name], (self.x, self.y))
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class Npz(NamedArrays):
 
     @override
     def __call__(self, file: BinaryIO) -> Any:
-        with _one_parses:
+        with _parser_lock:
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray):
                 raise DataError(
@@ -276,7 +276,7 @@ class Safetensors(NamedArrays):
         text = json.dumps(header).encode()
         tensors = load(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         empty = self._chosen(tensors, file.name)
-        names = batching.named_both((self.x, self.y)).values()
+        names = batching.leaves_by_name((self.x, self.y)).values()
         lengths = {tuple(rows[name]) for name in names}
         if len(lengths) > 1 or () in lengths:
             return None  # loading the file raises the error

@@ -31,7 +31,7 @@ from daskdl.data.files import (
     FILES_PER_PART,
     Group,
     GroupedFiles,
-    in_groups,
+    grouped_files,
 )
 from daskdl.data.formats import reading
 from daskdl.data.packed import PackedRows, packed_in
@@ -205,13 +205,13 @@ class Folder:
         files, number = self._places[name]
         return files.url(number)
 
-    def groups(
+    def file_groups(
         self, names: Sequence[str], at_most: int
     ) -> tuple[Sequence[Group], Sequence[str]]:
         """Files that are read together, and the names in their order."""
         if self.packed is None:
             urls = [self.store.url_of(name) for name in names]
-            return in_groups(urls, at_most, self.store.options), names
+            return grouped_files(urls, at_most, self.store.options), names
         wanted = set(names)
         chosen = [[n for n in files.names if n in wanted] for files in self.packed]
         groups = [
@@ -448,7 +448,7 @@ class ImageFolder(GroupedFiles):
         classes: Classes | None,
         decoding: Decoding,
     ) -> None:
-        groups, self.paths = files.groups(images, files_per_part)
+        groups, self.paths = files.file_groups(images, files_per_part)
         super().__init__(groups)
         self._decoding = decoding
         self.lengths = [len(group.names) for group in self.groups]

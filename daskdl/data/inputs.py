@@ -26,14 +26,14 @@ from daskdl.data import batching, tables
 from daskdl.data.batching import Batch, Transform, Tree, Weighted
 from daskdl.data.checks import UNREADABLE, is_left_out, join_readable, load_each
 from daskdl.data.dask_collections import (
-    Pairs,
-    Share,
-    columns,
-    is_frame,
+    ExampleCollection,
+    RowShare,
+    is_dask_frame,
     is_future,
     is_partitioned,
     paired_bags,
     paired_lists,
+    source_of_collections,
     stack,
     unzipped,
 )
@@ -305,7 +305,7 @@ def _has_datasets(X: Any) -> bool:
     return isinstance(X, Mapping) and any(map(_is_dataset, X.values()))
 
 
-class _Reading(NamedTuple):
+class _SourceOptions(NamedTuple):
     """The arguments of `source_of` that the constructors of sources need."""
 
     read: ReadOptions
@@ -328,7 +328,7 @@ def _without_y(X: Any, y: Any) -> tuple[Any, Any]:
     return X, None
 
 
-def _paths_alone(X: Any, y: Any) -> tuple[Any, Any]:
+def _paths_without_y(X: Any, y: Any) -> tuple[Any, Any]:
     if y is not None:
         raise DataError(
             "y must be None for paths or URLs of files, which include their labels; "
@@ -337,7 +337,7 @@ def _paths_alone(X: Any, y: Any) -> tuple[Any, Any]:
     return X, None
 
 
-def _items_with_y(X: CollatedDataset, y: Any) -> tuple[Any, Any]:
+def _prepare_collated(X: CollatedDataset, y: Any) -> tuple[Any, Any]:
     if not isinstance(X.dataset, list):
         return X, _without_y(X.dataset, y)[1]
     y = _stacked_examples(y, "y")
@@ -345,7 +345,7 @@ def _items_with_y(X: CollatedDataset, y: Any) -> tuple[Any, Any]:
     return X, y
 
 
-def _choose_dataset(X: Any, y: Any) -> NoReturn:
+def _refuse_several_datasets(X: Any, y: Any) -> NoReturn:
     raise DataError(
         f"X is a {type(X).__name__} with the datasets {few(list(X))}; give one of "
         f"them, X[{next(iter(X))!r}], and others as validation"
@@ -375,7 +375,7 @@ _UNPAIRED = (
 )
 
 
-def _examples(X: Any, y: Any) -> tuple[Any, Any]:
+def _prepare_examples(X: Any, y: Any) -> tuple[Any, Any]:
     y = _stacked_examples(y, "y")
     _check_items(X, y)
     if y is None and X:
@@ -392,11 +392,11 @@ def _check_items(items: Sequence[Any], y: Any) -> None:
         )
 
 
-def _arrays(X: Any, y: Any) -> tuple[Any, Any]:
+def _prepare_arrays(X: Any, y: Any) -> tuple[Any, Any]:
     return _stacked_examples(X, "X"), _stacked_examples(y, "y")
 
 
-def _files_have_none(X: Any, label: Any) -> NoReturn:
+def _refuse_label_of_files(X: Any, label: Any) -> NoReturn:
     raise OptionError(
         f"label={label!r} is for tables, dicts and datasets; for files give "
         f"daskdl.data.files(X, loader=daskdl.data.Csv(label={label!r})), or Parquet, "
@@ -417,31 +417,31 @@ def _label_of_items(X: Any, label: Any) -> tuple[Any, Any]:
     return [tables.split_label(item, label) for item in X], None
 
 
-def _source_of_dataset(X: Any, y: Any, reading: _Reading) -> Source:
+def _source_of_dataset(X: Any, y: Any, options: _SourceOptions) -> Source:
     collate_fn = None
     if isinstance(X, CollatedDataset):
         X, collate_fn = X.dataset, X.collate_fn
         X = Items(X, y) if isinstance(X, list) else X
-    read = reading.read
-    collation = Collation(collate_fn, read.batch_size, reading.labelled, read.label)
+    read = options.read
+    collation = Collation(collate_fn, read.batch_size, options.labelled, read.label)
     if isinstance(X, IterableDataset | Stream):
         return IterableStyle(X, collation)
-    return MapStyle(X, collation, reading.shuffle_seed, reading.classes, read.skips)
+    return MapStyle(X, collation, options.shuffle_seed, options.classes, read.skips)
 
 
-def _source_of_arrays(X: Tree, y: Tree, reading: _Reading) -> Source:
-    leaves = batching.named_both((X, y)).values()
+def _source_of_arrays(X: Tree, y: Tree, options: _SourceOptions) -> Source:
+    leaves = batching.leaves_by_name((X, y)).values()
     if any(is_partitioned(leaf) for leaf in leaves):
-        return columns(X, y)
+        return source_of_collections(X, y)
     classes = tables.label_classes(y, "y")
     arrays = [
         tables.array_of(leaf, name, *((classes, True) if name.startswith("y") else ()))
-        for name, leaf in batching.named_both((X, y)).items()
+        for name, leaf in batching.leaves_by_name((X, y)).items()
     ]
-    x, labels = batching.filled((X, y), arrays)
+    x, labels = batching.with_leaves((X, y), arrays)
     tables.check_arrays(x, labels)
     names = columns_in(X, y)
-    return InMemory(x, labels, reading.step_rows, reading.shuffle_seed, names, classes)
+    return InMemory(x, labels, options.step_rows, options.shuffle_seed, names, classes)
 
 
 class _RandomSplit(NamedTuple):
@@ -485,11 +485,11 @@ def _split_dataset(X: Any, y: Any, how: _RandomSplit) -> Halves:
 
 def _split_arrays(X: Any, y: Any, how: _RandomSplit) -> Halves:
     fraction = how.fraction
-    leaves = batching.named_both((X, y))
-    if leaves and all(map(is_frame, leaves.values())):
-        source = columns(X, y)
+    leaves = batching.leaves_by_name((X, y))
+    if leaves and all(map(is_dask_frame, leaves.values())):
+        source = source_of_collections(X, y)
         train_share, held_share = (
-            source.finished(Share(source.finish, fraction, how.seed, second))
+            source.finished(RowShare(source.finish, fraction, how.seed, second))
             for second in (False, True)
         )
         return (train_share, None), (held_share, None)
@@ -511,7 +511,9 @@ def _split_arrays(X: Any, y: Any, how: _RandomSplit) -> Halves:
         )
     tables.check_lengths(lengths)
     train, held = (
-        batching.filled((X, y), [tables.take(leaf, rows) for leaf in leaves.values()])
+        batching.with_leaves(
+            (X, y), [tables.take(leaf, rows) for leaf in leaves.values()]
+        )
         for rows in how.rows(next(iter(lengths.values())))
     )
     return train, held
@@ -524,7 +526,7 @@ class _Kind(NamedTuple):
         holds: Whether X is of this kind.
         prepare: Converts X and y (None without labels) to the arguments of `source`;
             idempotent. Raises a DataError if this kind of data takes no y.
-        label_apart: Splits the label column or key from X, and returns X and y. None:
+        split_label: Splits the label column or key from X, and returns X and y. None:
             the collation of the items splits it.
         source: Makes the source of prepared data.
         split: Splits the rows at random, see `split_rows`; raises a DataError if it
@@ -533,8 +535,8 @@ class _Kind(NamedTuple):
 
     holds: Callable[[Any], bool]
     prepare: Callable[[Any, Any], tuple[Any, Any]]
-    label_apart: Callable[[Any, Any], tuple[Any, Any]] | None
-    source: Callable[[Any, Any, _Reading], Source]
+    split_label: Callable[[Any, Any], tuple[Any, Any]] | None
+    source: Callable[[Any, Any, _SourceOptions], Source]
     split: Callable[[Any, Any, _RandomSplit], Halves] = _split_arrays
 
 
@@ -543,33 +545,43 @@ _KINDS = (
     _Kind(
         lambda X: isinstance(X, Source),
         _without_y,
-        _files_have_none,
-        lambda X, y, reading: X,
+        _refuse_label_of_files,
+        lambda X, y, options: X,
     ),
-    _Kind(are_paths, _paths_alone, _files_have_none, lambda X, y, reading: files(X)),
+    _Kind(
+        are_paths,
+        _paths_without_y,
+        _refuse_label_of_files,
+        lambda X, y, options: files(X),
+    ),
     _Kind(
         lambda X: isinstance(X, CollatedDataset),
-        _items_with_y,
+        _prepare_collated,
         None,
         _source_of_dataset,
         _split_collated,
     ),
     _Kind(_is_dataset, _without_y, None, _source_of_dataset, _split_dataset),
-    _Kind(_has_datasets, _choose_dataset, None, _source_of_dataset),
+    _Kind(_has_datasets, _refuse_several_datasets, None, _source_of_dataset),
     _Kind(
         _is_bag,
         _bag_of_pairs,
         _label_of_bag,
-        lambda X, y, reading: Pairs(X, bag=True),
+        lambda X, y, options: ExampleCollection(X, bag=True),
     ),
     _Kind(
         _is_lazy_list,
         _list_of_pairs,
         _label_of_parts,
-        lambda X, y, reading: Pairs(X, bag=False),
+        lambda X, y, options: ExampleCollection(X, bag=False),
     ),
-    _Kind(lambda X: isinstance(X, list), _examples, _label_of_items, _source_of_arrays),
-    _Kind(lambda X: True, _arrays, tables.split_label, _source_of_arrays),
+    _Kind(
+        lambda X: isinstance(X, list),
+        _prepare_examples,
+        _label_of_items,
+        _source_of_arrays,
+    ),
+    _Kind(lambda X: True, _prepare_arrays, tables.split_label, _source_of_arrays),
 )
 
 
@@ -577,7 +589,7 @@ def _kind_of(X: Any) -> _Kind:
     return next(kind for kind in _KINDS if kind.holds(X))
 
 
-def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
+def prepared(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
     """Normalize X and y to the forms that the constructors of sources accept.
 
     This function replaces a `DataLoader` by its dataset, a Delayed object by a list of
@@ -595,8 +607,8 @@ def unified(X: Any, y: Any, read: ReadOptions) -> tuple[Any, Any, ReadOptions]:
             raise OptionError(
                 f"label={read.label!r} and y both give labels; leave one out"
             )
-        if kind.label_apart is not None:
-            X, y = kind.label_apart(X, read.label)
+        if kind.split_label is not None:
+            X, y = kind.split_label(X, read.label)
             read = replace(read, label=None)
     elif _names_columns(y, X):
         raise DataError(f"y must hold the labels, got {y!r}; write label={y!r}")
@@ -633,8 +645,8 @@ def _stacked_examples(tree: Tree, name: str) -> Tree:
 
     if batching.is_leaf(tree) and not isinstance(tree, list):
         return tree
-    return batching.filled(
-        tree, [array(place, leaf) for place, leaf in batching.named(tree, name)]
+    return batching.with_leaves(
+        tree, [array(place, leaf) for place, leaf in batching.named_leaves(tree, name)]
     )
 
 
@@ -730,19 +742,19 @@ def source_of(
         UserWarning: If either these data or the training data have column names, but
             not both. If rows are scaled twice, or differently from the training rows.
     """
-    X, y, read = unified(X, y, read)
+    X, y, read = prepared(X, y, read)
     y, label_names = tables.number_labels(y, "y", classes)
     step_rows = read.batch_size * accumulate
-    reading = _Reading(read, labelled, shuffle_seed, step_rows, classes)
-    source = _kind_of(X).source(X, y, reading)
+    options = _SourceOptions(read, labelled, shuffle_seed, step_rows, classes)
+    source = _kind_of(X).source(X, y, options)
     source.classes = label_names or source.classes
     warn_of_scaling(scaling_of(source, read.transform), read.scaled_by)
     expected = read.expected_columns
     trained = None if read.columns is None else expected
-    return matched(source, expected, trained, classes)
+    return with_expected_columns(source, expected, trained, classes)
 
 
-def matched(
+def with_expected_columns(
     source: Source,
     expected: Columns,
     trained: Columns | None,
@@ -809,23 +821,23 @@ def infer_metadata(
     logger.info("there are %s rows in %s parts", rows, source.parts)
     known = source.with_facts(facts)
     known.left_out = sum(left_out for _, (_, left_out) in counted)
-    kinds = [
-        batching.kinds(fact.first_rows)
+    specs = [
+        batching.row_spec(fact.first_rows)
         if fact.rows and fact.first_rows is not None
         else ()
         for fact in facts
     ]
     forms = [
-        (kind, _sorted_names(fact)) for kind, fact in zip(kinds, facts, strict=True)
+        (spec, _sorted_names(fact)) for spec, fact in zip(specs, facts, strict=True)
     ]
     ((form, _),) = Counter(form for form in forms if form[0]).most_common(1)
     usual_first = facts[forms.index(form)].first_rows
     if source.first_rows is None:
         known.first_rows = usual_first
-    if len({*kinds} - {()}) > 1:
+    if len({*specs} - {()}) > 1:
         kept = known.parts == source.parts  # otherwise parts without rows are left out
-        known.part_specs = kinds if kept else [*filter(None, kinds)]
-    assert usual_first is not None, "a part without rows has no kinds"
+        known.part_specs = specs if kept else [*filter(None, specs)]
+    assert usual_first is not None, "a part without rows has no spec"
     usual_rows = NamedRows.of(usual_first)
     for part, fact in enumerate(facts):
         if fact.rows and fact.first_rows is not None:
@@ -930,14 +942,14 @@ def merge_small_parts(source: Source) -> Source:
     most_of_bytes = MERGED_BYTES // batching.row_bytes(first_rows)
     most = min(sum(lengths) // LEAST_PARTS, MERGED_ROWS, most_of_bytes)
     groups: list[list[int]] = []
-    rows, kinds = most, None
+    rows, group_spec = most, None
     for part, length in enumerate(lengths):
-        unlike = None if source.part_specs is None else source.part_specs[part]
+        spec = None if source.part_specs is None else source.part_specs[part]
         if length == 0:
             continue
-        if rows + length > most or unlike != kinds:
+        if rows + length > most or spec != group_spec:
             groups.append([])
-            rows, kinds = 0, unlike
+            rows, group_spec = 0, spec
         groups[-1].append(part)
         rows += length
     if len(groups) == sum(length > 0 for length in lengths):

@@ -73,7 +73,7 @@ def columns_in(x: Tree, y: Tree) -> Columns:
     """
     named = {
         place: tuple(map(str, names))
-        for place, leaf in batching.named_both((x, y)).items()
+        for place, leaf in batching.leaves_by_name((x, y)).items()
         if (names := names_of(leaf)) is not None
     }
     return {
@@ -128,12 +128,12 @@ class NamedRows(tuple[Tree, Tree]):
         if wanted == self.columns or not wanted:
             return self
         arrays = []
-        for place, array in batching.named_both(self).items():
+        for place, array in batching.leaves_by_name(self).items():
             if place in wanted:
                 label = f"{place} of {where}" if where else place
                 array = _arranged(array, label, self.columns.get(place), wanted[place])
             arrays.append(array)
-        rows = batching.filled((self[0], self[1]), arrays)
+        rows = batching.with_leaves((self[0], self[1]), arrays)
         columns = {p: wanted.get(p, names) for p, names in self.columns.items()}
         return self.of(rows, columns, self.classes)
 
@@ -147,7 +147,7 @@ class NamedRows(tuple[Tree, Tree]):
             trained: Names of the data that a model was trained on; None: not trained.
             where: The part of the rows, for messages.
         """
-        for place in batching.named_both(self):
+        for place in batching.leaves_by_name(self):
             label = f"{place} of {where}" if where else place
             names = self.columns.get(place)
             if names is not None and trained is not None and place not in trained:

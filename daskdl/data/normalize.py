@@ -288,7 +288,7 @@ class Normalization(FittedTransform):
         """
         rounded = [
             (name, None if scaling is None else scaling.rounded())
-            for name, scaling in batching.named(self.scalings, "x")
+            for name, scaling in batching.named_leaves(self.scalings, "x")
         ]
         return hashlib.sha256(repr(rounded).encode()).hexdigest()[:16]
 
@@ -321,7 +321,7 @@ class Normalization(FittedTransform):
                 "the normalizer was fitted on x like "
                 f"{batching.outline(self.scalings)}, got {batching.outline(x)}"
             )
-        return batching.mapped(
+        return batching.tree_map(
             lambda leaf, scaling: leaf if scaling is None else function(scaling, leaf),
             x,
             self.scalings,
@@ -331,7 +331,8 @@ class Normalization(FittedTransform):
 def _alike(left: Tree, right: Tree) -> bool:
     """Whether two trees have the same structure, in any order of keys."""
     return (
-        dict(batching.named(left, "")).keys() == dict(batching.named(right, "")).keys()
+        dict(batching.named_leaves(left, "")).keys()
+        == dict(batching.named_leaves(right, "")).keys()
     )
 
 
@@ -393,7 +394,7 @@ def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | N
     total, start = None, 0
     for x, _ in source.stream(part, STREAMED_ROWS):
         if batching.length(x):
-            statistics = batching.mapped(of_leaf, _names(x, only), x)
+            statistics = batching.tree_map(of_leaf, _names(x, only), x)
             total = _merged(total, statistics, source, part)
         start += batching.length(x)
     return total
@@ -401,7 +402,7 @@ def _of_part(source: Source, part: int, per: Per, only: Keys | None) -> Tree | N
 
 def _names(x: Tree, only: Keys | None) -> Tree:
     """Return a tree like x with the name of each array, or None if it is not scaled."""
-    names = [name for name, _ in batching.named(x, "x")]
+    names = [name for name, _ in batching.named_leaves(x, "x")]
     starts = ("x",) if only is None else tuple(f"x[{key!r}]" for key in only)
     for key, start in zip(only or (), starts, strict=False):
         if not any(name.startswith(start) for name in names):
@@ -409,7 +410,7 @@ def _names(x: Tree, only: Keys | None) -> Tree:
                 f"only must hold keys of x, got {key!r} for x like "
                 f"{batching.outline(x)}"
             )
-    return batching.filled(
+    return batching.with_leaves(
         x, [name if name.startswith(starts) else None for name in names]
     )
 
@@ -433,7 +434,7 @@ def _merged(total: Tree | None, added: Tree, source: Source, part: int) -> Tree:
             f"x of {source.name(part)} is like {batching.outline(added)}, "
             f"those before are like {batching.outline(total)}"
         )
-    return batching.mapped(merged, total, added)
+    return batching.tree_map(merged, total, added)
 
 
 def _by_part(results: Iterable[tuple[int, T]]) -> Iterator[tuple[int, T]]:
@@ -505,7 +506,7 @@ class Normalizer(ABC):
         statistics = _of_all(source, self.per, self.only, client)
         columns = (source.columns or NO_COLUMNS).items()
         return Normalization(
-            batching.mapped(self.scaling, statistics),
+            batching.tree_map(self.scaling, statistics),
             {place: names for place, names in columns if place.startswith("X")},
         )
 

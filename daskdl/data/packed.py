@@ -56,7 +56,7 @@ class Schema:
     def of(cls, rows: Rows) -> "Schema":
         """Return the schema of rows, trees of numpy arrays."""
         check_arrays(*rows)
-        x, y = batching.mapped(_dtype_of_a_row, (rows[0], rows[1]))
+        x, y = batching.tree_map(_dtype_of_a_row, (rows[0], rows[1]))
         return cls(x, y)
 
     @classmethod
@@ -139,7 +139,7 @@ class Schema:
 
 def named_arrays(rows: Rows) -> dict[str, Any]:
     """Return the arrays of x, then of y, by their names in the user's code."""
-    return batching.named_both(rows, ("x", "y"))
+    return batching.leaves_by_name(rows, ("x", "y"))
 
 
 def _dtype_of_a_row(array: np.ndarray) -> np.dtype:
@@ -147,7 +147,7 @@ def _dtype_of_a_row(array: np.ndarray) -> np.dtype:
 
 
 def _filled(tree: Tree, arrays: Iterator[np.ndarray]) -> Tree:
-    """A tree with arrays instead of dtypes; `batching.filled` takes twice as long."""
+    """Replace dtypes by arrays; `batching.with_leaves` takes twice as long."""
     if isinstance(tree, np.dtype):
         return next(arrays)
     if isinstance(tree, dict):

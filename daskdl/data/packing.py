@@ -360,7 +360,7 @@ def _blocks(loaded: Iterable[Rows]) -> Iterator[Rows]:
     waiting: list[Rows] = []
     size = 0
     for loaded_rows in loaded:
-        rows = batching.mapped(as_numpy, loaded_rows)
+        rows = batching.tree_map(as_numpy, loaded_rows)
         if any(map(len, named_arrays(rows).values())):
             waiting.append(rows)
             size += batching.nbytes(rows)
@@ -422,8 +422,8 @@ class Buckets(Contents):
     def _transformed(self, rows: Rows) -> Rows:
         if self._transform is None:
             return rows
-        x, y = self._transform(batching.mapped(torch.from_numpy, rows))
-        transformed = batching.mapped(as_numpy, (x, y))
+        x, y = self._transform(batching.tree_map(torch.from_numpy, rows))
+        transformed = batching.tree_map(as_numpy, (x, y))
         got, expected = batching.length(transformed), batching.length(rows)
         if got != expected:
             raise DataError(
@@ -482,7 +482,7 @@ def _pack_rows(
 # ---- original files
 
 
-class Originals(Contents):
+class OriginalFiles(Contents):
     """Original files in groups, one for each packed file."""
 
     def __init__(self, store: Store, names: Sequence[str], per_file: int) -> None:
@@ -587,7 +587,7 @@ def _pack_originals(
     }
     if manifest := _begin(store, made_from, overwrite):
         return manifest
-    originals = Originals(folder, names, int(options.per_file))
+    originals = OriginalFiles(folder, names, int(options.per_file))
     details: dict[str, Any] = {
         "classes": None,
         "columns": {},

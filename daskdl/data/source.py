@@ -19,7 +19,7 @@ from dask.optimization import cull
 from typing_extensions import override
 
 from daskdl.data import batching
-from daskdl.data.batching import Kinds, Rows
+from daskdl.data.batching import Rows, RowSpec
 from daskdl.data.named_columns import NO_COLUMNS, Columns, NamedRows
 from daskdl.errors import DataError
 
@@ -142,7 +142,7 @@ class Source(ABC):
     rows_in_memory: Rows | None = None
     block_lengths: Sequence[float] | None = None
     left_out: int = 0
-    part_specs: Sequence[Kinds] | None = None
+    part_specs: Sequence[RowSpec] | None = None
     mergeable: bool = False
     lazy: bool = False
     has_part_names: bool = True
@@ -364,7 +364,7 @@ def rows_in(source: Source) -> int | None:
 
 def facts_of(rows: Rows) -> Facts:
     """Return the facts of loaded rows, which hold copies."""
-    few = batching.mapped(lambda leaf: leaf[:SHOWN_ROWS].copy(), rows)
+    few = batching.tree_map(lambda leaf: leaf[:SHOWN_ROWS].copy(), rows)
     if isinstance(rows, NamedRows):
         few = NamedRows.of(few, rows.columns, rows.classes)
     return Facts(batching.length(rows), few)

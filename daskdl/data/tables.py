@@ -147,7 +147,7 @@ def check_structure(X: Tree, y: Tree) -> None:
 def check_arrays(X: Tree, y: Tree) -> int:
     """Refuse unusable arrays and unequal lengths; return the number of examples."""
     check_structure(X, y)
-    named = batching.named_both((X, y))
+    named = batching.leaves_by_name((X, y))
     lengths = {name: int(check_array(leaf, name)) for name, leaf in named.items()}
     check_lengths(lengths)
     return next(iter(lengths.values()))
@@ -281,7 +281,7 @@ class InMemory(Source):
         if shuffle_seed is not None:
             rows = batching.length(x)
             self._order = np.random.default_rng(shuffle_seed).permutation(rows)
-        self._set(batching.mapped(as_numpy, (x, y)))
+        self._set(batching.tree_map(as_numpy, (x, y)))
 
     def _set(self, rows: Rows) -> None:
         self.rows_in_memory = rows
@@ -349,7 +349,7 @@ class InMemory(Source):
         if self._order is not None:
             return batching.rows(self.rows_in_memory, self._order[rows])
         # Contiguous, because Dask pickles other arrays.
-        return batching.mapped(
+        return batching.tree_map(
             lambda leaf: np.ascontiguousarray(leaf[rows]), self.rows_in_memory
         )
 
@@ -374,7 +374,7 @@ def cut(examples: int, batch_size: int, parts: int) -> list[tuple[int, int]]:
 _UNKNOWN = "__UNKNOWN_CATEGORIES__"  # Dask's placeholder for unknown categories
 
 
-def _is_frame(value: Any) -> bool:
+def _is_table(value: Any) -> bool:
     """Whether a value is a pandas dataframe or series, or a pyarrow table or array."""
     pandas, pyarrow = sys.modules.get("pandas"), sys.modules.get("pyarrow")
     if pandas is not None and isinstance(value, pandas.DataFrame | pandas.Series):
@@ -389,18 +389,18 @@ def array_of(
     value: Any, argument: str, classes: Sequence[str] | None = None, label: bool = False
 ) -> Any:
     """Convert a frame to an array, see `columns_of`; return other values unchanged."""
-    return columns_of(value, argument, classes, label) if _is_frame(value) else value
+    return columns_of(value, argument, classes, label) if _is_table(value) else value
 
 
 def label_classes(y: Any, argument: str) -> tuple[str, ...] | None:
     """Return the categories of categorical labels; None for other labels."""
-    return check_columns(y, argument, label=True) if _is_frame(y) else None
+    return check_columns(y, argument, label=True) if _is_table(y) else None
 
 
 def check_no_tables(examples: Iterable[Tree]) -> None:
     """Refuse examples that are tables, whose names would be lost."""
     if any(
-        _is_frame(leaf) for example in examples for leaf in batching.leaves(example)
+        _is_table(leaf) for example in examples for leaf in batching.leaves(example)
     ):
         raise DataError(
             "an example must consist of arrays and numbers, got a table or a series, "
@@ -416,14 +416,14 @@ def row_count(value: Any) -> int | None:
     """
     if isinstance(value, np.ndarray | Tensor) or is_dask_array(value):
         return value.shape[0] if value.ndim else None
-    return len(value) if isinstance(value, list) or _is_frame(value) else None
+    return len(value) if isinstance(value, list) or _is_table(value) else None
 
 
 def take(value: Any, rows: np.ndarray) -> Any:
     """Return some rows of an array, a table or a list, as the same type."""
     if isinstance(value, list):
         return [value[i] for i in rows]
-    if _is_frame(value):
+    if _is_table(value):
         return value.iloc[rows] if hasattr(value, "iloc") else value.take(rows)
     return value[rows]
 
@@ -591,7 +591,7 @@ def number_labels(
 
 def _texts(y: Any, argument: str) -> np.ndarray | None:
     """Labels as an array of str; None if they are not text."""
-    if _is_frame(y):
+    if _is_table(y):
         y = _as_pandas(y)
         if y.ndim > 1 or not (y.dtype == object or y.dtype.type is str):
             return None

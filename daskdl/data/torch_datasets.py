@@ -79,7 +79,7 @@ class Collation:
         if self.function is None:
             return self.pair(_collated(items))
         rows = self.pair(self.function(items))
-        for name, leaf in batching.named_both(rows, ("x", "y")).items():
+        for name, leaf in batching.leaves_by_name(rows, ("x", "y")).items():
             if len(leaf) != len(items):
                 raise DataError(
                     f"collate_fn must return one row for each item, got {len(leaf)} "
@@ -161,7 +161,7 @@ def _outline(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-_one_at_a_time = threading.Lock()
+_worker_info_lock = threading.Lock()
 _END = object()
 
 
@@ -219,7 +219,7 @@ def worker_info(info: Any) -> Iterator[None]:
     """Set the result of ``get_worker_info()`` in this process."""
     # Torch's only place for the result of `get_worker_info`, private since torch 1.2:
     # torch sets it in the processes of a `DataLoader` alone, and replicas are threads.
-    with _one_at_a_time:
+    with _worker_info_lock:
         former = worker._worker_info
         worker._worker_info = info
         try:

@@ -165,7 +165,7 @@ def _sides(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _shapes(tree: Any, name: str) -> Iterator[tuple[str, Shape]]:
-    """As `batching.named`, but a tuple of numbers is a shape."""
+    """As `batching.named_leaves`, but a tuple of numbers is a shape."""
     if isinstance(tree, dict):
         for key, child in tree.items():
             yield from _shapes(child, f"{name}[{key!r}]")
@@ -184,7 +184,7 @@ def _shapes(tree: Any, name: str) -> Iterator[tuple[str, Shape]]:
 
 
 def _dtypes(tree: Any, name: str) -> Iterator[tuple[str, np.dtype[Any]]]:
-    for array, expected in batching.named(tree, name):
+    for array, expected in batching.named_leaves(tree, name):
         if expected is None:
             continue
         plain = str(expected).removeprefix("torch.")
@@ -198,7 +198,7 @@ def _dtypes(tree: Any, name: str) -> Iterator[tuple[str, np.dtype[Any]]]:
 
 
 def _labels(tree: Any) -> Iterator[tuple[str, Labels]]:
-    for name, labels in batching.named(tree, "y"):
+    for name, labels in batching.named_leaves(tree, "y"):
         some: Any = range(int(labels)) if is_integral(labels) else labels
         if isinstance(some, range) and some and abs(some.step) == 1:
             yield name, some[:: some.step]
@@ -289,7 +289,7 @@ class Findings:
 
     def _examine(self, name: str, rows: Rows, expected: Expectations) -> None:
         """Compare rows with the expectations."""
-        arrays = batching.named_both(rows, ("x", "y"))
+        arrays = batching.leaves_by_name(rows, ("x", "y"))
         faults = {
             "wrong shape": "; ".join(_wrong_shapes(arrays, expected)),
             "wrong dtype": "; ".join(_wrong_dtypes(arrays, expected)),

@@ -23,8 +23,8 @@ from typing_extensions import override
 from daskdl.data import batching, checks
 from daskdl.data.batching import (
     Batch,
-    Kinds,
     Rows,
+    RowSpec,
     Transform,
     Tree,
     Weighted,
@@ -188,7 +188,7 @@ def evaluate_model(
             read.transform,
             labels,
             read.skips,
-            batching.kinds(run.rows),
+            batching.row_spec(run.rows),
             has_accuracy(objective, output, labels_seen),
             Packed(specs, "metrics") if specs else None,
         )
@@ -269,7 +269,7 @@ def without_gradients(objective: Objective | None) -> Any:
 class PartScorer(Scorer):
     """Scores a part by loss, accuracy and metrics."""
 
-    kinds: Kinds  # of the rows of the dry run
+    row_spec: RowSpec  # of the rows of the dry run
     accuracy: bool  # whether to count right labels
     specs: "Packed[tuple[MetricSpec, ...]] | None"
 
@@ -278,7 +278,7 @@ class PartScorer(Scorer):
     ) -> "tuple[Score, tuple[PartStates, ...]]":
         """Return loss and accuracy, and the states of each set of metrics."""
         module, objective, device = self.unpacked()
-        shapes = ShapeCheck(self.kinds, self.transform)
+        shapes = ShapeCheck(self.row_spec, self.transform)
 
         def check(rows: Rows, name: str) -> None:
             if self.labels is not None:

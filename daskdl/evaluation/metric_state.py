@@ -232,7 +232,7 @@ def metric_specs(
     """Prepare sets of metrics for these outputs and labels, and try an update."""
     if y is None:
         raise DataError("metrics need labels: pass y, or data that contain labels")
-    for name, leaf in batching.named(output, "output"):
+    for name, leaf in batching.named_leaves(output, "output"):
         if not isinstance(leaf, Tensor):
             raise ModelError(
                 "metrics need a model that returns tensors, or tuples and dicts of "
@@ -273,7 +273,9 @@ class MetricAccumulator:
 
     def add_(self, output: Tree, y: Tree) -> None:
         """Add rows."""
-        shapes = [leaf.shape[1:] for leaf in batching.named_both((output, y)).values()]
+        shapes = [
+            leaf.shape[1:] for leaf in batching.leaves_by_name((output, y)).values()
+        ]
         if shapes != self._shapes:
             self._measure()
             self._shapes = shapes
@@ -373,4 +375,4 @@ def on_cpu(parts: Sequence[Tree]) -> Tree:
         short = rows.dtype in (torch.bfloat16, torch.float16)
         return rows.float() if short else rows
 
-    return batching.mapped(joined, *parts)
+    return batching.tree_map(joined, *parts)

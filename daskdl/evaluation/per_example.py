@@ -164,7 +164,9 @@ class ExampleScorer(Scorer):
         self, source: Source, part: int, files: Pieces
     ) -> Iterator[tuple[int, Rows]]:
         """Yield rows of readable files; other files count if each has one example."""
-        good = dict(checks.usable(checks.load_each(files, skips=True), self._check))
+        good = dict(
+            checks.consistent_pieces(checks.load_each(files, skips=True), self._check)
+        )
         one_each = source.lengths is not None and source.lengths[part] == len(files)
         one_each &= all(batching.length(rows) == 1 for rows in good.values())
         start = 0
@@ -197,7 +199,7 @@ class ExampleScorer(Scorer):
 
 def check_rows_kept(transformed: Batch, rows: int) -> None:
     """Refuse the result of a transform that changes the number of rows."""
-    for leaf in batching.named_both(transformed).values():
+    for leaf in batching.leaves_by_name(transformed).values():
         if tuple(leaf.shape[:1]) != (rows,):
             raise ModelError(
                 "transform must return as many rows as it gets, so that each row has "
@@ -259,7 +261,8 @@ def has_rows(module: nn.Module, x: Tree) -> bool:
 
     three = batching.rows(x, [0, 1, 0])
     outputs = [
-        scored(call(module, batching.mapped(torch.clone, rows))) for rows in (x, three)
+        scored(call(module, batching.tree_map(torch.clone, rows)))
+        for rows in (x, three)
     ]
     return all(map(fits, outputs, (2, 3)))
 

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from daskdl.data import batching, dask_collections
 from daskdl.data.batching import Rows, Tree
-from daskdl.data.dask_collections import Collections, Finish, Pairs
+from daskdl.data.dask_collections import Collections, ExampleCollection, Finish
 from daskdl.data.distribute import map_parts, new_key, workers_of
 from daskdl.data.named_columns import Columns as Names
 from daskdl.data.named_columns import NamedRows
@@ -142,7 +142,7 @@ class ExampleReader:
 
 
 def _shapes_of_example(example: Any) -> tuple[Any, ...]:
-    named = batching.named_both(dask_collections.pair(example))
+    named = batching.leaves_by_name(dask_collections.pair(example))
     return tuple((name, *np.shape(leaf)) for name, leaf in named.items())
 
 
@@ -168,7 +168,7 @@ class Examples(Collections):
 
     keyable = True
 
-    def __init__(self, pairs: Pairs, keyed: bool | None) -> None:
+    def __init__(self, pairs: ExampleCollection, keyed: bool | None) -> None:
         super().__init__(pairs.partitions, _unread)
         self.columns, self.training_columns = pairs.columns, pairs.training_columns
         self.reader = ExampleReader(pairs.finish, pairs.bag, keyed)
@@ -184,13 +184,13 @@ class Examples(Collections):
 def with_first_rows(
     source: Source, client: Client | Literal[False], keyed: bool | None = None
 ) -> Source:
-    """Return the source with rows for a dry run, `Pairs` as `Examples`.
+    """Return the source with rows for a dry run, `ExampleCollection` as `Examples`.
 
     Computes one part after the other until one has rows. If no order of columns is
     expected, the first part determines it. `keyed` says whether examples are pairs
     (key, x); None: the first example decides.
     """
-    if isinstance(source, Pairs):
+    if isinstance(source, ExampleCollection):
         source = Examples(source, keyed)
     reader = source.reader if isinstance(source, Examples) else None
     if source.first_rows is not None and reader is None:
@@ -316,7 +316,9 @@ def lazy_outputs(
         return _bag(parts) if source.reader.bag else parts
     if (chunks := source.block_lengths) is not None:
         leaves = enumerate(batching.leaves(empty))
-        return batching.filled(empty, [_array(parts, i, x, chunks) for i, x in leaves])
+        return batching.with_leaves(
+            empty, [_array(parts, i, x, chunks) for i, x in leaves]
+        )
     frame, *_ = source.partitions.collections
     values = source.partitions.delayed(client)
     return collection_of_tables(parts, empty, frame, values, names)
@@ -462,7 +464,7 @@ def tables_of(
     if isinstance(outputs, np.ndarray):
         fit = names is not None and outputs.shape[1:] == (len(names),)
         return table([0], tuple(names or ()) if fit else None)
-    return batching.filled(outputs, [table([i], None) for i in range(count)])
+    return batching.with_leaves(outputs, [table([i], None) for i in range(count)])
 
 
 def _table_of_part(

@@ -72,7 +72,7 @@ class Outputs(NamedTuple):
                     "of several outputs with Predictor(output=...)"
                 )
         dtypes = tuple(leaf.dtype for leaf in batching.leaves(outputs))
-        return cls(batching.mapped(as_numpy, outputs), dtypes)
+        return cls(batching.tree_map(as_numpy, outputs), dtypes)
 
 
 class ModelFailure(NamedTuple):

@@ -84,7 +84,7 @@ def predict(
         predictor = BatchPredictor(
             packed, none, read.batch_size, read.transform, output, postprocess, exact
         )
-        empty = batching.mapped(as_numpy, none)
+        empty = batching.tree_map(as_numpy, none)
         if by_file:
             return keyed_by_file(source, predictor.outputs, cluster)
         if isinstance(source, Collections):
@@ -108,7 +108,7 @@ def predict(
         isinstance(x, Tensor) for x in batching.leaves(X)
     ):
         return outputs
-    return batching.mapped(
+    return batching.tree_map(
         lambda empty, array: torch.from_numpy(array).to(empty.dtype), none, outputs
     )
 
@@ -172,7 +172,7 @@ def no_outputs(
         if leaf.ndim == 0 or len(leaf) != count:
             raise refusal(tuple(leaf.shape))
     empty = [torch.empty((0, *leaf.shape[1:]), dtype=leaf.dtype) for leaf in leaves]
-    return batching.filled(output, empty)
+    return batching.with_leaves(output, empty)
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class BatchPredictor:
                         output = self.postprocess(output)
                 outputs.append(self._checked(output, batching.length(batch)))
         if not outputs:
-            return batching.mapped(as_numpy, self.none)
+            return batching.tree_map(as_numpy, self.none)
         return batching.joined(outputs)
 
     def _checked(self, output: Any, rows: int) -> Tree:
@@ -242,9 +242,9 @@ class BatchPredictor:
             return as_numpy(leaf)
 
         try:
-            batching.mapped(lambda *_: None, self.none, output)
+            batching.tree_map(lambda *_: None, self.none, output)
         except ValueError as error:
             raise ModelError(
                 f"model returned another structure than in the dry run: {error}"
             ) from error
-        return batching.mapped(array, self.none, output)
+        return batching.tree_map(array, self.none, output)

@@ -88,11 +88,11 @@ class Call:
         """
         check_structure(x, None)
         names, rows = columns_in(x, None), {}
-        x = batching.filled(
+        x = batching.with_leaves(
             x,
-            [array_of(leaf, name) for name, leaf in batching.named(x, "X")],
+            [array_of(leaf, name) for name, leaf in batching.named_leaves(x, "X")],
         )
-        for name, leaf in batching.named(x, "X"):
+        for name, leaf in batching.named_leaves(x, "X"):
             if is_dask_collection(leaf):
                 raise DataError(
                     f"{name} must be in memory, got a Dask collection; use predict"
@@ -108,12 +108,12 @@ class Call:
                 f"X has {count} rows, and a call may have at most batch_limit={most}; "
                 "split it into several calls, or use predict"
             )
-        copied = batching.mapped(lambda leaf: np.array(as_numpy(leaf), order="C"), x)
+        copied = batching.tree_map(lambda leaf: np.array(as_numpy(leaf), order="C"), x)
         named = NamedRows.of((copied, None), names)
         named.warn_of_positions(columns or NO_COLUMNS, columns)
         copied, _ = named.arranged(columns or NO_COLUMNS)
         tensors = all(isinstance(leaf, Tensor) for leaf in batching.leaves(x))
-        kind = batching.mapped(lambda leaf: [leaf.shape[1:], leaf.dtype.str], copied)
+        kind = batching.tree_map(lambda leaf: [leaf.shape[1:], leaf.dtype.str], copied)
         return cls(copied, count, repr(kind), tensors, time.monotonic())
 
     def begin(self) -> bool:
@@ -130,7 +130,7 @@ class Call:
     def __str__(self) -> str:
         leaves = ", ".join(
             f"{name}: shape {leaf.shape} and dtype {leaf.dtype}"
-            for name, leaf in batching.named(self.x, "X")
+            for name, leaf in batching.named_leaves(self.x, "X")
         )
         return f"{self.rows} rows, {leaves}"
 
@@ -142,10 +142,12 @@ def answers_of(outputs: Outputs, calls: Sequence[Call]) -> list[Tree]:
         rows = batching.rows(outputs.tree, slice(start, start + call.rows))
         start += call.rows
         if len(calls) > 1:
-            rows = batching.mapped(np.copy, rows)
+            rows = batching.tree_map(np.copy, rows)
         if call.tensors:
             leaves = zip(batching.leaves(rows), outputs.dtypes, strict=True)
-            rows = batching.filled(rows, [torch.from_numpy(x).to(d) for x, d in leaves])
+            rows = batching.with_leaves(
+                rows, [torch.from_numpy(x).to(d) for x, d in leaves]
+            )
         answers.append(rows)
     return answers
 

@@ -44,9 +44,9 @@ from daskdl.data.checks import (
 )
 from daskdl.data.inputs import (
     infer_metadata,
-    matched,
     merge_small_parts,
     scaling_of,
+    with_expected_columns,
 )
 from daskdl.data.named_columns import NO_COLUMNS
 from daskdl.data.packing import PackOptions, temporarily_packed
@@ -666,7 +666,7 @@ def _counted(
             source = sources["validation"]
             columns = counted["train"].columns or NO_COLUMNS
             if sources["train"].columns is None:  # columns are not compared yet
-                source = matched(source, columns, columns)
+                source = with_expected_columns(source, columns, columns)
             else:
                 source = source.arranged(columns)
             counted["validation"] = infer_metadata(source, client, skips=skips)

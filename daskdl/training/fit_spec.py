@@ -44,9 +44,9 @@ from daskdl.data.checks import (
 from daskdl.data.dask_collections import pair
 from daskdl.data.inputs import (
     ReadOptions,
+    prepared,
     scaling_of,
     split_rows,
-    unified,
     weighted_source,
 )
 from daskdl.data.named_columns import Columns
@@ -419,7 +419,7 @@ class FitSpec:
             validation = validation[0], Weighted(*validation[1:])
         if is_number(validation):
             weight = y.weight if isinstance(y, Weighted) else None
-            X, y, read = unified(X, labels_of(y), read)
+            X, y, read = prepared(X, labels_of(y), read)
             classes = number_labels(y, "y", classes)[1] or classes
             if weight is not None:
                 y = Weighted(y, weight)

@@ -186,7 +186,7 @@ class Replica:
         self._layers = LayerLog(number, spec.layers)
         self._spans = SpanLog(number, channel.clock.now)
         channel.on_wait = self._spans.wait
-        self._shapes = ShapeCheck(batching.kinds(spec.rows), spec.read.transform)
+        self._shapes = ShapeCheck(batching.row_spec(spec.rows), spec.read.transform)
         self._joined = False
         self.loss_watch = LossWatch(spec.max_loss_rise)
         self.steps = self.seen = self.interval = 0
@@ -853,7 +853,7 @@ class Replica:
 
 def cloned(batch: Batch) -> Batch:
     """Return a copy of a batch, since models may change their input in place."""
-    return batching.mapped(torch.clone, batch)
+    return batching.tree_map(torch.clone, batch)
 
 
 def check_alike(gathered: BarrierResult, when: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from daskdl.config import Bound
 from daskdl.data import distribute as module
-from daskdl.data.dask_collections import Pairs
+from daskdl.data.dask_collections import ExampleCollection
 from daskdl.data.distribute import DataPlacement, Fetcher, scatter
 from daskdl.data.tables import InMemory
 from daskdl.errors import DataError, LostPieceError, OptionError, WaitTimeoutError
@@ -169,7 +169,7 @@ class TestPlacement:
         held = {"held-0": ["b"], "held-1": ["c", "b"], "held-2": ["elsewhere"]}
         cluster = Cluster(held=held)
 
-        placement = put(cluster, source=Pairs(parts, bag=False))
+        placement = put(cluster, source=ExampleCollection(parts, bag=False))
 
         home = {key: worker for worker, data in cluster.sent for key in data}
         assert [home[key] for key in placement.keys[:2]] == ["b", "b"]
@@ -179,7 +179,9 @@ class TestPlacement:
         parts = [future_of((X, Y), f"held-{i}") for i in range(6)]
         cluster = Cluster(held={part.key: ["b", "c", "a"] for part in parts})
 
-        put(cluster, workers=("a", "b", "c"), source=Pairs(parts, bag=False))
+        put(
+            cluster, workers=("a", "b", "c"), source=ExampleCollection(parts, bag=False)
+        )
 
         assert cluster.workers() == {"a": 2, "b": 2, "c": 2}
 
@@ -195,7 +197,10 @@ class TestPlacement:
     def test_sends_tasks_as_a_packed_graph(self):
         cluster = Cluster()
 
-        put(cluster, source=Pairs([dask.delayed(lambda: (X, Y))()], bag=False))
+        put(
+            cluster,
+            source=ExampleCollection([dask.delayed(lambda: (X, Y))()], bag=False),
+        )
 
         ((_, data),) = cluster.sent
         (content,) = data.values()
@@ -302,7 +307,7 @@ class Forgetful(Fetcher):
     def __init__(self):
         self.names = {}
         self._part = module.content_of(
-            Pairs([future_of((X, Y), "result")], bag=False), 0
+            ExampleCollection([future_of((X, Y), "result")], bag=False), 0
         )
 
     def here(self, key):

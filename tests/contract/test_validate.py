@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from daskdl.data import Csv, Parquet, Report, files, image_folder, pack
-from daskdl.data.batching import named_both
+from daskdl.data.batching import leaves_by_name
 from daskdl.data.storage import Store
 from daskdl.data.validate import KINDS, Offender, validate
 from daskdl.errors import DataError, OptionError
@@ -95,7 +95,7 @@ class TestExpectations:
         report = validated(rows, **options)
 
         assert report == Report(
-            1, None, len(next(iter(named_both(rows).values()))), NONE
+            1, None, len(next(iter(leaves_by_name(rows).values()))), NONE
         )
 
     @pytest.mark.parametrize(
